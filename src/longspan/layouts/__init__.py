@@ -1,0 +1,6 @@
+"""Who holds which tokens. A layout is made once per batch and serves every mask of the model."""
+
+from longspan.layouts.layout import Layout
+from longspan.layouts.patterns import contiguous, per_document, round_robin_by_work, striped, zigzag
+
+__all__ = ["Layout", "contiguous", "per_document", "round_robin_by_work", "striped", "zigzag"]

@@ -1,0 +1,327 @@
+"""Layout: which rank holds which tokens. It knows nothing of heads, bytes or any one mask.
+
+Local order is the order of a rank's spans; padding, where a layout has any, comes last on its rank. Positions that are
+padding are numbered from `seq_len` upwards: no mask allows them, and using one as an index fails loudly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from longspan.errors import LayoutError
+from longspan.span import Ints, Span, as_spans
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Layout:
+    """Who holds which tokens. Make one with the functions of `longspan.layouts`."""
+
+    seq_len: int
+    world_size: int
+    name: str
+    rows: Ints
+    """(start, stop, rank) of every span, by rank and then in local order; together each position exactly once."""
+    local_len: int | None = None
+    """The number of slots every rank has, when all have the same (the rest is padding); None when lengths differ."""
+
+    def __post_init__(self) -> None:
+        self.rows.flags.writeable = False
+        self._check_cover()
+        if self.local_len is not None and self.seq_len and int(self.num_tokens.max()) > self.local_len:
+            rank = int(self.num_tokens.argmax())
+            raise LayoutError(
+                f"layout {self.name} gives every rank {self.local_len} slots, but rank {rank} holds"
+                f" {int(self.num_tokens[rank])} tokens. Ask for {int(self.num_tokens[rank])} slots or more."
+            )
+
+    def _check_cover(self) -> None:
+        starts, stops = self._by_start[:, 0], self._by_start[:, 1]
+        edges = np.concatenate(([0], stops)), np.concatenate((starts, [self.seq_len]))
+        if not np.array_equal(*edges):
+            wrong = int(np.flatnonzero(edges[0] != edges[1])[0])
+            found, expected = int(edges[1][wrong]), int(edges[0][wrong])
+            what = "nobody holds" if found > expected else "two ranks hold"
+            raise LayoutError(
+                f"layout {self.name} must give each of {self.seq_len} positions to exactly one of {self.world_size}"
+                f" ranks, but {what} position {min(found, expected)}. Make the spans meet without gap or overlap."
+            )
+
+    @staticmethod
+    def from_spans(
+        seq_len: int,
+        rank_spans: Iterable[Iterable[Span | tuple[int, int]]],
+        *,
+        name: str = "custom",
+        local_len: int | None = None,
+    ) -> Layout:
+        """The layout in which rank r holds `rank_spans[r]`, in that local order.
+
+        >>> Layout.from_spans(6, [[(0, 2), (4, 6)], [(2, 4)]]).positions(0).tolist()
+        [0, 1, 4, 5]
+        """
+        rows: list[tuple[int, int, int]] = []
+        rank = -1
+        for rank, spans in enumerate(rank_spans):
+            for span in spans:
+                start, stop = (span.start, span.stop) if isinstance(span, Span) else span
+                if stop > start:
+                    rows.append((int(start), int(stop), rank))
+        return Layout.from_rows(seq_len, rank + 1, np.array(rows, dtype=np.int64).reshape(-1, 3), name, local_len)
+
+    @staticmethod
+    def from_rows(seq_len: int, world_size: int, rows: Ints, name: str, local_len: int | None = None) -> Layout:
+        """The layout of (start, stop, rank) rows in any rank order; neighbours on one rank become one span."""
+        check_sizes(seq_len, world_size, name)
+        if len(rows) and (int(rows[:, 2].min()) < 0 or int(rows[:, 2].max()) >= world_size):
+            raise LayoutError(
+                f"layout {name} names ranks {int(rows[:, 2].min())} to {int(rows[:, 2].max())}, but there are"
+                f" {world_size} ranks: 0 to {world_size - 1}."
+            )
+        rows = rows[rows[:, 1] > rows[:, 0]]
+        rows = rows[np.argsort(rows[:, 2], kind="stable")]
+        touching = (rows[1:, 0] == rows[:-1, 1]) & (rows[1:, 2] == rows[:-1, 2])
+        merged = rows[np.concatenate(([True], ~touching))[: len(rows)]].copy()
+        merged[:, 1] = rows[np.concatenate((~touching, [True]))[: len(rows)], 1]
+        return Layout(seq_len, world_size, name, merged, local_len)
+
+    # -- who holds what ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _first(self) -> Ints:
+        return np.searchsorted(self.rows[:, 2], np.arange(self.world_size + 1, dtype=np.int64))
+
+    @cached_property
+    def _by_start(self) -> Ints:
+        return self.rows[np.argsort(self.rows[:, 0], kind="stable")]
+
+    @cached_property
+    def num_tokens(self) -> Ints:
+        """How many real tokens each rank holds."""
+        sizes = (self.rows[:, 1] - self.rows[:, 0]).astype(np.float64)
+        return np.bincount(self.rows[:, 2], weights=sizes, minlength=self.world_size).astype(np.int64)
+
+    @cached_property
+    def by_position(self) -> Ints:
+        """(start, stop, rank) of every span, sorted by position."""
+        rows = self._by_start
+        rows.flags.writeable = False
+        return rows
+
+    def span_rows(self, rank: int) -> Ints:
+        """The rank's spans as (start, stop) rows, in local order."""
+        self._check_rank(rank)
+        return self.rows[self._first[rank] : self._first[rank + 1], :2]
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The rank's spans, in local order.
+
+        >>> zigzag(8, 2).spans(0)
+        (0:2, 6:8)
+        """
+        return as_spans(self.span_rows(rank))
+
+    def num_padding(self, rank: int) -> int:
+        """Slots of the rank that hold no token."""
+        self._check_rank(rank)
+        return 0 if self.local_len is None else self.local_len - int(self.num_tokens[rank])
+
+    def positions(self, rank: int) -> Ints:
+        """The global position of every local slot: what rotary embeddings must see; padding is `seq_len` and up.
+
+        >>> zigzag(8, 2).positions(0).tolist()
+        [0, 1, 6, 7]
+        """
+        spans = self.span_rows(rank)
+        parts = [np.arange(start, stop, dtype=np.int64) for start, stop in spans.tolist()]
+        if self.local_len is not None:
+            before = rank * self.local_len - int(self.num_tokens[:rank].sum())
+            parts.append(self.seq_len + before + np.arange(self.num_padding(rank), dtype=np.int64))
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def owner(self, position: ArrayLike) -> Any:
+        """The rank that holds each position.
+
+        >>> zigzag(8, 2).owner([0, 3, 7]).tolist()
+        [0, 1, 0]
+        """
+        return self.locate(position)[0]
+
+    def locate(self, position: ArrayLike) -> tuple[Ints, Ints]:
+        """The rank that holds each position, and its slot there."""
+        wanted = np.asarray(position, dtype=np.int64)
+        if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= self.seq_len):
+            raise LayoutError(
+                f"positions of this layout run from 0 to {self.seq_len - 1}, but {int(wanted.min())} to"
+                f" {int(wanted.max())} were asked for."
+            )
+        order = np.argsort(self.rows[:, 0], kind="stable")
+        sizes = self.rows[:, 1] - self.rows[:, 0]
+        before = np.cumsum(sizes) - sizes
+        slot = before - (np.cumsum(self.num_tokens) - self.num_tokens)[self.rows[:, 2]]
+        row = order[np.searchsorted(self.rows[order, 0], wanted, side="right") - 1]
+        return self.rows[row, 2], slot[row] + wanted - self.rows[row, 0]
+
+    # -- index maps -------------------------------------------------------------------------------------------------
+
+    def shard(self, x: Any, rank: int, dim: int = 0, fill: float = 0) -> Any:
+        """The rank's part of a whole array or tensor along `dim`; padding slots hold `fill`.
+
+        >>> zigzag(8, 2).shard(np.arange(8) * 10, rank=1).tolist()
+        [20, 30, 40, 50]
+        """
+        self._check_size(x, dim, self.seq_len, "the whole sequence")
+        real = self.positions(rank)[: int(self.num_tokens[rank])]
+        return _take(x, real, dim, self.num_padding(rank), fill)
+
+    def unshard_index(self) -> Ints:
+        """Where each position lies in the ranks' shards laid end to end (padding included)."""
+        rank, slot = self.locate(np.arange(self.seq_len, dtype=np.int64))
+        slots = self.num_tokens if self.local_len is None else np.full(self.world_size, self.local_len, dtype=np.int64)
+        return (np.cumsum(slots) - slots)[rank] + slot
+
+    def unshard(self, shards: Sequence[Any], dim: int = 0) -> Any:
+        """The whole array or tensor from every rank's shard; padding is dropped.
+
+        >>> layout = zigzag(8, 2)
+        >>> layout.unshard([layout.shard(np.arange(8), rank) for rank in range(2)]).tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7]
+        """
+        if len(shards) != self.world_size:
+            raise LayoutError(
+                f"unshard needs the shard of every rank: {self.world_size} of them, but {len(shards)} were given."
+            )
+        for rank, shard in enumerate(shards):
+            slots = int(self.num_tokens[rank]) + self.num_padding(rank)
+            self._check_size(shard, dim, slots, f"the shard of rank {rank}")
+        return _take(_concatenate(shards, dim), self.unshard_index(), dim, 0, 0)
+
+    def roll_index(self, rank: int, shift: int) -> tuple[Ints, Ints]:
+        """Rank and slot of the token `shift` positions after each of the rank's slots; (-1, -1) past the end.
+
+        >>> [part.tolist() for part in zigzag(8, 2).roll_index(0, 1)]
+        [[0, 1, 0, -1], [1, 0, 3, -1]]
+        """
+        wanted = self.positions(rank)
+        inside = (wanted < self.seq_len) & (wanted + shift >= 0) & (wanted + shift < self.seq_len)
+        owner, slot = self.locate(np.where(inside, wanted + shift, 0) if self.seq_len else wanted[:0])
+        return np.where(inside, owner, -1), np.where(inside, slot, -1)
+
+    def roll(self, shards: Sequence[Any], shift: int, dim: int = 0, fill: float = 0) -> list[Any]:
+        """Every rank's shard with the token `shift` positions later in each slot; `fill` past the ends.
+
+        >>> [shard.tolist() for shard in zigzag(8, 2).roll([np.array([0, 1, 6, 7]), np.array([2, 3, 4, 5])], 1)]
+        [[1, 2, 7, 0], [3, 4, 5, 6]]
+        """
+        whole = self.unshard(shards, dim)
+        wanted = np.arange(self.seq_len, dtype=np.int64) + shift
+        inside = wanted[(wanted >= 0) & (wanted < self.seq_len)]
+        missing = self.seq_len - len(inside)
+        rolled = _take(whole, inside, dim, missing, fill)
+        if shift < 0:  # the filled places come first
+            order = (np.arange(self.seq_len, dtype=np.int64) - missing) % max(self.seq_len, 1)
+            rolled = _take(rolled, order, dim, 0, 0)
+        return [self.shard(rolled, rank, dim, fill) for rank in range(self.world_size)]
+
+    # -- checks and identity ----------------------------------------------------------------------------------------
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"{self} was asked about rank {rank}. Ask for 0 to {self.world_size - 1}.")
+
+    def _check_size(self, x: Any, dim: int, expected: int, what: str) -> None:
+        shape = tuple(x.shape)
+        if not -len(shape) <= dim < len(shape) or shape[dim] != expected:
+            raise LayoutError(
+                f"{what} has {expected} slots in {self}, but a tensor of shape {shape} was given with dim = {dim}."
+                f" Pass the dim that counts tokens, or build the layout for this length."
+            )
+
+    def text(self) -> str:
+        """A text that `Layout.parse` reads back."""
+        slots = "" if self.local_len is None else f" local_len={self.local_len}"
+        lines = [f"layout {self.name} seq_len={self.seq_len} world_size={self.world_size}{slots}"]
+        lines += [f"{rank}: {' '.join(map(repr, self.spans(rank)))}".rstrip() for rank in range(self.world_size)]
+        return "\n".join(lines)
+
+    @staticmethod
+    def parse(text: str) -> Layout:
+        """The layout that `text` wrote.
+
+        >>> Layout.parse(zigzag(8, 2).text()) == zigzag(8, 2)
+        True
+        """
+        head, *lines = text.strip().splitlines()
+        words = head.split()
+        fields = dict(word.split("=", 1) for word in words[2:] if "=" in word)
+        if len(words) < 2 or words[0] != "layout" or not {"seq_len", "world_size"} <= fields.keys():
+            raise LayoutError(f"a layout text begins 'layout NAME seq_len=N world_size=N', but {head!r:.80} was found.")
+        spans = [[Span.parse(word) for word in line.partition(":")[2].split()] for line in lines]
+        if len(spans) != int(fields["world_size"]):
+            raise LayoutError(f"the text is for {fields['world_size']} ranks, but has lines for {len(spans)}.")
+        slots = int(fields["local_len"]) if "local_len" in fields else None
+        return Layout.from_spans(int(fields["seq_len"]), spans, name=words[1], local_len=slots)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hex digest that ranks compare."""
+        head = f"layout {self.seq_len} {self.world_size} {self.local_len} "
+        return hashlib.sha256(head.encode() + self.rows.tobytes()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        mine = (self.seq_len, self.world_size, self.local_len)
+        return mine == (other.seq_len, other.world_size, other.local_len) and np.array_equal(self.rows, other.rows)
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return f"<layout {self.name}, {self.seq_len} tokens on {self.world_size} ranks>"
+
+
+def check_sizes(seq_len: int, world_size: int, name: str) -> None:
+    """Refuses sizes no layout can have."""
+    if seq_len < 0 or world_size < 1:
+        raise LayoutError(
+            f"layout {name} was asked for {seq_len} tokens on {world_size} ranks. It needs 0 tokens or more and 1"
+            f" rank or more."
+        )
+
+
+# Arrays and tensors differ only here: numpy and torch name the same three operations differently.
+
+
+def _is_torch(x: Any) -> bool:
+    return type(x).__module__.partition(".")[0] == "torch" or hasattr(x, "index_select")
+
+
+def _take(x: Any, index: Ints, dim: int, padding: int, fill: float) -> Any:
+    if _is_torch(x):
+        import torch
+
+        taken = x.index_select(dim, torch.as_tensor(index.copy()).to(x.device))
+        full: Callable[[tuple[int, ...]], Any] = lambda shape: taken.new_full(shape, fill)  # noqa: E731
+    else:
+        taken = np.take(x, index, axis=dim)
+        full = lambda shape: np.full(shape, fill, dtype=taken.dtype)  # noqa: E731
+    if not padding:
+        return taken
+    shape = list(taken.shape)
+    shape[dim] = padding
+    return _concatenate([taken, full(tuple(shape))], dim)
+
+
+def _concatenate(parts: Sequence[Any], dim: int) -> Any:
+    if _is_torch(parts[0]):
+        import torch
+
+        return torch.cat(list(parts), dim=dim)
+    return np.concatenate(list(parts), axis=dim)

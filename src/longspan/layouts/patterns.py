@@ -1,0 +1,160 @@
+"""Layouts that follow a fixed pattern: contiguous, zigzag, striped, per document, round robin by work.
+
+All take any length and any number of ranks. `balanced` usually beats them; they are here because they are simple,
+because other systems use them, and because a closed form is easy to check.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from longspan.errors import LayoutError
+from longspan.layouts.layout import Layout, check_sizes
+from longspan.masks import Mask
+from longspan.masks import bands as bd
+from longspan.masks.documents import document_edges
+from longspan.span import Ints
+
+
+def slots_for(seq_len: int, world_size: int, equal_tokens: bool) -> int | None:
+    """The local length that all ranks share, or None when lengths may differ."""
+    return -(-seq_len // world_size) if equal_tokens else None
+
+
+def _even_edges(seq_len: int, parts: int) -> Ints:
+    """Cuts into parts whose sizes differ by at most one token."""
+    return np.arange(parts + 1, dtype=np.int64) * seq_len // parts
+
+
+def contiguous(seq_len: int, world_size: int, *, equal_tokens: bool = False) -> Layout:
+    """Rank r holds the r-th stretch of the sequence.
+
+    >>> contiguous(7, 2).spans(1)
+    (3:7,)
+    """
+    check_sizes(seq_len, world_size, "contiguous")
+    slots = slots_for(seq_len, world_size, equal_tokens)
+    if slots is None:
+        edges = _even_edges(seq_len, world_size)
+    else:  # full ranks first, so that the padding is one stretch at the end
+        edges = np.minimum(np.arange(world_size + 1, dtype=np.int64) * slots, seq_len)
+    rows = np.stack((edges[:-1], edges[1:], np.arange(world_size, dtype=np.int64)), axis=1)
+    return Layout.from_rows(seq_len, world_size, rows, "contiguous", slots)
+
+
+def zigzag(seq_len: int, world_size: int, *, equal_tokens: bool = False) -> Layout:
+    """Rank r holds chunks r and 2 * world_size - 1 - r of 2 * world_size: one early, one late.
+
+    >>> zigzag(8, 2).positions(0).tolist()
+    [0, 1, 6, 7]
+    """
+    check_sizes(seq_len, world_size, "zigzag")
+    slots = slots_for(seq_len, world_size, equal_tokens)
+    rows = _fold(np.array([0, seq_len], dtype=np.int64), world_size)
+    if slots is not None:
+        rows = _levelled(rows, world_size, slots)
+    return Layout.from_rows(seq_len, world_size, rows, "zigzag", slots)
+
+
+def _fold(edges: Ints, world_size: int) -> Ints:
+    """(start, stop, rank) of every document's 2 * world_size chunks, chunk c and its mirror image on one rank.
+
+    Documents start the fold at different ranks, so that the odd tokens of short documents do not all land on rank 0.
+    """
+    num = 2 * world_size
+    chunk = np.arange(num, dtype=np.int64)
+    starts, sizes = edges[:-1, None], np.diff(edges)[:, None]
+    begin = starts + sizes * chunk // num
+    end = starts + sizes * (chunk + 1) // num
+    folded = np.where(chunk < world_size, chunk, num - 1 - chunk)
+    turn = np.arange(len(starts), dtype=np.int64)[:, None]
+    rank = (folded + turn) % world_size
+    return np.stack((begin.ravel(), end.ravel(), rank.ravel()), axis=1)
+
+
+def _levelled(rows: Ints, world_size: int, slots: int) -> Ints:
+    """Moves single tokens from ranks that hold more than `slots` to ranks with room, cutting them off span ends."""
+    sizes = np.bincount(rows[:, 2], weights=(rows[:, 1] - rows[:, 0]).astype(np.float64), minlength=world_size)
+    excess = sizes.astype(np.int64) - slots
+    room = [[rank, -int(extra)] for rank, extra in enumerate(excess.tolist()) if extra < 0]
+    out: list[tuple[int, int, int]] = []
+    for start, stop, rank in rows.tolist():
+        while excess[rank] > 0 and stop > start:
+            take = min(int(excess[rank]), stop - start, room[0][1])
+            out.append((stop - take, stop, room[0][0]))
+            stop -= take
+            excess[rank] -= take
+            room[0][1] -= take
+            if not room[0][1]:
+                room.pop(0)
+        out.append((start, stop, rank))
+    return np.array(sorted(out), dtype=np.int64).reshape(-1, 3)
+
+
+def striped(seq_len: int, world_size: int, *, stripe: int = 1) -> Layout:
+    """Rank r holds every world_size-th stripe of `stripe` tokens.
+
+    >>> striped(8, 2).positions(1).tolist()
+    [1, 3, 5, 7]
+    """
+    check_sizes(seq_len, world_size, "striped")
+    if stripe < 1:
+        raise LayoutError(f"striped(stripe={stripe}) was asked for. A stripe has 1 token or more.")
+    starts = np.arange(0, seq_len, stripe, dtype=np.int64)
+    stops = np.minimum(starts + stripe, seq_len)
+    rank = np.arange(len(starts), dtype=np.int64) % world_size
+    return Layout.from_rows(seq_len, world_size, np.stack((starts, stops, rank), axis=1), "striped")
+
+
+def per_document(lengths: ArrayLike, world_size: int, *, equal_tokens: bool = False) -> Layout:
+    """Every document is folded over all ranks as zigzag folds a sequence, so each rank gets its share of each.
+
+    >>> per_document([8, 4], 2).spans(0)
+    (0:2, 6:8, 9:11)
+    """
+    edges = document_edges(lengths)
+    seq_len = int(edges[-1])
+    check_sizes(seq_len, world_size, "per_document")
+    slots = slots_for(seq_len, world_size, equal_tokens)
+    rows = _fold(edges, world_size)
+    rows = rows[rows[:, 1] > rows[:, 0]]
+    if slots is not None:
+        rows = _levelled(rows, world_size, slots)
+    return Layout.from_rows(seq_len, world_size, rows, "per_document", slots)
+
+
+def round_robin_by_work(mask: Mask, world_size: int, *, seq_len: int | None = None, block: int = 128) -> Layout:
+    """Blocks sorted by work, dealt out forwards and then backwards, so that every rank gets equal counts and work.
+
+    >>> round_robin_by_work(causal(8), 2, block=2).spans(0)
+    (0:2, 6:8)
+    """
+    length = mask.length(seq_len)
+    check_sizes(length, world_size, "round_robin_by_work")
+    if block < 1:
+        raise LayoutError(f"round_robin_by_work(block={block}) was asked for. A block has 1 token or more.")
+    starts = np.arange(0, length, block, dtype=np.int64)
+    stops = np.minimum(starts + block, length)
+    work = np.zeros(len(starts), dtype=np.int64)
+    for region in mask.regions(length):
+        work += _block_work(region, starts, stops)
+    order = np.argsort(-work, kind="stable")
+    turn = np.arange(len(starts), dtype=np.int64) % (2 * world_size)
+    rank = np.empty(len(starts), dtype=np.int64)
+    rank[order] = np.where(turn < world_size, turn, 2 * world_size - 1 - turn)
+    return Layout.from_rows(length, world_size, np.stack((starts, stops, rank), axis=1), "round_robin_by_work")
+
+
+def _block_work(region: Ints, starts: Ints, stops: Ints) -> Ints:
+    """Allowed pairs in the rows of each block, blocks sorted and touching."""
+    blocks = np.stack((starts, stops), axis=1)
+    band, _, count = bd.by_slab(region, blocks)
+    # by_slab groups bands by block; cutting each to its block's rows and summing their areas gives the block's work.
+    owner = np.repeat(np.arange(len(blocks)), count)
+    pieces = region[band]
+    pieces[:, bd.Q0] = np.maximum(pieces[:, bd.Q0], starts[owner])
+    pieces[:, bd.Q1] = np.minimum(pieces[:, bd.Q1], stops[owner])
+    work = np.zeros(len(blocks), dtype=np.int64)
+    np.add.at(work, owner, bd.area(pieces))
+    return work

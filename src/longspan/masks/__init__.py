@@ -1,0 +1,30 @@
+"""What may attend to what, in global positions. No ranks, no devices, no torch.
+
+One file per idea; `mask.py` holds the type and its algebra, `bands.py` the closed-form pieces beneath it.
+"""
+
+from longspan.masks.bands import Band
+from longspan.masks.causal import causal, full, sliding_window
+from longspan.masks.documents import chunked, documents, from_cu_seqlens
+from longspan.masks.mask import Mask, Plane
+from longspan.masks.opaque import Classifier, from_mask_mod
+from longspan.masks.prefix import global_prefix, prefix_lm
+from longspan.masks.vary import per_head, per_row
+
+__all__ = [
+    "Band",
+    "Classifier",
+    "Mask",
+    "Plane",
+    "causal",
+    "chunked",
+    "documents",
+    "from_cu_seqlens",
+    "from_mask_mod",
+    "full",
+    "global_prefix",
+    "per_head",
+    "per_row",
+    "prefix_lm",
+    "sliding_window",
+]

@@ -1,0 +1,73 @@
+"""Masks of packed sequences: tokens see only their own document, or their own fixed-size chunk."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from longspan.errors import MaskError
+from longspan.masks.bands import LIMIT
+from longspan.masks.mask import Mask
+from longspan.span import Ints
+
+
+def document_edges(lengths: ArrayLike) -> Ints:
+    """0, and where each document ends; refuses anything that is not a list of token counts."""
+    counts = np.asarray(lengths)
+    if counts.ndim != 1 or (counts.size and not np.issubdtype(counts.dtype, np.integer)):
+        raise MaskError(
+            f"document lengths are a flat list of whole numbers, but an array of shape {counts.shape} and type"
+            f" {counts.dtype} was given."
+        )
+    if counts.size and int(counts.min()) < 0:
+        where = int(np.argmax(counts < 0))
+        raise MaskError(f"document {where} has length {int(counts[where])}. A document has 0 tokens or more.")
+    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)))
+
+
+def _blocks(edges: Ints, name: str) -> Mask:
+    starts, stops = edges[:-1], edges[1:]
+    open_ended = np.full_like(starts, LIMIT)
+    rows = np.stack((starts, stops, starts, stops, -open_ended, open_ended), axis=1)
+    return Mask.of_bands(rows, int(edges[-1]), name)
+
+
+def documents(lengths: ArrayLike) -> Mask:
+    """Every token sees all of its own document; lengths add up to the sequence.
+
+    >>> print((documents([3, 1, 2])).draw(width=6))
+    ███···
+    ███···
+    ███···
+    ···█··
+    ····██
+    ····██
+    """
+    edges = document_edges(lengths)
+    return _blocks(edges, f"documents({len(edges) - 1})")
+
+
+def from_cu_seqlens(cu_seqlens: ArrayLike) -> Mask:
+    """`documents` from cumulative lengths 0, end of the first, end of the second, ... as varlen kernels take them.
+
+    >>> from_cu_seqlens([0, 3, 4, 6]) == documents([3, 1, 2])
+    True
+    """
+    edges = np.asarray(cu_seqlens)
+    if edges.ndim != 1 or not edges.size or int(edges[0]) != 0:
+        raise MaskError(
+            f"cu_seqlens starts with 0 and then lists where each document ends, but {edges.tolist()!r:.60} was given."
+        )
+    return documents(np.diff(edges))
+
+
+def chunked(size: int, seq_len: int) -> Mask:
+    """Every token sees all of its own chunk of `size` tokens; the last chunk may be shorter.
+
+    >>> chunked(2, 5) == documents([2, 2, 1])
+    True
+    """
+    if size < 1:
+        raise MaskError(f"chunked(size={size}) was asked for. A chunk has 1 token or more.")
+    edges = np.append(np.arange(0, seq_len, size, dtype=np.int64), seq_len)
+    return _blocks(edges, f"chunked({size})")

@@ -1,0 +1,373 @@
+"""Mask: what may attend to what, in global positions.
+
+A mask is a grid of planes (batch rows x heads; a side of length 1 holds for all). A plane is two disjoint lists of
+bands, `sure` and `maybe`, and a predicate that decides the pairs inside `maybe`. A structured mask has no `maybe`; an
+opaque one has no `sure`; `&`, `|` and `~` mix the two and keep closed form wherever closed form decides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from longspan.errors import MaskError
+from longspan.masks import bands as bd
+from longspan.masks.bands import LIMIT, Band
+from longspan.span import Ints
+
+Bools = NDArray[np.bool_]
+Grid = tuple[tuple["Plane", ...], ...]
+
+
+class Predicate(Protocol):
+    """Decides the pairs that closed form leaves open."""
+
+    def allows(self, q: Ints, kv: Ints) -> Bools: ...
+    def key(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """Allowed by both planes."""
+
+    a: Plane
+    b: Plane
+
+    def allows(self, q: Ints, kv: Ints) -> Bools:
+        return self.a.allows(q, kv) & self.b.allows(q, kv)
+
+    def key(self) -> str:
+        return f"({self.a.key()}&{self.b.key()})"
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    """Allowed by either plane."""
+
+    a: Plane
+    b: Plane
+
+    def allows(self, q: Ints, kv: Ints) -> Bools:
+        return self.a.allows(q, kv) | self.b.allows(q, kv)
+
+    def key(self) -> str:
+        return f"({self.a.key()}|{self.b.key()})"
+
+
+@dataclass(frozen=True, slots=True)
+class Neither:
+    """Allowed where the plane does not."""
+
+    a: Plane
+
+    def allows(self, q: Ints, kv: Ints) -> Bools:
+        return ~self.a.allows(q, kv)
+
+    def key(self) -> str:
+        return f"~{self.a.key()}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plane:
+    """One head of one batch row: `sure` pairs, and `maybe` pairs on which `predicate` decides."""
+
+    sure: Ints
+    maybe: Ints = field(default_factory=bd.empty)
+    predicate: Predicate | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.maybe):
+            object.__setattr__(self, "predicate", None)
+        for rows in (self.sure, self.maybe):
+            rows.flags.writeable = False
+
+    @property
+    def region(self) -> Ints:
+        """Bands outside which nothing is allowed: all of the mask when it is structured."""
+        return np.concatenate((self.sure, self.maybe)) if len(self.maybe) else self.sure
+
+    def allows(self, q: Ints, kv: Ints) -> Bools:
+        """Whether each pair is allowed; `q` and `kv` broadcast against each other."""
+        wide_q, wide_kv = np.broadcast_arrays(q, kv)
+        found = bd.contains(self.sure, wide_q, wide_kv)
+        if self.predicate is not None:
+            found |= bd.contains(self.maybe, wide_q, wide_kv) & self.predicate.allows(q, kv)
+        return found
+
+    def cut(self, q: tuple[int, int], kv: tuple[int, int]) -> Plane:
+        """The part inside a rectangle."""
+        return Plane(bd.cut(self.sure, q, kv), bd.cut(self.maybe, q, kv), self.predicate)
+
+    def key(self) -> str:
+        """A text that differs when the plane does (as far as a predicate can be told apart)."""
+        digest = hashlib.sha256(bd.coalesce(self.sure).tobytes() + b"?" + bd.coalesce(self.maybe).tobytes())
+        if self.predicate is not None:
+            digest.update(self.predicate.key().encode())
+        return digest.hexdigest()[:32]
+
+    def sample(self, seq_len: int | None) -> str:
+        """A digest of an opaque plane's answers to fixed pairs: functions that captured other tensors differ there."""
+        side = 4096 if seq_len is None else seq_len
+        if self.predicate is None or side == 0:
+            return ""
+        step = np.arange(512, dtype=np.int64)
+        q = step * 0x9E3779B1 % side
+        answers = np.packbits(self.allows(q, np.maximum(q - step * 7919 % side, 0))).tobytes()
+        return hashlib.sha256(answers).hexdigest()[:32]
+
+    def __eq__(self, other: object) -> bool:
+        # Same pairs, however they are cut into bands; opaque parts must be the same functions over the same pairs.
+        if not isinstance(other, Plane):
+            return NotImplemented
+        if self is other:
+            return True
+        if self.predicate != other.predicate:
+            return False
+        return _same_pairs(self.sure, other.sure) and _same_pairs(self.maybe, other.maybe)
+
+    def __hash__(self) -> int:
+        # Only what no cutting into bands changes: the number of pairs, and of keys that a few fixed rows see.
+        last = int(bd.tighten(self.sure)[:, bd.Q1].max(initial=1))
+        probes = np.arange(1, 17, dtype=np.int64) * 0x9E3779B1 % last
+        return hash((int(bd.area(self.sure).sum()), tuple(bd.row_counts(self.sure, probes).tolist())))
+
+    def __and__(self, other: Plane) -> Plane:
+        sure = bd.intersect(self.sure, other.sure)
+        if self.predicate is None and other.predicate is None:
+            return Plane(sure)
+        maybe = bd.subtract(bd.intersect(self.region, other.region), sure)
+        return Plane(sure, maybe, Both(self, other))
+
+    def __or__(self, other: Plane) -> Plane:
+        sure = bd.unite(self.sure, other.sure)
+        if self.predicate is None and other.predicate is None:
+            return Plane(sure)
+        maybe = bd.subtract(bd.unite(self.maybe, other.maybe), sure)
+        return Plane(sure, maybe, Either(self, other))
+
+    def minus_from(self, domain: Ints) -> Plane:
+        sure = bd.subtract(domain, self.region)
+        return Plane(sure, self.maybe, None if self.predicate is None else Neither(self))
+
+
+def _same_pairs(a: Ints, b: Ints) -> bool:
+    if a.shape == b.shape and np.array_equal(a, b):
+        return True
+    return not len(bd.subtract(a, b)) and not len(bd.subtract(b, a))
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Mask:
+    """What may attend to what. Combine with `&`, `|` and `~`; make one with the functions of `longspan.masks`."""
+
+    grid: Grid
+    seq_len: int | None
+    name: str
+
+    @staticmethod
+    def of_bands(rows: Ints, seq_len: int | None, name: str) -> Mask:
+        """The structured mask of these disjoint bands."""
+        return Mask(((Plane(bd.occupied(rows)),),), seq_len, name)
+
+    # -- shape ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_rows(self) -> int:
+        """Batch rows that differ; 1 means that one plane serves every row."""
+        return len(self.grid)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads that differ; 1 means that one plane serves every head."""
+        return len(self.grid[0])
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether closed form decides every pair."""
+        return all(plane.predicate is None for plane in self._planes())
+
+    def _planes(self) -> Iterator[Plane]:
+        return (plane for row in self.grid for plane in row)
+
+    def plane(self, row: int = 0, head: int = 0) -> Plane:
+        """The plane of one batch row and head."""
+        for what, index, size in (("row", row, self.num_rows), ("head", head, self.num_heads)):
+            if size > 1 and not 0 <= index < size:
+                raise MaskError(f"{self} has {size} {what}s and was asked for {what} {index}. Ask for 0 to {size - 1}.")
+        return self.grid[row if self.num_rows > 1 else 0][head if self.num_heads > 1 else 0]
+
+    def distinct_planes(self) -> tuple[Plane, ...]:
+        """Every plane once, in the order of first appearance."""
+        found: dict[int, Plane] = {id(plane): plane for plane in self._planes()}
+        return tuple(found.values())
+
+    def length(self, seq_len: int | None = None) -> int:
+        """The sequence length, from the mask or from the argument; refuses when neither or both disagree."""
+        if self.seq_len is not None and seq_len is not None and seq_len != self.seq_len:
+            raise MaskError(
+                f"{self} is for {self.seq_len} tokens, but seq_len = {seq_len} was asked for. Build the mask for the"
+                f" length you use, or leave seq_len out."
+            )
+        found = self.seq_len if self.seq_len is not None else seq_len
+        if found is None:
+            raise MaskError(
+                f"{self} has no length of its own, and this question needs one. Pass seq_len=, or combine it with a"
+                f" mask that has a length, as in masks.documents(lengths) & masks.causal()."
+            )
+        return found
+
+    # -- questions --------------------------------------------------------------------------------------------------
+
+    def allows(self, q: ArrayLike, kv: ArrayLike, *, row: int = 0, head: int = 0) -> Bools:
+        """Whether query position `q` may attend to key position `kv`; arrays broadcast.
+
+        >>> from longspan import masks
+        >>> masks.causal().allows([0, 5], [3, 3]).tolist()
+        [False, True]
+        """
+        return self.plane(row, head).allows(np.asarray(q, dtype=np.int64), np.asarray(kv, dtype=np.int64))
+
+    def bands(self, seq_len: int | None = None, *, row: int = 0, head: int = 0) -> tuple[Band, ...]:
+        """The disjoint bands of one plane; refuses an opaque mask, which has none."""
+        plane, length = self.plane(row, head), self.length(seq_len)
+        if plane.predicate is not None:
+            raise MaskError(
+                f"{self} decides pairs with a function, so it is not a list of bands. Ask plane(row, head) for its"
+                f" `sure` and `maybe` bands, or classify() for its tiles."
+            )
+        return bd.as_bands(bd.tighten(bd.cut(plane.sure, (0, length), (0, length))))
+
+    def regions(self, seq_len: int | None = None) -> list[Ints]:
+        """For each distinct plane, the `(n, 6)` array of bands outside which nothing is allowed."""
+        length = self.length(seq_len)
+        return [bd.cut(plane.region, (0, length), (0, length)) for plane in self.distinct_planes()]
+
+    def area(self, seq_len: int | None = None, *, row: int = 0, head: int = 0) -> int:
+        """How many pairs one plane allows.
+
+        >>> from longspan import masks
+        >>> masks.causal().area(10_000_000)
+        50000005000000
+        """
+        plane, length = self.plane(row, head), self.length(seq_len)
+        if plane.predicate is not None:
+            raise MaskError(
+                f"the area of {self} has no closed form, because a function decides its pairs. Sum allows() over the"
+                f" tiles you need, or classify() them."
+            )
+        return int(bd.area(bd.cut(plane.sure, (0, length), (0, length))).sum())
+
+    def resized(self, seq_len: int) -> Mask:
+        """The same mask for a sequence of this length; refuses when the mask has another length of its own."""
+        if self.length(seq_len) == self.seq_len:
+            return self
+        square = ((0, seq_len), (0, seq_len))
+        return self._map(lambda plane: plane.cut(*square), seq_len, self.name)
+
+    # -- algebra ----------------------------------------------------------------------------------------------------
+
+    def __and__(self, other: Mask) -> Mask:
+        return self._combine(other, "&", lambda a, b: a & b)
+
+    def __or__(self, other: Mask) -> Mask:
+        return self._combine(other, "|", lambda a, b: a | b)
+
+    def __invert__(self) -> Mask:
+        side = LIMIT if self.seq_len is None else self.seq_len
+        domain = np.array([[0, side, 0, side, -LIMIT, LIMIT]], dtype=np.int64)
+        return self._map(lambda plane: plane.minus_from(domain), self.seq_len, f"~{self.name}")
+
+    def _map(self, change: Callable[[Plane], Plane], seq_len: int | None, name: str) -> Mask:
+        changed = {id(plane): change(plane) for plane in self.distinct_planes()}
+        return Mask(tuple(tuple(changed[id(plane)] for plane in row) for row in self.grid), seq_len, name)
+
+    def _combine(self, other: object, sign: str, meet: Callable[[Plane, Plane], Plane]) -> Mask:
+        if not isinstance(other, Mask):
+            raise MaskError(
+                f"{sign} joins two masks, but {self} {sign} {type(other).__name__} was asked for. Wrap a function"
+                f" mask_mod(b, h, q, kv) with masks.from_mask_mod first."
+            )
+        lengths = {length for length in (self.seq_len, other.seq_len) if length is not None}
+        if len(lengths) > 1:
+            raise MaskError(
+                f"{self} is for {self.seq_len} tokens and {other} for {other.seq_len}. Masks that are combined"
+                f" describe one sequence: build both for the same length."
+            )
+        name = f"({self.name} {sign} {other.name})"
+        if not lengths:
+            return Mask(_grid_meet(self, other, meet), None, name)
+        length = lengths.pop()
+        return Mask(_grid_meet(self.resized(length), other.resized(length), meet), length, name)
+
+    # -- identity ---------------------------------------------------------------------------------------------------
+
+    def __bool__(self) -> bool:
+        raise MaskError(
+            f"{self} has no truth value. `and`, `or` and `not` do not combine masks: write &, | and ~ instead (with"
+            f" brackets), or ask mask.area() == 0."
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        shape = (self.seq_len, self.num_rows, self.num_heads)
+        if shape != (other.seq_len, other.num_rows, other.num_heads):
+            return False
+        return all(a == b for a, b in zip(self._planes(), other._planes(), strict=True))
+
+    def __hash__(self) -> int:
+        return hash((self.seq_len, self.num_rows, self.num_heads, *self._planes()))
+
+    @property
+    def fingerprint(self) -> str:
+        """A hex digest that ranks compare: the same bands and functions give the same digest in every process."""
+        text = f"mask {self.seq_len} {self.num_rows}x{self.num_heads} "
+        keys = {id(plane): plane.key() + plane.sample(self.seq_len) for plane in self.distinct_planes()}
+        return hashlib.sha256((text + " ".join(keys[id(plane)] for plane in self._planes())).encode()).hexdigest()
+
+    def __repr__(self) -> str:
+        name = self.name[1:-1] if self.name.startswith("(") else self.name
+        return f"<mask {name}>" if self.seq_len is None else f"<mask {name}, {self.seq_len} tokens>"
+
+    # -- ways out ---------------------------------------------------------------------------------------------------
+
+    def draw(self, seq_len: int | None = None, *, width: int = 32, row: int = 0, head: int = 0) -> str:
+        """A text picture: one character per square of pairs, filled, partly filled or empty."""
+        from longspan.masks.draw import draw
+
+        return draw(self.plane(row, head), self.length(seq_len), width)
+
+    def to_mask_mod(self, seq_len: int | None = None) -> Callable[[object, object, object, object], object]:
+        """A function (b, h, q_idx, kv_idx) on torch tensors, as FlexAttention takes it."""
+        from longspan.masks.interop import to_mask_mod
+
+        return to_mask_mod(self.resized(self.length(seq_len)))
+
+
+def _grid_meet(a: Mask, b: Mask, meet: Callable[[Plane, Plane], Plane]) -> Grid:
+    """Plane by plane, a side of length 1 serving all of the other's; equal inputs are met once."""
+    shape: list[int] = []
+    for what, size_a, size_b in (("row", a.num_rows, b.num_rows), ("head", a.num_heads, b.num_heads)):
+        if size_a != size_b and 1 not in (size_a, size_b):
+            raise MaskError(
+                f"{a} differs over {size_a} {what}s and {b} over {size_b}. Give both the same number of {what}s, or"
+                f" let one of them serve all."
+            )
+        shape.append(max(size_a, size_b))
+    met: dict[tuple[int, int], Plane] = {}
+    rows: list[tuple[Plane, ...]] = []
+    for row in range(shape[0]):
+        line: list[Plane] = []
+        for head in range(shape[1]):
+            pair = a.plane(row, head), b.plane(row, head)
+            key = id(pair[0]), id(pair[1])
+            if key not in met:
+                met[key] = meet(*pair)
+            line.append(met[key])
+        rows.append(tuple(line))
+    return tuple(rows)

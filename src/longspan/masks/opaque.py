@@ -1,0 +1,183 @@
+"""Masks given as a function, in FlexAttention's form mask_mod(b, h, q_idx, kv_idx).
+
+Nothing is known about such a mask until it is called, so it is called late and only where asked: on single pairs, or
+tile by tile through `classify`, which remembers what it has seen. The function always gets global positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.errors import MaskError
+from longspan.masks import bands as bd
+from longspan.masks.causal import full
+from longspan.masks.mask import Bools, Mask, Plane
+from longspan.span import Ints, Span
+
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+
+class _Unasked:
+    """Stands in for b or h where the mask was declared not to depend on it; any use is refused."""
+
+    def __init__(self, name: str, remedy: str) -> None:
+        self._text = (
+            f"mask_mod uses {name}, but the mask was made as if it were the same for all. Pass {remedy} to"
+            f" masks.from_mask_mod, so that every one of them gets its own plane."
+        )
+
+    def _refuse(self, *_: object) -> Any:
+        raise MaskError(self._text)
+
+    __index__ = __int__ = __float__ = __bool__ = __len__ = __iter__ = __array__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = _refuse
+    __getitem__ = __getattr__ = _refuse
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, func: object, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        for argument in args:
+            if isinstance(argument, _Unasked):
+                argument._refuse()
+            if isinstance(argument, tuple | list):
+                cls.__torch_function__(func, types, tuple(cast(Any, argument)))
+        return NotImplemented
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """The predicate of one plane: mask_mod with its batch row and head filled in (None: does not matter)."""
+
+    mask_mod: MaskMod
+    row: int | None
+    head: int | None
+
+    def allows(self, q: Ints, kv: Ints) -> Bools:
+        import torch  # the function is written for torch tensors; this is the only place that needs them
+
+        b = _Unasked("b (the batch row)", "rows=<batch size>") if self.row is None else torch.tensor(self.row)
+        h = _Unasked("h (the head)", "heads=<number of query heads>") if self.head is None else torch.tensor(self.head)
+        shape = np.broadcast_shapes(q.shape, kv.shape)
+        found = self.mask_mod(b, h, torch.as_tensor(np.ascontiguousarray(q)), torch.as_tensor(kv.copy()))
+        found = np.asarray(found.cpu() if isinstance(found, torch.Tensor) else found)
+        if found.dtype != np.bool_:
+            raise MaskError(
+                f"mask_mod must return booleans (True: may attend), but it returned {found.dtype}. Compare the scores"
+                f" it computes with a threshold, or use a score function for a bias."
+            )
+        try:
+            return np.broadcast_to(found, shape)
+        except ValueError as error:
+            raise MaskError(
+                f"mask_mod was given q_idx of shape {q.shape} and kv_idx of shape {kv.shape} and returned shape"
+                f" {found.shape}. It must work element by element and return shape {shape}."
+            ) from error
+
+    def key(self) -> str:
+        """What ranks can compare without calling it: the code, the batch row and the head."""
+        digest = hashlib.sha256(f"{self.row} {self.head}".encode())
+        code = getattr(self.mask_mod, "__code__", None)
+        if isinstance(code, CodeType):
+            digest.update(code.co_code)
+        return digest.hexdigest()[:32]
+
+
+def from_mask_mod(
+    mask_mod: MaskMod,
+    seq_len: int | None = None,
+    *,
+    within: Mask | None = None,
+    rows: int | None = None,
+    heads: int | None = None,
+    name: str | None = None,
+) -> Mask:
+    """The mask that a function decides; pairs outside `within` are hidden without asking it.
+
+    A function that uses `b` needs `rows` (the batch size), one that uses `h` needs `heads`.
+
+    >>> mask = from_mask_mod(lambda b, h, q, kv: (q - kv) % 2 == 0, within=causal())
+    >>> mask.allows([4, 4, 2], [2, 3, 4]).tolist()
+    [True, False, False]
+    """
+    if not callable(mask_mod):
+        raise MaskError(
+            f"from_mask_mod takes a function (b, h, q_idx, kv_idx), but {type(mask_mod).__name__} was given."
+        )
+    within = full(seq_len) if within is None else within
+    if seq_len is not None:
+        within = within.resized(seq_len)
+    if not within.is_structured or within.num_heads * within.num_rows != 1:
+        raise MaskError(f"within={within} must be one structured plane. Combine other masks with & afterwards.")
+    region = within.plane().sure
+    grid = tuple(
+        tuple(Plane(bd.empty(), region, Function(mask_mod, row, head)) for head in _indices(heads))
+        for row in _indices(rows)
+    )
+    return Mask(grid, within.seq_len, name or getattr(mask_mod, "__name__", type(mask_mod).__name__))
+
+
+def _indices(count: int | None) -> list[int | None]:
+    return [None] if count is None else list(range(count))
+
+
+class Classifier:
+    """Which tiles of a plane are empty, partial or full, asked lazily and remembered.
+
+    >>> classifier = Classifier(from_mask_mod(lambda b, h, q, kv: q >= kv).plane(), seq_len=6, tile=2)
+    >>> classifier.classify(Span(2, 6), Span(0, 6)).tolist()
+    [[2, 1, 0], [2, 2, 1]]
+    """
+
+    def __init__(self, plane: Plane, seq_len: int, tile: int = 128) -> None:
+        if tile < 1:
+            raise MaskError(f"a tile of {tile} tokens was asked for. A tile has 1 token or more.")
+        self.plane = plane
+        self.seq_len = seq_len
+        self.num_evaluated = 0
+        self.tile = tile
+        self._seen: dict[int, NDArray[np.int8]] = {}  # by tile row; -1 is not yet known
+
+    def classify(self, q: Span, kv: Span) -> NDArray[np.int8]:
+        """EMPTY, PARTIAL or FULL for every tile that the two spans touch; tiles lie on a global grid."""
+        tile = self.tile
+        stop = min(q.stop, self.seq_len), min(kv.stop, self.seq_len)
+        first, last = kv.start // tile, -(-stop[1] // tile)
+        rows = [self._tile_row(row, first, last) for row in range(q.start // tile, -(-stop[0] // tile))]
+        return np.stack(rows) if rows else np.empty((0, max(last - first, 0)), dtype=np.int8)
+
+    def _tile_row(self, row: int, first: int, last: int) -> NDArray[np.int8]:
+        tile = self.tile
+        known = self._seen.get(row)
+        if known is None:
+            known = self._seen[row] = np.full(-(-self.seq_len // tile), -1, dtype=np.int8)
+        unknown = np.flatnonzero(known[first:last] < 0) + first
+        if len(unknown):
+            self._evaluate(row, int(unknown[0]), int(unknown[-1]) + 1, known)
+        return known[first:last].copy()
+
+    def _evaluate(self, row: int, first: int, last: int, known: NDArray[np.int8]) -> None:
+        tile = self.tile
+        q = np.arange(row * tile, min((row + 1) * tile, self.seq_len), dtype=np.int64)
+        for start in range(first, last, 64):  # 64 tiles at a time keeps the temporary at one megabyte
+            stop = min(start + 64, last)
+            kv = np.arange(start * tile, min(stop * tile, self.seq_len), dtype=np.int64)
+            maybe = bd.cut(self.plane.region, (int(q[0]), int(q[-1]) + 1), (int(kv[0]), int(kv[-1]) + 1))
+            if not len(maybe):
+                known[start:stop] = EMPTY
+                continue
+            allowed = self.plane.allows(q[:, None], kv[None, :])
+            self.num_evaluated += stop - start
+            edges = np.arange(0, len(kv), tile)
+            some = np.logical_or.reduceat(allowed.any(axis=0), edges)
+            every = np.logical_and.reduceat(allowed.all(axis=0), edges)
+            known[start:stop] = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))

@@ -1,0 +1,125 @@
+"""Span: a half-open range of global token positions, and arithmetic on many of them at once.
+
+Single spans are objects with a name; thousands of them are `(n, 2)` int64 arrays of (start, stop) rows, because a plan
+for ten million tokens must not loop over Python objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.errors import LongspanError
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """Positions start, start + 1, ..., stop - 1.
+
+    >>> Span(2, 5), len(Span(2, 5))
+    (2:5, 3)
+    """
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise LongspanError(
+                f"a Span is a half-open range of positions with 0 <= start <= stop, "
+                f"but start = {self.start} and stop = {self.stop} were given."
+            )
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __repr__(self) -> str:
+        return f"{self.start}:{self.stop}"
+
+    @staticmethod
+    def parse(text: str) -> Span:
+        """The span that `repr` wrote.
+
+        >>> Span.parse("3:9")
+        3:9
+        """
+        start, _, stop = text.partition(":")
+        if not (start.isdecimal() and stop.isdecimal()):
+            raise LongspanError(f"a span is written start:stop, as in 3:9, but {text!r} was found.")
+        return Span(int(start), int(stop))
+
+
+def as_spans(rows: Ints) -> tuple[Span, ...]:
+    """The rows of an `(n, 2)` array as objects."""
+    return tuple(Span(start, stop) for start, stop in rows.tolist())
+
+
+def as_rows(spans: Iterable[Span]) -> Ints:
+    """Objects as the rows of an `(n, 2)` array."""
+    return np.array([(span.start, span.stop) for span in spans], dtype=np.int64).reshape(-1, 2)
+
+
+def total(rows: Ints) -> int:
+    """How many positions the rows hold, overlaps counted twice."""
+    return int((rows[:, 1] - rows[:, 0]).sum())
+
+
+def union(rows: Ints) -> Ints:
+    """The same positions as sorted, disjoint, non-touching, non-empty rows.
+
+    >>> union(np.array([[5, 9], [0, 2], [2, 4], [6, 7]])).tolist()
+    [[0, 4], [5, 9]]
+    """
+    rows = rows[rows[:, 1] > rows[:, 0]]
+    if len(rows) < 2:
+        return rows
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(rows[:, 1])
+    first = np.concatenate(([True], rows[1:, 0] > reach[:-1]))
+    last = np.concatenate((first[1:], [True]))
+    return np.stack((rows[first, 0], reach[last]), axis=1)
+
+
+def join(a: Ints, b: Ints) -> tuple[Ints, Ints]:
+    """Index pairs (i, j) of rows of `a` and `b` that share a position; `b` must be sorted and disjoint."""
+    low = np.searchsorted(b[:, 1], a[:, 0], side="right")
+    high = np.searchsorted(b[:, 0], a[:, 1], side="left")
+    count = np.maximum(high - low, 0)
+    left = np.repeat(np.arange(len(a), dtype=np.int64), count)
+    begin = np.repeat(np.cumsum(count) - count, count)
+    right = np.arange(len(left), dtype=np.int64) - begin + np.repeat(low, count)
+    return left, right
+
+
+def intersect(a: Ints, b: Ints) -> Ints:
+    """Positions in both; `b` must be sorted and disjoint. Rows come in the order of `a`.
+
+    >>> intersect(np.array([[0, 6]]), np.array([[1, 2], [4, 9]])).tolist()
+    [[1, 2], [4, 6]]
+    """
+    i, j = join(a, b)
+    return np.stack((np.maximum(a[i, 0], b[j, 0]), np.minimum(a[i, 1], b[j, 1])), axis=1)
+
+
+def subtract(a: Ints, b: Ints) -> Ints:
+    """Positions in `a` and not in `b`; both must be sorted and disjoint.
+
+    >>> subtract(np.array([[0, 6], [8, 9]]), np.array([[1, 2], [4, 9]])).tolist()
+    [[0, 1], [2, 4]]
+    """
+    if not len(a) or not len(b):
+        return a
+    i, j = join(a, b)
+    # Each row of `a` is left with the gaps before, between and after the rows of `b` that meet it.
+    starts = np.concatenate((a[:, 0], b[j, 1]))
+    stops = np.concatenate((b[j, 0], a[:, 1]))
+    row = np.arange(len(a), dtype=np.int64)
+    starts = starts[np.lexsort((starts, np.concatenate((row, i))))]
+    stops = stops[np.lexsort((stops, np.concatenate((i, row))))]
+    keep = stops > starts
+    return np.stack((starts[keep], stops[keep]), axis=1)
