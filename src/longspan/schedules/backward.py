@@ -1,0 +1,68 @@
+"""Backward is forward reversed: what came in goes out as a gradient, last step first. Nothing is planned twice.
+
+Forward step i becomes backward step n + 1 - i, n being the last; step 0 is there for what must be fetched again before
+anything can be computed. A piece that is not kept comes back in one of two ways: its source sends it again just before
+the first use, or, where it was handed on from rank to rank, it returns along with its gradient.
+"""
+
+from __future__ import annotations
+
+from longspan.errors import ScheduleError
+from longspan.schedules.steps import GRADIENT, Piece, Recall, Role, Schedule, Step, Transfer
+from longspan.span import as_rows, as_spans, subtract
+
+
+def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[Step, ...], tuple[Piece, ...]]:
+    """The rank's backward steps, and the remote pieces it must keep from forward until then."""
+    last = len(steps) - 1
+    transfers: list[list[Transfer]] = [[] for _ in range(last + 2)]
+    handed_on = [t.piece for step in steps for t in step.transfers if t.src == rank and t.recall is Recall.RETURN]
+    kept: list[Piece] = []
+    for i, step in enumerate(steps):
+        for t in step.transfers:
+            if t.piece.role not in GRADIENT:
+                raise ScheduleError(f"{t!r} carries a gradient already: only a forward schedule can be reversed.")
+            gradient = t.piece.to(GRADIENT[t.piece.role])
+            if t.piece.role is Role.OUT:  # its gradient is an input here: used by every compute that is left
+                transfers[last + 1 - i].append(Transfer(t.dst, t.src, gradient, last + 1, Recall.KEEP))
+                continue
+            transfers[last + 1 - i].append(Transfer(t.dst, t.src, gradient, last + 2 - i, Recall.KEEP))
+            if t.dst == rank:
+                kept += [t.piece] if keep else _staying(t, handed_on)
+            if keep:
+                continue
+            if t.recall is Recall.AGAIN:
+                transfers[last - t.until].append(Transfer(t.src, t.dst, t.piece, last - i, Recall.KEEP))
+            elif t.recall is Recall.RETURN:
+                transfers[last - i].append(Transfer(t.dst, t.src, t.piece, last + 1 - i, Recall.KEEP))
+    computes = [(), *(step.computes for step in reversed(steps))]
+    return (
+        tuple(Step(tuple(moved), work) for moved, work in zip(transfers, computes, strict=True)),
+        tuple(kept),
+    )
+
+
+def _staying(t: Transfer, handed_on: list[Piece]) -> list[Piece]:
+    """The rows of a received piece that nobody brings back, so that they must be kept."""
+    if t.recall is Recall.AGAIN:
+        return []
+    rows = as_rows(t.piece.spans)
+    for piece in handed_on:
+        if (piece.role, piece.heads, piece.rows) == (t.piece.role, t.piece.heads, t.piece.rows):
+            rows = subtract(rows, as_rows(piece.spans))
+    return [Piece(t.piece.role, as_spans(rows), t.piece.heads, t.piece.rows)] if len(rows) else []
+
+
+def backward(schedule: Schedule, *, keep: bool) -> Schedule:
+    """The whole schedule reversed."""
+    if schedule.direction != "forward":
+        raise ScheduleError("only a forward schedule can be reversed, but this one is backward already.")
+    pairs = [reverse(steps, rank, keep=keep) for rank, steps in enumerate(schedule.ranks)]
+    return Schedule(
+        schedule.scheme,
+        "backward",
+        schedule.layout,
+        schedule.sizes,
+        tuple(steps for steps, _ in pairs),
+        tuple(kept for _, kept in pairs),
+    )

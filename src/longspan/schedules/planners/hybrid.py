@@ -1,0 +1,215 @@
+"""Hybrid: heads are spread over groups of neighbouring ranks, and another planner works across the groups.
+
+Inside a group of `heads` ranks, rank u takes the u-th slice of the heads of all the group's tokens. The slices carry
+equal work: where heads do not divide, a head is cut by query rows, so any number of heads fits any number of ranks,
+and a key/value head that several ranks need goes to each of them. With one group this is all-to-all over heads; with
+groups of one rank it is the inner planner itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+
+from longspan.errors import PlanError
+from longspan.layouts import Layout
+from longspan.masks import Plane
+from longspan.masks import bands as bd
+from longspan.schedules.problem import Lane, Part, Problem, in_rows, lanes_of, needed_rows
+from longspan.schedules.steps import Compute, Piece, Recall, Role, Step, Transfer
+from longspan.span import Ints, Span, as_spans, intersect
+
+Planner = Callable[[Problem, int], tuple[Step, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Slices:
+    """The problem cut into `heads` slices of heads, each a problem of its own over the groups."""
+
+    problem: Problem
+    heads: int
+
+    def __post_init__(self) -> None:
+        size = self.problem.layout.world_size
+        if self.heads < 1 or size % self.heads:
+            raise PlanError(
+                f"a hybrid spreads heads over groups of {self.heads} ranks, but {size} ranks do not divide into such"
+                f" groups. Use a divisor of {size}."
+            )
+
+    @cached_property
+    def groups(self) -> Layout:
+        """The layout with a whole group in the place of a rank."""
+        layout = self.problem.layout
+        rows = layout.rows.copy()
+        rows[:, 2] //= self.heads
+        rows = rows[np.lexsort((rows[:, 0], rows[:, 2]))]
+        return Layout.from_rows(layout.seq_len, layout.world_size // self.heads, rows, layout.name)
+
+    @cached_property
+    def _made(self) -> dict[int, Problem]:
+        return {}
+
+    def slice(self, number: int) -> Problem:
+        """The problem of the ranks with this number in their groups."""
+        if number not in self._made:
+            lanes: list[Lane] = []
+            for rows, base in self._bases():
+                lanes += lanes_of(list(self._parts(base, number)), rows, self.problem.sizes)
+            self._made[number] = Problem(self.groups, self.problem.sizes, tuple(lanes))
+        return self._made[number]
+
+    def _bases(self) -> list[tuple[Span | None, list[Part]]]:
+        """The parts of all lanes, batch rows by batch rows, in head order."""
+        found: dict[Span | None, list[Part]] = {}
+        for lane in self.problem.lanes:
+            found.setdefault(lane.rows, []).extend(lane.parts)
+        return [(rows, sorted(parts, key=lambda part: part.q_heads.start)) for rows, parts in found.items()]
+
+    def _parts(self, base: list[Part], number: int) -> list[Part]:
+        """The slice's share of the parts: whole heads, and query rows of a head that two slices share."""
+        weight = [self._weight(part.plane) for part in base]
+        work = [Fraction(w * len(part.q_heads)) for w, part in zip(weight, base, strict=True)]
+        if not any(work):  # a mask without pairs: any even cut will do
+            weight, work = [1] * len(base), [Fraction(len(part.q_heads)) for part in base]
+        whole = sum(work, Fraction(0))
+        start, stop = whole * number / self.heads, whole * (number + 1) / self.heads
+        parts: list[Part] = []
+        before = Fraction(0)
+        for part, share, w in zip(base, work, weight, strict=True):
+            low, high = max(start - before, Fraction(0)), min(stop - before, share)
+            if high > low and w:
+                parts += self._cut_heads(part, low / w, high / w)
+            before += share
+        return parts
+
+    def _weight(self, plane: Plane) -> int:
+        return int(bd.area(plane.region).sum())
+
+    def _cut_heads(self, part: Part, low: Fraction, high: Fraction) -> list[Part]:
+        """Heads low to high of the part, counted from its first; both may be fractions of a head."""
+        parts: list[Part] = []
+        for head in range(int(low), -(-high.numerator // high.denominator)):
+            first, last = max(low - head, Fraction(0)), min(high - head, Fraction(1))
+            span = Span(part.q_heads.start + head, part.q_heads.start + head + 1)
+            if (first, last) == (0, 1):
+                parts.append(Part(span, part.plane, self._group_rows))
+            else:
+                parts.append(Part(span, part.plane, self._share_of_rows(part.plane, first, last)))
+        return parts
+
+    @cached_property
+    def _group_rows(self) -> Ints:
+        rows = self.groups.rows
+        return rows[np.lexsort((rows[:, 0], rows[:, 2]))]
+
+    def _share_of_rows(self, plane: Plane, first: Fraction, last: Fraction) -> Ints:
+        """In every group, the query rows that hold the work between two shares of the group's work."""
+        found: list[Ints] = []
+        for group in range(self.groups.world_size):
+            rows = self._group_rows[self._group_rows[:, 2] == group]
+            low, high = (cut_at_work(plane.region, rows[:, :2], share) for share in (first, last))
+            kept = intersect(rows[:, :2], np.array([[low, high]], dtype=np.int64))
+            kept = kept[kept[:, 1] > kept[:, 0]]
+            found.append(np.column_stack((kept, np.full(len(kept), group, dtype=np.int64))))
+        return np.concatenate(found)
+
+
+def cut_at_work(bands: Ints, rows: Ints, share: Fraction) -> int:
+    """The position in sorted (start, stop) query rows before which `share` of their allowed pairs lie."""
+    if share == 0 or not len(rows):
+        return 0
+    if share == 1:
+        return int(rows[-1, 1])
+    pieces, at = in_rows(bands, rows)
+    work = np.zeros(len(rows), dtype=np.int64)
+    np.add.at(work, at, bd.area(pieces))
+    wanted = share * int(work.sum())
+    row = min(int(np.searchsorted(np.cumsum(work), float(wanted))), len(rows) - 1)
+    rest = wanted - int(work[:row].sum())
+    mine = pieces[at == row]
+    low, high = int(rows[row, 0]), int(rows[row, 1])
+    while low < high:
+        middle = (low + high) // 2
+        upper = mine.copy()
+        upper[:, bd.Q1] = np.minimum(upper[:, bd.Q1], middle)
+        if int(bd.area(upper[upper[:, bd.Q1] > upper[:, bd.Q0]]).sum()) < rest:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def hybrid(problem: Problem, rank: int, heads: int, inner: Planner, slices: Slices | None = None) -> tuple[Step, ...]:
+    """The rank's steps: gather its heads from the group, run `inner` across groups, send results home."""
+    slices = Slices(problem, heads) if slices is None else slices
+    if heads == 1:
+        return inner(problem, rank)
+    group, number = divmod(rank, heads)
+    steps = [_shifted(step, heads, number) for step in inner(slices.slice(number), group)]
+    peers = [group * heads + other for other in range(heads)]
+    last = len(steps)
+    gather: list[Transfer] = []
+    deliver: list[Transfer] = []
+    for taker in peers:
+        for piece in _inputs(slices, taker):
+            for src in peers if taker == rank else [rank]:
+                mine = _held_part(piece, problem, src)
+                if src != taker and mine is not None:
+                    # Held one step longer than used: in backward, others ask for it again one step before that.
+                    gather.append(Transfer(src, taker, mine, until=last + 1))
+                    if mine.role is Role.Q:
+                        deliver.append(Transfer(taker, src, mine.to(Role.OUT), last + 2, Recall.KEEP))
+    return Step(tuple(gather)), *steps, Step(tuple(deliver))
+
+
+def all_to_all(problem: Problem, rank: int, slices: Slices | None = None) -> tuple[Step, ...]:
+    """The hybrid of one group: every rank computes whole rows for its slice of the heads."""
+    return hybrid(problem, rank, problem.layout.world_size, _alone, slices)
+
+
+def _alone(problem: Problem, rank: int) -> tuple[Step, ...]:
+    """A group that holds everything computes everything."""
+    computes: list[Compute] = []
+    for lane in problem.lanes:
+        computes += problem.computes(rank, problem.held(rank), lane)
+    return (Step((), tuple(computes)),)
+
+
+def _inputs(slices: Slices, taker: int) -> list[Piece]:
+    """What a rank must hold for its slice: the query rows it computes, and the group's K and V.
+
+    A lone group serves nobody else, so there only the K/V rows that the slice's queries see are gathered.
+    """
+    group, number = divmod(taker, slices.heads)
+    problem = slices.slice(number)
+    pieces: list[Piece] = []
+    for lane in problem.lanes:
+        for part in lane.parts:
+            rows = part.q_rows[part.q_rows[:, 2] == group][:, :2]
+            pieces.append(Piece(Role.Q, as_spans(rows), part.q_heads, lane.rows))
+        alone = slices.groups.world_size == 1
+        pieces.append(lane.kv(needed_rows(lane, problem.layout.seq_len)[:, :2] if alone else problem.held(group)))
+    return pieces
+
+
+def _held_part(piece: Piece, problem: Problem, rank: int) -> Piece | None:
+    """The part of a piece that a rank holds from the start; None when that is nothing."""
+    rows = np.array([(span.start, span.stop) for span in piece.spans], dtype=np.int64).reshape(-1, 2)
+    rows = intersect(rows, problem.held(rank))
+    return Piece(piece.role, as_spans(rows), piece.heads, piece.rows) if len(rows) else None
+
+
+def _shifted(step: Step, heads: int, number: int) -> Step:
+    """An inner step with groups replaced by the ranks that stand for them, one step later."""
+
+    def real(group: int) -> int:
+        return group * heads + number
+
+    transfers = [Transfer(real(t.src), real(t.dst), t.piece, t.until + 1, t.recall) for t in step.transfers]
+    computes = [Compute(real(c.rank), c.q, c.kv, c.bands, c.maybe) for c in step.computes]
+    return Step(tuple(transfers), tuple(computes))

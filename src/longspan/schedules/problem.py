@@ -1,0 +1,215 @@
+"""Problem: what a planner is given. Mask, layout and sizes, resolved into lanes.
+
+A lane is a set of key/value heads (of some batch rows) whose rows travel together; its parts are the query heads that
+use them, each with one plane of the mask and the query rows every rank computes. Usually there is one lane with one
+part. Masks that differ per head or per batch row make more, and so does cutting the heads over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from longspan.errors import PlanError
+from longspan.layouts import Layout
+from longspan.masks import Mask, Plane
+from longspan.masks import bands as bd
+from longspan.schedules.steps import Compute, Piece, Role, Sizes
+from longspan.span import Ints, Span, as_spans, join, subtract, total, union
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Query heads that share a plane, and who computes which of their rows."""
+
+    q_heads: Span
+    plane: Plane
+    q_rows: Ints
+    """(start, stop, rank), by rank and position."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lane:
+    """Key/value heads of some batch rows, and the query heads that use them."""
+
+    rows: Span | None
+    kv_heads: Span
+    parts: tuple[Part, ...]
+
+    def kv(self, rows: Ints) -> Piece:
+        """The piece of K and V with these (start, stop) rows."""
+        return Piece(Role.KV, as_spans(rows), self.kv_heads, self.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Who holds K and V (`layout`), and which pairs must be computed (`lanes`)."""
+
+    layout: Layout
+    sizes: Sizes
+    lanes: tuple[Lane, ...]
+
+    @staticmethod
+    def make(mask: Mask, layout: Layout, sizes: Sizes) -> Problem:
+        """The problem of a mask over a layout; every rank computes the query rows it holds."""
+        mask = mask.resized(layout.seq_len)
+        for what, found, expected in (
+            ("heads", mask.num_heads, sizes.q_heads),
+            ("batch rows", mask.num_rows, sizes.batch),
+        ):
+            if found not in (1, expected):
+                raise PlanError(
+                    f"{mask} differs over {found} {what}, but the plan is for {expected}. Give the mask {expected}"
+                    f" {what}, or one that serves all."
+                )
+        lanes = [lane for rows, row in _row_groups(mask) for lane in _lanes(mask, rows, row, layout, sizes)]
+        return Problem(layout, sizes, tuple(lanes))
+
+    @cached_property
+    def fetches(self) -> tuple[Ints, ...]:
+        """For each lane, (start, stop, rank) of the K/V rows that a rank needs and does not hold."""
+        return tuple(remote_rows(lane, self.layout) for lane in self.lanes)
+
+    def held(self, rank: int) -> Ints:
+        """The rank's (start, stop) rows, sorted by position."""
+        rows = self.layout.span_rows(rank)
+        return rows[np.argsort(rows[:, 0], kind="stable")]
+
+    def computes(self, rank: int, kv_rows: Ints, lane: Lane) -> Iterator[Compute]:
+        """What the rank has to compute between its query rows and these sorted (start, stop) K/V rows."""
+        for part in lane.parts:
+            sure, maybe = (bd.tighten(cells(self.rank_bands(part, rank)[i], kv_rows)) for i in (0, 1))
+            both = np.concatenate((sure, maybe))
+            if len(both):
+                q = Piece(Role.Q, as_spans(union(both[:, :2])), part.q_heads, lane.rows)
+                kv = lane.kv(union(both[:, 2:4]))
+                yield Compute(rank, q, kv, bd.as_bands(sure), bd.as_bands(maybe))
+
+    def rank_bands(self, part: Part, rank: int) -> tuple[Ints, Ints]:
+        """The plane's sure and maybe bands in the query rows that the rank computes."""
+        key = (id(part), rank)
+        if key not in self._rank_bands:
+            mine = part.q_rows[part.q_rows[:, 2] == rank][:, :2]
+            self._rank_bands[key] = (in_rows(part.plane.sure, mine)[0], in_rows(part.plane.maybe, mine)[0])
+        return self._rank_bands[key]
+
+    @cached_property
+    def _rank_bands(self) -> dict[tuple[int, int], tuple[Ints, Ints]]:
+        return {}
+
+
+def in_rows(bands: Ints, q_rows: Ints) -> tuple[Ints, Ints]:
+    """Bands cut to query rows (sorted by position, disjoint), and for each piece the row it lies in."""
+    i, j = join(bands[:, :2], q_rows)
+    pieces = bands[i].copy()
+    pieces[:, bd.Q0] = np.maximum(pieces[:, bd.Q0], q_rows[j, 0])
+    pieces[:, bd.Q1] = np.minimum(pieces[:, bd.Q1], q_rows[j, 1])
+    low = np.maximum(pieces[:, bd.LO], pieces[:, bd.Q0] - pieces[:, bd.K1] + 1)
+    high = np.minimum(pieces[:, bd.HI], pieces[:, bd.Q1] - 1 - pieces[:, bd.K0])
+    keep = low <= high
+    return pieces[keep], j[keep]
+
+
+def cells(bands: Ints, kv_rows: Ints) -> Ints:
+    """Bands cut to K/V rows (sorted by position, disjoint)."""
+    i, j = join(bands[:, 2:4], kv_rows)
+    pieces = bands[i].copy()
+    pieces[:, bd.K0] = np.maximum(pieces[:, bd.K0], kv_rows[j, 0])
+    pieces[:, bd.K1] = np.minimum(pieces[:, bd.K1], kv_rows[j, 1])
+    return bd.occupied(pieces)
+
+
+def needed_rows(lane: Lane, seq_len: int) -> Ints:
+    """(start, stop, rank) of all K/V rows each rank's queries see, by rank and position, disjoint.
+
+    Ranks are laid one after another on a long line, so that one union serves all of them.
+    """
+    stride = seq_len + 1
+    found: list[Ints] = []
+    for part in lane.parts:
+        q_rows = part.q_rows[np.argsort(part.q_rows[:, 0], kind="stable")]
+        pieces, row = in_rows(part.plane.region, q_rows)
+        tight = pieces[:, [bd.K0, bd.K1]]
+        tight[:, 0] = np.maximum(pieces[:, bd.K0], pieces[:, bd.Q0] - pieces[:, bd.HI])
+        tight[:, 1] = np.minimum(pieces[:, bd.K1], pieces[:, bd.Q1] - pieces[:, bd.LO])
+        found.append(tight + (q_rows[row, 2] * stride)[:, None])
+    rows = union(np.concatenate(found))
+    rank = rows[:, 0] // stride
+    return np.stack((rows[:, 0] - rank * stride, rows[:, 1] - rank * stride, rank), axis=1)
+
+
+def remote_rows(lane: Lane, layout: Layout) -> Ints:
+    """(start, stop, rank) of the K/V rows each rank's queries see and the rank does not hold."""
+    stride = layout.seq_len + 1
+    needed = needed_rows(lane, layout.seq_len)
+    needed = needed[:, :2] + (needed[:, 2] * stride)[:, None]
+    held = layout.rows[:, :2] + (layout.rows[:, 2] * stride)[:, None]
+    rows = subtract(needed, held[np.argsort(held[:, 0], kind="stable")])
+    rank = rows[:, 0] // stride
+    return np.stack((rows[:, 0] - rank * stride, rows[:, 1] - rank * stride, rank), axis=1)
+
+
+def num_rows(rows: Ints) -> int:
+    """How many positions (start, stop, rank) rows hold."""
+    return total(rows[:, :2])
+
+
+def _row_groups(mask: Mask) -> Iterator[tuple[Span | None, int]]:
+    """Runs of batch rows that share all planes, with one row that stands for them; None is all rows."""
+    if mask.num_rows == 1:
+        yield None, 0
+        return
+    start = 0
+    for row in range(1, mask.num_rows + 1):
+        if row == mask.num_rows or any(a is not b for a, b in zip(mask.grid[row], mask.grid[start], strict=True)):
+            yield Span(start, row), start
+            start = row
+
+
+def _lanes(mask: Mask, rows: Span | None, row: int, layout: Layout, sizes: Sizes) -> Iterator[Lane]:
+    q_rows = layout.rows[np.lexsort((layout.rows[:, 0], layout.rows[:, 2]))]
+    if mask.num_heads == 1:
+        part = Part(Span(0, sizes.q_heads), mask.plane(row, 0), q_rows)
+        yield Lane(rows, Span(0, sizes.kv_heads), (part,))
+        return
+    parts = [Part(Span(h, h + 1), mask.plane(row, h), q_rows) for h in range(sizes.q_heads)]
+    yield from lanes_of(parts, rows, sizes)
+
+
+def lanes_of(parts: list[Part], rows: Span | None, sizes: Sizes) -> Iterator[Lane]:
+    """Parts of single heads, in head order, as the fewest lanes: equal neighbours join."""
+    by_kv: dict[int, list[Part]] = {}
+    for part in parts:
+        for piece in _within_groups(part, sizes.group):
+            mine = by_kv.setdefault(piece.q_heads.start // sizes.group, [])
+            if mine and _alike(mine[-1], piece):
+                piece = Part(Span(mine.pop().q_heads.start, piece.q_heads.stop), piece.plane, piece.q_rows)
+            mine.append(piece)
+    run: Lane | None = None
+    for head, mine in sorted(by_kv.items()):
+        whole = len(mine) == 1 and len(mine[0].q_heads) == sizes.group
+        if run and whole and run.kv_heads.stop == head and len(run.parts) == 1 and _alike(run.parts[0], mine[0]):
+            joined = Part(Span(run.parts[0].q_heads.start, mine[0].q_heads.stop), mine[0].plane, mine[0].q_rows)
+            run = Lane(rows, Span(run.kv_heads.start, head + 1), (joined,))
+            continue
+        if run:
+            yield run
+        run = Lane(rows, Span(head, head + 1), tuple(mine))
+    if run:
+        yield run
+
+
+def _alike(a: Part, b: Part) -> bool:
+    return a.q_heads.stop == b.q_heads.start and a.plane is b.plane and a.q_rows is b.q_rows
+
+
+def _within_groups(part: Part, group: int) -> Iterator[Part]:
+    """The part cut where the key/value head changes."""
+    head = part.q_heads.start
+    while head < part.q_heads.stop:
+        stop = min((head // group + 1) * group, part.q_heads.stop)
+        yield Part(Span(head, stop), part.plane, part.q_rows)
+        head = stop
