@@ -32,6 +32,8 @@ def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[St
             if keep:
                 continue
             if t.recall is Recall.AGAIN:
+                if t.until > last:
+                    raise ScheduleError(f"{t!r} outlives the last step {last}, so nothing says when to send it again.")
                 transfers[last - t.until].append(Transfer(t.src, t.dst, t.piece, last - i, Recall.KEEP))
             elif t.recall is Recall.RETURN:
                 transfers[last - i].append(Transfer(t.dst, t.src, t.piece, last + 1 - i, Recall.KEEP))

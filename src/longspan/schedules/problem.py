@@ -17,8 +17,9 @@ from longspan.errors import PlanError
 from longspan.layouts import Layout
 from longspan.masks import Mask, Plane
 from longspan.masks import bands as bd
+from longspan.schedules.fetch import Fetch, by_taker, num_stages, plan_fetch, without
 from longspan.schedules.steps import Compute, Piece, Role, Sizes
-from longspan.span import Ints, Span, as_spans, join, subtract, total, union
+from longspan.span import Ints, Span, as_spans, join, union
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,9 +52,15 @@ class Problem:
     layout: Layout
     sizes: Sizes
     lanes: tuple[Lane, ...]
+    node: int
+    """Ranks per node: neighbours that share fast links. As many as there are ranks when links are all alike."""
+    max_rows: int | None = None
+    """How many fetched K/V rows a rank may hold at once in an exchange; None leaves it to the planner."""
 
     @staticmethod
-    def make(mask: Mask, layout: Layout, sizes: Sizes) -> Problem:
+    def make(
+        mask: Mask, layout: Layout, sizes: Sizes, *, node: int | None = None, max_rows: int | None = None
+    ) -> Problem:
         """The problem of a mask over a layout; every rank computes the query rows it holds."""
         mask = mask.resized(layout.seq_len)
         for what, found, expected in (
@@ -66,12 +73,29 @@ class Problem:
                     f" {what}, or one that serves all."
                 )
         lanes = [lane for rows, row in _row_groups(mask) for lane in _lanes(mask, rows, row, layout, sizes)]
-        return Problem(layout, sizes, tuple(lanes))
+        # Nodes that are not all whole have no ports for some shares: treat such a group as one level.
+        whole = node is not None and 0 < node < layout.world_size and layout.world_size % node == 0
+        return Problem(layout, sizes, tuple(lanes), node if node and whole else layout.world_size, max_rows)
 
     @cached_property
-    def fetches(self) -> tuple[Ints, ...]:
-        """For each lane, (start, stop, rank) of the K/V rows that a rank needs and does not hold."""
-        return tuple(remote_rows(lane, self.layout) for lane in self.lanes)
+    def needed(self) -> tuple[Ints, ...]:
+        """For each lane, (start, stop, rank) of the K/V rows that a rank's queries see and the rank does not hold."""
+        seq_len = self.layout.seq_len
+        return tuple(without(needed_rows(lane, seq_len), self.layout.rows, seq_len) for lane in self.lanes)
+
+    @cached_property
+    def needed_fetches(self) -> tuple[Fetch, ...]:
+        """How each lane's needed rows travel."""
+        count = num_stages(self.needed, self.layout.world_size, self.node, self.max_rows)
+        return tuple(plan_fetch(rows, self.layout, self.node, count) for rows in self.needed)
+
+    @cached_property
+    def gather_fetch(self) -> Fetch:
+        """How all rows travel to all ranks."""
+        size, seq_len = self.layout.world_size, self.layout.seq_len
+        ranks = np.arange(size, dtype=np.int64)
+        everything = np.stack((np.zeros_like(ranks), np.full_like(ranks, seq_len), ranks), axis=1)
+        return plan_fetch(without(everything, self.layout.rows, seq_len), self.layout, self.node, stages=1)
 
     def held(self, rank: int) -> Ints:
         """The rank's (start, stop) rows, sorted by position."""
@@ -123,38 +147,15 @@ def cells(bands: Ints, kv_rows: Ints) -> Ints:
 
 
 def needed_rows(lane: Lane, seq_len: int) -> Ints:
-    """(start, stop, rank) of all K/V rows each rank's queries see, by rank and position, disjoint.
-
-    Ranks are laid one after another on a long line, so that one union serves all of them.
-    """
-    stride = seq_len + 1
+    """(start, stop, rank) of all K/V rows each rank's queries see, by rank and position, disjoint."""
     found: list[Ints] = []
     for part in lane.parts:
         q_rows = part.q_rows[np.argsort(part.q_rows[:, 0], kind="stable")]
         pieces, row = in_rows(part.plane.region, q_rows)
-        tight = pieces[:, [bd.K0, bd.K1]]
-        tight[:, 0] = np.maximum(pieces[:, bd.K0], pieces[:, bd.Q0] - pieces[:, bd.HI])
-        tight[:, 1] = np.minimum(pieces[:, bd.K1], pieces[:, bd.Q1] - pieces[:, bd.LO])
-        found.append(tight + (q_rows[row, 2] * stride)[:, None])
-    rows = union(np.concatenate(found))
-    rank = rows[:, 0] // stride
-    return np.stack((rows[:, 0] - rank * stride, rows[:, 1] - rank * stride, rank), axis=1)
-
-
-def remote_rows(lane: Lane, layout: Layout) -> Ints:
-    """(start, stop, rank) of the K/V rows each rank's queries see and the rank does not hold."""
-    stride = layout.seq_len + 1
-    needed = needed_rows(lane, layout.seq_len)
-    needed = needed[:, :2] + (needed[:, 2] * stride)[:, None]
-    held = layout.rows[:, :2] + (layout.rows[:, 2] * stride)[:, None]
-    rows = subtract(needed, held[np.argsort(held[:, 0], kind="stable")])
-    rank = rows[:, 0] // stride
-    return np.stack((rows[:, 0] - rank * stride, rows[:, 1] - rank * stride, rank), axis=1)
-
-
-def num_rows(rows: Ints) -> int:
-    """How many positions (start, stop, rank) rows hold."""
-    return total(rows[:, :2])
+        start = np.maximum(pieces[:, bd.K0], pieces[:, bd.Q0] - pieces[:, bd.HI])
+        stop = np.minimum(pieces[:, bd.K1], pieces[:, bd.Q1] - pieces[:, bd.LO])
+        found.append(np.stack((start, stop, q_rows[row, 2]), axis=1))
+    return by_taker(np.concatenate(found), seq_len)
 
 
 def _row_groups(mask: Mask) -> Iterator[tuple[Span | None, int]]:

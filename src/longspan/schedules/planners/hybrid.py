@@ -60,8 +60,16 @@ class Slices:
             lanes: list[Lane] = []
             for rows, base in self._bases():
                 lanes += lanes_of(list(self._parts(base, number)), rows, self.problem.sizes)
-            self._made[number] = Problem(self.groups, self.problem.sizes, tuple(lanes))
+            self._made[number] = Problem(
+                self.groups, self.problem.sizes, tuple(lanes), self._node(), self.problem.max_rows
+            )
         return self._made[number]
+
+    def _node(self) -> int:
+        """Groups per node; where a group fills a node or more, groups are all equally far from one another."""
+        node, groups = self.problem.node, self.groups.world_size
+        whole = self.problem.node < self.problem.layout.world_size and node % self.heads == 0 and node > self.heads
+        return node // self.heads if whole else groups
 
     def _bases(self) -> list[tuple[Span | None, list[Part]]]:
         """The parts of all lanes, batch rows by batch rows, in head order."""

@@ -1,0 +1,174 @@
+"""Fetch: which K/V rows every rank gets from where and when, worked out alike by owner and user without talking.
+
+Rows whose owner sits in the same node come straight from the owner. Rows from other nodes enter a node once, through
+one of its ranks (the port; every rank of the node is the port of an equal share), and go on to their users over the
+node's own links. With one node there is only the first kind.
+
+A rank, or a node, starts with the rows just before its own and goes round the sequence from there; different ranks
+start at different places, so nobody is asked by everybody at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from longspan.layouts import Layout
+from longspan.span import Ints, join, subtract, union
+
+START, STOP, TAKER, STAGE, PORT = range(5)
+
+MAX_STAGES = 4
+MIN_STAGE_ROWS = 2048
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetch:
+    """One lane's fetches. `near`: (start, stop, rank, stage); `far`: (start, stop, node, stage, port rank)."""
+
+    near: Ints
+    far: Ints
+    remote: Ints
+    """(start, stop, rank) of all rows that a rank needs from other nodes."""
+
+
+def plan_fetch(needed: Ints, layout: Layout, node: int, stages: int) -> Fetch:
+    """The fetches of (start, stop, rank) rows that ranks need and do not hold, in `stages` stages."""
+    rows, seq_len = layout.rows, layout.seq_len
+    if node >= layout.world_size:
+        return Fetch(staged(needed, rows, seq_len, stages), np.empty((0, 5), dtype=np.int64), needed[:0])
+    around = np.repeat(rows, node, axis=0)  # what a rank's whole node holds, for every rank
+    around[:, 2] = around[:, 2] // node * node + np.tile(np.arange(node), len(rows))
+    remote = without(needed, by_taker(around, seq_len), seq_len)
+    near = staged(without(needed, remote, seq_len), rows, seq_len, stages)
+    nodes, node_rows = remote.copy(), rows.copy()
+    nodes[:, 2] //= node
+    node_rows[:, 2] //= node
+    # Stages times ports equal shares: consecutive shares of a stage enter through consecutive ports.
+    far = staged(by_taker(nodes, seq_len), node_rows, seq_len, stages * node)
+    port = far[:, TAKER] * node + far[:, STAGE] % node
+    return Fetch(near, np.column_stack((far[:, :STAGE], far[:, STAGE] // node, port)), remote)
+
+
+def num_stages(needed: tuple[Ints, ...], world_size: int, node: int, max_rows: int | None) -> int:
+    """How many stages all ranks use: enough to overlap, and to hold no more than `max_rows` fetched rows at once."""
+    rows = np.zeros(world_size, dtype=np.int64)
+    for part in needed:
+        np.add.at(rows, part[:, 2], part[:, 1] - part[:, 0])
+    most = int(rows.max(initial=0))
+    wanted = max(min(MAX_STAGES, most // MIN_STAGE_ROWS), 1)
+    if max_rows is None:
+        return wanted
+    # A rank holds one stage while the next arrives; a port holds its share of four stages, of at most all that its
+    # node's ranks need. One row per share is lost to rounding.
+    ported = 0 if node >= world_size else 4 * -(-int(np.add.reduceat(rows, range(0, world_size, node)).max()) // node)
+    return max(wanted, -(-(2 * most + ported) // max(max_rows - 6, 1)))
+
+
+def by_taker(rows: Ints, seq_len: int) -> Ints:
+    """(start, stop, taker) rows sorted by taker and position, without overlap.
+
+    Takers are laid one after another on a long line, so that one union serves all of them.
+    """
+    stride = seq_len + 1
+    line = union(rows[:, :2] + (rows[:, 2] * stride)[:, None])
+    return _from_line(line, stride)
+
+
+def without(rows: Ints, held: Ints, seq_len: int) -> Ints:
+    """(start, stop, taker) rows less those that the taker holds, both disjoint per taker."""
+    stride = seq_len + 1
+    lines = [part[:, :2] + (part[:, 2] * stride)[:, None] for part in (rows, held)]
+    lines = [line[np.argsort(line[:, 0], kind="stable")] for line in lines]
+    return _from_line(subtract(lines[0], lines[1]), stride)
+
+
+def _from_line(line: Ints, stride: int) -> Ints:
+    taker = line[:, 0] // stride
+    return np.column_stack((line - (taker * stride)[:, None], taker))
+
+
+def staged(rows: Ints, held: Ints, seq_len: int, count: int) -> Ints:
+    """(start, stop, taker, share): every taker's rows cut into `count` equal shares, going round from its own first."""
+    if not len(rows):
+        return np.empty((0, 4), dtype=np.int64)
+    takers = int(max(rows[:, 2].max(), held[:, 2].max())) + 1
+    first = np.zeros(takers, dtype=np.int64)
+    first[held[::-1, 2]] = held[::-1, 0]
+    # Downwards from the taker's first token, round the end of the sequence, until that token is met again.
+    rows = rows[np.lexsort(((first[rows[:, 2]] - rows[:, 1]) % seq_len, rows[:, 2]))]
+    taker, sizes = rows[:, 2], rows[:, 1] - rows[:, 0]
+    each = np.bincount(taker, weights=sizes.astype(np.float64), minlength=takers).astype(np.int64)
+    share = np.maximum(-(-each // count), 1)[taker]
+    before = np.cumsum(sizes) - sizes - (np.cumsum(each) - each)[taker]
+    low, high = before // share, (before + sizes - 1) // share
+    pieces = high - low + 1
+    i = np.repeat(np.arange(len(rows)), pieces)
+    number = low[i] + np.arange(len(i)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begin = np.maximum(number * share[i] - before[i], 0)  # rows are taken from the top of each span downwards
+    end = np.minimum((number + 1) * share[i] - before[i], sizes[i])
+    return np.stack((rows[i, 1] - end, rows[i, 1] - begin, taker[i], number), axis=1)
+
+
+Move = tuple[int, int, int, int]
+"""Step, source, target, and the last step of use."""
+
+
+def moves(fetch: Fetch, layout: Layout, node: int, rank: int) -> dict[Move, Ints]:
+    """Everything the rank sends or receives: for each move, its sorted (start, stop) rows."""
+    owners = layout.by_position
+    found = [_meet(fetch.near[_touching(fetch.near, owners, rank)], owners, rank, lag=1)]
+    if len(fetch.far):
+        # A port holds on one step longer than its users: in backward it must have the rows before it serves them.
+        ported = fetch.far[:, [START, STOP, PORT, STAGE]]
+        found.append(_meet(ported[_touching(ported, owners, rank)], owners, rank, lag=3))
+        found.append(_relays(fetch, node, rank))
+    rows = np.concatenate(found)
+    rows = rows[(rows[:, 1] == rank) | (rows[:, 2] == rank)]
+    rows = rows[np.lexsort((rows[:, 4], rows[:, 3], rows[:, 2], rows[:, 1], rows[:, 0]))]
+    keys, start = np.unique(rows[:, :4], axis=0, return_index=True)
+    groups = np.split(rows[:, 4:], start[1:]) if len(start) else []
+    return {(k[0], k[1], k[2], k[3]): union(group) for k, group in zip(keys.tolist(), groups, strict=True)}
+
+
+def _touching(rows: Ints, owners: Ints, rank: int) -> Ints:
+    """Numbers of the rows that the rank takes or holds a part of."""
+    held = owners[owners[:, 2] == rank][:, :2]
+    sends, _ = join(rows[:, :2], held)
+    return np.union1d(np.flatnonzero(rows[:, TAKER] == rank), sends)
+
+
+def _meet(rows: Ints, owners: Ints, rank: int, lag: int) -> Ints:
+    """(step, owner, taker, until, start, stop) of staged rows, cut by owner."""
+    i, j = join(rows[:, :2], owners[:, :2])
+    start, stop = np.maximum(rows[i, 0], owners[j, 0]), np.minimum(rows[i, 1], owners[j, 1])
+    step = rows[i, STAGE]
+    moved = np.stack((step, owners[j, 2], rows[i, TAKER], step + lag, start, stop), axis=1)
+    return moved[(moved[:, 1] == rank) | (moved[:, 2] == rank)]
+
+
+def _relays(fetch: Fetch, node: int, rank: int) -> Ints:
+    """(step, port, user, until, start, stop) inside the rank's node, one step after the rows entered it."""
+    ports = fetch.far[fetch.far[:, TAKER] == rank // node]
+    ports = ports[np.argsort(ports[:, START], kind="stable")]
+    users = fetch.remote[fetch.remote[:, 2] // node == rank // node]
+    i, j = join(users[:, :2], ports[:, :2])
+    start, stop = np.maximum(users[i, 0], ports[j, 0]), np.minimum(users[i, 1], ports[j, 1])
+    step = ports[j, STAGE] + 1
+    moved = np.stack((step, ports[j, PORT], users[i, 2], step + 1, start, stop), axis=1)
+    return moved[moved[:, 1] != moved[:, 2]]
+
+
+def arrivals(fetch: Fetch, node: int, rank: int, num_steps: int) -> list[Ints]:
+    """For every step, the sorted rows whose pairs are computed then."""
+    near = fetch.near[fetch.near[:, TAKER] == rank]
+    parts = [(near[:, STAGE] + 1, near[:, :2])]
+    if len(fetch.far):
+        ports = fetch.far[fetch.far[:, TAKER] == rank // node]
+        ports = ports[np.argsort(ports[:, START], kind="stable")]
+        mine = fetch.remote[fetch.remote[:, 2] == rank]
+        i, j = join(mine[:, :2], ports[:, :2])
+        cut = np.stack((np.maximum(mine[i, 0], ports[j, 0]), np.minimum(mine[i, 1], ports[j, 1])), axis=1)
+        parts.append((ports[j, STAGE] + 2, cut))
+    return [union(np.concatenate([rows[step == number] for step, rows in parts])) for number in range(num_steps)]
