@@ -1,27 +1,40 @@
 """Who sends what when, and which tile is computed at which step: plans as plain data."""
 
 from longspan.schedules.backward import backward, reverse
-from longspan.schedules.planners import PLANNERS, planner, schedule
+from longspan.schedules.machine import Link, Machine, Tiling
+from longspan.schedules.machines import MACHINES, machine_named
+from longspan.schedules.passes import prune
+from longspan.schedules.planners import PLANNERS, Scheme, scheme
 from longspan.schedules.problem import Problem
+from longspan.schedules.simulate import Event, Timeline, simulate
 from longspan.schedules.steps import Compute, Piece, Recall, Role, Schedule, Sizes, Step, Transfer
 from longspan.schedules.table import table
 from longspan.schedules.validate import validate
 
 __all__ = [
+    "MACHINES",
     "PLANNERS",
     "Compute",
+    "Event",
+    "Link",
+    "Machine",
     "Piece",
     "Problem",
     "Recall",
     "Role",
     "Schedule",
+    "Scheme",
     "Sizes",
     "Step",
+    "Tiling",
+    "Timeline",
     "Transfer",
     "backward",
-    "planner",
+    "machine_named",
+    "prune",
     "reverse",
-    "schedule",
+    "scheme",
+    "simulate",
     "table",
     "validate",
 ]

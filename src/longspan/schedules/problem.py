@@ -97,6 +97,18 @@ class Problem:
         everything = np.stack((np.zeros_like(ranks), np.full_like(ranks, seq_len), ranks), axis=1)
         return plan_fetch(without(everything, self.layout.rows, seq_len), self.layout, self.node, stages=1)
 
+    @cached_property
+    def work(self) -> Ints:
+        """Allowed pairs that each rank computes, all heads and batch rows together (opaque masks: at most)."""
+        pairs = np.zeros(self.layout.world_size, dtype=np.int64)
+        for lane in self.lanes:
+            rows = self.sizes.batch if lane.rows is None else len(lane.rows)
+            for part in lane.parts:
+                q_rows = part.q_rows[np.argsort(part.q_rows[:, 0], kind="stable")]
+                pieces, row = in_rows(part.plane.region, q_rows)
+                np.add.at(pairs, q_rows[row, 2], bd.area(pieces) * (len(part.q_heads) * rows))
+        return pairs
+
     def held(self, rank: int) -> Ints:
         """The rank's (start, stop) rows, sorted by position."""
         rows = self.layout.span_rows(rank)

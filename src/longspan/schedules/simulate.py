@@ -1,8 +1,8 @@
 """A discrete-event simulator of whole schedules: time, bytes, memory, and whether it can finish at all.
 
 A rank enters a step, offers its messages, computes, and leaves when its computes and messages are done. A message
-starts when both ends offer it, and takes its turn at both ports of its link level; anything may delay it. There is no other
-coupling between ranks, so a schedule that finishes here under every delay cannot hang for want of order.
+starts when both ends offer it, and takes its turn at both ports of its link level; anything may delay it. There is no
+other coupling between ranks, so a schedule that finishes here under every delay cannot hang for want of order.
 """
 
 from __future__ import annotations
@@ -123,10 +123,10 @@ class _Simulation:
         level = self.machine.level(src, dst)
         link = self.machine.links[level]
         out, into = (src, level, "out"), (dst, level, "in")
-        # Either port works off its own queue: a message that waits at one end does not block the other.
+        # Messages travel in small packets, so each port works off its own queue and none blocks the other end.
         start = max(now, self.ports.get(out, 0.0))
         self.ports[out] = start + size / link.bandwidth
-        self.ports[into] = max(start, self.ports.get(into, 0.0)) + size / link.bandwidth
+        self.ports[into] = max(now, self.ports.get(into, 0.0)) + size / link.bandwidth
         stop = max(self.ports[out], self.ports[into]) + link.latency
         stop += 0.0 if self.delay is None else self.delay(number, src, dst)
         self.received[dst] += size

@@ -3,49 +3,83 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from longspan.errors import PlanError
 from longspan.schedules.planners.all_gather import all_gather
 from longspan.schedules.planners.exchange import exchange
-from longspan.schedules.planners.hybrid import Planner, Slices, all_to_all, hybrid
+from longspan.schedules.planners.hybrid import Planner, Slices, alone, hybrid
 from longspan.schedules.planners.ring import ring
 from longspan.schedules.problem import Problem
 from longspan.schedules.steps import Schedule, Step
+from longspan.span import Ints
 
 PLANNERS: dict[str, Planner] = {
     "ring": ring,
     "all_gather": all_gather,
     "exchange": exchange,
-    "all_to_all": all_to_all,
 }
 
 _HYBRID = re.compile(r"hybrid\((\d{1,6})(?:,\s*(\w+))?\)")
 
 
-def planner(scheme: str, problem: Problem) -> Callable[[int], tuple[Step, ...]]:
-    """The function from rank to steps that a scheme's name stands for: a planner, or `hybrid(HEADS, PLANNER)`."""
-    if scheme == "all_to_all":
-        return partial(all_to_all, problem, slices=Slices(problem, problem.layout.world_size))
-    if scheme in PLANNERS:
-        return partial(PLANNERS[scheme], problem)
-    found = _HYBRID.fullmatch(scheme)
-    if found:
-        heads, inner = int(found[1]), found[2] or "ring"
-        if inner in PLANNERS and inner != "all_to_all":
-            return partial(hybrid, problem, heads=heads, inner=PLANNERS[inner], slices=Slices(problem, heads))
+@dataclass(frozen=True, eq=False)
+class Scheme:
+    """A planner, spread over `heads` ranks by heads, bound to a problem."""
+
+    name: str
+    problem: Problem
+    heads: int
+    inner: Planner
+
+    @cached_property
+    def _slices(self) -> Slices:
+        return Slices(self.problem, self.heads)
+
+    def steps(self, rank: int) -> tuple[Step, ...]:
+        """The forward steps of one rank."""
+        if not 0 <= rank < self.problem.layout.world_size:
+            raise PlanError(f"{self.problem.layout} has no rank {rank}.")
+        return hybrid(self._slices, rank, self.inner)
+
+    @cached_property
+    def work(self) -> Ints:
+        """Allowed pairs that each rank computes, all heads and batch rows together."""
+        if self.heads == 1:
+            return self.problem.work
+        slices = [self._slices.slice(number).work for number in range(self.heads)]
+        return np.stack(slices, axis=1).ravel()
+
+    def schedule(self) -> Schedule:
+        """Every rank's forward steps, written out."""
+        ranks = tuple(self.steps(rank) for rank in range(self.problem.layout.world_size))
+        return Schedule(self.name, "forward", self.problem.layout, self.problem.sizes, ranks)
+
+
+def scheme(name: str, problem: Problem) -> Scheme:
+    """What a name stands for: a planner, `all_to_all`, or `hybrid(HEADS, PLANNER)`.
+
+    >>> from longspan import masks, layouts
+    >>> from longspan.schedules import Problem, Sizes
+    >>> problem = Problem.make(masks.causal(), layouts.zigzag(64, 4), Sizes(8, 2, 64, 64, 2))
+    >>> scheme("hybrid(2, exchange)", problem).name
+    'hybrid(2,exchange)'
+    """
+    name = name.replace(" ", "")
+    if name in PLANNERS:
+        return Scheme(name, problem, 1, PLANNERS[name])
+    if name == "all_to_all":
+        return Scheme(name, problem, problem.layout.world_size, alone)
+    found = _HYBRID.fullmatch(name)
+    if found and (found[2] or "ring") in PLANNERS:
+        return Scheme(name, problem, int(found[1]), PLANNERS[found[2] or "ring"])
     raise PlanError(
-        f"schedule {scheme!r} was asked for. There are {', '.join(PLANNERS)} and hybrid(HEADS, PLANNER), as in"
-        f" hybrid(8, exchange); 'auto' compares them."
+        f"schedule {name!r} was asked for. There are {', '.join(PLANNERS)}, all_to_all and hybrid(HEADS, PLANNER), as"
+        f" in hybrid(8, exchange); 'auto' compares them."
     )
 
 
-def schedule(scheme: str, problem: Problem) -> Schedule:
-    """Every rank's forward steps, written out."""
-    steps = planner(scheme, problem)
-    ranks = tuple(steps(rank) for rank in range(problem.layout.world_size))
-    return Schedule(scheme.replace(" ", ""), "forward", problem.layout, problem.sizes, ranks)
-
-
-__all__ = ["PLANNERS", "Planner", "all_gather", "all_to_all", "exchange", "hybrid", "planner", "ring", "schedule"]
+__all__ = ["PLANNERS", "Planner", "Scheme", "scheme"]

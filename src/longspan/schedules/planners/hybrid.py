@@ -152,9 +152,9 @@ def cut_at_work(bands: Ints, rows: Ints, share: Fraction) -> int:
     return low
 
 
-def hybrid(problem: Problem, rank: int, heads: int, inner: Planner, slices: Slices | None = None) -> tuple[Step, ...]:
+def hybrid(slices: Slices, rank: int, inner: Planner) -> tuple[Step, ...]:
     """The rank's steps: gather its heads from the group, run `inner` across groups, send results home."""
-    slices = Slices(problem, heads) if slices is None else slices
+    problem, heads = slices.problem, slices.heads
     if heads == 1:
         return inner(problem, rank)
     group, number = divmod(rank, heads)
@@ -175,13 +175,8 @@ def hybrid(problem: Problem, rank: int, heads: int, inner: Planner, slices: Slic
     return Step(tuple(gather)), *steps, Step(tuple(deliver))
 
 
-def all_to_all(problem: Problem, rank: int, slices: Slices | None = None) -> tuple[Step, ...]:
-    """The hybrid of one group: every rank computes whole rows for its slice of the heads."""
-    return hybrid(problem, rank, problem.layout.world_size, _alone, slices)
-
-
-def _alone(problem: Problem, rank: int) -> tuple[Step, ...]:
-    """A group that holds everything computes everything."""
+def alone(problem: Problem, rank: int) -> tuple[Step, ...]:
+    """The planner of all-to-all: a group that holds everything computes everything in one step."""
     computes: list[Compute] = []
     for lane in problem.lanes:
         computes += problem.computes(rank, problem.held(rank), lane)
