@@ -1,6 +1,24 @@
-"""Exact attention over sequences too long for one device, for PyTorch."""
+"""Exact attention over sequences too long for one device, for PyTorch.
 
-from longspan import layouts, masks
+Importing this needs numpy alone; torch is loaded by the functions that touch tensors.
+"""
+
+from longspan import layouts, masks, schedules
+from longspan.api import Plan, plan
+from longspan.errors import LayoutError, LongspanError, MaskError, PlanError, ScheduleError
+from longspan.span import Span
 
 __version__ = "0.1.0.dev0"
-__all__ = ["layouts", "masks"]
+__all__ = [
+    "LayoutError",
+    "LongspanError",
+    "MaskError",
+    "Plan",
+    "PlanError",
+    "ScheduleError",
+    "Span",
+    "layouts",
+    "masks",
+    "plan",
+    "schedules",
+]

@@ -131,10 +131,7 @@ class Plane:
         return _same_pairs(self.sure, other.sure) and _same_pairs(self.maybe, other.maybe)
 
     def __hash__(self) -> int:
-        # Only what no cutting into bands changes: the number of pairs, and of keys that a few fixed rows see.
-        last = int(bd.tighten(self.sure)[:, bd.Q1].max(initial=1))
-        probes = np.arange(1, 17, dtype=np.int64) * 0x9E3779B1 % last
-        return hash((int(bd.area(self.sure).sum()), tuple(bd.row_counts(self.sure, probes).tolist())))
+        return int(bd.area(self.sure).sum())  # no cutting into bands changes it
 
     def __and__(self, other: Plane) -> Plane:
         sure = bd.intersect(self.sure, other.sure)
@@ -321,7 +318,10 @@ class Mask:
         return all(a == b for a, b in zip(self._planes(), other._planes(), strict=True))
 
     def __hash__(self) -> int:
-        return hash((self.seq_len, self.num_rows, self.num_heads, *self._planes()))
+        # Only what no cutting into bands changes: the number of pairs, and of keys that a few fixed rows see.
+        probes = np.arange(1, 5, dtype=np.int64) * 0x9E3779B1 % (self.seq_len or 4096)
+        rows = [tuple(bd.row_counts(plane.sure, probes).tolist()) for plane in self.distinct_planes()]
+        return hash((self.seq_len, self.num_rows, self.num_heads, *self._planes(), *rows))
 
     @property
     def fingerprint(self) -> str:

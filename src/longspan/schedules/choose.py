@@ -1,0 +1,138 @@
+"""Choice with reasons: every scheme that applies is costed on a machine, and the list says why one was taken.
+
+Figures are those of the busiest ranks (most pairs, most remote rows, first, last), because the slowest rank is when a
+step is done. They come from the same steps and the same cost functions as the simulator, without waits between ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from longspan.schedules.backward import reverse
+from longspan.schedules.machine import Machine, rank_seconds
+from longspan.schedules.memory import peak_bytes
+from longspan.schedules.planners import PLANNERS, Scheme, scheme
+from longspan.schedules.problem import Problem
+from longspan.schedules.steps import Role, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One scheme's figures on its busiest ranks, forward and backward together where not said otherwise."""
+
+    scheme: str
+    forward_seconds: float
+    backward_seconds: float
+    bytes_received: int
+    peak_bytes: int
+    chosen: bool = False
+    at_least: bool = False
+    """Only a lower bound was worked out, and it was worse than a scheme that was worked out fully."""
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+    def __str__(self) -> str:
+        mark = "*" if self.chosen else " "
+        if self.at_least:
+            return f"  {self.scheme:20s} at least {self.seconds * 1e3:.3f} ms in all, for its bytes alone"
+        return (
+            f"{mark} {self.scheme:20s} {self.forward_seconds * 1e3:9.3f} {self.backward_seconds * 1e3:9.3f}"
+            f" {self.bytes_received / 2**20:10.1f} {self.peak_bytes / 2**20:10.1f}"
+        )
+
+
+REASON_HEAD = f"  {'scheme':20s} {'fwd ms':>9s} {'bwd ms':>9s} {'recv MiB':>10s} {'peak MiB':>10s}"
+
+
+def busiest(chosen: Scheme) -> list[int]:
+    """Ranks that are likely to be the slowest."""
+    problem = chosen.problem
+    rows = np.zeros(problem.layout.world_size, dtype=np.int64)
+    for needed in problem.needed:
+        np.add.at(rows, needed[:, 2], needed[:, 1] - needed[:, 0])
+    size = problem.layout.world_size
+    return sorted({int(chosen.work.argmax()), int(rows.argmax()), 0, size - 1})
+
+
+def received(steps: tuple[Step, ...], rank: int, problem: Problem) -> int:
+    """Bytes the rank takes from the wire."""
+    return sum(t.piece.num_bytes(problem.sizes) for step in steps for t in step.transfers if t.dst == rank)
+
+
+def judge(candidate: Scheme, machine: Machine, *, keep: bool) -> Reason:
+    """The scheme's figures on the machine."""
+    problem, sizes = candidate.problem, candidate.problem.sizes
+    rows: list[tuple[float, float, int, int]] = []
+    for rank in busiest(candidate):
+        forward = candidate.steps(rank)
+        backward, kept = reverse(forward, rank, keep=keep)
+        rows.append(
+            (
+                rank_seconds(forward, rank, sizes, machine, "forward"),
+                rank_seconds(backward, rank, sizes, machine, "backward"),
+                received(forward, rank, problem) + received(backward, rank, problem),
+                max(
+                    peak_bytes(forward, rank, problem.layout, sizes, "forward"),
+                    peak_bytes(backward, rank, problem.layout, sizes, "backward", kept),
+                ),
+            )
+        )
+    worst = [max(column) for column in zip(*rows, strict=True)]
+    return Reason(candidate.name, float(worst[0]), float(worst[1]), int(worst[2]), int(worst[3]))
+
+
+def candidates(problem: Problem) -> Iterator[str]:
+    """Names of the schemes worth comparing, those that move least first.
+
+    Hybrids are those whose groups the heads fill; all-to-all is compared while every rank gets a whole head. Beyond
+    that both work when they are named.
+    """
+    size, sizes = problem.layout.world_size, problem.sizes
+    limit = min(max(sizes.kv_heads, problem.node if problem.node < size else 1), sizes.q_heads, size - 1)
+    groups = [heads for heads in range(limit, 1, -1) if size % heads == 0]
+    yield from (f"hybrid({heads},exchange)" for heads in groups)
+    yield "exchange"
+    if 1 < size <= sizes.q_heads:
+        yield "all_to_all"
+    yield from (f"hybrid({heads},{inner})" for heads in groups for inner in PLANNERS if inner != "exchange")
+    yield from (name for name in PLANNERS if name != "exchange")
+
+
+def floor_seconds(candidate: Scheme, machine: Machine) -> float:
+    """A time below which no mask brings a scheme that moves all rows: its bytes over the links they must take.
+
+    A ring is held up by its slowest hop; gathered rows cross the network once per node and then the node's links.
+    """
+    problem, groups = candidate.problem, candidate.problem.layout.world_size // candidate.heads
+    if candidate.inner is PLANNERS["exchange"] or groups == 1:
+        return 0.0
+    heads = max(problem.sizes.kv_heads / candidate.heads, 1.0)
+    rows = int(problem.layout.num_tokens.sum()) * problem.sizes.batch * (groups - 1) / groups
+    forward = rows * heads * problem.sizes.row_bytes(Role.KV)
+    back = rows * heads * problem.sizes.row_bytes(Role.DKV)
+    outside = problem.layout.world_size > machine.node and candidate.inner is PLANNERS["ring"]
+    link = machine.links[-1 if outside else 0]
+    return (forward + back) / link.bandwidth
+
+
+def choose(problem: Problem, machine: Machine, *, keep: bool) -> tuple[Scheme, tuple[Reason, ...]]:
+    """The scheme with the least predicted time, and every scheme's figures, quickest first; ties go to fewer bytes."""
+    judged: list[tuple[Reason, Scheme]] = []
+    best = math.inf
+    for candidate in (scheme(name, problem) for name in candidates(problem)):
+        floor = floor_seconds(candidate, machine)
+        if floor > best:
+            judged.append((Reason(candidate.name, floor, 0.0, 0, 0, at_least=True), candidate))
+            continue
+        judged.append((judge(candidate, machine, keep=keep), candidate))
+        best = min(best, judged[-1][0].seconds)
+    judged.sort(key=lambda pair: (pair[0].at_least, pair[0].seconds, pair[0].bytes_received))
+    reasons = [reason for reason, _ in judged]
+    reasons[0] = replace(reasons[0], chosen=True)
+    return judged[0][1], tuple(reasons)
