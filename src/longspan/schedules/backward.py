@@ -7,16 +7,18 @@ the first use, or, where it was handed on from rank to rank, it returns along wi
 
 from __future__ import annotations
 
+import numpy as np
+
 from longspan.errors import ScheduleError
 from longspan.schedules.steps import GRADIENT, Piece, Recall, Role, Schedule, Step, Transfer
-from longspan.span import as_rows, as_spans, subtract
+from longspan.span import Ints, Span, as_rows, as_spans, subtract, union
 
 
 def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[Step, ...], tuple[Piece, ...]]:
     """The rank's backward steps, and the remote pieces it must keep from forward until then."""
     last = len(steps) - 1
     transfers: list[list[Transfer]] = [[] for _ in range(last + 2)]
-    handed_on = [t.piece for step in steps for t in step.transfers if t.src == rank and t.recall is Recall.RETURN]
+    handed_on = _handed_on(steps, rank)
     kept: list[Piece] = []
     for i, step in enumerate(steps):
         for t in step.transfers:
@@ -44,14 +46,25 @@ def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[St
     )
 
 
-def _staying(t: Transfer, handed_on: list[Piece]) -> list[Piece]:
+_Kind = tuple[Role, Span, Span | None]
+
+
+def _handed_on(steps: tuple[Step, ...], rank: int) -> dict[_Kind, Ints]:
+    """The rows, by role, heads and batch rows, that the rank passes on and that will return to it."""
+    found: dict[_Kind, list[Ints]] = {}
+    for piece in (t.piece for step in steps for t in step.transfers if t.src == rank and t.recall is Recall.RETURN):
+        found.setdefault((piece.role, piece.heads, piece.rows), []).append(as_rows(piece.spans))
+    return {kind: union(np.concatenate(rows)) for kind, rows in found.items()}
+
+
+def _staying(t: Transfer, handed_on: dict[_Kind, Ints]) -> list[Piece]:
     """The rows of a received piece that nobody brings back, so that they must be kept."""
     if t.recall is Recall.AGAIN:
         return []
     rows = as_rows(t.piece.spans)
-    for piece in handed_on:
-        if (piece.role, piece.heads, piece.rows) == (t.piece.role, t.piece.heads, t.piece.rows):
-            rows = subtract(rows, as_rows(piece.spans))
+    returning = handed_on.get((t.piece.role, t.piece.heads, t.piece.rows))
+    if returning is not None:
+        rows = subtract(rows, returning)
     return [Piece(t.piece.role, as_spans(rows), t.piece.heads, t.piece.rows)] if len(rows) else []
 
 

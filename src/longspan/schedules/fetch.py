@@ -10,9 +10,11 @@ start at different places, so nobody is asked by everybody at once.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longspan.layouts import Layout
 from longspan.span import Ints, join, subtract, union
@@ -51,19 +53,20 @@ def plan_fetch(needed: Ints, layout: Layout, node: int, stages: int) -> Fetch:
     return Fetch(near, np.column_stack((far[:, :STAGE], far[:, STAGE] // node, port)), remote)
 
 
-def num_stages(needed: tuple[Ints, ...], world_size: int, node: int, max_rows: int | None) -> int:
-    """How many stages all ranks use: enough to overlap, and to hold no more than `max_rows` fetched rows at once."""
-    rows = np.zeros(world_size, dtype=np.int64)
-    for part in needed:
-        np.add.at(rows, part[:, 2], part[:, 1] - part[:, 0])
-    most = int(rows.max(initial=0))
-    wanted = max(min(MAX_STAGES, most // MIN_STAGE_ROWS), 1)
+def num_stages(rows: NDArray[np.float64], node: int, max_rows: int | None) -> int:
+    """How many stages all ranks use, given how many rows each needs: enough to overlap, and to stay within `max_rows`.
+
+    A rank holds one stage while the next arrives; a port holds its share of four stages, of at most all that its
+    node's ranks need. A few rows are lost to rounding.
+    """
+    if len(rows) == 1:
+        return 0
+    most = float(rows.max())
+    wanted = max(min(MAX_STAGES, int(most) // MIN_STAGE_ROWS), 1)
     if max_rows is None:
         return wanted
-    # A rank holds one stage while the next arrives; a port holds its share of four stages, of at most all that its
-    # node's ranks need. One row per share is lost to rounding.
-    ported = 0 if node >= world_size else 4 * -(-int(np.add.reduceat(rows, range(0, world_size, node)).max()) // node)
-    return max(wanted, -(-(2 * most + ported) // max(max_rows - 6, 1)))
+    ported = 0.0 if node >= len(rows) else 4 * float(rows.reshape(-1, node).sum(axis=1).max()) / node
+    return max(wanted, math.ceil((2 * most + ported) / max(max_rows - 8, 1)))
 
 
 def by_taker(rows: Ints, seq_len: int) -> Ints:

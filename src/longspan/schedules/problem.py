@@ -56,6 +56,8 @@ class Problem:
     """Ranks per node: neighbours that share fast links. As many as there are ranks when links are all alike."""
     max_rows: int | None = None
     """How many fetched K/V rows a rank may hold at once in an exchange; None leaves it to the planner."""
+    stages: int | None = None
+    """In how many stages an exchange fetches; None lets the rows that are needed decide."""
 
     @staticmethod
     def make(
@@ -86,8 +88,19 @@ class Problem:
     @cached_property
     def needed_fetches(self) -> tuple[Fetch, ...]:
         """How each lane's needed rows travel."""
-        count = num_stages(self.needed, self.layout.world_size, self.node, self.max_rows)
-        return tuple(plan_fetch(rows, self.layout, self.node, count) for rows in self.needed)
+        return tuple(plan_fetch(rows, self.layout, self.node, self.num_stages) for rows in self.needed)
+
+    @cached_property
+    def num_stages(self) -> int:
+        """In how many stages all ranks fetch what they need."""
+        if self.stages is not None:
+            return self.stages
+        rows = np.zeros(self.layout.world_size)
+        for lane, needed in zip(self.lanes, self.needed, strict=True):
+            share = len(lane.kv_heads) / self.sizes.kv_heads
+            share *= 1.0 if lane.rows is None else len(lane.rows) / self.sizes.batch
+            np.add.at(rows, needed[:, 2], (needed[:, 1] - needed[:, 0]) * share)
+        return num_stages(rows, self.node, self.max_rows)
 
     @cached_property
     def gather_fetch(self) -> Fetch:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longspan.errors import ScheduleError
 from longspan.masks import Mask
@@ -17,7 +18,7 @@ from longspan.masks import bands as bd
 from longspan.schedules.board import Board, Key
 from longspan.schedules.steps import GRADIENT, MAX_BATCH, Compute, Piece, Role, Schedule, Step, Transfer
 from longspan.schedules.table import table
-from longspan.span import Ints, Span
+from longspan.span import Ints, Span, as_rows, union
 
 Store = dict[tuple[int, Role, Key], Ints]
 
@@ -156,11 +157,12 @@ class _Proof:
             (c.q.heads.stop - 1) // self.schedule.sizes.group >= c.kv.heads.stop
         ):
             self.fail(rank, number, f"query heads {c.q.heads} do not use key/value heads {c.kv.heads}.")
-        q_cells, kv_cells = set(self.board.cells(c.q.spans).tolist()), set(self.board.cells(c.kv.spans).tolist())
-        for band in (*c.bands, *c.maybe):
-            inside = q_cells.issuperset(self.board.cells((band.q,)).tolist())
-            if not inside or not kv_cells.issuperset(self.board.cells((band.kv,)).tolist()):
-                self.fail(rank, number, f"band {band!r} reaches outside {c.q!r} and {c.kv!r}.")
+        bands = bd.as_array((*c.bands, *c.maybe))
+        for piece, spans in ((c.q, bands[:, :2]), (c.kv, bands[:, 2:4])):
+            reaching = np.flatnonzero(~_inside(spans, union(as_rows(piece.spans))))
+            if len(reaching):
+                band = (*c.bands, *c.maybe)[int(reaching[0])]
+                self.fail(rank, number, f"band {band!r} reaches outside {piece!r}.")
         self._note(c, rank, number)
 
     def _note(self, c: Compute, rank: int, number: int) -> None:
@@ -243,3 +245,11 @@ class _Proof:
             self.fail(*where, f"head {head}: {bd.as_bands(bd.tighten(extra[:1]))[0]!r} is computed, but hidden.")
         if int(bd.area(rows).sum()) != int(bd.area(wanted).sum()):
             self.fail(*where, f"head {head}: some allowed pairs are computed twice.")
+
+
+def _inside(spans: Ints, rows: Ints) -> NDArray[np.bool_]:
+    """Whether each span lies within one of the sorted, disjoint rows."""
+    if not len(rows):
+        return spans[:, 0] >= spans[:, 1]
+    at = np.clip(np.searchsorted(rows[:, 0], spans[:, 0], side="right") - 1, 0, None)
+    return (spans[:, 0] >= rows[at, 0]) & (spans[:, 1] <= rows[at, 1])

@@ -13,4 +13,4 @@ from longspan.schedules.steps import Step
 
 def all_gather(problem: Problem, rank: int) -> tuple[Step, ...]:
     """The rank's steps: local pairs while everything is in flight, then all the rest at once."""
-    return fetching(problem, rank, (problem.gather_fetch,) * len(problem.lanes))
+    return fetching(problem, rank, (problem.gather_fetch,) * len(problem.lanes), min(problem.layout.world_size - 1, 1))

@@ -10,15 +10,14 @@ from longspan.span import Ints
 
 def exchange(problem: Problem, rank: int) -> tuple[Step, ...]:
     """The rank's steps: local pairs first, then those of each stage, while the next stage is in flight."""
-    return fetching(problem, rank, problem.needed_fetches)
+    return fetching(problem, rank, problem.needed_fetches, problem.num_stages)
 
 
-def fetching(problem: Problem, rank: int, fetches: tuple[Fetch, ...]) -> tuple[Step, ...]:
+def fetching(problem: Problem, rank: int, fetches: tuple[Fetch, ...], stages: int) -> tuple[Step, ...]:
     """The steps of a rank whose rows come as `fetches` say, one for each lane."""
     node, layout = problem.node, problem.layout
-    stages = max((int(rows[:, 3].max(initial=-1)) + 1 for f in fetches for rows in (f.near, f.far)), default=0)
     # Rows from other nodes come a step later, and their ports hold them one more, which backward needs to ask again.
-    num_steps = stages + 1 + 2 * any(len(fetch.far) for fetch in fetches)
+    num_steps = stages + 1 + 2 * (node < layout.world_size)
     transfers: list[list[Transfer]] = [[] for _ in range(num_steps)]
     arrived: list[list[Ints]] = []
     for lane, fetch in zip(problem.lanes, fetches, strict=True):

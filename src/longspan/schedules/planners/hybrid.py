@@ -9,7 +9,7 @@ groups of one rank it is the inner planner itself.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from longspan.masks import Plane
 from longspan.masks import bands as bd
 from longspan.schedules.problem import Lane, Part, Problem, in_rows, lanes_of, needed_rows
 from longspan.schedules.steps import Compute, Piece, Recall, Role, Step, Transfer
-from longspan.span import Ints, Span, as_spans, intersect
+from longspan.span import Ints, Span, as_spans, intersect, union
 
 Planner = Callable[[Problem, int], tuple[Step, ...]]
 
@@ -60,16 +60,27 @@ class Slices:
             lanes: list[Lane] = []
             for rows, base in self._bases():
                 lanes += lanes_of(list(self._parts(base, number)), rows, self.problem.sizes)
-            self._made[number] = Problem(
-                self.groups, self.problem.sizes, tuple(lanes), self._node(), self.problem.max_rows
-            )
+            self._made[number] = replace(self._whole, lanes=tuple(lanes), stages=self._whole.num_stages)
         return self._made[number]
 
-    def _node(self) -> int:
-        """Groups per node; where a group fills a node or more, groups are all equally far from one another."""
-        node, groups = self.problem.node, self.groups.world_size
-        whole = self.problem.node < self.problem.layout.world_size and node % self.heads == 0 and node > self.heads
-        return node // self.heads if whole else groups
+    @cached_property
+    def _whole(self) -> Problem:
+        """All heads over the groups. No slice needs more rows, so its number of stages serves all of them alike."""
+        lanes = [
+            Lane(lane.rows, lane.kv_heads, tuple(Part(p.q_heads, p.plane, self._group_rows) for p in lane.parts))
+            for lane in self.problem.lanes
+        ]
+        node, size = self.problem.node, self.problem.layout.world_size
+        # Where a group fills a node or more, groups are all equally far from one another.
+        whole = node < size and node % self.heads == 0 and node > self.heads
+        return Problem(
+            self.groups,
+            self.problem.sizes,
+            tuple(lanes),
+            node // self.heads if whole else self.groups.world_size,
+            self.problem.max_rows,
+            self.problem.stages,
+        )
 
     def _bases(self) -> list[tuple[Span | None, list[Part]]]:
         """The parts of all lanes, batch rows by batch rows, in head order."""
@@ -193,8 +204,8 @@ def _inputs(slices: Slices, taker: int) -> list[Piece]:
     pieces: list[Piece] = []
     for lane in problem.lanes:
         for part in lane.parts:
-            rows = part.q_rows[part.q_rows[:, 2] == group][:, :2]
-            pieces.append(Piece(Role.Q, as_spans(rows), part.q_heads, lane.rows))
+            bands = bd.tighten(np.concatenate(problem.rank_bands(part, group)))  # rows that see nothing stay at home
+            pieces.append(Piece(Role.Q, as_spans(union(bands[:, :2])), part.q_heads, lane.rows))
         alone = slices.groups.world_size == 1
         pieces.append(lane.kv(needed_rows(lane, problem.layout.seq_len)[:, :2] if alone else problem.held(group)))
     return pieces
