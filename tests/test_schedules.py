@@ -188,7 +188,7 @@ def _fetched_rows(schedule, rank):
 
 
 def test_any_number_of_heads_fits_any_number_of_ranks():
-    """Uneven heads are cut by query rows, so that work stays even: 5 heads on 4 ranks, 2 heads on 7, 3 KV heads on 8."""
+    """Uneven heads are cut by query rows, so that work stays even: 5 heads on 4 ranks, 2 on 7, 3 KV heads on 8."""
     mask = masks.documents([700, 324]) & masks.causal()
     for q_heads, kv_heads, world in ((5, 5, 4), (2, 1, 7), (6, 3, 8), (1, 1, 3)):
         problem = Problem.make(mask, layouts.zigzag(1024, world), Sizes(q_heads, kv_heads, 64, 64, 2))
@@ -328,9 +328,9 @@ def test_the_validator_follows_rows_and_gradients():
     def gone(i, t):
         return (i, t.src) == (0, 0)
 
-    with pytest.raises(ScheduleError, match="not hold|not held"):
+    with pytest.raises(ScheduleError, match=r"not hold|not held"):
         validate(everywhere(forward, gone, lambda t: ()), mask)
-    with pytest.raises(ScheduleError, match="not hold|not held"):
+    with pytest.raises(ScheduleError, match=r"not hold|not held"):
         validate(
             everywhere(forward, gone, lambda t: (replace(t, piece=Piece(Role.KV, t.piece.spans[:1], t.piece.heads)),)),
             mask,
@@ -339,14 +339,14 @@ def test_the_validator_follows_rows_and_gradients():
         validate(everywhere(forward, gone, lambda t: (replace(t, until=0),)), mask)
     gradients = [i for i, t in back.transfers() if t.piece.role is Role.DKV]
     for number in set(gradients):
-        with pytest.raises(ScheduleError, match="stay here|lost"):
+        with pytest.raises(ScheduleError, match=r"stay here|lost"):
             validate(
                 everywhere(
                     back, lambda i, t, n=number: i == n and t.piece.role is Role.DKV and t.src == 1, lambda t: ()
                 ),
                 mask,
             )
-    with pytest.raises(ScheduleError, match="not hold|not held"):
+    with pytest.raises(ScheduleError, match=r"not hold|not held"):
         validate(replace(back, kept=((),) * 4), mask)
 
 

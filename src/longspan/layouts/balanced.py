@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -73,6 +74,12 @@ def balanced(*masks: Mask, world_size: int, seq_len: int | None = None, equal_to
     """
     length = _length_of(masks, seq_len)
     check_sizes(length, world_size, "balanced")
+    return solved(masks, length, world_size, equal_tokens)
+
+
+@lru_cache(maxsize=32)
+def solved(masks: tuple[Mask, ...], length: int, world_size: int, equal_tokens: bool) -> Layout:
+    """`balanced` with its arguments checked; equal masks give the same layout without solving again."""
     rows = solve([View.of(mask, length) for mask in masks], length, world_size, equal_tokens)
     slots = -(-length // world_size) if equal_tokens else None
     return Layout.from_rows(length, world_size, rows, "balanced", slots)

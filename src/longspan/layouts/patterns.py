@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike
 
 from longspan.errors import LayoutError
 from longspan.layouts.layout import Layout, check_sizes
+from longspan.layouts.segments import profile_of
 from longspan.masks import Mask
-from longspan.masks import bands as bd
 from longspan.masks.documents import document_edges
 from longspan.span import Ints
 
@@ -136,25 +136,10 @@ def round_robin_by_work(mask: Mask, world_size: int, *, seq_len: int | None = No
         raise LayoutError(f"round_robin_by_work(block={block}) was asked for. A block has 1 token or more.")
     starts = np.arange(0, length, block, dtype=np.int64)
     stops = np.minimum(starts + block, length)
-    work = np.zeros(len(starts), dtype=np.int64)
-    for region in mask.regions(length):
-        work += _block_work(region, starts, stops)
+    blocks = np.stack((starts, stops), axis=1)
+    work = sum(profile_of(region, length).of_spans(blocks) for region in mask.regions(length))
     order = np.argsort(-work, kind="stable")
     turn = np.arange(len(starts), dtype=np.int64) % (2 * world_size)
     rank = np.empty(len(starts), dtype=np.int64)
     rank[order] = np.where(turn < world_size, turn, 2 * world_size - 1 - turn)
     return Layout.from_rows(length, world_size, np.stack((starts, stops, rank), axis=1), "round_robin_by_work")
-
-
-def _block_work(region: Ints, starts: Ints, stops: Ints) -> Ints:
-    """Allowed pairs in the rows of each block, blocks sorted and touching."""
-    blocks = np.stack((starts, stops), axis=1)
-    band, _, count = bd.by_slab(region, blocks)
-    # by_slab groups bands by block; cutting each to its block's rows and summing their areas gives the block's work.
-    owner = np.repeat(np.arange(len(blocks)), count)
-    pieces = region[band]
-    pieces[:, bd.Q0] = np.maximum(pieces[:, bd.Q0], starts[owner])
-    pieces[:, bd.Q1] = np.minimum(pieces[:, bd.Q1], stops[owner])
-    work = np.zeros(len(blocks), dtype=np.int64)
-    np.add.at(work, owner, bd.area(pieces))
-    return work

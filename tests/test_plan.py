@@ -1,0 +1,121 @@
+"""plan(): named schemes obeyed or refused, auto tells, figures are those of the schedule, values stay values."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import longspan as ls
+from longspan.schedules import MACHINES, Link, simulate, validate
+
+MASK = ls.masks.documents([1500, 2000, 596]) & ls.masks.causal()
+LAYOUT = ls.layouts.balanced(MASK, world_size=8)
+SHAPE = {"q_heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+
+
+def test_auto_compares_every_scheme_and_takes_the_quickest():
+    plan = ls.plan(MASK, LAYOUT, **SHAPE, machine="cpu")
+    names = [reason.scheme for reason in plan.reasons]
+    assert {"ring", "all_gather", "exchange", "all_to_all", "hybrid(2,ring)", "hybrid(2,exchange)"} <= set(names)
+    assert [reason.chosen for reason in plan.reasons] == [True] + [False] * (len(names) - 1)
+    assert plan.scheme.name == names[0]
+    assert plan.predicted_seconds == min(reason.seconds for reason in plan.reasons if not reason.at_least)
+    text = str(plan)
+    assert all(name in text for name in names)
+    assert "simulated" in text
+    assert "assumed" not in text
+    assert "assumed" in str(ls.plan(MASK, LAYOUT, **SHAPE, schedule="ring"))
+
+
+@pytest.mark.parametrize("name", ["ring", "all_gather", "exchange", "all_to_all", "hybrid(4, exchange)", "hybrid(2)"])
+def test_a_named_scheme_is_obeyed_and_its_figures_are_its_own(name):
+    plan = ls.plan(MASK, LAYOUT, **SHAPE, schedule=name)
+    assert plan.scheme.name == name.replace(" ", "")
+    for direction in ("forward", "backward"):
+        schedule = plan.schedule(direction)
+        validate(schedule, MASK)
+        seen = simulate(schedule, plan.machine)
+        assert [plan.bytes_received(r, direction) for r in range(8)] == list(seen.bytes_received)
+        assert all(plan.peak_bytes(r) >= seen.peak_bytes[r] for r in range(8))
+    work = np.zeros(8)
+    for rank, steps in enumerate(plan.schedule().ranks):
+        work[rank] = sum(b.area * len(c.q.heads) for s in steps for c in s.computes for b in c.bands)
+    assert plan.imbalance == pytest.approx(work.max() / work.mean())
+    assert work.sum() == MASK.area() * 8
+
+
+def test_keeping_costs_memory_and_saves_bytes():
+    kept, again = (ls.plan(MASK, LAYOUT, **SHAPE, schedule="exchange", keep=keep) for keep in (True, False))
+    assert kept.bytes_received(3, "backward") < again.bytes_received(3, "backward")
+    assert kept.kept(3)
+    assert not again.kept(3)
+    assert kept.fingerprint != again.fingerprint
+
+
+def test_equal_arguments_give_the_same_plan_and_fingerprint():
+    make = [ls.masks.documents([1500, 2000, 596]) & ls.masks.causal() for _ in range(2)]
+    one, two = (ls.plan(mask, LAYOUT, **SHAPE, schedule="exchange") for mask in make)
+    assert one is two
+    assert one.fingerprint == ls.plan(MASK, LAYOUT, **SHAPE, schedule="exchange", machine=MACHINES["h100"]).fingerprint
+    others = [
+        ls.plan(MASK, LAYOUT, **SHAPE, schedule="ring"),
+        ls.plan(MASK, ls.layouts.zigzag(4096, 8), **SHAPE, schedule="exchange"),
+        ls.plan(MASK, LAYOUT, **{**SHAPE, "dtype": "float16"}, schedule="exchange"),
+        ls.plan(MASK, LAYOUT, **SHAPE, v_head_dim=32, schedule="exchange"),
+        ls.plan(MASK, LAYOUT, **SHAPE, batch=2, schedule="exchange"),
+        ls.plan(MASK, LAYOUT, **SHAPE, schedule="exchange", fetch_bytes=1 << 18),
+        ls.plan(MASK | ls.masks.global_prefix(1), LAYOUT, **SHAPE, schedule="exchange"),
+    ]
+    assert len({plan.fingerprint for plan in [one, *others]}) == len(others) + 1
+
+
+def test_dtypes_may_be_torch_dtypes():
+    torch = pytest.importorskip("torch")
+    by_name = ls.plan(MASK, LAYOUT, **SHAPE, schedule="ring")
+    assert ls.plan(MASK, LAYOUT, **{**SHAPE, "dtype": torch.bfloat16}, schedule="ring") is by_name
+
+
+def test_a_machine_of_ones_own():
+    slow = dataclasses.replace(MACHINES["cpu"], name="slow", links=(Link(1 << 30, 1e6, 1e-3),))
+    plan = ls.plan(MASK, LAYOUT, **SHAPE, schedule="all_gather", machine=slow)
+    assert (
+        plan.predicted_seconds > ls.plan(MASK, LAYOUT, **SHAPE, schedule="all_gather", machine="cpu").predicted_seconds
+    )
+
+
+def test_several_masks_share_one_layout():
+    window = MASK & ls.masks.sliding_window(256)
+    layout = ls.layouts.balanced(MASK, window, world_size=8)
+    for mask in (MASK, window):
+        plan = ls.plan(mask, layout, **SHAPE, schedule="exchange")
+        validate(plan.schedule(), mask)
+        assert plan.imbalance < 1.2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schedule": "Ring"}, "There are ring"),
+        ({"schedule": "hybrid(3)"}, "divisor of 8"),
+        ({"schedule": "hybrid(2, tree)"}, "There are ring"),
+        ({"machine": "h200"}, "There are h100"),
+        ({"dtype": "int8"}, "There are float64"),
+        ({"kv_heads": 3}, "leaves 2 over"),
+        ({"head_dim": 0}, "1 or more"),
+        ({"fetch_bytes": 100}, "Give at least"),
+    ],
+)
+def test_refusals(change, words):
+    with pytest.raises(ls.LongspanError, match=words):
+        ls.plan(MASK, LAYOUT, **{**SHAPE, **change}).reasons  # noqa: B018
+
+
+def test_wrong_kinds_of_arguments_are_named():
+    with pytest.raises(ls.PlanError, match="takes a mask and a layout, but Layout and Mask"):
+        ls.plan(LAYOUT, MASK, **SHAPE)
+    with pytest.raises(ls.MaskError, match="is for 4096 tokens"):
+        ls.plan(MASK, ls.layouts.zigzag(100, 8), **SHAPE)
+    with pytest.raises(ls.PlanError, match="no rank 8"):
+        ls.plan(MASK, LAYOUT, **SHAPE, schedule="ring").steps(8)
+    with pytest.raises(ls.PlanError, match="'forward' or 'backward'"):
+        ls.plan(MASK, LAYOUT, **SHAPE, schedule="ring").steps(0, "sideways")
