@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.bands import LIMIT, Band
-from longspan.span import Ints
+from longspan.span import Ints, Span
 
 Bools = NDArray[np.bool_]
 Grid = tuple[tuple["Plane", ...], ...]
@@ -258,6 +258,21 @@ class Mask:
                 f" tiles you need, or classify() them."
             )
         return int(bd.area(bd.cut(plane.sure, (0, length), (0, length))).sum())
+
+    def classify(
+        self, q: Span, kv: Span, *, tile: int = 128, seq_len: int | None = None, row: int = 0, head: int = 0
+    ) -> NDArray[np.int8]:
+        """0 (empty), 1 (partial) or 2 (full) for every tile that two spans touch, on a global grid of tiles.
+
+        Only these tiles are asked about, and what was seen is remembered.
+
+        >>> from longspan import masks, Span
+        >>> masks.causal(6).classify(Span(2, 6), Span(0, 6), tile=2).tolist()
+        [[2, 1, 0], [2, 2, 1]]
+        """
+        from longspan.masks.opaque import classifier
+
+        return classifier(self.plane(row, head), self.length(seq_len), tile).classify(q, kv)
 
     def resized(self, seq_len: int) -> Mask:
         """The same mask for a sequence of this length; refuses when the mask has another length of its own."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from types import CodeType
 from typing import Any, cast
 
@@ -128,6 +129,12 @@ def from_mask_mod(
 
 def _indices(count: int | None) -> list[int | None]:
     return [None] if count is None else list(range(count))
+
+
+@lru_cache(maxsize=64)
+def classifier(plane: Plane, seq_len: int, tile: int) -> Classifier:
+    """The classifier of a plane, the same for equal planes."""
+    return Classifier(plane, seq_len, tile)
 
 
 class Classifier:
