@@ -4,8 +4,9 @@ Importing this needs numpy alone; torch is loaded by the functions that touch te
 """
 
 from longspan import layouts, masks, schedules
-from longspan.api import Plan, plan
+from longspan.api import plan
 from longspan.errors import LayoutError, LongspanError, MaskError, PlanError, ScheduleError
+from longspan.schedules.plan import Plan
 from longspan.span import Span
 
 __version__ = "0.1.0.dev0"

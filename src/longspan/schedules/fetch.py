@@ -21,9 +21,6 @@ from longspan.span import Ints, join, subtract, union
 
 START, STOP, TAKER, STAGE, PORT = range(5)
 
-MAX_STAGES = 4
-MIN_STAGE_ROWS = 2048
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetch:
@@ -54,19 +51,16 @@ def plan_fetch(needed: Ints, layout: Layout, node: int, stages: int) -> Fetch:
 
 
 def num_stages(rows: NDArray[np.float64], node: int, max_rows: int | None) -> int:
-    """How many stages all ranks use, given how many rows each needs: enough to overlap, and to stay within `max_rows`.
+    """How many stages all ranks use, given how many rows each needs: one, or as many as `max_rows` demands.
 
-    A rank holds one stage while the next arrives; a port holds its share of four stages, of at most all that its
+    One stage is hidden behind the local pairs already; more cost launches and merges, which on a GPU outweigh what they
+    hide. A rank holds one stage while the next arrives; a port holds its share of four stages, of at most all that its
     node's ranks need. A few rows are lost to rounding.
     """
-    if len(rows) == 1:
-        return 0
-    most = float(rows.max())
-    wanted = max(min(MAX_STAGES, int(most) // MIN_STAGE_ROWS), 1)
-    if max_rows is None:
-        return wanted
+    if len(rows) == 1 or max_rows is None:
+        return int(len(rows) > 1)
     ported = 0.0 if node >= len(rows) else 4 * float(rows.reshape(-1, node).sum(axis=1).max()) / node
-    return max(wanted, math.ceil((2 * most + ported) / max(max_rows - 8, 1)))
+    return max(1, math.ceil((2 * float(rows.max()) + ported) / max(max_rows - 8, 1)))
 
 
 def by_taker(rows: Ints, seq_len: int) -> Ints:

@@ -68,15 +68,15 @@ class Sizes:
         return self.q_heads // self.kv_heads
 
     def row_bytes(self, role: Role) -> int:
-        """Bytes of one token of one head. Gradients of K and V are partial sums and travel in float32."""
-        qk, v, item = self.head_dim, self.v_head_dim, self.itemsize
+        """Bytes of one token of one head. Statistics, and gradients of K and V, which are partial sums, are float32."""
+        qk, v, item, wide = self.head_dim, self.v_head_dim, self.itemsize, max(self.itemsize, 4)
         return {
             Role.Q: qk * item,
             Role.KV: (qk + v) * item,
-            Role.OUT: v * item + 4,
-            Role.DOUT: v * item + 8,
+            Role.OUT: v * item + wide,
+            Role.DOUT: v * item + 2 * wide,
             Role.DQ: qk * item,
-            Role.DKV: (qk + v) * 4,
+            Role.DKV: (qk + v) * wide,
         }[role]
 
     def text(self) -> str:

@@ -1,0 +1,146 @@
+"""Plan: mask + layout + schedule, a frozen value with a fingerprint, a text form and reasons."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from longspan.errors import PlanError
+from longspan.layouts import Layout
+from longspan.masks import Mask
+from longspan.schedules.backward import reverse
+from longspan.schedules.choose import REASON_HEAD, Reason, choose, judge, received
+from longspan.schedules.machine import Machine
+from longspan.schedules.memory import peak_bytes
+from longspan.schedules.planners import Scheme, scheme
+from longspan.schedules.problem import Problem
+from longspan.schedules.steps import Piece, Schedule, Sizes, Step
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan:
+    """Mask + layout + schedule: a frozen value with a fingerprint, a text form and reasons. Make one with `plan`."""
+
+    mask: Mask
+    layout: Layout
+    sizes: Sizes
+    dtype: str
+    scheme: Scheme
+    machine: Machine
+    machine_assumed: bool
+    keep: bool
+    compared: tuple[Reason, ...] = ()
+
+    @cached_property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Every scheme compared, with its figures, quickest first; one entry when the scheme was named."""
+        return self.compared or (replace(judge(self.scheme, self.machine, keep=self.keep), chosen=True),)
+
+    @cached_property
+    def _steps(self) -> dict[int, tuple[tuple[Step, ...], tuple[Step, ...], tuple[Piece, ...]]]:
+        return {}
+
+    def _rank(self, rank: int) -> tuple[tuple[Step, ...], tuple[Step, ...], tuple[Piece, ...]]:
+        if rank not in self._steps:
+            forward = self.scheme.steps(rank)
+            self._steps[rank] = (forward, *reverse(forward, rank, keep=self.keep))
+        return self._steps[rank]
+
+    def steps(self, rank: int, direction: str = "forward") -> tuple[Step, ...]:
+        """What one rank does, step by step."""
+        if direction not in ("forward", "backward"):
+            raise PlanError(f"direction is 'forward' or 'backward', but {direction!r} was asked for.")
+        forward, backward, _ = self._rank(rank)
+        return forward if direction == "forward" else backward
+
+    def kept(self, rank: int) -> tuple[Piece, ...]:
+        """Remote pieces the rank keeps from forward to backward."""
+        return self._rank(rank)[2]
+
+    def schedule(self, direction: str = "forward") -> Schedule:
+        """Every rank's steps, written out: for proofs, pictures and small numbers of ranks."""
+        ranks = range(self.layout.world_size)
+        steps = tuple(self.steps(rank, direction) for rank in ranks)
+        kept = tuple(self.kept(rank) for rank in ranks) if direction == "backward" else ()
+        return Schedule(self.scheme.name, direction, self.layout, self.sizes, steps, kept)
+
+    @cached_property
+    def imbalance(self) -> float:
+        """The busiest rank's allowed pairs over the mean; 1.0 is perfect."""
+        work = self.scheme.work
+        return float(work.max() / work.mean()) if work.any() else 1.0
+
+    def bytes_received(self, rank: int, direction: str = "forward") -> int:
+        """What the rank takes from the wire in one pass."""
+        return received(self.steps(rank, direction), rank, self.scheme.problem)
+
+    def peak_bytes(self, rank: int) -> int:
+        """The most memory the rank needs at any step beside its own q, k, v, results and their gradients."""
+        forward, backward, kept = self._rank(rank)
+        return max(
+            peak_bytes(forward, rank, self.layout, self.sizes, "forward"),
+            peak_bytes(backward, rank, self.layout, self.sizes, "backward", kept),
+        )
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Forward and backward of one attention on `machine`, simulated on the busiest ranks."""
+        return self._chosen.seconds
+
+    @property
+    def _chosen(self) -> Reason:
+        return next(reason for reason in self.reasons if reason.chosen)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hex digest that ranks compare: everything that decides who sends what."""
+        parts = (self.mask.fingerprint, self.layout.fingerprint, self.sizes.text(), self.dtype, self.scheme.name)
+        problem = self.scheme.problem
+        rest = f"{problem.node} {problem.max_rows} {self.keep}"
+        return hashlib.sha256(" ".join((*parts, rest)).encode()).hexdigest()
+
+    def __repr__(self) -> str:
+        return f"<plan {self.scheme.name} of {self.mask} over {self.layout}, {self.fingerprint[:12]}>"
+
+    def __str__(self) -> str:
+        sizes, chosen = self.sizes, self._chosen
+        heads = f"{sizes.q_heads}:{sizes.kv_heads} heads of {sizes.head_dim}"
+        if sizes.v_head_dim != sizes.head_dim:
+            heads += f"/{sizes.v_head_dim}"
+        assumed = " (assumed: pass machine=)" if self.machine_assumed else ""
+        lines = [
+            f"plan {self.fingerprint[:12]}: {self.scheme.name}",
+            f"  mask       {self.mask}",
+            f"  layout     {self.layout}",
+            f"  tensors    {heads}, {self.dtype}, batch {sizes.batch}",
+            f"  imbalance  {self.imbalance:.3f} (most pairs on a rank / mean)",
+            f"  remote K/V {'kept for backward' if self.keep else 'fetched again in backward'}",
+            f"  machine    {self.machine.name}{assumed}; times are simulated",
+            f"  predicted  {chosen.forward_seconds * 1e3:.3f} ms forward,"
+            f" {chosen.backward_seconds * 1e3:.3f} ms backward",
+            f"compared ({len(self.reasons)}; busiest ranks, bytes of both passes):",
+            REASON_HEAD,
+        ]
+        return "\n".join((*lines, *map(str, self.reasons)))
+
+
+@lru_cache(maxsize=64)
+def made_plan(
+    mask: Mask,
+    layout: Layout,
+    sizes: Sizes,
+    dtype: str,
+    name: str,
+    machine: Machine,
+    assumed: bool,
+    keep: bool,
+    max_rows: int | None,
+) -> Plan:
+    """The plan of checked arguments; equal ones give the same object."""
+    problem = Problem.make(mask, layout, sizes, node=machine.node, max_rows=max_rows)
+    if name == "auto":
+        chosen, reasons = choose(problem, machine, keep=keep)
+    else:
+        chosen, reasons = scheme(name, problem), ()
+    return Plan(mask.resized(layout.seq_len), layout, sizes, dtype, chosen, machine, assumed, keep, reasons)
