@@ -1,6 +1,7 @@
 """The architecture, as a test: imports point down, the planning half needs numpy alone, names are few."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +20,14 @@ LAYERS = {
     "layouts": 2,
     "schedules": 3,
     "execution": 4,
-    "testing": 4,
-    "api": 5,
-    "training": 6,
-    "integrations": 6,
-    "viz": 6,
-    "cli": 7,
-    "__main__": 7,
-    "__init__": 8,
+    "testing": 5,
+    "api": 6,
+    "training": 7,
+    "integrations": 7,
+    "viz": 7,
+    "cli": 8,
+    "__main__": 8,
+    "__init__": 9,
 }
 PURE = {name for name, layer in LAYERS.items() if layer <= 3}
 
@@ -93,6 +94,27 @@ def test_the_planning_half_loads_no_torch():
     assert not wrong, "\n".join(wrong)
 
 
+def test_private_torch_names_live_in_one_file():
+    private = re.compile(r"torch(\.\w+)*\._\w|from torch[\w.]* import _|\b_higher_order_ops\b|testing\._internal")
+    wrong = [
+        f"{path.relative_to(SRC.parent)}:{number}: {line.strip()}"
+        for path in modules()
+        if path.name != "_torch.py"
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if private.search(line)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_kernel_imports_another():
+    kernels = SRC / "execution" / "kernels"
+    names = {path.stem for path in kernels.glob("*.py")} - {"__init__", "contract", "pieces"}
+    for path in kernels.glob("*.py"):
+        if path.stem in names:
+            found = {m.rsplit(".", 1)[-1] for _, m, _ in imports(path) if m.startswith("longspan.execution.kernels")}
+            assert not found & names - {path.stem}, f"{path.name} imports {found & names}"
+
+
 def test_importing_longspan_is_quick_and_brings_no_torch():
     code = (
         "import sys, time; begin = time.perf_counter(); import longspan; took = time.perf_counter() - begin;"
@@ -115,7 +137,7 @@ def test_planning_works_without_torch():
 
 
 def test_public_names_are_few_and_real():
-    assert len(longspan.__all__) <= 14
+    assert len(longspan.__all__) <= 16
     assert sorted(longspan.__all__) == longspan.__all__
     assert all(hasattr(longspan, name) for name in longspan.__all__)
 

@@ -4,13 +4,14 @@ Importing this needs numpy alone; torch is loaded by the functions that touch te
 """
 
 from longspan import layouts, masks, schedules
-from longspan.api import plan
-from longspan.errors import LayoutError, LongspanError, MaskError, PlanError, ScheduleError
+from longspan.api import attention, plan
+from longspan.errors import KernelError, LayoutError, LongspanError, MaskError, PlanError, ScheduleError
 from longspan.schedules.plan import Plan
 from longspan.span import Span
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "KernelError",
     "LayoutError",
     "LongspanError",
     "MaskError",
@@ -18,6 +19,7 @@ __all__ = [
     "PlanError",
     "ScheduleError",
     "Span",
+    "attention",
     "layouts",
     "masks",
     "plan",

@@ -15,6 +15,34 @@ from longspan.schedules.steps import Sizes
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    what: Mask | Plan,
+    *,
+    group: Any = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    kernel: str = "auto",
+) -> Any:
+    """Attention of `(batch, heads, tokens, features)` tensors, exact and differentiable.
+
+    With a mask: on one device, over whole sequences. With a plan: on this rank's shards, local shards in and local
+    shard out, over `group` (a process group, or a mesh of one axis). DTensors sharded along their tokens are taken too.
+    `return_lse` adds the natural-log sum of exponentials, float32, -inf for rows that see nothing.
+
+    >>> import torch
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 16)
+    >>> out = attention(q, k, v, masks.documents([5, 3]) & masks.causal())
+    >>> torch.allclose(out[:, :, 5], v[:, :, 5])  # the first token of the second document sees itself only
+    True
+    """
+    from longspan.execution.call import attention as run  # torch is loaded here, not with the package
+
+    return run(q, k, v, what, group=group, scale=scale, return_lse=return_lse, kernel=kernel)
+
+
 def plan(
     mask: Mask,
     layout: Layout,

@@ -19,3 +19,7 @@ class ScheduleError(LongspanError, ValueError):
 
 class PlanError(LongspanError, ValueError):
     """A plan that cannot be made from the given mask, layout and shapes."""
+
+
+class KernelError(LongspanError, ValueError):
+    """A kernel that does not exist or cannot take the given tensors."""

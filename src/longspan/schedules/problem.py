@@ -216,16 +216,23 @@ def lanes_of(parts: list[Part], rows: Span | None, sizes: Sizes) -> Iterator[Lan
             mine.append(piece)
     run: Lane | None = None
     for head, mine in sorted(by_kv.items()):
-        whole = len(mine) == 1 and len(mine[0].q_heads) == sizes.group
-        if run and whole and run.kv_heads.stop == head and len(run.parts) == 1 and _alike(run.parts[0], mine[0]):
-            joined = Part(Span(run.parts[0].q_heads.start, mine[0].q_heads.stop), mine[0].plane, mine[0].q_rows)
-            run = Lane(rows, Span(run.kv_heads.start, head + 1), (joined,))
-            continue
+        lane = Lane(rows, Span(head, head + 1), tuple(mine))
+        if run and run.kv_heads.stop == head and _whole(run, sizes) and _whole(lane, sizes):
+            last, part = run.parts[0], mine[0]
+            if _alike(last, part):
+                joined = Part(Span(last.q_heads.start, part.q_heads.stop), part.plane, part.q_rows)
+                run = Lane(rows, Span(run.kv_heads.start, head + 1), (joined,))
+                continue
         if run:
             yield run
-        run = Lane(rows, Span(head, head + 1), tuple(mine))
+        run = lane
     if run:
         yield run
+
+
+def _whole(lane: Lane, sizes: Sizes) -> bool:
+    """Whether one part has all query heads of the lane, so that joined neighbours stay in step with their keys."""
+    return len(lane.parts) == 1 and len(lane.parts[0].q_heads) == sizes.group * len(lane.kv_heads)
 
 
 def _alike(a: Part, b: Part) -> bool:

@@ -153,10 +153,10 @@ class _Proof:
         for piece in needed:
             if not self._holds(rank, piece):
                 self.fail(rank, number, f"{piece!r} is used, but not held.")
-        if c.q.heads.start // self.schedule.sizes.group < c.kv.heads.start or (
-            (c.q.heads.stop - 1) // self.schedule.sizes.group >= c.kv.heads.stop
-        ):
-            self.fail(rank, number, f"query heads {c.q.heads} do not use key/value heads {c.kv.heads}.")
+        group, q, kv = self.schedule.sizes.group, c.q.heads, c.kv.heads
+        aligned = (q.start, q.stop) == (kv.start * group, kv.stop * group)
+        if not aligned and not (len(kv) == 1 and kv.start * group <= q.start and q.stop <= kv.stop * group):
+            self.fail(rank, number, f"query heads {q} do not use key/value heads {kv} in step.")
         bands = bd.as_array((*c.bands, *c.maybe))
         for piece, spans in ((c.q, bands[:, :2]), (c.kv, bands[:, 2:4])):
             reaching = np.flatnonzero(~_inside(spans, union(as_rows(piece.spans))))

@@ -1,0 +1,123 @@
+"""What the runner asks of a kernel: tiles in, one (out, lse) per tile out, and back from the global out and lse.
+
+Shapes: B batch, H query heads, G key/value heads (H % G == 0), Q query rows, K key rows, D qk dim, E v dim; a small
+q or k counts the rows of one tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Query rows q0:q1 against key rows k0:k1 of the given tensors; row i and column j, counted inside the tile, may
+    meet iff `lo <= i - j <= hi` (None: open).
+
+    >>> Tile(0, 4, 8, 12, lo=0).rows
+    4
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    lo: int | None = None
+    hi: int | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.q1 - self.q0
+
+    @property
+    def cols(self) -> int:
+        return self.k1 - self.k0
+
+    def part(self, q0: int, q1: int, k0: int, k1: int) -> Tile | None:
+        """The pairs inside a rectangle (same coordinates as q0..k1), tight; None where there is no pair.
+
+        >>> Tile(0, 8, 0, 8, lo=0).part(4, 8, 0, 8)
+        Tile(q0=4, q1=8, k0=0, k1=8, lo=-4, hi=None)
+        """
+        shift = (q0 - self.q0) - (k0 - self.k0)
+        lo = None if self.lo is None else self.lo - shift
+        hi = None if self.hi is None else self.hi - shift
+        return Tile(q0, q1, k0, k1, lo, hi).tight()
+
+    def tight(self) -> Tile | None:
+        """The same pairs without rows and columns that meet nothing and without bounds that exclude nothing.
+
+        What a row may see is one run of columns, so a tight tile has no row and no column without a partner; and its
+        first row meets column 0 or is bounded by `lo` only from there on, that is lo <= 0 <= hi + cols - 1.
+
+        >>> Tile(0, 8, 0, 8, lo=2, hi=99).tight()
+        Tile(q0=2, q1=8, k0=0, k1=6, lo=0, hi=None)
+        """
+        q0, q1, k0, k1, lo, hi = self.q0, self.q1, self.k0, self.k1, self.lo, self.hi
+        if lo is None and hi is None:
+            return self if q1 > q0 and k1 > k0 else None
+        if lo is not None and hi is not None and lo > hi:
+            return None
+        origin = q0 - k0
+        if lo is not None:
+            q0, k1 = max(q0, self.q0 + lo), min(k1, k0 + q1 - self.q0 - lo)
+        if hi is not None:
+            k0, q1 = max(k0, self.k0 + q0 - self.q0 - hi), min(q1, self.q0 + k1 - self.k0 + hi)
+        if q1 <= q0 or k1 <= k0:
+            return None
+        shift = q0 - k0 - origin
+        if lo is not None:
+            lo = lo - shift if lo - shift > k0 - k1 + 1 else None
+        if hi is not None:
+            hi = hi - shift if hi - shift < q1 - q0 - 1 else None
+        return Tile(q0, q1, k0, k1, lo, hi)
+
+
+class Kernel(Protocol):
+    """Attention of many tiles on one device. Tensors may be strided views; q, k and v share a dtype."""
+
+    @property
+    def name(self) -> str: ...
+
+    def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:
+        """Why it cannot take these tensors, or None."""
+        ...
+
+    def forward(
+        self,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        tiles: Sequence[Tile],
+        scale: float,
+    ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+        """(tile, out_BHqE, lse_BHq) in the order given.
+
+        `out` is normalised within the tile, in the inputs' dtype or a wider one. `lse` is a natural logarithm in
+        float32 (float64 for float64), -inf exactly where the tile's geometry leaves a row without a key; `out` is 0
+        there.
+        """
+        ...
+
+    def backward(
+        self,
+        dout_BHQE: Tensor,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        out_BHQE: Tensor,
+        lse_BHQ: Tensor,
+        tiles: Sequence[Tile],
+        scale: float,
+        delta_BHQ: Tensor,
+    ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+        """(tile, dq_BHqD, dk_BGkD, dv_BGkE): what each tile adds to the gradients, in the order given.
+
+        `out` and `lse` are global, merged over all tiles and ranks, and `delta = rowsum(dout * out)`. Rows whose
+        global lse is -inf add exact zeros.
+        """
+        ...

@@ -1,0 +1,151 @@
+"""The one runner: walks a rank's steps, whatever planner made them. Forward and backward fill in what a step does.
+
+What the rank holds is kept as `Rows`; messages are handed to a transport by yielding them (see `transports.Program`),
+so that the same code runs in loopback and on a process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan.execution.kernels.contract import Kernel
+from longspan.execution.observe import mark
+from longspan.execution.rows import Rows, copies, gather
+from longspan.execution.transports import Exchange, Program
+from longspan.execution.wire import Format
+from longspan.schedules.plan import Plan
+from longspan.schedules.steps import Compute, Piece, Role, Step, Transfer
+from longspan.span import Span, as_rows
+
+Key = tuple[Span, Span]
+"""Heads and batch rows."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank runs: a plan, its place in it, a kernel and a scale."""
+
+    plan: Plan
+    rank: int
+    kernel: Kernel
+    scale: float
+    dtype: torch.dtype
+
+    @property
+    def format(self) -> Format:
+        return Format(self.plan.sizes, self.dtype)
+
+
+class Runner:
+    """One rank's run in one direction."""
+
+    direction = "forward"
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self.job, self.sizes, self.form, self.device = job, job.plan.sizes, job.format, device
+        self.steps = job.plan.steps(job.rank, self.direction)
+        self.never = len(self.steps) + 2
+        self.held: dict[Role, list[tuple[int, Rows]]] = {}
+
+    # -- what a direction fills in ----------------------------------------------------------------------------------
+
+    def compute(self, compute: Compute) -> None:
+        raise NotImplementedError
+
+    def source(self, piece: Piece) -> Rows:
+        """Where a piece to be sent is taken from."""
+        return self.get(piece)
+
+    def arrived(self, transfer: Transfer, rows: Rows) -> None:
+        self.hold(transfer.piece.role, rows, transfer.until)
+
+    # -- walking ----------------------------------------------------------------------------------------------------
+
+    def walk(self) -> Program[None]:
+        """Every step: start its messages, compute while they travel, take in what arrived."""
+        for number, step in enumerate(self.steps):
+            sends, receives = self._messages(step)
+            outgoing = {peer: self._packed(transfers) for peer, transfers in sends.items()}
+            expected = {peer: self.form.num_bytes(transfers) for peer, transfers in receives.items()}
+            yield Exchange(number, outgoing, expected, self.device)
+            with mark(self.direction, self.job.rank, number):
+                for compute in step.computes:
+                    self.compute(compute)
+            found = yield None
+            self._drop_after(number)
+            for peer, transfers in receives.items():
+                assert found is not None
+                self._unpack(transfers, found[peer])
+
+    def _messages(self, step: Step) -> tuple[dict[int, list[Transfer]], dict[int, list[Transfer]]]:
+        """The step's transfers by the peer they go to or come from, in the order in which both ends list them."""
+        sends: dict[int, list[Transfer]] = {}
+        receives: dict[int, list[Transfer]] = {}
+        for t in step.transfers:
+            if t.src == self.job.rank:
+                sends.setdefault(t.dst, []).append(t)
+            else:
+                receives.setdefault(t.src, []).append(t)
+        for lists in (sends, receives):
+            for transfers in lists.values():
+                transfers.sort(key=lambda t: (t.piece.role, t.piece.heads, t.piece.spans))
+        return sends, receives
+
+    def _packed(self, transfers: list[Transfer]) -> Tensor:
+        message = torch.empty(self.form.num_bytes(transfers), dtype=torch.uint8, device=self.device)
+        offset = 0
+        for t in transfers:
+            store = self.source(t.piece)
+            offset = self.form.pack(t.piece, picked(store, t.piece), message, offset)
+        return message
+
+    def _unpack(self, transfers: list[Transfer], message: Tensor) -> None:
+        offset = 0
+        for t in transfers:
+            tensors, offset = self.form.tensors(t.piece, message, offset)
+            self.arrived(t, Rows.of(as_rows(t.piece.spans), t.piece.heads, self.form.rows(t.piece), tensors))
+
+    # -- holding ----------------------------------------------------------------------------------------------------
+
+    def own(self, role: Role, tensors: Sequence[Tensor]) -> Rows:
+        """Holds the rank's own shard of a role for good."""
+        heads = self.sizes.kv_heads if role is Role.KV else self.sizes.q_heads
+        spans = self.job.plan.layout.span_rows(self.job.rank)
+        rows = Rows.of(spans, Span(0, heads), Span(0, self.sizes.batch), tensors)
+        self.hold(role, rows, self.never)
+        return rows
+
+    def hold(self, role: Role, rows: Rows, until: int) -> None:
+        self.held.setdefault(role, []).append((until, rows))
+
+    def get(self, piece: Piece) -> Rows:
+        """The piece's rows, from what is held."""
+        return gather([rows for _, rows in self.held.get(piece.role, [])], piece, self.form.rows(piece))
+
+    def _drop_after(self, step: int) -> None:
+        for role, stores in self.held.items():
+            self.held[role] = [(until, rows) for until, rows in stores if until > step]
+
+
+def picked(store: Rows, piece: Piece) -> list[Tensor]:
+    """The piece's rows of a store's tensors, in the order of the piece."""
+    found = [
+        [tensor[:, :, local : local + stop - start] for start, stop, local in store.pieces(as_rows(piece.spans))]
+        for tensor in store.tensors
+    ]
+    return [parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) for parts in found]
+
+
+def place(source: Rows, target: Rows, spans: tuple[Span, ...], *, add: bool = False) -> None:
+    """Copies, or adds, rows that both have from one store into the other."""
+    parts = target.part(source.heads, source.rows)
+    for here, there in copies(source, target, as_rows(spans)):
+        for part, tensor in zip(parts, source.tensors, strict=True):
+            if add:
+                part[:, :, there] += tensor[:, :, here]
+            else:
+                part[:, :, there] = tensor[:, :, here]

@@ -1,0 +1,125 @@
+"""Transports: how messages get from rank to rank. A message is a flat uint8 tensor whose size both ends know.
+
+`Loopback` runs all ranks in one process, for tests and for seeing what happens. `ProcessGroup` is PyTorch's own NCCL or
+Gloo group, one rank per process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.execution.observe import count
+from longspan.schedules.steps import MAX_BATCH
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One rank's messages of one step: what it sends to whom, and how many bytes it expects from whom."""
+
+    step: int
+    sends: dict[int, Tensor]
+    receives: dict[int, int]
+    device: torch.device
+
+
+Program = Generator[Exchange | None, dict[int, Tensor] | None, T]
+"""A rank's run: yields an Exchange to start one, then None to wait for it and be sent what arrived, by source."""
+
+
+class Loopback:
+    """All ranks in one process, taking turns step by step."""
+
+    def run(self, programs: Sequence[Program[T]]) -> list[T]:
+        """Runs every rank's program to its end and returns their results, by rank."""
+        results: dict[int, T] = {}
+        started: dict[int, Exchange] = {}
+        for rank, program in enumerate(programs):
+            self._resume(rank, program, None, started, results)
+        while started:
+            now, started = started, {}
+            for rank in now:  # everybody computes while messages are on their way
+                assert next(programs[rank]) is None, "a program starts one exchange at a time"
+            for rank, exchange in now.items():
+                arrived = {src: self._take(now, src, rank, exchange) for src in exchange.receives}
+                self._resume(rank, programs[rank], arrived, started, results)
+        return [results[rank] for rank in range(len(programs))]
+
+    def _take(self, now: dict[int, Exchange], src: int, dst: int, exchange: Exchange) -> Tensor:
+        message = now[src].sends[dst]
+        assert now[src].step == exchange.step
+        assert message.numel() == exchange.receives[src]
+        count(src, dst, message.numel())
+        return message.clone()
+
+    def _resume(
+        self,
+        rank: int,
+        program: Program[T],
+        arrived: dict[int, Tensor] | None,
+        started: dict[int, Exchange],
+        results: dict[int, T],
+    ) -> None:
+        try:
+            exchange = program.send(arrived)
+        except StopIteration as stop:
+            results[rank] = stop.value
+        else:
+            assert exchange is not None
+            started[rank] = exchange
+
+
+class ProcessGroup:
+    """One rank per process, over `torch.distributed`. Lists of operations are matched on both ends and batched."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def run(self, program: Program[T]) -> T:
+        """Runs this rank's program to its end."""
+        arrived: dict[int, Tensor] | None = None
+        try:
+            while True:
+                exchange = program.send(arrived)
+                assert exchange is not None
+                buffers, works = self._start(exchange)
+                assert next(program) is None, "a program starts one exchange at a time"
+                for work in works:
+                    work.wait()
+                arrived = buffers
+        except StopIteration as stop:
+            return stop.value
+
+    def _start(self, exchange: Exchange) -> tuple[dict[int, Tensor], list[dist.Work]]:
+        buffers = {
+            src: torch.empty(size, dtype=torch.uint8, device=exchange.device) for src, size in exchange.receives.items()
+        }
+        lists: dict[int, list[dist.P2POp]] = {}
+        size, me = self.group.size(), self.group.rank()
+        for peer, message in exchange.sends.items():
+            self._add(lists, dist.isend, message, peer, (peer - me) % size, exchange.step)
+            count(me, peer, message.numel())
+        for peer, buffer in buffers.items():
+            self._add(lists, dist.irecv, buffer, peer, (me - peer) % size, exchange.step)
+        works = [work for number in sorted(lists) for work in dist.batch_isend_irecv(lists[number])]
+        return buffers, works
+
+    def _add(
+        self,
+        lists: dict[int, list[dist.P2POp]],
+        kind: Callable[..., object],
+        tensor: Tensor,
+        peer: int,
+        distance: int,
+        step: int,
+    ) -> None:
+        # Both ends put a message into the list that its distance gives, so lists match (see Step.batches).
+        op = dist.P2POp(kind, tensor, group=self.group, group_peer=peer, tag=step)
+        lists.setdefault((distance - 1) // (MAX_BATCH // 2), []).append(op)

@@ -1,0 +1,612 @@
+"""Kernels against a dense float64 oracle; GPU calls by fake tensors, their meaning by CPU stand-ins of operators."""
+
+import ast
+import math
+import random
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longspan.errors import KernelError
+from longspan.execution import _torch
+from longspan.execution.kernels import choose_kernel, kernel_named, pieces, reference, sdpa
+from longspan.execution.kernels.contract import Tile
+from longspan.execution.kernels.flash_cuda import Flash, launches
+from longspan.execution.kernels.reference import Reference
+from longspan.execution.kernels.sdpa import CpuFlash
+from longspan.execution.kernels.sdpa_cuda import Cudnn, Efficient
+
+INF = math.inf
+WIDE = {torch.float64: torch.float64}
+FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-3, torch.float16: 2.5e-4}
+LSE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 4e-5, torch.float16: 4e-5}
+
+
+# ---- the oracle: one boolean matrix, float64, nothing shared with the package ----------------------------------------
+
+
+def allowed(tile, num_q, num_k):
+    """(num_q, num_k) bool: the pairs of a tile."""
+    found = torch.zeros(num_q, num_k, dtype=torch.bool)
+    for i in range(tile.q0, tile.q1):
+        first = tile.k0 if tile.hi is None else max(tile.k0, tile.k0 + (i - tile.q0) - tile.hi)
+        last = tile.k1 - 1 if tile.lo is None else min(tile.k1 - 1, tile.k0 + (i - tile.q0) - tile.lo)
+        if first <= last:
+            found[i, first : last + 1] = True
+    return found
+
+
+def dense(q, k, v, mask, scale, dout):
+    """(out, lse, dq, dk, dv) in float64; rows that see nothing are (0, -inf) and give nothing."""
+    q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    groups = k.shape[1]
+    share = q.shape[1] // groups
+    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    scores = (torch.einsum("bhqd,bhkd->bhqk", q, k) * scale).masked_fill(~mask, -INF)
+    lse = scores.logsumexp(-1)
+    p = torch.where(mask, (scores - lse.masked_fill(lse == -INF, 0.0)[..., None]).exp(), 0.0)
+    out = p @ v
+    ds = p * (torch.einsum("bhqe,bhke->bhqk", dout, v) - (dout * out).sum(-1, keepdim=True)) * scale
+    dk, dv = torch.einsum("bhqk,bhqd->bhkd", ds, q), torch.einsum("bhqk,bhqe->bhke", p, dout)
+    return out, lse, ds @ k, dk.unflatten(1, (groups, share)).sum(2), dv.unflatten(1, (groups, share)).sum(2)
+
+
+def one_call(q, k, v, mask, scale, dout):
+    """(out, dq, dk, dv) of PyTorch's fused attention in one call, in the inputs' dtype; head dims made equal for it."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    wide, gqa, e = max(q.shape[3], v.shape[3]), q.shape[1] != k.shape[1], v.shape[3]
+    bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -INF)
+    even = (pad(x, (0, wide - x.shape[3])) for x in (q, k, v))
+    out = scaled_dot_product_attention(*even, attn_mask=bias, scale=scale, enable_gqa=gqa)[..., :e]
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+
+def off(x, true):
+    """Relative error; the gradient of a row that sees one key is 0, and is measured against what others are like."""
+    return ((x.double() - true).norm() / true.norm().clamp(min=0.1 * math.sqrt(true.numel()))).item()
+
+
+@dataclass
+class Case:
+    """Several tiles over the same tensors, their pairs disjoint."""
+
+    dtype: torch.dtype
+    tiles: list[Tile]
+    num_q: int
+    num_k: int
+    heads: tuple[int, int] = (2, 2)
+    dims: tuple[int, int] = (16, 16)
+    batch: int = 1
+    seed: int = 0
+    gain: float = 1.0
+
+    def tensors(self):
+        make = torch.Generator().manual_seed(self.seed)
+        shapes = [(self.heads[0], self.num_q, self.dims[0]), (self.heads[1], self.num_k, self.dims[0])]
+        shapes += [(self.heads[1], self.num_k, self.dims[1]), (self.heads[0], self.num_q, self.dims[1])]
+        q, k, v, dout = (torch.randn(self.batch, *s, generator=make, dtype=torch.float64) for s in shapes)
+        return tuple(x.to(self.dtype) for x in (q * self.gain, k, v, dout))
+
+
+def check(kernel, case, tensors=None):
+    """Forward tile by tile, merged in float64; backward from the global out and lse; both within twice one call."""
+    q, k, v, dout = tensors or case.tensors()
+    scale = 0.9 / math.sqrt(case.dims[0])
+    masks = [allowed(tile, case.num_q, case.num_k) for tile in case.tiles]
+    mask = torch.stack(masks).any(0)
+    assert sum(int(m.sum()) for m in masks) == int(mask.sum()), "tiles of a case are disjoint"
+    out, lse, *grads = dense(q, k, v, mask, scale, dout)
+    theirs = one_call(q, k, v, mask, scale, dout)
+    wide = WIDE.get(case.dtype, torch.float32)
+
+    found = list(kernel.forward(q, k, v, case.tiles, scale))
+    assert [tile for tile, _, _ in found] == list(case.tiles), "one result per tile, in order"
+    merged = torch.zeros_like(out)
+    for (tile, part, part_lse), m in zip(found, masks, strict=True):
+        rows = slice(tile.q0, tile.q1)
+        assert part.shape == (case.batch, case.heads[0], tile.rows, case.dims[1])
+        assert part_lse.shape == part.shape[:3]
+        assert part_lse.dtype == wide, part_lse.dtype
+        assert part.dtype in (case.dtype, wide), part.dtype
+        dead = ~m[rows].any(-1)
+        assert torch.equal(part_lse == -INF, dead.expand_as(part_lse)), "-inf exactly where geometry says"
+        assert not part[:, :, dead].any()
+        merged[:, :, rows] += (
+            part.double() * (part_lse.double() - lse[:, :, rows].nan_to_num(neginf=0.0)).exp()[..., None]
+        )
+        true = dense(q, k, v, m, scale, dout)[1][:, :, rows]
+        size = 1 + true[:, :, ~dead].abs().max()
+        assert ((part_lse - true)[:, :, ~dead].abs().max() / size) < LSE[case.dtype], "lse"
+    close("out", merged, out, theirs[0], case.dtype)
+
+    delta = (dout.double() * out).sum(-1).to(wide)
+    sums = [torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v)]
+    back = kernel.backward(dout, q, k, v, out.to(case.dtype), lse.to(wide), case.tiles, scale, delta)
+    seen = []
+    for tile, dq, dk, dv in back:
+        seen.append(tile)
+        assert dq.shape[2] == tile.rows
+        assert dk.shape[2] == dv.shape[2] == tile.cols
+        sums[0][:, :, tile.q0 : tile.q1] += dq
+        sums[1][:, :, tile.k0 : tile.k1] += dk
+        sums[2][:, :, tile.k0 : tile.k1] += dv
+    assert seen == list(case.tiles)
+    for name, mine, true, their in zip(("dq", "dk", "dv"), sums, grads, theirs[1:], strict=True):
+        close(name, mine, true, their, case.dtype)
+
+
+def close(name, mine, true, their, dtype):
+    assert mine.isfinite().all(), f"{name} is not finite"
+    limit = FLOOR[dtype] if dtype == torch.float64 else 2 * off(their, true) + FLOOR[dtype]
+    assert off(mine, true) <= limit, f"{name}: {off(mine, true):.2e} > {limit:.2e}"
+
+
+# ---- stand-ins: what each GPU operator promises, in plain maths ------------------------------------------------------
+
+
+def _attend(q, k, v, mask, bias, scale):
+    """(out, lse) of (..., q, d) tensors in float32 or wider; `mask` bool."""
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    wide = WIDE.get(q.dtype, torch.float32)
+    scores = (q.to(wide) @ k.to(wide).mT * scale).masked_fill(~mask, -INF)
+    scores = scores if bias is None else scores + bias
+    lse = scores.logsumexp(-1)
+    return ((scores - lse[..., None]).exp() @ v.to(wide)).to(q.dtype), lse
+
+
+def _attend_back(dout, q, k, v, out, lse, mask, bias, scale):
+    groups, share, wide = k.shape[1], q.shape[1] // k.shape[1], WIDE.get(q.dtype, torch.float32)
+    assert {x.dtype for x in (dout, q, k, v, out)} == {q.dtype}
+    assert lse.dtype == wide
+    dtype, (dout, q, k, v, out) = q.dtype, (x.to(wide) for x in (dout, q, k, v, out))
+    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    scores = (q @ k.mT * scale).masked_fill(~mask, -INF)
+    p = ((scores if bias is None else scores + bias) - lse[..., None]).exp()
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * scale
+    dk, dv = ((x.mT @ y).unflatten(1, (groups, share)).sum(2) for x, y in ((ds, q), (p, dout)))
+    return (ds @ k).to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def _checked(q, k, v, bias):
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert q.shape[-1] % 8 == 0
+    assert all(x.stride(-1) == 1 and x.numel() for x in (q, k, v))
+    assert bias is None or (bias.shape == (*q.shape[:3], k.shape[2]) and bias.stride(2) % 16 == 0)
+
+
+def _top_left(q, k, causal):
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    return mask.tril() if causal else mask
+
+
+def efficient(q, k, v, bias, causal, scale):
+    _checked(q, k, v, bias)
+    assert q.shape[1] == k.shape[1], "no groups"
+    out, lse = _attend(q, k, v, _top_left(q, k, causal), bias, scale)
+    return out, pad(lse, (0, -q.shape[2] % 32), value=INF)
+
+
+def efficient_backward(dout, q, k, v, out, lse, bias, causal, scale):
+    _checked(q, k, v, bias)
+    assert lse.shape[2] % 32 == 0
+    assert (lse[:, :, q.shape[2] :] == INF).all()
+    return _attend_back(dout, q, k, v, out, lse[:, :, : q.shape[2]], _top_left(q, k, causal), bias, scale)
+
+
+def cudnn(q, k, v, bias, causal, scale):
+    _checked(q, k, v, bias)
+    out, lse = _attend(q, k, v, _top_left(q, k, causal), bias, scale)
+    return out, lse[..., None]
+
+
+def cudnn_backward(dout, q, k, v, out, lse, bias, causal, scale):
+    _checked(q, k, v, bias)
+    assert lse.is_contiguous()
+    assert dout.stride() == out.stride()
+    return _attend_back(dout, q, k, v, out, lse.squeeze(3), _top_left(q, k, causal), bias, scale)
+
+
+def _slices(q, k, starts_q, starts_k, longest, window):
+    """((query rows), (key rows), mask) of each slice of a packed call; the diagonal ends bottom-right."""
+    for starts, x, most in ((starts_q, q, longest[0]), (starts_k, k, longest[1])):
+        assert starts.dtype == torch.int32
+        assert (starts[0], starts[-1]) == (0, x.shape[0])
+        assert int(starts.diff().max()) == most
+    for (a, b), (c, d) in zip(pairwise(starts_q.tolist()), pairwise(starts_k.tolist()), strict=True):
+        yield slice(a, b), slice(c, d), _window(b - a, d - c, window)
+
+
+def _window(rows, cols, window):
+    left, right = window
+    diagonal = torch.arange(rows)[:, None] + (cols - rows)
+    j = torch.arange(cols)
+    mask = torch.ones(rows, cols, dtype=torch.bool)
+    if left >= 0:
+        mask &= j >= diagonal - left
+    if right >= 0:
+        mask &= j <= diagonal + right
+    return mask
+
+
+def _rows_first(x):
+    return x.transpose(0, 1)[None]  # (T, H, D) -> (1, H, T, D)
+
+
+def flash(q, k, v, starts_q, starts_k, longest, window, scale):
+    _checked(q, k, v, None)
+    if starts_q is None:
+        mask = _window(q.shape[1], k.shape[1], window)
+        out, lse = _attend(*(x.transpose(1, 2) for x in (q, k, v)), mask, None, scale)
+        return out.transpose(1, 2), lse
+    out, lse = (
+        torch.empty_like(q),
+        q.new_full((q.shape[1], q.shape[0]), math.nan, dtype=WIDE.get(q.dtype, torch.float32)),
+    )
+    for a, b, mask in _slices(q, k, starts_q, starts_k, longest, window):
+        part, part_lse = _attend(_rows_first(q[a]), _rows_first(k[b]), _rows_first(v[b]), mask, None, scale)
+        out[a], lse[:, a] = part[0].transpose(0, 1), part_lse[0]
+    return out, lse
+
+
+def flash_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest, window, scale):
+    assert lse.is_contiguous()
+    if starts_q is None:
+        mask = _window(q.shape[1], k.shape[1], window)
+        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        return tuple(x.transpose(1, 2) for x in _attend_back(dout, q, k, v, out, lse, mask, None, scale))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    for a, b, mask in _slices(q, k, starts_q, starts_k, longest, window):
+        many = (_rows_first(x) for x in (dout[a], q[a], k[b], v[b], out[a]))
+        found = _attend_back(*many, lse[:, a][None], mask, None, scale)
+        dq[a], dk[b], dv[b] = (x[0].transpose(0, 1) for x in found)
+    return dq, dk, dv
+
+
+KERNELS = {
+    "reference": Reference(),
+    "cpu_flash": CpuFlash(),
+    "efficient": Efficient(op=efficient, backward_op=efficient_backward),
+    "cudnn": Cudnn(op=cudnn, backward_op=cudnn_backward),
+    "varlen": Flash("varlen", True, flash, flash_backward),
+    "flash": Flash("flash", False, flash, flash_backward),
+}
+ON_GPU = tuple(KERNELS)[2:]  # no float64 there
+
+
+# ---- cases -----------------------------------------------------------------------------------------------------------
+
+
+def cut(rng, num_q, num_k, lo, hi, keep=0.85):
+    """A band over num_q x num_k, cut into rectangles at random edges; some are dropped, so that rows see nothing."""
+    edges = [sorted({0, n, *(rng.randint(0, n) for _ in range(rng.randint(0, 3)))}) for n in (num_q, num_k)]
+    tiles = []
+    for (a, b), (c, d) in product(pairwise(edges[0]), pairwise(edges[1])):
+        low, high = (None if bound is None else bound - (a - c) for bound in (lo, hi))
+        tile = Tile(a, b, c, d, low, high)
+        if allowed(tile, num_q, num_k).any() and rng.random() < keep:
+            tiles.append(tile)
+    return tiles
+
+
+def random_case(seed, most=60, dtypes=tuple(FLOOR)):
+    rng = random.Random(seed)
+    while True:
+        num_q, num_k = rng.randint(1, most), rng.randint(1, most)
+        kind = rng.choice(("full", "causal", "offset", "window", "window", "far"))
+        lo = {"full": None, "causal": 0, "far": None}.get(kind, rng.randint(-num_k, num_q - 1))
+        width = rng.randint(0, most)
+        hi = {"window": (lo or 0) + width, "far": rng.randint(-num_k + 1, num_q)}.get(kind)
+        if tiles := cut(rng, num_q, num_k, lo, hi):
+            break
+    group = rng.choice(((1, 1), (2, 2), (4, 2), (3, 1)))
+    dims = rng.choice(((16, 16), (16, 16), (7, 7), (24, 8), (5, 11), (1, 1)))
+    return Case(rng.choice(dtypes), tiles, num_q, num_k, group, dims, rng.choice((1, 1, 2)), seed)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """The sizes at which tiles are cut, brought down, so that short sequences go through every way of cutting."""
+    monkeypatch.setattr(pieces, "SMALL", (4, 6))
+    monkeypatch.setattr(pieces, "NARROW", 12)
+    monkeypatch.setattr(pieces, "NARROW_ROWS", 5)
+    monkeypatch.setattr(pieces, "WIDE_ROWS", 9)
+    monkeypatch.setattr(reference, "BLOCK", 13)
+    monkeypatch.setattr(sdpa, "SHORT", 11)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("part", range(4))
+def test_random_tiles_are_exact(name, part, small_blocks):
+    for seed in range(100 * part, 100 * part + 40):
+        case = random_case(seed, dtypes=tuple(FLOOR)[name in ON_GPU :])
+        try:
+            check(KERNELS[name], case)
+        except AssertionError as error:
+            raise AssertionError(f"{name}, seed {seed}, {case}: {error}") from error
+
+
+LARGE = [
+    ("causal", Tile(0, 1100, 0, 1100, lo=0)),
+    ("offset", Tile(3, 903, 5, 1700, lo=-795)),
+    ("short offset", Tile(0, 100, 0, 700, lo=-600)),
+    ("narrow window", Tile(0, 1300, 0, 1300, lo=0, hi=200)),
+    ("wide window", Tile(0, 2300, 0, 2300, lo=0, hi=1100)),
+    ("far side", Tile(0, 1200, 0, 700, lo=None, hi=-100)),
+    ("dead rows", Tile(0, 1000, 0, 600, lo=300, hi=350)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tile", [tile for _, tile in LARGE], ids=[name for name, _ in LARGE])
+@pytest.mark.parametrize("name", ["reference", "cpu_flash"])
+def test_real_block_sizes(name, tile, dtype):
+    check(KERNELS[name], Case(dtype, [tile], tile.q1, tile.k1, (1, 1), (8, 8)))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_logits_of_ten_thousand(name, small_blocks):
+    for seed, dtype in product(range(6), (torch.float64, torch.float32, torch.bfloat16)[name in ON_GPU :]):
+        tiles = cut(random.Random(seed), 40, 50, 3, 30)
+        case = Case(dtype, tiles, 40, 50, seed=seed, gain=2500.0)
+        q, k, v, dout = case.tensors()
+        found = list(KERNELS[name].forward(q, k, v, tiles, 1.0))
+        mask = torch.stack([allowed(t, 40, 50) for t in tiles]).any(0)
+        out, lse, *_ = dense(q, k, v, mask, 1.0, dout)
+        assert all(part.isfinite().all() and not part_lse.isnan().any() for _, part, part_lse in found)
+        wide = WIDE.get(dtype, torch.float32)
+        for tile, *grads in KERNELS[name].backward(
+            dout, q, k, v, out.to(dtype), lse.to(wide), tiles, 1.0, (dout.double() * out).sum(-1).to(wide)
+        ):
+            assert all(x.isfinite().all() for x in grads), (name, seed, dtype, tile)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_rows_without_a_key_anywhere_add_exact_zeros(name, small_blocks):
+    case = Case(torch.float32, [Tile(0, 12, 0, 12, lo=0), Tile(0, 12, 12, 20)], 12, 20)
+    q, k, v, dout = case.tensors()
+    mask = torch.stack([allowed(t, 12, 20) for t in case.tiles]).any(0)
+    out, lse, *_ = (x.float() for x in dense(q, k, v, mask, 0.25, dout))
+    lse[:, :, 3] = -INF  # as the runner would say of a row that saw nothing, here one that this tile could see
+    delta = (dout * out).sum(-1)
+    with_it = list(KERNELS[name].backward(dout, q, k, v, out, lse, case.tiles, 0.25, delta))
+    silent = dout.clone()
+    silent[:, :, 3] = 0
+    lse[:, :, 3] = 1e30
+    without = list(KERNELS[name].backward(silent, q, k, v, out, lse, case.tiles, 0.25, (silent * out).sum(-1)))
+    for (_, dq, dk, dv), (_, _, dk0, dv0) in zip(with_it, without, strict=True):
+        assert not dq[:, :, 3].any()
+        assert dq.isfinite().all()
+        torch.testing.assert_close(dk, dk0)
+        torch.testing.assert_close(dv, dv0)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_strided_views(name, small_blocks):
+    case = Case(torch.float32, [Tile(2, 20, 1, 30, lo=-11, hi=4), Tile(20, 33, 0, 30)], 33, 30, (4, 2), (16, 16), 2)
+    q, k, v, dout = case.tensors()
+    rows_first = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
+    part = tuple(pad(x, (0, 0, 3, 5))[:, :, 3:-5] for x in (q, k, v, dout))
+    last = tuple(x.mT.contiguous().mT for x in (q, k, v, dout))  # the operators read this wrongly, without a word
+    spread = (q, k, v, dout[:, :, :, :1].expand_as(dout))  # what the gradient of a sum looks like
+    for tensors in (rows_first, part, last, spread):
+        check(KERNELS[name], case, tensors)
+
+
+def test_split_is_exact_and_its_biases_small():
+    rng = random.Random(0)
+    for _ in range(60):
+        num_q, num_k = rng.choice(((700, 300), (2100, 2100), (1500, 2600), (2600, 1200), (1, 900), (900, 1)))
+        lo, hi = sorted((rng.randint(-num_k + 1, num_q - 1), rng.randint(-num_k + 1, num_q - 1)))
+        tile = Tile(0, num_q, 0, num_k, rng.choice((lo, None, 0 if hi >= 0 else lo)), rng.choice((hi, None)))
+        count = torch.zeros(num_q, num_k, dtype=torch.int8)
+        for piece in pieces.split(tile):
+            i, j = torch.arange(piece.rows)[:, None], torch.arange(piece.cols)
+            mask = torch.ones(piece.rows, piece.cols, dtype=torch.bool)
+            mask &= i - j >= (-INF if piece.lo is None else piece.lo)
+            mask &= i - j <= (INF if piece.hi is None else piece.hi)
+            assert mask.any(0).all()
+            assert mask.any(1).all()
+            if piece.hi is not None or piece.lo not in (None, 0):
+                assert mask.numel() <= 1 << 20
+                bias = pieces.additive(piece.rows, piece.cols, piece.lo, piece.hi, torch.zeros(1))
+                assert torch.equal(bias == 0, mask)
+                assert torch.equal(bias == -INF, ~mask)
+            count[piece.q0 : piece.q1, piece.k0 : piece.k1] += mask
+        assert torch.equal(count.bool(), allowed(tile, num_q, num_k))
+        assert count.max() <= 1
+
+
+def test_launches_put_documents_together():
+    ends = [0, 5, 12, 13, 40]
+    documents = [Tile(a, b, a, b, lo=0) for a, b in pairwise(ends)]
+    launch, single = launches(documents, 40, 40)
+    assert (launch.members, single.members) == ([0, 1, 3], [2]), "one row under its own key is not causal but full"
+    documents[2] = Tile(12, 14, 12, 14, lo=0)
+    documents[3] = Tile(14, 40, 14, 40, lo=0)
+    ends[3] = 14
+    (launch,) = launches(documents, 40, 40)
+    x = torch.randn(1, 2, 40, 8)
+    assert launch.queries(x).data_ptr() == x.data_ptr(), "neighbours are not copied"
+    assert launch.starts(x)[0].tolist() == ends
+    shared = [Tile(i, i + 1, 0, 40) for i in range(40)]  # every row against all keys: packing them all is 40 copies
+    assert len(launches(shared, 40, 40)) == 40
+    assert [launch.window for launch in launches([*documents, Tile(0, 9, 0, 5)], 99, 99)] == [(-1, 0), (-1, -1)]
+
+
+# ---- mutants: each must be caught ------------------------------------------------------------------------------------
+
+
+def _bottom_right(q, k, v, bias, causal, scale):
+    if causal:
+        bias = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype)
+        bias = bias.masked_fill(~_window(*bias.shape, (-1, 0)), -INF)
+    return _torch.cpu_flash(q, k, v, bias, False, scale)
+
+
+def _mean(out, lse, part, part_lse):
+    out.add_(part).mul_(0.5)
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+class Dead(CpuFlash):
+    def forward(self, *args):
+        return ((t, out, lse.masked_fill(lse == -INF, 0.0)) for t, out, lse in super().forward(*args))
+
+
+class LocalLse(CpuFlash):
+    def backward(self, dout, q, k, v, out, lse, tiles, scale, delta):
+        for tile in tiles:
+            ((_, _, local),) = self.forward(q, k, v, [tile], scale)
+            lse = lse.clone()
+            lse[:, :, tile.q0 : tile.q1] = local
+            yield from super().backward(dout, q, k, v, out, lse, [tile], scale, delta)
+
+
+def _wrapped(op, change):
+    return lambda *args: change(op(*args), args)
+
+
+BACK = sdpa.backward_op
+CPU, VARLEN = KERNELS["cpu_flash"], KERNELS["varlen"]
+MUTANTS = {
+    "forward scale": replace(CPU, op=lambda *a: _torch.cpu_flash(*a[:-1], a[-1] * 1.02)),
+    "backward scale": replace(CPU, backward_op=lambda *a: BACK(*a[:-1], a[-1] * 1.02)),
+    "dead rows at 0.0": Dead(),
+    "lse of the tile": LocalLse(),
+    "dv of other keys": replace(CPU, backward_op=_wrapped(BACK, lambda g, _: (g[0], g[1], g[2].roll(1, 2)))),
+    "dk and dv swapped": replace(CPU, backward_op=_wrapped(BACK, lambda g, _: (g[0], g[2], g[1]))),
+    "no bias in backward": replace(CPU, backward_op=lambda *a: BACK(*a[:6], None, *a[7:])),
+    "bottom-right causal": replace(CPU, op=_bottom_right),
+    "base-2 lse": replace(CPU, op=_wrapped(_torch.cpu_flash, lambda r, _: (r[0], r[1] / math.log(2)))),
+    "out of other heads": replace(CPU, op=_wrapped(_torch.cpu_flash, lambda r, _: (r[0].flip(1), r[1]))),
+    "window one short": replace(VARLEN, op=lambda *a: flash(*a[:6], (a[6][0] - (a[6][0] > 0), a[6][1]), a[7])),
+    "top-left varlen": replace(VARLEN, op=lambda *a: flash(*a[:6], (-1, -1), a[7])),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_caught(mutant, small_blocks):
+    kernel, caught = MUTANTS[mutant], 0
+    for seed in range(30):
+        case = replace(random_case(seed), dtype=torch.float32, heads=(4, 2), dims=(16, 16))
+        try:
+            check(kernel, case)
+        except AssertionError:
+            caught += 1
+    assert caught, f"no case noticed: {mutant}"
+
+
+def test_mutant_merge_is_caught(small_blocks, monkeypatch):
+    monkeypatch.setattr(pieces, "merge", _mean)
+    case = Case(torch.float32, [Tile(0, 30, 0, 40, lo=-10)], 30, 40)
+    with pytest.raises(AssertionError, match="out"):
+        check(CPU, case)
+
+
+# ---- calls on a GPU, by fake tensors ---------------------------------------------------------------------------------
+
+
+class Called(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.name().removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+GPU = [
+    ("varlen", "_flash_attention", torch.bfloat16),
+    ("flash", "_flash_attention", torch.float16),
+    ("efficient", "_scaled_dot_product_efficient_attention", torch.float32),
+    ("efficient", "_scaled_dot_product_efficient_attention", torch.bfloat16),
+    ("cudnn", "_scaled_dot_product_cudnn_attention", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("name", "operator", "dtype"), GPU)
+def test_gpu_calls_have_the_right_form(name, operator, dtype, monkeypatch):
+    # The Python bindings of these two ask for a CUDA build, the operators do not.
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda x, y: torch.ops.aten.copy_(x, y))
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: torch.ops.aten.contiguous(x))
+    tiles = [
+        Tile(0, 40, 0, 40, lo=0),
+        Tile(40, 100, 40, 100, lo=0),
+        Tile(0, 100, 3, 90, lo=-5, hi=9),
+        Tile(7, 8, 0, 100),
+    ]
+    with FakeTensorMode(), Called() as called:
+        new = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device="cuda")  # noqa: E731
+        q, k, v, dout = new(2, 6, 100, 20), new(2, 2, 100, 20), new(2, 2, 100, 12), new(2, 6, 100, 12)
+        kernel = kernel_named(choose_kernel(name, q, k, v))
+        assert kernel.name == name
+        lse = new(2, 6, 100, dtype=torch.float32)
+        for tile, out, part_lse in kernel.forward(q, k, v, tiles, 0.1):
+            assert out.shape == (2, 6, tile.rows, 12)
+            assert part_lse.shape == out.shape[:3]
+            assert part_lse.dtype == torch.float32
+            assert out.device.type == part_lse.device.type == "cuda"
+            assert out.dtype in (dtype, torch.float32)
+        for tile, dq, dk, dv in kernel.backward(dout, q, k, v, dout, lse, tiles, 0.1, lse):
+            assert dq.shape == (2, 6, tile.rows, 20)
+            assert dk.shape == (2, 2, tile.cols, 20)
+            assert dv.shape == (2, 2, tile.cols, 12)
+            assert dq.device.type == "cuda"
+    forward = f"{operator}_forward" if operator == "_flash_attention" else operator
+    assert {forward, f"{operator}_backward"} <= called.names
+
+
+def test_auto_on_a_gpu():
+    with FakeTensorMode():
+        new = lambda dim, dtype: (torch.empty(1, 2, 8, dim, dtype=dtype, device="cuda"),) * 3  # noqa: E731
+        assert choose_kernel("auto", *new(64, torch.bfloat16)) == "varlen"
+        assert choose_kernel("sdpa", *new(512, torch.bfloat16)) == "efficient"
+        assert choose_kernel("auto", *new(64, torch.float32)) == "efficient"
+        assert choose_kernel("auto", *new(64, torch.float64)) == "reference"
+        with pytest.raises(KernelError, match=r"'sdpa' .*varlen: it takes bfloat16.*efficient: .*Use 'reference'"):
+            choose_kernel("sdpa", *new(64, torch.float64))
+        with pytest.raises(KernelError, match="head dims up to 256, and one here is 300"):
+            choose_kernel("flash", *new(300, torch.bfloat16))
+
+
+# ---- the registry ----------------------------------------------------------------------------------------------------
+
+
+def test_names_are_obeyed_or_refused():
+    cpu = (torch.zeros(1, 2, 8, 16),) * 3
+    assert choose_kernel("auto", *cpu) == choose_kernel("sdpa", *cpu) == "cpu_flash"
+    assert choose_kernel("reference", *cpu) == "reference"
+    with pytest.raises(KernelError, match=r"'fast' was asked for, but there is none of that name\. Use one of"):
+        choose_kernel("fast", *cpu)
+    for name in ("varlen", "flash", "efficient", "cudnn"):
+        with pytest.raises(
+            KernelError, match=r"runs on GPUs, and the tensors are on cpu\. Use 'cpu_flash' or 'reference'"
+        ):
+            choose_kernel(name, *cpu)
+    with pytest.raises(KernelError, match=r"takes float64.*float8"):
+        choose_kernel("cpu_flash", *(x.to(torch.float8_e4m3fn) for x in cpu))
+
+
+def test_no_kernel_imports_another():
+    folder = Path(reference.__file__).parent
+    shared = {"longspan.execution.kernels.contract", "longspan.execution.kernels.pieces"}
+    for path in folder.glob("*.py"):
+        if path.name in ("__init__.py",):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("longspan.execution.kernels"):
+                assert node.module in shared, f"{path.name}:{node.lineno} imports {node.module}"
+
+
+def test_private_names_are_in_one_file():
+    folder = Path(reference.__file__).parents[1]
+    for path in folder.rglob("*.py"):
+        assert path.name == "_torch.py" or "torch.ops.aten" not in path.read_text(), path
