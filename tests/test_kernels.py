@@ -337,7 +337,7 @@ LARGE = [
     ("offset", Tile(3, 903, 5, 1700, lo=-795)),
     ("short offset", Tile(0, 100, 0, 700, lo=-600)),
     ("narrow window", Tile(0, 1300, 0, 1300, lo=0, hi=200)),
-    ("wide window", Tile(0, 2300, 0, 2300, lo=0, hi=1100)),
+    ("wide window", Tile(0, 2500, 0, 2500, lo=0, hi=2100)),
     ("far side", Tile(0, 1200, 0, 700, lo=None, hi=-100)),
     ("dead rows", Tile(0, 1000, 0, 600, lo=300, hi=350)),
 ]

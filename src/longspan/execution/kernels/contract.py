@@ -51,8 +51,8 @@ class Tile:
     def tight(self) -> Tile | None:
         """The same pairs without rows and columns that meet nothing and without bounds that exclude nothing.
 
-        What a row may see is one run of columns, so a tight tile has no row and no column without a partner; and its
-        first row meets column 0 or is bounded by `lo` only from there on, that is lo <= 0 <= hi + cols - 1.
+        Rows that see nothing come first (i < lo) or last (i > cols - 1 + hi), never in between, and so do columns:
+        a tight tile has no row and no column without a partner, and `lo <= 0`.
 
         >>> Tile(0, 8, 0, 8, lo=2, hi=99).tight()
         Tile(q0=2, q1=8, k0=0, k1=6, lo=0, hi=None)

@@ -11,13 +11,15 @@ How to cut was measured (CPU flash operator, 1 thread, H=8, D=64, bfloat16 and f
      4096 rows, t = 4096, bfloat16                         208   1041             406   1329
      4096 rows, t = 256,  float32                          185    480             404    991
 
-    window of w keys, 4096 rows (8192 for w > 1024)    panels with a bias     panels: bias on the far border only
-      w = 512,  bfloat16                                33 / 170 (256 rows)     37 / 189 (512 rows)
-      w = 1024, bfloat16                                55 / 285 (256 rows)     56 / 231 (1024 rows)
-      w = 4096, bfloat16                               286 / 1481 (256 rows)   242 / 1027 (1024 rows)
-      w = 4096, float32                                863 / 2046 (256 rows)   561 / 1513 (1024 rows)
+    window of w keys, 4096 rows        panels of 256 rows with a bias    panels of 1024 rows, bias on the far border
+      w = 512,  bfloat16                     37   176                          (wider than the window)
+      w = 1024, bfloat16                     53   280                          68   276
+      w = 1280, float32                     120   295                         142   313
+      w = 2048, bfloat16                     81   458                          85   354
+      w = 2048, float32                     158   407                         168   370
 
-Turning the far border into a causal triangle by reversing rows was no faster (230 / 1023 for the third line).
+Turning the far border into a causal triangle by reversing rows was no faster (8192 rows, w = 4096: 230 / 1023 against
+242 / 1027).
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from torch import Tensor
 from longspan.execution.kernels.contract import Tile
 
 SMALL = (512, 1024)  # rows x columns up to which one call with a bias beats cutting
-NARROW = 1024  # bands narrower than this go in panels of NARROW_ROWS with a bias, wider ones in panels of WIDE_ROWS
+NARROW = 2048  # bands narrower than this go in panels of NARROW_ROWS with a bias, wider ones in panels of WIDE_ROWS
 NARROW_ROWS = 256
-WIDE_ROWS = 1024  # <= NARROW, or the borders would overlap; also bounds the bias, a triangle of at most this size
+WIDE_ROWS = 1024  # <= NARROW, or the borders would overlap; also bounds the bias, a triangle of that size
 
 
 class ForwardOp(Protocol):

@@ -14,9 +14,18 @@ from longspan.execution.kernels.pieces import BackwardOp, ForwardOp, run_backwar
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-SHORT = 512
-"""Rows up to which backward of bfloat16 is faster, and more exact, in float32: measured 10x at 16 rows, 3x at 128,
-1.1x at 512, 0.8x at 1024 (H=8, D=64, conversion included). Of float16 it always is, by 1.2x at 2048."""
+SHORT = 768
+"""Query rows below which backward of bfloat16 is faster, and more exact, in float32, conversion included: 10x at 16
+rows, 3x at 128, 1.1x at 700 (H=8, D=64, causal), 0.8x at 1024. The operator takes larger blocks from 768 rows on. Head
+dims above 64 gain only in tiles of less than SHORT_WIDE rows and keys. Of float16 all gain, 1.2x still at 2048."""
+SHORT_WIDE = (192, 512)
+
+
+def _in_float32(q_BHQD: Tensor, k_BGKD: Tensor) -> bool:
+    rows, cols = q_BHQD.shape[2], k_BGKD.shape[2]
+    if q_BHQD.dtype == torch.bfloat16:
+        return rows < SHORT if q_BHQD.shape[3] <= 64 else rows < SHORT_WIDE[0] and cols < SHORT_WIDE[1]
+    return q_BHQD.dtype == torch.float16
 
 
 def backward_op(
@@ -31,9 +40,7 @@ def backward_op(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of one piece, in the inputs' dtype or float32, whichever is faster."""
-    dtype = q_BHQD.dtype
-    if dtype == torch.float16 or (dtype == torch.bfloat16 and q_BHQD.shape[2] <= SHORT):
-        dtype = torch.float32
+    dtype = torch.float32 if _in_float32(q_BHQD, k_BGKD) else q_BHQD.dtype
     return _torch.cpu_flash_backward(
         dout_BHQD.to(dtype),
         q_BHQD.to(dtype),
