@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.execution.merge import Accumulator
-from longspan.execution.rows import Rows
-from longspan.execution.runner import Job, Key, Runner, picked, place
-from longspan.execution.tiles import tiles_of
+from longspan.execution.merge import Accumulator, Key
+from longspan.execution.rows import Rows, copies
+from longspan.execution.runner import Job, Runner
 from longspan.execution.transports import Program
 from longspan.schedules.steps import Compute, Piece, Role, Step, Transfer
 from longspan.span import Span, as_rows, as_spans, union
@@ -38,7 +40,7 @@ class Forward(Runner):
         q, accumulator = self._result((compute.q.heads, self.form.rows(compute.q)))
         kv = self.get(compute.kv)
         k, v = kv.tensors
-        tiles = tiles_of(compute.bands, q, kv)
+        tiles = self.tiles(compute, q, kv)
         for tile, out, lse in self.job.kernel.forward(q.tensors[0], k, v, tiles, self.job.scale):
             accumulator.add(tile.q0, tile.q1, out, lse)
 
@@ -49,15 +51,15 @@ class Forward(Runner):
             self.results[key] = (q, Accumulator(q.tensors[0], self.sizes.v_head_dim))
         return self.results[key]
 
-    def source(self, piece: Piece) -> Rows:
+    def fill(self, piece: Piece, targets: Sequence[Tensor]) -> None:
         if piece.role is not Role.OUT:
-            return self.get(piece)
+            return super().fill(piece, targets)
         rows = self.form.rows(piece)
         for key, (q, accumulator) in self.results.items():
             if Rows(q.runs, *key, ()).covers(as_rows(piece.spans), piece.heads, rows):
                 out, lse = accumulator.result()
                 store = Rows(q.runs, *key, (out, lse.unsqueeze(-1)))
-                return Rows(q.runs, piece.heads, rows, store.part(piece.heads, rows))
+                return Rows(q.runs, piece.heads, rows, store.part(piece.heads, rows)).write(piece, targets)
         raise AssertionError(f"{piece!r} was not computed here")
 
     def arrived(self, transfer: Transfer, rows: Rows) -> None:
@@ -90,9 +92,17 @@ class Forward(Runner):
         messages: list[Tensor] = []
         for piece in self.job.plan.kept(self.job.rank):
             message = torch.empty(piece.num_bytes(self.sizes), dtype=torch.uint8, device=self.device)
-            self.form.pack(piece, picked(self.get(piece), piece), message, 0)
+            self.form.pack(piece, message, 0, partial(self.fill, piece))
             messages.append(message)
         return messages
+
+
+def place(source: Rows, target: Rows, spans: tuple[Span, ...]) -> None:
+    """Copies rows that both have from one store into the other."""
+    parts = target.part(source.heads, source.rows)
+    for here, there in copies(source, target, as_rows(spans)):
+        for part, tensor in zip(parts, source.tensors, strict=True):
+            part[:, :, there] = tensor[:, :, here]
 
 
 def computed_rows(steps: tuple[Step, ...], runner: Runner) -> dict[Key, tuple[Span, ...]]:

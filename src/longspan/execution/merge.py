@@ -10,90 +10,147 @@ contribution is kept as it came until a second one meets it.
 
 from __future__ import annotations
 
-import numpy as np
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from longspan.span import Ints
+from longspan.span import Span
 
-NONE, ONE, MANY = 0, 1, 2
+Tensors = tuple[Tensor, ...]
+Key = tuple[Span, Span]
+"""Heads and batch rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Rows start to stop (dim 2 of every tensor): one contribution as it came, or the state of several."""
+
+    start: int
+    stop: int
+    tensors: Tensors
+    is_state: bool = False
+
+    def part(self, start: int, stop: int) -> Stretch:
+        """The rows of it between two others, start and stop included in its own."""
+        if (start, stop) == (self.start, self.stop):
+            return self
+        tensors = tuple(t[:, :, start - self.start : stop - self.start] for t in self.tensors)
+        return Stretch(start, stop, tensors, self.is_state)
 
 
 class ByRows:
-    """Contributions to `num_rows` rows (dim 2 of every tensor), each over a stretch of them."""
+    """Contributions to rows, each over a stretch of them. They are read, never written to."""
 
-    def __init__(self, num_rows: int) -> None:
-        self._seen = np.zeros(num_rows, dtype=np.uint8)
-        self._parts: list[tuple[int, int, tuple[Tensor, ...]]] = []
+    def __init__(self) -> None:
+        self._found: list[Stretch] = []  # disjoint, sorted
 
     def add(self, start: int, stop: int, *part: Tensor) -> None:
         """Takes up a contribution to local rows start to stop."""
-        if not self._seen[start:stop].any():
-            self._parts.append((start, stop, part))
-            self._seen[start:stop] = ONE
-            return
-        if (self._seen[start:stop] == ONE).any():
-            meeting = [p for p in self._parts if p[0] < stop and start < p[1]]
-            self._parts = [p for p in self._parts if not (p[0] < stop and start < p[1])]
-            for begin, end, tensors in meeting:
-                self._absorb(begin, end, tensors)
-                self._seen[begin:end] = MANY
-        self._absorb(start, stop, part)
-        self._seen[start:stop] = MANY
+        new = Stretch(start, stop, part)
+        first = last = bisect_right(self._found, start, key=_stop_of)
+        made: list[Stretch] = []
+        while last < len(self._found) and self._found[last].start < stop:
+            held = self._found[last]
+            low, high = max(start, held.start), min(stop, held.stop)
+            if start < low:
+                made.append(new.part(start, low))
+            if held.is_state:
+                self._absorb(held.part(low, high).tensors, new.part(low, high).tensors)
+                made.append(held)
+            else:
+                both = self._met(held.part(low, high).tensors, new.part(low, high).tensors)
+                made += [held.part(held.start, low)] if held.start < low else []
+                made.append(Stretch(low, high, both, is_state=True))
+                made += [held.part(high, held.stop)] if high < held.stop else []
+            start = high
+            last += 1
+        if start < stop:
+            made.append(new.part(start, stop))
+        self._found[first:last] = made
 
     def any(self) -> bool:
         """Whether anything was added."""
-        return bool(self._seen.any())
+        return bool(self._found)
 
-    def _absorb(self, start: int, stop: int, part: tuple[Tensor, ...]) -> None:
+    def _met(self, held: Tensors, part: Tensors) -> Tensors:
+        """The state of rows after their first two contributions."""
         raise NotImplementedError
 
-    def _stretches(self, kind: int) -> Ints:
-        """(start, stop) of the rows that got no, one or many contributions."""
-        edges = np.flatnonzero(np.diff(np.concatenate(([False], self._seen == kind, [False])).astype(np.int8)))
-        return edges.reshape(-1, 2).astype(np.int64)
+    def _absorb(self, state: Tensors, part: Tensors) -> None:
+        """Takes one more contribution up into the state."""
+        raise NotImplementedError
+
+    def _gaps(self, num_rows: int) -> Iterator[slice]:
+        """Rows that got no contribution."""
+        at = 0
+        for stretch in self._found:
+            if at < stretch.start:
+                yield slice(at, stretch.start)
+            at = stretch.stop
+        if at < num_rows:
+            yield slice(at, num_rows)
+
+
+def _stop_of(stretch: Stretch) -> int:
+    return stretch.stop
 
 
 class Accumulator(ByRows):
     """The running result of `(B, H, T, E)` query rows."""
 
     def __init__(self, like: Tensor, v_head_dim: int) -> None:
-        super().__init__(like.shape[2])
+        super().__init__()
         self._shape = (*like.shape[:3], v_head_dim)
         self._like = like
         self._wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-        self._state: tuple[Tensor, Tensor, Tensor] | None = None
+        self._result: tuple[Tensor, Tensor] | None = None
 
-    def _absorb(self, start: int, stop: int, part: tuple[Tensor, ...]) -> None:
-        if self._state is None:
-            new = self._like.new_empty
-            self._state = (
-                new(self._shape, dtype=self._wide).zero_(),
-                new(self._shape[:3], dtype=self._wide).fill_(-torch.inf),
-                new(self._shape[:3], dtype=self._wide).zero_(),
-            )
-        acc, top, num = (state[:, :, start:stop] for state in self._state)
+    def add(self, start: int, stop: int, *part: Tensor) -> None:
+        self._result = None
+        super().add(start, stop, *part)
+
+    def _met(self, held: Tensors, part: Tensors) -> Tensors:
+        out, lse = held
+        acc, top, num = out.to(self._wide, copy=True), lse.to(self._wide, copy=True), (~lse.isneginf()).to(self._wide)
+        merge(acc, top, num, *part)
+        return acc, top, num
+
+    def _absorb(self, state: Tensors, part: Tensors) -> None:
+        acc, top, num = state
         merge(acc, top, num, *part)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Output in the inputs' dtype, and lse; rows that saw nothing are (0, -inf)."""
-        if len(self._parts) == 1 and self._parts[0][:2] == (0, self._shape[2]):
-            out, lse = self._parts[0][2]
+        if self._result is None:
+            self._result = self._written_out()
+        return self._result
+
+    def _written_out(self) -> tuple[Tensor, Tensor]:
+        num_rows = self._shape[2]
+        if len(self._found) == 1 and (self._found[0].start, self._found[0].stop) == (0, num_rows):
+            out, lse = finished(self._found[0])
             return out.to(self._like.dtype), lse.to(self._wide)
         out = self._like.new_empty(self._shape)
         lse = self._like.new_empty(self._shape[:3], dtype=self._wide)
-        for start, stop, (found, stat) in self._parts:
-            out[:, :, start:stop] = found
-            lse[:, :, start:stop] = stat
-        for start, stop in self._stretches(NONE).tolist():
-            out[:, :, start:stop] = 0
-            lse[:, :, start:stop] = -torch.inf
-        for start, stop in self._stretches(MANY).tolist():
-            assert self._state is not None
-            acc, top, num = (state[:, :, start:stop] for state in self._state)
-            lse[:, :, start:stop] = top + num.log()  # -inf where nothing was seen: -inf + log(0)
-            out[:, :, start:stop] = acc / num.clamp(min=torch.finfo(num.dtype).tiny).unsqueeze(-1)
+        for stretch in self._found:
+            out[:, :, stretch.start : stretch.stop], lse[:, :, stretch.start : stretch.stop] = finished(stretch)
+        for gap in self._gaps(num_rows):
+            out[:, :, gap] = 0
+            lse[:, :, gap] = -torch.inf
         return out, lse
+
+
+def finished(stretch: Stretch) -> tuple[Tensor, Tensor]:
+    """Output and lse of a stretch of results."""
+    if not stretch.is_state:
+        out, lse = stretch.tensors
+        return out, lse
+    acc, top, num = stretch.tensors
+    # lse is -inf where nothing was seen: -inf + log(0)
+    return acc / num.clamp(min=torch.finfo(num.dtype).tiny).unsqueeze(-1), top + num.log()
 
 
 def merge(acc: Tensor, top: Tensor, num: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -109,38 +166,98 @@ def merge(acc: Tensor, top: Tensor, num: Tensor, out: Tensor, lse: Tensor) -> No
 class Sum(ByRows):
     """The running sum of gradients over rows, one or more tensors shaped like `like`."""
 
-    def __init__(self, like: tuple[Tensor, ...], wide: torch.dtype) -> None:
-        super().__init__(like[0].shape[2])
+    def __init__(self, like: Tensors, wide: torch.dtype) -> None:
+        super().__init__()
         self._like, self._wide = like, wide
-        self._state: tuple[Tensor, ...] | None = None
 
-    def _absorb(self, start: int, stop: int, part: tuple[Tensor, ...]) -> None:
-        if self._state is None:
-            self._state = tuple(t.new_empty(t.shape, dtype=self._wide).zero_() for t in self._like)
-        for state, tensor in zip(self._state, part, strict=True):
-            state[:, :, start:stop] += tensor
+    def _met(self, held: Tensors, part: Tensors) -> Tensors:
+        def added(a: Tensor, b: Tensor) -> Tensor:
+            return a + b if a.dtype == self._wide else a.to(self._wide).add_(b)
 
-    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(map(added, held, part))
+
+    def _absorb(self, state: Tensors, part: Tensors) -> None:
+        for tensor, more in zip(state, part, strict=True):
+            tensor.add_(more)
+
+    def within(self, start: int, stop: int) -> Iterator[Stretch]:
+        """What was added to local rows start to stop."""
+        for at in range(bisect_right(self._found, start, key=_stop_of), len(self._found)):
+            found = self._found[at]
+            if found.start >= stop:
+                return
+            yield found.part(max(found.start, start), min(found.stop, stop))
+
+    def drop(self, start: int, stop: int) -> None:
+        """Forgets what was added to local rows start to stop."""
+        first = last = bisect_right(self._found, start, key=_stop_of)
+        kept: list[Stretch] = []
+        while last < len(self._found) and self._found[last].start < stop:
+            found = self._found[last]
+            kept += [found.part(found.start, start)] if found.start < start else []
+            kept += [found.part(stop, found.stop)] if found.stop > stop else []
+            last += 1
+        self._found[first:last] = kept
+
+    def write(self, targets: Sequence[Tensor]) -> None:
+        """Puts the sums, rounded once, into tensors of the same rows."""
+        for i, target in enumerate(targets):
+            for stretch in self._found:
+                target[:, :, stretch.start : stretch.stop] = stretch.tensors[i]
+            for gap in self._gaps(target.shape[2]):
+                target[:, :, gap] = 0
+
+    def tensors(self) -> Tensors:
         """All rows written out in float32; what is added to these tensors is added to the sum."""
-        parts, self._parts = self._parts, []
-        self._absorb(0, 0, tuple(t[:, :, :0] for t in self._like))  # makes the state if there is none
-        for start, stop, part in parts:
-            self._absorb(start, stop, part)
-        self._seen[:] = MANY
-        assert self._state is not None
-        return self._state
+        whole = tuple(t.new_empty(t.shape, dtype=self._wide) for t in self._like)
+        self.write(whole)
+        self._found = [Stretch(0, whole[0].shape[2], whole, is_state=True)]
+        return whole
 
-    def result(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def result(self, dtype: torch.dtype) -> Tensors:
         """The sums, rounded once."""
-        if len(self._parts) == 1 and self._parts[0][:2] == (0, len(self._seen)):
-            return tuple(t.to(dtype) for t in self._parts[0][2])
+        if len(self._found) == 1 and (self._found[0].start, self._found[0].stop) == (0, self._like[0].shape[2]):
+            return tuple(t.to(dtype) for t in self._found[0].tensors)
         out = tuple(t.new_empty(t.shape, dtype=dtype) for t in self._like)
-        for i, tensor in enumerate(out):
-            for start, stop, part in self._parts:
-                tensor[:, :, start:stop] = part[i]
-            for start, stop in self._stretches(NONE).tolist():
-                tensor[:, :, start:stop] = 0
-            for start, stop in self._stretches(MANY).tolist():
-                assert self._state is not None
-                tensor[:, :, start:stop] = self._state[i][:, :, start:stop]
+        self.write(out)
         return out
+
+
+class SumByHeads:
+    """The running sum of gradients whose contributions come for some heads and batch rows each."""
+
+    def __init__(self, like: Tensors, heads: Span, rows: Span, wide: torch.dtype) -> None:
+        self._like, self._whole, self._wide = like, (heads, rows), wide
+        self._sums: dict[Key, Sum] = {}
+
+    def of(self, key: Key) -> Sum:
+        """The sum for these heads and batch rows, to be added to."""
+        if key not in self._sums:
+            self._sums[key] = Sum(self._part(self._like, key), self._wide)
+        return self._sums[key]
+
+    def _part(self, tensors: Tensors, key: Key) -> Tensors:
+        (heads, rows), (all_heads, all_rows) = key, self._whole
+        h0, b0 = heads.start - all_heads.start, rows.start - all_rows.start
+        return tuple(t[b0 : b0 + len(rows), h0 : h0 + len(heads)] for t in tensors)
+
+    def result(self, dtype: torch.dtype) -> Tensors:
+        """The sums, rounded once."""
+        if set(self._sums) <= {self._whole}:
+            return self.of(self._whole).result(dtype)
+        size = len(self._whole[0]) * len(self._whole[1])
+        apart = not any(_overlap(a, b) for a in self._sums for b in self._sums if a is not b)
+        if apart and sum(len(heads) * len(rows) for heads, rows in self._sums) == size:
+            out = tuple(t.new_empty(t.shape, dtype=dtype) for t in self._like)
+            for key, sums in self._sums.items():
+                sums.write(self._part(out, key))
+            return out
+        total = tuple(t.new_zeros(t.shape, dtype=self._wide) for t in self._like)
+        for key, sums in self._sums.items():
+            for target, tensor in zip(self._part(total, key), sums.result(self._wide), strict=True):
+                target += tensor
+        return tuple(t.to(dtype) for t in total)
+
+
+def _overlap(a: Key, b: Key) -> bool:
+    return all(x.start < y.stop and y.start < x.stop for x, y in zip(a, b, strict=True))

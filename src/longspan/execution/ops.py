@@ -6,6 +6,7 @@ every call makes known here before it runs, a group by the name PyTorch gave it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,6 +49,17 @@ def _run(program: Program[Any], group: str) -> Any:
     return ProcessGroup(_torch.group_named(group)).run(program)
 
 
+def _apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The results, none of them in memory of another or of an input: dk and dv may come from one message."""
+    taken = {t.untyped_storage().data_ptr() for t in inputs}
+    made: list[Tensor] = []
+    for result in results:
+        result = result.clone() if result.untyped_storage().data_ptr() in taken else result
+        taken.add(result.untyped_storage().data_ptr())
+        made.append(result)
+    return made
+
+
 @torch.library.custom_op("longspan::attention", mutates_args=())
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: str, group: str, rank: int, kernel: str, scale: float, saves: bool
@@ -55,7 +67,8 @@ def attention(
     """Output and lse of the rank's rows, and what its backward needs of other ranks' rows."""
     job = Job(_plan(plan), rank, kernel_named(kernel), scale, q.dtype)
     out, lse, kept = _run(Forward(job, q, k, v).program(saves=saves), group)
-    return out.contiguous(), lse.contiguous(), kept
+    out, lse = _apart((out.contiguous(), lse.contiguous()), (q, k, v))
+    return out, lse, kept
 
 
 @attention.register_fake
@@ -92,7 +105,9 @@ def attention_backward(
     # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
     chosen = kernel_named(kernel if dlse is None else "reference")
     job = Job(_plan(plan), rank, chosen, scale, q.dtype)
-    return _run(Backward(job, q, k, v, out, lse, dout, dlse, kept).program(), group)
+    gradients = _run(Backward(job, q, k, v, out, lse, dout, dlse, kept).program(), group)
+    dq, dk, dv = _apart(gradients, (dout, q, k, v, out, lse, *kept))
+    return dq, dk, dv
 
 
 @attention_backward.register_fake

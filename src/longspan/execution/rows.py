@@ -58,6 +58,15 @@ class Rows:
         local = self.runs[j, 2] + start - self.runs[j, 0]
         yield from zip(start.tolist(), stop.tolist(), local.tolist(), strict=True)
 
+    def write(self, piece: Piece, targets: Sequence[Tensor]) -> None:
+        """Copies the piece's rows, in its order, into tensors that have these rows only."""
+        at = 0
+        for start, stop, local in self.pieces(as_rows(piece.spans)):
+            size = stop - start
+            for target, tensor in zip(targets, self.tensors, strict=True):
+                target[:, :, at : at + size] = tensor[:, :, local : local + size]
+            at += size
+
 
 def gather(stores: Sequence[Rows], piece: Piece, rows: Span) -> Rows:
     """The piece's rows as one store: one that has them all, or a copy put together from several.

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from longspan.execution.kernels.contract import Kernel
+from longspan.execution.kernels.contract import Kernel, Tile
 from longspan.execution.observe import mark
-from longspan.execution.rows import Rows, copies, gather
+from longspan.execution.rows import Rows, gather
+from longspan.execution.tiles import tiles_for
 from longspan.execution.transports import Exchange, Program
 from longspan.execution.wire import Format
 from longspan.schedules.plan import Plan
 from longspan.schedules.steps import Compute, Piece, Role, Step, Transfer
 from longspan.span import Span, as_rows
-
-Key = tuple[Span, Span]
-"""Heads and batch rows."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ class Runner:
         self.job, self.sizes, self.form, self.device = job, job.plan.sizes, job.format, device
         self.steps = job.plan.steps(job.rank, self.direction)
         self.never = len(self.steps) + 2
+        self.num_computes = 0
         self.held: dict[Role, list[tuple[int, Rows]]] = {}
 
     # -- what a direction fills in ----------------------------------------------------------------------------------
@@ -56,12 +56,18 @@ class Runner:
     def compute(self, compute: Compute) -> None:
         raise NotImplementedError
 
-    def source(self, piece: Piece) -> Rows:
-        """Where a piece to be sent is taken from."""
-        return self.get(piece)
+    def fill(self, piece: Piece, targets: Sequence[Tensor]) -> None:
+        """Writes a piece to be sent into the tensors of a message."""
+        self.get(piece).write(piece, targets)
 
     def arrived(self, transfer: Transfer, rows: Rows) -> None:
         self.hold(transfer.piece.role, rows, transfer.until)
+
+    def tiles(self, compute: Compute, q: Rows, kv: Rows) -> list[Tile]:
+        """The compute as tiles of local rows; to be asked once for each compute, in their order."""
+        self.num_computes += 1
+        which = (self.job.rank, self.direction, self.num_computes)
+        return tiles_for(self.job.plan, which, compute.bands, q, kv)
 
     # -- walking ----------------------------------------------------------------------------------------------------
 
@@ -72,6 +78,7 @@ class Runner:
             outgoing = {peer: self._packed(transfers) for peer, transfers in sends.items()}
             expected = {peer: self.form.num_bytes(transfers) for peer, transfers in receives.items()}
             yield Exchange(number, outgoing, expected, self.device)
+            del outgoing  # the transport lets go of the messages when they are delivered
             with mark(self.direction, self.job.rank, number):
                 for compute in step.computes:
                     self.compute(compute)
@@ -79,7 +86,7 @@ class Runner:
             self._drop_after(number)
             for peer, transfers in receives.items():
                 assert found is not None
-                self._unpack(transfers, found[peer])
+                self._unpack(transfers, found.pop(peer))
 
     def _messages(self, step: Step) -> tuple[dict[int, list[Transfer]], dict[int, list[Transfer]]]:
         """The step's transfers by the peer they go to or come from, in the order in which both ends list them."""
@@ -99,8 +106,7 @@ class Runner:
         message = torch.empty(self.form.num_bytes(transfers), dtype=torch.uint8, device=self.device)
         offset = 0
         for t in transfers:
-            store = self.source(t.piece)
-            offset = self.form.pack(t.piece, picked(store, t.piece), message, offset)
+            offset = self.form.pack(t.piece, message, offset, partial(self.fill, t.piece))
         return message
 
     def _unpack(self, transfers: list[Transfer], message: Tensor) -> None:
@@ -129,23 +135,3 @@ class Runner:
     def _drop_after(self, step: int) -> None:
         for role, stores in self.held.items():
             self.held[role] = [(until, rows) for until, rows in stores if until > step]
-
-
-def picked(store: Rows, piece: Piece) -> list[Tensor]:
-    """The piece's rows of a store's tensors, in the order of the piece."""
-    found = [
-        [tensor[:, :, local : local + stop - start] for start, stop, local in store.pieces(as_rows(piece.spans))]
-        for tensor in store.tensors
-    ]
-    return [parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) for parts in found]
-
-
-def place(source: Rows, target: Rows, spans: tuple[Span, ...], *, add: bool = False) -> None:
-    """Copies, or adds, rows that both have from one store into the other."""
-    parts = target.part(source.heads, source.rows)
-    for here, there in copies(source, target, as_rows(spans)):
-        for part, tensor in zip(parts, source.tensors, strict=True):
-            if add:
-                part[:, :, there] += tensor[:, :, here]
-            else:
-                part[:, :, there] = tensor[:, :, here]

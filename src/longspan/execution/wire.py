@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,10 +55,13 @@ class Format:
             offset += size
         return found, offset
 
-    def pack(self, piece: Piece, tensors: Sequence[Tensor], message: Tensor, offset: int) -> int:
-        """Copies the piece's rows into the message; returns where the next piece begins."""
-        for tensor, (_, dtype) in zip(tensors, self.fields(piece.role), strict=True):
-            flat = tensor.to(dtype).contiguous().view(-1).view(torch.uint8)
-            message[offset : offset + flat.numel()] = flat
-            offset += flat.numel()
-        return offset
+    def pack(self, piece: Piece, message: Tensor, offset: int, fill: Callable[[Sequence[Tensor]], None]) -> int:
+        """Lets `fill` write the piece's tensors into the message; returns where the next piece begins."""
+        tensors, end = self.tensors(piece, message, offset)
+        fill(tensors)
+        for tensor in tensors:
+            size = tensor.numel() * tensor.itemsize
+            if offset % tensor.itemsize:  # not a view of the message, see above
+                message[offset : offset + size] = tensor.view(-1).view(torch.uint8)
+            offset += size
+        return end
