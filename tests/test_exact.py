@@ -153,11 +153,11 @@ def test_errors_stay_flat_in_the_number_of_chunks(which, dtype, kernel, most_mer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_errors_stay_flat_in_the_number_of_ranks_and_stages(dtype, most_merges):
     mask, errors = masks.full(S), []
-    for world in (1, 4, 16, 64):
+    for world in (1, 4, 16):
         errors.append(_errors(_plan(mask, layouts.contiguous(S, world), "ring", dtype), dtype, "auto"))
         assert most_merges[Accumulator] == world
-    for world in (16, 64):
-        errors.append(_errors(_plan(masks.full(S), layouts.zigzag(S, world), "exchange", dtype), dtype, "auto"))
+    for world in (4, 64):
+        errors.append(_errors(_plan(mask, layouts.zigzag(S, world), "exchange", dtype), dtype, "auto"))
     for stages in (16, 256):
         errors.append(_errors(_plan(mask, layouts.contiguous(S, 2), "exchange", dtype, stages), dtype, "auto"))
     assert most_merges[Accumulator] > 256

@@ -10,6 +10,7 @@ contribution is kept as it came until a second one meets it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Stretch:
         return Stretch(start, stop, tensors, self.is_state)
 
 
-class ByRows:
+class ByRows(ABC):
     """Contributions to rows, each over a stretch of them. They are read, never written to."""
 
     def __init__(self) -> None:
@@ -75,13 +76,13 @@ class ByRows:
         """Whether anything was added."""
         return bool(self._found)
 
+    @abstractmethod
     def _met(self, held: Tensors, part: Tensors) -> Tensors:
         """The state of rows after their first two contributions."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _absorb(self, state: Tensors, part: Tensors) -> None:
         """Takes one more contribution up into the state."""
-        raise NotImplementedError
 
     def _gaps(self, num_rows: int) -> Iterator[slice]:
         """Rows that got no contribution."""

@@ -6,6 +6,7 @@ so that the same code runs in loopback and on a process group.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +40,7 @@ class Job:
         return Format(self.plan.sizes, self.dtype)
 
 
-class Runner:
+class Runner(ABC):
     """One rank's run in one direction."""
 
     direction = "forward"
@@ -53,8 +54,9 @@ class Runner:
 
     # -- what a direction fills in ----------------------------------------------------------------------------------
 
+    @abstractmethod
     def compute(self, compute: Compute) -> None:
-        raise NotImplementedError
+        """Works on the pairs of one compute."""
 
     def fill(self, piece: Piece, targets: Sequence[Tensor]) -> None:
         """Writes a piece to be sent into the tensors of a message."""
