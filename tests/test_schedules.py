@@ -244,7 +244,8 @@ def test_peak_bytes_of_a_ring_do_not_grow_with_ranks_but_of_an_all_gather_do():
         return max(live_bytes(s, r, schedule.layout, SIZES, "forward").max() for r, s in enumerate(schedule.ranks))
 
     assert peak("ring", 8) <= peak("ring", 4) * 1.01
-    assert peak("all_gather", 8) > 1.5 * peak("all_gather", 4)
+    more = 4 * 512 * SIZES.kv_heads * SIZES.row_bytes(Role.KV)  # what four more ranks send to everybody
+    assert peak("all_gather", 8) >= peak("all_gather", 4) + more
 
 
 # -- the validator can fail -----------------------------------------------------------------------------------------

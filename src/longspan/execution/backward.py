@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from longspan.execution.forward import computed_rows
-from longspan.execution.merge import Key, Sum, SumByHeads
+from longspan.execution.merge import Key, Stretch, Sum, SumByHeads
 from longspan.execution.rows import Rows, copies
 from longspan.execution.runner import Job, Runner
 from longspan.execution.transports import Program
@@ -35,9 +36,10 @@ class Backward(Runner):
         kept: list[Tensor],
     ) -> None:
         super().__init__(job, q.device)
-        delta = (dout.to(self.form.wide) * out.to(self.form.wide)).sum(-1, keepdim=True)
+        wide = self.form.wide
+        delta = (dout * out if dout.dtype == wide else dout.to(wide).mul_(out)).sum(-1, keepdim=True)
         if dlse is not None:  # a score's gradient is p * (dp - delta + dlse)
-            delta = delta - dlse.to(self.form.wide).unsqueeze(-1)
+            delta = delta - dlse.to(wide).unsqueeze(-1)
         self.own(Role.Q, (q,))
         self.mine = self.own(Role.KV, (k, v))
         self.rows = self.own(Role.DOUT, (dout, lse.unsqueeze(-1), delta))
@@ -105,7 +107,7 @@ class Backward(Runner):
         for rows, sums in self.others:
             if rows.runs is kv.runs and (rows.heads, rows.rows) == (kv.heads, kv.rows):
                 return sums
-        self.others.append((kv, Sum(kv.tensors, self.form.wide)))
+        self.others.append((replace(kv, tensors=()), Sum(kv.tensors, self.form.wide)))
         return self.others[-1][1]
 
     def fill(self, piece: Piece, targets: Sequence[Tensor]) -> None:
@@ -117,28 +119,34 @@ class Backward(Runner):
         if piece.role is Role.DQ:
             q, _, _, dq = next(found for found in self.queries.values() if found[0].covers(wanted.runs[:, :2], *key))
             add_rows(q, dq, wanted, total, key)
-        else:
-            for kv, sums in self.others:
-                if (kv.heads, kv.rows) == key:
-                    add_rows(kv, sums, wanted, total, key)
-                    for start, stop, local in kv.pieces(as_rows(piece.spans)):
-                        sums.drop(local, local + stop - start)  # what is passed on is no longer held here
-            self.others = [(kv, sums) for kv, sums in self.others if sums.any()]
-        total.write(targets)
-        return None
+            return total.write(targets)
+        sources = [(kv, sums) for kv, sums in self.others if (kv.heads, kv.rows) == key]
+        if len(sources) > 1:  # sum in the message itself
+            for target in targets:
+                target.zero_()
+            total.begin_with(wanted.tensors)
+        for kv, sums in sources:
+            add_rows(kv, sums, wanted, total, key)
+            for start, stop, local in kv.pieces(wanted.runs[:, :2]):
+                sums.drop(local, local + stop - start)  # what is passed on is no longer held here
+        self.others = [(kv, sums) for kv, sums in self.others if sums.any()]
+        return total.write(targets) if len(sources) <= 1 else None
 
     def arrived(self, transfer: Transfer, rows: Rows) -> None:
         piece = transfer.piece
         if piece.role not in (Role.DQ, Role.DKV):
             return super().arrived(transfer, rows)
         sums, key = Sum(rows.tensors, self.form.wide), (rows.heads, rows.rows)
-        sums.add(0, piece.num_tokens, *rows.tensors)
+        if piece.role is Role.DKV:
+            sums.begin_with(rows.tensors)
+        else:
+            sums.add(0, piece.num_tokens, *rows.tensors)
         mine, home = (self.rows, self.home_q) if piece.role is Role.DQ else (self.mine, self.home)
         add_rows(rows, sums, mine, home.of(key), key)
         for start, stop, local in rows.pieces(mine.runs[:, :2]):
             sums.drop(local, local + stop - start)
         if sums.any():
-            self.others.append((rows, sums))
+            self.others.append((replace(rows, tensors=()), sums))
         return None
 
 
@@ -148,7 +156,7 @@ def add_rows(source: Rows, found: Sum, target: Rows, total: Sum, key: Key) -> No
         shift = there.start - here.start
         for part in found.within(here.start, here.stop):
             tensors = Rows(source.runs, source.heads, source.rows, part.tensors).part(*key)
-            total.add(part.start + shift, part.stop + shift, *tensors)
+            total.take(Stretch(part.start + shift, part.stop + shift, tensors, part.is_state))
 
 
 def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
@@ -156,9 +164,9 @@ def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
 
     It is the multiple of dout that has this product, which is never longer than the real output.
     """
-    wide = dout.to(delta.dtype)
-    size = wide.abs().amax(-1, keepdim=True)
-    unit = wide / torch.where(size > 0, size, 1.0)  # squares of very large or small numbers would leave the range
+    unit = dout.to(delta.dtype, copy=True)
+    size = torch.maximum(unit.amax(-1, keepdim=True), -unit.amin(-1, keepdim=True))
+    unit /= torch.where(size > 0, size, 1.0)  # squares of very large or small numbers would leave the range
     length = (unit * unit).sum(-1, keepdim=True)
     factor = torch.where(size > 0, delta / torch.where(size > 0, size * length, 1.0), 0.0)
     return unit.mul_(factor).to(dout.dtype)

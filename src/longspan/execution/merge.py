@@ -43,14 +43,18 @@ class Stretch:
 
 
 class ByRows(ABC):
-    """Contributions to rows, each over a stretch of them. They are read, never written to."""
+    """Contributions to rows, each over a stretch of them. They are read, never written to, unless they are states."""
 
     def __init__(self) -> None:
         self._found: list[Stretch] = []  # disjoint, sorted
 
     def add(self, start: int, stop: int, *part: Tensor) -> None:
         """Takes up a contribution to local rows start to stop."""
-        new = Stretch(start, stop, part)
+        self.take(Stretch(start, stop, part))
+
+    def take(self, new: Stretch) -> None:
+        """Takes up a contribution, or a state, which is given away."""
+        start, stop = new.start, new.stop
         first = last = bisect_right(self._found, start, key=_stop_of)
         made: list[Stretch] = []
         while last < len(self._found) and self._found[last].start < stop:
@@ -62,15 +66,20 @@ class ByRows(ABC):
                 self._absorb(held.part(low, high).tensors, new.part(low, high).tensors)
                 made.append(held)
             else:
-                both = self._met(held.part(low, high).tensors, new.part(low, high).tensors)
                 made += [held.part(held.start, low)] if held.start < low else []
-                made.append(Stretch(low, high, both, is_state=True))
+                made.append(self._both(held.part(low, high), new.part(low, high)))
                 made += [held.part(high, held.stop)] if high < held.stop else []
             start = high
             last += 1
         if start < stop:
             made.append(new.part(start, stop))
         self._found[first:last] = made
+
+    def _both(self, held: Stretch, new: Stretch) -> Stretch:
+        if new.is_state:
+            self._absorb(new.tensors, held.tensors)
+            return new
+        return Stretch(held.start, held.stop, self._met(held.tensors, new.tensors), is_state=True)
 
     def any(self) -> bool:
         """Whether anything was added."""
@@ -105,13 +114,13 @@ class Accumulator(ByRows):
     def __init__(self, like: Tensor, v_head_dim: int) -> None:
         super().__init__()
         self._shape = (*like.shape[:3], v_head_dim)
-        self._like = like
+        self._dtype, self._device = like.dtype, like.device
         self._wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         self._result: tuple[Tensor, Tensor] | None = None
 
-    def add(self, start: int, stop: int, *part: Tensor) -> None:
+    def take(self, new: Stretch) -> None:
         self._result = None
-        super().add(start, stop, *part)
+        super().take(new)
 
     def _met(self, held: Tensors, part: Tensors) -> Tensors:
         out, lse = held
@@ -133,9 +142,9 @@ class Accumulator(ByRows):
         num_rows = self._shape[2]
         if len(self._found) == 1 and (self._found[0].start, self._found[0].stop) == (0, num_rows):
             out, lse = finished(self._found[0])
-            return out.to(self._like.dtype), lse.to(self._wide)
-        out = self._like.new_empty(self._shape)
-        lse = self._like.new_empty(self._shape[:3], dtype=self._wide)
+            return out.to(self._dtype), lse.to(self._wide)
+        out = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        lse = torch.empty(self._shape[:3], dtype=self._wide, device=self._device)
         for stretch in self._found:
             out[:, :, stretch.start : stretch.stop], lse[:, :, stretch.start : stretch.stop] = finished(stretch)
         for gap in self._gaps(num_rows):
@@ -169,7 +178,7 @@ class Sum(ByRows):
 
     def __init__(self, like: Tensors, wide: torch.dtype) -> None:
         super().__init__()
-        self._like, self._wide = like, wide
+        self._shapes, self._device, self._wide = [t.shape for t in like], like[0].device, wide
 
     def _met(self, held: Tensors, part: Tensors) -> Tensors:
         def added(a: Tensor, b: Tensor) -> Tensor:
@@ -208,20 +217,20 @@ class Sum(ByRows):
             for gap in self._gaps(target.shape[2]):
                 target[:, :, gap] = 0
 
-    def tensors(self) -> Tensors:
-        """All rows written out in float32; what is added to these tensors is added to the sum."""
-        whole = tuple(t.new_empty(t.shape, dtype=self._wide) for t in self._like)
-        self.write(whole)
-        self._found = [Stretch(0, whole[0].shape[2], whole, is_state=True)]
-        return whole
+    def begin_with(self, tensors: Tensors) -> None:
+        """Sums in these float32 tensors, in place, what they hold and what is added from now on."""
+        self._found = [Stretch(0, tensors[0].shape[2], tensors, is_state=True)]
 
     def result(self, dtype: torch.dtype) -> Tensors:
         """The sums, rounded once."""
-        if len(self._found) == 1 and (self._found[0].start, self._found[0].stop) == (0, self._like[0].shape[2]):
+        if len(self._found) == 1 and (self._found[0].start, self._found[0].stop) == (0, self._shapes[0][2]):
             return tuple(t.to(dtype) for t in self._found[0].tensors)
-        out = tuple(t.new_empty(t.shape, dtype=dtype) for t in self._like)
+        out = self._empty(dtype)
         self.write(out)
         return out
+
+    def _empty(self, dtype: torch.dtype) -> Tensors:
+        return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in self._shapes)
 
 
 class SumByHeads:

@@ -94,6 +94,7 @@ class ProcessGroup:
                 for work in works:
                     work.wait()
                 arrived = buffers
+                del exchange, buffers, works  # messages end here, not after the next step's have been made
         except StopIteration as stop:
             return stop.value
 

@@ -1,4 +1,9 @@
-"""How much memory a rank needs beside its own q, k, v and results, step by step, from its steps alone."""
+"""How much memory a rank needs beside its own q, k, v and results, step by step, from its steps alone.
+
+Counted is what the runner holds: pieces that arrived or are arriving, messages being sent, float32 sums, copies of rows
+that lie in several places and are put together for a kernel, and results that are about to be merged. What a kernel
+allocates inside itself is not.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,14 @@ from longspan.layouts import Layout
 from longspan.schedules.steps import GRADIENT, Piece, Role, Sizes, Step
 from longspan.span import Ints, as_rows, intersect, subtract, total, union
 
-FLOAT32 = 4
+_Key = tuple[object, object]
+"""Heads and batch rows."""
 
 
 def live_bytes(
     steps: tuple[Step, ...], rank: int, layout: Layout, sizes: Sizes, direction: str, kept: tuple[Piece, ...] = ()
 ) -> Ints:
-    """Bytes alive in each step: what arrived or is arriving, what is being sent, and float32 accumulators."""
+    """Bytes alive in each step."""
     live = np.zeros(len(steps) + 1, dtype=np.int64)
     live += sum(piece.num_bytes(sizes) for piece in kept)
     for number, step in enumerate(steps):
@@ -24,10 +30,13 @@ def live_bytes(
                 live[number : min(t.until, len(steps)) + 1] += size
             else:
                 live[number] += size
+    own = layout.span_rows(rank)
+    own = own[np.argsort(own[:, 0], kind="stable")]
+    live[: len(steps)] += _gathered(steps, rank, own, sizes, kept)
     if direction == "forward":
-        _add_results(live, steps, sizes)
+        _add_results(live, steps, own, sizes)
     else:
-        _add_gradients(live, steps, rank, layout, sizes)
+        _add_gradients(live, steps, rank, own, sizes)
     return live[:-1] if len(steps) else live
 
 
@@ -38,9 +47,9 @@ def peak_bytes(
     return int(live_bytes(steps, rank, layout, sizes, direction, kept).max(initial=0))
 
 
-def _by_heads(steps: tuple[Step, ...], role: Role) -> dict[tuple[object, object], list[tuple[int, Ints]]]:
+def _by_heads(steps: tuple[Step, ...], role: Role) -> dict[_Key, list[tuple[int, Ints]]]:
     """(step, rows) of every compute, grouped by the heads and batch rows of its query or key side."""
-    found: dict[tuple[object, object], list[tuple[int, Ints]]] = {}
+    found: dict[_Key, list[tuple[int, Ints]]] = {}
     for number, step in enumerate(steps):
         for compute in step.computes:
             piece = compute.q if role is Role.Q else compute.kv
@@ -48,31 +57,72 @@ def _by_heads(steps: tuple[Step, ...], role: Role) -> dict[tuple[object, object]
     return found
 
 
-def _weight(key: tuple[object, object], sizes: Sizes) -> int:
+def _weight(key: _Key, sizes: Sizes) -> int:
     heads, rows = key
     return len(heads) * (sizes.batch if rows is None else len(rows))  # type: ignore[arg-type]
 
 
-def _add_results(live: Ints, steps: tuple[Step, ...], sizes: Sizes) -> None:
+def _gathered(steps: tuple[Step, ...], rank: int, own: Ints, sizes: Sizes, kept: tuple[Piece, ...]) -> Ints:
+    """In each step, the largest copy of K and V that must be put together from several pieces."""
+    most = np.zeros(len(steps), dtype=np.int64)
+    here = [(len(steps), as_rows(piece.spans)) for piece in kept if piece.role is Role.KV]
+    for number, step in enumerate(steps):
+        here = [(until, rows) for until, rows in here if until >= number]
+        for compute in step.computes:
+            rows = as_rows(compute.kv.spans)
+            if not any(_has(whole, rows) for whole in (own, *(rows for _, rows in here))):
+                most[number] = max(most[number], compute.kv.num_bytes(sizes))
+        here += [(t.until, as_rows(t.piece.spans)) for t in step.transfers if t.dst == rank and t.piece.role is Role.KV]
+    return most
+
+
+def _has(whole: Ints, rows: Ints) -> bool:
+    return not len(subtract(union(rows), union(whole)))
+
+
+def _merging(uses: list[tuple[int, Ints]], num_steps: int) -> Ints:
+    """In each step, the most rows of contributions that one compute brings together, beside the sums that they go into.
+
+    Where it is a row's second, the first has been kept as it came until now.
+    """
+    most = np.zeros(num_steps, dtype=np.int64)
+    once = many = uses[0][1][:0]
+    for number, rows in uses:
+        rows = union(rows)
+        second = intersect(rows, once)
+        most[number] = max(most[number], 2 * total(second) + total(intersect(rows, many)))
+        many = union(np.concatenate((many, second)))
+        once = subtract(union(np.concatenate((once, rows))), many)
+    return most
+
+
+def _add_results(live: Ints, steps: tuple[Step, ...], own: Ints, sizes: Sizes) -> None:
     """One accumulator, maximum and sum per query row and head, from its first compute to the end."""
-    per_row = (sizes.v_head_dim + 2) * FLOAT32
+    wide = max(sizes.itemsize, 4)
+    state, partial = (sizes.v_head_dim + 2) * wide, sizes.row_bytes(Role.OUT) + sizes.v_head_dim * wide
     for key, uses in _by_heads(steps, Role.Q).items():
-        rows = union(np.concatenate([rows for _, rows in uses]))
-        live[uses[0][0] :] += total(rows) * _weight(key, sizes) * per_row
+        weight, rows = _weight(key, sizes), union(np.concatenate([rows for _, rows in uses]))
+        copied = 0 if _has(own, rows) else sizes.row_bytes(Role.Q)
+        live[uses[0][0] :] += total(rows) * weight * (state + copied)
+        live[: len(steps)] += _merging(uses, len(steps)) * (weight * partial)
 
 
-def _add_gradients(live: Ints, steps: tuple[Step, ...], rank: int, layout: Layout, sizes: Sizes) -> None:
+def _add_gradients(live: Ints, steps: tuple[Step, ...], rank: int, own: Ints, sizes: Sizes) -> None:
     """dq per query row; dk and dv per key row, until they are sent home or, for own rows, to the end."""
+    wide = max(sizes.itemsize, 4)
     for key, uses in _by_heads(steps, Role.Q).items():
-        rows = union(np.concatenate([rows for _, rows in uses]))
-        live[uses[0][0] :] += total(rows) * _weight(key, sizes) * sizes.head_dim * FLOAT32
-    own = layout.span_rows(rank)
-    own = own[np.argsort(own[:, 0], kind="stable")]
+        weight, rows = _weight(key, sizes), union(np.concatenate([rows for _, rows in uses]))
+        # a copy of q and of the output's gradient, and a stand-in for the output, where they came from elsewhere
+        copied = sizes.row_bytes(Role.Q) + sizes.row_bytes(Role.DOUT) + sizes.v_head_dim * sizes.itemsize
+        copied = 0 if _has(own, rows) else copied
+        live[uses[0][0] :] += total(rows) * weight * (sizes.head_dim * wide + copied)
+        live[: len(steps)] += _merging(uses, len(steps)) * (weight * sizes.row_bytes(Role.DQ))
     per_row = sizes.row_bytes(GRADIENT[Role.KV])
     sent = [
         (n, t.piece) for n, s in enumerate(steps) for t in s.transfers if t.src == rank and t.piece.role is Role.DKV
     ]
     for key, uses in _by_heads(steps, Role.KV).items():
+        live[: len(steps)] += _merging(uses, len(steps)) * (_weight(key, sizes) * sizes.row_bytes(Role.KV))
         weight = _weight(key, sizes) * per_row
         mine = union(np.concatenate([intersect(rows, own) for _, rows in uses]))
         live[uses[0][0] :] += total(mine) * weight
