@@ -96,8 +96,10 @@ def one_device(work: Work) -> Call:
 
 
 def plan_of(work: Work, layout: ls.layouts.Layout, schedule: str) -> ls.Plan:
-    sizes = {"q_heads": HEADS, "kv_heads": HEADS, "head_dim": DIM}
-    return ls.plan(work.mask, layout, **sizes, dtype=work.dtype, schedule=schedule, machine="cpu")
+    return ls.plan(
+        work.mask, layout, q_heads=HEADS, kv_heads=HEADS, head_dim=DIM, dtype=work.dtype, schedule=schedule,
+        machine="cpu",
+    )  # fmt: skip
 
 
 def layout_of(work: Work, name: str, world_size: int) -> ls.layouts.Layout:
@@ -119,6 +121,7 @@ def torch_ring(work: Work, rotate: str) -> Call:
     from torch.distributed.tensor.experimental._context_parallel import _attention as private
 
     group, op = dist.group.WORLD, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    assert group is not None
     layout = layout_of(work, "zigzag", dist.get_world_size())
     q, k, v, dout = (layout.shard(t, dist.get_rank(), 2) for t in work.tensors())
     assert not work.lengths, "PyTorch's ring knows no documents"
@@ -151,7 +154,7 @@ def torch_flex(work: Work) -> Call:
     )
     layout = layout_of(work, "zigzag", world_size)
     tensors = [layout.shard(t, dist.get_rank(), 2) for t in work.tensors()]
-    gather = private.flex_cp_allgather
+    gather = torch.ops.cplib.flex_cp_allgather  # registered by the module above
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         found = flex.flex_attention(q, *gather(k, v, 2, mesh.get_group().group_name), block_mask=block_mask)
