@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from longspan.errors import MaskError
@@ -9,6 +11,7 @@ from longspan.masks.bands import LIMIT
 from longspan.masks.mask import Mask
 
 
+@lru_cache(maxsize=64)
 def diagonal(lo: int, hi: int, seq_len: int | None, name: str) -> Mask:
     """Every pair with `lo <= q - kv <= hi`."""
     if seq_len is not None and seq_len < 0:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import and_, or_
 from typing import Protocol
 
 import numpy as np
@@ -165,6 +167,8 @@ class Mask:
     grid: Grid
     seq_len: int | None
     name: str
+    _hash: list[int] = field(default_factory=list[int], init=False)
+    """The hash, once it was asked for: a cache of plans asks again and again."""
 
     @staticmethod
     def of_bands(rows: Ints, seq_len: int | None, name: str) -> Mask:
@@ -284,10 +288,10 @@ class Mask:
     # -- algebra ----------------------------------------------------------------------------------------------------
 
     def __and__(self, other: Mask) -> Mask:
-        return self._combine(other, "&", lambda a, b: a & b)
+        return self._combine(other, "&")
 
     def __or__(self, other: Mask) -> Mask:
-        return self._combine(other, "|", lambda a, b: a | b)
+        return self._combine(other, "|")
 
     def __invert__(self) -> Mask:
         side = LIMIT if self.seq_len is None else self.seq_len
@@ -298,23 +302,15 @@ class Mask:
         changed = {id(plane): change(plane) for plane in self.distinct_planes()}
         return Mask(tuple(tuple(changed[id(plane)] for plane in row) for row in self.grid), seq_len, name)
 
-    def _combine(self, other: object, sign: str, meet: Callable[[Plane, Plane], Plane]) -> Mask:
+    def _combine(self, other: object, sign: str) -> Mask:
         if not isinstance(other, Mask):
             raise MaskError(
                 f"{sign} joins two masks, but {self} {sign} {type(other).__name__} was asked for. Wrap a function"
                 f" mask_mod(b, h, q, kv) with masks.from_mask_mod first."
             )
-        lengths = {length for length in (self.seq_len, other.seq_len) if length is not None}
-        if len(lengths) > 1:
-            raise MaskError(
-                f"{self} is for {self.seq_len} tokens and {other} for {other.seq_len}. Masks that are combined"
-                f" describe one sequence: build both for the same length."
-            )
-        name = f"({self.name} {sign} {other.name})"
-        if not lengths:
-            return Mask(_grid_meet(self, other, meet), None, name)
-        length = lengths.pop()
-        return Mask(_grid_meet(self.resized(length), other.resized(length), meet), length, name)
+        # Functions are not remembered: they may hold on to large tensors.
+        combine = _combined if self.is_structured and other.is_structured else _combined.__wrapped__
+        return combine(_This(self), _This(other), sign)
 
     # -- identity ---------------------------------------------------------------------------------------------------
 
@@ -334,9 +330,12 @@ class Mask:
 
     def __hash__(self) -> int:
         # Only what no cutting into bands changes: the number of pairs, and of keys that a few fixed rows see.
+        if self._hash:
+            return self._hash[0]
         probes = np.arange(1, 5, dtype=np.int64) * 0x9E3779B1 % (self.seq_len or 4096)
         rows = [tuple(bd.row_counts(plane.sure, probes).tolist()) for plane in self.distinct_planes()]
-        return hash((self.seq_len, self.num_rows, self.num_heads, *self._planes(), *rows))
+        self._hash.append(hash((self.seq_len, self.num_rows, self.num_heads, *self._planes(), *rows)))
+        return self._hash[0]
 
     @property
     def fingerprint(self) -> str:
@@ -362,6 +361,37 @@ class Mask:
         from longspan.masks.interop import to_mask_mod
 
         return to_mask_mod(self.resized(self.length(seq_len)))
+
+
+class _This:
+    """A mask as a key of a cache: this object, not an equal one, so that looking it up costs nothing."""
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _This) and self.mask is other.mask
+
+    def __hash__(self) -> int:
+        return id(self.mask)
+
+
+@lru_cache(maxsize=256)
+def _combined(these: _This, those: _This, sign: str) -> Mask:
+    """Two masks joined; the same two objects give the same object."""
+    a, b = these.mask, those.mask
+    meet: Callable[[Plane, Plane], Plane] = and_ if sign == "&" else or_
+    lengths = {length for length in (a.seq_len, b.seq_len) if length is not None}
+    if len(lengths) > 1:
+        raise MaskError(
+            f"{a} is for {a.seq_len} tokens and {b} for {b.seq_len}. Masks that are combined"
+            f" describe one sequence: build both for the same length."
+        )
+    name = f"({a.name} {sign} {b.name})"
+    if not lengths:
+        return Mask(_grid_meet(a, b, meet), None, name)
+    length = lengths.pop()
+    return Mask(_grid_meet(a.resized(length), b.resized(length), meet), length, name)
 
 
 def _grid_meet(a: Mask, b: Mask, meet: Callable[[Plane, Plane], Plane]) -> Grid:

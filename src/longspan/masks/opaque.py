@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.causal import full
+from longspan.masks.elementwise import elementwise
 from longspan.masks.mask import Bools, Mask, Plane
-from longspan.span import Ints, Span
+from longspan.span import Ints, Span, union
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 
@@ -69,7 +70,8 @@ class Function:
         b = _Unasked("b (the batch row)", "rows=<batch size>") if self.row is None else torch.tensor(self.row)
         h = _Unasked("h (the head)", "heads=<number of query heads>") if self.head is None else torch.tensor(self.head)
         shape = np.broadcast_shapes(q.shape, kv.shape)
-        found = self.mask_mod(b, h, torch.as_tensor(np.ascontiguousarray(q)), torch.as_tensor(kv.copy()))
+        positions = torch.as_tensor(np.ascontiguousarray(q)), torch.as_tensor(kv.copy())
+        found = elementwise(self.mask_mod)(b, h, *positions)
         found = np.asarray(found.cpu() if isinstance(found, torch.Tensor) else found)
         if found.dtype != np.bool_:
             raise MaskError(
@@ -167,24 +169,37 @@ class Classifier:
         known = self._seen.get(row)
         if known is None:
             known = self._seen[row] = np.full(-(-self.seq_len // tile), -1, dtype=np.int8)
-        unknown = np.flatnonzero(known[first:last] < 0) + first
-        if len(unknown):
-            self._evaluate(row, int(unknown[0]), int(unknown[-1]) + 1, known)
+        unknown = known[first:last] < 0
+        if unknown.any():
+            q = row * tile, min((row + 1) * tile, self.seq_len)
+            region = bd.tighten(bd.cut(self.plane.region, q, (first * tile, min(last * tile, self.seq_len))))
+            touched = np.zeros_like(unknown)
+            for start, stop in union(region[:, 2:4]).tolist():
+                touched[start // tile - first : -(-stop // tile) - first] = True
+            known[first:last][unknown & ~touched] = EMPTY
+            for start, stop in runs_of(unknown & touched):
+                self._evaluate(q, first + start, first + stop, known)
         return known[first:last].copy()
 
-    def _evaluate(self, row: int, first: int, last: int, known: NDArray[np.int8]) -> None:
+    def _evaluate(self, rows: tuple[int, int], first: int, last: int, known: NDArray[np.int8]) -> None:
         tile = self.tile
-        q = np.arange(row * tile, min((row + 1) * tile, self.seq_len), dtype=np.int64)
+        q = np.arange(*rows, dtype=np.int64)
         for start in range(first, last, 64):  # 64 tiles at a time keeps the temporary at one megabyte
             stop = min(start + 64, last)
             kv = np.arange(start * tile, min(stop * tile, self.seq_len), dtype=np.int64)
-            maybe = bd.cut(self.plane.region, (int(q[0]), int(q[-1]) + 1), (int(kv[0]), int(kv[-1]) + 1))
-            if not len(maybe):
-                known[start:stop] = EMPTY
-                continue
             allowed = self.plane.allows(q[:, None], kv[None, :])
             self.num_evaluated += stop - start
             edges = np.arange(0, len(kv), tile)
             some = np.logical_or.reduceat(allowed.any(axis=0), edges)
             every = np.logical_and.reduceat(allowed.all(axis=0), edges)
             known[start:stop] = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
+
+
+def runs_of(flags: Bools) -> list[tuple[int, int]]:
+    """(start, stop) of every run of true flags.
+
+    >>> runs_of(np.array([True, False, True, True]))
+    [(0, 1), (2, 4)]
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
