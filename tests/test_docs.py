@@ -26,9 +26,8 @@ def run(code, source, cwd):
 
 def test_readme_example_runs_as_printed(tmp_path):
     examples = [code for kind, code in blocks("README.md") if not kind]
-    assert examples
-    for code in examples:
-        assert "compared" in run(code, ROOT / "src", tmp_path)
+    for code, printed in zip(examples, ("compared", "tensor(True)"), strict=True):
+        assert printed in run(code, ROOT / "src", tmp_path)
 
 
 def test_readme_torchrun_example_runs_as_printed(tmp_path):

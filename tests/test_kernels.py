@@ -317,7 +317,8 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(pieces, "NARROW", 12)
     monkeypatch.setattr(pieces, "NARROW_ROWS", 5)
     monkeypatch.setattr(pieces, "WIDE_ROWS", 9)
-    monkeypatch.setattr(reference, "BLOCK", 13)
+    monkeypatch.setattr(reference, "ROWS", 13)
+    monkeypatch.setattr(reference, "COLS", 11)
     monkeypatch.setattr(sdpa, "SHORT", 11)
 
 

@@ -22,6 +22,7 @@ LAYERS = {
     "execution": 4,
     "testing": 5,
     "api": 6,
+    "scores": 6,
     "training": 7,
     "integrations": 7,
     "viz": 7,

@@ -290,3 +290,25 @@ def test_drawing_is_readable():
         "█··███▒·",
         "█··████▒",
     ]
+
+
+def test_to_mask_mod_keeps_the_row_a_function_was_made_for():
+    torch = pytest.importorskip("torch")
+    one = masks.from_mask_mod(lambda b, h, q, k: q >= k + b, 6, rows=1)
+    mask = masks.per_row(masks.full(6), masks.full(6), one)  # used in row 2, made for row 0
+    position = torch.arange(6)
+    found = mask.to_mask_mod()(torch.tensor(2), torch.tensor(0), position[:, None], position[None, :])
+    assert np.array_equal(found.numpy(), np.tri(6, dtype=bool))
+    assert one.allows(3, 3).tolist() is True
+
+
+def test_functions_mean_on_tiles_what_they_mean_on_pairs():
+    torch = pytest.importorskip("torch")
+    starts = torch.tensor([0, 4, 9])
+    mixing = masks.from_mask_mod(lambda b, h, q, k: (q >= starts).sum() == (k >= starts).sum(), 12)
+    plain = masks.documents([4, 5, 3])
+    position = np.arange(12)
+    assert np.array_equal(
+        mixing.allows(position[:, None], position[None, :]), plain.allows(position[:, None], position[None, :])
+    )
+    assert mixing.allows(5, 8).tolist() is True

@@ -25,12 +25,29 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
+    score_mod: Any = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    alibi: Any = None,
+    relative_bias: Any = None,
+    bias: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    captured_grads: str = "sum",
 ) -> Any:
     """Attention of `(batch, heads, tokens, features)` tensors, exact and differentiable.
 
     With a mask: on one device, over whole sequences. With a plan: on this rank's shards, local shards in and local
     shard out, over `group` (a process group, or a mesh of one axis). DTensors sharded along their tokens are taken too.
     `return_lse` adds the natural-log sum of exponentials, float32, -inf for rows that see nothing.
+
+    A scaled score goes through `softcap`, `alibi` (slopes, one per head), `relative_bias` (a `RelativeBias`), `bias`
+    (batch, head, query, key) and `score_mod(score, b, h, q_idx, kv_idx)`, in this order, all in global positions; then
+    the mask hides pairs. `sinks` are scores, one per head, that join the softmax and bring no value. `dropout` strikes
+    probabilities; `seed` and global positions decide which. All tensors among these, and those that `score_mod`
+    captured, get gradients, which are summed over the group; `captured_grads="share"` leaves each rank its own share,
+    for trainers that reduce gradients over the group themselves (FSDP, DDP). Like PyTorch's, a score function is also
+    called on pairs that the mask hides, and must be finite and differentiable there.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 2, 8, 16)
@@ -39,8 +56,67 @@ def attention(
     True
     """
     from longspan.execution.call import attention as run  # torch is loaded here, not with the package
+    from longspan.execution.extras import Extras
 
-    return run(q, k, v, what, group=group, scale=scale, return_lse=return_lse, kernel=kernel)
+    extras = Extras(score_mod, softcap, alibi, relative_bias, bias, dropout, seed)
+    return run(
+        q, k, v, what, group=group, scale=scale, return_lse=return_lse, kernel=kernel, sinks=sinks,
+        extras=extras if extras.any() else None, captured_grads=captured_grads,
+    )  # fmt: skip
+
+
+def flex_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+    plan: Plan | None = None,
+    group: Any = None,
+    captured_grads: str = "sum",
+) -> Any:
+    """`torch.nn.attention.flex_attention.flex_attention`, with a backward on every device and gradients of tensors that
+    `score_mod` captured, on one device or, with `plan` and `group`, on this rank's shards.
+
+    `block_mask` is a `BlockMask` of PyTorch or a mask of `longspan.masks`. Functions are called on tiles with global
+    positions; tiles that the mask leaves empty are never touched. Nothing needs `torch.compile`.
+
+    >>> import torch
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 16)
+    >>> slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    >>> out = flex_attention(q, k, v, lambda s, b, h, i, j: s - slopes[h] * (i - j), masks.causal())
+    >>> out.sum().backward()
+    >>> slopes.grad.shape
+    torch.Size([2])
+    """
+    from longspan.execution.flex import flex_attention as run
+
+    return run(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+        return_aux=return_aux, plan=plan, group=group, captured_grads=captured_grads,
+    )  # fmt: skip
+
+
+def block_mask(
+    mask: Mask, layout: Layout, rank: int, *, kv: str = "global", block_size: int = 128, device: Any = "cpu"
+) -> Any:
+    """PyTorch's `BlockMask` of one rank's query rows, in the order of its shard, for flex attention by other means.
+
+    Keys are all tokens in their order (`kv="global"`) or the rank's own (`kv="local"`). Equal arguments give the same
+    object, and masks of other batches the same code with other tensors, so compiled code is not compiled again.
+
+    >>> block_mask(masks.causal(), zigzag(1024, 2), rank=0).shape
+    (1, 1, 512, 1024)
+    """
+    from longspan.execution.block_masks import block_mask as build
+
+    return build(mask, layout, rank, kv=kv, block_size=block_size, device=device)
 
 
 def plan(

@@ -6,11 +6,31 @@ another, D head dim. Dropout is always off, so the random states that the GPU op
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import Graph, GraphModule
+from torch.utils._pytree import tree_map as tree_map  # a function applied to every leaf of nested arguments
 
 _aten = torch.ops.aten
+_AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Autograd records here, also inside an operator of ours, where PyTorch has switched it off for good reason: what
+    is recorded must end inside as well."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for name in _AUTOGRAD:
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
 
 
 def cpu_flash(
@@ -219,3 +239,125 @@ def flash_backward(
 def group_named(name: str) -> ProcessGroup:
     """The process group that PyTorch registered under a name; operators can carry names, not groups."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """The mesh's axes as one, under this name; looking it up in the mesh by name would warn."""
+    return mesh._flatten(name)
+
+
+# -- flex attention: what it needs of the compiler is imported when it is used, that takes two seconds ----------------
+
+_FLEX = {
+    "BACKEND": "TRITON",  # the others give lse in another base, or take no gradient of lse
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,
+    "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True,
+    "OUTPUT_LOGSUMEXP": True,
+    "OUTPUT_MAX": False,
+}
+FLEX_BLOCK = 128
+"""Rows and columns of a block."""
+FLEX_BLOCK_TENSORS = 8
+"""Counts and indices of partial and full blocks, by rows and by columns, in the order of BlockMask.as_tuple()."""
+
+
+def indexing() -> AbstractContextManager[object]:
+    """Here `table[i]` with `i` a single number in a tensor looks the number up late, and its gradient can be added
+    up by index."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
+
+
+def traced(function: Callable[..., Tensor], arguments: Sequence[Tensor]) -> GraphModule:
+    """What a function of single numbers does, as a graph; one that looks at a number is refused by an exception."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return _cleaned(make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments))
+
+
+def _cleaned(graph: GraphModule) -> GraphModule:
+    """Without what nobody uses: kernels are made of every line."""
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def traced_gradient(function: Callable[..., Tensor], arguments: Sequence[Tensor], num_index: int) -> GraphModule:
+    """(score, indices, gradient of the result, buffers) -> gradients of score, indices (None) and buffers."""
+    from torch._higher_order_ops.flex_attention import create_fw_bw_graph
+
+    score, index, buffers = arguments[0], arguments[1 : 1 + num_index], arguments[1 + num_index :]
+    with recording():
+        example = (score.detach().requires_grad_(), *index)
+        return _cleaned(create_fw_bw_graph(function, example, tuple(buffers))[1])  # type: ignore[arg-type]
+
+
+def adds_by_index(gradient: GraphModule) -> tuple[bool | None, ...]:
+    """For each buffer, whether its gradient is added up element by element, which is all that flex attention can do;
+    None if it gets none."""
+    results: Any = gradient.graph.output_node().args[0]
+    wanted = torch.ops.flex_lib.zeros_and_scatter.default
+    return tuple(None if found is None else found.target is wanted for found in results[5:])
+
+
+def flex_graph(score: GraphModule, mask: GraphModule, scale: float, num_score: int, num_mask: int) -> GraphModule:
+    """(q, k, v, block tensors, buffers of score, buffers of mask) -> (out, lse to the base 2), as one operator."""
+    graph = Graph()
+    q, k, v = (graph.placeholder(name) for name in "qkv")
+    blocks, score_buffers, mask_buffers = _buffers(graph, num_score, num_mask)
+    functions = graph.get_attr("score"), (*blocks, graph.get_attr("mask"))
+    arguments: Any = (q, k, v, *functions, scale, dict(_FLEX), score_buffers, mask_buffers)
+    call = graph.call_function(torch.ops.higher_order.flex_attention, arguments)
+    graph.output(tuple(graph.call_function(operator.getitem, (call, i)) for i in range(2)))
+    return GraphModule({"score": score, "mask": mask}, graph)
+
+
+def flex_backward_graph(
+    score: GraphModule, gradient: GraphModule, mask: GraphModule, scale: float, num_score: int, num_mask: int
+) -> GraphModule:
+    """(q, k, v, out, lse to the base 2, dout, dlse, ...) -> (dq, dk, dv, gradients of the buffers of score or None).
+
+    The operator takes `rowsum(dout * out) - dlse / log(2)` as the row sums; lse is that of all keys, wherever they are.
+    """
+    graph = Graph()
+    tensors = [graph.placeholder(name) for name in ("q", "k", "v", "out", "lse", "dout", "dlse")]
+    blocks, score_buffers, mask_buffers = _buffers(graph, num_score, num_mask)
+    functions = graph.get_attr("score"), graph.get_attr("gradient"), (*blocks, graph.get_attr("mask"))
+    arguments: Any = (*tensors, *functions, scale, dict(_FLEX), score_buffers, mask_buffers)
+    call = graph.call_function(torch.ops.higher_order.flex_attention_backward, arguments)
+    found = [graph.call_function(operator.getitem, (call, i)) for i in range(4)]
+    rest = [
+        None if kind is None else graph.call_function(operator.getitem, (found[3], i))
+        for i, kind in enumerate(adds_by_index(gradient))
+    ]
+    graph.output((*found[:3], *rest))
+    return GraphModule({"score": score, "gradient": gradient, "mask": mask}, graph)
+
+
+def _buffers(graph: Graph, num_score: int, num_mask: int) -> tuple[tuple[Any, ...], ...]:
+    blocks = [graph.placeholder(f"blocks{i}") for i in range(FLEX_BLOCK_TENSORS)]
+    score = tuple(graph.placeholder(f"score{i}") for i in range(num_score))
+    mask = tuple(graph.placeholder(f"mask{i}") for i in range(num_mask))
+    # The two lengths are read by nobody; the four that are None serve another backend.
+    return (0, 0, *blocks, None, None, None, None, FLEX_BLOCK, FLEX_BLOCK), score, mask
+
+
+def compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """The graph as fused kernels, for inputs of exactly these shapes."""
+    import torch._inductor
+
+    return torch._inductor.compile(graph, list(inputs))  # type: ignore[return-value]
+
+
+# -- torch-function modes ---------------------------------------------------------------------------------------------
+
+
+def function_modes() -> list[Any]:
+    """The torch-function modes that are on, innermost last. Threads of the autograd engine have those of the thread
+    that called backward, which is not so of context variables."""
+    from torch.overrides import _get_current_function_mode_stack
+
+    return list(_get_current_function_mode_stack())

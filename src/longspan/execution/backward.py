@@ -34,8 +34,9 @@ class Backward(Runner):
         dout: Tensor,
         dlse: Tensor | None,
         kept: list[Tensor],
+        captured: Sequence[Tensor] = (),
     ) -> None:
-        super().__init__(job, q.device)
+        super().__init__(job, q.device, captured)
         wide = self.form.wide
         delta = (dout * out if dout.dtype == wide else dout.to(wide).mul_(out)).sum(-1, keepdim=True)
         if dlse is not None:  # a score's gradient is p * (dp - delta + dlse)
@@ -71,6 +72,7 @@ class Backward(Runner):
         kv = self.get(compute.kv)
         upstream, lse, delta = dout.tensors
         k, v = kv.tensors
+        tiles, pairs = self.tiles(compute, q, kv)
         found = self.job.kernel.backward(
             upstream,
             q.tensors[0],
@@ -78,9 +80,10 @@ class Backward(Runner):
             v,
             out,
             lse.squeeze(-1),
-            self.tiles(compute, q, kv),
+            tiles,
             self.job.scale,
             delta.squeeze(-1),
+            pairs,
         )
         target = self._target(kv)
         for tile, dq_tile, dk_tile, dv_tile in found:
@@ -148,6 +151,17 @@ class Backward(Runner):
         if sums.any():
             self.others.append((replace(rows, tensors=()), sums))
         return None
+
+    def shared_gradients(self) -> list[Tensor]:
+        """What this rank adds, in float32, to gradients of what all ranks share: captured tensors and sinks."""
+        found = self.totals.sums
+        if self.job.sinks is None:
+            return found
+        # A sink is a key of no value: its score's gradient is minus probability times delta.
+        _, lse, delta = self.rows.tensors
+        sinks = self.job.sinks.to(lse.dtype)[:, None, None]
+        share = (sinks - lse.masked_fill(lse.isneginf(), torch.inf)).exp()  # -inf: neither key nor sink was seen
+        return [*found, -(share * delta).sum((0, 2, 3))]
 
 
 def add_rows(source: Rows, found: Sum, target: Rows, total: Sum, key: Key) -> None:

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from longspan.errors import PlanError
 from longspan.execution import ops
-from longspan.execution.kernels import choose_kernel
+from longspan.execution.extras import Extras, check_sinks
+from longspan.execution.kernels import Asked, choose_kernel
 from longspan.layouts import contiguous
 from longspan.masks import Mask
 from longspan.schedules.machines import CPU
@@ -33,29 +34,82 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
+    sinks: Tensor | None = None,
+    extras: Extras | None = None,
+    captured_grads: str = "sum",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `longspan.attention`."""
-    if any(isinstance(t, DTensor) for t in (q, k, v)):
-        return _of_dtensors(q, k, v, what, group, scale, return_lse, kernel)
-    plan, name, rank = _resolved(tuple(q.shape), tuple(k.shape), tuple(v.shape), q.dtype, what, group)
+    if captured_grads not in ("sum", "share"):
+        raise PlanError(
+            f"captured_grads = {captured_grads!r} was asked for. 'sum' adds gradients of captured tensors up over the"
+            f" group; 'share' leaves each rank its own share, for trainers that reduce them with all others."
+        )
+    if extras is not None:
+        run = _scored
+    elif any(isinstance(t, DTensor) for t in (q, k, v)):
+        run = _of_dtensors
+    else:
+        run = _run
+    return run(q, k, v, what, group, scale, return_lse, kernel, sinks, extras, captured_grads)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    what: Any,
+    group: Any,
+    scale: float | None,
+    return_lse: bool,
+    kernel: str,
+    sinks: Tensor | None,
+    extras: Extras | None,
+    captured_grads: str,
+) -> Tensor | tuple[Tensor, Tensor]:
+    shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    plan, name, rank, opaque = _resolved(*shapes, q.dtype, what, group)
     _check_tensors(q, k, v)
-    chosen = choose_kernel(kernel, q, k, v)
+    if sinks is not None:
+        check_sinks(sinks, q.shape[1])
+    scoring = None if extras is None else extras.scoring(q, ops.plan_named(plan))
+    drops = scoring is not None and scoring.dropout is not None
+    chosen = choose_kernel(kernel, q, k, v, Asked(opaque, scoring is not None, drops))
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    saves = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    out, lse, _ = ops.attention(q, k, v, plan, name, rank, chosen, scale, saves)
+    captured = [] if scoring is None else list(scoring.captured)
+    wanted = (q, k, v, *captured, *([] if sinks is None else [sinks]))
+    saves = torch.is_grad_enabled() and any(t.requires_grad for t in wanted)
+    names = plan, name, rank, chosen, scale, ops.known_scoring(scoring)
+    out, lse, _ = ops.attention(q, k, v, captured, sinks, *names, captured_grads == "sum", saves)
     return (out, lse) if return_lse else out
+
+
+@torch.compiler.disable()
+def _scored(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    """With functions of scores, which are called tile by tile and not traced: compiled code stops before and goes on
+    after."""
+    dtensors = any(isinstance(t, DTensor) for t in (q, k, v))
+    return (_of_dtensors if dtensors else _run)(q, k, v, *rest)
 
 
 @torch.compiler.assume_constant_result
 def _resolved(
-    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype, what: Any, group: Any
-) -> tuple[str, str, int]:
-    """The names of plan and group, and this rank; shapes that do not fit the plan are refused."""
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    dtype: torch.dtype,
+    what: Any,
+    group: Any,
+) -> tuple[str, str, int, bool]:
+    """The names of plan and group, this rank, and whether a function decides on pairs; what does not fit is refused."""
     for name, shape in (("q", q), ("k", k), ("v", v)):
         if len(shape) != 4:
             raise PlanError(f"{name} must have 4 dims (batch, heads, tokens, features), but has shape {shape}.")
     if isinstance(what, Mask):
-        plan, group_name, rank = _one_device_plan(q, k, v, dtype, what, group), "", 0
+        if group is not None:
+            raise PlanError(
+                "a group was given with a mask. Make a plan first: longspan.plan(mask, layout, ...), and pass the plan."
+            )
+        plan, group_name, rank = one_device_plan(q, k, v, dtype, what), "", 0
     elif isinstance(what, Plan):
         plan = what
         group_name, rank = _place(plan, group)
@@ -65,16 +119,11 @@ def _resolved(
             f" {type(what).__name__}."
         )
     _check_shapes(q, k, v, dtype, plan, rank)
-    return ops.known(plan), group_name, rank
+    return ops.known(plan), group_name, rank, not plan.mask.is_structured
 
 
-def _one_device_plan(
-    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: Any, mask: Mask, group: Any
-) -> Plan:
-    if group is not None:
-        raise PlanError(
-            "a group was given with a mask. Make a plan first: longspan.plan(mask, layout, ...), and pass the plan."
-        )
+def one_device_plan(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: Any, mask: Mask) -> Plan:
+    """The plan of tensors of these shapes on one device."""
     sizes = Sizes(q[1], k[1], q[3], v[3], dtype.itemsize, q[0])
     layout = contiguous(q[SEQ_DIM], 1)
     name = str(dtype).removeprefix("torch.")
@@ -107,11 +156,6 @@ def _check_shapes(
     q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype, plan: Plan, rank: int
 ) -> None:
     sizes = plan.sizes
-    if not plan.mask.is_structured:
-        raise PlanError(
-            f"{plan.mask} decides pairs with a function, which attention() cannot run yet. Write it with the masks of"
-            f" longspan.masks and & | ~."
-        )
     tokens = int(plan.layout.num_tokens[rank]) + plan.layout.num_padding(rank)
     expected = {
         "q": (q, (sizes.batch, sizes.q_heads, tokens, sizes.head_dim)),
@@ -136,9 +180,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
-def _of_dtensors(
-    q: Any, k: Any, v: Any, what: Any, group: Any, scale: float | None, return_lse: bool, kernel: str
-) -> Any:
+def _of_dtensors(q: Any, k: Any, v: Any, what: Any, group: Any, scale: Any, return_lse: bool, *rest: Any) -> Any:
     """DTensors that are sharded along the sequence on one mesh axis: their local parts, wrapped again afterwards."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, DTensor):
@@ -149,10 +191,8 @@ def _of_dtensors(
                 f" (Shard({SEQ_DIM}),), along its tokens, on the one-dimensional mesh of q."
             )
     mesh = q.device_mesh
-    local = attention(
-        q.to_local(), k.to_local(), v.to_local(), what,
-        group=mesh if group is None else group, scale=scale, return_lse=return_lse, kernel=kernel,
-    )  # fmt: skip
+    group = mesh if group is None else group
+    local = _run(q.to_local(), k.to_local(), v.to_local(), what, group, scale, return_lse, *rest)
     parts: tuple[Tensor, ...] = local if isinstance(local, tuple) else (local,)
     shape = (*q.shape[:3], v.shape[3])
     wrapped = [

@@ -20,8 +20,8 @@ from longspan.span import Span, as_rows, as_spans, union
 class Forward(Runner):
     """One rank's forward run."""
 
-    def __init__(self, job: Job, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().__init__(job, q.device)
+    def __init__(self, job: Job, q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor] = ()) -> None:
+        super().__init__(job, q.device, captured)
         self.like = q
         self.mine = self.own(Role.Q, (q,))
         self.own(Role.KV, (k, v))
@@ -34,14 +34,16 @@ class Forward(Runner):
         self.saves = saves and bool(self.job.plan.kept(self.job.rank))
         yield from self.walk()
         out, lse = self._finish()
+        if self.job.sinks is not None:
+            out, lse = with_sinks(out, lse, self.job.sinks)
         return out, lse, self._kept_messages() if self.saves else []
 
     def compute(self, compute: Compute) -> None:
         q, accumulator = self._result((compute.q.heads, self.form.rows(compute.q)))
         kv = self.get(compute.kv)
         k, v = kv.tensors
-        tiles = self.tiles(compute, q, kv)
-        for tile, out, lse in self.job.kernel.forward(q.tensors[0], k, v, tiles, self.job.scale):
+        tiles, pairs = self.tiles(compute, q, kv)
+        for tile, out, lse in self.job.kernel.forward(q.tensors[0], k, v, tiles, self.job.scale, pairs):
             accumulator.add(tile.q0, tile.q1, out, lse)
 
     def _result(self, key: Key) -> tuple[Rows, Accumulator]:
@@ -95,6 +97,13 @@ class Forward(Runner):
             self.form.pack(piece, message, 0, partial(self.fill, piece))
             messages.append(message)
         return messages
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that also see one key of no value, whose score is the head's sink. Backward needs nothing but this lse."""
+    whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    share = (lse - whole.masked_fill(whole.isneginf(), 0.0)).exp()  # -inf minus -inf is nan, not 0
+    return (out * share.unsqueeze(-1)).to(out.dtype), whole
 
 
 def place(source: Rows, target: Rows, spans: tuple[Span, ...]) -> None:

@@ -7,9 +7,12 @@ every call makes known here before it runs, a group by the name PyTorch gave it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from longspan.errors import PlanError
@@ -18,6 +21,7 @@ from longspan.execution.backward import Backward
 from longspan.execution.forward import Forward
 from longspan.execution.kernels import kernel_named
 from longspan.execution.runner import Job
+from longspan.execution.scores import Scoring
 from longspan.execution.transports import Loopback, ProcessGroup, Program
 from longspan.schedules.plan import Plan
 
@@ -26,15 +30,33 @@ _plans: dict[str, Plan] = {}
 """A lookup from names to values: it changes no result. The oldest of very many are forgotten."""
 
 
+_numbers: WeakKeyDictionary[Plan, int] = WeakKeyDictionary()
+_count = count()
+_scorings: WeakValueDictionary[str, Scoring] = WeakValueDictionary()
+"""As above, for functions of scores. A call keeps its own alive until its backward has run."""
+
+
+def known_scoring(scoring: Scoring | None) -> str:
+    """The name under which operators find what happens to scores; "" for nothing."""
+    if scoring is None:
+        return ""
+    _scorings[str(id(scoring))] = scoring
+    return str(id(scoring))
+
+
 def known(plan: Plan) -> str:
     """The name under which operators find the plan."""
-    _plans[plan.fingerprint] = _plans.pop(plan.fingerprint, plan)
+    name = plan.fingerprint
+    if not plan.mask.is_structured:  # a fingerprint samples a function; here it must be this very one
+        name += f"#{_numbers.setdefault(plan, next(_count))}"
+    _plans[name] = _plans.pop(name, plan)
     if len(_plans) > MAX_PLANS:
         del _plans[next(iter(_plans))]
-    return plan.fingerprint
+    return name
 
 
-def _plan(name: str) -> Plan:
+def plan_named(name: str) -> Plan:
+    """The plan that was made known under this name."""
     if name not in _plans:
         raise PlanError(
             f"plan {name[:12]} is not known in this process, or {MAX_PLANS} others were used since. Call"
@@ -43,10 +65,11 @@ def _plan(name: str) -> Plan:
     return _plans[name]
 
 
-def _run(program: Program[Any], group: str) -> Any:
-    if not group:
-        return Loopback().run([program])[0]
-    return ProcessGroup(_torch.group_named(group)).run(program)
+def _run(program: Program[Any], group: str, device: torch.device) -> Any:
+    with torch.autocast(device.type, enabled=False):  # it would narrow the products of float32 inside
+        if not group:
+            return Loopback().run([program])[0]
+        return ProcessGroup(_torch.group_named(group)).run(program)
 
 
 def _apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -60,24 +83,40 @@ def _apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     return made
 
 
+def _scoring(name: str) -> Scoring | None:
+    return _scorings[name] if name else None
+
+
 @torch.library.custom_op("longspan::attention", mutates_args=())
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: str, group: str, rank: int, kernel: str, scale: float, saves: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    captured: list[Tensor],
+    sinks: Tensor | None,
+    plan: str,
+    group: str,
+    rank: int,
+    kernel: str,
+    scale: float,
+    scoring: str,
+    sums: bool,
+    saves: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output and lse of the rank's rows, and what its backward needs of other ranks' rows."""
-    job = Job(_plan(plan), rank, kernel_named(kernel), scale, q.dtype)
-    out, lse, kept = _run(Forward(job, q, k, v).program(saves=saves), group)
+    job = Job(plan_named(plan), rank, kernel_named(kernel), scale, q.dtype, _scoring(scoring), sinks)
+    out, lse, kept = _run(Forward(job, q, k, v, captured).program(saves=saves), group, q.device)
     out, lse = _apart((out.contiguous(), lse.contiguous()), (q, k, v))
     return out, lse, kept
 
 
 @attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, plan: str, group: str, rank: int, kernel: str, scale: float, saves: bool
+    q: Tensor, k: Tensor, v: Tensor, captured: Any, sinks: Any, plan: str, group: str, rank: int, *rest: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    made = _plan(plan)
-    kept = made.kept(rank) if saves else ()
+    made = plan_named(plan)
+    kept = made.kept(rank) if rest[-1] else ()
     return (
         q.new_empty((*q.shape[:3], v.shape[3])),
         q.new_empty(q.shape[:3], dtype=wide),
@@ -92,6 +131,8 @@ def attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    captured: list[Tensor],
+    sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
     kept: list[Tensor],
@@ -100,34 +141,61 @@ def attention_backward(
     rank: int,
     kernel: str,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the rank's rows."""
+    scoring: str,
+    sums: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Gradients of the rank's rows, of captured tensors and, last, of the sinks."""
     # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
     chosen = kernel_named(kernel if dlse is None else "reference")
-    job = Job(_plan(plan), rank, chosen, scale, q.dtype)
-    gradients = _run(Backward(job, q, k, v, out, lse, dout, dlse, kept).program(), group)
-    dq, dk, dv = _apart(gradients, (dout, q, k, v, out, lse, *kept))
-    return dq, dk, dv
+    job = Job(plan_named(plan), rank, chosen, scale, q.dtype, _scoring(scoring), sinks)
+    backward = Backward(job, q, k, v, out, lse, dout, dlse, kept, captured)
+    dq, dk, dv = _apart(_run(backward.program(), group, q.device), (dout, q, k, v, out, lse, *kept))
+    shared = backward.shared_gradients()
+    if sums and group and shared:
+        shared = _summed(shared, group)
+    return dq, dk, dv, [t.to(like.dtype) for t, like in zip(shared, _shared(captured, sinks), strict=True)]
+
+
+def _shared(captured: list[Tensor], sinks: Tensor | None) -> list[Tensor]:
+    """What every rank has a copy of."""
+    return [*captured, *([] if sinks is None else [sinks])]
+
+
+def _summed(gradients: list[Tensor], group: str) -> list[Tensor]:
+    """Added up over the group, in one message."""
+    flat = torch.cat([t.flatten().double() if t.dtype == torch.float64 else t.flatten() for t in gradients])
+    dist.all_reduce(flat, group=_torch.group_named(group))
+    parts = flat.split([t.numel() for t in gradients])
+    return [part.view(t.shape).clone() for part, t in zip(parts, gradients, strict=True)]
 
 
 @attention_backward.register_fake
-def _(dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(t.new_empty(t.shape) for t in (q, k, v))  # type: ignore[return-value]
+def _(
+    dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, captured: Any, sinks: Any, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    return dq, dk, dv, [t.new_empty(t.shape) for t in _shared(captured, sinks)]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    q, k, v, *ctx.names, _ = inputs
+    q, k, v, captured, sinks, *ctx.names, _ = inputs
     out, lse, kept = output
-    ctx.save_for_backward(q, k, v, out, lse, *kept)
+    ctx.scoring = _scorings.get(ctx.names[5])  # kept alive until backward has run
+    ctx.num_captured, ctx.has_sinks = len(captured), sinks is not None
+    ctx.save_for_backward(q, k, v, *_shared(captured, sinks), out, lse, *kept)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _kept: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, *kept = ctx.saved_tensors
+    q, k, v, *rest = ctx.saved_tensors
+    captured, rest = rest[: ctx.num_captured], rest[ctx.num_captured :]
+    sinks = rest.pop(0) if ctx.has_sinks else None
+    out, lse, *kept = rest
     if dout is None:
         dout = torch.zeros_like(out)
-    gradients = attention_backward(dout, dlse, q, k, v, out, lse, kept, *ctx.names)
-    return (*gradients, *[None] * 6)
+    *gradients, shared = attention_backward(dout, dlse, q, k, v, captured, sinks, out, lse, kept, *ctx.names)
+    dsinks = shared.pop() if ctx.has_sinks else None
+    return (*gradients, shared, dsinks, *[None] * 8)
 
 
 attention.register_autograd(_backward, setup_context=_setup)

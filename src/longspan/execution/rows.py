@@ -37,6 +37,13 @@ class Rows:
         h0, b0 = heads.start - self.heads.start, rows.start - self.rows.start
         return tuple(t[b0 : b0 + len(rows), h0 : h0 + len(heads)] for t in self.tensors)
 
+    def positions(self) -> Ints:
+        """The global position of every local row."""
+        found = np.empty(int((self.runs[:, 1] - self.runs[:, 0]).sum()), dtype=np.int64)
+        for start, stop, local in self.runs.tolist():
+            found[local : local + stop - start] = np.arange(start, stop)
+        return found
+
     def has(self, heads: Span, rows: Span) -> bool:
         """Whether these heads and batch rows are here."""
         return (

@@ -14,9 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from longspan.execution.kernels.contract import Kernel, Tile
+from longspan.execution.captured import Totals
+from longspan.execution.kernels.contract import Kernel, Pairs, Tile
 from longspan.execution.observe import mark
+from longspan.execution.pairs import TilePairs, Where
 from longspan.execution.rows import Rows, gather
+from longspan.execution.scores import Scoring
 from longspan.execution.tiles import tiles_for
 from longspan.execution.transports import Exchange, Program
 from longspan.execution.wire import Format
@@ -27,13 +30,15 @@ from longspan.span import Span, as_rows
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank runs: a plan, its place in it, a kernel and a scale."""
+    """What one rank runs: a plan, its place in it, a kernel, a scale, and what happens to scores."""
 
     plan: Plan
     rank: int
     kernel: Kernel
     scale: float
     dtype: torch.dtype
+    scoring: Scoring | None = None
+    sinks: Tensor | None = None
 
     @property
     def format(self) -> Format:
@@ -45,12 +50,13 @@ class Runner(ABC):
 
     direction = "forward"
 
-    def __init__(self, job: Job, device: torch.device) -> None:
+    def __init__(self, job: Job, device: torch.device, captured: Sequence[Tensor] = ()) -> None:
         self.job, self.sizes, self.form, self.device = job, job.plan.sizes, job.format, device
         self.steps = job.plan.steps(job.rank, self.direction)
         self.never = len(self.steps) + 2
         self.num_computes = 0
         self.held: dict[Role, list[tuple[int, Rows]]] = {}
+        self.totals = Totals(captured)
 
     # -- what a direction fills in ----------------------------------------------------------------------------------
 
@@ -65,11 +71,18 @@ class Runner(ABC):
     def arrived(self, transfer: Transfer, rows: Rows) -> None:
         self.hold(transfer.piece.role, rows, transfer.until)
 
-    def tiles(self, compute: Compute, q: Rows, kv: Rows) -> list[Tile]:
-        """The compute as tiles of local rows; to be asked once for each compute, in their order."""
+    def tiles(self, compute: Compute, q: Rows, kv: Rows) -> tuple[list[Tile], Pairs | None]:
+        """The compute as tiles of local rows, and its pairs where more than bands matters.
+
+        To be asked once for each compute, in their order.
+        """
         self.num_computes += 1
         which = (self.job.rank, self.direction, self.num_computes)
-        return tiles_for(self.job.plan, which, compute.bands, q, kv)
+        plane = self.job.plan.mask.plane(q.rows.start, q.heads.start)
+        tiles = tiles_for(self.job.plan, which, compute, plane, q, kv)
+        if self.job.scoring is None and plane.predicate is None:
+            return tiles, None
+        return tiles, TilePairs(Where.of(q, kv), self.job.scoring, plane.predicate, self.totals)
 
     # -- walking ----------------------------------------------------------------------------------------------------
 

@@ -6,18 +6,29 @@ chunk from each end, and the pairs among them are one causal triangle in local r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longspan.execution.kernels.contract import Tile
 from longspan.execution.rows import Rows
-from longspan.masks import Band
+from longspan.masks import Band, Classifier, Plane
 from longspan.masks import bands as bd
+from longspan.masks.opaque import EMPTY, FULL, classifier, runs_of
 from longspan.schedules.plan import Plan
 from longspan.schedules.problem import cells, in_rows
-from longspan.span import Ints
+from longspan.schedules.steps import Compute
+from longspan.span import Ints, Span
+
+GRID = 128
+"""The side of the squares in which a mask's function is classified."""
+PANEL = 256
+"""Query rows that are cut alike."""
+WORTH = 4
+"""Squares in a row that make a stretch which allows everything worth a call of its own."""
 
 Which = tuple[int, str, int]
 """Rank, direction, and which of its computes."""
@@ -26,33 +37,79 @@ _known: WeakKeyDictionary[Plan, dict[Which, list[Tile]]] = WeakKeyDictionary()
 """What was worked out before: a plan is run many times, and a compute's tiles are always the same."""
 
 
-def tiles_for(plan: Plan, which: Which, bands: tuple[Band, ...], q: Rows, kv: Rows) -> list[Tile]:
+def tiles_for(plan: Plan, which: Which, compute: Compute, plane: Plane, q: Rows, kv: Rows) -> list[Tile]:
     """The tiles of one compute of a plan, remembered."""
     known = _known.setdefault(plan, {})
     if which not in known:
-        known[which] = tiles_of(bands, q, kv)
+        tiles = tiles_of(compute.bands, q, kv)
+        if compute.maybe:
+            more = asking_tiles(compute.maybe, classifier(plane, plan.layout.seq_len, GRID), q, kv)
+            tiles = sorted((*tiles, *more), key=lambda tile: (tile.q0, tile.k0))
+        known[which] = tiles
     return known[which]
 
 
 def tiles_of(bands: tuple[Band, ...], q: Rows, kv: Rows) -> list[Tile]:
     """The tiles of a compute, in the order of query rows and then keys, which is the order of merging."""
-    rows = bd.as_array(bands)
-    rows, _ = in_rows(rows, q.runs[:, :2])
+    return joined(joined(_tiles(_cut(bands, q, kv), q, kv), _beside), _below)
+
+
+def asking_tiles(maybe: tuple[Band, ...], kinds: Classifier, q: Rows, kv: Rows) -> list[Tile]:
+    """Tiles of the pairs on which a function decides, without those that it hides and asking only where it must.
+
+    A panel of rows is cut where the function begins to allow nothing or everything. Short stretches of everything
+    stay with their neighbours: one call that asks costs less than three calls.
+    """
+    cuts = _cut(maybe, q, kv)
+    made: list[Tile] = []
+    for band, tile in zip(cuts.tolist(), _tiles(cuts, q, kv), strict=True):
+        q0, q1, k0, k1 = band[:4]
+        for first in range(q0 // PANEL * PANEL, q1, PANEL):
+            rows = Span(max(first, q0), min(first + PANEL, q1))
+            for start, stop, asks in stretches(kinds.classify(rows, Span(k0, k1)), k0 // GRID):
+                a, b = max(start * GRID, k0) - k0 + tile.k0, min(stop * GRID, k1) - k0 + tile.k0
+                part = tile.part(rows.start - q0 + tile.q0, rows.stop - q0 + tile.q0, a, b)
+                made += [] if part is None else [replace(part, asks=asks)]
+    plain = joined(joined([tile for tile in made if not tile.asks], _beside), _below)
+    return [*plain, *(tile for tile in made if tile.asks)]
+
+
+def stretches(kinds: NDArray[np.int8], first: int) -> Iterator[tuple[int, int, bool]]:
+    """(start, stop, asks) of columns that some row of a panel sees; `kinds` are those of its tiles.
+
+    >>> list(stretches(np.array([[2, 2, 2, 2, 1, 0, 1, 2, 1]], dtype=np.int8), first=10))
+    [(10, 14, False), (14, 15, True), (16, 19, True)]
+    """
+    some, every = (kinds != EMPTY).any(axis=0), (kinds == FULL).all(axis=0)
+    for start, stop in runs_of(every):
+        touches = (start > 0 and some[start - 1]) or (stop < len(some) and some[stop])
+        if touches and stop - start < WORTH:
+            every[start:stop] = False
+    for flags, asks in ((every, False), (some & ~every, True)):
+        yield from ((first + start, first + stop, asks) for start, stop in runs_of(flags))
+
+
+def _cut(bands: tuple[Band, ...], q: Rows, kv: Rows) -> Ints:
+    """Bands cut where rows of the stores are not contiguous, sorted by query and key."""
+    rows, _ = in_rows(bd.as_array(bands), q.runs[:, :2])
     rows = bd.tighten(cells(rows, kv.runs[:, :2]))
-    rows = rows[np.lexsort((rows[:, bd.K0], rows[:, bd.Q0]))]
+    return rows[np.lexsort((rows[:, bd.K0], rows[:, bd.Q0]))]
+
+
+def _tiles(rows: Ints, q: Rows, kv: Rows) -> list[Tile]:
+    """Bands that lie in one run of each store, in local rows."""
     q0, k0 = _local(q, rows[:, bd.Q0]), _local(kv, rows[:, bd.K0])
     num_q, num_k = rows[:, bd.Q1] - rows[:, bd.Q0], rows[:, bd.K1] - rows[:, bd.K0]
     shift = rows[:, bd.Q0] - rows[:, bd.K0]
     lo, hi = rows[:, bd.LO] - shift, rows[:, bd.HI] - shift
     table = np.stack((q0, q0 + num_q, k0, k0 + num_k, lo, hi), axis=1)
     open_lo, open_hi = lo <= 1 - num_k, hi >= num_q - 1  # bounds that exclude no pair of the tile
-    tiles = [
+    return [
         Tile(a, b, c, d, None if no_lo else low, None if no_hi else high)
         for (a, b, c, d, low, high), no_lo, no_hi in zip(
             table.tolist(), open_lo.tolist(), open_hi.tolist(), strict=True
         )
     ]
-    return joined(joined(tiles, _beside), _below)
 
 
 def _local(store: Rows, position: Ints) -> Ints:
@@ -64,9 +121,9 @@ def joined(tiles: Iterable[Tile], fit: Callable[[Tile, Tile], bool]) -> list[Til
     """The same pairs in fewer tiles: neighbours that fit become one where a single band says what both say.
 
     >>> joined([Tile(0, 4, 0, 4), Tile(0, 4, 4, 8, lo=0)], _beside)
-    [Tile(q0=0, q1=4, k0=0, k1=8, lo=-4, hi=None)]
+    [Tile(q0=0, q1=4, k0=0, k1=8, lo=-4, hi=None, asks=False)]
     >>> joined([Tile(0, 4, 0, 4, lo=0), Tile(4, 8, 4, 8, lo=0)], _below)  # two documents
-    [Tile(q0=0, q1=4, k0=0, k1=4, lo=0, hi=None), Tile(q0=4, q1=8, k0=4, k1=8, lo=0, hi=None)]
+    [Tile(q0=0, q1=4, k0=0, k1=4, lo=0, hi=None, asks=False), Tile(q0=4, q1=8, k0=4, k1=8, lo=0, hi=None, asks=False)]
     """
     made: list[Tile] = []
     for tile in tiles:

@@ -6,7 +6,7 @@ One file per idea; `mask.py` holds the type and its algebra, `bands.py` the clos
 from longspan.masks.bands import Band
 from longspan.masks.causal import causal, full, sliding_window
 from longspan.masks.documents import chunked, documents, from_cu_seqlens
-from longspan.masks.mask import Mask, Plane
+from longspan.masks.mask import Mask, Plane, Predicate
 from longspan.masks.opaque import Classifier, from_mask_mod
 from longspan.masks.prefix import global_prefix, prefix_lm
 from longspan.masks.vary import per_head, per_row
@@ -16,6 +16,7 @@ __all__ = [
     "Classifier",
     "Mask",
     "Plane",
+    "Predicate",
     "causal",
     "chunked",
     "documents",

@@ -1,8 +1,9 @@
 """Functions of single positions, called on whole tiles.
 
 FlexAttention's functions are written for one pair, `f(b, h, q_idx, kv_idx)`. Most of them mean the same when they get
-arrays that broadcast, which is fast. Some do not: `(q_idx >= starts).sum()` adds up the tile. So the two readings are
-compared once, and where they differ the function is mapped over single pairs with `torch.vmap`.
+arrays that broadcast, which is fast. Some do not: `(q_idx >= starts).sum()` adds up the tile. So a function is called
+on tiles only if it uses nothing but operations that are known to work element by element, and gives on a sample what
+single pairs give; any other one is mapped over single pairs with `torch.vmap`.
 """
 
 from __future__ import annotations
@@ -10,27 +11,35 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
+import numpy as np
 
-MIXES = frozenset(
-    "sum any all max min mean prod amax amin argmax argmin cumsum cumprod sort argsort topk unique nonzero count_nonzero"
-    " matmul stack cat reshape view flatten squeeze unsqueeze permute transpose flip roll size numel norm".split()
-)
-"""What may mean one thing for a pair and another for a tile. A function that calls one of these is always mapped, even
-if the sample agrees: `document(q) == document(kv)` is false nearly everywhere, however it is misread."""
+_PLAIN = """
+add sub rsub mul div truediv floordiv rfloordiv rtruediv rdiv mod rmod remainder fmod floor_divide true_divide divide
+multiply subtract radd rmul neg negative pos abs absolute sign sgn square sqrt rsqrt pow rpow reciprocal exp exp2 expm1
+log log2 log10 log1p sin cos tan asin acos atan atan2 sinh cosh tanh sigmoid erf erfc relu gelu silu softplus elu
+leaky_relu hardtanh clamp clamp_min clamp_max clip floor ceil round trunc frac lerp addcmul addcdiv hypot where
+eq ne lt le gt ge not_equal less less_equal greater greater_equal logical_and logical_or logical_xor logical_not
+bitwise_and bitwise_or bitwise_xor bitwise_not and or xor invert rand ror rxor lshift rshift rlshift rrshift
+maximum minimum fmax fmin max min isnan isinf isfinite isneginf isposinf isclose masked_fill nan_to_num
+to type type_as float double half bfloat16 int long short bool detach clone contiguous requires_grad_
+zeros_like ones_like full_like empty_like is_floating_point dim ndimension get getitem sinc logit copysign signbit
+bucketize searchsorted
+"""
+PLAIN = frozenset(_PLAIN.split())
+"""Operations that work element by element, by name without underscores; `max` and `min` only of two (shapes tell)."""
+LOOKUPS = frozenset({"bucketize", "searchsorted"})
+"""Those that may take a whole tensor from outside: where a value lies in it."""
 
-_known: WeakKeyDictionary[Any, Elementwise] = WeakKeyDictionary()
-"""What was found out before. A cache: it changes no result."""
+_verdicts: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Which functions take tiles. A cache: it changes no result, and keeps no function alive."""
 
 
 def elementwise(function: Callable[..., Any]) -> Elementwise:
-    """The function, callable on tiles; asked again, the same object."""
-    try:
-        return _known.setdefault(function, Elementwise(function))
-    except TypeError:  # neither hashable nor weakly referable: find out again
-        return Elementwise(function)
+    """The function, callable on tiles; what was found out about it is remembered."""
+    return Elementwise(function)
 
 
 class Elementwise:
@@ -45,14 +54,24 @@ class Elementwise:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.broadcasts: bool | None = None
+        self.broadcasts = _verdict(function)
         """Whether arrays may be passed as they are; None until it was tried."""
 
     def __call__(self, *arguments: Any) -> Any:
         """The function's values, of the shape to which the tensors among the arguments broadcast."""
-        if self.broadcasts is None:
-            self.broadcasts = self._agrees(*_sampled(arguments))
+        if math.prod(_shape(arguments)) <= 1:
+            return self.function(*arguments)
+        self.settle(*arguments)
         return self.function(*arguments) if self.broadcasts else self.mapped(*arguments)
+
+    def settle(self, *arguments: Any) -> None:
+        """Finds out how to call the function, unless that is known or one pair is all there is to try."""
+        if self.broadcasts is None and math.prod(_shape(arguments)) > 1:
+            self.broadcasts = self._agrees(*_sampled(arguments))
+            try:
+                _verdicts[self.function] = self.broadcasts
+            except TypeError:  # neither hashable nor weakly referable: found out again next time
+                return
 
     def mapped(self, *arguments: Any) -> Any:
         """Pair by pair, by way of vmap."""
@@ -61,8 +80,8 @@ class Elementwise:
         except Exception as error:
             name = getattr(self.function, "__name__", type(self.function).__name__)
             error.add_note(
-                f"{name} gives other values for arrays of positions than for single ones, so it was mapped over single"
-                f" ones with torch.vmap. Write it with operations that work element by element."
+                f"{name} may give other values for arrays of positions than for single ones, so it was mapped over"
+                f" single ones with torch.vmap. Write it with operations that work element by element."
             )
             raise
 
@@ -84,45 +103,87 @@ class Elementwise:
         return torch.stack([torch.as_tensor(value) for value in found]).view(shape)
 
     def _agrees(self, *arguments: Any) -> bool:
-        """Whether arrays give what single pairs give, as far as a sample tells and no function that is used mixes."""
+        """Whether arrays give what single pairs give: on a sample, and by the operations that were used."""
         import torch
 
         if 0 in _shape(arguments):
             return True
+        can_map = True
         try:
             try:
                 single = self._mapped(*arguments)
             except Exception:  # whatever the user's function raises inside vmap
-                single = self._one_by_one(*arguments)
+                single, can_map = self._one_by_one(*arguments), False
         except Exception:
             return True  # written for arrays and nothing else: there is no other reading
-        called: set[str] = set()
+        watch = _watch()(arguments)
         try:
-            with _watch()(called):
-                found = torch.as_tensor(self.function(*arguments))
+            with watch:
+                found = self.function(*arguments)
+            found = torch.as_tensor(found)
         except (RuntimeError, IndexError):
             return False
-        if called & MIXES or found.ndim > single.ndim:
+        if (watch.mixes and can_map) or found.ndim > single.ndim:
             return False
         wide = found.to(single.device).expand(single.shape)
         return wide.dtype == single.dtype and bool(torch.isclose(wide, single, equal_nan=True).all())
 
 
+def _verdict(function: Callable[..., Any]) -> bool | None:
+    try:
+        return _verdicts.get(function)
+    except TypeError:
+        return None
+
+
 @cache
 def _watch() -> Any:
-    """A context in which the names of torch functions that are called are noted. Torch is imported when first used."""
+    """A context that notes whether operations on a tile may mix its elements. Torch is imported when first used."""
+    import torch
     from torch.overrides import TorchFunctionMode
 
     class Watch(TorchFunctionMode):
-        def __init__(self, called: set[str]) -> None:
+        def __init__(self, arguments: tuple[Any, ...]) -> None:
             super().__init__()
-            self.called = called
+            self.mixes = False
+            self._tiles = {id(a): a for a in arguments if isinstance(a, torch.Tensor)}
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.called.add(getattr(func, "__name__", ""))
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            values = _flat((args, kwargs or {}))
+            tiles = [value for value in values if id(value) in self._tiles]
+            if tiles:
+                self.mixes |= not self._is_plain(getattr(func, "__name__", "").strip("_"), args, values, tiles, result)
+                self._tiles.update((id(r), r) for r in _flat(result))
+            return result
+
+        def _is_plain(self, name: str, args: Any, values: list[Any], tiles: list[Any], result: Any) -> bool:
+            if name not in PLAIN:
+                return False
+            if name == "getitem":
+                base, indices = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+                whole = all(isinstance(i, int | torch.Tensor) for i in indices) and len(indices) == base.ndim
+                if id(base) in self._tiles or not whole:
+                    return False
+            elif name not in LOOKUPS and any(v.ndim and id(v) not in self._tiles for v in values):
+                return False
+            shape = np.broadcast_shapes(*(tuple(t.shape) for t in tiles))
+            return (
+                not isinstance(result, torch.Tensor | tuple | list)
+                or (isinstance(result, torch.Tensor) and tuple(result.shape) == shape)
+                or isinstance(result, torch.Size)
+            )
 
     return Watch
+
+
+def _flat(value: Any) -> list[Any]:
+    """Tensors in nested arguments."""
+    if isinstance(value, dict):
+        return _flat(list(cast("dict[str, Any]", value).values()))
+    if isinstance(value, tuple | list):
+        return [tensor for item in cast("list[Any]", value) for tensor in _flat(item)]
+    return [value] if _is_tensor(value) else []
 
 
 def _is_tensor(value: Any) -> bool:
@@ -132,9 +193,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _shape(arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    import torch
-
-    return torch.broadcast_shapes(*(a.shape for a in arguments if _is_tensor(a)))
+    return np.broadcast_shapes(*(tuple(a.shape) for a in arguments if _is_tensor(a)))
 
 
 def _sampled(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -142,7 +201,7 @@ def _sampled(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     import torch
 
     shape = _shape(arguments)
-    picks: list[torch.Tensor] = []
+    picks: list[Any] = []
     for dim, size in enumerate(shape):
         if dim < len(shape) - 2 and size > 3:  # batch rows and heads: three will do
             picks.append(torch.tensor([0, size // 2, size - 1]))

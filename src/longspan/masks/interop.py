@@ -51,7 +51,7 @@ def _plane_mod(plane: Plane, seq_len: int) -> PlaneMod:
 
 def _predicate_mod(predicate: object, seq_len: int) -> PlaneMod:
     if isinstance(predicate, Function):
-        return predicate.mask_mod
+        return _function_mod(predicate)
     if isinstance(predicate, Neither):
         inner = _plane_mod(predicate.a, seq_len)
         return lambda b, h, q, kv: ~inner(b, h, q, kv)
@@ -61,6 +61,17 @@ def _predicate_mod(predicate: object, seq_len: int) -> PlaneMod:
             return lambda b, h, q, kv: a(b, h, q, kv) & other(b, h, q, kv)
         return lambda b, h, q, kv: a(b, h, q, kv) | other(b, h, q, kv)
     raise MaskError(f"a predicate of type {type(predicate).__name__} has no mask_mod. Give it one in masks/interop.py.")
+
+
+def _function_mod(predicate: Function) -> PlaneMod:
+    """The function with the batch row and head of its plane, which need not be where the plane is used."""
+    row, head = predicate.row, predicate.head
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        b = b if row is None else q_idx.new_full((), row)
+        return predicate.mask_mod(b, h if head is None else q_idx.new_full((), head), q_idx, kv_idx)
+
+    return mask_mod
 
 
 def _bands_mod(rows: Ints, seq_len: int) -> PlaneMod:

@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from operator import and_, or_
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.bands import LIMIT, Band
+from longspan.masks.keys import This
 from longspan.span import Ints, Span
 
 Bools = NDArray[np.bool_]
@@ -310,7 +310,7 @@ class Mask:
             )
         # Functions are not remembered: they may hold on to large tensors.
         combine = _combined if self.is_structured and other.is_structured else _combined.__wrapped__
-        return combine(_This(self), _This(other), sign)
+        return combine(This(self), This(other), sign)
 
     # -- identity ---------------------------------------------------------------------------------------------------
 
@@ -363,24 +363,11 @@ class Mask:
         return to_mask_mod(self.resized(self.length(seq_len)))
 
 
-class _This:
-    """A mask as a key of a cache: this object, not an equal one, so that looking it up costs nothing."""
-
-    def __init__(self, mask: Mask) -> None:
-        self.mask = mask
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _This) and self.mask is other.mask
-
-    def __hash__(self) -> int:
-        return id(self.mask)
-
-
 @lru_cache(maxsize=256)
-def _combined(these: _This, those: _This, sign: str) -> Mask:
+def _combined(these: This[Mask], those: This[Mask], sign: str) -> Mask:
     """Two masks joined; the same two objects give the same object."""
-    a, b = these.mask, those.mask
-    meet: Callable[[Plane, Plane], Plane] = and_ if sign == "&" else or_
+    a, b = these.value, those.value
+    meet = Plane.__and__ if sign == "&" else Plane.__or__
     lengths = {length for length in (a.seq_len, b.seq_len) if length is not None}
     if len(lengths) > 1:
         raise MaskError(

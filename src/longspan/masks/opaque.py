@@ -20,6 +20,7 @@ from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.causal import full
 from longspan.masks.elementwise import elementwise
+from longspan.masks.keys import This
 from longspan.masks.mask import Bools, Mask, Plane
 from longspan.span import Ints, Span, union
 
@@ -70,7 +71,7 @@ class Function:
         b = _Unasked("b (the batch row)", "rows=<batch size>") if self.row is None else torch.tensor(self.row)
         h = _Unasked("h (the head)", "heads=<number of query heads>") if self.head is None else torch.tensor(self.head)
         shape = np.broadcast_shapes(q.shape, kv.shape)
-        positions = torch.as_tensor(np.ascontiguousarray(q)), torch.as_tensor(kv.copy())
+        positions = torch.as_tensor(q.copy()), torch.as_tensor(kv.copy())
         found = elementwise(self.mask_mod)(b, h, *positions)
         found = np.asarray(found.cpu() if isinstance(found, torch.Tensor) else found)
         if found.dtype != np.bool_:
@@ -133,10 +134,14 @@ def _indices(count: int | None) -> list[int | None]:
     return [None] if count is None else list(range(count))
 
 
-@lru_cache(maxsize=64)
 def classifier(plane: Plane, seq_len: int, tile: int) -> Classifier:
-    """The classifier of a plane, the same for equal planes."""
-    return Classifier(plane, seq_len, tile)
+    """The classifier of a plane: the same for the same one, not for an equal one, whose function may read new data."""
+    return _classifier(This(plane), seq_len, tile)
+
+
+@lru_cache(maxsize=64)
+def _classifier(plane: This[Plane], seq_len: int, tile: int) -> Classifier:
+    return Classifier(plane.value, seq_len, tile)
 
 
 class Classifier:

@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from longspan.errors import PlanError
 from longspan.layouts import Layout
 from longspan.masks import Mask
+from longspan.masks.keys import MaskKey
 from longspan.schedules.backward import reverse
 from longspan.schedules.choose import REASON_HEAD, Reason, choose, judge, received
 from longspan.schedules.machine import Machine
@@ -125,7 +126,6 @@ class Plan:
         return "\n".join((*lines, *map(str, self.reasons)))
 
 
-@lru_cache(maxsize=64)
 def made_plan(
     mask: Mask,
     layout: Layout,
@@ -137,7 +137,23 @@ def made_plan(
     keep: bool,
     max_rows: int | None,
 ) -> Plan:
-    """The plan of checked arguments; equal ones give the same object."""
+    """The plan of checked arguments; equal ones give the same object, masks with a function only the same mask."""
+    return _made(MaskKey(mask), layout, sizes, dtype, name, machine, assumed, keep, max_rows)
+
+
+@lru_cache(maxsize=64)
+def _made(
+    key: MaskKey,
+    layout: Layout,
+    sizes: Sizes,
+    dtype: str,
+    name: str,
+    machine: Machine,
+    assumed: bool,
+    keep: bool,
+    max_rows: int | None,
+) -> Plan:
+    mask = key.mask
     problem = Problem.make(mask, layout, sizes, node=machine.node, max_rows=max_rows)
     if name == "auto":
         chosen, reasons = choose(problem, machine, keep=keep)

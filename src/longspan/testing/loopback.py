@@ -4,33 +4,56 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from longspan.execution.backward import Backward
+from longspan.execution.extras import Extras
 from longspan.execution.forward import Forward
-from longspan.execution.kernels import choose_kernel, kernel_named
+from longspan.execution.kernels import Asked, choose_kernel, kernel_named
 from longspan.execution.runner import Job
-from longspan.execution.transports import Loopback, Program
+from longspan.execution.transports import Loopback
 from longspan.schedules.plan import Plan
 
 SEQ_DIM = 2
 
 
+@torch.no_grad()
 def run_loopback(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, kernel: str = "auto", scale: float | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, lse, dq, dk and dv of whole tensors, computed by all ranks of the plan together."""
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    *,
+    kernel: str = "auto",
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    extras: Extras | None = None,
+) -> tuple[Tensor, ...]:
+    """Output, lse, dq, dk and dv of whole tensors, computed by all ranks of the plan together.
+
+    Then, in the order of their first use, the gradients of tensors that score functions captured, and that of sinks:
+    summed over the ranks.
+    """
     layout = plan.layout
-    chosen = kernel_named(choose_kernel(kernel, q, k, v))
+    scoring = None if extras is None else extras.scoring(q, plan)
+    captured = () if scoring is None else scoring.captured
+    drops = scoring is not None and scoring.dropout is not None
+    asked = Asked(not plan.mask.is_structured, scoring is not None, drops)
+    chosen = kernel_named(choose_kernel(kernel, q, k, v, asked))
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    jobs = [Job(plan, rank, chosen, scale, q.dtype) for rank in range(layout.world_size)]
+    jobs = [Job(plan, rank, chosen, scale, q.dtype, scoring, sinks) for rank in range(layout.world_size)]
     ranks = range(layout.world_size)
-    own = [[layout.shard(t, rank, SEQ_DIM) for t in (q, k, v, dout)] for rank in ranks]
-    forward = Loopback().run([Forward(jobs[r], *own[r][:3]).program(saves=True) for r in ranks])
-    programs: list[Program[tuple[Tensor, Tensor, Tensor]]] = []
+    own = [tuple(layout.shard(t, rank, SEQ_DIM) for t in (q, k, v)) for rank in ranks]
+    upstream = [layout.shard(dout, rank, SEQ_DIM) for rank in ranks]
+    forward = Loopback().run([Forward(jobs[r], *own[r], captured=captured).program(saves=True) for r in ranks])
+    runs: list[Backward] = []
     for r in ranks:
-        (q, k, v, dout), (out, lse, kept) = own[r], forward[r]
-        programs.append(Backward(jobs[r], q, k, v, out, lse, dout, None, kept).program())
-    gradients = Loopback().run(programs)
+        (q, k, v), (out, lse, kept) = own[r], forward[r]
+        runs.append(Backward(jobs[r], q, k, v, out, lse, upstream[r], None, kept, captured))
+    gradients = Loopback().run([run.program() for run in runs])
+    shared = [run.shared_gradients() for run in runs]
     parts = [(*forward[r][:2], *gradients[r]) for r in ranks]
-    return tuple(layout.unshard([part[i] for part in parts], SEQ_DIM) for i in range(5))  # type: ignore[return-value]
+    whole = [layout.unshard([part[i] for part in parts], SEQ_DIM) for i in range(5)]
+    return *whole, *(torch.stack(found).sum(0) for found in zip(*shared, strict=True))

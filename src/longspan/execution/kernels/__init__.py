@@ -5,21 +5,36 @@ from __future__ import annotations
 from torch import Tensor
 
 from longspan.errors import KernelError
-from longspan.execution.kernels.contract import Kernel, Tile
+from longspan.execution.kernels.contract import PLAIN, Asked, Kernel, Tile
 from longspan.execution.kernels.flash_cuda import Flash
+from longspan.execution.kernels.flex import Flex
 from longspan.execution.kernels.reference import Reference
 from longspan.execution.kernels.sdpa import CpuFlash
 from longspan.execution.kernels.sdpa_cuda import Cudnn, Efficient
 
-__all__ = ["Kernel", "Tile", "choose_kernel", "kernel_named"]
+__all__ = ["Asked", "Kernel", "Tile", "choose_kernel", "kernel_named"]
 
 _KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
-    for kernel in (CpuFlash(), Flash("varlen", grouped=True), Efficient(), Flash("flash", False), Cudnn(), Reference())
+    for kernel in (
+        CpuFlash(),
+        Flash("varlen", grouped=True),
+        Efficient(),
+        Flash("flash", False),
+        Cudnn(),
+        Flex(),
+        Reference(),
+    )
 }
 
 # Asked in this order. `flash` and `cudnn` are left to those who name them: `varlen` does all that they do.
-_CHOICES = {"sdpa": ("cpu_flash", "varlen", "efficient"), "auto": ("cpu_flash", "varlen", "efficient", "reference")}
+_CHOICES = {
+    "sdpa": ("cpu_flash", "varlen", "efficient"),
+    "auto": ("cpu_flash", "varlen", "efficient", "flex", "reference"),
+}
+
+# On CPUs it writes out all scores: there it is for those who name it, and is not proposed.
+_NAMED_ON_CPUS = ("flex",)
 
 
 def kernel_named(name: str) -> Kernel:
@@ -34,13 +49,19 @@ def kernel_named(name: str) -> Kernel:
     return _KERNELS[name]
 
 
-def choose_kernel(name: str, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str:
-    """The name of the kernel to use: the one asked for, or the first of the choice that takes these tensors."""
+def choose_kernel(name: str, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, asked: Asked = PLAIN) -> str:
+    """The name of the kernel to use: the one asked for, or the first of the choice that does this for these tensors."""
+
+    def refusal(kernel: Kernel) -> str | None:
+        if q_BHQD.device.type == "cpu" and kernel.name in _NAMED_ON_CPUS and kernel.name != name:
+            return "on CPUs it runs when it is named"
+        return asked.beyond(kernel.honours) or kernel.refuses(q_BHQD, k_BGKD, v_BGKE)
+
     whys: list[str] = []
     for candidate in _CHOICES.get(name, (name,)):
-        why = kernel_named(candidate).refuses(q_BHQD, k_BGKD, v_BGKE)
+        why = refusal(kernel_named(candidate))
         if why is None:
             return candidate
         whys.append(f"{candidate}: {why}" if name in _CHOICES else why)
-    fit = [repr(other) for other, kernel in _KERNELS.items() if kernel.refuses(q_BHQD, k_BGKD, v_BGKE) is None]
+    fit = [repr(other) for other, kernel in _KERNELS.items() if refusal(kernel) is None]
     raise KernelError(f"kernel {name!r} was asked for, but {'; '.join(whys)}. Use {' or '.join(fit)}, or 'auto'.")

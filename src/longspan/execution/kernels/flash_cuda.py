@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import Tile
+from longspan.execution.kernels.contract import PLAIN, Asked, Pairs, Tile
 
 MULTIPLE = 8
 WIDEST = 256
@@ -68,6 +68,7 @@ class Flash:
     grouped: bool = True
     op: FlashOp = _torch.flash
     backward_op: FlashBackwardOp = _torch.flash_backward
+    honours: Asked = PLAIN
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
         widest = max(q_BHQD.shape[3], v_BGKE.shape[3])
@@ -86,6 +87,7 @@ class Flash:
         v_BGKE: Tensor,
         tiles: Sequence[Tile],
         scale: float,
+        pairs: Pairs | None = None,  # noqa: ARG002
     ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
         q, k, v = (_padded(x, _width(q_BHQD, v_BGKE)) for x in (q_BHQD, k_BGKD, v_BGKE))
         done: dict[int, tuple[Tensor, Tensor]] = {}
@@ -121,6 +123,7 @@ class Flash:
         tiles: Sequence[Tile],
         scale: float,
         delta_BHQ: Tensor,  # noqa: ARG002
+        pairs: Pairs | None = None,  # noqa: ARG002
     ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
         width, dtype = _width(q_BHQD, v_BGKE), q_BHQD.dtype
         dout, q, k, v, out = (_padded(x.to(dtype), width) for x in (dout_BHQE, q_BHQD, k_BGKD, v_BGKE, out_BHQE))

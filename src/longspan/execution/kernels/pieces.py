@@ -30,7 +30,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from longspan.execution.kernels.contract import Tile
+from longspan.execution.kernels.contract import Pairs, Tile
 
 SMALL = (512, 1024)  # rows x columns up to which one call with a bias beats cutting
 NARROW = 2048  # bands narrower than this go in panels of NARROW_ROWS with a bias, wider ones in panels of WIDE_ROWS
@@ -74,7 +74,9 @@ def split(tile: Tile) -> Iterator[Tile]:
     if tight is None:
         return
     lo, hi = tight.lo, tight.hi
-    if (hi is None and lo in (None, 0)) or (tight.rows <= SMALL[0] and tight.cols <= SMALL[1]):
+    if tight.asks:
+        yield from _blocks(tight)
+    elif (hi is None and lo in (None, 0)) or (tight.rows <= SMALL[0] and tight.cols <= SMALL[1]):
         yield tight
     elif hi is None:
         yield from _borders(tight)
@@ -85,6 +87,15 @@ def split(tile: Tile) -> Iterator[Tile]:
     else:
         for panel in _panels(tight, WIDE_ROWS):
             yield from _borders(panel)
+
+
+def _blocks(tile: Tile) -> Iterator[Tile]:
+    """Blocks that one bias serves each."""
+    for panel in _panels(tile, SMALL[0]):
+        for k0 in range(panel.k0, panel.k1, SMALL[1]):
+            block = panel.part(panel.q0, panel.q1, k0, min(k0 + SMALL[1], panel.k1))
+            if block is not None:
+                yield block
 
 
 def _panels(tile: Tile, rows: int) -> Iterator[Tile]:
@@ -114,19 +125,32 @@ def _borders(tile: Tile) -> Iterator[Tile]:
 class _Biases:
     """Additive masks; only the last is kept, because the panels of one window follow each other and share it."""
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
+    def __init__(self, like: Tensor, pairs: Pairs | None) -> None:
+        self._like, self._pairs = like, pairs
         self._shape: tuple[int, int, int | None, int | None] | None = None
         self._bias: Tensor | None = None
+        self.blind: Tensor | None = None
+        """(q, 1) rows of the last piece that see none of its keys, where a function decided; None if there are none."""
 
     def of(self, piece: Tile) -> tuple[Tensor | None, bool]:
         """(bias, causal) that say which pairs of the piece may meet."""
+        self.blind = None
+        if piece.asks:
+            return self._answers(piece), False
         if piece.hi is None and piece.lo in (None, 0):
             return None, piece.lo == 0
         shape = (piece.rows, piece.cols, piece.lo, piece.hi)
         if shape != self._shape:
             self._shape, self._bias = shape, additive(*shape, like=self._like)
         return self._bias, False
+
+    def _answers(self, piece: Tile) -> Tensor:
+        assert self._pairs is not None
+        bias = additive(piece.rows, piece.cols, piece.lo, piece.hi, like=self._like)
+        bias.masked_fill_(~self._pairs.allowed(piece), -torch.inf)
+        blind = bias.isneginf().all(1, keepdim=True)
+        self.blind = blind if bool(blind.any()) else None
+        return bias
 
 
 def additive(rows: int, cols: int, lo: int | None, hi: int | None, like: Tensor) -> Tensor:
@@ -149,9 +173,10 @@ def run_forward(
     tiles: Sequence[Tile],
     scale: float,
     multiple: int,
+    pairs: Pairs | None,
 ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
     """Kernel.forward by pieces. Head dims are padded with zeros to the larger of the two and to a `multiple`."""
-    biases, e, pad = _Biases(q_BHQD), v_BGKE.shape[3], _padding(q_BHQD, v_BGKE, multiple)
+    biases, e, pad = _Biases(q_BHQD, pairs), v_BGKE.shape[3], _padding(q_BHQD, v_BGKE, multiple)
     for tile in tiles:
         state: tuple[Tensor, Tensor] | None = None
         seen: list[Tile] = []
@@ -165,6 +190,11 @@ def run_forward(
                 scale,
             )
             part = _cut(part, e)
+            if biases.blind is not None:  # operators write finite numbers there
+                part, part_lse = (
+                    part.masked_fill(biases.blind, 0.0),
+                    part_lse.masked_fill(biases.blind[:, 0], -torch.inf),
+                )
             if state is None and piece.rows == tile.rows:
                 state = part, part_lse
             else:
@@ -216,11 +246,12 @@ def run_backward(
     tiles: Sequence[Tile],
     scale: float,
     multiple: int,
+    pairs: Pairs | None,
 ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
     """Kernel.backward by pieces, whose gradients are summed in float32 (float64 for float64)."""
     dtype, d, e = q_BHQD.dtype, q_BHQD.shape[3], v_BGKE.shape[3]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    biases, pad = _Biases(q_BHQD), _padding(q_BHQD, v_BGKE, multiple)
+    biases, pad = _Biases(q_BHQD, pairs), _padding(q_BHQD, v_BGKE, multiple)
     # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for everybody it meets
     lse_BHQ = lse_BHQ.to(wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
     for tile in tiles:

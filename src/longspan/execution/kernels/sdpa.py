@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import Tile
+from longspan.execution.kernels.contract import MASKS, Asked, Pairs, Tile
 from longspan.execution.kernels.pieces import BackwardOp, ForwardOp, run_backward, run_forward
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -61,6 +61,7 @@ class CpuFlash:
     name: str = "cpu_flash"
     op: ForwardOp = _torch.cpu_flash
     backward_op: BackwardOp = backward_op
+    honours: Asked = MASKS
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
         if q_BHQD.device.type != "cpu":
@@ -76,8 +77,9 @@ class CpuFlash:
         v_BGKE: Tensor,
         tiles: Sequence[Tile],
         scale: float,
+        pairs: Pairs | None = None,
     ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        return run_forward(self.op, q_BHQD, k_BGKD, v_BGKE, tiles, scale, multiple=1)
+        return run_forward(self.op, q_BHQD, k_BGKD, v_BGKE, tiles, scale, 1, pairs)
 
     def backward(
         self,
@@ -90,7 +92,8 @@ class CpuFlash:
         tiles: Sequence[Tile],
         scale: float,
         delta_BHQ: Tensor,  # noqa: ARG002
+        pairs: Pairs | None = None,
     ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
         return run_backward(
-            self.backward_op, dout_BHQE, q_BHQD, k_BGKD, v_BGKE, out_BHQE, lse_BHQ, tiles, scale, multiple=1
+            self.backward_op, dout_BHQE, q_BHQD, k_BGKD, v_BGKE, out_BHQE, lse_BHQ, tiles, scale, 1, pairs
         )

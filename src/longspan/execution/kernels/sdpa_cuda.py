@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import Tile
+from longspan.execution.kernels.contract import MASKS, Asked, Pairs, Tile
 from longspan.execution.kernels.pieces import BackwardOp, ForwardOp, run_backward, run_forward
 
 MULTIPLE = 8  # head dims that every one of these operators reads in whole vectors
@@ -27,6 +27,7 @@ class Efficient:
     name: str = "efficient"
     op: ForwardOp = _torch.efficient
     backward_op: BackwardOp = _torch.efficient_backward
+    honours: Asked = MASKS
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
         return _refuses(q_BHQD, (torch.float32, torch.bfloat16, torch.float16))
@@ -38,8 +39,9 @@ class Efficient:
         v_BGKE: Tensor,
         tiles: Sequence[Tile],
         scale: float,
+        pairs: Pairs | None = None,
     ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        return run_forward(self._forward, q_BHQD, k_BGKD, v_BGKE, tiles, scale, MULTIPLE)
+        return run_forward(self._forward, q_BHQD, k_BGKD, v_BGKE, tiles, scale, MULTIPLE, pairs)
 
     def backward(
         self,
@@ -52,9 +54,10 @@ class Efficient:
         tiles: Sequence[Tile],
         scale: float,
         delta_BHQ: Tensor,  # noqa: ARG002
+        pairs: Pairs | None = None,
     ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
         return run_backward(
-            self._backward, dout_BHQE, q_BHQD, k_BGKD, v_BGKE, out_BHQE, lse_BHQ, tiles, scale, MULTIPLE
+            self._backward, dout_BHQE, q_BHQD, k_BGKD, v_BGKE, out_BHQE, lse_BHQ, tiles, scale, MULTIPLE, pairs
         )
 
     def _forward(
@@ -101,6 +104,7 @@ class Cudnn:
     name: str = "cudnn"
     op: ForwardOp = _torch.cudnn
     backward_op: BackwardOp = _torch.cudnn_backward
+    honours: Asked = MASKS
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
         widest = max(q_BHQD.shape[3], v_BGKE.shape[3])
@@ -115,8 +119,9 @@ class Cudnn:
         v_BGKE: Tensor,
         tiles: Sequence[Tile],
         scale: float,
+        pairs: Pairs | None = None,
     ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        return run_forward(self._forward, q_BHQD, k_BGKD, v_BGKE, tiles, scale, MULTIPLE)
+        return run_forward(self._forward, q_BHQD, k_BGKD, v_BGKE, tiles, scale, MULTIPLE, pairs)
 
     def backward(
         self,
@@ -129,9 +134,10 @@ class Cudnn:
         tiles: Sequence[Tile],
         scale: float,
         delta_BHQ: Tensor,  # noqa: ARG002
+        pairs: Pairs | None = None,
     ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
         return run_backward(
-            self._backward, dout_BHQE, q_BHQD, k_BGKD, v_BGKE, out_BHQE, lse_BHQ, tiles, scale, MULTIPLE
+            self._backward, dout_BHQE, q_BHQD, k_BGKD, v_BGKE, out_BHQE, lse_BHQ, tiles, scale, MULTIPLE, pairs
         )
 
     def _forward(

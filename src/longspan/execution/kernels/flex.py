@@ -1,0 +1,399 @@
+"""`flex`: PyTorch's flex attention, all tiles of a compute in one block-sparse launch, functions inside the kernel.
+
+Not run on a GPU: there the same graphs go through PyTorch's compiler, once for every set of shapes; that the graphs are
+right is checked on CPUs, where the operators write out all scores.
+
+Whatever tiles there are, a query row sees a few spans of keys, so tables of spans by row are the mask. Functions of a
+user are traced (see `traced`) and run inside the kernel. Shapes: see contract.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.fx import GraphModule
+
+from longspan.execution import _torch
+from longspan.execution.kernels.contract import Asked, Pairs, Tile
+from longspan.execution.scores import Scoring
+from longspan.execution.traced import Program, decider, key_of, program
+from longspan.masks import Predicate
+from longspan.span import Ints
+
+BLOCK = _torch.FLEX_BLOCK
+LN2 = math.log(2.0)
+GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CPU_DTYPES = (torch.float64, *GPU_DTYPES)
+DIMS = (16, 256)
+MAX_COMPILED = 256
+_OPEN = 1 << 40
+
+
+class Flex:
+    """One call for all tiles: what comes back is one result over all rows (and keys) from the first to the last."""
+
+    name = "flex"
+    honours = Asked(mask_function=True, score_function=True)
+
+    def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
+        device, dtype = q_BHQD.device.type, q_BHQD.dtype
+        if device not in ("cpu", "cuda"):
+            return f"it runs on GPUs, and for checks on CPUs, and the tensors are on {q_BHQD.device}"
+        known = CPU_DTYPES if device == "cpu" else GPU_DTYPES
+        if dtype not in known:
+            return f"on {device} it takes {', '.join(str(d)[6:] for d in known)}, and the tensors are {dtype}"
+        dims = q_BHQD.shape[3], v_BGKE.shape[3]
+        if device == "cuda" and not (DIMS[0] <= min(dims) and max(dims) <= DIMS[1]):
+            return f"it takes head dims from {DIMS[0]} to {DIMS[1]}, and those here are {dims[0]} and {dims[1]}"
+        if device == "cuda" and not has_triton():
+            return "PyTorch compiles it with Triton, and Triton is not installed"
+        return None
+
+    def forward(
+        self,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        tiles: Sequence[Tile],
+        scale: float,
+        pairs: Pairs | None = None,
+    ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+        if not tiles:
+            return
+        call = _Call.of(tiles, q_BHQD, scale, pairs)
+        inputs = [call.rows(q_BHQD), call.keys(k_BGKD), call.keys(v_BGKE)]
+        inputs += [*call.blocks.tensors, *call.score_values, *call.mask_values]
+        with torch.no_grad():
+            out, lse = _run(call.forward_key, call.forward_graph, inputs)
+        yield call.blocks.cover, out, lse.mul_(LN2)
+
+    def backward(
+        self,
+        dout_BHQE: Tensor,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        out_BHQE: Tensor,  # noqa: ARG002
+        lse_BHQ: Tensor,
+        tiles: Sequence[Tile],
+        scale: float,
+        delta_BHQ: Tensor,
+        pairs: Pairs | None = None,
+    ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+        if not tiles:
+            return
+        call = _Call.of(tiles, q_BHQD, scale, pairs)
+        dout = call.rows(dout_BHQE)
+        # exp(score - inf) is 0 for a row that saw nothing
+        lse = call.rows(lse_BHQ).masked_fill(call.rows(lse_BHQ).isneginf(), torch.inf).div_(LN2).contiguous()
+        # The operator works out rowsum(dout * out) - dlse / log(2). With `out` of zeros this is any delta we like, in
+        # full precision, and the output of rows from other ranks need not be known.
+        nothing, dlse = dout.new_zeros(()).expand(dout.shape), (call.rows(delta_BHQ) * -LN2).contiguous()
+        three = call.rows(q_BHQD), call.keys(k_BGKD), call.keys(v_BGKE)
+        buffers = *call.blocks.tensors, *call.score.marked(call.score_values), *call.mask_values
+        with torch.no_grad():
+            inputs = [*three, nothing, lse, dout, dlse, *buffers]
+            dq, dk, dv, *rest = _run(call.backward_key, call.backward_graph, inputs)
+        call.add_gradients(rest)
+        yield call.blocks.cover, dq, dk, dv
+
+
+def has_triton() -> bool:
+    """Whether PyTorch's compiler has what it needs for GPUs."""
+    return find_spec("triton") is not None
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What one launch computes: which pairs, and what happens to their scores."""
+
+    blocks: _Blocks
+    scale: float
+    score: Program
+    score_values: list[Tensor]
+    mask: Program
+    mask_values: list[Tensor]
+    pairs: Pairs | None
+
+    @staticmethod
+    def of(tiles: Sequence[Tile], like: Tensor, scale: float, pairs: Pairs | None) -> _Call:
+        blocks = _blocks_of(tuple(tiles), like.device)
+        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+        scoring = None if pairs is None else pairs.scoring
+        predicate = pairs.predicate if pairs is not None and blocks.depths[1] else None
+        local = _positions(blocks.cover, pairs, like.device) if scoring is not None or predicate is not None else ()
+        score = _UNCHANGED if scoring is None else _score_program(scoring, like.device, wide)
+        if predicate is None:
+            mask = _bands_program(blocks.depths[0])
+        else:
+            mask = _asking_program(_Same(predicate), blocks.depths, _length(pairs), like.device)
+        values = () if pairs is None else pairs.totals.values
+        score_values = score.values(() if scoring is None else local, values)
+        mask_values = mask.values((*blocks.tables, *(() if predicate is None else local[2:])), ())
+        return _Call(blocks, scale, score, score_values, mask, mask_values, pairs)
+
+    @property
+    def forward_key(self) -> tuple[object, ...]:
+        return "forward", self.scale, self.score.key, self.mask.key
+
+    @property
+    def backward_key(self) -> tuple[object, ...]:
+        return "backward", self.scale, self.score.key, key_of(self.score.gradient), self.mask.key
+
+    def forward_graph(self) -> GraphModule:
+        counts = len(self.score_values), len(self.mask_values)
+        return _torch.flex_graph(self.score.graph, self.mask.graph, self.scale, *counts)
+
+    def backward_graph(self) -> GraphModule:
+        counts, score = (len(self.score_values), len(self.mask_values)), self.score
+        return _torch.flex_backward_graph(score.graph, score.gradient, self.mask.graph, self.scale, *counts)
+
+    def rows(self, x: Tensor) -> Tensor:
+        cover = self.blocks.cover
+        return _last_dim_first(x.narrow(2, cover.q0, cover.rows))
+
+    def keys(self, x: Tensor) -> Tensor:
+        cover = self.blocks.cover
+        return _last_dim_first(x.narrow(2, cover.k0, cover.cols))
+
+    def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Adds what was found for buffers to the totals of the captured tensors they stand for."""
+        for number, gradient in self.score.captured(gradients):
+            assert self.pairs is not None
+            totals = self.pairs.totals
+            totals.add(number, None, gradient.view(totals.values[number].shape))
+
+
+def _last_dim_first(x: Tensor) -> Tensor:
+    return x if x.ndim < 4 or x.stride(3) == 1 else x.contiguous()
+
+
+def _positions(cover: Tile, pairs: Pairs | None, device: torch.device) -> tuple[Tensor, ...]:
+    """First batch row, first head, position of every query row and of every key."""
+    assert pairs is not None
+    where = pairs.where
+    first = (torch.full((), start, device=device) for start in (where.rows.start, where.heads.start))
+    return *first, _on(device, where.q[cover.q0 : cover.q1]), _on(device, where.kv[cover.k0 : cover.k1])
+
+
+def _on(device: torch.device, array: NDArray[Any]) -> Tensor:
+    return torch.tensor(array).to(device)  # a copy: positions are kept elsewhere, too
+
+
+def _length(pairs: Pairs | None) -> int:
+    """A power of two above all positions: lengths are shapes, and other shapes have to be compiled again."""
+    assert pairs is not None
+    return 1 << int(max(pairs.where.q.max(), pairs.where.kv.max())).bit_length()
+
+
+# -- running graphs: as they are on CPUs, compiled on GPUs -------------------------------------------------------------
+
+_compiled: dict[tuple[object, ...], Callable[..., Sequence[Tensor]]] = {}
+"""By code and by shapes. A cache: it changes no result. The oldest of very many are forgotten."""
+
+
+def _run(key: tuple[object, ...], graph: Callable[[], GraphModule], inputs: list[Tensor]) -> Sequence[Any]:
+    if inputs[0].device.type == "cpu":
+        return graph()(*inputs)
+    known = (*key, *((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in inputs))
+    if known not in _compiled:
+        while len(_compiled) >= MAX_COMPILED:
+            del _compiled[next(iter(_compiled))]
+        _compiled[known] = _torch.compiled(graph(), inputs)
+    return _compiled[known](*inputs)
+
+
+def _zeros(device: torch.device | str, num: int) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros((), dtype=torch.int64, device=device) for _ in range(num))
+
+
+def _unchanged(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG001
+    return score
+
+
+_UNCHANGED = Program(_unchanged, (torch.zeros(()), *_zeros("cpu", 4)), 0, ())
+
+_scores: WeakKeyDictionary[Scoring, dict[tuple[torch.device, torch.dtype], Program]] = WeakKeyDictionary()
+"""Traced before: a scoring runs in every compute, forward and backward. A cache: it changes no result."""
+
+
+def _score_program(scoring: Scoring, device: torch.device, dtype: torch.dtype) -> Program:
+    """(score, b, h, local row, local key; first batch row, first head, positions of rows and keys)."""
+    functions = Scoring(scoring.functions)  # without what is captured and without a way back to the cache
+
+    def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *where: Tensor) -> Tensor:
+        b0, h0, q, kv = where
+        return functions.apply(score, b + b0, h + h0, q[i], kv[j])
+
+    known = _scores.setdefault(scoring, {})
+    if (device, dtype) not in known:
+        numbers = (torch.zeros((), dtype=dtype, device=device), *_zeros(device, 4))
+        line = torch.zeros(1, dtype=torch.int64, device=device)
+        known[device, dtype] = program(change, numbers, (*_zeros(device, 2), line, line.clone()), scoring.captured)
+    return known[device, dtype]
+
+
+# -- masks as graphs ---------------------------------------------------------------------------------------------------
+
+
+def _seen(i: Tensor, j: Tensor, start: Tensor, stop: Tensor, depth: int) -> Tensor:
+    """Whether key j is in one of the `depth` spans of row i."""
+    found = j < 0
+    for k in range(depth):
+        at = i * depth + k
+        found = found | ((j >= start[at]) & (j < stop[at]))
+    return found
+
+
+@cache
+def _bands_program(depth: int) -> Program:
+    """(b, h, local row, local key; tables of spans, and of spans that ask, which are empty)."""
+
+    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor, start: Tensor, stop: Tensor, *_: Tensor) -> Tensor:  # noqa: ARG001
+        return _seen(i, j, start, stop, depth)
+
+    lines = tuple(torch.zeros(depth, dtype=torch.int32) for _ in range(4))
+    return program(mask, _zeros("cpu", 4), lines)
+
+
+class _Same:
+    """A predicate in a cache, by identity; masks are values, so their functions are not expected to change."""
+
+    def __init__(self, predicate: Predicate) -> None:
+        self.predicate = predicate
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.predicate is other.predicate
+
+    def __hash__(self) -> int:
+        return id(self.predicate)
+
+
+@lru_cache(maxsize=64)
+def _asking_program(known: _Same, depths: tuple[int, int], length: int, device: torch.device) -> Program:
+    """(b, h, local row, local key; the tables, positions of rows and keys)."""
+    decide = decider(known.predicate, length)
+
+    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor, *rest: Tensor) -> Tensor:  # noqa: ARG001
+        start, stop, ask_start, ask_stop, q, kv = rest
+        asked = _seen(i, j, ask_start, ask_stop, depths[1])
+        return _seen(i, j, start, stop, depths[0]) | (asked & decide(q[i], kv[j]))
+
+    def arguments(device: torch.device | str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        lines = [torch.zeros(depth, dtype=torch.int32, device=device) for depth in depths for _ in range(2)]
+        positions = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)]
+        return _zeros(device, 4), (*lines, *positions)
+
+    numbers, given = arguments("cpu")  # where masks are called otherwise; tensors they use are copied to the device
+    return program(mask, *arguments(device), (), (*numbers, *given))
+
+
+# -- tiles as tables of spans and as blocks ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Blocks:
+    """All tiles of one launch, counted from the first row and the first key of any."""
+
+    cover: Tile
+    depths: tuple[int, int]
+    """How many spans of keys a row has at most, rounded up: of those that all may see, and of those that ask."""
+    tables: tuple[Tensor, Tensor, Tensor, Tensor]
+    tensors: tuple[Tensor, ...]
+    """Which blocks are partial and which full."""
+
+
+Spans = tuple[Ints, Ints, Ints]
+"""Row, first key and the key after the last, by row and by key."""
+
+
+@lru_cache(maxsize=64)
+def _blocks_of(tiles: tuple[Tile, ...], device: torch.device) -> _Blocks:
+    """The same tiles come again in every layer and step, so what is made of them is kept."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    sides = np.array([(t.q0, t.q1, t.k0, t.k1) for t in tiles])
+    cover = Tile(int(sides[:, 0].min()), int(sides[:, 1].max()), int(sides[:, 2].min()), int(sides[:, 3].max()))
+    plain, asking = (_spans([t for t in tiles if t.asks is asks], cover) for asks in (False, True))
+    size = -(-cover.rows // BLOCK), -(-cover.cols // BLOCK)
+    sure, maybe = _num_pairs(plain, size), _num_pairs(asking, size)
+    full = sure == BLOCK * BLOCK
+    made: tuple[Any, ...] = BlockMask.from_kv_blocks(
+        *_listed(((sure > 0) | (maybe > 0)) & ~full), *_listed(full), BLOCK_SIZE=BLOCK
+    ).as_tuple()
+    tables, depths = zip(*(_tables(spans, cover.rows, device) for spans in (plain, asking)), strict=True)
+    return _Blocks(
+        cover, (max(depths[0], 1), depths[1]), (*tables[0], *tables[1]), tuple(x.to(device) for x in made[2:10])
+    )
+
+
+def _spans(tiles: Sequence[Tile], cover: Tile) -> Spans:
+    """What every row sees; spans that touch are one."""
+    table = np.array(
+        [
+            (t.q0, t.rows, t.k0, t.cols, -_OPEN if t.lo is None else t.lo, _OPEN if t.hi is None else t.hi)
+            for t in tiles
+        ],
+        dtype=np.int64,
+    ).reshape(-1, 6)
+    of = np.repeat(np.arange(len(table)), table[:, 1])
+    i = np.arange(len(of)) - np.repeat(np.cumsum(table[:, 1]) - table[:, 1], table[:, 1])
+    q0, _, k0, cols, lo, hi = table[of].T
+    row, start = q0 - cover.q0 + i, k0 - cover.k0 + np.maximum(i - hi, 0)
+    stop = k0 - cover.k0 + np.minimum(i - lo + 1, cols)
+    keep = stop > start
+    row, start, stop = row[keep], start[keep], stop[keep]
+    order = np.lexsort((start, row))
+    row, start, stop = row[order], start[order], stop[order]
+    apart = (row[1:] != row[:-1]) | (start[1:] != stop[:-1])
+    begins, ends = np.concatenate(([True], apart))[: len(row)], np.concatenate((apart, [True]))[: len(row)]
+    return row[begins], start[begins], stop[ends]
+
+
+def _tables(spans: Spans, num_rows: int, device: torch.device) -> tuple[tuple[Tensor, Tensor], int]:
+    """First key and the key after the last of the k-th span of row i at i * depth + k, and the depth.
+
+    The depth is 0, 1, 2, 4, ...: it is part of the code, and other code has to be compiled again.
+    """
+    row, start, stop = spans
+    counts = np.bincount(row, minlength=num_rows)
+    most = int(counts.max(initial=0))
+    depth = 1 << (most - 1).bit_length() if most else 0
+    at = row * depth + np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    made: list[Tensor] = []
+    for edge in (start, stop):
+        table = np.zeros(num_rows * max(depth, 1), dtype=np.int32)
+        table[at] = edge
+        made.append(_on(device, table))
+    return (made[0], made[1]), depth
+
+
+def _num_pairs(spans: Spans, size: tuple[int, int]) -> Ints:
+    """How many pairs every block has: a span that ends at key c of block t has BLOCK keys in every block before t and
+    c - t * BLOCK in t itself; what lies before its start is taken off in the same way."""
+    row, start, stop = spans
+    shape = size[0], size[1] + 1
+    ends, rest = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    for edge, sign in ((start, -1), (stop, 1)):
+        at = (row // BLOCK, edge // BLOCK)
+        np.add.at(ends, at, sign)
+        np.add.at(rest, at, sign * (edge % BLOCK))
+    after = np.cumsum(ends[:, ::-1], axis=1)[:, ::-1] - ends
+    return (rest + BLOCK * after)[:, :-1]
+
+
+def _listed(blocks: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
+    """How many blocks of every row of blocks are listed, and all blocks with those first: (1, 1, rows[, columns])."""
+    order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
+    counts = blocks.sum(axis=1, dtype=np.int32)
+    return torch.tensor(counts[None, None]), torch.tensor(order[None, None])

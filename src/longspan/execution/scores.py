@@ -1,0 +1,99 @@
+"""Scoring: all that happens to scores between the product and the softmax, and to probabilities after it.
+
+A score goes through the soft cap, then ALiBi, the relative bias and the bias tensor, then `score_mod`; the mask hides
+pairs after that, and dropout strikes probabilities at last. All of them see global positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.errors import KernelError
+from longspan.execution.captured import found_in
+from longspan.execution.dropout import Dropout
+from longspan.masks.elementwise import Elementwise, elementwise
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(score, b, h, q_idx, kv_idx) -> score."""
+PLAIN = nullcontext()
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """All that happens to scores and probabilities in one call."""
+
+    functions: tuple[ScoreMod, ...]
+    captured: tuple[Tensor, ...] = ()
+    """Tensors that the functions use and that need a gradient, in the order of first use."""
+    dropout: Dropout | None = None
+
+    @staticmethod
+    def of(functions: Sequence[ScoreMod], dropout: Dropout | None, like: Tensor) -> Scoring | None:
+        """The functions in order; None if there is nothing to do."""
+        if not functions and dropout is None:
+            return None
+        made = Scoring(tuple(functions), (), dropout)
+        index = torch.zeros((), dtype=torch.int64, device=like.device)
+        score = torch.zeros_like(index, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
+        captured = found_in(lambda mode: made.apply(score, index, index, index, index, mode))
+        return Scoring(made.functions, captured, dropout)
+
+    def settled(self, score: Tensor, *index: Tensor) -> Scoring:
+        """Itself, after finding out on a real tile how the user's functions want to be called."""
+        for function in self.functions:
+            if isinstance(function, ScoreFunction):
+                with torch.no_grad():
+                    function.elementwise.settle(score, *index)
+        return self
+
+    @property
+    def broadcasts(self) -> bool:
+        """Whether every function takes whole tiles."""
+        return all(f.elementwise.broadcasts is not False for f in self.functions if isinstance(f, ScoreFunction))
+
+    def apply(
+        self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, mode: AbstractContextManager[Any] = PLAIN
+    ) -> Tensor:
+        """Scores after every function, each called under `mode`."""
+        for function in self.functions:
+            with mode:
+                found = function(score, b, h, q, kv)
+            if not isinstance(found, Tensor) or not found.is_floating_point() or not _fits(found, score):
+                what = (
+                    f"{found.dtype} of shape {tuple(found.shape)}"
+                    if isinstance(found, Tensor)
+                    else type(found).__name__
+                )
+                raise KernelError(
+                    f"score_mod got scores of shape {tuple(score.shape)} and returned {what}. It must return a"
+                    f" floating-point tensor with a score for every pair. To hide pairs use a mask."
+                )
+            with mode:  # what is handed on was made here, not captured
+                score = found.expand(score.shape).to(score.dtype)
+        return score
+
+
+def _fits(found: Tensor, score: Tensor) -> bool:
+    pairs = zip(reversed(found.shape), reversed(score.shape), strict=False)
+    return found.ndim <= score.ndim and all(a in (1, b) for a, b in pairs)
+
+
+class ScoreFunction:
+    """A user's score_mod, called on tiles; mapped over single pairs where tiles would be misread."""
+
+    def __init__(self, function: ScoreMod) -> None:
+        if not callable(function):
+            raise KernelError(
+                f"score_mod is a function (score, b, h, q_idx, kv_idx) -> score, but {type(function).__name__} was"
+                f" given."
+            )
+        self.elementwise: Elementwise = elementwise(function)
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return self.elementwise(score, b, h, q, kv)

@@ -1,0 +1,323 @@
+"""Routes: where calls of attention go while a context or a wrapped module is active.
+
+A route is a mesh, a layout and perhaps a mask. A torch-function mode hands it the calls of PyTorch's attention. Modes
+belong to threads, so two threads may use two meshes. Nothing of PyTorch is replaced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
+
+from longspan.api import attention
+from longspan.api import plan as made_plan
+from longspan.errors import KernelError, LayoutError, PlanError
+from longspan.execution._torch import function_modes
+from longspan.execution.kernels import Asked, choose_kernel
+from longspan.integrations.torch_balancers import Balancer, balancer_of, known_length, layout_of_shards, slots
+from longspan.layouts import Layout
+from longspan.masks import Mask, causal, full
+from longspan.schedules.plan import Plan
+
+SEQ_DIM = 2
+rotation: ContextVar[str | None] = ContextVar("rotation", default=None)
+"""The schedule that `set_rotate_method` chose."""
+
+
+class Route:
+    """Attention over the shards of one sequence on one mesh axis."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        balancer: Balancer,
+        mask: Mask | None = None,
+        seq_len: int | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        self.mesh, self.balancer, self.mask = check_mesh(mesh), balancer, check_mask(mask)
+        self.seq_len = known_length(balancer, mask, seq_len)
+        self.layout = layout
+        if layout is None and self.seq_len is not None:
+            self.layout = balancer.layout(self.seq_len, mesh.size())
+        self.schedule = rotation.get() or "auto"
+        self.calls: Counter[str] = Counter()
+
+    def layout_of(self, local_len: int, device: torch.device) -> Layout:
+        """The layout. If no one said how long the sequence is, the first call asks all ranks."""
+        if self.layout is None:
+            lengths = gathered_lengths(self.mesh, local_len, device)
+            self.layout = layout_of_shards(self.balancer, lengths, self.seq_len)
+        expected = slots(self.layout)[self.mesh.get_local_rank()]
+        if local_len != expected:
+            raise LayoutError(
+                f"attention was called with {local_len} tokens on rank {self.mesh.get_local_rank()}, but {self.layout}"
+                f" gives it {expected}. Shard inputs as the context shards its buffers, or pass load_balancer= and"
+                f" seq_len= that say how they were sharded."
+            )
+        return self.layout
+
+    def plan(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Plan:
+        """The plan for shards of these shapes; `mask` and that of the route both hold."""
+        for name, tensor in (("query", q), ("key", k), ("value", v)):
+            if tensor.is_nested or tensor.ndim != 4:
+                raise PlanError(
+                    f"{name} is {'nested' if tensor.is_nested else f'of shape {tuple(tensor.shape)}'}, but attention"
+                    f" over ranks takes (batch, heads, tokens, features). Reshape it; packed documents are a mask:"
+                    f" mask=longspan.masks.documents(lengths)."
+                )
+        if q.shape[2] != k.shape[2]:
+            raise PlanError(
+                f"there are {q.shape[2]} queries and {k.shape[2]} keys on this rank, but over ranks both are shards of"
+                f" one sequence. Call cross attention outside the context."
+            )
+        layout = self.layout_of(_local(q).shape[SEQ_DIM], q.device)
+        both = [m for m in (self.mask, mask) if m is not None]
+        meant = full() if not both else both[0] if len(both) == 1 else both[0] & both[1]
+        return made_plan(
+            meant, layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], v_head_dim=v.shape[3],
+            batch=q.shape[0], dtype=q.dtype, schedule=rotation.get() or self.schedule,
+        )  # fmt: skip
+
+    def count(self, kind: str) -> None:
+        """Notes a call, for modules that wonder whether there was any."""
+        self.calls[kind] += 1
+        for route in routes():
+            if route is not self:
+                route.calls[kind] += 1
+
+    def sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        """`torch.nn.functional.scaled_dot_product_attention` of shards."""
+        if attn_mask is not None:
+            raise PlanError(
+                f"attn_mask of shape {tuple(attn_mask.shape)} was given: it is about the rows of this rank, but keys of"
+                f" all ranks are seen. Say what may attend to what in global positions: context_parallel(..., mask=)"
+                f" with a mask of longspan.masks, or longspan.attention with a plan."
+            )
+        if dropout_p:
+            raise PlanError(
+                f"dropout_p = {dropout_p} was given: the random state of each rank would decide, so no other number of"
+                f" ranks could repeat it. Call longspan.attention(..., dropout={dropout_p}, seed=...), which drops by"
+                f" global positions, or pass 0.0."
+            )
+        query, key, value = (_as_autocast(t) for t in (query, key, value))
+        check_heads(query, key, enable_gqa)
+        plan = self.plan(query, key, value, causal() if is_causal else None)
+        self.count("sdpa")
+        kernel = _kernel(query, key, value, not plan.mask.is_structured)
+        return attention(marked(query), key, value, plan, group=self.mesh, scale=scale, kernel=kernel)
+
+
+def check_mesh(mesh: Any) -> DeviceMesh:
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        found = f"a mesh of axes {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise PlanError(f"a mesh of one axis holds the sequence, but {found} was given. Pass one, as in mesh['cp'].")
+    return mesh
+
+
+def check_mask(mask: Any) -> Mask | None:
+    if mask is not None and not isinstance(mask, Mask):
+        raise PlanError(
+            f"mask = {type(mask).__name__} was given. It is a mask of longspan.masks, in global positions; a BlockMask"
+            f" goes to torch_api.flex_attention(..., block_mask=)."
+        )
+    return mask
+
+
+def check_heads(q: Tensor, k: Tensor, enable_gqa: bool) -> None:
+    if not enable_gqa and q.ndim == k.ndim == 4 and q.shape[1] != k.shape[1]:
+        raise PlanError(
+            f"query has {q.shape[1]} heads and key {k.shape[1]}. Pass enable_gqa=True if query heads share key/value"
+            f" heads."
+        )
+
+
+def gathered_lengths(mesh: DeviceMesh, local_len: int, device: torch.device) -> list[int]:
+    """How many tokens every rank of the mesh has."""
+    mine = torch.tensor([local_len], dtype=torch.int64, device=device)
+    found = [torch.empty_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(found, mine, group=mesh.get_group())
+    return [int(length) for length in found]
+
+
+def _as_autocast(tensor: Tensor) -> Tensor:
+    """What `torch.autocast` makes of an input of PyTorch's attention."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, opaque: bool) -> str:
+    """ "auto", unless `torch.nn.attention.sdpa_kernel` left only some: then the first of those that can."""
+    enabled = {
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+        "reference": torch.backends.cuda.math_sdp_enabled(),
+    }
+    if all(enabled.values()):
+        return "auto"
+    names = [name for name, on in enabled.items() if on]
+    if torch.backends.cuda.cudnn_sdp_enabled():
+        names.insert(0, "cudnn")
+    why = "none is enabled"
+    for name in names:
+        try:
+            named = "cpu_flash" if name == "flash" and q.device.type == "cpu" else name
+            return choose_kernel(named, _local(q), _local(k), _local(v), Asked(opaque, False, False))
+        except KernelError as error:
+            why = str(error)
+    raise KernelError(f"sdpa_kernel allows {', '.join(names) or 'nothing'}, but none of these will do: {why}")
+
+
+class _Mark(torch.autograd.Function):
+    """Saves one empty tensor more than PyTorch's attention would. A checkpoint that is recomputed after the context
+    has ended would compute attention of this rank alone; as it counts what is saved, it notices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.new_empty(0))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        _ = ctx.saved_tensors  # makes a checkpoint look
+        return gradients[0]
+
+
+def marked(query: Tensor) -> Tensor:
+    if isinstance(query, DTensor) or not torch.is_grad_enabled():
+        return query
+    made: Tensor = _Mark.apply(query)  # type: ignore[assignment]
+    return made
+
+
+# -- the mode -------------------------------------------------------------------------------------------------------
+
+_SDPA = ("scaled_dot_product_attention", "scaled_dot_product_attention.default")
+_UNROUTED = {
+    "flex_attention": "torch.nn.attention.flex_attention.flex_attention cannot be routed: call"
+    " longspan.integrations.torch_api.flex_attention, which has its signature",
+    "_varlen_attn": "torch.nn.attention.varlen.varlen_attn cannot be routed: call"
+    " torch.nn.functional.scaled_dot_product_attention with mask=longspan.masks.documents(lengths) in the context",
+    "multi_head_attention_forward": "torch.nn.MultiheadAttention cannot be routed: call"
+    " torch.nn.functional.scaled_dot_product_attention in a module of your own",
+    "_native_multi_head_attention": "the fused path of torch.nn.MultiheadAttention cannot be routed: call"
+    " torch.nn.functional.scaled_dot_product_attention in a module of your own",
+    "_transformer_encoder_layer_fwd": "the fused path of torch.nn.TransformerEncoderLayer cannot be routed: call"
+    " torch.nn.functional.scaled_dot_product_attention in a module of your own",
+}
+_SPECIAL = frozenset((*_SDPA, *_UNROUTED, "backward", "grad"))
+
+
+class Router(TorchFunctionMode):
+    """Hands attention to a route, lets everything else pass."""
+
+    def __init__(self, route: Route) -> None:
+        super().__init__()
+        self.route = route
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", None)
+        if name in _SPECIAL:  # all that compilers see of this, for most calls
+            return self._special(func, name, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    @torch.compiler.disable(
+        reason="inside a context of Longspan, attention runs outside compiled graphs; instead of PyTorch's"
+        " flex_attention call longspan.integrations.torch_api.flex_attention"
+    )
+    def _special(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in _SDPA:
+            return self.route.sdpa(*args, **kwargs)
+        if name in _UNROUTED and not any(isinstance(arg, GraphModule) for arg in args):  # those are our own kernel's
+            raise PlanError(
+                f"inside a context of Longspan it would attend to the tokens of this rank alone: {_UNROUTED[name]}."
+            )
+        return self._differentiate(func, args, kwargs)
+
+    def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Backward with this mode on: checkpoints run forward again in there, and PyTorch switches a mode off for what
+        its handler calls. Edges instead of tensors, because functions of tensors would come back here."""
+        if func is Tensor.backward:
+            tensor, *rest = args
+            with self:
+                return torch.autograd.backward(tensor, *rest, **_renamed(kwargs))
+        inputs = args[1] if func is torch.autograd.grad else kwargs.get("inputs")
+        known = func in (torch.autograd.backward, torch.autograd.grad)
+        if not known or any(isinstance(t, Tensor) and not t.requires_grad for t in (*args[0], *(inputs or ()))):
+            return func(*args, **kwargs)  # which says what is wrong
+        roots, edges = _edges(args[0]), None if inputs is None else _edges(inputs)
+        if func is torch.autograd.grad:
+            zeros = kwargs.pop("materialize_grads", False)
+            with self:
+                found = func(roots, edges, **kwargs)
+            pairs = zip(found, args[1], strict=True)
+            return tuple(torch.zeros_like(like) if zeros and got is None else got for got, like in pairs)
+        for tensor in inputs or ():
+            if isinstance(tensor, Tensor) and not tensor.is_leaf:
+                tensor.retain_grad()  # as backward does for tensors
+        with self:
+            return func(roots, **(kwargs | {"inputs": edges}))
+
+
+def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"grad_tensors" if name == "gradient" else name: value for name, value in kwargs.items()}
+
+
+def _edges(tensors: Any) -> tuple[GradientEdge, ...]:
+    return tuple(t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in tensors)
+
+
+def routes() -> list[Route]:
+    """Those of the contexts and wrapped modules we are in, innermost last."""
+    return [mode.route for mode in function_modes() if isinstance(mode, Router)]
+
+
+def current(mesh: DeviceMesh | None = None) -> Route | None:
+    """The innermost route, or the innermost over this mesh."""
+    return next((route for route in reversed(routes()) if mesh is None or route.mesh == mesh), None)
+
+
+def route_for(
+    mesh: DeviceMesh,
+    asked: Any,
+    default: Balancer,
+    mask: Mask | None,
+    seq_len: int | None,
+    layout: Layout | None = None,
+) -> Route:
+    """The route that was asked for. What was not said is as in the route over the same mesh and sequence we are in, so
+    that a wrapped module or an inner context does not take the shards of an outer one for something else."""
+    outer = current(check_mesh(mesh))
+    if outer is not None:
+        length = outer.seq_len if outer.layout is None else outer.layout.seq_len
+        if seq_len is None or length in (None, seq_len):
+            mask = outer.mask if mask is None else mask
+            if asked is None:
+                asked, layout = outer.balancer if outer.layout is None else outer.layout, None
+    return Route(mesh, default if asked is None else balancer_of(asked), mask, seq_len, layout)

@@ -1,0 +1,50 @@
+"""Masks and their parts as keys of caches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from longspan.masks.mask import Mask
+
+T = TypeVar("T")
+
+
+class This(Generic[T]):
+    """An object as a key: this one, not an equal one, so that looking it up costs nothing."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, This) and self.value is other.value  # pyright: ignore[reportUnknownMemberType]
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class MaskKey:
+    """A mask in a cache: by value when it is structured, by identity when a function decides.
+
+    Two functions cannot be compared, and one function may read a tensor that has been filled anew. So a new mask is a
+    new question, and a mask that was made is taken to stay as it is.
+
+    >>> from longspan.masks import causal, from_mask_mod
+    >>> MaskKey(causal(8)) == MaskKey(causal().resized(8))
+    True
+    >>> def function(b, h, q, kv): return q >= kv
+    >>> MaskKey(from_mask_mod(function, 8)) == MaskKey(from_mask_mod(function, 8))
+    False
+    """
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+        self.by_value = mask.is_structured
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MaskKey):
+            return NotImplemented
+        return self.mask is other.mask or (self.by_value and other.by_value and self.mask == other.mask)
+
+    def __hash__(self) -> int:
+        return hash(self.mask) if self.by_value else id(self.mask)

@@ -1,0 +1,26 @@
+"""What a training loop needs around attention: one batch for all ranks in, the same gradients as on one device out.
+
+A step, in this order: `check_same` (were all ranks of the sequence fed one batch?), `shard_batch` (the rank's part,
+with labels that were shifted while the sequence was whole), the model, `token_loss`. `relayout` is for layers that need
+other tokens than attention does, `gather_outputs` for evaluation, `make_mesh` for the ranks.
+"""
+
+from longspan.training.agree import check_same
+from longspan.training.batch import shard_batch
+from longspan.training.documents import shift_tokens
+from longspan.training.groups import BatchError
+from longspan.training.loss import token_loss
+from longspan.training.mesh import Mesh, make_mesh
+from longspan.training.relayout import gather_outputs, relayout
+
+__all__ = [
+    "BatchError",
+    "Mesh",
+    "check_same",
+    "gather_outputs",
+    "make_mesh",
+    "relayout",
+    "shard_batch",
+    "shift_tokens",
+    "token_loss",
+]

@@ -1,0 +1,187 @@
+"""A whole batch to one rank's part of it. Labels are shifted here, before the sequence is cut: afterwards the next
+token of a rank's last one is on another rank.
+
+Shapes: B batch rows, S tokens of the whole sequence; tokens are the last dim of everything known by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.layouts import Layout
+from longspan.training.documents import check_rows, document_numbers, positions_within, shifted
+from longspan.training.groups import BatchError
+
+KNOWN = ("input_ids", "labels", "shift_labels", "loss_mask", "position_ids")
+
+
+def shard_batch(
+    batch: Mapping[str, Any],
+    layout: Layout,
+    rank: int,
+    *,
+    documents: Any = None,
+    positions: str | None = None,
+    num_shifts: int = 1,
+    dims: Mapping[str, int | None] | None = None,
+    fills: Mapping[str, float] | None = None,
+    pad_id: int = 0,
+    ignore_index: int = -100,
+) -> dict[str, Any]:
+    """The rank's part of a batch that every rank of the sequence has whole.
+
+    - `labels` are tokens in their own places, as tokenizers give them. They come back as `shift_labels`: each place has
+      the next token's label, `ignore_index` where the sequence or the document ends. A batch that has `shift_labels`
+      instead is taken as shifted by one already. With `num_shifts` = n (multi-token prediction) there are also
+      `shift_labels_2` to `shift_labels_n`, the tokens 2 to n places later.
+    - `loss_mask` (0 or 1) moves with the labels it comes with; labels it strikes become `ignore_index`, and it comes
+      back telling which `shift_labels` count.
+    - `position_ids` are (B, S), or (3, B, S) as for images and video, and are obeyed. Without them `positions` says
+      what to make: "sequence" counts through, "document" starts again with every document.
+    - `documents`: lengths, a list of lengths per batch row, or a mask; see `longspan.training.documents`.
+    - Other tensors are cut along the dim that `dims` names, or come back whole where it names None. One that is as long
+      as the sequence somewhere and is not named is refused. All else comes back unchanged.
+
+    Slots that are padding hold `pad_id`, `ignore_index`, position 0, and 0 or what `fills` says for other tensors.
+
+    >>> batch = {"input_ids": torch.arange(8), "labels": torch.arange(8)}
+    >>> shard_batch(batch, zigzag(8, 2), 0, documents=[6, 2], positions="document")
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'input_ids': tensor([0, 1, 6, 7]), 'shift_labels': tensor([ 1, 2, 7, -100]),
+     'position_ids': tensor([0, 1, 0, 1])}
+    """
+    dims, fills = dims or {}, fills or {}
+    _check(batch, layout, dims, fills)
+    numbers = document_numbers(documents, layout.seq_len)
+    part: dict[str, Any] = {}
+    if "input_ids" in batch:
+        part["input_ids"] = layout.shard(batch["input_ids"], rank, -1, pad_id)
+    for name, labels in _labels(batch, numbers, num_shifts, ignore_index).items():
+        part[name] = layout.shard(labels, rank, -1, 0 if name == "loss_mask" else ignore_index)
+    found = _position_ids(batch, numbers, positions, documents is not None)
+    if found is not None:
+        part["position_ids"] = layout.shard(found, rank, -1, 0)
+    for name in (name for name in batch if name not in KNOWN):
+        dim = dims[name] if name in dims else _no_dim(name, batch[name], layout.seq_len)
+        part[name] = batch[name] if dim is None else layout.shard(batch[name], rank, dim, fills.get(name, 0))
+    return part
+
+
+def _check(batch: Mapping[str, Any], layout: Layout, dims: Mapping[str, Any], fills: Mapping[str, Any]) -> None:
+    _check_known(batch, layout)
+    for name in dims:
+        if name not in batch or name in KNOWN:
+            found = "is known by name: its tokens are its last dim" if name in KNOWN else "is not in the batch"
+            raise BatchError(
+                f"dims names {name!r}, which {found}. dims is for other tensors of the batch; this one has"
+                f" {', '.join(batch)}."
+            )
+        if dims[name] is not None and not hasattr(batch[name], "shape"):
+            raise BatchError(f"dims names {name!r}, which is no tensor but {type(batch[name]).__name__}. Make it one.")
+    for name in fills:
+        if dims.get(name) is None:
+            raise BatchError(f"fills names {name!r}, but dims does not say along which dim it is cut. Add it to dims.")
+
+
+def _check_known(batch: Mapping[str, Any], layout: Layout) -> None:
+    shapes: set[tuple[int, ...]] = set()
+    for name in KNOWN:
+        if name not in batch:
+            continue
+        value = batch[name]
+        if not isinstance(value, Tensor):
+            raise BatchError(f"{name} must be a tensor, but is {type(value).__name__}. Collate the batch first.")
+        if value.ndim < 1 or value.ndim > 2 + (name == "position_ids") or value.shape[-1] != layout.seq_len:
+            raise BatchError(
+                f"{name} has shape {tuple(value.shape)}, but its last dim must be the {layout.seq_len} tokens of"
+                f" {layout}. Give whole tensors, not shards, and a layout for their length."
+            )
+        shapes.add(tuple(value.shape[-2:]) if name == "position_ids" and value.ndim == 3 else tuple(value.shape))
+    batched = {shape for shape in shapes if len(shape) == 2 and shape[0] != 1}
+    if len(batched) > 1 or (len({len(shape) for shape in shapes}) > 1 and batched):
+        raise BatchError(
+            f"ids, labels and positions of one batch have shapes {sorted(shapes)}. Give them all one shape, (batch,"
+            f" tokens); position_ids may have one more dim in front."
+        )
+
+
+def _labels(batch: Mapping[str, Any], numbers: Any, num_shifts: int, ignore_index: int) -> dict[str, Tensor]:
+    """Labels for every shift, and which of the first count, all in whole sequences."""
+    given = [name for name in ("labels", "shift_labels") if name in batch]
+    if len(given) > 1:
+        raise BatchError(
+            "the batch has labels and shift_labels. Give labels (each token in its own place) or shift_labels (each"
+            " place has the next token), not both."
+        )
+    if num_shifts < 1:
+        raise BatchError(f"num_shifts = {num_shifts} was asked for. 1 predicts the next token, 2 also the one after.")
+    if not given:
+        if "loss_mask" in batch or num_shifts > 1:
+            raise BatchError(
+                "loss_mask or num_shifts was given without labels. Add labels (or shift_labels) to the batch, or name"
+                " the mask in dims under another name if it is no mask of labels."
+            )
+        return {}
+    labels, done = batch[given[0]], int(given[0] == "shift_labels")
+    if "loss_mask" in batch:
+        labels = labels.masked_fill(~_as_bool(batch["loss_mask"]), ignore_index)
+    made = {
+        "shift_labels" + (f"_{shift}" if shift > 1 else ""): shifted(
+            labels, shift - done, numbers, ignore_index, reach=shift
+        )
+        for shift in range(1, num_shifts + 1)
+    }
+    if "loss_mask" in batch:
+        made["loss_mask"] = (made["shift_labels"] != ignore_index).to(batch["loss_mask"].dtype)
+    return made
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    kept = mask != 0
+    if not torch.equal(kept.to(mask.dtype), mask):
+        raise BatchError(
+            "loss_mask must hold 0 and 1 only, but holds other values. If these are weights of tokens, shift them with"
+            " longspan.training.shift_tokens, name them in dims, and weigh single tokens' losses yourself."
+        )
+    return kept
+
+
+def _position_ids(batch: Mapping[str, Any], numbers: Any, positions: str | None, packed: bool) -> Tensor | None:
+    if "position_ids" in batch:
+        if positions is not None:
+            raise BatchError(
+                f"positions = {positions!r} was asked for, but the batch has position_ids. Take one of them out."
+            )
+        return batch["position_ids"]
+    like = next((batch[name] for name in ("input_ids", "labels", "shift_labels") if name in batch), None)
+    if positions is None and packed:
+        raise BatchError(
+            "the batch has documents but no position_ids. Say positions='document' if they start again with every"
+            " document, or positions='sequence' if they count through."
+        )
+    if positions not in (None, "sequence", "document"):
+        raise BatchError(f"positions = {positions!r} was asked for. There are 'sequence' and 'document'.")
+    made = torch.as_tensor(positions_within(numbers if positions == "document" else np.zeros_like(numbers[:1])))
+    if like is None:
+        return None if positions is None else made
+    check_rows(like, numbers)
+    made = made.to(like.device)
+    return made[0] if like.ndim == 1 else made.expand(like.shape).contiguous()
+
+
+def _no_dim(name: str, value: Any, seq_len: int) -> None:
+    """Refuses a value that may have to do with tokens."""
+    shape = tuple(getattr(value, "shape", ()))
+    if seq_len not in shape:
+        return
+    advice = f"Name its dim: dims={{{name!r}: {shape.index(seq_len)}}}, or dims={{{name!r}: None}} to keep it whole."
+    if name == "attention_mask":
+        advice = "Who sees whom is said by the plan's mask: take this out of the batch. Otherwise: " + advice
+    raise BatchError(
+        f"{name} of shape {shape} has a dim as long as the sequence, {seq_len}, but no meaning here. {advice}"
+    )
