@@ -18,8 +18,8 @@ from longspan.span import Span
 
 ROWS, COLS = 256, 512
 CACHED = 1 << 20
-"""Scores that are worked on at once on a CPU. Parts of 1 << 17 or 1 << 18, which would fit a core's cache, were measured
-10-30 % slower: there are more calls."""
+"""Scores that are worked on at once on a CPU. Parts of 1 << 17 or 1 << 18, which would fit a core's cache, were
+10-30 % slower when measured: there are more calls."""
 
 
 class Reference:
