@@ -83,7 +83,7 @@ def _run(
     return (out, lse) if return_lse else out
 
 
-@torch.compiler.disable()
+@torch.compiler.disable(reason="a score function is called on tiles, not traced: compile without fullgraph=True")
 def _scored(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     """With functions of scores, which are called tile by tile and not traced: compiled code stops before and goes on
     after."""
