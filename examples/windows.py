@@ -6,7 +6,7 @@ from torch import nn
 
 import longspan as ls
 
-LENGTHS, HEADS, DIM, WINDOW = [150, 60, 90], 4, 32, 24
+LENGTHS, HEADS, DIM, WINDOW = [400, 60, 90], 4, 32, 24
 documents = ls.masks.documents(LENGTHS)
 full = documents & ls.masks.causal()
 window = documents & ls.masks.sliding_window(WINDOW)
@@ -31,7 +31,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     layout = ls.layouts.balanced(full, window, world_size=size)  # good for both kinds of layers
-    sizes = {"q_heads": HEADS, "kv_heads": HEADS, "head_dim": DIM // HEADS, "dtype": "float32"}
+    sizes = {"q_heads": HEADS, "kv_heads": HEADS, "head_dim": DIM // HEADS, "dtype": "float32", "schedule": "exchange"}
     plans = {mask: ls.plan(mask, layout, **sizes) for mask in (full, window)}
     torch.manual_seed(0)
     model, x = Model(), torch.randn(1, sum(LENGTHS), DIM)
