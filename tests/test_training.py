@@ -196,7 +196,7 @@ def test_losses_that_do_not_fit_are_refused(change, said):
     assert said in str(found.value)
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("world", "count"), [(2, 48), (4, 24)])
 def test_losses_and_gradients_do_not_depend_on_ranks(world, count):
     found = pool(world).run(training_work.losses, list(range(count)), world, timeout=WAIT)
@@ -209,7 +209,7 @@ def test_losses_and_gradients_do_not_depend_on_ranks(world, count):
     assert any(max(labels) == 0 for labels in counts)
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("how", ["sum", "ddp"])
 def test_trainers_over_samples_and_sequences_reduce_to_one_process(how):
     for error, said, _ in pool(4).run(training_work.trainer, how, timeout=WAIT):
@@ -217,7 +217,7 @@ def test_trainers_over_samples_and_sequences_reduce_to_one_process(how):
         assert "'input_ids' on ranks [2, 3] is not what rank 0 has" in said
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(240)
 def test_micro_batches_add_up_to_one_batch():
     for error, other in pool(2).run(training_work.accumulated, timeout=WAIT):
         assert error <= 1e-15
@@ -227,7 +227,7 @@ def test_micro_batches_add_up_to_one_batch():
 # -- rows and agreement ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("world", [2, 4])
 def test_rows_move_between_layouts_and_back(world):
     assert pool(world).run(training_work.relayouts, list(range(64)), world, timeout=WAIT) == [64] * world
@@ -239,7 +239,7 @@ def test_only_rows_whose_owner_changes_move():
     assert (plan.num_sent, plan.num_received) == ([0, 4], [0, 4])
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("world", [2, 4])
 def test_different_batches_are_refused_with_keys_and_ranks(world):
     found = pool(world).run(training_work.differing, timeout=WAIT)
@@ -254,7 +254,7 @@ def test_different_batches_are_refused_with_keys_and_ranks(world):
     assert "'x' (object)" in found[last]["object"]
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(240)
 def test_calls_that_do_not_fit_their_group_are_refused():
     for said in pool(2).run(training_work.refusals, timeout=WAIT):
         assert "a mesh of 3 ranks, but there are 2" in said["mesh"]
@@ -289,7 +289,7 @@ def one_process_losses(example):
         yield loss.item()
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(240)
 def test_the_fsdp2_example_learns_as_one_process_does(tmp_path):
     path = ROOT / "examples" / "fsdp2.py"
     assert len(path.read_text().splitlines()) < 60
