@@ -8,7 +8,7 @@ from score_cases import LIMIT
 
 CASES = {2: 24, 3: 20, 4: 16}
 CHUNK = 8
-TIMEOUT = 120.0
+TIMEOUT = 200.0
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -4,7 +4,7 @@ import pytest
 import torch_api_work as work
 from pool import end_all, pool
 
-TIMEOUT = 100.0
+TIMEOUT = 200.0
 pytestmark = pytest.mark.timeout(240)
 
 
