@@ -43,8 +43,10 @@ class Wrapped:
 
     def __init__(self, kernel, forward=None, backward=None):
         self.kernel, self.name, self.refuses = kernel, kernel.name, kernel.refuses
-        self.forward = kernel.forward if forward is None else lambda *args: forward(kernel.forward, *args)
-        self.backward = kernel.backward if backward is None else lambda *args: backward(kernel.backward, *args)
+        self.honours = kernel.honours
+        # without the last argument, the pairs of functions: masks here have none
+        self.forward = kernel.forward if forward is None else lambda *args: forward(kernel.forward, *args[:-1])
+        self.backward = kernel.backward if backward is None else lambda *args: backward(kernel.backward, *args[:-1])
 
 
 def kernels(patch, forward=None, backward=None):

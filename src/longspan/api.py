@@ -58,7 +58,7 @@ def attention(
     from longspan.execution.call import attention as run  # torch is loaded here, not with the package
     from longspan.execution.extras import Extras
 
-    extras = Extras(score_mod, softcap, alibi, relative_bias, bias, dropout, seed)
+    extras = Extras(score_mod, softcap, alibi, relative_bias, bias, dropout or 0.0, seed)
     return run(
         q, k, v, what, group=group, scale=scale, return_lse=return_lse, kernel=kernel, sinks=sinks,
         extras=extras if extras.any() else None, captured_grads=captured_grads,

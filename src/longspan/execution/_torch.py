@@ -33,6 +33,11 @@ def recording() -> Iterator[None]:
         yield
 
 
+def version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; 0 for those of inference mode, which are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def cpu_flash(
     q_BHQD: Tensor,
     k_BGKD: Tensor,

@@ -39,6 +39,11 @@ def attention(
     captured_grads: str = "sum",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `longspan.attention`."""
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise PlanError(
+            "scale is a tensor that needs a gradient, which it would not get. Multiply q by it and pass scale=1.0, or"
+            " use a score_mod."
+        )
     if captured_grads not in ("sum", "share"):
         raise PlanError(
             f"captured_grads = {captured_grads!r} was asked for. 'sum' adds gradients of captured tensors up over the"

@@ -14,23 +14,27 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from longspan.execution._torch import tree_map
+from longspan.execution._torch import tree_map, version
+
+Seen = tuple[Tensor, int]
+"""A tensor, and how often it had been changed in place."""
 
 
-def found_in(call: Callable[[TorchFunctionMode], object]) -> tuple[Tensor, ...]:
-    """The tensors that are captured by what a call does under a mode and that need a gradient, by first use.
+def found_in(call: Callable[[TorchFunctionMode], object]) -> tuple[tuple[Tensor, ...], tuple[Seen, ...]]:
+    """The tensors that are captured by what a call does under a mode and that need a gradient, by first use; and all
+    that it used, with their versions.
 
     >>> slopes, table = torch.ones(3, requires_grad=True), torch.ones(3)
     >>> def call(mode):
     ...     with mode:
     ...         return slopes[0] * table[1] + slopes.sum()
-    >>> [t is slopes for t in found_in(call)]
+    >>> [t is slopes for t in found_in(call)[0]]
     [True]
     """
     finder = _Finder()
     with torch.enable_grad():
         call(finder)
-    return tuple(finder.found)
+    return tuple(finder.found), tuple(finder.seen.values())
 
 
 class _Finder(TorchFunctionMode):
@@ -39,6 +43,7 @@ class _Finder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Tensor] = []
+        self.seen: dict[int, Seen] = {}
         self._made: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,6 +53,8 @@ class _Finder(TorchFunctionMode):
         return result
 
     def _note(self, value: Any) -> None:
+        if isinstance(value, Tensor) and id(value) not in self._made:
+            self.seen[id(value)] = value, version(value)
         if isinstance(value, Tensor) and value.requires_grad and id(value) not in self._made:
             self._made[id(value)] = value  # noted once
             self.found.append(value)
@@ -75,7 +82,8 @@ class Swap(TorchFunctionMode):
         """(number of the captured tensor, index or None for all of it, leaf)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._by_element and func is Tensor.__getitem__ and id(args[0]) in self._leaves:
+        element = self._by_element and func is Tensor.__getitem__ and torch.is_grad_enabled()
+        if element and id(args[0]) in self._leaves:
             index = _integers(args[1], args[0].ndim)
             if index is not None:
                 leaf = self._leaves[id(args[0])].detach()[index].requires_grad_()

@@ -45,7 +45,7 @@ def alibi(slopes: Tensor, heads: int) -> ScoreMod:
     _check_shape("alibi", slopes, {"heads": heads})
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG001
-        return score - slopes[h] * (q - kv).abs()
+        return score - slopes[h].to(score.dtype) * (q - kv).abs()
 
     return biased
 

@@ -26,6 +26,7 @@ from longspan.execution.transports import Loopback, ProcessGroup, Program
 from longspan.schedules.plan import Plan
 
 MAX_PLANS = 4096
+MAX_OPAQUE = 64
 _plans: dict[str, Plan] = {}
 """A lookup from names to values: it changes no result. The oldest of very many are forgotten."""
 
@@ -49,9 +50,16 @@ def known(plan: Plan) -> str:
     name = plan.fingerprint
     if not plan.mask.is_structured:  # a fingerprint samples a function; here it must be this very one
         name += f"#{_numbers.setdefault(plan, next(_count))}"
+    return _remembered(name, plan)
+
+
+def _remembered(name: str, plan: Plan) -> str:
     _plans[name] = _plans.pop(name, plan)
     if len(_plans) > MAX_PLANS:
         del _plans[next(iter(_plans))]
+    opaque = [other for other in _plans if "#" in other] if "#" in name else []
+    if len(opaque) > MAX_OPAQUE:  # their functions may hold large tensors
+        del _plans[opaque[0]]
     return name
 
 
@@ -147,7 +155,10 @@ def attention_backward(
     """Gradients of the rank's rows, of captured tensors and, last, of the sinks."""
     # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
     chosen = kernel_named(kernel if dlse is None else "reference")
-    job = Job(plan_named(plan), rank, chosen, scale, q.dtype, _scoring(scoring), sinks)
+    functions = _scoring(scoring)
+    if functions is not None:
+        functions.check_unchanged()
+    job = Job(plan_named(plan), rank, chosen, scale, q.dtype, functions, sinks)
     backward = Backward(job, q, k, v, out, lse, dout, dlse, kept, captured)
     dq, dk, dv = _apart(_run(backward.program(), group, q.device), (dout, q, k, v, out, lse, *kept))
     shared = backward.shared_gradients()
@@ -180,7 +191,8 @@ def _(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
     q, k, v, captured, sinks, *ctx.names, _ = inputs
     out, lse, kept = output
-    ctx.scoring = _scorings.get(ctx.names[5])  # kept alive until backward has run
+    ctx.scoring = _scorings.get(ctx.names[5])  # both kept alive until backward has run
+    ctx.plan = _plans[ctx.names[0]]
     ctx.num_captured, ctx.has_sinks = len(captured), sinks is not None
     ctx.save_for_backward(q, k, v, *_shared(captured, sinks), out, lse, *kept)
     ctx.set_materialize_grads(False)
@@ -188,6 +200,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _kept: Any) -> tuple[Any, ...]:
     q, k, v, *rest = ctx.saved_tensors
+    _remembered(ctx.names[0], ctx.plan)
     captured, rest = rest[: ctx.num_captured], rest[ctx.num_captured :]
     sinks = rest.pop(0) if ctx.has_sinks else None
     out, lse, *kept = rest

@@ -100,7 +100,7 @@ class TilePairs:
         swap = Swap(scoring.captured, self.totals.values, by_element=scoring.broadcasts)
         with _torch.recording():
             leaf = scores_BHqk.detach().requires_grad_()
-            changed = scoring.apply(leaf, *index, swap)
+            changed = scoring.apply(leaf.clone(), *index, swap)  # a function may work in place
 
         def pulled(gradient: Tensor) -> Tensor:
             if not changed.requires_grad:

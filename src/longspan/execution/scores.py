@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from longspan.errors import KernelError
-from longspan.execution.captured import found_in
+from longspan.execution._torch import version
+from longspan.execution.captured import Seen, found_in
 from longspan.execution.dropout import Dropout
 from longspan.masks.elementwise import Elementwise, elementwise
+from longspan.masks.frozen import frozen
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(score, b, h, q_idx, kv_idx) -> score."""
@@ -32,6 +34,8 @@ class Scoring:
     captured: tuple[Tensor, ...] = ()
     """Tensors that the functions use and that need a gradient, in the order of first use."""
     dropout: Dropout | None = None
+    seen: tuple[Seen, ...] = ()
+    """All tensors that the functions read, as far as one pair shows them."""
 
     @staticmethod
     def of(functions: Sequence[ScoreMod], dropout: Dropout | None, like: Tensor) -> Scoring | None:
@@ -41,8 +45,17 @@ class Scoring:
         made = Scoring(tuple(functions), (), dropout)
         index = torch.zeros((), dtype=torch.int64, device=like.device)
         score = torch.zeros_like(index, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
-        captured = found_in(lambda mode: made.apply(score, index, index, index, index, mode))
-        return Scoring(made.functions, captured, dropout)
+        captured, seen = found_in(lambda mode: made.apply(score, index, index, index, index, mode))
+        return Scoring(made.functions, captured, dropout, seen)
+
+    def check_unchanged(self) -> None:
+        """Refuses when a tensor that the functions read was changed in place since forward."""
+        for tensor, known in self.seen:
+            if version(tensor) != known:
+                raise KernelError(
+                    f"a tensor of shape {tuple(tensor.shape)} that a score function reads was changed in place between"
+                    f" forward and backward, which calls the function again. Give the function a copy."
+                )
 
     def settled(self, score: Tensor, *index: Tensor) -> Scoring:
         """Itself, after finding out on a real tile how the user's functions want to be called."""
@@ -93,7 +106,7 @@ class ScoreFunction:
                 f"score_mod is a function (score, b, h, q_idx, kv_idx) -> score, but {type(function).__name__} was"
                 f" given."
             )
-        self.elementwise: Elementwise = elementwise(function)
+        self.elementwise: Elementwise = elementwise(function, frozen(function))
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return self.elementwise(score, b, h, q, kv)

@@ -90,7 +90,8 @@ def context_parallel(
     causality both allow. Without buffers, `seq_len` saves asking the other ranks how much they hold. A context in a
     context over the same mesh has its balancer and its mask, unless it says otherwise.
 
-    Backward may run inside or, unless checkpoints must run forward again, after.
+    Backward belongs inside: afterwards buffers are whole again, so autograd refuses where it saved one of them, and
+    checkpoints cannot run forward again.
     """
     tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
     keep = {id(t) for t in no_restore_buffers or ()}
@@ -255,24 +256,26 @@ def flex_attention(
     kernel_options: Any = None,
     *,
     return_aux: Any = None,
+    captured_grads: str = "sum",
 ) -> Any:
     """PyTorch's `flex_attention`: over the whole sequence inside a context or a wrapped module, on one device outside.
 
     `block_mask` is the one for the whole sequence, a BlockMask of PyTorch or a mask of longspan.masks, and both it and
-    the mask of the context hold. Functions get global positions.
+    the mask of the context hold. Functions get global positions. Where FSDP or DDP reduces gradients over the mesh, say
+    `captured_grads="share"`, or those of captured tensors are summed twice.
     """
     route = current()
     if route is None:
         return flex_of_shards(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-            return_aux=return_aux,
+            return_aux=return_aux, captured_grads=captured_grads,
         )  # fmt: skip
     check_heads(query, key, enable_gqa)
     plan = route.plan(query, key, value, _mask_of(block_mask, query, route))
     route.count("flex")
     return flex_of_shards(
         marked(query), key, value, score_mod, None, scale, enable_gqa, return_lse, kernel_options,
-        return_aux=return_aux, plan=plan, group=route.mesh,
+        return_aux=return_aux, plan=plan, group=route.mesh, captured_grads=captured_grads,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ leaky_relu hardtanh clamp clamp_min clamp_max clip floor ceil round trunc frac l
 eq ne lt le gt ge not_equal less less_equal greater greater_equal logical_and logical_or logical_xor logical_not
 bitwise_and bitwise_or bitwise_xor bitwise_not and or xor invert rand ror rxor lshift rshift rlshift rrshift
 maximum minimum fmax fmin max min isnan isinf isfinite isneginf isposinf isclose masked_fill nan_to_num
-to type type_as float double half bfloat16 int long short bool detach clone contiguous requires_grad_
+to type type_as float double half bfloat16 int long short bool detach clone contiguous
 zeros_like ones_like full_like empty_like is_floating_point dim ndimension get getitem sinc logit copysign signbit
 bucketize searchsorted
 """
@@ -37,9 +37,9 @@ _verdicts: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Which functions take tiles. A cache: it changes no result, and keeps no function alive."""
 
 
-def elementwise(function: Callable[..., Any]) -> Elementwise:
-    """The function, callable on tiles; what was found out about it is remembered."""
-    return Elementwise(function)
+def elementwise(function: Callable[..., Any], call: Callable[..., Any] | None = None) -> Elementwise:
+    """The function, callable on tiles; what was found out about it is remembered. `call` is called in its place."""
+    return Elementwise(function, call)
 
 
 class Elementwise:
@@ -52,24 +52,34 @@ class Elementwise:
     [[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 1]]
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., Any], call: Callable[..., Any] | None = None) -> None:
+        self.function = function if call is None else call
+        self._known_as = function
         self.broadcasts = _verdict(function)
         """Whether arrays may be passed as they are; None until it was tried."""
 
     def __call__(self, *arguments: Any) -> Any:
         """The function's values, of the shape to which the tensors among the arguments broadcast."""
         if math.prod(_shape(arguments)) <= 1:
-            return self.function(*arguments)
+            return self._of_one(*arguments)
         self.settle(*arguments)
         return self.function(*arguments) if self.broadcasts else self.mapped(*arguments)
+
+    def _of_one(self, *arguments: Any) -> Any:
+        """One pair, as a pair."""
+        shape = _shape(arguments)
+        if self.broadcasts or 0 in shape:
+            return self.function(*arguments)
+        single = [a.reshape(()) if _is_tensor(a) else a for a in arguments]
+        found = self.function(*single)
+        return found.reshape(shape) if _is_tensor(found) and found.numel() == 1 else found
 
     def settle(self, *arguments: Any) -> None:
         """Finds out how to call the function, unless that is known or one pair is all there is to try."""
         if self.broadcasts is None and math.prod(_shape(arguments)) > 1:
             self.broadcasts = self._agrees(*_sampled(arguments))
             try:
-                _verdicts[self.function] = self.broadcasts
+                _verdicts[self._known_as] = self.broadcasts
             except TypeError:  # neither hashable nor weakly referable: found out again next time
                 return
 
@@ -153,7 +163,9 @@ def _watch() -> Any:
             values = _flat((args, kwargs or {}))
             tiles = [value for value in values if id(value) in self._tiles]
             if tiles:
-                self.mixes |= not self._is_plain(getattr(func, "__name__", "").strip("_"), args, values, tiles, result)
+                name = getattr(func, "__name__", "")
+                inside = name.endswith("_") and not name.endswith("__")  # x.add_(1) would change what comes next
+                self.mixes |= inside or not self._is_plain(name.strip("_"), args, values, tiles, result)
                 self._tiles.update((id(r), r) for r in _flat(result))
             return result
 

@@ -69,7 +69,7 @@ def _function_mod(predicate: Function) -> PlaneMod:
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         b = b if row is None else q_idx.new_full((), row)
-        return predicate.mask_mod(b, h if head is None else q_idx.new_full((), head), q_idx, kv_idx)
+        return predicate.call(b, h if head is None else q_idx.new_full((), head), q_idx, kv_idx)
 
     return mask_mod
 

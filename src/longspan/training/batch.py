@@ -130,10 +130,14 @@ def _labels(batch: Mapping[str, Any], numbers: Any, num_shifts: int, ignore_inde
     labels, done = batch[given[0]], int(given[0] == "shift_labels")
     if "loss_mask" in batch:
         labels = labels.masked_fill(~_as_bool(batch["loss_mask"]), ignore_index)
+    seq_len = labels.shape[-1]
+    if done:  # the last place has a label, too: a token after the sequence, of its last document
+        labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)
+        numbers = np.concatenate((numbers, numbers[:, -1:]), axis=1)
     made = {
         "shift_labels" + (f"_{shift}" if shift > 1 else ""): shifted(
             labels, shift - done, numbers, ignore_index, reach=shift
-        )
+        )[..., :seq_len]
         for shift in range(1, num_shifts + 1)
     }
     if "loss_mask" in batch:
