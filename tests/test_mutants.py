@@ -478,8 +478,8 @@ def gradient_of_lse_ignored(patch):
     """What flows back into lse is lost."""
     init = backward.Backward.__init__
 
-    def made(self, job, q, k, v, out, lse, dout, dlse, kept):
-        init(self, job, q, k, v, out, lse, dout, None, kept)
+    def made(self, job, q, k, v, out, lse, dout, dlse, kept, *rest):
+        init(self, job, q, k, v, out, lse, dout, None, kept, *rest)
 
     patch.setattr(backward.Backward, "__init__", made)
 
@@ -489,8 +489,8 @@ def gradient_of_lse_negated(patch):
     """What flows back into lse has the wrong sign."""
     init = backward.Backward.__init__
 
-    def made(self, job, q, k, v, out, lse, dout, dlse, kept):
-        init(self, job, q, k, v, out, lse, dout, None if dlse is None else -dlse, kept)
+    def made(self, job, q, k, v, out, lse, dout, dlse, kept, *rest):
+        init(self, job, q, k, v, out, lse, dout, None if dlse is None else -dlse, kept, *rest)
 
     patch.setattr(backward.Backward, "__init__", made)
 
