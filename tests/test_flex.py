@@ -213,3 +213,71 @@ def test_autocast_narrows_nothing_inside():
     plain = ls.attention(q, k, v, masks.causal(), score_mod=score)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(ls.attention(q, k, v, masks.causal(), score_mod=score), plain)
+
+
+def test_loops_that_rebind_a_variable_do_not_reach_back():
+    q, k, v = tensors(*[(1, 2, 150, 8)] * 3)
+    found, wanted = [], []
+    for gather, fresh in ((found, False), (wanted, True)):
+        x, biases = (
+            q.clone().requires_grad_(),
+            [torch.full((2,), float(n), dtype=F64, requires_grad=True) for n in (1, 2)],
+        )
+        out = x
+        for bias, width in zip(biases, (5, 50), strict=True):
+            score = lambda s, b, h, i, j: s * (1 + bias[h])  # noqa: B023, E731
+            near = lambda b, h, i, j: (i - j).abs() < width  # noqa: B023, E731
+            if fresh:
+                score = lambda s, b, h, i, j, bias=bias: s * (1 + bias[h])  # noqa: E731
+                near = lambda b, h, i, j, width=width: (i - j).abs() < width  # noqa: E731
+            out = ls.flex_attention(out, k, v, score, masks.from_mask_mod(near, 150))
+        gather += torch.autograd.grad(out.square().sum(), (x, *biases))
+    for a, b in zip(found, wanted, strict=True):
+        close(a, b)
+
+
+def test_a_tensor_changed_between_forward_and_backward_is_refused():
+    q, k, v = (t.requires_grad_() for t in tensors(*[(1, 2, 16, 8)] * 3))
+    bias = torch.randn(1, 1, 16, 16, dtype=F64)
+    out = ls.attention(q, k, v, masks.causal(), bias=bias)
+    bias.zero_()
+    with pytest.raises(LongspanError, match="changed in place"):
+        out.sum().backward()
+
+
+def test_slopes_in_bfloat16_do_not_round_distances():
+    q, k, v = (torch.randn(1, 2, 600, 8) for _ in range(3))
+    slopes = torch.tensor([0.25, 0.5])
+    narrow = ls.attention(q, k, v, ~masks.causal(600), alibi=-slopes.bfloat16())
+    assert torch.equal(narrow, ls.attention(q, k, v, ~masks.causal(600), alibi=-slopes))
+
+
+def test_functions_are_not_asked_beyond_their_tables():
+    q, k, v = tensors((1, 2, 100, 8), (1, 2, 300, 8), (1, 2, 300, 8))
+    rows, keys = torch.arange(100) % 3, torch.arange(300) % 3
+    mod = lambda b, h, i, j: rows[i] == keys[j]  # noqa: E731
+    block = create_block_mask(mod, None, None, 100, 300, device="cpu")
+    expected, _, _ = dense_flex(q, k, v, mod, None)
+    close(ls.flex_attention(q, k, v, None, block), expected)
+
+
+def test_functions_in_place_and_of_vectors():
+    q, k, v = (t.requires_grad_() for t in tensors(*[(1, 1, 5, 8)] * 3))
+    x = torch.randn(5, 3, dtype=F64)
+    mask = masks.documents([4, 1])
+    pairs = [
+        (lambda s, b, h, i, j: s.mul(2), lambda s, b, h, i, j: s.mul_(2)),
+        (lambda s, b, h, i, j: s + (x[i] * x[j]).sum(-1), lambda s, b, h, i, j: s + torch.dot(x[i], x[j])),
+    ]
+    for plain, other in pairs:
+        results = []
+        for score in (plain, other):
+            out = ls.flex_attention(q, k, v, score, mask)
+            results.append((out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        for a, b in zip(*results, strict=True):
+            close(a, b)
+
+
+def test_a_scale_that_wants_a_gradient_is_refused():
+    with pytest.raises(LongspanError, match="Multiply q by it"):
+        ls.attention(Q, Q, Q, masks.causal(), scale=torch.ones((), requires_grad=True))

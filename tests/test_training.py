@@ -311,3 +311,15 @@ def test_the_fsdp2_example_learns_as_one_process_does(tmp_path):
         found = [float(loss) for loss in re.findall(rf"rank {rank} step \d+ loss (\d+\.\d{{6}})", done.stdout)]
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
     assert expected[-1] < 0.5 * expected[0]
+
+
+def test_shift_labels_that_are_given_keep_their_last_label():
+    tokens = torch.arange(9)[None]
+    batch = {"input_ids": tokens[:, :-1], "shift_labels": tokens[:, 1:]}
+    parts = [shard_batch(batch, ls.layouts.contiguous(8, 2), rank)["shift_labels"] for rank in range(2)]
+    assert torch.equal(torch.cat(parts, 1), tokens[:, 1:])
+    parts = [
+        shard_batch(batch, ls.layouts.contiguous(8, 2), rank, documents=[3, 5], positions="sequence")["shift_labels"]
+        for rank in range(2)
+    ]
+    assert torch.cat(parts, 1).tolist() == [[1, 2, -100, 4, 5, 6, 7, 8]]
