@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from longspan.execution._torch import tree_map, version
+from longspan.execution.dtypes import wide
 
 Seen = tuple[Tensor, int]
 """A tensor, and how often it had been changed in place."""
@@ -117,7 +118,9 @@ class Totals:
 
     def __init__(self, captured: Sequence[Tensor]) -> None:
         self.values = tuple(t.detach() for t in captured)
-        self.sums = [torch.zeros_like(t, dtype=_wide(t), memory_format=torch.contiguous_format) for t in self.values]
+        self.sums = [
+            torch.zeros_like(t, dtype=wide(t.dtype), memory_format=torch.contiguous_format) for t in self.values
+        ]
 
     def add(self, number: int, index: Index | None, gradient: Tensor) -> None:
         """Adds a gradient of all of a captured tensor, or of the elements taken with an index."""
@@ -131,7 +134,3 @@ class Totals:
         for i, size in zip(index, total.shape, strict=False):
             at = at * size + torch.where(i < 0, i + size, i).to(total.device)
         total.view(-1, *rest).index_add_(0, at.flatten(), gradient.reshape(-1, *rest))
-
-
-def _wide(t: Tensor) -> torch.dtype:
-    return torch.float64 if t.dtype == torch.float64 else torch.float32

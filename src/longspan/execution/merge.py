@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longspan.execution.dtypes import wide
 from longspan.span import Span
 
 Tensors = tuple[Tensor, ...]
@@ -115,7 +116,7 @@ class Accumulator(ByRows):
         super().__init__()
         self._shape = (*like.shape[:3], v_head_dim)
         self._dtype, self._device = like.dtype, like.device
-        self._wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+        self._wide = wide(like.dtype)
         self._result: tuple[Tensor, Tensor] | None = None
 
     def take(self, new: Stretch) -> None:

@@ -174,7 +174,7 @@ def _shared(captured: list[Tensor], sinks: Tensor | None) -> list[Tensor]:
 
 def _summed(gradients: list[Tensor], group: str) -> list[Tensor]:
     """Added up over the group, in one message."""
-    flat = torch.cat([t.flatten().double() if t.dtype == torch.float64 else t.flatten() for t in gradients])
+    flat = torch.cat([t.flatten() for t in gradients])
     dist.all_reduce(flat, group=_torch.group_named(group))
     parts = flat.split([t.numel() for t in gradients])
     return [part.view(t.shape).clone() for part, t in zip(parts, gradients, strict=True)]

@@ -18,6 +18,7 @@ from longspan.errors import KernelError
 from longspan.execution._torch import version
 from longspan.execution.captured import Seen, found_in
 from longspan.execution.dropout import Dropout
+from longspan.execution.dtypes import wide
 from longspan.masks.elementwise import Elementwise, elementwise
 from longspan.masks.frozen import frozen
 
@@ -44,7 +45,7 @@ class Scoring:
             return None
         made = Scoring(tuple(functions), (), dropout)
         index = torch.zeros((), dtype=torch.int64, device=like.device)
-        score = torch.zeros_like(index, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
+        score = torch.zeros_like(index, dtype=wide(like.dtype))
         captured, seen = found_in(lambda mode: made.apply(score, index, index, index, index, mode))
         return Scoring(made.functions, captured, dropout, seen)
 

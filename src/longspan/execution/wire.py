@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longspan.execution.dtypes import wide
 from longspan.schedules.steps import Piece, Role, Sizes, Transfer
 from longspan.span import Span
 
@@ -22,7 +23,7 @@ class Format:
     @property
     def wide(self) -> torch.dtype:
         """The dtype of statistics and of sums that are not complete."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return wide(self.dtype)
 
     def fields(self, role: Role) -> list[tuple[int, torch.dtype]]:
         """(features, dtype) of each tensor of a piece; one feature is a number per row."""

@@ -28,6 +28,7 @@ from longspan.execution.kernels.contract import Asked, Pairs, Tile
 from longspan.execution.scores import Scoring
 from longspan.execution.traced import Program, decider, key_of, program
 from longspan.masks import Predicate
+from longspan.masks.keys import This
 from longspan.span import Ints
 
 BLOCK = _torch.FLEX_BLOCK
@@ -136,7 +137,7 @@ class _Call:
         if predicate is None:
             mask = _bands_program(blocks.depths[0])
         else:
-            mask = _asking_program(_Same(predicate), blocks.depths, _length(pairs), like.device)
+            mask = _asking_program(This(predicate), blocks.depths, _length(pairs), like.device)
         values = () if pairs is None else pairs.totals.values
         score_values = score.values(() if scoring is None else local, values)
         mask_values = mask.values((*blocks.tables, *(() if predicate is None else local[2:])), ())
@@ -266,23 +267,10 @@ def _bands_program(depth: int) -> Program:
     return program(mask, _zeros("cpu", 4), lines)
 
 
-class _Same:
-    """A predicate in a cache, by identity; masks are values, so their functions are not expected to change."""
-
-    def __init__(self, predicate: Predicate) -> None:
-        self.predicate = predicate
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.predicate is other.predicate
-
-    def __hash__(self) -> int:
-        return id(self.predicate)
-
-
 @lru_cache(maxsize=64)
-def _asking_program(known: _Same, depths: tuple[int, int], length: int, device: torch.device) -> Program:
+def _asking_program(known: This[Predicate], depths: tuple[int, int], length: int, device: torch.device) -> Program:
     """(b, h, local row, local key; the tables, positions of rows and keys)."""
-    decide = decider(known.predicate, length)
+    decide = decider(known.value, length)
 
     def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor, *rest: Tensor) -> Tensor:  # noqa: ARG001
         start, stop, ask_start, ask_stop, q, kv = rest

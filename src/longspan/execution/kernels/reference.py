@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from longspan.execution.dtypes import wide as widened
 from longspan.execution.kernels.contract import ALL, Pairs, Tile
 from longspan.span import Span
 
@@ -42,7 +43,7 @@ class Reference:
     ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
         b, h, e = q_BHQD.shape[0], q_BHQD.shape[1], v_BGKE.shape[3]
         for tile in tiles:
-            out = q_BHQD.new_zeros((b, h, tile.rows, e), dtype=_wide(q_BHQD))
+            out = q_BHQD.new_zeros((b, h, tile.rows, e), dtype=widened(q_BHQD.dtype))
             lse = out.new_full((b, h, tile.rows), -torch.inf)
             for rows in _row_blocks(tile):
                 at = slice(rows.q0 - tile.q0, rows.q1 - tile.q0)
@@ -63,7 +64,7 @@ class Reference:
         delta_BHQ: Tensor,
         pairs: Pairs | None = None,
     ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
-        wide, group = _wide(q_BHQD), q_BHQD.shape[1] // k_BGKD.shape[1]
+        wide, group = widened(q_BHQD.dtype), q_BHQD.shape[1] // k_BGKD.shape[1]
         # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for everybody it meets
         lse_BHQ = lse_BHQ.to(wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
         for tile in tiles:
@@ -82,10 +83,6 @@ class Reference:
                         dk[here, keys, cols] += found[1]
                         dv[here, keys, cols] += found[2]
             yield tile, dq, dk, dv
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _row_blocks(tile: Tile) -> Iterator[Tile]:
@@ -151,7 +148,7 @@ def _gradients(
 
 def _grouped(x_BHbD: Tensor, groups: int) -> Tensor:
     """Query heads beside the key/value head they share: (B, G, R, b, D), widened."""
-    return x_BHbD.to(_wide(x_BHbD)).unflatten(1, (groups, -1))
+    return x_BHbD.to(widened(x_BHbD.dtype)).unflatten(1, (groups, -1))
 
 
 def _by_group(x_BHb: Tensor, groups: int) -> Tensor:
@@ -159,7 +156,7 @@ def _by_group(x_BHb: Tensor, groups: int) -> Tensor:
 
 
 def _keys(x_BGKD: Tensor, block: Tile) -> Tensor:
-    return x_BGKD[:, :, block.k0 : block.k1].to(_wide(x_BGKD)).unsqueeze(2)
+    return x_BGKD[:, :, block.k0 : block.k1].to(widened(x_BGKD.dtype)).unsqueeze(2)
 
 
 def _score_gradient(
@@ -270,7 +267,7 @@ def _softmax(
 
 def highest(q_BHQD: Tensor, k_BGKD: Tensor, tile: Tile, scale: float, pairs: Pairs | None) -> Tensor:
     """The highest score of every row of a tile, (B, H, q); -inf for rows that see nothing."""
-    top = q_BHQD.new_full((*q_BHQD.shape[:2], tile.rows), -torch.inf, dtype=_wide(q_BHQD))
+    top = q_BHQD.new_full((*q_BHQD.shape[:2], tile.rows), -torch.inf, dtype=widened(q_BHQD.dtype))
     for rows in _row_blocks(tile):
         q = _grouped(q_BHQD[:, :, rows.q0 : rows.q1], k_BGKD.shape[1])
         at = top[:, :, rows.q0 - tile.q0 : rows.q1 - tile.q0]
