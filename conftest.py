@@ -9,6 +9,9 @@ import pytest
 
 from longspan import layouts, masks
 
+# Importing it imports torchtitan, which replaces functions of torch: only in processes of their own (test_torchtitan).
+collect_ignore = ["src/longspan/integrations/torchtitan.py"]
+
 
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace):

@@ -19,12 +19,15 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    while (call := pipe.recv()) is not None:
-        function, args = call
-        try:
-            pipe.send((True, function(*args)))
-        except Exception:
-            pipe.send((False, traceback.format_exc()))
+    from longspan.execution.safety import Safety, safely
+
+    with safely(Safety(patience=30.0)):  # many ranks may share few cores: a slow one is not a dead one
+        while (call := pipe.recv()) is not None:
+            function, args = call
+            try:
+                pipe.send((True, function(*args)))
+            except Exception:
+                pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
 
 
@@ -65,12 +68,29 @@ class Ranks:
             results.append(value)
         return results
 
+    def run_some(self, function: Callable[..., Any], *args: Any, without: int, timeout: float = 60.0) -> list[Any]:
+        """As `run`, where one rank may never answer; None for who did not, or raised."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results: list[Any] = []
+        for rank, pipe in enumerate(self._pipes):
+            heard = rank != without and pipe.poll(timeout)
+            fine, value = pipe.recv() if heard else (False, None)
+            results.append(value if fine else None)
+        return results
+
+    def end(self) -> None:
+        """Ends all processes at once, whatever they do."""
+        for process in self._processes:
+            process.kill()
+            process.join(10)
+
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
-            if error is None:
+            if error is None and process.is_alive():
                 pipe.send(None)
                 process.join(10)
             process.kill()

@@ -18,7 +18,8 @@ def context():
     global _context
     if _context is None:
         _context = multiprocessing.get_context("forkserver")
-        _context.set_forkserver_preload(["torch", "torch.distributed", "longspan"])
+        # torch._dynamo takes seconds, and everything that compiles or is kept from it loads it
+        _context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "longspan.training"])
     return _context
 
 
@@ -29,15 +30,18 @@ def _serve(rank, world, store, pipe):
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    while True:
-        call = pipe.recv()
-        if call is None:
-            return
-        function, args = call
-        try:
-            pipe.send(("result", function(*args)))
-        except BaseException:
-            pipe.send(("error", traceback.format_exc()))
+    from longspan.execution.safety import Safety, safely
+
+    with safely(Safety(patience=30.0)):  # many ranks share two cores here: a slow one is not a dead one
+        while True:
+            call = pipe.recv()
+            if call is None:
+                return
+            function, args = call
+            try:
+                pipe.send(("result", function(*args)))
+            except BaseException:
+                pipe.send(("error", traceback.format_exc()))
 
 
 class RankPool:

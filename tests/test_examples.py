@@ -12,14 +12,14 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", ["learned_bias", "windows", "migration"])
+@pytest.mark.parametrize("name", ["learned_bias", "windows", "migration", "hf_trainer"])
 def test_example(name, tmp_path):
     path = ROOT / "examples" / f"{name}.py"
     assert len(path.read_text().splitlines()) <= 60
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     done = subprocess.run(
         [*command, "--nproc-per-node", "2", str(path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

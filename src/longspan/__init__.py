@@ -5,11 +5,13 @@ Importing this needs numpy alone; torch is loaded by the functions that touch te
 
 from longspan import layouts, masks, schedules
 from longspan.api import attention, block_mask, flex_attention, plan
+from longspan.checking import verify
 from longspan.errors import KernelError, LayoutError, LongspanError, MaskError, PlanError, ScheduleError
 from longspan.schedules.plan import Plan
 from longspan.span import Span
+from longspan.version import VERSION
 
-__version__ = "0.1.0.dev0"
+__version__ = VERSION
 __all__ = [
     "KernelError",
     "LayoutError",
@@ -26,4 +28,16 @@ __all__ = [
     "masks",
     "plan",
     "schedules",
+    "verify",
 ]
+
+
+def _repr_html(value: masks.Mask | layouts.Layout | Plan) -> str:
+    """What notebooks show. Pictures lie above masks, layouts and plans, so that this is where the two meet."""
+    from longspan.viz import notebook_html
+
+    return notebook_html(value)
+
+
+for _kind in (masks.Mask, layouts.Layout, Plan):
+    setattr(_kind, "_repr_html_", _repr_html)  # noqa: B010 - the classes below know nothing of pictures

@@ -11,6 +11,7 @@ from longspan.schedules.machine import Machine
 from longspan.schedules.machines import H100, machine_named
 from longspan.schedules.plan import Plan, made_plan
 from longspan.schedules.steps import Sizes
+from longspan.span import shortened, whole
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -57,7 +58,9 @@ def attention(
     """
     from longspan.execution.call import attention as run  # torch is loaded here, not with the package
     from longspan.execution.extras import Extras
+    from longspan.execution.inputs import check_inputs
 
+    check_inputs(q, k, v, scale, kernel, sinks)
     extras = Extras(score_mod, softcap, alibi, relative_bias, bias, dropout or 0.0, seed)
     return run(
         q, k, v, what, group=group, scale=scale, return_lse=return_lse, kernel=kernel, sinks=sinks,
@@ -152,7 +155,16 @@ def plan(
         )
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
-        raise PlanError(f"dtype {dtype!r} was asked for. There are {', '.join(ITEMSIZE)}, as torch dtypes or names.")
+        raise PlanError(
+            f"dtype {shortened(dtype)} was asked for. There are {', '.join(ITEMSIZE)}, as torch dtypes or names."
+        )
+    if not isinstance(schedule, str) or not isinstance(machine, str | Machine | None):
+        raise PlanError(
+            f"schedule = {shortened(schedule)} and machine = {shortened(machine)} were given. A schedule is a name, as"
+            f" in 'auto' or 'exchange'; a machine is a name, a Machine of longspan.schedules, or None."
+        )
+    if not isinstance(keep, bool):
+        raise PlanError(f"keep = {shortened(keep)} was given. It is True (keep remote K/V for backward) or False.")
     sizes = Sizes(q_heads, kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, ITEMSIZE[name], batch)
     max_rows = None if fetch_bytes is None else _rows_within(fetch_bytes, sizes)
     hardware = H100 if machine is None else machine_named(machine) if isinstance(machine, str) else machine
@@ -160,6 +172,7 @@ def plan(
 
 
 def _rows_within(fetch_bytes: int, sizes: Sizes) -> int:
+    fetch_bytes = whole(fetch_bytes, "fetch_bytes", "plan()", PlanError, high=1 << 62)
     row = sizes.kv_heads * sizes.batch * (sizes.head_dim + sizes.v_head_dim) * sizes.itemsize
     if fetch_bytes < 16 * row:
         raise PlanError(

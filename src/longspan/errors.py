@@ -23,3 +23,11 @@ class PlanError(LongspanError, ValueError):
 
 class KernelError(LongspanError, ValueError):
     """A kernel that does not exist or cannot take the given tensors."""
+
+
+class AgreementError(LongspanError, ValueError):
+    """Ranks of a group that were asked for different things."""
+
+
+class RankError(LongspanError, RuntimeError):
+    """A rank that died, stopped, raised, or went another way than the others."""

@@ -6,8 +6,10 @@ for ten million tokens must not loop over Python objects.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import SupportsIndex, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,37 @@ from numpy.typing import NDArray
 from longspan.errors import LongspanError
 
 Ints = NDArray[np.int64]
+
+LIMIT = 1 << 40
+"""Stands for "no end": further than any position, small enough that sums of a few stay inside int64."""
+
+
+def whole(
+    value: object, name: str, where: str, error: type[LongspanError] = LongspanError, low: int = 0, high: int = LIMIT
+) -> int:
+    """The value as an int; what is not a whole number within the bounds is refused.
+
+    >>> whole(np.int64(3), "seq_len", "causal()")
+    3
+    """
+    try:
+        # True counts as 1 in Python, but nobody means it as a length.
+        number = cast(SupportsIndex, value)
+        found = None if type(number) in (bool, np.bool_) else operator.index(number)
+    except (TypeError, ValueError):  # a tensor of several numbers raises the latter
+        found = None
+    if found is None or not low <= found <= high:
+        raise error(
+            f"{where} was given {name} = {shortened(value)}. {name} must be a whole number, {low} or more and at most"
+            f" {high}."
+        )
+    return found
+
+
+def shortened(value: object, width: int = 60) -> str:
+    """A value as errors quote it: its repr on one line, cut where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -29,10 +62,13 @@ class Span:
     stop: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start <= self.stop:
+        if type(self.start) is not int or type(self.stop) is not int:  # plans make thousands: what is right is quick
+            object.__setattr__(self, "start", whole(self.start, "start", "Span()"))
+            object.__setattr__(self, "stop", whole(self.stop, "stop", "Span()"))
+        if not 0 <= self.start <= self.stop <= LIMIT:
             raise LongspanError(
-                f"a Span is a half-open range of positions with 0 <= start <= stop, "
-                f"but start = {self.start} and stop = {self.stop} were given."
+                f"a Span is a half-open range of positions with 0 <= start <= stop <= {LIMIT}, "
+                f"but start = {shortened(self.start)} and stop = {shortened(self.stop)} were given."
             )
 
     def __len__(self) -> int:
@@ -49,9 +85,37 @@ class Span:
         3:9
         """
         start, _, stop = text.partition(":")
-        if not (start.isdecimal() and stop.isdecimal()):
-            raise LongspanError(f"a span is written start:stop, as in 3:9, but {text!r} was found.")
-        return Span(int(start), int(stop))
+        form = "a span is written start:stop, as in 3:9"
+        return Span(parsed_number(start, form, text), parsed_number(stop, form, text))
+
+
+def parsed_number(text: str, form: str, within: str, error: type[LongspanError] = LongspanError) -> int:
+    """A position or count that was written as decimal digits, as part of a text `within` that has a form.
+
+    >>> parsed_number("12", "a span is written start:stop", "12:20")
+    12
+    """
+    if not (text.isascii() and text.isdecimal() and len(text) <= 13):  # as many digits as LIMIT has
+        raise error(f"{form}, with numbers of 1 to 13 digits, but {shortened(within)} was found.")
+    return int(text)
+
+
+MAX_TEXT = 64 << 20
+
+
+def checked_text(text: object, what: str, error: type[LongspanError]) -> str:
+    """The text, if it can be what `text()` of something wrote: printable ASCII of bounded size."""
+    if not isinstance(text, str):
+        raise error(f"{what} is read from a str, but {type(text).__name__} was given. Decode or print it first.")
+    if len(text) > MAX_TEXT:
+        raise error(f"{what} text of {len(text)} characters was given; the limit is {MAX_TEXT}.")
+    if not text.isascii() or not text.replace("\n", "").isprintable():
+        place = next(i for i, c in enumerate(text) if c != "\n" and not (c.isascii() and c.isprintable()))
+        raise error(
+            f"{what} text has {text[place]!r} at character {place}. Such texts are printable ASCII with line breaks:"
+            f" pass what text() wrote."
+        )
+    return text
 
 
 def as_spans(rows: Ints) -> tuple[Span, ...]:

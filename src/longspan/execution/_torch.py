@@ -7,11 +7,14 @@ another, D head dim. Dropout is always off, so the random states that the GPU op
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -244,6 +247,44 @@ def flash_backward(
 def group_named(name: str) -> ProcessGroup:
     """The process group that PyTorch registered under a name; operators can carry names, not groups."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+class JobStore:
+    """The store through which the job's ranks found each other, over a connection of its own, under a prefix."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def part(self, prefix: str) -> JobStore:
+        """The part of it whose keys begin with the prefix."""
+        return JobStore(distributed_c10d.PrefixStore(prefix, self._store))
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        """What is there; None if there is nothing."""
+        return self._store.get(key) if self._store.check([key]) else None
+
+    def add(self, key: str, number: int) -> int:
+        return self._store.add(key, number)
+
+
+def job_store(group: ProcessGroup) -> JobStore | None:
+    """A new connection to the job's store; None where there is none to share."""
+    if "fake" in str(dist.get_backend_config(group)):
+        return None
+    return JobStore(distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+
+
+def attempt_store_of(timeout: timedelta) -> Any:
+    """A client of the launcher's store (or, without a launcher's, a new store) under a prefix of this attempt."""
+    env = os.environ
+    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    store = dist.TCPStore(host, port, size, not shared and rank == 0, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+    return distributed_c10d.PrefixStore(f"attempt/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:

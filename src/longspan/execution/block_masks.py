@@ -22,7 +22,7 @@ from longspan.masks import Mask, Plane
 from longspan.masks import bands as bd
 from longspan.masks.keys import MaskKey
 from longspan.masks.opaque import EMPTY, FULL, PARTIAL, Function
-from longspan.span import Ints
+from longspan.span import Ints, whole
 
 Bools = NDArray[np.bool_]
 
@@ -48,17 +48,30 @@ def block_mask(
     >>> block_mask(causal(512), zigzag(512, 2), rank=0).kv_num_blocks.tolist()  # partial ones; others are full
     [[[1, 1]]]
     """
+    if not isinstance(mask, Mask) or not isinstance(layout, Layout):
+        raise MaskError(
+            f"block_mask(mask, layout, rank) takes a mask and a layout, but {type(mask).__name__} and"
+            f" {type(layout).__name__} were given. See longspan.masks and longspan.layouts."
+        )
     if kv not in KV:
         raise MaskError(f"block_mask(kv={kv!r}) was asked for. Keys are {' or '.join(map(repr, KV))}.")
-    if block_size < 1:
-        raise MaskError(f"block_mask(block_size={block_size}) was asked for. A block has 1 row or more.")
+    block_size = whole(block_size, "block_size", "block_mask()", MaskError, low=1)
     if mask.seq_len not in (None, layout.seq_len):
         raise MaskError(
             f"block_mask was given {mask} for {mask.seq_len} tokens and {layout} for {layout.seq_len}. Build both for"
             f" the same sequence."
         )
     layout.span_rows(rank)  # refuses a rank that the layout does not have
-    return _built(MaskKey(mask), layout, rank, kv, block_size, str(torch.device(device)))
+    return _built(MaskKey(mask), layout, rank, kv, block_size, _device_name(device))
+
+
+def _device_name(device: object) -> str:
+    try:
+        return str(torch.device(device))  # type: ignore[arg-type]
+    except (RuntimeError, TypeError) as error:
+        raise MaskError(
+            f"block_mask(device={device!r}) was asked for, which torch does not know: use 'cpu'."
+        ) from error
 
 
 @lru_cache(maxsize=16)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from longspan.errors import PlanError
 from longspan.execution import ops
 from longspan.execution.extras import Extras, check_sinks
 from longspan.execution.kernels import Asked, choose_kernel
+from longspan.execution.members import members_of
+from longspan.execution.safety import safety
 from longspan.layouts import contiguous
 from longspan.masks import Mask
 from longspan.schedules.machines import CPU
@@ -39,6 +43,26 @@ def attention(
     captured_grads: str = "sum",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `longspan.attention`."""
+    arguments = (q, k, v, what, group, scale, return_lse, kernel, sinks, extras, captured_grads)
+    if group is None or torch.compiler.is_compiling():
+        return _checked(*arguments)
+    with told_when_refused(group):
+        return _checked(*arguments)
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    what: Any,
+    group: Any,
+    scale: Any,
+    return_lse: bool,
+    kernel: str,
+    sinks: Tensor | None,
+    extras: Extras | None,
+    captured_grads: str,
+) -> Tensor | tuple[Tensor, Tensor]:
     if isinstance(scale, Tensor) and scale.requires_grad:
         raise PlanError(
             "scale is a tensor that needs a gradient, which it would not get. Multiply q by it and pass scale=1.0, or"
@@ -55,7 +79,7 @@ def attention(
         run = _of_dtensors
     else:
         run = _run
-    return run(q, k, v, what, group, scale, return_lse, kernel, sinks, extras, captured_grads)
+    return run(q, k, v, what, group, scale, return_lse, kernel, sinks, extras, captured_grads)  # type: ignore[arg-type]
 
 
 def _run(
@@ -72,7 +96,7 @@ def _run(
     captured_grads: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
     shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    plan, name, rank, opaque = _resolved(*shapes, q.dtype, what, group)
+    plan, name, rank, opaque, settings = _resolved(*shapes, q.dtype, what, group)
     _check_tensors(q, k, v)
     if sinks is not None:
         check_sinks(sinks, q.shape[1])
@@ -84,7 +108,7 @@ def _run(
     wanted = (q, k, v, *captured, *([] if sinks is None else [sinks]))
     saves = torch.is_grad_enabled() and any(t.requires_grad for t in wanted)
     names = plan, name, rank, chosen, scale, ops.known_scoring(scoring)
-    out, lse, _ = ops.attention(q, k, v, captured, sinks, *names, captured_grads == "sum", saves)
+    out, lse, _ = ops.attention(q, k, v, captured, sinks, *names, captured_grads == "sum", settings, saves)
     return (out, lse) if return_lse else out
 
 
@@ -104,8 +128,9 @@ def _resolved(
     dtype: torch.dtype,
     what: Any,
     group: Any,
-) -> tuple[str, str, int, bool]:
-    """The names of plan and group, this rank, and whether a function decides on pairs; what does not fit is refused."""
+) -> tuple[str, str, int, bool, list[float]]:
+    """The names of plan and group, this rank, whether a function decides on pairs, and how safely to run; what does not
+    fit is refused."""
     for name, shape in (("q", q), ("k", k), ("v", v)):
         if len(shape) != 4:
             raise PlanError(f"{name} must have 4 dims (batch, heads, tokens, features), but has shape {shape}.")
@@ -124,7 +149,7 @@ def _resolved(
             f" {type(what).__name__}."
         )
     _check_shapes(q, k, v, dtype, plan, rank)
-    return ops.known(plan), group_name, rank, not plan.mask.is_structured
+    return ops.known(plan), group_name, rank, not plan.mask.is_structured, safety().numbers
 
 
 def one_device_plan(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: Any, mask: Mask) -> Plan:
@@ -133,6 +158,20 @@ def one_device_plan(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], 
     layout = contiguous(q[SEQ_DIM], 1)
     name = str(dtype).removeprefix("torch.")
     return made_plan(mask, layout, sizes, name, "exchange", CPU, True, False, None)
+
+
+@contextmanager
+def told_when_refused(group: Any) -> Iterator[None]:
+    """Tells the other ranks, who may be waiting in the same call, when this one refuses before anything was sent."""
+    group = group.get_group() if isinstance(group, DeviceMesh) and group.ndim == 1 else group
+    members = members_of(group) if isinstance(group, dist.ProcessGroup) else None
+    before = members.calls if members else 0
+    try:
+        yield
+    except Exception as error:
+        if members is not None and members.calls == before:  # otherwise the call itself has told them
+            members.refused(error, safety())
+        raise
 
 
 def _place(plan: Plan, group: Any) -> tuple[str, int]:

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from longspan.errors import KernelError
 from longspan.execution.dropout import Dropout
+from longspan.execution.inputs import is_number
 from longspan.execution.scores import ScoreFunction, ScoreMod, Scoring
 from longspan.schedules.plan import Plan
+from longspan.span import whole as whole_number
 
 
 def soft_cap(cap: float) -> ScoreMod:
     """cap * tanh(score / cap): scores stay between -cap and cap."""
-    if not isinstance(cap, int | float) or not cap > 0 or math.isinf(cap):
+    if isinstance(cap, Tensor) or not is_number(cap) or cap <= 0:
         raise KernelError(f"softcap = {cap!r} was asked for. It is a bound on scores, above 0; leave it out for none.")
 
     def softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG001
@@ -34,6 +36,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
+    num_heads = whole_number(num_heads, "num_heads", "alibi_slopes()", KernelError, low=1, high=1 << 16)
     whole = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
     slopes += [2 ** (-4 * (2 * i + 1) / whole) for i in range(num_heads - whole)]
@@ -63,7 +66,11 @@ class RelativeBias:
     max_distance: int = 128
 
     def __post_init__(self) -> None:
-        buckets = self.table.shape[0] // 2 if self.bidirectional and self.table.ndim else self.table.shape[0]
+        if not isinstance(self.table, Tensor) or self.table.ndim != 2:
+            found = tuple(self.table.shape) if isinstance(self.table, Tensor) else type(self.table).__name__
+            raise KernelError(f"RelativeBias takes a table (buckets, heads), but {found} was given.")
+        whole_number(self.max_distance, "max_distance", "RelativeBias()", KernelError, low=1)
+        buckets = self.table.shape[0] // 2 if self.bidirectional else self.table.shape[0]
         if buckets < 2 or self.max_distance <= buckets // 2:
             raise KernelError(
                 f"RelativeBias has a table of shape {tuple(self.table.shape)}, bidirectional={self.bidirectional} and"
@@ -151,6 +158,9 @@ class Extras:
         batch, heads, functions = plan.sizes.batch, plan.sizes.q_heads, list[ScoreMod]()
         if self.softcap is not None:
             functions.append(soft_cap(self.softcap))
+        for name, tensor in (("alibi", self.alibi), ("bias", self.bias)):
+            _check_device(name, tensor, like)
+        _check_device("RelativeBias.table", getattr(self.relative_bias, "table", None), like)
         if self.alibi is not None:
             functions.append(alibi(self.alibi, heads))
         if self.relative_bias is not None:
@@ -167,7 +177,15 @@ class Extras:
                 f"dropout = {self.dropout} was asked for without a seed. What is dropped is a function of the seed and"
                 f" of global positions: pass seed=, the same on every rank and another one in every step and layer."
             )
-        return None if self.dropout == 0.0 or self.seed is None else Dropout(self.dropout, self.seed)
+        if self.seed is None:
+            return None
+        made = Dropout(self.dropout, self.seed)  # which refuses numbers that are none, also where nothing is dropped
+        return None if self.dropout == 0.0 else made
+
+
+def _check_device(name: str, tensor: object, like: Tensor) -> None:
+    if isinstance(tensor, Tensor) and tensor.device != like.device:
+        raise KernelError(f"{name} is on {tensor.device}, but q is on {like.device}. Move it there.")
 
 
 def check_sinks(sinks: Tensor, heads: int) -> None:
@@ -177,10 +195,13 @@ def check_sinks(sinks: Tensor, heads: int) -> None:
 
 def _check_shape(name: str, tensor: Tensor, dims: dict[str, int | None]) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        what = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise KernelError(
-            f"{name} must be a floating-point tensor ({', '.join(dims)}), but {type(tensor).__name__} was given."
+            f"{name} must be a floating-point tensor ({', '.join(dims)}), but {what} was given. Convert it first."
         )
     wanted = tuple(dims.values())
     if tensor.ndim != len(wanted) or any(b not in (None, a) for a, b in zip(tensor.shape, wanted, strict=True)):
         text = ", ".join(f"{dim}" if size is None else f"{dim} = {size}" for dim, size in dims.items())
-        raise KernelError(f"{name} has shape {tuple(tensor.shape)}, but ({text}) is needed.")
+        raise KernelError(
+            f"{name} has shape {tuple(tensor.shape)}, but ({text}) is needed: every rank passes all query heads."
+        )

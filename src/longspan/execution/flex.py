@@ -15,6 +15,7 @@ from longspan.execution.block_masks import mask_of_block_mask
 from longspan.execution.call import attention, one_device_plan
 from longspan.execution.extras import Extras
 from longspan.execution.forward import Forward
+from longspan.execution.inputs import check_inputs
 from longspan.execution.kernels import kernel_named
 from longspan.execution.kernels.reference import highest
 from longspan.execution.runner import Job
@@ -24,6 +25,7 @@ from longspan.masks import Mask, full
 from longspan.masks.bands import LIMIT
 from longspan.schedules.plan import Plan
 from longspan.schedules.steps import Compute
+from longspan.span import shortened
 
 
 def flex_attention(
@@ -43,6 +45,7 @@ def flex_attention(
     captured_grads: str = "sum",
 ) -> Any:
     """See `longspan.flex_attention`."""
+    check_inputs(query, key, value, scale)
     _check(query, key, value, enable_gqa, return_lse, return_aux, kernel_options)
     extras = None if score_mod is None else Extras(score_mod)
     wants_max = return_aux is not None and return_aux.max_scores
@@ -71,6 +74,11 @@ def _aux(lse: Tensor | None, max_scores: Tensor | None) -> Any:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, return_lse: bool, aux: Any, options: Any) -> None:
+    if aux is not None and not (hasattr(aux, "lse") and hasattr(aux, "max_scores")):
+        raise PlanError(
+            f"return_aux = {shortened(aux)} was given. It is torch.nn.attention.flex_attention.AuxRequest(lse=True), or"
+            f" None."
+        )
     if any(t.ndim != 4 for t in (q, k, v)):
         raise PlanError(
             f"query, key and value have 4 dims (batch, heads, tokens, features), but shapes {tuple(q.shape)},"
@@ -91,6 +99,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, return_lse: bool, 
 
 
 def _check_plan(plan: Plan, block_mask: Any, wants_max: bool) -> None:
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan = {shortened(plan)} was given. Make one with longspan.plan(mask, layout, ...).")
     if block_mask is not None and block_mask != plan.mask:
         raise PlanError(
             f"block_mask and plan were both given, but the plan was made for {plan.mask}. Its mask is the one that"

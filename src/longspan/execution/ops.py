@@ -12,20 +12,22 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longspan.errors import PlanError
 from longspan.execution import _torch
+from longspan.execution.agreement import Record, record_of
 from longspan.execution.backward import Backward
 from longspan.execution.forward import Forward
 from longspan.execution.kernels import kernel_named
+from longspan.execution.members import Call, members_of
 from longspan.execution.runner import Job
+from longspan.execution.safety import Safety
 from longspan.execution.scores import Scoring
 from longspan.execution.transports import Loopback, ProcessGroup, Program
 from longspan.schedules.plan import Plan
 
-MAX_PLANS = 4096
+MAX_PLANS = 256
 MAX_OPAQUE = 64
 _plans: dict[str, Plan] = {}
 """A lookup from names to values: it changes no result. The oldest of very many are forgotten."""
@@ -73,11 +75,17 @@ def plan_named(name: str) -> Plan:
     return _plans[name]
 
 
-def _run(program: Program[Any], group: str, device: torch.device) -> Any:
-    with torch.autocast(device.type, enabled=False):  # it would narrow the products of float32 inside
+def _run(program: Program[Any], group: str, call: Call) -> Any:
+    with torch.autocast(call.device.type, enabled=False):  # it would narrow the products of float32 inside
         if not group:
             return Loopback().run([program])[0]
-        return ProcessGroup(_torch.group_named(group)).run(program)
+        with members_of(_torch.group_named(group)).call(call) as running:
+            return ProcessGroup(running).run(program)
+
+
+def _call(job: Job, direction: str, device: torch.device, safety: Safety, record: Record | None = None) -> Call:
+    steps = job.plan.steps(job.rank, direction)
+    return Call(job.plan.fingerprint, direction, len(steps), job.dtype, device, safety, record)
 
 
 def _apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -109,11 +117,15 @@ def attention(
     scale: float,
     scoring: str,
     sums: bool,
+    safety: list[float],
     saves: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output and lse of the rank's rows, and what its backward needs of other ranks' rows."""
     job = Job(plan_named(plan), rank, kernel_named(kernel), scale, q.dtype, _scoring(scoring), sinks)
-    out, lse, kept = _run(Forward(job, q, k, v, captured).program(saves=saves), group, q.device)
+    settings = Safety.of(safety)
+    record = record_of(job.plan, q.device, scale, job.scoring, sinks, sums, saves, settings) if group else None
+    call = _call(job, "forward", q.device, settings, record)
+    out, lse, kept = _run(Forward(job, q, k, v, captured).program(saves=saves), group, call)
     out, lse = _apart((out.contiguous(), lse.contiguous()), (q, k, v))
     return out, lse, kept
 
@@ -151,6 +163,7 @@ def attention_backward(
     scale: float,
     scoring: str,
     sums: bool,
+    safety: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of the rank's rows, of captured tensors and, last, of the sinks."""
     # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
@@ -160,10 +173,11 @@ def attention_backward(
         functions.check_unchanged()
     job = Job(plan_named(plan), rank, chosen, scale, q.dtype, functions, sinks)
     backward = Backward(job, q, k, v, out, lse, dout, dlse, kept, captured)
-    dq, dk, dv = _apart(_run(backward.program(), group, q.device), (dout, q, k, v, out, lse, *kept))
+    call = _call(job, "backward", q.device, Safety.of(safety))
+    dq, dk, dv = _apart(_run(backward.program(), group, call), (dout, q, k, v, out, lse, *kept))
     shared = backward.shared_gradients()
     if sums and group and shared:
-        shared = _summed(shared, group)
+        shared = _summed(shared, group, call)
     return dq, dk, dv, [t.to(like.dtype) for t, like in zip(shared, _shared(captured, sinks), strict=True)]
 
 
@@ -172,10 +186,11 @@ def _shared(captured: list[Tensor], sinks: Tensor | None) -> list[Tensor]:
     return [*captured, *([] if sinks is None else [sinks])]
 
 
-def _summed(gradients: list[Tensor], group: str) -> list[Tensor]:
+def _summed(gradients: list[Tensor], group: str, call: Call) -> list[Tensor]:
     """Added up over the group, in one message."""
     flat = torch.cat([t.flatten() for t in gradients])
-    dist.all_reduce(flat, group=_torch.group_named(group))
+    with members_of(_torch.group_named(group)).call(call) as running:
+        running.all_reduce(flat)
     parts = flat.split([t.numel() for t in gradients])
     return [part.view(t.shape).clone() for part, t in zip(parts, gradients, strict=True)]
 
@@ -208,7 +223,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _kept: Any) ->
         dout = torch.zeros_like(out)
     *gradients, shared = attention_backward(dout, dlse, q, k, v, captured, sinks, out, lse, kept, *ctx.names)
     dsinks = shared.pop() if ctx.has_sinks else None
-    return (*gradients, shared, dsinks, *[None] * 8)
+    return (*gradients, shared, dsinks, *[None] * 9)
 
 
 attention.register_autograd(_backward, setup_context=_setup)

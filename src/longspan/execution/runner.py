@@ -92,7 +92,9 @@ class Runner(ABC):
             sends, receives = self._messages(step)
             outgoing = {peer: self._packed(transfers) for peer, transfers in sends.items()}
             expected = {peer: self.form.num_bytes(transfers) for peer, transfers in receives.items()}
-            yield Exchange(number, outgoing, expected, self.device)
+            pieces = {(self.job.rank, peer): made for peer, made in sends.items()}
+            pieces |= {(peer, self.job.rank): made for peer, made in receives.items()}
+            yield Exchange(number, outgoing, expected, self.device, pieces)
             del outgoing  # the transport lets go of the messages when they are delivered
             with mark(self.direction, self.job.rank, number):
                 for compute in step.computes:

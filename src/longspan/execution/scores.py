@@ -19,7 +19,7 @@ from longspan.execution._torch import version
 from longspan.execution.captured import Seen, found_in
 from longspan.execution.dropout import Dropout
 from longspan.execution.dtypes import wide
-from longspan.masks.elementwise import Elementwise, elementwise
+from longspan.masks.elementwise import Elementwise, check_signature, elementwise
 from longspan.masks.frozen import frozen
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -107,6 +107,7 @@ class ScoreFunction:
                 f"score_mod is a function (score, b, h, q_idx, kv_idx) -> score, but {type(function).__name__} was"
                 f" given."
             )
+        check_signature(function, ("score", "b", "h", "q_idx", "kv_idx"), "score_mod", KernelError)
         self.elementwise: Elementwise = elementwise(function, frozen(function))
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

@@ -7,15 +7,17 @@ Gloo group, one rank per process.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.execution import headers
+from longspan.execution.members import Running
 from longspan.execution.observe import count
-from longspan.schedules.steps import MAX_BATCH
+from longspan.schedules.steps import MAX_BATCH, Transfer
 
 T = TypeVar("T")
 
@@ -28,6 +30,8 @@ class Exchange:
     sends: dict[int, Tensor]
     receives: dict[int, int]
     device: torch.device
+    pieces: dict[tuple[int, int], list[Transfer]] = field(default_factory=dict)
+    """What the messages are made of, by source and target."""
 
 
 Program = Generator[Exchange | None, dict[int, Tensor] | None, T]
@@ -79,8 +83,9 @@ class Loopback:
 class ProcessGroup:
     """One rank per process, over `torch.distributed`. Lists of operations are matched on both ends and batched."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, running: Running) -> None:
+        self.running, self.group = running, running.members.group
+        self.checked = running.call.safety.checked
 
     def run(self, program: Program[T]) -> T:
         """Runs this rank's program to its end."""
@@ -89,28 +94,46 @@ class ProcessGroup:
             while True:
                 exchange = program.send(arrived)
                 assert exchange is not None
+                self.running.at(exchange.step)
                 buffers, works = self._start(exchange)
                 assert next(program) is None, "a program starts one exchange at a time"
-                for work in works:
-                    work.wait()
-                arrived = buffers
+                self.running.wait(works)
+                arrived = self._opened(exchange, buffers) if self.checked else buffers
                 del exchange, buffers, works  # messages end here, not after the next step's have been made
         except StopIteration as stop:
             return stop.value
 
-    def _start(self, exchange: Exchange) -> tuple[dict[int, Tensor], list[dist.Work]]:
+    def _start(self, exchange: Exchange) -> tuple[dict[int, Tensor], list[tuple[int, dist.Work]]]:
+        extra = headers.SIZE if self.checked else 0
         buffers = {
-            src: torch.empty(size, dtype=torch.uint8, device=exchange.device) for src, size in exchange.receives.items()
+            src: torch.zeros(size + extra, dtype=torch.uint8, device=exchange.device)
+            if self.checked
+            else torch.empty(size, dtype=torch.uint8, device=exchange.device)
+            for src, size in exchange.receives.items()
         }
         lists: dict[int, list[dist.P2POp]] = {}
         size, me = self.group.size(), self.group.rank()
         for peer, message in exchange.sends.items():
-            self._add(lists, dist.isend, message, peer, (peer - me) % size, exchange.step)
             count(me, peer, message.numel())
+            if self.checked:
+                message = headers.sealed(self._header(exchange, me, peer, message.numel()), message)
+            self._add(lists, dist.isend, message, peer, (peer - me) % size, exchange.step)
         for peer, buffer in buffers.items():
             self._add(lists, dist.irecv, buffer, peer, (me - peer) % size, exchange.step)
-        works = [work for number in sorted(lists) for work in dist.batch_isend_irecv(lists[number])]
-        return buffers, works
+        peers = list(dict.fromkeys((*exchange.sends, *buffers)))
+        started = self.running.started(lambda: [pair for n in sorted(lists) for pair in _started(lists[n])], peers)
+        return buffers, started
+
+    def _opened(self, exchange: Exchange, buffers: dict[int, Tensor]) -> dict[int, Tensor]:
+        me = self.group.rank()
+        return {
+            src: headers.opened(self._header(exchange, src, me, exchange.receives[src]), buffer)
+            for src, buffer in buffers.items()
+        }
+
+    def _header(self, exchange: Exchange, src: int, dst: int, num_bytes: int) -> headers.Header:
+        pieces = headers.name_of(exchange.pieces.get((src, dst), []))
+        return self.running.header(src, dst, exchange.step, pieces, num_bytes)
 
     def _add(
         self,
@@ -122,5 +145,12 @@ class ProcessGroup:
         step: int,
     ) -> None:
         # Both ends put a message into the list that its distance gives, so lists match (see Step.batches).
-        op = dist.P2POp(kind, tensor, group=self.group, group_peer=peer, tag=step)
+        op = dist.P2POp(kind, tensor, group=self.group, group_peer=peer, tag=self.running.tag(step))
         lists.setdefault((distance - 1) // (MAX_BATCH // 2), []).append(op)
+
+
+def _started(ops: list[dist.P2POp]) -> list[tuple[int, dist.Work]]:
+    """The work of a batch, each with the peer it is with; NCCL gives one for all."""
+    works = dist.batch_isend_irecv(ops)
+    peers = [op.group_peer for op in ops] if len(works) == len(ops) else [ops[0].group_peer] * len(works)
+    return list(zip(peers, works, strict=True))

@@ -52,6 +52,7 @@ from longspan.integrations.torch_routes import (
 )
 from longspan.layouts import Layout
 from longspan.masks import Mask
+from longspan.span import whole
 
 __all__ = [
     "Balanced",
@@ -109,25 +110,36 @@ def context_parallel(
 
 def _common_length(tensors: list[Tensor], dims: list[int], seq_len: int | None) -> int | None:
     """The one length of all buffers along their sequence dims."""
-    if len(tensors) != len(dims):
-        raise PlanError(f"there are {len(tensors)} buffers, but {len(dims)} sequence dims. Give one dim for each.")
+    _check_counts(tensors, dims)
     if len({id(t) for t in tensors}) != len(tensors):
         raise PlanError("a buffer is listed twice, and would be sharded twice. List it once.")
     lengths: set[int] = set() if seq_len is None else {seq_len}
     for tensor, dim in zip(tensors, dims, strict=True):
-        if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
-            raise PlanError(f"a buffer is a plain tensor, but {type(tensor).__name__} was given.")
+        _length(tensor, dim)
         if tensor.requires_grad:
             raise PlanError(
                 f"a buffer of shape {tuple(tensor.shape)} requires grad: changing it in place would leave its gradient"
                 f" in another shape. Shard it with context_parallel_shard, which autograd can follow, or detach it."
             )
-        if not -tensor.ndim <= dim < tensor.ndim:
-            raise PlanError(f"a buffer of shape {tuple(tensor.shape)} has no dim {dim} to hold the sequence.")
-        lengths.add(tensor.shape[dim])
+        lengths.add(_length(tensor, dim))
     if len(lengths) > 1:
         raise PlanError(f"buffers have {sorted(lengths)} tokens along their sequence dims. Cut all to one length.")
     return next(iter(lengths), None)
+
+
+def _length(tensor: Any, dim: Any) -> int:
+    """How many tokens a buffer has along its sequence dim."""
+    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+        raise PlanError(f"a buffer is a plain tensor, but {type(tensor).__name__} was given. Convert it first.")
+    dim = whole(dim, "a sequence dim", "context parallelism", PlanError, low=-64, high=64)
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise PlanError(f"a buffer of shape {tuple(tensor.shape)} has no dim {dim} to hold the sequence.")
+    return tensor.shape[dim]
+
+
+def _check_counts(buffers: Sequence[Tensor], dims: Sequence[int]) -> None:
+    if len(buffers) != len(dims):
+        raise PlanError(f"there are {len(buffers)} buffers, but {len(dims)} sequence dims. Give one dim for each.")
 
 
 @torch.no_grad()
@@ -162,9 +174,10 @@ def context_parallel_shard(
 ) -> list[Tensor]:
     """This rank's shards of whole tensors, as new tensors; without a balancer, stretches of the sequence."""
     balancer = balancer_of(Contiguous() if load_balancer is None else load_balancer)
+    _check_counts(buffers, seq_dims)
     made = []
     for tensor, dim in zip(buffers, seq_dims, strict=True):
-        layout = balancer.layout(tensor.shape[dim], check_mesh(mesh).size())
+        layout = balancer.layout(_length(tensor, dim), check_mesh(mesh).size())
         made.append(layout.shard(tensor, mesh.get_local_rank(), dim))
     return made
 
@@ -181,12 +194,11 @@ def context_parallel_unshard(
     Without a balancer it is that of the context over `mesh` we are in, or else `HeadTail()`, PyTorch's default. Shards
     do not tell how they were cut: pass the balancer that cut them.
     """
-    if len(buffers) != len(seq_dims):
-        raise PlanError(f"there are {len(buffers)} buffers, but {len(seq_dims)} sequence dims. Give one dim for each.")
+    _check_counts(buffers, seq_dims)
     route = current(check_mesh(mesh))
     whole = []
     for tensor, dim in zip(buffers, seq_dims, strict=True):
-        lengths = gathered_lengths(mesh, tensor.shape[dim], tensor.device)
+        lengths = gathered_lengths(mesh, _length(tensor, dim), tensor.device)
         layout = _layout_to_unshard(route, load_balancer, lengths)
         whole.append(layout.unshard(_gathered(mesh, tensor, dim, lengths), dim))
     return whole

@@ -14,7 +14,7 @@ import numpy as np
 
 from longspan.errors import LayoutError
 from longspan.layouts.dealing import Dealer, Tuning
-from longspan.layouts.layout import Layout, check_sizes
+from longspan.layouts.layout import Layout, check_masks, check_sizes
 from longspan.layouts.segments import Profile, Segments, profile_of, remote_rows, segments_of
 from longspan.masks import Mask
 from longspan.masks import bands as bd
@@ -89,6 +89,7 @@ def _length_of(masks: tuple[Mask, ...], seq_len: int | None) -> int:
     """The one length of all masks and the argument."""
     if not masks:
         raise LayoutError("balanced() was given no mask. Pass every mask the model uses, as in balanced(causal(4096)).")
+    check_masks(masks, "balanced()")
     known = [mask.seq_len for mask in masks if mask.seq_len is not None]
     length = masks[0].length(known[0] if seq_len is None and known else seq_len)
     for mask in masks[1:]:

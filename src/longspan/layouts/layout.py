@@ -10,13 +10,16 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from longspan.errors import LayoutError
-from longspan.span import Ints, Span, as_spans
+from longspan.masks import Mask
+from longspan.span import LIMIT, Ints, Span, as_spans, checked_text, parsed_number, shortened, whole
+
+MAX_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,17 +71,19 @@ class Layout:
         """
         rows: list[tuple[int, int, int]] = []
         rank = -1
-        for rank, spans in enumerate(rank_spans):
-            for span in spans:
-                start, stop = (span.start, span.stop) if isinstance(span, Span) else span
+        for rank, spans in enumerate(_listed(rank_spans, f"layout {name}")):
+            for span in _listed(spans, f"rank {rank} of layout {name}"):
+                start, stop = (span.start, span.stop) if isinstance(span, Span) else _ends(span, rank, name)
                 if stop > start:
-                    rows.append((int(start), int(stop), rank))
+                    rows.append((start, stop, rank))
         return Layout.from_rows(seq_len, rank + 1, np.array(rows, dtype=np.int64).reshape(-1, 3), name, local_len)
 
     @staticmethod
     def from_rows(seq_len: int, world_size: int, rows: Ints, name: str, local_len: int | None = None) -> Layout:
         """The layout of (start, stop, rank) rows in any rank order; neighbours on one rank become one span."""
         check_sizes(seq_len, world_size, name)
+        if local_len is not None:
+            local_len = whole(local_len, "local_len", f"layout {name}", LayoutError)
         if len(rows) and (int(rows[:, 2].min()) < 0 or int(rows[:, 2].max()) >= world_size):
             raise LayoutError(
                 f"layout {name} names ranks {int(rows[:, 2].min())} to {int(rows[:, 2].max())}, but there are"
@@ -155,7 +160,10 @@ class Layout:
 
     def locate(self, position: ArrayLike) -> tuple[Ints, Ints]:
         """The rank that holds each position, and its slot there."""
-        wanted = np.asarray(position, dtype=np.int64)
+        wanted = np.asarray(position)
+        if wanted.size and not np.issubdtype(wanted.dtype, np.integer):
+            raise LayoutError(f"positions are whole numbers, but {shortened(position)} was given to {self}.")
+        wanted = wanted.astype(np.int64)
         if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= self.seq_len):
             raise LayoutError(
                 f"positions of this layout run from 0 to {self.seq_len - 1}, but {int(wanted.min())} to"
@@ -232,11 +240,16 @@ class Layout:
     # -- checks and identity ----------------------------------------------------------------------------------------
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
+        if type(rank) is int and 0 <= rank < self.world_size:
+            return
+        if not 0 <= whole(rank, "rank", f"{self}", LayoutError, -MAX_RANKS) < self.world_size:
             raise LayoutError(f"{self} was asked about rank {rank}. Ask for 0 to {self.world_size - 1}.")
 
     def _check_size(self, x: Any, dim: int, expected: int, what: str) -> None:
+        if not hasattr(x, "shape"):
+            raise LayoutError(f"{self} shards arrays and tensors, but {type(x).__name__} was given. Convert it first.")
         shape = tuple(x.shape)
+        dim = whole(dim, "dim", f"{self}", LayoutError, -LIMIT)
         if not -len(shape) <= dim < len(shape) or shape[dim] != expected:
             raise LayoutError(
                 f"{what} has {expected} slots in {self}, but a tensor of shape {shape} was given with dim = {dim}."
@@ -257,16 +270,22 @@ class Layout:
         >>> Layout.parse(zigzag(8, 2).text()) == zigzag(8, 2)
         True
         """
-        head, *lines = text.strip().splitlines()
-        words = head.split()
+        head, *lines = checked_text(text, "a layout", LayoutError).strip("\n").split("\n")
+        form = "a layout text begins 'layout NAME seq_len=N world_size=N'"
+        words = head.split(" ")
         fields = dict(word.split("=", 1) for word in words[2:] if "=" in word)
-        if len(words) < 2 or words[0] != "layout" or not {"seq_len", "world_size"} <= fields.keys():
-            raise LayoutError(f"a layout text begins 'layout NAME seq_len=N world_size=N', but {head!r:.80} was found.")
-        spans = [[Span.parse(word) for word in line.partition(":")[2].split()] for line in lines]
-        if len(spans) != int(fields["world_size"]):
-            raise LayoutError(f"the text is for {fields['world_size']} ranks, but has lines for {len(spans)}.")
-        slots = int(fields["local_len"]) if "local_len" in fields else None
-        return Layout.from_spans(int(fields["seq_len"]), spans, name=words[1], local_len=slots)
+        needed = {"seq_len", "world_size"}
+        if (
+            words[0] != "layout"
+            or not needed <= fields.keys() <= needed | {"local_len"}
+            or len(words) != len(fields) + 2
+        ):
+            raise LayoutError(f"{form}, but {shortened(head)} was found.")
+        counts = {name: parsed_number(value, form, head, LayoutError) for name, value in fields.items()}
+        if len(lines) != counts["world_size"]:
+            raise LayoutError(f"the text is for {counts['world_size']} ranks, but has lines for {len(lines)}.")
+        spans = [_parsed_spans(line, rank) for rank, line in enumerate(lines)]
+        return Layout.from_spans(counts["seq_len"], spans, name=words[1], local_len=counts.get("local_len"))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -287,13 +306,49 @@ class Layout:
         return f"<layout {self.name}, {self.seq_len} tokens on {self.world_size} ranks>"
 
 
+def _parsed_spans(line: str, rank: int) -> list[Span]:
+    label, found, rest = line.partition(":")
+    if label != str(rank) or not found:
+        raise LayoutError(f"line {rank + 2} of a layout text begins '{rank}:', but {shortened(line)} was found.")
+    return [Span.parse(word) for word in rest.split()]
+
+
+def _listed(spans: Any, where: str) -> Sequence[Any]:
+    if not isinstance(spans, Iterable) or isinstance(spans, str | bytes):
+        raise LayoutError(
+            f"{where} was given {shortened(spans)} where a list was expected. Give every rank a list of spans, as in"
+            f" [[(0, 4)], [(4, 8)]]."
+        )
+    return list(cast(Iterable[Any], spans))
+
+
+def _ends(span: Any, rank: int, name: str) -> tuple[int, int]:
+    """Start and stop of what was given as a span; refuses what is none."""
+    ends = _listed(span, f"rank {rank} of layout {name}")
+    if len(ends) != 2:
+        raise LayoutError(
+            f"rank {rank} of layout {name} was given the span {shortened(span)}. A span is (start, stop)."
+        )
+    start, stop = (whole(end, "an end of a span", f"rank {rank} of layout {name}", LayoutError) for end in ends)
+    if stop < start:
+        raise LayoutError(
+            f"rank {rank} of layout {name} was given the span {shortened(span)}, which ends before it starts. A span"
+            f" is (start, stop) with start <= stop."
+        )
+    return start, stop
+
+
+def check_masks(masks: Sequence[object], where: str) -> None:
+    """Refuses what is no mask."""
+    for mask in masks:
+        if not isinstance(mask, Mask):
+            raise LayoutError(f"{where} takes masks, but {type(mask).__name__} was given. See longspan.masks.")
+
+
 def check_sizes(seq_len: int, world_size: int, name: str) -> None:
     """Refuses sizes no layout can have."""
-    if seq_len < 0 or world_size < 1:
-        raise LayoutError(
-            f"layout {name} was asked for {seq_len} tokens on {world_size} ranks. It needs 0 tokens or more and 1"
-            f" rank or more."
-        )
+    whole(seq_len, "seq_len", f"layout {name}", LayoutError)
+    whole(world_size, "world_size", f"layout {name}", LayoutError, low=1, high=MAX_RANKS)
 
 
 # Arrays and tensors differ only here: numpy and torch name the same three operations differently.

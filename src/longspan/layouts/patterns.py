@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from longspan.errors import LayoutError
-from longspan.layouts.layout import Layout, check_sizes
+from longspan.layouts.layout import Layout, check_masks, check_sizes
 from longspan.layouts.segments import profile_of
 from longspan.masks import Mask
 from longspan.masks.documents import document_edges
-from longspan.span import Ints
+from longspan.span import Ints, whole
 
 
 def slots_for(seq_len: int, world_size: int, equal_tokens: bool) -> int | None:
@@ -99,8 +99,7 @@ def striped(seq_len: int, world_size: int, *, stripe: int = 1) -> Layout:
     [1, 3, 5, 7]
     """
     check_sizes(seq_len, world_size, "striped")
-    if stripe < 1:
-        raise LayoutError(f"striped(stripe={stripe}) was asked for. A stripe has 1 token or more.")
+    stripe = whole(stripe, "stripe", "striped()", LayoutError, low=1)
     starts = np.arange(0, seq_len, stripe, dtype=np.int64)
     stops = np.minimum(starts + stripe, seq_len)
     rank = np.arange(len(starts), dtype=np.int64) % world_size
@@ -130,10 +129,10 @@ def round_robin_by_work(mask: Mask, world_size: int, *, seq_len: int | None = No
     >>> round_robin_by_work(causal(8), 2, block=2).spans(0)
     (0:2, 6:8)
     """
+    check_masks((mask,), "round_robin_by_work()")
     length = mask.length(seq_len)
     check_sizes(length, world_size, "round_robin_by_work")
-    if block < 1:
-        raise LayoutError(f"round_robin_by_work(block={block}) was asked for. A block has 1 token or more.")
+    block = whole(block, "block", "round_robin_by_work()", LayoutError, low=1)
     starts = np.arange(0, length, block, dtype=np.int64)
     stops = np.minimum(starts + block, length)
     blocks = np.stack((starts, stops), axis=1)

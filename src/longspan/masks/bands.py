@@ -10,14 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from longspan.span import Ints, Span, join
+from longspan.errors import MaskError
+from longspan.span import LIMIT, Ints, Span, join, parsed_number, shortened, whole
 
 Q0, Q1, K0, K1, LO, HI = range(6)
-
-LIMIT = 1 << 40
-"""Stands for "no end": further than any position, small enough that sums of a few stay inside int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,31 @@ class Band:
         place, _, bounds = text.partition("/")
         q, _, kv = place.partition("x")
         lo, _, hi = bounds.partition("..")
-        return Band(Span.parse(q), Span.parse(kv), int(lo) if lo else None, int(hi) if hi else None)
+        return Band(Span.parse(q), Span.parse(kv), _bound(lo, text), _bound(hi, text))
+
+
+def _bound(text: str, within: str) -> int | None:
+    """A bound of a difference as it was written; nothing is an open one."""
+    if not text:
+        return None
+    digits = text.removeprefix("-")
+    form = "a band is written Q x KV / LO..HI without blanks, as in 0:4x0:9/-2..3"
+    return parsed_number(digits, form, within, MaskError) * (1 if digits == text else -1)
+
+
+def as_positions(value: ArrayLike, name: str) -> Ints:
+    """Positions as int64; refuses what are no whole numbers."""
+    found = np.asarray(value)
+    if found.size and not np.issubdtype(found.dtype, np.integer):
+        raise MaskError(
+            f"allows() was given {name} = {shortened(value)} of type {found.dtype}. Positions are whole numbers."
+        )
+    return found.astype(np.int64)
+
+
+def length_or_none(seq_len: object, where: str) -> int | None:
+    """A sequence length that may be left open."""
+    return None if seq_len is None else whole(seq_len, "seq_len", where, MaskError)
 
 
 def empty() -> Ints:

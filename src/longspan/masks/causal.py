@@ -7,15 +7,18 @@ from functools import lru_cache
 import numpy as np
 
 from longspan.errors import MaskError
-from longspan.masks.bands import LIMIT
+from longspan.masks.bands import LIMIT, length_or_none
 from longspan.masks.mask import Mask
+from longspan.span import whole
+
+
+def diagonal(lo: int, hi: int, seq_len: int | None, name: str) -> Mask:
+    """Every pair with `lo <= q - kv <= hi`."""
+    return _diagonal(lo, hi, length_or_none(seq_len, name), name)
 
 
 @lru_cache(maxsize=64)
-def diagonal(lo: int, hi: int, seq_len: int | None, name: str) -> Mask:
-    """Every pair with `lo <= q - kv <= hi`."""
-    if seq_len is not None and seq_len < 0:
-        raise MaskError(f"{name} was asked for {seq_len} tokens. A sequence has 0 tokens or more.")
+def _diagonal(lo: int, hi: int, seq_len: int | None, name: str) -> Mask:
     side = LIMIT if seq_len is None else seq_len
     return Mask.of_bands(np.array([[0, side, 0, side, lo, hi]], dtype=np.int64), seq_len, name)
 
@@ -48,10 +51,6 @@ def sliding_window(left: int, right: int = 0, seq_len: int | None = None) -> Mas
     ··███·
     ···███
     """
-    if left < 0 or right < 0:
-        raise MaskError(
-            f"sliding_window(left={left}, right={right}) counts tokens to each side of the query, so neither can be"
-            f" negative. For no limit on one side use causal() or ~causal()."
-        )
+    left, right = (whole(n, name, "sliding_window()", MaskError) for n, name in ((left, "left"), (right, "right")))
     name = f"sliding_window({left})" if right == 0 else f"sliding_window({left}, {right})"
     return diagonal(-right, left, seq_len, name)

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import MaskError
 from longspan.masks.bands import LIMIT
 from longspan.masks.mask import Mask
-from longspan.span import Ints
+from longspan.span import Ints, shortened, whole
+
+MAX_CHUNKS = 1 << 24
+
+
+def flat_numbers(values: ArrayLike, form: str) -> NDArray[Any]:
+    """The values as an array of whatever type they have; refuses lists of different lengths."""
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, OverflowError) as error:  # numpy's own words for ragged lists help nobody
+        raise MaskError(f"{form}, but {shortened(values)} was given.") from error
 
 
 def document_edges(lengths: ArrayLike) -> Ints:
     """0, and where each document ends; refuses anything that is not a list of token counts."""
-    counts = np.asarray(lengths)
+    counts = flat_numbers(lengths, "document lengths are a flat list of whole numbers")
     if counts.ndim != 1 or (counts.size and not np.issubdtype(counts.dtype, np.integer)):
         raise MaskError(
             f"document lengths are a flat list of whole numbers, but an array of shape {counts.shape} and type"
@@ -24,6 +35,8 @@ def document_edges(lengths: ArrayLike) -> Ints:
     if counts.size and int(counts.min()) < 0:
         where = int(np.argmax(counts < 0))
         raise MaskError(f"document {where} has length {int(counts[where])}. A document has 0 tokens or more.")
+    if sum(counts.tolist()) > LIMIT:  # added up by Python, whose numbers do not overflow
+        raise MaskError(f"documents of {sum(counts.tolist())} tokens together were given. {LIMIT} is the limit.")
     return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)))
 
 
@@ -62,11 +75,11 @@ def from_cu_seqlens(cu_seqlens: ArrayLike) -> Mask:
     >>> from_cu_seqlens([0, 3, 4, 6]) == documents([3, 1, 2])
     True
     """
-    edges = np.asarray(cu_seqlens)
-    if edges.ndim != 1 or not edges.size or int(edges[0]) != 0:
-        raise MaskError(
-            f"cu_seqlens starts with 0 and then lists where each document ends, but {edges.tolist()!r:.60} was given."
-        )
+    form = "cu_seqlens starts with 0 and then lists where each document ends, in whole numbers"
+    edges = flat_numbers(cu_seqlens, form)
+    plain = edges.ndim == 1 and edges.size and np.issubdtype(edges.dtype, np.integer)
+    if not plain or int(edges[0]) != 0:
+        raise MaskError(f"{form}, but {shortened(edges.tolist())} was given.")
     return documents(np.diff(edges))
 
 
@@ -76,7 +89,12 @@ def chunked(size: int, seq_len: int) -> Mask:
     >>> chunked(2, 5) == documents([2, 2, 1])
     True
     """
-    if size < 1:
-        raise MaskError(f"chunked(size={size}) was asked for. A chunk has 1 token or more.")
+    size = whole(size, "size", "chunked()", MaskError, low=1)
+    seq_len = whole(seq_len, "seq_len", "chunked()", MaskError)
+    if seq_len > size * MAX_CHUNKS:
+        raise MaskError(
+            f"chunked(size={size}, seq_len={seq_len}) makes {-(-seq_len // size)} chunks; {MAX_CHUNKS} is the limit."
+            f" Give larger chunks."
+        )
     edges = np.append(np.arange(0, seq_len, size, dtype=np.int64), seq_len)
     return _blocks(edges, f"chunked({size})")

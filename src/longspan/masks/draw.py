@@ -7,15 +7,14 @@ import numpy as np
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.mask import Plane
-from longspan.span import Ints
+from longspan.span import Ints, whole
 
 _OPAQUE_LIMIT = 4096
 
 
 def draw(plane: Plane, seq_len: int, width: int) -> str:
     """One character per square of pairs: all allowed, some allowed, none allowed."""
-    if width < 1:
-        raise MaskError(f"a picture of width {width} was asked for. Ask for 1 character or more.")
+    width = whole(width, "width", "draw()", MaskError, low=1, high=4096)
     edges = np.linspace(0, seq_len, min(width, max(seq_len, 1)) + 1).astype(np.int64)
     sizes = np.diff(edges)
     counts = _counts(plane, seq_len, edges)

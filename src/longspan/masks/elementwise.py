@@ -8,6 +8,7 @@ single pairs give; any other one is mapped over single pairs with `torch.vmap`.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +16,8 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
+
+from longspan.errors import LongspanError
 
 _PLAIN = """
 add sub rsub mul div truediv floordiv rfloordiv rtruediv rdiv mod rmod remainder fmod floor_divide true_divide divide
@@ -40,6 +43,23 @@ _verdicts: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 def elementwise(function: Callable[..., Any], call: Callable[..., Any] | None = None) -> Elementwise:
     """The function, callable on tiles; what was found out about it is remembered. `call` is called in its place."""
     return Elementwise(function, call)
+
+
+def check_signature(
+    function: Callable[..., Any], names: tuple[str, ...], what: str, error: type[LongspanError]
+) -> None:
+    """Refuses a function that cannot be called with so many arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as mismatch:
+        raise error(
+            f"{what} is called as {what}({', '.join(names)}), but the given function takes {signature}. Give it these"
+            f" {len(names)} arguments."
+        ) from mismatch
 
 
 class Elementwise:
@@ -89,6 +109,11 @@ class Elementwise:
             return self._mapped(*arguments)
         except Exception as error:
             name = getattr(self.function, "__name__", type(self.function).__name__)
+            if "data-dependent control flow" in str(error):
+                raise LongspanError(
+                    f"{name} decides by `if`, `and`, `or` or `not` on values of positions or scores, but it is called"
+                    f" with tensors of many. Write it with tensor operations: torch.where(condition, a, b), &, | and ~."
+                ) from error
             error.add_note(
                 f"{name} may give other values for arrays of positions than for single ones, so it was mapped over"
                 f" single ones with torch.vmap. Write it with operations that work element by element."
@@ -130,6 +155,8 @@ class Elementwise:
         try:
             with watch:
                 found = self.function(*arguments)
+            if not isinstance(found, torch.Tensor | np.ndarray | np.generic | int | float | complex):
+                return True  # whoever called it refuses that
             found = torch.as_tensor(found)
         except (RuntimeError, IndexError):
             return False

@@ -20,7 +20,7 @@ from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.bands import LIMIT, Band
 from longspan.masks.keys import This
-from longspan.span import Ints, Span
+from longspan.span import Ints, Span, whole
 
 Bools = NDArray[np.bool_]
 Grid = tuple[tuple["Plane", ...], ...]
@@ -201,6 +201,8 @@ class Mask:
     def plane(self, row: int = 0, head: int = 0) -> Plane:
         """The plane of one batch row and head."""
         for what, index, size in (("row", row, self.num_rows), ("head", head, self.num_heads)):
+            if size > 1 and not (type(index) is int and 0 <= index < size):
+                whole(index, what, f"{self}", MaskError, -LIMIT)  # numpy's numbers pass, but not outside the range
             if size > 1 and not 0 <= index < size:
                 raise MaskError(f"{self} has {size} {what}s and was asked for {what} {index}. Ask for 0 to {size - 1}.")
         return self.grid[row if self.num_rows > 1 else 0][head if self.num_heads > 1 else 0]
@@ -212,6 +214,8 @@ class Mask:
 
     def length(self, seq_len: int | None = None) -> int:
         """The sequence length, from the mask or from the argument; refuses when neither or both disagree."""
+        if seq_len is not None and not (type(seq_len) is int and 0 <= seq_len <= LIMIT):
+            seq_len = whole(seq_len, "seq_len", f"{self}", MaskError)
         if self.seq_len is not None and seq_len is not None and seq_len != self.seq_len:
             raise MaskError(
                 f"{self} is for {self.seq_len} tokens, but seq_len = {seq_len} was asked for. Build the mask for the"
@@ -234,7 +238,7 @@ class Mask:
         >>> masks.causal().allows([0, 5], [3, 3]).tolist()
         [False, True]
         """
-        return self.plane(row, head).allows(np.asarray(q, dtype=np.int64), np.asarray(kv, dtype=np.int64))
+        return self.plane(row, head).allows(bd.as_positions(q, "q"), bd.as_positions(kv, "kv"))
 
     def bands(self, seq_len: int | None = None, *, row: int = 0, head: int = 0) -> tuple[Band, ...]:
         """The disjoint bands of one plane; refuses an opaque mask, which has none."""
@@ -285,6 +289,7 @@ class Mask:
         """The same mask for a sequence of this length; refuses when the mask has another length of its own."""
         if self.length(seq_len) == self.seq_len:
             return self
+        seq_len = whole(seq_len, "seq_len", "resized()", MaskError)
         square = ((0, seq_len), (0, seq_len))
         return self._map(lambda plane: plane.cut(*square), seq_len, self.name)
 

@@ -19,15 +19,16 @@ from numpy.typing import NDArray
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.causal import full
-from longspan.masks.elementwise import elementwise
+from longspan.masks.elementwise import check_signature, elementwise
 from longspan.masks.frozen import frozen
 from longspan.masks.keys import This
 from longspan.masks.mask import Bools, Mask, Plane
-from longspan.span import Ints, Span, union
+from longspan.span import Ints, Span, union, whole
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+MAX_PLANES = 1 << 20
 
 
 class _Unasked:
@@ -78,6 +79,12 @@ class Function:
         shape = np.broadcast_shapes(q.shape, kv.shape)
         positions = torch.as_tensor(q.copy()), torch.as_tensor(kv.copy())
         found = elementwise(self.mask_mod, self.call)(b, h, *positions)
+        kind: str = type(cast(object, found)).__name__
+        if isinstance(found, tuple | list | dict | None):
+            raise MaskError(
+                f"mask_mod must return booleans (True: may attend), but it returned {kind}. Return one"
+                f" boolean tensor with an answer for every pair."
+            )
         found = np.asarray(found.cpu() if isinstance(found, torch.Tensor) else found)
         if found.dtype != np.bool_:
             raise MaskError(
@@ -122,6 +129,9 @@ def from_mask_mod(
         raise MaskError(
             f"from_mask_mod takes a function (b, h, q_idx, kv_idx), but {type(mask_mod).__name__} was given."
         )
+    check_signature(mask_mod, ("b", "h", "q_idx", "kv_idx"), "mask_mod", MaskError)
+    if within is not None and not isinstance(within, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise MaskError(f"within is a mask, as in within=masks.causal(), but {type(within).__name__} was given.")
     within = full(seq_len) if within is None else within
     if seq_len is not None:
         within = within.resized(seq_len)
@@ -129,14 +139,16 @@ def from_mask_mod(
         raise MaskError(f"within={within} must be one structured plane. Combine other masks with & afterwards.")
     region = within.plane().sure
     grid = tuple(
-        tuple(Plane(bd.empty(), region, Function(mask_mod, row, head)) for head in _indices(heads))
-        for row in _indices(rows)
+        tuple(Plane(bd.empty(), region, Function(mask_mod, row, head)) for head in _indices(heads, "heads"))
+        for row in _indices(rows, "rows")
     )
     return Mask(grid, within.seq_len, name or getattr(mask_mod, "__name__", type(mask_mod).__name__))
 
 
-def _indices(count: int | None) -> list[int | None]:
-    return [None] if count is None else list(range(count))
+def _indices(count: int | None, name: str) -> list[int | None]:
+    if count is None:
+        return [None]
+    return list(range(whole(count, name, "from_mask_mod()", MaskError, low=1, high=MAX_PLANES)))
 
 
 def classifier(plane: Plane, seq_len: int, tile: int) -> Classifier:
@@ -158,8 +170,7 @@ class Classifier:
     """
 
     def __init__(self, plane: Plane, seq_len: int, tile: int = 128) -> None:
-        if tile < 1:
-            raise MaskError(f"a tile of {tile} tokens was asked for. A tile has 1 token or more.")
+        tile = whole(tile, "tile", "classify()", MaskError, low=1)
         self.plane = plane
         self.seq_len = seq_len
         self.num_evaluated = 0

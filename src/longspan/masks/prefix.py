@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from longspan.errors import MaskError
-from longspan.masks.bands import LIMIT
-from longspan.masks.documents import document_edges
+from longspan.masks.bands import LIMIT, length_or_none
+from longspan.masks.documents import document_edges, flat_numbers
 from longspan.masks.mask import Mask
+from longspan.span import shortened, whole
 
 
 def prefix_lm(prefix: ArrayLike, lengths: ArrayLike | None = None, seq_len: int | None = None) -> Mask:
@@ -24,13 +25,27 @@ def prefix_lm(prefix: ArrayLike, lengths: ArrayLike | None = None, seq_len: int 
     █████·
     ██████
     """
+    seq_len = length_or_none(seq_len, "prefix_lm()")
+    sizes = flat_numbers(prefix, "prefix is a whole number, or one for every document")
+    if sizes.size and not np.issubdtype(sizes.dtype, np.integer):
+        raise MaskError(f"prefix_lm() was given prefix = {shortened(prefix)}. It counts tokens, in whole numbers.")
     if lengths is None:
         edges = np.array([0, LIMIT if seq_len is None else seq_len], dtype=np.int64)
     else:
         edges = document_edges(lengths)
+        if seq_len not in (None, int(edges[-1])):
+            raise MaskError(
+                f"prefix_lm() was given documents of {int(edges[-1])} tokens together and seq_len = {seq_len}. Lengths"
+                f" cover the sequence: leave seq_len out."
+            )
         seq_len = int(edges[-1])
     starts, stops = edges[:-1], edges[1:]
-    sizes = np.broadcast_to(np.asarray(prefix, dtype=np.int64), starts.shape)
+    if sizes.shape not in ((), starts.shape):
+        raise MaskError(
+            f"prefix_lm() was given prefixes of shape {sizes.shape} for {len(starts)} documents. Give one for all, or"
+            f" one for each document."
+        )
+    sizes = np.broadcast_to(sizes.astype(np.int64), starts.shape)
     if sizes.size and (int(sizes.min()) < 0 or bool((sizes > stops - starts).any())):
         raise MaskError(
             f"prefix_lm needs 0 <= prefix <= length for every document, but prefixes {sizes.tolist()!r:.60} were given"
@@ -54,8 +69,8 @@ def global_prefix(num: int, seq_len: int | None = None) -> Mask:
     ██·██·
     ██··██
     """
-    if num < 0:
-        raise MaskError(f"global_prefix({num}) was asked for. The number of global tokens is 0 or more.")
+    num = whole(num, "num", "global_prefix()", MaskError)
+    seq_len = length_or_none(seq_len, "global_prefix()")
     side = LIMIT if seq_len is None else seq_len
     rows = np.array([[0, side, 0, min(num, side), -LIMIT, LIMIT]], dtype=np.int64)
     return Mask.of_bands(rows, seq_len, f"global_prefix({num})")

@@ -1,7 +1,8 @@
 """Choice with reasons: every scheme that applies is costed on a machine, and the list says why one was taken.
 
-Figures are those of the busiest ranks (most pairs, most remote rows, first, last), because the slowest rank is when a
-step is done. They come from the same steps and the same cost functions as the simulator, without waits between ranks.
+Figures are those of ranks likely to be busiest (most pairs, most rows borrowed or lent, first, last), since the
+slowest rank is when a step is done; where ranks differ much, another may receive somewhat more. They come from the same
+steps and the same cost functions as the simulator, without waits between ranks.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from longspan.layouts import Layout
 from longspan.schedules.backward import reverse
 from longspan.schedules.machine import Machine, rank_seconds
 from longspan.schedules.memory import peak_bytes
 from longspan.schedules.planners import PLANNERS, Scheme, scheme
 from longspan.schedules.problem import Problem
 from longspan.schedules.steps import Role, Step
+from longspan.span import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +56,31 @@ REASON_HEAD = f"  {'scheme':20s} {'fwd ms':>9s} {'bwd ms':>9s} {'recv MiB':>10s}
 def busiest(chosen: Scheme) -> list[int]:
     """Ranks that are likely to be the slowest."""
     problem = chosen.problem
-    rows = np.zeros(problem.layout.world_size, dtype=np.int64)
-    for needed in problem.needed:
-        np.add.at(rows, needed[:, 2], needed[:, 1] - needed[:, 0])
     size = problem.layout.world_size
-    return sorted({int(chosen.work.argmax()), int(rows.argmax()), 0, size - 1})
+    borrowed, lent = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    for needed in problem.needed:
+        np.add.at(borrowed, needed[:, 2], needed[:, 1] - needed[:, 0])
+        lent += _lent(needed, problem.layout)
+    wide = problem.sizes.row_bytes(Role.DKV)
+    received = borrowed * 2 * problem.sizes.row_bytes(Role.KV) + lent * wide  # gradients come back to who lent
+    return sorted({int(worst.argmax()) for worst in (chosen.work, borrowed, lent, received)} | {0, size - 1})
+
+
+def _lent(needed: Ints, layout: Layout) -> Ints:
+    """How many rows other ranks need of each rank, of (start, stop, rank) rows that ranks need of others."""
+    segments = layout.rows
+    covered = [_rows_before(needed, segments[:, column]) for column in (1, 0)]
+    return np.bincount(segments[:, 2], covered[0] - covered[1], layout.world_size).astype(np.int64)
+
+
+def _rows_before(needed: Ints, edges: Ints) -> Ints:
+    """For every edge, how many needed rows lie before it, counted once per rank that needs them."""
+    total = np.zeros(len(edges), dtype=np.int64)
+    for ends, sign in ((needed[:, 0], 1), (needed[:, 1], -1)):
+        ordered = np.sort(ends)
+        number = np.searchsorted(ordered, edges)
+        total += sign * (number * edges - np.concatenate(([0], np.cumsum(ordered)))[number])
+    return total
 
 
 def received(steps: tuple[Step, ...], rank: int, problem: Problem) -> int:

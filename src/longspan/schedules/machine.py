@@ -8,6 +8,7 @@ step   = max(work, move): transfers run beside computes
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,14 @@ import numpy as np
 from longspan.errors import PlanError
 from longspan.masks import bands as bd
 from longspan.schedules.steps import Compute, Sizes, Step
-from longspan.span import Ints
+from longspan.span import Ints, shortened, whole
+
+
+def _check_number(value: object, name: str, where: str, *, zero: bool = False) -> None:
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
+        bound = "0 or more" if zero else "above 0"
+        raise PlanError(f"{where} was given {name} = {shortened(value)}. {name} must be a finite number {bound}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,11 @@ class Link:
     """Bytes per second of one rank, one direction."""
     latency: float
 
+    def __post_init__(self) -> None:
+        whole(self.ranks, "ranks", "Link()", PlanError, low=1)
+        _check_number(self.bandwidth, "bandwidth", "Link()")
+        _check_number(self.latency, "latency", "Link()", zero=True)
+
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -37,6 +50,10 @@ class Tiling:
     full_width: int
     packs_heads: bool = False
     """Whether the query heads of one key/value head fill the rows of a tile together."""
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "cut_width", "full_width"):
+            whole(getattr(self, name), name, "Tiling()", PlanError, low=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +79,19 @@ class Machine:
     backward_tiling: Tiling
 
     def __post_init__(self) -> None:
+        where = f"machine {shortened(self.name)}"
+        for name in ("flops", "forward_share", "backward_share", "copy_bandwidth"):
+            _check_number(getattr(self, name), name, where)
+        for name in ("slot_seconds", "op_seconds"):
+            _check_number(getattr(self, name), name, where, zero=True)
+        whole(self.slots, "slots", where, PlanError, low=1)
+        for name, kind in (("forward_tiling", Tiling), ("backward_tiling", Tiling), ("links", tuple)):
+            if not isinstance(getattr(self, name), kind):
+                raise PlanError(
+                    f"{where} was given {name} = {shortened(getattr(self, name))}. It is a {kind.__name__}."
+                )
+        if not all(isinstance(link, Link) for link in self.links):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PlanError(f"{where} was given links = {shortened(self.links)}. Links are of type Link.")
         sizes = [link.ranks for link in self.links]
         if not sizes or sizes != sorted(sizes):
             raise PlanError(

@@ -65,19 +65,23 @@ def _weight(key: _Key, sizes: Sizes) -> int:
 def _gathered(steps: tuple[Step, ...], rank: int, own: Ints, sizes: Sizes, kept: tuple[Piece, ...]) -> Ints:
     """In each step, the largest copy of K and V that must be put together from several pieces."""
     most = np.zeros(len(steps), dtype=np.int64)
-    here = [(len(steps), as_rows(piece.spans)) for piece in kept if piece.role is Role.KV]
+    own = union(own)
+    here = [(len(steps), union(as_rows(piece.spans))) for piece in kept if piece.role is Role.KV]
     for number, step in enumerate(steps):
         here = [(until, rows) for until, rows in here if until >= number]
         for compute in step.computes:
-            rows = as_rows(compute.kv.spans)
+            rows = union(as_rows(compute.kv.spans))
             if not any(_has(whole, rows) for whole in (own, *(rows for _, rows in here))):
                 most[number] = max(most[number], compute.kv.num_bytes(sizes))
-        here += [(t.until, as_rows(t.piece.spans)) for t in step.transfers if t.dst == rank and t.piece.role is Role.KV]
+        arriving = [t for t in step.transfers if t.dst == rank and t.piece.role is Role.KV]
+        here += [(t.until, union(as_rows(t.piece.spans))) for t in arriving]
     return most
 
 
 def _has(whole: Ints, rows: Ints) -> bool:
-    return not len(subtract(union(rows), union(whole)))
+    """Whether all positions of `rows` are in `whole`; both sorted, disjoint and non-touching."""
+    at = np.searchsorted(whole[:, 0], rows[:, 0], side="right") - 1
+    return bool((at >= 0).all() and (whole[at, 1] >= rows[:, 1]).all())
 
 
 def _merging(uses: list[tuple[int, Ints]], num_steps: int) -> Ints:
@@ -89,9 +93,13 @@ def _merging(uses: list[tuple[int, Ints]], num_steps: int) -> Ints:
     once = many = uses[0][1][:0]
     for number, rows in uses:
         rows = union(rows)
+        if _has(many, rows):  # as in most steps of a ring
+            most[number] = max(most[number], total(rows))
+            continue
         second = intersect(rows, once)
         most[number] = max(most[number], 2 * total(second) + total(intersect(rows, many)))
-        many = union(np.concatenate((many, second)))
+        if len(second):
+            many = union(np.concatenate((many, second)))
         once = subtract(union(np.concatenate((once, rows))), many)
     return most
 
@@ -102,7 +110,7 @@ def _add_results(live: Ints, steps: tuple[Step, ...], own: Ints, sizes: Sizes) -
     state, partial = (sizes.v_head_dim + 2) * wide, sizes.row_bytes(Role.OUT) + sizes.v_head_dim * wide
     for key, uses in _by_heads(steps, Role.Q).items():
         weight, rows = _weight(key, sizes), union(np.concatenate([rows for _, rows in uses]))
-        copied = 0 if _has(own, rows) else sizes.row_bytes(Role.Q)
+        copied = 0 if _has(union(own), rows) else sizes.row_bytes(Role.Q)
         live[uses[0][0] :] += total(rows) * weight * (state + copied)
         live[: len(steps)] += _merging(uses, len(steps)) * (weight * partial)
 
@@ -114,7 +122,7 @@ def _add_gradients(live: Ints, steps: tuple[Step, ...], rank: int, own: Ints, si
         weight, rows = _weight(key, sizes), union(np.concatenate([rows for _, rows in uses]))
         # a copy of q and of the output's gradient, and a stand-in for the output, where they came from elsewhere
         copied = sizes.row_bytes(Role.Q) + sizes.row_bytes(Role.DOUT) + sizes.v_head_dim * sizes.itemsize
-        copied = 0 if _has(own, rows) else copied
+        copied = 0 if _has(union(own), rows) else copied
         live[uses[0][0] :] += total(rows) * weight * (sizes.head_dim * wide + copied)
         live[: len(steps)] += _merging(uses, len(steps)) * (weight * sizes.row_bytes(Role.DQ))
     per_row = sizes.row_bytes(GRADIENT[Role.KV])

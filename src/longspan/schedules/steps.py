@@ -14,8 +14,10 @@ from functools import cached_property
 from longspan.errors import ScheduleError
 from longspan.layouts import Layout
 from longspan.masks import Band
-from longspan.span import Span
+from longspan.span import Span, parsed_number, shortened, whole
 
+MAX_SIZE = 1 << 24
+"""Heads, features and batch rows: more is taken for a mistake."""
 MAX_BATCH = 256
 """Point-to-point operations that may be started in one batch: NCCL cuts longer lists differently on different ranks."""
 
@@ -54,8 +56,8 @@ class Sizes:
     batch: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.q_heads, self.kv_heads, self.head_dim, self.v_head_dim, self.itemsize, self.batch) < 1:
-            raise ScheduleError(f"every size must be 1 or more, but {self} was given.")
+        for name in self.__slots__:
+            whole(getattr(self, name), name, "a plan", ScheduleError, low=1, high=MAX_SIZE)
         if self.q_heads % self.kv_heads:
             raise ScheduleError(
                 f"q_heads = {self.q_heads} query heads share kv_heads = {self.kv_heads} key/value heads, which leaves"
@@ -119,7 +121,9 @@ class Piece:
         spans, _, rest = rest.partition("]h")
         heads, _, rows = rest.partition("b")
         if role not in set(Role) or not heads:
-            raise ScheduleError(f"a piece is written role[spans]hHEADS, as in kv[0:4]h0:2, but {text!r:.60} was found.")
+            raise ScheduleError(
+                f"a piece is written role[spans]hHEADS, as in kv[0:4]h0:2, but {shortened(text)} was found."
+            )
         return Piece(
             Role(role), tuple(map(Span.parse, spans.split())), Span.parse(heads), Span.parse(rows) if rows else None
         )
@@ -146,9 +150,11 @@ class Transfer:
         piece, _, tail = rest.partition(" until ")
         src, _, dst = ends.partition(">")
         until, _, recall = tail.partition(" ")
-        if not (src.isdecimal() and dst.isdecimal() and until.isdecimal() and recall in set(Recall)):
-            raise ScheduleError(f"a transfer is written SRC>DST PIECE until STEP RECALL, but {text!r:.80} was found.")
-        return Transfer(int(src), int(dst), Piece.parse(piece), int(until), Recall(recall))
+        form = "a transfer is written SRC>DST PIECE until STEP RECALL"
+        if recall not in set(Recall):
+            raise ScheduleError(f"{form}, but {shortened(text)} was found.")
+        counts = [parsed_number(part, form, text, ScheduleError) for part in (src, dst, until)]
+        return Transfer(counts[0], counts[1], Piece.parse(piece), counts[2], Recall(recall))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +177,7 @@ class Compute:
         pieces, found, rest = text.removeprefix("compute ").partition(" : ")
         q, _, kv = pieces.partition(" kv[")
         if not found or not kv:
-            raise ScheduleError(f"a compute is written compute Q KV : BANDS ? MAYBE, but {text!r:.80} was found.")
+            raise ScheduleError(f"a compute is written compute Q KV : BANDS ? MAYBE, but {shortened(text)} was found.")
         sure, _, maybe = rest.partition("? ")
         bands = tuple(map(Band.parse, sure.split())), tuple(map(Band.parse, maybe.split()))
         return Compute(rank, Piece.parse(q), Piece.parse("kv[" + kv), *bands)

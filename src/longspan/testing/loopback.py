@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,10 +14,16 @@ from longspan.execution.extras import Extras
 from longspan.execution.forward import Forward
 from longspan.execution.kernels import Asked, choose_kernel, kernel_named
 from longspan.execution.runner import Job
-from longspan.execution.transports import Loopback
+from longspan.execution.transports import Loopback, Program
 from longspan.schedules.plan import Plan
 
 SEQ_DIM = 2
+
+
+class Transport(Protocol):
+    """What runs all ranks' programs and returns their results, by rank."""
+
+    def run(self, programs: Sequence[Program[Any]]) -> list[Any]: ...
 
 
 @torch.no_grad()
@@ -30,13 +38,15 @@ def run_loopback(
     scale: float | None = None,
     sinks: Tensor | None = None,
     extras: Extras | None = None,
+    transport: Transport | None = None,
 ) -> tuple[Tensor, ...]:
     """Output, lse, dq, dk and dv of whole tensors, computed by all ranks of the plan together.
 
-    Then, in the order of their first use, the gradients of tensors that score functions captured, and that of sinks:
-    summed over the ranks.
+    The ranks take turns, unless a transport says otherwise (see `longspan.testing.network`). Then, in the
+    order of their first use, the gradients of tensors that score functions captured, and that of sinks: summed over the
+    ranks.
     """
-    layout = plan.layout
+    layout, carry = plan.layout, Loopback() if transport is None else transport
     scoring = None if extras is None else extras.scoring(q, plan)
     captured = () if scoring is None else scoring.captured
     drops = scoring is not None and scoring.dropout is not None
@@ -47,12 +57,12 @@ def run_loopback(
     ranks = range(layout.world_size)
     own = [tuple(layout.shard(t, rank, SEQ_DIM) for t in (q, k, v)) for rank in ranks]
     upstream = [layout.shard(dout, rank, SEQ_DIM) for rank in ranks]
-    forward = Loopback().run([Forward(jobs[r], *own[r], captured=captured).program(saves=True) for r in ranks])
+    forward = carry.run([Forward(jobs[r], *own[r], captured=captured).program(saves=True) for r in ranks])
     runs: list[Backward] = []
     for r in ranks:
         (q, k, v), (out, lse, kept) = own[r], forward[r]
         runs.append(Backward(jobs[r], q, k, v, out, lse, upstream[r], None, kept, captured))
-    gradients = Loopback().run([run.program() for run in runs])
+    gradients = carry.run([run.program() for run in runs])
     shared = [run.shared_gradients() for run in runs]
     parts = [(*forward[r][:2], *gradients[r]) for r in ranks]
     whole = [layout.unshard([part[i] for part in parts], SEQ_DIM) for i in range(5)]

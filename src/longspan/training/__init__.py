@@ -2,7 +2,8 @@
 
 A step, in this order: `check_same` (were all ranks of the sequence fed one batch?), `shard_batch` (the rank's part,
 with labels that were shifted while the sequence was whole), the model, `token_loss`. `relayout` is for layers that need
-other tokens than attention does, `gather_outputs` for evaluation, `make_mesh` for the ranks.
+other tokens than attention does, `gather_outputs` for evaluation, `make_mesh` for the ranks, `watch` for knowing who
+failed.
 """
 
 from longspan.training.agree import check_same
@@ -12,10 +13,13 @@ from longspan.training.groups import BatchError
 from longspan.training.loss import token_loss
 from longspan.training.mesh import Mesh, make_mesh
 from longspan.training.relayout import gather_outputs, relayout
+from longspan.training.watch import Watching, attempt_store, watch
 
 __all__ = [
     "BatchError",
     "Mesh",
+    "Watching",
+    "attempt_store",
     "check_same",
     "gather_outputs",
     "make_mesh",
@@ -23,4 +27,5 @@ __all__ = [
     "shard_batch",
     "shift_tokens",
     "token_loss",
+    "watch",
 ]

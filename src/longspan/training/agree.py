@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan.span import Ints
-from longspan.training.groups import BatchError, message_device, process_group
+from longspan.training.groups import BatchError, check_batch, message_device, process_group
 
 NAME_BYTES = 64
 _DIGEST = 4
@@ -31,6 +31,7 @@ def check_same(batch: Mapping[str, Any], group: Any) -> None:
     Tensors are digested on the CPU, 7 ms per million ids: call it every step, or every thousandth.
     """
     members = process_group(group, "check_same")
+    check_batch(batch, "check_same")
     names = sorted(batch)
     contents = [_digest(name, batch[name]) for name in names]
     unknown = sum(content is None for content in contents)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from longspan.layouts import Layout
+from longspan.span import whole
 from longspan.training.documents import check_rows, document_numbers, positions_within, shifted
-from longspan.training.groups import BatchError
+from longspan.training.groups import BatchError, check_batch, check_layout
 
 KNOWN = ("input_ids", "labels", "shift_labels", "loss_mask", "position_ids")
 
@@ -73,6 +74,8 @@ def shard_batch(
 
 
 def _check(batch: Mapping[str, Any], layout: Layout, dims: Mapping[str, Any], fills: Mapping[str, Any]) -> None:
+    check_batch(batch, "shard_batch")
+    check_layout(layout, "shard_batch")
     _check_known(batch, layout)
     for name in dims:
         if name not in batch or name in KNOWN:
@@ -112,14 +115,13 @@ def _check_known(batch: Mapping[str, Any], layout: Layout) -> None:
 
 def _labels(batch: Mapping[str, Any], numbers: Any, num_shifts: int, ignore_index: int) -> dict[str, Tensor]:
     """Labels for every shift, and which of the first count, all in whole sequences."""
+    num_shifts = whole(num_shifts, "num_shifts", "shard_batch()", BatchError, low=1)
     given = [name for name in ("labels", "shift_labels") if name in batch]
     if len(given) > 1:
         raise BatchError(
             "the batch has labels and shift_labels. Give labels (each token in its own place) or shift_labels (each"
             " place has the next token), not both."
         )
-    if num_shifts < 1:
-        raise BatchError(f"num_shifts = {num_shifts} was asked for. 1 predicts the next token, 2 also the one after.")
     if not given:
         if "loss_mask" in batch or num_shifts > 1:
             raise BatchError(

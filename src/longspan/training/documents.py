@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longspan.masks import Mask
 from longspan.masks.documents import document_edges
-from longspan.span import Ints
+from longspan.span import Ints, shortened, whole
 from longspan.training.groups import BatchError
 
 
@@ -35,6 +35,11 @@ def document_numbers(documents: Any, seq_len: int) -> Ints:
         return _of_mask(documents, seq_len)
     if isinstance(documents, Tensor):
         documents = documents.tolist()
+    if isinstance(documents, str | bytes) or not hasattr(documents, "__len__"):
+        raise BatchError(
+            f"documents = {shortened(documents)} was given. It is a list of lengths, a list of lengths per batch row,"
+            f" or a mask."
+        )
     nested = len(documents) and np.ndim(documents[0]) == 1
     return np.stack([_of_lengths(lengths, seq_len) for lengths in (documents if nested else [documents])])
 
@@ -98,6 +103,9 @@ def shift_tokens(x: Tensor, shift: int, *, documents: Any = None, fill: float = 
     >>> shift_tokens(torch.arange(5), 1, documents=[2, 3], fill=-1).tolist()
     [1, -1, 3, 4, -1]
     """
+    if not isinstance(x, Tensor) or not x.ndim:
+        found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise BatchError(f"shift_tokens takes a tensor whose last dim is tokens, but {found} was given.")
     return shifted(x, shift, document_numbers(documents, x.shape[-1]), fill)
 
 
@@ -105,8 +113,7 @@ def shifted(x: Tensor, shift: int, numbers: Ints, fill: float, reach: int | None
     """As `shift_tokens`; places whose document ends within `reach` tokens are filled (`shift` unless given)."""
     seq_len = x.shape[-1]
     reach = shift if reach is None else reach
-    if shift < 0 or reach < 0:
-        raise BatchError(f"shift = {shift} was asked for. Labels are tokens 0 or more positions later.")
+    shift = whole(shift, "shift", "shift_tokens()", BatchError)
     check_rows(x, numbers)
     moved = x.new_full(x.shape, fill)
     if reach >= seq_len:

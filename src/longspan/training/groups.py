@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.errors import LongspanError
+from longspan.execution.members import message_device
+from longspan.layouts import Layout
+
+__all__ = ["BatchError", "check_batch", "check_layout", "message_device", "process_group"]
 
 
 class BatchError(LongspanError, ValueError):
     """A batch, or a training call, that cannot mean what was asked."""
+
+
+def check_batch(batch: object, what: str) -> None:
+    """Refuses what is no mapping."""
+    if not isinstance(batch, Mapping):
+        raise BatchError(
+            f"{what} takes a mapping of names to tensors, as in {{'input_ids': ids}}, but {type(batch).__name__} was"
+            f" given."
+        )
+
+
+def check_layout(layout: object, what: str) -> None:
+    """Refuses what is no layout."""
+    if not isinstance(layout, Layout):
+        raise BatchError(f"{what} takes a layout, but {type(layout).__name__} was given. See longspan.layouts.")
 
 
 def process_group(group: Any, what: str) -> dist.ProcessGroup:
@@ -30,11 +49,3 @@ def process_group(group: Any, what: str) -> dist.ProcessGroup:
             f" all ranks is torch.distributed.group.WORLD."
         )
     return group
-
-
-def message_device(group: dist.ProcessGroup) -> torch.device:
-    """A device whose tensors this group can send."""
-    if "cpu:" in str(dist.get_backend_config(group)):
-        return torch.device("cpu")
-    found = torch.accelerator.current_accelerator()
-    return torch.device("cpu") if found is None else found

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from longspan.execution.inputs import is_number
+from longspan.span import shortened
 from longspan.training.groups import BatchError, process_group
 
 
@@ -44,9 +46,16 @@ def token_loss(
     _check(logits, labels, gradients, reduction, num_tokens)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     flat = labels.reshape(-1)
-    share = torch.nn.functional.cross_entropy(
-        wide.reshape(-1, logits.shape[-1]), flat, ignore_index=ignore_index, reduction="sum"
-    )
+    try:
+        share = torch.nn.functional.cross_entropy(
+            wide.reshape(-1, logits.shape[-1]), flat, ignore_index=ignore_index, reduction="sum"
+        )
+    except IndexError as error:
+        real = flat[flat != ignore_index]
+        raise BatchError(
+            f"labels run from {int(real.min())} to {int(real.max())}, but logits are for 0 to {logits.shape[-1] - 1}."
+            f" Mark places without a label with ignore_index = {ignore_index}."
+        ) from error
     found = torch.stack((share.detach().double(), (flat != ignore_index).sum().double()))
     size = 1
     if group is not None:
@@ -57,10 +66,10 @@ def token_loss(
     if reduction == "mean":  # nothing to predict is a sum of zero, over one
         count = (found[1] if num_tokens is None else torch.as_tensor(num_tokens)).clamp(min=1)
     value = (found[0] / count).to(share.dtype)
-    return _Reported.apply(share * (size if gradients == "average" else 1) / count, value)  # type: ignore[return-value]
+    return Reported.apply(share * (size if gradients == "average" else 1) / count, value)  # type: ignore[return-value]
 
 
-class _Reported(torch.autograd.Function):
+class Reported(torch.autograd.Function):
     """The value of one tensor with the gradient of another. Adding a detached difference would round differently on
     every rank."""
 
@@ -87,10 +96,29 @@ def _check(logits: Tensor, labels: Tensor, gradients: str, reduction: str, num_t
         )
     if num_tokens is not None and reduction == "sum":
         raise BatchError("num_tokens was given with reduction='sum', which divides by nothing. Leave one of them out.")
+    _check_tensors(logits, labels, num_tokens)
     if isinstance(logits, DTensor) or isinstance(labels, DTensor):
         raise BatchError("token_loss takes plain tensors, but a DTensor was given. Pass logits.full_tensor().")
     if logits.shape[:-1] != labels.shape:
         raise BatchError(
             f"logits of shape {tuple(logits.shape)} need labels of shape {tuple(logits.shape[:-1])}, one per token and"
             f" already shifted, but labels have shape {tuple(labels.shape)}. shard_batch makes them."
+        )
+
+
+def _check_tensors(logits: Any, labels: Any, num_tokens: Any) -> None:
+    for name, value in (("logits", logits), ("labels", labels)):
+        if not isinstance(value, Tensor):
+            raise BatchError(f"{name} must be a tensor, but {type(value).__name__} was given. Convert it first.")
+    if not logits.is_floating_point():
+        raise BatchError(
+            f"logits have dtype {logits.dtype}, but scores of tokens are floating-point numbers. Cast them."
+        )
+    if labels.dtype not in (torch.int64, torch.uint8):
+        raise BatchError(f"labels have dtype {labels.dtype}, but they are whole numbers. Cast them to torch.int64.")
+    if num_tokens is not None and (
+        not is_number(num_tokens) or (not isinstance(num_tokens, Tensor) and num_tokens < 0)
+    ):
+        raise BatchError(
+            f"num_tokens = {shortened(num_tokens)} was given. It says how many labels there are, a number, 0 or more."
         )

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longspan.execution import _torch
+from longspan.span import LIMIT, whole
 from longspan.training.groups import BatchError
 
 
@@ -51,6 +52,8 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None 
     """
     if not dist.is_initialized():
         raise BatchError("make_mesh was called before torch.distributed.init_process_group. Call that first.")
+    for name, size in (("dp", dp), ("cp", cp), ("tp", tp)):
+        whole(size, name, "make_mesh()", BatchError, low=-LIMIT)
     if min(dp, cp, tp) < 1 or dp * cp * tp != dist.get_world_size():
         raise BatchError(
             f"make_mesh(dp={dp}, cp={cp}, tp={tp}) is a mesh of {dp * cp * tp} ranks, but there are"
@@ -59,5 +62,9 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None 
     if device_type is None:
         found = torch.accelerator.current_accelerator()
         device_type = "cpu" if found is None else found.type
-    whole = init_device_mesh(device_type, (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
-    return Mesh(whole, whole["dp"], whole["cp"], whole["tp"], _torch.flattened(whole["dp", "cp"], "dp_cp"))
+    try:
+        torch.device(device_type)
+    except (RuntimeError, TypeError) as error:
+        raise BatchError(f"device_type = {device_type!r} was given, which torch does not know: use 'cpu'.") from error
+    mesh = init_device_mesh(device_type, (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+    return Mesh(mesh, mesh["dp"], mesh["cp"], mesh["tp"], _torch.flattened(mesh["dp", "cp"], "dp_cp"))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longspan.layouts import Layout
 from longspan.span import Ints
-from longspan.training.groups import BatchError, process_group
+from longspan.training.groups import BatchError, check_layout, process_group
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ def relayout(x_local: Tensor, source: Layout, target: Layout, group: Any, dim: i
     Shards may differ in length. Padding of `target` holds zeros; padding of `source` is dropped and gets no gradient.
     Compiled code stops before and goes on after.
     """
+    for layout in (source, target):
+        check_layout(layout, "relayout")
     members = process_group(group, "relayout")
     if (source.seq_len, source.world_size) != (target.seq_len, target.world_size):
         raise BatchError(f"relayout from {source} to {target}: both must be of one sequence on the same ranks.")
@@ -101,6 +103,7 @@ def gather_outputs(x_local: Tensor, layout: Layout, group: Any, dim: int, *, to:
     """Logits, hidden states or losses of the whole sequence in global order, without padding: on every rank, or on
     group rank `to` alone (None on the others). For evaluation: no gradients.
     """
+    check_layout(layout, "gather_outputs")
     members = process_group(group, "gather_outputs")
     _check_group(layout, members, "gather_outputs")
     rank, size = members.rank(), members.size()

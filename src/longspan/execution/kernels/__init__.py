@@ -43,7 +43,7 @@ def kernel_named(name: str) -> Kernel:
     >>> kernel_named("reference").name
     'reference'
     """
-    if name not in _KERNELS:
+    if not isinstance(name, str) or name not in _KERNELS:
         names = ", ".join((*_CHOICES, *_KERNELS))
         raise KernelError(f"kernel {name!r} was asked for, but there is none of that name. Use one of {names}.")
     return _KERNELS[name]

@@ -35,6 +35,9 @@ class Scheme:
     heads: int
     inner: Planner
 
+    def __post_init__(self) -> None:
+        _ = self._slices  # refuses groups that the ranks do not divide into, now and not at the first call
+
     @cached_property
     def _slices(self) -> Slices:
         return Slices(self.problem, self.heads)

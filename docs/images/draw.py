@@ -1,0 +1,59 @@
+"""Draws every picture of the documentation, as SVG, the small ones as PNG too.
+
+python docs/images/draw.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import longspan as ls
+from longspan.cli.lengths import drawn_lengths
+from longspan.viz import (
+    Scene,
+    layout_picture,
+    mask_picture,
+    memory_picture,
+    scaling_picture,
+    scaling_points,
+    timeline_picture,
+    traffic_picture,
+    write_png,
+)
+
+HERE = Path(__file__).parent
+SIZES = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "machine": "h100"}
+LENGTHS = [9000, 14000, 3000, 6768]
+RANKS = (4, 8, 16, 32, 64)
+
+
+def pictures() -> dict[str, Scene]:
+    """Every picture by its name: a small batch on four ranks, and a long one on up to 64."""
+    mask = ls.masks.documents(LENGTHS) & ls.masks.causal()
+    layout = ls.layouts.balanced(mask, world_size=4)
+    plan = ls.plan(mask, layout, **SIZES, schedule="exchange")
+    long = ls.masks.documents(drawn_lengths("longtail", 1 << 20)) & ls.masks.causal()
+    wide = ls.plan(long, ls.layouts.balanced(long, world_size=64), **SIZES)
+    points = scaling_points(long, RANKS, **SIZES)
+    said = "H100, 32 query and 8 key/value heads of 128, bfloat16, balanced layouts. Simulated, not run on a GPU."
+    return {
+        "mask": mask_picture(mask, layout),
+        "layout": layout_picture(layout, mask),
+        "timeline": timeline_picture(plan),
+        "traffic": traffic_picture(plan),
+        "memory": memory_picture(plan),
+        "mask-64": mask_picture(long, wide.layout),
+        "layout-64": layout_picture(wide.layout, long),
+        "timeline-64": timeline_picture(wide),
+        "traffic-64": traffic_picture(wide),
+        "memory-64": memory_picture(wide),
+        "scaling": scaling_picture(points, title="1,048,576 tokens in 140 documents, causal", remark=said),
+    }
+
+
+if __name__ == "__main__":
+    for name, scene in pictures().items():
+        (HERE / f"{name}.svg").write_text(scene.svg(), encoding="utf-8")
+        if not name.endswith("-64"):
+            write_png(scene, HERE / f"{name}.png", scale=1.5)
+        print(f"{name}: {len(scene.items)} items")

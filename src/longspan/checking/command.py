@@ -1,0 +1,163 @@
+"""Checks attention over ranks against one device: output, every gradient, and leaks of what the mask hides.
+
+Under torchrun over its processes; alone, over all ranks in this process. Exit code 0 if all is right, 1 if not.
+
+  torchrun --nproc-per-node 4 -m longspan verify --docs 200,31,281 --window 64
+  longspan verify --ranks 3 --scheme ring,exchange --dtype float32,bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from longspan import layouts, masks
+from longspan.api import ITEMSIZE, attention, plan
+from longspan.checking import Report, loopback_attention, verify
+from longspan.errors import PlanError
+from longspan.masks import Mask
+from longspan.schedules.plan import Plan
+
+SCHEMES = ("ring", "exchange", "all_gather", "all_to_all", "hybrid(2)")
+LAYOUTS = ("balanced", "zigzag", "contiguous")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `longspan verify`."""
+    add = parser.add_argument
+    add("--seq", type=int, default=384, metavar="TOKENS", help="tokens of the sequence, a few hundred are enough (384)")
+    add("--docs", default="causal", help="causal, full, or lengths of packed documents such as 200,31,281 (causal)")
+    add("--window", type=int, help="a token sees itself and the WINDOW - 1 tokens before it")
+    add("--ranks", type=int, help="ranks in this process, without torchrun (4)")
+    add("--q-heads", type=int, default=4, help="query heads (4)")
+    add("--kv-heads", type=int, default=2, help="key/value heads (2)")
+    add("--head-dim", type=int, default=32, help="features of a head (32)")
+    add("--batch", type=int, default=1, help="batch rows (1)")
+    add("--dtype", default="float32", help=f"one or several of {', '.join(ITEMSIZE)} (float32)")
+    add("--scheme", default=",".join(SCHEMES[:4]), help="one or several, such as ring,exchange (all but hybrids)")
+    add("--layout", choices=LAYOUTS, default="balanced", help="who holds which tokens (balanced)")
+    add("--softcap", type=float, help="cap scores")
+    add("--sinks", action="store_true", help="a learned sink per head")
+    add("--alibi", action="store_true", help="ALiBi with learned slopes")
+    add("--dropout", type=float, default=0.0, help="drop probabilities (0)")
+    add("--draw", type=int, default=0, help="which random inputs (0)")
+    add("--device", help="where tensors live (cpu)")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks every scheme and dtype; 0 if all are right, 1 if not."""
+    with _one_thread(), _group() as (group, rank, size):
+        world = size if group is not None else (args.ranks or 4)
+        if group is not None and args.ranks not in (None, world):
+            raise PlanError(f"--ranks {args.ranks} was asked for, but torchrun started {world}. Leave --ranks out.")
+        mask = _mask(args)
+        layout = layouts.balanced(mask, world_size=world) if args.layout == "balanced" else _named(args, world)
+        reports: list[Report] = []
+        for dtype in args.dtype.split(","):
+            for scheme in _split(args.scheme):
+                made = plan(
+                    mask, layout, q_heads=args.q_heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
+                    batch=args.batch, dtype=dtype, schedule=scheme,
+                )  # fmt: skip
+                reports.append(_checked(made, group, args))
+                if rank == 0 and not args.json:
+                    print(f"{dtype}: {reports[-1]}", flush=True)
+        ok = all(report.ok for report in reports)
+        if rank == 0:
+            found = {"ok": ok, "ranks": world, "checks": [report.as_dict() for report in reports]}
+            right = sum(report.ok for report in reports)
+            print(json.dumps(found) if args.json else f"{right} of {len(reports)} right")
+    return 0 if ok else 1
+
+
+def _checked(made: Plan, group: Any, args: argparse.Namespace) -> Report:
+    import torch
+
+    draw = torch.Generator().manual_seed(args.draw)
+    options: dict[str, Any] = {} if args.softcap is None else {"softcap": args.softcap}
+    if args.sinks:
+        options["sinks"] = torch.randn(args.q_heads, generator=draw).to(args.device or "cpu").requires_grad_()
+    if args.alibi:
+        options["alibi"] = (torch.rand(args.q_heads, generator=draw) / 8).to(args.device or "cpu").requires_grad_()
+    if args.dropout:
+        options |= {"dropout": args.dropout, "seed": args.draw}
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        if group is None:
+            return loopback_attention(q, k, v, made, **options)
+        return attention(q, k, v, made, group=group, **options)
+
+    return verify(call, None, made, group=group, draw=args.draw, device=args.device, **options)
+
+
+def _mask(args: argparse.Namespace) -> Mask:
+    if args.docs in ("causal", "full"):
+        mask = masks.causal(args.seq) if args.docs == "causal" else masks.full(args.seq)
+    else:
+        words = args.docs.split(",")
+        if not all(word.isdecimal() and len(word) < 10 for word in words):
+            raise PlanError(f"--docs is causal, full, or lengths such as 200,31,281, but {args.docs!r:.60} was given.")
+        mask = masks.documents([int(word) for word in words]) & masks.causal()
+    if args.window is None:
+        return mask
+    if args.window < 1:
+        raise PlanError(f"--window {args.window} was asked for. A token sees itself, so a window is 1 or more.")
+    return mask & masks.sliding_window(args.window - 1)
+
+
+def _named(args: argparse.Namespace, world: int) -> Any:
+    return getattr(layouts, args.layout)(
+        _mask(args).length(args.seq if args.docs in ("causal", "full") else None), world
+    )
+
+
+def _split(text: str) -> list[str]:
+    """Names separated by commas, but for commas inside brackets.
+
+    >>> _split("ring,hybrid(2,exchange),exchange")
+    ['ring', 'hybrid(2,exchange)', 'exchange']
+    """
+    made, depth = [""], 0
+    for letter in text.replace(" ", ""):
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and not depth:
+            made.append("")
+        else:
+            made[-1] += letter
+    return made
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Ranks of one host share its cores, and these tensors are small: threads would only wait for one another."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _group() -> Iterator[tuple[Any, int, int]]:
+    """The group of all processes that torchrun started, this one's rank, and their number; (None, 0, 1) without."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+        return
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield None, 0, 1
+        return
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    yield dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # nobody closes connections that another rank still uses; on errors, torchrun ends all
+    dist.destroy_process_group()

@@ -1,0 +1,321 @@
+"""A whole training step over the ranks against one device: loss, logits, and the gradient of every parameter."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from longspan.checking.budgets import Budget, budgets, compared, unit
+from longspan.checking.report import Check, Finding, Report, spans_of
+from longspan.checking.run import Ranks, elsewhere, same_data
+from longspan.errors import PlanError
+from longspan.layouts import Layout
+from longspan.masks import Mask
+
+TOKENS = 1
+"""The dim of logits that counts tokens."""
+SMALLEST = 2, 8
+"""Budgets are at least this many roundings of parameters, and of float32, of the whole tensor's norm: a loss is one
+number, and its samples may be lucky."""
+Result = dict[str, Tensor]
+"""loss, logits, and "gradient of NAME" for every parameter."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The user's step, on the ranks and on one device; see `longspan.checking.verify_model`."""
+
+    model: nn.Module
+    batch: dict[str, Any]
+    local: Callable[..., Any]
+    whole: Callable[..., Any]
+    layout: Layout
+    mask: Mask | None
+    gradients: str
+    loss: str
+    reference: nn.Module | None
+    causes: dict[str, Callable[..., Any]]
+
+    def __post_init__(self) -> None:
+        if self.gradients not in ("sum", "average", "done"):
+            raise PlanError(
+                f"gradients = {self.gradients!r} was asked for. Say what happens to gradients after backward: 'sum'"
+                f" (added up over the group), 'average' (as DDP does), 'done' (reduced already, as by FSDP)."
+            )
+        if self.loss not in ("same", "share"):
+            raise PlanError(
+                f"loss = {self.loss!r} was asked for. Every rank reports the 'same' loss of the whole batch, or its"
+                f" 'share' of it."
+            )
+
+    @property
+    def one_device(self) -> nn.Module:
+        """The model for the run on one device."""
+        return self.model if self.reference is None else self.reference
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """The one-device run, its budgets, and the model it ran on (float64 where that worked)."""
+
+    model: nn.Module
+    batch: dict[str, Any]
+    result: Result
+    budgets: dict[str, Budget]
+    note: str
+
+
+def verify_step(step: Step, group: Any, probes: int, factor: float) -> Report:
+    """See `longspan.checking.verify_model`."""
+    from longspan.checking.model_causes import explain
+    from longspan.checking.model_leaks import probe
+
+    ranks = Ranks.of(step.layout, group)
+    subject = f"{type(step.model).__name__} over {step.layout!r}"
+    different = _different(step, ranks)
+    if different is not None:
+        return Report(subject, ranks.size, (), (different,))
+    truth = _truth(step, factor)
+    found, each = run_local(step, ranks, step.batch, truth)
+    if isinstance(found, Finding):
+        return Report(subject, ranks.size, (), (found,))
+    checks, wrong = _compare(truth, found, each, step)
+    findings: list[Finding] = []
+    if wrong:
+        causes = explain(step, truth, ranks, found, each, [check.tensor for check in wrong])
+        findings = [_finding(check, truth, found, each, step, causes[check.tensor]) for check in wrong]
+    leaky, notes = probe(step, truth, ranks, found, probes, findings)
+    findings += leaky
+    others = ranks.any(bool(findings))
+    if others and not findings:
+        findings.append(elsewhere(others))
+    return Report(subject, ranks.size, tuple(checks), tuple(findings), (*([truth.note] if truth.note else []), *notes))
+
+
+def _different(step: Step, ranks: Ranks) -> Finding | None:
+    """What all ranks must have alike: batch, layout, and whole parameters (sharded ones differ by design)."""
+    plain = {name: value for name, value in step.batch.items() if isinstance(value, Tensor | int | float | str)}
+    found = same_data({**plain, "layout": step.layout.fingerprint}, ranks)
+    if found is not None:
+        return found
+    weights = {n: p.detach() for n, p in step.model.named_parameters() if not isinstance(p, DTensor)}
+    found = same_data(weights, ranks)
+    if found is None:
+        return None
+    names = found.evidence.partition("but ")[2].partition(". Make")[0]
+    return replace(
+        found, tensor="parameters", what="are not the same on all ranks", cause="parameters differ between ranks",
+        evidence=f"Found: {names}.", advice="Seed every rank alike before the model is made, or broadcast from rank 0.",
+    )  # fmt: skip
+
+
+# -- one device --------------------------------------------------------------------------------------------------------
+
+
+def run_whole(
+    call: Callable[..., Any], model: nn.Module, batch: dict[str, Any], mask: Any, *, graph: bool = False
+) -> Result:
+    """Loss, logits and gradients of one device; with `graph`, logits keep theirs."""
+    loss, logits = _split(call(model, batch, mask))
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=graph)
+    made: Result = {"loss": loss.detach().double().cpu()}
+    if logits is not None:
+        made["logits"] = logits if graph else logits.detach().double().cpu()
+    for (name, parameter), grad in zip(named.items(), grads, strict=True):
+        made[f"gradient of {name}"] = (torch.zeros_like(parameter) if grad is None else grad).detach().double().cpu()
+    return made
+
+
+def _split(result: Any) -> tuple[Tensor, Tensor | None]:
+    loss, logits = result if isinstance(result, tuple) else (result, None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise PlanError(
+            f"a step returns the loss, or (loss, logits), but {type(loss).__name__} was returned in place of the loss."
+        )
+    return loss.reshape(()), logits
+
+
+def _truth(step: Step, factor: float) -> Truth:
+    own = run_whole(step.whole, step.one_device, step.batch, step.mask)
+    again = run_whole(step.whole, step.one_device, step.batch, step.mask)
+    floats = [p.dtype for p in step.one_device.parameters() if p.is_floating_point()]
+    narrow = max((unit(dtype) for dtype in floats), default=unit(torch.float32))
+    moved = [n for n in own if not _near(own[n], again[n], narrow)]
+    if moved:
+        raise PlanError(
+            f"the one-device step gives other numbers when it runs again ({', '.join(moved[:3])}), so nothing can be"
+            f" compared with it. Turn dropout off (model.eval(), or p = 0), or fix the seed inside the step."
+        )
+    model, note = _in_float64(step)
+    batch = _doubled(step.batch) if not note else step.batch
+    result = run_whole(step.whole, model, batch, step.mask) if not note else own
+    played = [own] + [_jittered(step, model, batch, narrow, number) for number in range(2)]
+    floor = max(SMALLEST[0] * narrow, SMALLEST[1] * (unit(torch.float64) if narrow < 1e-12 else unit(torch.float32)))
+    made = budgets(result, played, TOKENS, floor, factor)
+    for name in made:
+        if name != "logits":
+            made[name] = Budget(made[name].total, None)
+    return Truth(model, batch, result, made, note)
+
+
+def _near(a: Tensor, b: Tensor, narrow: float) -> bool:
+    return bool((a - b).norm() <= 64 * narrow * a.norm() + 1e-30)
+
+
+def _in_float64(step: Step) -> tuple[nn.Module, str]:
+    """A float64 copy of the model, if it can be made and run; else the model itself and a note."""
+    try:
+        model = copy.deepcopy(step.one_device).double()
+        run_whole(step.whole, model, _doubled(step.batch), step.mask)
+    except Exception as error:  # whatever the model's own code raises
+        text = str(error).splitlines()[0][:120] if str(error) else ""
+        return step.one_device, f"no float64 run ({type(error).__name__}: {text}); the truth is in the model's dtype"
+    return model, ""
+
+
+def _doubled(batch: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in batch.items()
+    }
+
+
+def _jittered(step: Step, model: nn.Module, batch: dict[str, Any], narrow: float, number: int) -> Result:
+    """The truth with every parameter off by up to one rounding: what rounding does to this model."""
+    draw = torch.Generator().manual_seed(number)
+    saved = [p.detach().clone() for p in model.parameters()]
+    try:
+        with torch.no_grad():
+            for p in model.parameters():
+                noise = torch.rand(p.shape, generator=draw, dtype=torch.float64) * 2 - 1
+                p.copy_(p.double() * (1 + narrow * noise.to(p.device)))
+        return run_whole(step.whole, model, batch, step.mask)
+    finally:
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), saved, strict=True):
+                p.copy_(value)
+
+
+# -- the ranks ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Each:
+    """What ranks have apart: their losses, and gradients before verify reduced them."""
+
+    losses: list[float]
+    total: Result
+    """Gradients, added up over the ranks."""
+    errors: dict[str, list[float]]
+    """How far each rank's own gradients are off, where they should be reduced already."""
+    missing: dict[str, tuple[int, ...]]
+
+
+def run_local(
+    step: Step, ranks: Ranks, batch: dict[str, Any], truth: Truth, *, backward: bool = True
+) -> tuple[Any, Each]:
+    """What the ranks gave together, reduced as the step says; a Finding in place of results that have another shape.
+
+    Gradients that are reduced already are those of the rank that is farthest off.
+    """
+    for p in step.model.parameters():
+        p.grad = None
+    loss, logits = _split(step.local(step.model, batch))
+    if backward:
+        loss.backward()
+    losses = [float(part) for part in ranks.each(loss.detach().double().reshape(1))]
+    made: Result = {}
+    if logits is not None:
+        problem = _logits_problem(ranks, logits)
+        if problem is not None:
+            return problem, Each(losses, {}, {}, {})
+        made["logits"] = ranks.gathered(logits, TOKENS).double().cpu()
+    if not backward:
+        return made, Each(losses, {}, {}, {})
+    mine, total, missing = _gradients(step, ranks)
+    errors: dict[str, list[float]] = {}
+    for name, grad in mine.items():
+        if step.gradients == "done":
+            parts = ranks.each(grad)
+            errors[name] = [_far(part, truth.result.get(name, part)) for part in parts]
+            made[name] = parts[max(range(len(parts)), key=errors[name].__getitem__)]
+        else:
+            size = ranks.size if step.gradients == "average" and ranks.group is not None else 1
+            made[name] = total[name] / size
+    for p in step.model.parameters():
+        p.grad = None
+    return made, Each(losses, total, errors, missing)
+
+
+def _far(found: Tensor, right: Tensor) -> float:
+    error = float((found - right).norm()) if found.shape == right.shape else math.inf
+    return error if math.isfinite(error) else math.inf
+
+
+def _gradients(step: Step, ranks: Ranks) -> tuple[Result, Result, dict[str, tuple[int, ...]]]:
+    """This rank's gradients, their sums over the group, and which ranks have none."""
+    named = {n: p for n, p in step.model.named_parameters() if p.requires_grad}
+    mine = {f"gradient of {n}": _plain(p.grad, p) for n, p in named.items()}
+    rows = ranks.numbers([int(p.grad is None) for p in named.values()])
+    missing = {
+        name: tuple(r for r, row in enumerate(rows) if row[i])
+        for i, name in enumerate(mine)
+        if any(row[i] for row in rows)
+    }
+    return mine, {name: ranks.summed(grad) for name, grad in mine.items()}, missing
+
+
+def _plain(grad: Tensor | None, parameter: Tensor) -> Tensor:
+    if grad is None:
+        grad = torch.zeros_like(parameter)
+    if isinstance(grad, DTensor):
+        grad = grad.full_tensor()
+    return grad.detach().double().cpu()
+
+
+def _logits_problem(ranks: Ranks, logits: Tensor) -> Finding | None:
+    wrong = ranks.any(logits.ndim != 3 or logits.shape[TOKENS] != ranks.slots_of(ranks.rank))
+    if not wrong:
+        return None
+    return Finding(
+        "logits", f"do not have (batch, local tokens, vocabulary) on ranks {wrong}", math.inf, 0.0, tuple(wrong), (),
+        None, "logits of another shape", "No number was compared.", "Return the logits of this rank's tokens.",
+    )  # fmt: skip
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+
+def _compare(truth: Truth, found: Result, each: Each, step: Step) -> tuple[list[Check], list[Check]]:
+    right = float(truth.result["loss"])
+    values = each.losses if step.loss == "same" else [math.fsum(each.losses)]
+    error = max((abs(value - right) if math.isfinite(value) else math.inf for value in values), default=0.0)
+    checks = [Check("loss", error, truth.budgets["loss"].total)]
+    for name, tensor in found.items():
+        if name in truth.result:
+            checks.append(compared(tensor, truth.result[name], truth.budgets[name], name, TOKENS)[0])
+    return checks, [check for check in checks if check.ratio > 1]
+
+
+def _finding(check: Check, truth: Truth, found: Result, each: Each, step: Step, cause: tuple[str, str, str]) -> Finding:
+    what = "is not finite" if math.isinf(check.error) else "differs"
+    made = Finding(check.tensor, what, check.error, check.budget, (), (), None, *cause)
+    if check.tensor == "loss" and step.loss == "same":
+        right, budget = float(truth.result["loss"]), check.budget
+        return replace(made, ranks=tuple(r for r, loss in enumerate(each.losses) if not abs(loss - right) <= budget))
+    if check.tensor == "logits":
+        ratio = compared(found["logits"], truth.result["logits"], truth.budgets["logits"], "logits", TOKENS)[1]
+        assert ratio is not None
+        at = (ratio > min(1.0, float(ratio.max()) / 2)).nonzero().flatten().numpy()
+        ranks = tuple(sorted(set(step.layout.owner(at).tolist())))
+        return replace(made, ranks=ranks, spans=spans_of(at), worst=int(ratio.argmax()))
+    apart = each.errors.get(check.tensor, [])
+    return replace(made, ranks=tuple(r for r, error in enumerate(apart) if not error <= check.budget))

@@ -1,0 +1,101 @@
+"""The command itself: finds the subcommand, turns refusals into one line, and answers with an exit code.
+
+0: fine. 1: a check failed. 2: what was asked cannot be done, and the line on stderr says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from longspan.errors import LongspanError
+
+FINE, FAILED, REFUSED = 0, 1, 2
+
+COMMANDS = {  # name: (module, what it does)
+    "plan": ("longspan.cli.plan", "one plan on one screen: scheme, bytes, memory, time, and why"),
+    "compare": ("longspan.cli.compare", "every scheme and layout side by side, PyTorch's among them"),
+    "show": ("longspan.cli.show", "pictures of a mask, a layout or a schedule"),
+    "trace": ("longspan.cli.trace", "the planned timeline as a trace for Perfetto or Chrome"),
+    "bench": ("longspan.cli.bench", "runs attention under torchrun and writes the measured trace"),
+    "calibrate": ("longspan.cli.calibrate", "measures this machine under torchrun and writes a Machine file"),
+    "report": ("longspan.cli.report", "one HTML file that explains a plan to a colleague"),
+    "verify": ("longspan.checking.command", "compares a context-parallel run with one device"),
+    "doctor": ("longspan.cli.doctor", "versions, kernels, clocks, bandwidth and a self-check"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        say(f"{self.prog}: {message} See {self.prog} --help." if message.endswith(".") else f"{self.prog}: {message}")
+        self.exit(REFUSED)
+
+
+def say(line: str) -> None:
+    """Prints an error, once: of ranks that torchrun started and that were all asked the same, the first speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
+
+
+def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of these arguments: only the subcommand that they name knows its own."""
+    parser = Parser(
+        prog="longspan",
+        description="Exact attention over sequences too long for one device: plan it, see it, measure it.",
+        epilog="Exit codes: 0 fine, 1 a check failed, 2 bad arguments. Every command takes --json.",
+    )
+    parser.add_argument("--version", action="store_true", help="print the version")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    named = next((word for word in arguments if not word.startswith("-")), None)
+    for name, (module, help_line) in COMMANDS.items():
+        formatter = argparse.RawDescriptionHelpFormatter
+        # A subcommand may say --json in its own words.
+        sub = commands.add_parser(name, help=help_line, conflict_handler="resolve", formatter_class=formatter)
+        if name == named:
+            sub.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+            sub.add_argument("--plain", action="store_true", help="plain text, even if rich is installed")
+            loaded = _load(module, sub)
+            sub.description = loaded.__doc__
+            loaded.add_arguments(sub)
+            sub.set_defaults(run=loaded.run)
+    return parser
+
+
+def _load(module: str, parser: argparse.ArgumentParser) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as missing:
+        parser.error(f"this command needs {missing.name}, which is not installed.")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = make_parser(words)
+    try:
+        args = parser.parse_args(words)
+        if args.version:
+            import longspan
+
+            print(f"longspan {longspan.__version__}")
+            return FINE
+        if args.command is None:
+            parser.print_help()
+            return REFUSED
+        return int(args.run(args))
+    except SystemExit as stop:  # argparse has said what there is to say
+        return stop.code if isinstance(stop.code, int) else REFUSED
+    except (LongspanError, OSError) as refusal:
+        if isinstance(refusal, BrokenPipeError):  # the reader, such as `head`, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FINE
+        say(f"longspan {words[0]}: " + " ".join(str(refusal).split("\n")))
+        return REFUSED
+    except KeyboardInterrupt:
+        return 130

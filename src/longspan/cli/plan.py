@@ -1,0 +1,148 @@
+"""The plan of one workload on one screen: scheme, bytes, balance, memory, predicted time, and why.
+
+longspan plan --seq 1M --ranks 64 --docs longtail --machine h100
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from longspan.cli.quantities import bytes_alike, num_bytes, rate, seconds, seconds_alike, times
+from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
+from longspan.cli.workload import Workload
+from longspan.cli.workload import add_arguments as add_workload
+from longspan.schedules.choose import Reason, busiest
+from longspan.schedules.plan import Plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_workload(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    workload = Workload.of(args)
+    made = workload.plan(args.ranks)
+    if args.json:
+        print_json("plan", {"workload": workload.as_json(), **figures(made)})
+    else:
+        show(workload, made, screen_of(args))
+    return 0
+
+
+def figures(made: Plan) -> dict[str, Any]:
+    """What the plan says, for JSON; bytes and seconds of the busiest ranks."""
+    ranks = busiest(made.scheme)
+    chosen = next(reason for reason in made.reasons if reason.chosen)
+    return {
+        "fingerprint": made.fingerprint,
+        "scheme": made.scheme.name,
+        "layout": made.layout.name,
+        "ranks": made.layout.world_size,
+        "imbalance": made.imbalance,
+        "forward_seconds": chosen.forward_seconds,
+        "backward_seconds": chosen.backward_seconds,
+        "forward_bytes_received": max(made.bytes_received(rank, "forward") for rank in ranks),
+        "backward_bytes_received": max(made.bytes_received(rank, "backward") for rank in ranks),
+        "bytes_received": chosen.bytes_received,
+        "peak_bytes": chosen.peak_bytes,
+        "own_bytes": own_bytes(made),
+        "forward_flops_per_rank": forward_flop(made) / chosen.forward_seconds,
+        "figures_of_ranks": ranks,
+        "reasons": [as_json(reason) for reason in made.reasons],
+    }
+
+
+def as_json(reason: Reason) -> dict[str, Any]:
+    """One scheme's figures; of those that were not worked out fully, only the bound."""
+    if reason.at_least:
+        return {"scheme": reason.scheme, "chosen": False, "at_least_seconds": reason.seconds}
+    return {
+        "scheme": reason.scheme,
+        "chosen": reason.chosen,
+        "forward_seconds": reason.forward_seconds,
+        "backward_seconds": reason.backward_seconds,
+        "bytes_received": reason.bytes_received,
+        "peak_bytes": reason.peak_bytes,
+    }
+
+
+def own_bytes(made: Plan) -> int:
+    """Bytes of q, k, v, the output and all their gradients on the rank with most tokens."""
+    s = made.sizes
+    row = s.q_heads * (s.head_dim + s.v_head_dim) + s.kv_heads * (s.head_dim + s.v_head_dim)
+    slots = made.layout.local_len or int(made.layout.num_tokens.max())
+    return 2 * slots * s.batch * row * s.itemsize
+
+
+def forward_flop(made: Plan) -> float:
+    """Floating-point operations of a rank's pairs, forward, on average."""
+    return 2.0 * (made.sizes.head_dim + made.sizes.v_head_dim) * float(made.scheme.work.mean())
+
+
+def show(workload: Workload, made: Plan, screen: Screen) -> None:
+    """The plan as a person reads it."""
+    found, ranks = figures(made), made.layout.world_size
+    screen.title(f"{workload.seq_len:,} tokens on {ranks:,} ranks: {made.scheme.name}")
+    received = f"{num_bytes(found['forward_bytes_received'])} forward, {num_bytes(found['backward_bytes_received'])}"
+    kept = "remote K/V are kept for backward" if made.keep else "remote K/V are fetched again; --keep keeps them"
+    forward, backward = found["forward_seconds"], found["backward_seconds"]
+    speed = rate(found["forward_flops_per_rank"], "FLOP/s")
+    screen.facts(
+        (
+            ("mask", workload.about_docs()),
+            ("tensors", workload.about_tensors()),
+            ("machine", workload.about_machine()),
+            ("layout", f"{made.layout.name}, imbalance {made.imbalance:.3f} (most pairs on a rank / mean)"),
+            ("received", f"{received} backward by a rank ({kept})"),
+            ("memory", f"{num_bytes(found['peak_bytes'])} at the peak, beside {num_bytes(found['own_bytes'])} of own"
+             " q, k, v, output and their gradients"),
+            ("predicted", f"{seconds(forward)} forward ({speed} a rank), {seconds(backward)} backward"),
+            ("why", why(made)),
+        )
+    )  # fmt: skip
+    screen.text()
+    screen.table(
+        (Column("scheme", False), *map(Column, ("forward", "backward", "received", "peak memory"))),
+        reason_rows(made.reasons),
+    )
+    screen.text()
+    sample = ", ".join(map(str, found["figures_of_ranks"]))
+    screen.notes(
+        (
+            f"Times are simulated on {made.machine.name}, not measured. Times, bytes (both passes) and memory are the"
+            f" largest of ranks {sample}: those with most pairs, most remote rows, the first and the last."
+            if ranks > len(found["figures_of_ranks"])
+            else f"Times are simulated on {made.machine.name}, not measured. Bytes are of both passes.",
+        )
+    )
+
+
+def reason_rows(reasons: Sequence[Reason]) -> list[Row]:
+    """One row for each scheme; of those that were not worked out fully, only the bound."""
+    full = [reason for reason in reasons if not reason.at_least]
+    columns = (
+        seconds_alike([reason.forward_seconds for reason in full]),
+        seconds_alike([reason.backward_seconds for reason in full]),
+        bytes_alike([reason.bytes_received for reason in full]),
+        bytes_alike([reason.peak_bytes for reason in full]),
+    )
+    rows = [Row((reason.scheme, *cells), reason.chosen) for reason, *cells in zip(full, *columns, strict=True)]
+    bound = "at least {} in all, for its bytes alone"
+    return rows + [Row((r.scheme,), rest=bound.format(seconds(r.seconds))) for r in reasons if r.at_least]
+
+
+def why(made: Plan) -> str:
+    """Why this scheme, in a sentence."""
+    chosen = next(reason for reason in made.reasons if reason.chosen)
+    others = [reason for reason in made.reasons if not reason.chosen]
+    if not others:
+        return f"{made.scheme.name} was asked for; --scheme auto compares it with the others"
+    second = others[0]
+    text = f"the quickest of {len(made.reasons)} schemes, {second.seconds / chosen.seconds - 1:.1%} ahead of"
+    text += f" {second.scheme}"
+    full = [reason for reason in others if reason.scheme == "all_gather" and not reason.at_least]
+    if full and chosen.bytes_received:
+        text += f"; it moves {times(full[0].bytes_received / chosen.bytes_received)} fewer bytes than all_gather"
+    return text

@@ -1,0 +1,227 @@
+"""What is asked about: a mask, tensors, a machine, and how to lay the tokens out. Arguments that commands share.
+
+A command calls `add_arguments(parser)` and then `Workload.of(args)`; `workload.plan(ranks)` is `longspan.plan` with
+these arguments and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longspan import layouts, masks
+from longspan.api import ITEMSIZE, plan
+from longspan.cli.lengths import KINDS, drawn_lengths, read_lengths
+from longspan.cli.quantities import count, counts
+from longspan.errors import LayoutError, MaskError, PlanError
+from longspan.layouts import Layout
+from longspan.masks import Mask
+from longspan.schedules.machine import Machine
+from longspan.schedules.machine_text import MAX_TEXT, parse_machine
+from longspan.schedules.machines import H100, MACHINES
+from longspan.schedules.plan import Plan
+from longspan.span import Ints
+
+LAYOUTS = ("balanced", "zigzag", "contiguous", "per_document", "round_robin_by_work", "striped")
+STRIPE = 128
+"""Tokens of a stripe: with one token, as the layout has it by default, a plan of 1M tokens would list each of them."""
+MAX_RANKS = 1 << 16
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, ranks: str = "one", layout: bool = True) -> None:
+    """Adds what describes a workload. `ranks` is "one", "many" (a list) or "group" (as many as torchrun started)."""
+    what = parser.add_argument_group("workload")
+    what.add_argument("--seq", type=count, metavar="TOKENS", help="tokens of the sequence, such as 1M (1,048,576)")
+    if ranks == "one":
+        what.add_argument("--ranks", type=count, default=8, help="ranks that share the sequence (8)")
+    elif ranks == "many":
+        what.add_argument("--ranks", type=counts, default=(8, 16, 64), help="numbers of ranks (8,16,64)")
+    what.add_argument(
+        "--docs",
+        default="causal",
+        metavar="DOCS",
+        help="causal (one document), full, longtail, short or mixed documents, lengths such as 700,1200,148, or a FILE"
+        " with one length a line or a JSON list (causal)",
+    )
+    what.add_argument("--window", type=count, help="a token sees itself and the WINDOW - 1 tokens before it")
+    what.add_argument("--seed", type=int, default=0, help="of drawn documents (0)")
+    tensors = parser.add_argument_group("tensors")
+    tensors.add_argument("--q-heads", type=count, default=32, help="query heads (32)")
+    tensors.add_argument("--kv-heads", type=count, default=8, help="key/value heads (8)")
+    tensors.add_argument("--head-dim", type=count, default=128, help="features of a head (128)")
+    tensors.add_argument("--v-head-dim", type=count, help="features of a value head (as --head-dim)")
+    tensors.add_argument("--batch", type=count, default=1, help="batch rows (1)")
+    tensors.add_argument("--dtype", choices=tuple(ITEMSIZE), default="bfloat16", help="(bfloat16)")
+    how = parser.add_argument_group("how")
+    names = ", ".join(MACHINES)
+    how.add_argument("--machine", metavar="NAME|FILE", help=f"{names}, or a file of `longspan calibrate` (h100)")
+    if layout:
+        how.add_argument("--scheme", default="auto", help="auto, or a name such as exchange or 'hybrid(8,exchange)'")
+        how.add_argument("--layout", choices=LAYOUTS, default="balanced", help="who holds which tokens (balanced)")
+    how.add_argument("--keep", action="store_true", help="keep remote K/V for backward instead of fetching them again")
+    how.add_argument("--fetch-bytes", type=count, help="remote K/V that an exchange may hold at once")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A mask, tensors and a machine, and how they were described."""
+
+    mask: Mask
+    seq_len: int
+    lengths: Ints
+    docs: str
+    window: int | None
+    tensors: dict[str, Any]
+    machine: Machine
+    machine_given: bool
+    keep: bool
+    fetch_bytes: int | None
+    scheme: str = "auto"
+    layout_name: str = "balanced"
+    _layouts: dict[tuple[str, int], Layout] = field(default_factory=dict, repr=False, compare=False)
+
+    @staticmethod
+    def of(args: argparse.Namespace) -> Workload:
+        """The workload that `add_arguments` described."""
+        docs, lengths = _lengths(args)
+        seq_len = int(lengths.sum())
+        mask = _mask(docs, lengths, args.window)
+        tensors = {name: getattr(args, name) for name in ("q_heads", "kv_heads", "head_dim", "dtype", "batch")}
+        if args.v_head_dim is not None:
+            tensors["v_head_dim"] = args.v_head_dim
+        machine = H100 if args.machine is None else machine_of(args.machine)
+        scheme, layout = getattr(args, "scheme", "auto"), getattr(args, "layout", "balanced")
+        given = args.machine is not None
+        return Workload(
+            mask, seq_len, lengths, docs, args.window, tensors, machine, given, args.keep, args.fetch_bytes, scheme,
+            layout,
+        )  # fmt: skip
+
+    def layout(self, ranks: int, name: str | None = None) -> Layout:
+        """Who holds which tokens; made once for each name and number of ranks."""
+        key = (name or self.layout_name, ranks)
+        if key not in self._layouts:
+            self._layouts[key] = self._made_layout(*key)
+        return self._layouts[key]
+
+    def _made_layout(self, name: str, ranks: int) -> Layout:
+        if ranks > MAX_RANKS:
+            raise LayoutError(f"{ranks} ranks were asked for. This command plans for {MAX_RANKS} at most.")
+        if name == "balanced":
+            return layouts.balanced(self.mask, world_size=ranks, seq_len=self.seq_len)
+        if name == "per_document":
+            return layouts.per_document(self.lengths, ranks)
+        if name == "round_robin_by_work":
+            return layouts.round_robin_by_work(self.mask, ranks, seq_len=self.seq_len)
+        if name == "striped":
+            return layouts.striped(self.seq_len, ranks, stripe=STRIPE)
+        return {"zigzag": layouts.zigzag, "contiguous": layouts.contiguous}[name](self.seq_len, ranks)
+
+    def plan(self, ranks: int, scheme: str | None = None, layout: str | None = None) -> Plan:
+        """The plan for so many ranks, by these names or those of the workload."""
+        machine = self.machine if self.machine_given else None
+        return plan(
+            self.mask,
+            self.layout(ranks, layout),
+            schedule=scheme or self.scheme,
+            machine=machine,
+            keep=self.keep,
+            fetch_bytes=self.fetch_bytes,
+            **self.tensors,
+        )
+
+    def about_docs(self) -> str:
+        """What the tokens are, in a line."""
+        if len(self.lengths) == 1:
+            text = "every token sees every token" if self.docs == "full" else "one causal document"
+        else:
+            least, most = int(self.lengths.min()), int(self.lengths.max())
+            text = f"{len(self.lengths):,} causal documents of {least:,} to {most:,} tokens ({self.docs})"
+        return text if self.window is None else f"{text}, window of {self.window:,}"
+
+    def about_tensors(self) -> str:
+        """The heads, in a line."""
+        t = self.tensors
+        dims = f"{t['head_dim']}" + (f"/{t['v_head_dim']}" if "v_head_dim" in t else "")
+        return f"{t['q_heads']} query and {t['kv_heads']} key/value heads of {dims}, {t['dtype']}, batch {t['batch']}"
+
+    def about_machine(self) -> str:
+        """The machine, in a line."""
+        return self.machine.name + ("" if self.machine_given else " (assumed; say --machine)")
+
+    def as_json(self) -> dict[str, Any]:
+        """What was asked, for JSON."""
+        return {
+            "seq_len": self.seq_len,
+            "docs": self.docs,
+            "num_documents": len(self.lengths),
+            "window": self.window,
+            **self.tensors,
+            "machine": self.machine.name,
+            "keep": self.keep,
+            "fetch_bytes": self.fetch_bytes,
+        }
+
+
+def machine_of(text: str) -> Machine:
+    """The preset of that name, or the machine in that file."""
+    if text in MACHINES:
+        return MACHINES[text]
+    path = Path(text)
+    if not path.is_file():
+        raise PlanError(
+            f"machine {text!r:.80} was asked for. There are {', '.join(MACHINES)}, or give a file that `longspan"
+            f" calibrate` wrote."
+        )
+    with path.open("rb") as file:
+        data = file.read(MAX_TEXT + 1)
+    try:
+        return parse_machine(data.decode())
+    except UnicodeDecodeError as wrong:
+        raise PlanError(f"{path} is no text. A machine file is JSON as `longspan calibrate` writes it.") from wrong
+    except PlanError as wrong:
+        raise PlanError(f"{path}: {wrong}") from wrong
+
+
+def _lengths(args: argparse.Namespace) -> tuple[str, Ints]:
+    """How the documents were described, and their lengths."""
+    docs, seq_len = str(args.docs), args.seq
+    if docs in ("causal", "full", *KINDS):
+        if seq_len is None:
+            raise MaskError(f"--docs {docs} needs a length: say --seq, such as --seq 1M.")
+        if docs in KINDS:
+            return f"{docs}, seed {args.seed}", drawn_lengths(docs, seq_len, args.seed)
+        return docs, np.array([seq_len], dtype=np.int64)
+    if docs[:1].isdecimal() and not Path(docs).is_file():
+        try:
+            lengths = np.array(counts(docs), dtype=np.int64)
+        except argparse.ArgumentTypeError as wrong:
+            raise MaskError(f"--docs {docs!r:.60}: {wrong}") from wrong
+        docs = "as given"
+    elif Path(docs).is_file():
+        lengths, docs = read_lengths(Path(docs)), Path(docs).name
+    else:
+        raise MaskError(
+            f"--docs {docs!r:.80} was given. Say causal, full, {', '.join(KINDS)}, lengths such as 700,1200,148, or"
+            f" name a file of lengths."
+        )
+    if seq_len is not None and int(lengths.sum()) != seq_len:
+        raise MaskError(
+            f"--docs lists {len(lengths)} documents of {int(lengths.sum())} tokens together, but --seq is {seq_len}."
+            f" Leave --seq out, or make them agree."
+        )
+    return docs, lengths
+
+
+def _mask(docs: str, lengths: Ints, window: int | None) -> Mask:
+    if docs == "full":
+        if window is not None:
+            raise MaskError("--window goes with causal documents, but --docs full was given. Say --docs causal.")
+        return masks.full(int(lengths.sum()))
+    seq_len = int(lengths.sum())
+    mask = masks.causal(seq_len) if len(lengths) == 1 else masks.documents(lengths) & masks.causal()
+    return mask if window is None else mask & masks.sliding_window(window - 1)

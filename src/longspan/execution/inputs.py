@@ -1,0 +1,54 @@
+"""What attention takes: tensors of the right kind, and numbers that are numbers. Checked once, before anything runs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.errors import KernelError, PlanError
+from longspan.span import shortened
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_inputs(q: Any, k: Any, v: Any, scale: Any, kernel: Any = "auto", sinks: Any = None) -> None:
+    """Refuses what is no tensor of floating-point numbers, a scale that is no number, a kernel that is no name."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise PlanError(
+                f"{name} must be a torch.Tensor of shape (batch, heads, tokens, features), but {type(tensor).__name__}"
+                f" was given. Convert it with torch.as_tensor."
+            )
+        if tensor.is_nested or tensor.layout != torch.strided:
+            kind = "nested" if tensor.is_nested else str(tensor.layout)
+            raise PlanError(
+                f"{name} is a tensor of kind {kind}, but attention takes plain ones. Pad or densify it; documents"
+                f" are a mask: longspan.masks.documents(lengths)."
+            )
+        if tensor.dtype not in DTYPES:
+            raise PlanError(
+                f"{name} has dtype {tensor.dtype}, but attention takes {', '.join(map(str, DTYPES))}. Cast it first."
+            )
+    if isinstance(sinks, Tensor) and sinks.device != q.device:
+        raise KernelError(f"sinks are on {sinks.device}, but q is on {q.device}. Move them there.")
+    if not isinstance(kernel, str):
+        raise KernelError(f"kernel = {shortened(kernel)} was given. A kernel goes by its name, as in kernel='auto'.")
+    if scale is not None and not is_number(scale):
+        raise PlanError(
+            f"scale = {shortened(scale)} was given. It multiplies scores: one finite number, or None for"
+            f" 1 / sqrt(head_dim)."
+        )
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is one finite number.
+
+    >>> is_number(0.5), is_number(float("nan")), is_number("0.5"), is_number(True)
+    (True, False, False, False)
+    """
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

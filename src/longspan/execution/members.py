@@ -1,0 +1,220 @@
+"""Members: what this process knows about a group. How many calls it made, what was agreed, who watches whom."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from longspan.errors import AgreementError, RankError
+from longspan.execution import _torch, agreement
+from longspan.execution._torch import JobStore
+from longspan.execution.agreement import Record
+from longspan.execution.headers import Header
+from longspan.execution.liveness import Watch, direction_named
+from longspan.execution.records import Phase
+from longspan.execution.safety import Safety
+
+T = TypeVar("T")
+MAX_AGREED = 1024
+_known: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One pass over one plan."""
+
+    fingerprint: str
+    direction: str
+    num_steps: int
+    dtype: torch.dtype
+    device: torch.device
+    safety: Safety
+    record: Record | None = None
+    """What to compare before data moves; a backward pass is agreed on by its forward."""
+
+    @property
+    def plan(self) -> bytes:
+        return bytes.fromhex(self.fingerprint[:16])
+
+
+class Members:
+    """A group, seen from one of its ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.calls = 0
+        self.training_step = -1
+        self.agreed: dict[bytes, None] = {}
+        self._watch: Watch | None = None
+        self._no_store = False
+
+    def watch(self, safety: Safety) -> Watch | None:
+        """The watch of this group, started when first asked for; None if nobody watches."""
+        if not safety.patience or self._no_store:
+            return None
+        if self._watch is None:
+            store = _torch.job_store(self.group)
+            self._no_store = store is None
+            if store is None:
+                return None
+            ranks = dist.get_process_group_ranks(self.group)
+            self._watch = Watch(_private(store, self), self.rank, ranks, hosts_store=_hosts_store(ranks[self.rank]))
+            self._watch.at(training_step=self.training_step)
+        self._watch.patience = safety.patience
+        return self._watch
+
+    @contextmanager
+    def call(self, call: Call) -> Iterator[Running]:
+        """Numbers the call, compares what is new about it, and tells the others when it fails here."""
+        self.calls += 1
+        watch = self.watch(call.safety)
+        running = Running(self, call, self.calls, watch)
+        if watch is None:
+            running.agree()
+            yield running
+            return
+        watch.check()
+        watch.enter(
+            call=self.calls, direction=direction_named(call.direction), step=0, num_steps=call.num_steps,
+            plan=call.plan, phase=Phase.AGREEING if running.is_new else Phase.RUNNING,
+        )  # fmt: skip
+        try:
+            running.agree()
+            watch.at(phase=Phase.RUNNING)
+            yield running
+        except AgreementError:
+            raise  # on all ranks alike
+        except BaseException as error:
+            if not (isinstance(error, RankError) and watch.failed):
+                watch.tell(error)
+            raise
+        finally:
+            watch.at(phase=Phase.IDLE)
+
+    def tell_step(self) -> None:
+        if self._watch is not None:
+            self._watch.at(training_step=self.training_step)
+
+    def tell(self, error: BaseException, safety: Safety) -> None:
+        """This rank leaves its loop because of an error, which the others hear of unless they have it from a call."""
+        watch = self.watch(safety)
+        if watch is not None and watch.failed is None:
+            watch.tell(error)
+
+    def refused(self, error: BaseException, safety: Safety) -> None:
+        """This rank refused a call that others may have entered."""
+        self.calls += 1
+        watch = self.watch(safety)
+        if watch is not None:
+            watch.refuse(self.calls, error)
+
+
+@dataclass(frozen=True)
+class Running:
+    """One call under way."""
+
+    members: Members
+    call: Call
+    number: int
+    watch: Watch | None
+
+    @property
+    def is_new(self) -> bool:
+        return self.call.record is not None and self.call.record.row() not in self.members.agreed
+
+    def agree(self) -> None:
+        """Compares what this call is with the other ranks, unless the same was agreed before."""
+        if self.call.record is None or not self.is_new:
+            return
+        row = self.call.record.row()
+        mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(message_device(self.members.group))
+        rows = [torch.empty_like(mine) for _ in range(self.members.size)]
+        self._with_all(lambda: dist.all_gather(rows, mine, group=self.members.group, async_op=True))
+        agreement.compare([row.cpu().numpy().tobytes() for row in rows])
+        agreed = self.members.agreed
+        agreed[row] = None
+        if len(agreed) > MAX_AGREED:  # all ranks made the same calls, so all forget the same one
+            del agreed[next(iter(agreed))]
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Adds a tensor up over the group, in place."""
+        self._with_all(lambda: dist.all_reduce(tensor, group=self.members.group, async_op=True))
+
+    def _with_all(self, start: Callable[[], dist.Work | None]) -> None:
+        others = [rank for rank in range(self.members.size) if rank != self.members.rank]
+        work = self.started(start, others)
+        assert work is not None
+        self.wait([(self.members.rank, work)], others)
+
+    def started(self, start: Callable[[], T], peers: Sequence[int]) -> T:
+        """What `start` gives. It raises when a connection is closed, which names nobody: the watch finds out who."""
+        try:
+            return start()
+        except RuntimeError as error:
+            if self.watch is None or not peers:
+                raise
+            self.watch.broken(error, peers)
+            raise
+
+    def at(self, step: int) -> None:
+        if self.watch is not None:
+            self.watch.at(step=step)
+
+    def wait(self, works: Sequence[tuple[int, dist.Work]], peers: Sequence[int] | None = None) -> None:
+        """Returns when all is done. Work of a GPU is only put in order here, so nobody needs to watch it."""
+        if self.watch is None or self.call.device.type != "cpu":
+            for _, work in works:
+                work.wait()
+        elif works:
+            self.watch.wait(works, self.call.safety.timeout, peers)
+
+    def tag(self, step: int) -> int:
+        """Messages of different calls, or of different training steps, never meet where tags count (Gloo): what a rank
+        skips is a wait, which the watch explains, and no mix-up."""
+        backward = self.call.direction == "backward"
+        number = self.number + 5003 * (self.members.training_step + 1)
+        return (number & 0x3FFF) << 17 | backward << 16 | step & 0xFFFF
+
+    def header(self, src: int, dst: int, step: int, pieces: int, num_bytes: int) -> Header:
+        """What a message of this call must say of itself."""
+        name = str(self.call.dtype).removeprefix("torch.").encode()[:8].ljust(8, b"\0")
+        way = direction_named(self.call.direction)
+        where = (self.number, self.members.training_step, int(way), step, src, dst)
+        return Header(self.call.plan, *where, pieces, num_bytes, name)
+
+
+def members_of(group: dist.ProcessGroup) -> Members:
+    """What this process knows about the group."""
+    if group not in _known:
+        _known[group] = Members(group)
+    return _known[group]
+
+
+def message_device(group: dist.ProcessGroup) -> torch.device:
+    """A device whose tensors this group can send."""
+    if "cpu:" in str(dist.get_backend_config(group)):
+        return torch.device("cpu")
+    found = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if found is None else found
+
+
+def _private(store: JobStore, members: Members) -> JobStore:
+    """A part of the job's store for this group, this attempt of the launcher, and this making of the group."""
+    ranks = ",".join(map(str, dist.get_process_group_ranks(members.group)))
+    group = hashlib.sha256(f"{members.group.group_name} {ranks}".encode()).hexdigest()[:16]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    part = store.part(f"longspan/{attempt}/{group}")
+    made = part.add(f"made/{members.rank}", 1)  # a group that is destroyed and made again starts anew on all ranks
+    return part.part(str(made))
+
+
+def _hosts_store(rank: int) -> bool:
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") != "True"

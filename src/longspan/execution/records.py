@@ -1,0 +1,127 @@
+"""What ranks tell each other outside of messages, as records of fixed layout: where a rank is, and what went wrong.
+
+They are read from the job's store, which anybody on the network may write: whatever is not exactly a record is refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from longspan.errors import RankError
+
+MAGIC = b"LSp1"
+MAX_TEXT = 1000
+"""Bytes of an error's text that travel."""
+
+
+class Phase(IntEnum):
+    """What a rank is doing."""
+
+    IDLE = 0
+    AGREEING = 1
+    RUNNING = 2
+    WAITING = 3
+    ENDED = 4
+
+
+class Direction(IntEnum):
+    """Which pass a call is."""
+
+    NONE = 0
+    FORWARD = 1
+    BACKWARD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where a rank is: its call, the step of it, and the training step if the user said so. `beat` shows life."""
+
+    beat: int = 0
+    call: int = 0
+    direction: Direction = Direction.NONE
+    step: int = 0
+    num_steps: int = 0
+    phase: Phase = Phase.IDLE
+    training_step: int = -1
+    plan: bytes = bytes(8)
+    """The first bytes of the plan's fingerprint."""
+
+    _form = struct.Struct("<4sQQBIIBq8s")
+
+    def packed(self) -> bytes:
+        return self._form.pack(
+            MAGIC, self.beat, self.call, self.direction, self.step, self.num_steps, self.phase, self.training_step,
+            self.plan,
+        )  # fmt: skip
+
+    @classmethod
+    def parsed(cls, raw: bytes) -> Status:
+        """The status of such bytes, which come from a store that strangers may write.
+
+        >>> Status.parsed(Status(call=3, direction=Direction.FORWARD).packed()).call
+        3
+        """
+        if len(raw) != cls._form.size or raw[:4] != MAGIC:
+            raise RankError(_strange("status", raw))
+        _, beat, call, direction, step, num_steps, phase, training_step, plan = cls._form.unpack(raw)
+        if direction > Direction.BACKWARD or phase > Phase.ENDED:
+            raise RankError(_strange("status", raw))
+        return cls(beat, call, Direction(direction), step, num_steps, Phase(phase), training_step, plan)
+
+    def __str__(self) -> str:
+        """Where the rank is.
+
+        >>> print(Status(call=3, direction=Direction.FORWARD, step=1, num_steps=4, phase=Phase.WAITING))
+        in call 3 (forward, step 2 of 4, plan 000000000000)
+        """
+        training = "" if self.training_step < 0 else f", in training step {self.training_step}"
+        if self.direction is Direction.NONE:
+            return f"before its first call{training}"
+        call = f"call {self.call} ({self.direction.name.lower()}"
+        if self.phase in (Phase.IDLE, Phase.ENDED):
+            return f"after {call}){training}"
+        plan = f"plan {self.plan.hex()[:12]}"
+        what = (
+            f"comparing {plan}" if self.phase is Phase.AGREEING else f"step {self.step + 1} of {self.num_steps}, {plan}"
+        )
+        return f"in {call}, {what}){training}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What went wrong, first told by one rank, then read by all."""
+
+    rank: int
+    """The rank that is to blame."""
+    text: str
+
+    _form = struct.Struct("<4sIH")
+
+    def packed(self) -> bytes:
+        raw = self.text.encode()[:MAX_TEXT]
+        return self._form.pack(MAGIC, self.rank, len(raw)) + raw
+
+    @classmethod
+    def parsed(cls, raw: bytes, world_size: int) -> Fault:
+        """The fault of such bytes.
+
+        >>> Fault.parsed(Fault(2, "ValueError: no").packed(), 4)
+        Fault(rank=2, text='ValueError: no')
+        """
+        size = cls._form.size
+        if len(raw) < size or len(raw) > size + MAX_TEXT or raw[:4] != MAGIC:
+            raise RankError(_strange("fault", raw))
+        _, rank, length = cls._form.unpack(raw[:size])
+        if length != len(raw) - size or rank >= world_size:
+            raise RankError(_strange("fault", raw))
+        text = raw[size:].decode(errors="replace")
+        return cls(rank, "".join(c if c.isprintable() or c == "\n" else "?" for c in text))
+
+
+def _strange(kind: str, raw: bytes) -> str:
+    return (
+        f"the job's store holds {len(raw)} bytes that are not a {kind} of Longspan under a key of its own. Another"
+        f" version or another program writes there: run one version on all ranks, on a network of your own."
+    )

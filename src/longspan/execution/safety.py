@@ -1,0 +1,60 @@
+"""Safety: how carefully a call runs. Settings of a scope; a backward pass keeps those of its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from longspan.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Safety:
+    """How long to wait for whom, and whether every message is checked. None of it changes a result."""
+
+    patience: float = 2.0
+    """Seconds without a sign of life after which a rank counts as dead or stopped; 0: nobody watches."""
+    timeout: float = 600.0
+    """Seconds to wait for a rank that is alive but does not come."""
+    checked: bool = False
+    """Every message carries a header and a checksum."""
+
+    def __post_init__(self) -> None:
+        for name in ("patience", "timeout"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
+                raise PlanError(f"{name} = {value!r} was asked for. It is a number of seconds, 0 or more.")
+        if 0 < self.patience < 0.5:
+            raise PlanError(
+                f"patience = {self.patience} s was asked for. Ranks show life every 0.25 s: less than 0.5 s would name"
+                f" healthy ones."
+            )
+
+    @property
+    def numbers(self) -> list[float]:
+        """The form in which operators carry it."""
+        return [float(self.patience), float(self.timeout), float(self.checked)]
+
+    @staticmethod
+    def of(numbers: Sequence[float]) -> Safety:
+        return Safety(numbers[0], numbers[1], bool(numbers[2]))
+
+
+_safety: ContextVar[Safety] = ContextVar("longspan_safety")
+
+
+def safety() -> Safety:
+    """The settings of this scope."""
+    return _safety.get(None) or Safety()
+
+
+@contextmanager
+def safely(settings: Safety) -> Iterator[None]:
+    """These settings for all calls inside."""
+    token = _safety.set(settings)
+    try:
+        yield
+    finally:
+        _safety.reset(token)

@@ -1,0 +1,228 @@
+"""The function that transformers calls in every attention layer: what it is asked is honoured or refused.
+
+Shapes: B batch rows, H heads, S tokens, D features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longspan.api import attention
+from longspan.errors import KernelError, MaskError, PlanError
+from longspan.integrations.hf_masks import LayerMask
+from longspan.integrations.hf_terms import has, per_row_alike, window_in
+from longspan.masks import Mask, causal, full
+
+NAME = "longspan"
+IGNORED = frozenset({
+    # said by the mask already, or of no interest to attention
+    "position_ids", "position_embeddings", "use_cache", "cache_position", "past_key_values", "past_key_value",
+    "max_length_q", "max_length_k", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep",
+    # for the loss
+    "num_items_in_batch", "labels", "shift_labels", "return_loss",
+})  # fmt: skip
+"""Keyword arguments that change nothing here. Others must be known, or None or False."""
+UNDONE = {
+    "position_bias": "a bias on scores (T5)",
+    "head_mask": "a factor per head",
+    "layer_head_mask": "a factor per head",
+    "alibi": "a bias by distance",
+    "attn_bias": "a bias on scores",
+    "relative_attention_bias": "a bias on scores",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a layer asks for beside the mask."""
+
+    scale: float | None
+    dropout: float
+    softcap: float | None
+    sinks: Tensor | None
+    window: int | None
+    is_causal: bool | None
+
+
+def longspan_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    longspan: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What `AttentionInterface` calls: (B, S, H, D), and no attention weights, which are never made."""
+    documents = {name: others.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")}
+    _check_others(others)
+    asked = Asked(scaling, dropout or 0.0, softcap, s_aux, sliding_window, is_causal)
+    query, key, value = (_as_autocast(x) for x in (query, key, value))
+    if longspan is not None:
+        out = longspan.attend(module, query, key, value, attention_mask, asked)
+    else:
+        out = _on_one_device(module, (query, key, value), attention_mask, asked, others.get("position_ids"), documents)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _check_others(others: dict[str, Any]) -> None:
+    if others.pop("output_attentions", False):
+        raise KernelError(
+            "output_attentions=True was asked for, but attention weights are never made here. Use"
+            " attn_implementation='eager' to look at them."
+        )
+    for name, value in others.items():
+        if value is None or value is False or name in IGNORED:
+            continue
+        what = UNDONE.get(name, "which Longspan does not know")
+        raise KernelError(
+            f"the model passed {name}= to attention ({what}), and it might change scores. Longspan computes soft caps,"
+            f" sinks, windows, dropout and masks for transformers' models; use attn_implementation='eager' for this"
+            f" one, or call longspan.attention, which takes any score function."
+        )
+
+
+def _as_autocast(tensor: Tensor) -> Tensor:
+    """What `torch.autocast` makes of an input of PyTorch's attention."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
+
+
+# -- one device --------------------------------------------------------------------------------------------------------
+
+
+def _on_one_device(
+    module: Any,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    given: Any,
+    asked: Asked,
+    position_ids: Any,
+    documents: dict[str, Any],
+) -> Tensor:
+    q, k, v = qkv
+    if given is None:
+        given = _without_mask(module, q, k, asked)
+    if isinstance(given, Mask):
+        numbers = numbers_of(documents, q.shape[2])
+        return run(q, k, v, given if numbers is None else given & per_row_alike(numbers), asked, _drawn_seed(asked))
+    check_layer_mask(given, asked)
+    if (q.shape[0], q.shape[2], k.shape[2]) != (given.batch, given.q_len, given.kv_len):
+        raise PlanError(
+            f"the mask is for (batch, queries, keys) = {(given.batch, given.q_len, given.kv_len)}, but the layer has"
+            f" {(q.shape[0], q.shape[2], k.shape[2])}. The cache of this layer has another length than the mask's."
+        )
+    seed = _drawn_seed(asked)
+    if given.is_square:
+        numbers = document_numbers(given, position_ids, documents)
+        return run(q, k, v, given.mask if numbers is None else given.separated(numbers), asked, seed)
+    if any(value is not None for value in documents.values()):
+        raise MaskError(
+            f"{', '.join(name for name, value in documents.items() if value is not None)} came with {given.q_len}"
+            f" queries and {given.kv_len} keys. Documents are told apart where queries and keys are the same tokens:"
+            f" pass use_cache=False and no cache."
+        )
+    rows_q, rows_kv = given.rows
+    length = given.frame.length
+    wide = (_placed(q, rows_q, length), _placed(k, rows_kv, length), _placed(v, rows_kv, length))
+    return run(*wide, given.mask, asked, seed)[:, :, rows_q : rows_q + given.q_len]
+
+
+def _placed(x: Tensor, start: int, length: int) -> Tensor:
+    """Rows of a longer tensor: queries and keys of one frame. Nothing attends to or from the rows around them."""
+    return torch.nn.functional.pad(x, (0, 0, start, length - start - x.shape[2]))
+
+
+def _without_mask(module: Any, q: Tensor, k: Tensor, asked: Asked) -> Mask:
+    """The mask that a module without one means, if it can be told."""
+    is_causal = asked.is_causal if asked.is_causal is not None else getattr(module, "is_causal", True)
+    if asked.window is not None or q.shape[2] != k.shape[2] or (is_causal and asked.is_causal is None):
+        raise MaskError(
+            f"{type(module).__name__} passed no mask. Transformers does this where the attention function is registered"
+            f" without its mask function, and padding, windows and packing are lost. Call"
+            f" longspan.integrations.huggingface.register(), which registers both, and name it 'longspan'."
+        )
+    return causal() if is_causal else full()
+
+
+def check_layer_mask(given: Any, asked: Asked) -> None:
+    """Refuses masks that are not ours, and windows that the mask does not know of."""
+    if not isinstance(given, LayerMask):
+        what = f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"({type(given).__name__})"
+        raise MaskError(
+            f"a mask {what} reached attention, which takes what Longspan's own mask function makes. Pass the 2-D mask"
+            f" of padding as attention_mask=, and documents as position_ids= that restart; a 4-D mask can be given to"
+            f" longspan.attention as masks.from_mask_mod(lambda b, h, q, kv: mask[b, h, q, kv], ...)."
+        )
+    window = window_in(given.term)
+    if asked.window is not None and asked.window != window:
+        raise MaskError(
+            f"the layer asks for sliding_window = {asked.window}, but its mask has "
+            f"{'no window' if window is None else f'a window of {window}'}. One of them would be dropped."
+        )
+
+
+def document_numbers(given: LayerMask, position_ids: Any, documents: dict[str, Any]) -> NDArray[Any] | None:
+    """Whose each token is, where the mask does not say it already. Transformers finds documents in position_ids, but
+    some models (GPT-OSS) do not show it any; the rule here is the same for all."""
+    found = numbers_of(documents, given.q_len)
+    if found is None and given.padding is None and has(given.term, "causal") and not has(given.term, "packed"):
+        if given.documents is None or given.documents[0] is not position_ids:
+            given.documents = position_ids, restarts(position_ids, given.batch, given.q_len)
+        found = given.documents[1]
+    return found
+
+
+def restarts(position_ids: Any, batch: int, length: int) -> NDArray[Any] | None:
+    """Document numbers (rows, S) from positions that do not go on by one; None for one document."""
+    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2 or position_ids.shape[1] != length:
+        return None
+    if position_ids.shape[0] not in (1, batch) or not length:
+        return None
+    places = position_ids.detach().cpu().numpy()
+    numbers = np.zeros(places.shape, dtype=np.int64)
+    numbers[:, 1:] = np.cumsum(places[:, 1:] - places[:, :-1] != 1, axis=1)
+    return numbers if numbers[:, -1].any() else None
+
+
+def numbers_of(documents: dict[str, Any], length: int) -> NDArray[Any] | None:
+    """Document numbers (1, S) from what flash attention and recurrent layers are told: lengths added up, or numbers."""
+    edges = {tuple(x.tolist()) for name in ("cu_seq_lens_q", "cu_seq_lens_k") if (x := documents.get(name)) is not None}
+    index = documents.get("seq_idx")
+    if len(edges) > 1:
+        raise MaskError("cu_seq_lens_q and cu_seq_lens_k differ, but queries and keys are the same tokens.")
+    if not edges:
+        return None if index is None else index.detach().cpu().numpy().reshape(-1, length)
+    found = np.asarray(edges.pop())
+    if found[0] != 0 or found[-1] != length:
+        raise MaskError(
+            f"cu_seq_lens run from {found[0]} to {found[-1]}, but the sequence has {length} tokens in one row. Packed"
+            f" batches have one row, and cumulative lengths from 0 to its end."
+        )
+    return np.repeat(np.arange(len(found) - 1), np.diff(found))[None]
+
+
+def _drawn_seed(asked: Asked) -> int | None:
+    """A seed from PyTorch's own generator, so that torch.manual_seed and checkpointing repeat it."""
+    return None if not asked.dropout else int(torch.randint(0, 2**62, ()).item())
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, what: Any, asked: Asked, seed: int | None, group: Any = None) -> Tensor:
+    """`longspan.attention` with what the layer asks for. Trainers reduce gradients of sinks with all others."""
+    return attention(
+        q, k, v, what, group=group, scale=asked.scale, softcap=asked.softcap, sinks=asked.sinks,
+        dropout=asked.dropout, seed=seed, captured_grads="share",
+    )  # fmt: skip

@@ -1,0 +1,175 @@
+"""What Longspan gives transformers as a mask: an object that knows what was asked for, and no tensor.
+
+Transformers asks once per kind of layer and forward, and hands what it got to all layers of that kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longspan.errors import MaskError
+from longspan.integrations.hf_terms import (
+    Frame,
+    Kind,
+    Term,
+    array_of,
+    has,
+    kind_of,
+    mask_of,
+    per_row_alike,
+    rectangle,
+    term_of,
+)
+from longspan.masks import Mask
+
+_SAMPLES = 64
+
+
+class LayerMask:
+    """What transformers asked for one kind of layer, as values; layers of that kind are all handed this object.
+
+    No dataclass: wrappers of modules take those apart to look for tensors. `generate()` with a static cache makes masks
+    ahead and handles them as it would a tensor; `ndim`, `shape` and `contiguous` are for it.
+    """
+
+    ndim = 4
+
+    def __init__(
+        self, batch: int, q: tuple[int, int], kv: tuple[int, int], term: Term, padding: NDArray[np.bool_] | None
+    ) -> None:
+        self.batch = batch
+        self.q_offset, self.q_len = q
+        self.kv_offset, self.kv_len = kv
+        self.term = term
+        self.padding = padding
+        self.documents: tuple[Any, Any] | None = None
+        """The position_ids that were last looked at for documents, and what was found: the same for all layers."""
+        self._separated: dict[bytes, Mask] = {}
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, 1, self.q_len, self.kv_len
+
+    def contiguous(self) -> LayerMask:
+        return self
+
+    @property
+    def is_square(self) -> bool:
+        """Whether queries and keys are the same tokens: no cache, no cross attention."""
+        return (self.q_offset, self.q_len) == (self.kv_offset, self.kv_len)
+
+    @cached_property
+    def kind(self) -> Kind | None:
+        return kind_of(self.term)
+
+    @cached_property
+    def frame(self) -> Frame:
+        base = min(self.q_offset, self.kv_offset)
+        return Frame(base, max(self.q_offset + self.q_len, self.kv_offset + self.kv_len) - base)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Where in the frame queries and keys begin."""
+        return self.q_offset - self.frame.base, self.kv_offset - self.frame.base
+
+    @cached_property
+    def rule(self) -> Mask:
+        """What the closures say, before padding and beyond the queries and keys that there are."""
+        return mask_of(self.term, self.frame, self.batch)
+
+    @cached_property
+    def mask(self) -> Mask:
+        """The mask of the frame."""
+        frame, (q, kv) = self.frame, self.rows
+        whole = self.rule
+        if self.padding is not None:
+            whole = whole & mask_of(Term("padding", table=self.padding), frame, self.batch)
+        if not self.is_square:
+            whole = whole & rectangle((q, q + self.q_len), (kv, kv + self.kv_len), frame.length)
+        return whole
+
+    def separated(self, numbers: NDArray[Any]) -> Mask:
+        """The mask, with documents apart: `numbers` (rows, S) says whose each token is."""
+        key = numbers.tobytes()
+        if key not in self._separated:
+            self._separated[key] = self.mask & per_row_alike(numbers)
+        return self._separated[key]
+
+
+def layer_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | LayerMask | None = None,
+    **_: Any,
+) -> LayerMask:
+    """What `AttentionMaskInterface` calls. Other arguments say how a tensor would be made: none is."""
+    if mask_function is None:
+        from transformers.masking_utils import causal_mask_function as mask_function
+    if isinstance(attention_mask, LayerMask):
+        return _made_ahead(attention_mask, (batch_size, 1, q_length, kv_length), mask_function)
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise MaskError(
+            f"attention_mask of shape {tuple(attention_mask.shape)} was given. Longspan takes the mask of padding,"
+            f" (batch, tokens); pass other masks as a function: or_mask_function=, and_mask_function=."
+        )
+    padding = None if attention_mask is None else array_of(attention_mask).astype(bool)
+    q, kv = (int(q_offset), int(q_length)), (int(kv_offset), int(kv_length))
+    made = LayerMask(int(batch_size), q, kv, term_of(mask_function), padding)
+    _check_reading(made, mask_function)
+    return made
+
+
+def _made_ahead(made: LayerMask, shape: tuple[int, ...], mask_function: Callable[..., Any]) -> LayerMask:
+    """A mask that comes back through attention_mask=, if it is the one that is asked for."""
+    kind = kind_of(term_of(mask_function))
+    if made.shape != shape or made.kind != kind:
+        raise MaskError(
+            f"a mask of shape {made.shape} and kind {made.kind} was passed as attention_mask=, but the model needs one"
+            f" of shape {shape} and kind {kind}. Pass the 2-D mask of padding instead."
+        )
+    return made
+
+
+def _check_reading(made: LayerMask, mask_function: Callable[..., Any]) -> None:
+    """Asks transformers' function about a few pairs: another version may mean something else by the same closures."""
+    if has(made.term, "function") or not (made.batch and made.q_len and made.kv_len):
+        return
+    step = np.arange(_SAMPLES, dtype=np.int64)
+    b, q = step * 5 % made.batch, step * 0x9E3779B1 % made.q_len + made.q_offset
+    kv = made.kv_offset + np.where(step % 2, step * 0x85EBCA6B, q - made.kv_offset - step // 8) % made.kv_len
+    device = next(_tables(mask_function), torch.zeros(0)).device
+    asked = [torch.as_tensor(x, device=device) for x in (b, np.zeros_like(b), q, kv)]
+    said = mask_function(*asked).cpu().numpy()
+    read, base = np.zeros(len(b), dtype=bool), made.frame.base
+    for row in range(made.batch):
+        here = b == row
+        read[here] = made.rule.allows(q[here] - base, kv[here] - base, row=row)
+    wrong = np.flatnonzero(np.broadcast_to(said, b.shape) != read)
+    if len(wrong):
+        at = int(wrong[0])
+        raise MaskError(
+            f"transformers' mask says {not read[at]} about query {q[at]} and key {kv[at]} of row {b[at]}, and Longspan"
+            f" read {read[at]} out of it. This version of transformers has masks that Longspan does not know: use the"
+            f" tested one (5.22), or another attn_implementation."
+        )
+
+
+def _tables(function: Callable[..., Any]) -> Any:
+    """Tensors that a closure holds."""
+    for cell in getattr(function, "__closure__", None) or ():
+        held = cell.cell_contents
+        if isinstance(held, Tensor):
+            yield held
+        for part in held if isinstance(held, tuple) else ():
+            yield from _tables(part)

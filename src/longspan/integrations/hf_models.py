@@ -1,0 +1,93 @@
+"""Which of transformers' models may be spread over ranks, and which kinds of attention layers they have.
+
+Attention is exact for any of them. What a model does beside attention decides: layers that mix tokens by other means,
+positions that a rank counts from its own first token, losses that are no sum over tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from longspan.integrations.hf_attention import NAME
+from longspan.integrations.hf_masks import LayerMask
+from longspan.integrations.hf_terms import Kind
+from longspan.training import BatchError
+
+TRIED = frozenset({"llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"})
+"""Model types whose loss and gradients over ranks were compared with one device."""
+ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+def check_model(model: Any, batch: Mapping[str, Any], any_model: bool) -> Any:
+    """The config of the model's text part; what would go wrong over ranks is refused."""
+    model = getattr(model, "module", model)  # of DDP
+    config = getattr(model, "config", model)
+    if not hasattr(config, "get_text_config"):
+        raise BatchError(f"shard_inputs takes a model of transformers or its config, but {type(model).__name__} came.")
+    text = config.get_text_config()
+    found = text._attn_implementation
+    if found != NAME:
+        raise BatchError(
+            f"the model's attention is {found!r}, which knows nothing of other ranks. Call register(), and"
+            f" model.set_attn_implementation({NAME!r}) or from_pretrained(..., attn_implementation={NAME!r})."
+        )
+    if config.model_type not in TRIED and not any_model:
+        raise BatchError(
+            f"{config.model_type!r} models have not been tried over ranks; {', '.join(sorted(TRIED))} have. If tokens"
+            f" meet in its attention layers alone, pass any_model=True, and compare its loss with one device's."
+        )
+    _check_layers(text)
+    _check_rope(text)
+    _check_arguments(text, batch)
+    return text
+
+
+def _check_layers(config: Any) -> None:
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
+    if other:
+        raise BatchError(
+            f"the model has layers {', '.join(other)}, in which tokens meet by other means than attention. Over ranks"
+            f" they would see this rank's tokens alone: longspan.training.relayout brings them together."
+        )
+
+
+def _check_rope(config: Any) -> None:
+    """Frequencies that depend on the longest position would differ from rank to rank."""
+    given = getattr(config, "rope_parameters", None) or {}
+    parts = [given, *(part for part in given.values() if isinstance(part, dict))]
+    moving = {part.get("rope_type") for part in parts} & {"dynamic", "longrope"}
+    if moving:
+        raise BatchError(
+            f"rotary embeddings of type {moving.pop()!r} depend on the largest position that a rank holds, so ranks"
+            f" would rotate differently. Use a fixed type (default, linear, yarn, llama3)."
+        )
+
+
+def _check_arguments(config: Any, batch: Mapping[str, Any]) -> None:
+    routed = batch.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if routed is None else routed:
+        raise BatchError(
+            "output_router_logits=True adds a loss that balances experts over all tokens, which is no sum of the"
+            " ranks' own. Set it to False."
+        )
+    for name in ("use_cache", "output_attentions", "past_key_values"):
+        if batch.get(name) is not None and batch[name] is not False:
+            raise BatchError(
+                f"{name} was asked for over ranks, where there is none: caches and attention weights would hold this"
+                f" rank's tokens alone. Take it out of the batch, and generate on one device."
+            )
+
+
+def layer_kinds(config: Any) -> list[Kind]:
+    """The kinds of attention layers of a model, as transformers makes masks for them."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    made = create_masks_for_generate(config, torch.empty(1, 2, 0), None, None, None)
+    found = list(made.values()) if isinstance(made, dict) else [made]
+    kinds = {mask.kind: None for mask in found if isinstance(mask, LayerMask) and mask.kind is not None}
+    if len(kinds) != len(found):
+        raise BatchError("transformers made masks for this model that are not Longspan's. Call register() first.")
+    return sorted(kinds, key=repr)

@@ -1,0 +1,151 @@
+"""A batch's sequences over ranks: what an attention layer must know and its local tensors cannot tell.
+
+One object per batch goes to the model as the keyword `longspan=`, and transformers hands it down to every attention
+layer. So nothing is remembered outside of the call, and recomputation in backward sees what forward saw.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longspan.api import plan as make_plan
+from longspan.errors import KernelError, MaskError
+from longspan.integrations.hf_attention import Asked, check_layer_mask, run
+from longspan.integrations.hf_masks import LayerMask
+from longspan.integrations.hf_terms import Frame, Kind, Term, mask_of, per_row_alike, term_of_kind
+from longspan.layouts import Layout
+from longspan.masks import Mask
+from longspan.schedules.plan import Plan
+
+_STEP = 0x9E3779B97F4A7C15
+
+
+class Whole:
+    """The whole batch: its size, which tokens are real, whose each is."""
+
+    def __init__(
+        self, batch: int, seq_len: int, padding: NDArray[np.bool_] | None, documents: NDArray[Any] | None
+    ) -> None:
+        self.batch, self.seq_len = batch, seq_len
+        self.padding, self.documents = padding, documents
+        self._masks: dict[Kind, Mask] = {}
+
+    @property
+    def left_padding(self) -> NDArray[Any]:
+        """Tokens before the first real one; transformers counts chunks from there."""
+        if self.padding is None:
+            return np.zeros(self.batch, dtype=np.int64)
+        return (np.cumsum(self.padding, axis=1) == 0).sum(axis=1)
+
+    def mask(self, kind: Kind) -> Mask:
+        """The mask of whole sequences for layers of this kind."""
+        if kind not in self._masks:
+            term = term_of_kind(kind, self.left_padding)
+            frame = Frame(0, self.seq_len)
+            made = mask_of(term, frame, self.batch)
+            if self.documents is not None:
+                made = made & per_row_alike(self.documents)
+            if self.padding is not None:
+                made = made & mask_of(Term("padding", table=self.padding), frame, self.batch)
+            self._masks[kind] = made
+        return self._masks[kind]
+
+
+class ShardedSequence:
+    """This rank's part of a batch of sequences: pass it to the model as `longspan=`; `shard_inputs` makes it.
+
+    No dataclass: wrappers of modules take those apart to look for tensors.
+    """
+
+    def __init__(
+        self, whole: Whole, layout: Layout, group: dist.ProcessGroup, schedule: str, dropout_seed: int | None
+    ) -> None:
+        self.whole, self.layout, self.group = whole, layout, group
+        self.rank = group.rank()
+        self.schedule, self.dropout_seed = schedule, dropout_seed
+        self.calls = 0
+        """How many layers have asked so far."""
+        self._plans: dict[Any, Plan] = {}
+
+    def __repr__(self) -> str:
+        return f"<rank {self.rank} of {self.layout}, {self.whole.batch} rows>"
+
+    def plan(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Plan:
+        """The plan of layers of this kind with tensors of these shapes."""
+        key = (kind, q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype)
+        if key not in self._plans:
+            self._plans[key] = make_plan(
+                self.whole.mask(kind), self.layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3],
+                v_head_dim=v.shape[3], dtype=q.dtype, batch=self.whole.batch, schedule=self.schedule,
+            )  # fmt: skip
+        return self._plans[key]
+
+    def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, given: Any, asked: Asked) -> Tensor:
+        """Attention of this rank's tokens to those of all ranks."""
+        if given is None:
+            raise MaskError(
+                f"{type(module).__name__} passed no mask, so that it cannot be told whether this layer is causal. Call"
+                f" longspan.integrations.huggingface.register() and name the attention 'longspan'."
+            )
+        check_layer_mask(given, asked)
+        kind = _local_kind(given)
+        self.calls += 1
+        q = with_temperature(module, q, self.layout, self.rank)
+        plan = self.plan(kind, q, k, v)
+        return run(q, k, v, plan, asked, self._seed(module, asked), self.group)
+
+    def _seed(self, module: Any, asked: Asked) -> int | None:
+        if not asked.dropout:
+            return None
+        layer = getattr(module, "layer_idx", None)
+        if self.dropout_seed is None or layer is None:
+            raise KernelError(
+                f"attention dropout of {asked.dropout} was asked for over ranks. Every rank must drop the same pairs:"
+                f" pass shard_inputs(..., dropout_seed=), the same number on every rank and another one in every step,"
+                f" or set attention_dropout to 0."
+            )
+        return (self.dropout_seed + (layer + 1) * _STEP) % 2**62
+
+
+def _local_kind(given: LayerMask) -> Kind:
+    """The kind of layer that a mask of local tokens stands for. Packing in it is none: where a rank's tokens have a
+    gap, transformers takes them for two documents."""
+    if given.padding is not None:
+        raise MaskError(
+            "attention_mask was given to the model beside longspan=. It is about whole sequences and inside longspan="
+            " already: call model(**shard_inputs(...)) without it."
+        )
+    if not given.is_square:
+        raise MaskError(
+            f"there are {given.q_len} queries and {given.kv_len} keys on this rank: the layer has a cache, or looks at"
+            f" another sequence. Over ranks both are shards of one sequence: pass use_cache=False, and generate on one"
+            f" device."
+        )
+    if given.kind is None:
+        raise MaskError(
+            "the model made this mask with a function of its own, from the tokens of this rank. What it would say about"
+            " whole sequences cannot be told. Use it on one device, or call longspan.attention with masks.from_mask_mod"
+            " in global positions."
+        )
+    return given.kind
+
+
+def with_temperature(module: Any, q: Tensor, layout: Layout, rank: int) -> Tensor:
+    """Queries of Llama 4's layers without rotary embedding, which are scaled by their place in the sequence. The model
+    counts places from 0 on every rank: what it did is undone, and done with global places."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return q
+    places = torch.as_tensor(layout.positions(rank), device=q.device)
+
+    def scales(place: Tensor) -> Tensor:
+        steps = torch.floor((place.float() + 1.0) / module.floor_scale)
+        return torch.log1p(steps) * module.attn_scale + 1.0
+
+    ratio = scales(places) / scales(torch.arange(q.shape[2], device=q.device))
+    return (q * ratio[None, None, :, None]).to(q.dtype)

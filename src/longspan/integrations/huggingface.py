@@ -1,0 +1,250 @@
+"""`attn_implementation="longspan"` for models of Hugging Face transformers, on one device and over ranks.
+
+`register()` once; then models that go through transformers' attention interface take the name. On one device nothing
+else changes: masks, windows, packing, soft caps, sinks, caches and `generate()` mean what they mean to "eager". Over
+ranks, `shard_inputs` turns a whole batch into this rank's arguments of `model(...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longspan import layouts
+from longspan.integrations.hf_attention import NAME, longspan_attention, numbers_of, restarts
+from longspan.integrations.hf_masks import LayerMask, layer_mask
+from longspan.integrations.hf_models import check_model, layer_kinds
+from longspan.integrations.hf_sequence import ShardedSequence, Whole
+from longspan.integrations.hf_terms import Kind, runs
+from longspan.layouts import Layout
+from longspan.training import BatchError, shard_batch, shift_tokens
+from longspan.training.groups import process_group
+from longspan.training.loss import Reported
+
+__all__ = ["NAME", "LayerMask", "ShardedSequence", "full_loss", "register", "shard_inputs"]
+
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+USED = ("attention_mask", "position_ids", "labels", "shift_labels", *PACKED, "max_length_q", "max_length_k")
+IGNORE = -100
+
+
+def register() -> str:
+    """The name under which transformers now knows Longspan's attention, "longspan". May be called again.
+
+    >>> register()
+    'longspan'
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    # Masks and plans are values, not tensors: compiled code stops before them and goes on after.
+    AttentionInterface.register(NAME, torch.compiler.disable(longspan_attention))
+    AttentionMaskInterface.register(NAME, torch.compiler.disable(layer_mask))
+    return NAME
+
+
+def shard_inputs(
+    model: Any,
+    batch: Mapping[str, Any],
+    group: Any,
+    *,
+    layout: str | Layout = "balanced",
+    positions: str | None = None,
+    schedule: str = "auto",
+    dropout_seed: int | None = None,
+    any_model: bool = False,
+) -> dict[str, Any]:
+    """This rank's arguments: `model(**shard_inputs(model, batch, mesh["cp"]))`.
+
+    `model` is the model or its config; `batch` is what the model would get on one device, the same on every rank.
+    Documents are found as transformers finds them: in `position_ids` that do not go on by one (without an
+    `attention_mask`), in `cu_seq_lens_q`, or in `seq_idx`; `positions` ("sequence" or "document") is for the latter two
+    where there are no `position_ids`. The result has
+
+    - `input_ids` (or `inputs_embeds`) and `position_ids` of this rank's tokens;
+    - `shift_labels`, shifted while the sequence was whole, and `num_items_in_batch`, all labels of the batch unless it
+      is given (with gradient accumulation). `labels` is empty: transformers only asks whether it is there, and a loss
+      that would shift labels of this rank alone fails on it;
+    - `longspan`, a `ShardedSequence`; `use_cache=False`; and what else was in the batch and has nothing to do with
+      tokens.
+
+    `loss` of the model's output is then this rank's share: shares add up to the loss, and gradients to gradients;
+    `full_loss` says what the whole is. `layout` is a `Layout` or the name of one. Models that Longspan has not been
+    tried with over ranks are refused unless `any_model=True`: a layer that mixes tokens by other means than attention,
+    or counts positions itself, would go wrong unnoticed.
+    """
+    members = process_group(group, "shard_inputs")
+    config = check_model(model, batch, any_model)
+    rows, seq_len = _shape(batch)
+    padding, documents = _padding(batch, rows, seq_len), _documents(batch, rows, seq_len)
+    whole = Whole(rows, seq_len, padding, documents)
+    dealt = _layout(layout, whole, layer_kinds(config), members.size())
+    part = _part(batch, dealt, members.rank(), _positions(batch, rows, seq_len, documents, positions))
+    part[NAME] = ShardedSequence(whole, dealt, members, schedule, dropout_seed)
+    return part
+
+
+def full_loss(loss: Tensor, inputs: Mapping[str, Any], *, gradients: str = "sum") -> Tensor:
+    """The loss of whole sequences, the same on every rank, from this rank's share; backward is that of the share.
+
+    `gradients` says what happens to parameters' gradients over the group afterwards, as in `training.token_loss`:
+    "sum" if they are added up, "average" if they are averaged, as FSDP and DDP do (shares are then multiplied by the
+    number of ranks).
+    """
+    sequence = inputs.get(NAME)
+    if not isinstance(sequence, ShardedSequence) or gradients not in ("sum", "average"):
+        raise BatchError(
+            f"full_loss takes a loss, the dict of shard_inputs that it was computed from, and gradients='sum' or"
+            f" 'average', but {type(sequence).__name__} was found under {NAME!r}, and gradients = {gradients!r}."
+        )
+    if not sequence.calls:
+        raise BatchError(
+            "no attention layer has seen longspan=: the model did not hand it down, and attended to this rank's tokens"
+            " alone. Such a model cannot be used over ranks."
+        )
+    value = loss.detach().clone()
+    dist.all_reduce(value, group=sequence.group)
+    share = loss * sequence.group.size() if gradients == "average" else loss
+    return Reported.apply(share, value)  # type: ignore[return-value]
+
+
+# -- what a batch says -------------------------------------------------------------------------------------------------
+
+
+def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+    found = [batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None]
+    if len(found) != 1 or not isinstance(found[0], Tensor) or found[0].ndim not in (2, 3):
+        raise BatchError(
+            "a batch has input_ids (batch, tokens) or inputs_embeds (batch, tokens, features), one of them. This one"
+            f" has {', '.join(batch) or 'nothing'}."
+        )
+    return int(found[0].shape[0]), int(found[0].shape[1])
+
+
+def _padding(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[np.bool_] | None:
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != (rows, seq_len):
+        what = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise BatchError(
+            f"attention_mask is {what}, but over ranks it is (batch, tokens) = {(rows, seq_len)}, 1 for real tokens."
+            f" Other masks can be said in global positions to longspan.attention."
+        )
+    return mask.detach().cpu().numpy().astype(bool)
+
+
+def _documents(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[Any] | None:
+    """Whose each token is, (rows or 1, S), or None where every row is one document."""
+    said = numbers_of({name: batch.get(name) for name in PACKED}, seq_len)
+    found = restarts(batch.get("position_ids"), rows, seq_len)
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        if said is None and found is not None:
+            _check_padded(mask, found)
+        return said
+    if said is not None and found is not None and not _same_borders(said, found):
+        raise BatchError(
+            "position_ids restart elsewhere than cu_seq_lens or seq_idx say that documents begin. Give one of them, or"
+            " make them agree."
+        )
+    return said if said is not None else found
+
+
+def _check_padded(mask: Tensor, found: NDArray[Any]) -> None:
+    """With a mask of padding transformers looks for no documents: positions may jump at padding, and nowhere else."""
+    real = mask.detach().cpu().numpy().astype(bool)
+    borders = (np.diff(found, axis=1) != 0) & real[:, 1:] & real[:, :-1]
+    if borders.any():
+        row, place = (int(x[0]) for x in np.nonzero(borders))
+        raise BatchError(
+            f"documents begin at token {place + 1} of row {row}, and there is an attention_mask: transformers would"
+            f" then let documents see each other. Take the attention_mask out of the batch; padding at the end is one"
+            f" more document, whose position_ids start again."
+        )
+
+
+def _same_borders(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return all(np.array_equal(runs(x)[0], runs(y)[0]) for x, y in zip(*np.broadcast_arrays(a, b), strict=True))
+
+
+def _positions(
+    batch: Mapping[str, Any], rows: int, seq_len: int, documents: NDArray[Any] | None, positions: str | None
+) -> Tensor:
+    """Global positions, (B, S)."""
+    given = batch.get("position_ids")
+    if given is not None and positions is not None:
+        raise BatchError(f"positions = {positions!r} was asked for, but the batch has position_ids. Take one out.")
+    if given is not None:
+        if given.ndim != 2 or given.shape[1] != seq_len or given.shape[0] not in (1, rows):
+            raise BatchError(
+                f"position_ids have shape {tuple(given.shape)}, but whole sequences have (batch, tokens) ="
+                f" {(rows, seq_len)}. Give whole tensors, not shards."
+            )
+        return given.expand(rows, -1)
+    if positions not in (None, "sequence", "document") or (positions is None and documents is not None):
+        raise BatchError(
+            f"the batch has {'no documents' if documents is None else 'documents'} and no position_ids, and positions ="
+            f" {positions!r}. Say 'document' if they start again with every document (as collators for packed batches"
+            f" do), 'sequence' if they count through."
+        )
+    counted = torch.arange(seq_len).expand(rows, -1)
+    if positions == "document" and documents is not None:
+        edges, _ = runs(documents[0])
+        counted = counted - torch.as_tensor(np.repeat(edges[:-1], np.diff(edges)))
+    return counted
+
+
+def _layout(layout: Any, whole: Whole, kinds: list[Kind], world_size: int) -> Layout:
+    seq_len = whole.seq_len
+    if layout == "balanced":
+        masks = [whole.mask(kind).resized(seq_len) for kind in kinds]
+        layout = layouts.balanced(*masks, world_size=world_size, seq_len=seq_len)
+    elif layout in ("zigzag", "contiguous", "striped"):
+        layout = getattr(layouts, layout)(seq_len, world_size)
+    if not isinstance(layout, Layout):
+        raise BatchError(
+            f"layout = {layout!r} was asked for. There are 'balanced', 'zigzag', 'contiguous', 'striped', and what"
+            f" longspan.layouts makes."
+        )
+    if (layout.seq_len, layout.world_size) != (seq_len, world_size):
+        raise BatchError(
+            f"{layout} is for {layout.seq_len} tokens on {layout.world_size} ranks, but the batch has {seq_len} tokens"
+            f" and the group {world_size} ranks. Make a layout for these."
+        )
+    if int(layout.num_tokens.min()) == 0:
+        raise BatchError(
+            f"{layout} leaves rank {int(layout.num_tokens.argmin())} without tokens, and transformers' models cannot"
+            f" run on none. Use fewer ranks for {seq_len} tokens, or layout='zigzag'."
+        )
+    return layout
+
+
+def _part(batch: Mapping[str, Any], layout: Layout, rank: int, position_ids: Tensor) -> dict[str, Any]:
+    """This rank's tokens, with labels that were shifted before."""
+    whole = {name: value for name, value in batch.items() if name not in USED and value is not None}
+    tokens = whole["input_ids"] if "input_ids" in whole else whole["inputs_embeds"]
+    whole["position_ids"] = position_ids.to(tokens.device)
+    labels = _shifted(batch)
+    if labels is not None:
+        whole["shift_labels"] = labels
+    part = shard_batch(whole, layout, rank, dims={"inputs_embeds": 1} if "inputs_embeds" in whole else None)
+    if labels is not None:
+        part["labels"] = labels[:, :0]
+        if part.get("num_items_in_batch") is None:
+            part["num_items_in_batch"] = (labels != IGNORE).sum().clamp(min=1)
+    part["use_cache"] = False
+    return part
+
+
+def _shifted(batch: Mapping[str, Any]) -> Tensor | None:
+    """Labels one place earlier, as transformers' loss shifts them, documents or not; shift_labels go before labels."""
+    labels, shifted = batch.get("labels"), batch.get("shift_labels")
+    if labels is None or shifted is not None:
+        return shifted
+    return shift_tokens(labels, 1, fill=IGNORE)

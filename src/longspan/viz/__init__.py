@@ -1,0 +1,33 @@
+"""Pictures of masks, layouts and plans, as SVG or PNG, and reports as self-contained HTML.
+
+Every picture is a `Scene`: plain data that is drawn as SVG by the standard library and as PNG by matplotlib.
+"""
+
+from longspan.viz.layout import layout_picture
+from longspan.viz.mask import mask_picture
+from longspan.viz.memory import memory_picture
+from longspan.viz.notebook import notebook_html
+from longspan.viz.page import picture_page
+from longspan.viz.png import write_png
+from longspan.viz.report import report_html
+from longspan.viz.scaling import ScalingPoint, scaling_picture, scaling_points
+from longspan.viz.scene import Scene
+from longspan.viz.timeline import timeline_picture
+from longspan.viz.traffic import traffic, traffic_picture
+
+__all__ = [
+    "ScalingPoint",
+    "Scene",
+    "layout_picture",
+    "mask_picture",
+    "memory_picture",
+    "notebook_html",
+    "picture_page",
+    "report_html",
+    "scaling_picture",
+    "scaling_points",
+    "timeline_picture",
+    "traffic",
+    "traffic_picture",
+    "write_png",
+]

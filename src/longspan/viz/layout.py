@@ -1,0 +1,106 @@
+"""A picture of a layout: one strip per rank, filled where the rank holds tokens; documents on top."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from longspan.layouts import Layout
+from longspan.masks import Mask
+from longspan.span import Ints, join
+from longspan.viz.axes import (
+    MARGIN,
+    SMALL,
+    WIDTH,
+    Scale,
+    bottom_axis,
+    count_text,
+    frame,
+    headed,
+    position_ticks,
+    shown_ranks,
+)
+from longspan.viz.colors import MIXED, rank_color
+from longspan.viz.scene import Line, Rect, Scene, Text
+from longspan.viz.tiles import equal_runs, even_edges, stretches
+
+_BINS = 620
+_LANES = 64
+
+
+def layout_picture(layout: Layout, mask: Mask | None = None, *, title: str | None = None) -> Scene:
+    """Who holds which tokens. With a mask, the stretches that do not see each other (documents) are marked."""
+    ranks = shown_ranks(layout.world_size, _LANES)
+    parts = (
+        np.empty((0, 2), dtype=np.int64) if mask is None else stretches(mask.resized(layout.seq_len), layout.seq_len)
+    )
+    scene, top = headed(title or f"Layout: {layout.name}", _remarks(layout, parts, len(ranks)), _ABOUT)
+    left, right = MARGIN + 62, WIDTH - MARGIN - 108
+    x = Scale(0, max(layout.seq_len, 1), left, right)
+    y = top + 10
+    if len(parts) > 1:
+        _documents(scene, x, y, parts)
+        y += 26
+    lane = 22.0 if len(ranks) <= 8 else 14.0 if len(ranks) <= 16 else 11.0 if len(ranks) <= 32 else 8.5
+    label_every = 1 if lane > 10 else 4
+    begin = y
+    scene.add(Text(right + 10, y - 5, "tokens", SMALL, "muted"))
+    for order, rank in enumerate(ranks):
+        scene.add(Rect(left, y + 1, right - left, lane - 2, "lane"))
+        _strip(scene, layout, rank, x, y + 1, lane - 2)
+        if order % label_every == 0:
+            size = min(SMALL, lane + 1)
+            scene.add(Text(left - 8, y + lane / 2 + 4, f"rank {rank}", size, "muted", "end"))
+            scene.add(Text(right + 10, y + lane / 2 + 4, count_text(int(layout.num_tokens[rank])), size, "muted"))
+        y += lane
+    if 1 < len(parts) <= 48:
+        for edge in parts[1:, 0].tolist():
+            scene.add(Line(((x(edge), begin), (x(edge), y)), "paper", 1.2))
+    frame(scene, left, begin, right, y)
+    ticks = [float(tick) for tick in position_ticks(layout.seq_len)]
+    bottom_axis(scene, x, y, ticks, "position in the sequence (tokens)", lambda tick: count_text(int(tick)))
+    scene.height = y + 52
+    return scene
+
+
+_ABOUT = "One strip per rank, filled where the rank holds tokens of the sequence."
+
+
+def _remarks(layout: Layout, parts: Ints, num_shown: int) -> list[str]:
+    words = f"{count_text(layout.seq_len)} tokens on {layout.world_size} ranks in {count_text(len(layout.rows))} spans"
+    if layout.local_len is not None:
+        padding = sum(layout.num_padding(rank) for rank in range(layout.world_size))
+        words += f", {count_text(layout.local_len)} slots each ({count_text(padding)} of padding)"
+    if len(parts) > 1:
+        words += f"; {count_text(len(parts))} documents, which do not see each other"
+    left_out = layout.world_size - num_shown
+    return [words, *([f"{num_shown} of {layout.world_size} ranks are drawn, evenly spread."] if left_out else [])]
+
+
+def _documents(scene: Scene, x: Scale, y: float, parts: Ints) -> None:
+    """Documents as boxes in two alternating greys; where they are narrower than a pixel, as one."""
+    scene.add(Text(x.start - 8, y + 11, "documents", SMALL, "muted", "end"))
+    scene.add(Rect(x.start, y, x.stop - x.start, 14, "lane"))
+    for number, (start, stop) in enumerate(parts.tolist()):
+        wide = x(stop) - x(start)
+        if wide >= 0.7:
+            note = f"document {number}: {start:,} to {stop:,}, {stop - start:,} tokens"
+            scene.add(Rect(x(start), y, wide, 14, MIXED, 0.85 if number % 2 else 0.5, note))
+
+
+def _strip(scene: Scene, layout: Layout, rank: int, x: Scale, y: float, height: float) -> None:
+    """The rank's spans as they are where they can be seen, else how much of each pixel they fill."""
+    color, rows = rank_color(rank, layout.world_size), layout.span_rows(rank)
+    if len(rows) <= 400:
+        for start, stop in rows.tolist():
+            note = f"rank {rank}: {start:,} to {stop:,}"
+            scene.add(Rect(x(start), y, max(x(stop) - x(start), 1.0), height, color, note=note))
+        return
+    edges = even_edges(layout.seq_len, _BINS)
+    i, j = join(rows, np.stack((edges[:-1], edges[1:]), axis=1))
+    held = np.minimum(rows[i, 1], edges[j + 1]) - np.maximum(rows[i, 0], edges[j])
+    share = np.bincount(j, weights=held.astype(np.float64), minlength=len(edges) - 1) / np.diff(edges)
+    level = np.ceil(share * 4 - 1e-9).astype(np.int64)
+    for start, stop in equal_runs(level):
+        if level[start]:
+            wide = x(float(edges[stop])) - x(float(edges[start]))
+            scene.add(Rect(x(float(edges[start])), y, wide, height, color, 0.2 + 0.2 * int(level[start])))

@@ -1,0 +1,268 @@
+"""A report: one HTML file that explains a plan to a colleague: choices, reasons, pictures, numbers, how to repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from longspan.schedules.choose import Reason, busiest
+from longspan.schedules.machine import Machine
+from longspan.schedules.plan import Plan
+from longspan.viz.axes import bytes_text, count_text, seconds_text, three
+from longspan.viz.layout import layout_picture
+from longspan.viz.mask import mask_picture
+from longspan.viz.memory import memory_picture
+from longspan.viz.page import Bar, cards, code, facts_table, figure, heading, page, paragraph, table
+from longspan.viz.runs import MAX_RANKS, runs
+from longspan.viz.scene import escaped
+from longspan.viz.tiles import mask_name, stretches
+from longspan.viz.timeline import timeline_picture
+from longspan.viz.traffic import traffic_picture
+
+_ROWS = 16
+"""Ranks that the table lists one by one."""
+
+
+def report_html(
+    plan: Plan,
+    *,
+    title: str | None = None,
+    command: str | None = None,
+    python: str | None = None,
+    asked: tuple[tuple[str, str], ...] = (),
+    version: str = "",
+) -> str:
+    """The report of a plan as the text of a self-contained HTML file.
+
+    `asked` are further lines about what was asked for; `command` and `python` say how to get the same plan again.
+    """
+    name = title or f"{count_text(plan.layout.seq_len)} tokens on {plan.layout.world_size} ranks"
+    made = f"longspan {version}".strip()
+    parts = [
+        f"<h1>{escaped(name)}</h1>",
+        paragraph(_lead(plan), "lead"),
+        cards(_cards(plan)),
+        paragraph(
+            f"Times are simulated on the machine {plan.machine.name}; nothing here was run on a GPU. Bytes follow from"
+            " the plan and are what the transport sends.",
+            "note",
+        ),
+        heading("What was asked"),
+        facts_table((*_asked(plan), *asked)),
+        heading("What was chosen, and why"),
+        *_choice(plan),
+        heading("Pictures"),
+        *_pictures(plan),
+        heading("Numbers"),
+        *_numbers(plan),
+        heading("The machine"),
+        *_machine(plan.machine, plan.machine_assumed),
+        heading("How to repeat it"),
+        *_repeat(plan, command, python),
+        f"<footer>{escaped(made)}, plan {escaped(plan.fingerprint)}. Made without network or scripts.</footer>",
+    ]
+    return page(name, "\n".join(parts))
+
+
+def _chosen(plan: Plan) -> Reason:
+    return next(reason for reason in plan.reasons if reason.chosen)
+
+
+def _most(plan: Plan) -> tuple[int, int]:
+    """The most bytes a rank receives in both passes, and the highest peak: of all ranks, or else of the busiest."""
+    chosen = _chosen(plan)
+    if plan.layout.world_size > MAX_RANKS:
+        return chosen.bytes_received, chosen.peak_bytes
+    received, peaks = _received(plan), _peaks(plan)
+    return max(received), max(peaks)
+
+
+def _received(plan: Plan) -> list[int]:
+    return [sum(passes) for passes in zip(*(run.timeline.bytes_received for run in runs(plan)), strict=True)]
+
+
+def _peaks(plan: Plan) -> list[int]:
+    return [max(passes) for passes in zip(*(run.timeline.peak_bytes for run in runs(plan)), strict=True)]
+
+
+def _lead(plan: Plan) -> str:
+    chosen, (received, peak) = _chosen(plan), _most(plan)
+    return (
+        f"Attention over {count_text(plan.layout.seq_len)} tokens is split over {plan.layout.world_size} ranks by"
+        f" {plan.scheme.name}: predicted {seconds_text(chosen.forward_seconds)} forward and"
+        f" {seconds_text(chosen.backward_seconds)} backward, with at most {bytes_text(received)} received and"
+        f" {bytes_text(peak)} of extra memory on a rank."
+    )
+
+
+def _cards(plan: Plan) -> Iterator[tuple[str, str]]:
+    chosen, (received, peak) = _chosen(plan), _most(plan)
+    yield plan.scheme.name.replace(",", ", "), "scheme"
+    yield seconds_text(chosen.seconds), "forward and backward, predicted"
+    yield bytes_text(received), "most received by a rank, both passes"
+    yield bytes_text(peak), "highest peak beside own tensors"
+    yield f"{plan.imbalance:.3f}", "most pairs on a rank / mean"
+
+
+def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
+    sizes = plan.sizes
+    yield "mask", mask_name(plan.mask)
+    parts = stretches(plan.mask, plan.layout.seq_len)
+    if len(parts) > 1:
+        lengths = parts[:, 1] - parts[:, 0]
+        yield (
+            "documents",
+            f"{count_text(len(parts))} that do not see each other, of {count_text(int(lengths.min()))} to"
+            f" {count_text(int(lengths.max()))} tokens",
+        )
+    yield "sequence", f"{count_text(plan.layout.seq_len)} tokens, batch {sizes.batch}"
+    dims = str(sizes.head_dim) if sizes.head_dim == sizes.v_head_dim else f"{sizes.head_dim} and {sizes.v_head_dim}"
+    yield "heads", f"{sizes.q_heads} query and {sizes.kv_heads} key/value heads of {dims} features, {plan.dtype}"
+    yield "layout", f"{plan.layout.name}, {count_text(len(plan.layout.rows))} spans on {plan.layout.world_size} ranks"
+    yield "remote K/V", "kept for backward" if plan.keep else "fetched again in backward"
+
+
+def _choice(plan: Plan) -> Iterator[str]:
+    chosen, full = _chosen(plan), [reason for reason in plan.reasons if not reason.at_least]
+    if not plan.compared:
+        yield paragraph(f"The scheme {plan.scheme.name} was asked for by name, so nothing else was compared.")
+    else:
+        words = f"{len(plan.reasons)} schemes were compared. {chosen.scheme} has the least predicted time."
+        if len(full) > 1 and chosen.seconds:
+            words += f" The next, {full[1].scheme}, takes {_more(full[1].seconds / chosen.seconds)}."
+        gather = next((reason for reason in full if reason.scheme == "all_gather"), None)
+        most = _most(plan)[0]
+        if gather and most and gather is not chosen:
+            times = gather.bytes_received / most
+            words += f" An all-gather would make the busiest rank receive {three(times)} times the bytes."
+        yield paragraph(words)
+    longest = max(reason.seconds for reason in plan.reasons) or 1.0
+    yield table(
+        ("scheme", "forward", "backward", "both", "received", "peak"),
+        [_reason_row(reason, longest) for reason in plan.reasons],
+        chosen=plan.reasons.index(chosen),
+    )
+    ranks = ", ".join(map(str, busiest(plan.scheme)))
+    yield paragraph(
+        f"Largest figures of the ranks {ranks}, which have most pairs or remote rows or are first or last. Received is"
+        " both passes together, peak is memory beside a rank's own q, k, v, results and gradients. “At least” marks"
+        " schemes whose bytes alone take longer than the one that was chosen.",
+        "muted",
+    )
+
+
+def _more(ratio: float) -> str:
+    return f"{three(ratio)} times as long" if ratio >= 1.995 else f"{100 * (ratio - 1):.1f} % longer"
+
+
+def _reason_row(reason: Reason, longest: float) -> tuple[str, ...]:
+    share = reason.seconds / longest
+    if reason.at_least:
+        return reason.scheme, "", "", Bar.of(f"at least {seconds_text(reason.seconds)}", share), "", ""
+    spent = seconds_text(reason.forward_seconds), seconds_text(reason.backward_seconds)
+    both = Bar.of(seconds_text(reason.seconds), share)
+    return reason.scheme, *spent, both, bytes_text(reason.bytes_received), bytes_text(reason.peak_bytes)
+
+
+def _pictures(plan: Plan) -> Iterator[str]:
+    yield figure(
+        mask_picture(plan.mask, plan.layout, title="What may attend to what"),
+        "Queries go down, keys go right. A tile has the colour of the rank that holds its query rows."
+        + (
+            f" Under {plan.scheme.name} a rank computes some heads of other ranks' rows, too." * (plan.scheme.heads > 1)
+        ),
+    )
+    yield figure(
+        layout_picture(plan.layout, plan.mask, title="Who holds which tokens"),
+        "Every token is on exactly one rank, for all layers. Ranks compute the query rows they hold, unless heads are"
+        " spread over ranks.",
+    )
+    if plan.layout.world_size > MAX_RANKS:
+        yield paragraph(
+            f"Timeline, traffic and memory are left out: they need the steps of every rank, and are drawn for"
+            f" {MAX_RANKS} ranks or fewer. The figures of the busiest ranks are in the table below.",
+            "note",
+        )
+        return
+    yield figure(
+        timeline_picture(plan, title="When every rank computes and receives"),
+        "Simulated, message by message, with every wait of one rank for another. The predicted times above leave such"
+        " waits out, so this may be a little longer.",
+    )
+    yield figure(
+        traffic_picture(plan, title="Who sends how much to whom"),
+        "Columns add up to what each rank receives. In backward, K and V are fetched again unless they were kept, and"
+        " their gradients, which are float32 sums, go home.",
+    )
+    yield figure(
+        memory_picture(plan, title="Memory over time"),
+        "What the plan itself makes a rank hold: pieces that arrived or are on their way, sums, and copies.",
+    )
+
+
+def _numbers(plan: Plan) -> Iterator[str]:
+    size = plan.layout.world_size
+    drawn = size <= MAX_RANKS
+    ranks = range(size)
+    if size > _ROWS:
+        ranks = sorted({*busiest(plan.scheme), *(_extremes(plan) if drawn else ())})
+        which = "those with most pairs, most remote rows, most bytes, the highest peak, the last to finish"
+        yield paragraph(f"Of {size} ranks, {which if drawn else 'the busiest'}, the first and the last.")
+    work = plan.scheme.work.astype(float)
+    share = work / (work.sum() or 1.0)
+    heads = ["rank", "tokens", "pairs", "received forward", "received backward", "peak"]
+    finished = [run.timeline.finished for run in runs(plan)] if drawn else []
+    rows: list[list[str]] = []
+    for rank in ranks:
+        received = [bytes_text(plan.bytes_received(rank, direction)) for direction in ("forward", "backward")]
+        row = [str(rank), count_text(int(plan.layout.num_tokens[rank])), f"{100 * share[rank]:.2f} %", *received]
+        rows.append([*row, bytes_text(plan.peak_bytes(rank)), *(seconds_text(times[rank]) for times in finished)])
+    yield table([*heads, *(["forward done", "backward done"] if drawn else [])], rows)
+    if drawn:
+        totals = [sum(run.timeline.bytes_received) for run in runs(plan)]
+        yield paragraph(
+            f"All ranks together receive {bytes_text(totals[0])} in forward and {bytes_text(totals[1])} in backward"
+            f" ({count_text(totals[0])} and {count_text(totals[1])} bytes).",
+            "muted",
+        )
+
+
+def _extremes(plan: Plan) -> set[int]:
+    """The ranks that receive most, hold most, and finish last."""
+    columns: list[list[float]] = [list(run.timeline.finished) for run in runs(plan)]
+    columns += [[float(value) for value in values] for values in (_received(plan), _peaks(plan))]
+    return {values.index(max(values)) for values in columns}
+
+
+def _machine(machine: Machine, assumed: bool) -> Iterator[str]:
+    if assumed:
+        yield paragraph("No machine was named, so this one was assumed.", "note")
+    links = [
+        f"{_rate(link.bandwidth)} and {seconds_text(link.latency)} latency"
+        + (f" inside a node of {link.ranks}" if link.ranks < 1 << 20 else " to everybody else")
+        for link in machine.links
+    ]
+    shares = f"{machine.forward_share:.3g} of it forward, {machine.backward_share:.3g} backward"
+    yield facts_table(
+        (
+            ("name", machine.name),
+            ("source of figures", machine.source),
+            ("arithmetic", f"{machine.flops / 1e12:.3g} TFLOP/s a rank, {shares}"),
+            ("copies", f"{_rate(machine.copy_bandwidth)}; {seconds_text(machine.op_seconds)} per operation"),
+            ("links", "; ".join(links)),
+        )
+    )
+
+
+def _rate(value: float) -> str:
+    return f"{three(value / 1e12)} TB/s" if value >= 1e12 else f"{three(value / 1e9)} GB/s"
+
+
+def _repeat(plan: Plan, command: str | None, python: str | None) -> Iterator[str]:
+    if command:
+        yield code(command)
+    if python:
+        yield code(python)
+    yield paragraph(
+        f"Plans are pure functions of their arguments: whoever repeats this gets the fingerprint"
+        f" {plan.fingerprint[:12]}… again."
+    )

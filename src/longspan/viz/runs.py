@@ -1,0 +1,70 @@
+"""Both passes of a plan, written out for every rank and simulated: what pictures of time, traffic and memory show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from longspan.errors import PlanError
+from longspan.schedules.machine import step_work
+from longspan.schedules.memory import live_bytes
+from longspan.schedules.plan import Plan
+from longspan.schedules.simulate import Timeline, simulate
+from longspan.schedules.steps import Schedule
+from longspan.span import Ints
+
+MAX_RANKS = 128
+"""Pictures that need every rank's steps are drawn up to here: simulating 256 ranks takes half a minute."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One pass: its schedule, what the simulator saw, and when each rank left each step."""
+
+    direction: str
+    schedule: Schedule
+    timeline: Timeline
+    left: tuple[tuple[float, ...], ...]
+
+    @cached_property
+    def alive(self) -> tuple[Ints, ...]:
+        """For each rank, the bytes alive in each of its steps."""
+        schedule = self.schedule
+        kept = schedule.kept or ((),) * schedule.world_size
+        return tuple(
+            live_bytes(steps, rank, schedule.layout, schedule.sizes, self.direction, kept[rank])
+            for rank, steps in enumerate(schedule.ranks)
+        )
+
+
+@lru_cache(maxsize=4)
+def runs(plan: Plan) -> tuple[Run, Run]:
+    """Forward and backward of the plan."""
+    size = plan.layout.world_size
+    if size > MAX_RANKS:
+        raise PlanError(
+            f"a picture of every rank's steps was asked for, and {plan!r} has {size} ranks, which would be simulated"
+            f" one by one. Ask for {MAX_RANKS} ranks or fewer; masks and layouts are drawn for any number."
+        )
+    return _run(plan, "forward"), _run(plan, "backward")
+
+
+def _run(plan: Plan, direction: str) -> Run:
+    schedule = plan.schedule(direction)
+    timeline = simulate(schedule, plan.machine)
+    arrived: dict[tuple[int, int], float] = {}
+    for event in timeline.events:
+        if event.kind == "message":
+            for rank in (event.rank, event.peer):
+                key = rank, event.step
+                arrived[key] = max(arrived.get(key, 0.0), event.stop)
+    left: list[tuple[float, ...]] = []
+    for rank, steps in enumerate(schedule.ranks):
+        now, later, times = 0.0, False, list[float]()
+        for number, step in enumerate(steps):
+            work = step_work(step, rank, plan.sizes, plan.machine, direction, later)
+            now = max(now + work.seconds(plan.machine, direction), arrived.get((rank, number), 0.0))
+            later = later or bool(step.computes)
+            times.append(now)
+        left.append(tuple(times))
+    return Run(direction, schedule, timeline, tuple(left))
