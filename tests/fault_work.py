@@ -219,6 +219,8 @@ class Rank:
             changes = fresh | {"keep": odd}
         elif name == "scale":
             options = {"scale": 0.5 if odd else 0.125}
+        elif name == "half":  # two ranks against two: one pair repeats what was agreed before
+            options = {"scale": 0.5} if self.rank >= 2 else {}
         elif name == "one scale":  # the others repeat what was agreed before
             options = {"scale": 0.5} if odd else {}
         elif name == "one sink":
@@ -291,3 +293,22 @@ def main(rank, case, port, pipe):
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()  # survivors stay until the end
     os._exit(0)
+
+
+def leave_after_the_fault(rank, port, pipe):
+    """A survivor of a stop while plans are compared; its process must end on its own."""
+    import torch.distributed as dist
+
+    case = Case(STOP, "different", 2, 1, "exchange", settings={"number": 0, "differs": "mask"})
+    found = Rank(rank, case, port, pipe)
+    dist.barrier()
+    if rank == 1:
+        found.attention(found.plan())
+        found.strike()
+    found.attention(found.plan())
+    import longspan as ls
+
+    try:
+        found.attention(found.plan(mask=ls.masks.causal() & ls.masks.sliding_window(9)))
+    except ls.LongspanError as error:
+        pipe.send((type(error).__name__, time.time(), str(error)))

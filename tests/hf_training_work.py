@@ -377,19 +377,24 @@ def train_planned(folder, family, kind, dp_shard):
                 del os.environ[name]
 
 
-def dropped(folder):
-    """A few steps with attention dropout."""
+def dropped(folder, resume=None):
+    """A few steps with attention dropout; what is resumed evaluates in between, too."""
     from transformers import PrinterCallback, Trainer
 
     with launched():
         model = model_of("llama", "longspan", attention_dropout=0.3)
-        args = arguments(folder, 4, max_steps=3)
+        evaluation = {} if resume is None else {"eval_strategy": "steps", "eval_steps": 1}
+        args = arguments(folder, 4, max_steps=3, save_strategy="steps", save_steps=1, **evaluation)
         trainer = trainer_class(Trainer, True)(
-            model=model, args=args, train_dataset=samples(64), data_collator=collator("packed")
+            model=model,
+            args=args,
+            train_dataset=samples(64),
+            eval_dataset=samples(8, seed=2),
+            data_collator=collator("packed"),
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.train()
-        return {"curve": curve(trainer)}
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return {"curve": curve(trainer), "first": trainer._initial_global_step}
 
 
 def refusals(folder):

@@ -286,14 +286,16 @@ def other_inputs():
     }
     for name, said in words.items():
         found[name] = difference(over_ranks(model, said), expected)
+    numbers = torch.stack([torch.repeat_interleave(torch.arange(3), torch.tensor(row)) for row in DOCUMENTS])
+    said = {"input_ids": batch["input_ids"], "labels": batch["labels"], "seq_idx": numbers}
+    found["seq_idx of two rows"] = difference(over_ranks(model, said, positions="document"), expected)
     row = {name: value[:1] for name, value in batch.items()}
     expected = truth(model, row)
     edges = torch.tensor([0, *DOCUMENTS[0]]).cumsum(0).to(torch.int32)
-    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor(DOCUMENTS[0]))[None]
     bare = {name: row[name] for name in ("input_ids", "labels")}
     lengths = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": 23, "max_length_k": 23}
     found["cu_seq_lens"] = difference(over_ranks(model, {**row, **lengths}), expected)
-    found["seq_idx"] = difference(over_ranks(model, {**bare, "seq_idx": numbers}, positions="document"), expected)
+    found["seq_idx"] = difference(over_ranks(model, {**bare, "seq_idx": numbers[:1]}, positions="document"), expected)
     embeds = model.get_input_embeddings()(row["input_ids"]).detach()
     model.set_attn_implementation("longspan")
     inputs = huggingface.shard_inputs(
@@ -340,6 +342,7 @@ def refusals():
         "router loss": shard({"output_router_logits": True}),
         "cache": shard({"use_cache": True}),
         "weights": shard({"output_attentions": True}),
+        "last logits": shard({"logits_to_keep": 1}),
         "no tokens": shard({"input_ids": None}),
         "layout of another size": shard(layout=ls.layouts.zigzag(TOKENS, dist.get_world_size() + 1)),
         "layout of another length": shard(layout=ls.layouts.zigzag(TOKENS + 1, dist.get_world_size())),
@@ -351,17 +354,34 @@ def refusals():
         "documents without positions": shard({"cu_seq_lens_q": edges}, {k: v[:1] for k, v in batch.items()}),
         "positions twice": shard(base=packed, positions="document"),
         "short cu_seq_lens": shard({"cu_seq_lens_q": edges[:2]}, {k: v[:1] for k, v in batch.items()}),
+        "list of cu_seq_lens": shard({"cu_seq_lens_q": [0, 30, TOKENS]}),
+        "empty cu_seq_lens": shard({"cu_seq_lens_q": edges[:0]}),
+        "falling cu_seq_lens": shard({"cu_seq_lens_q": torch.tensor([0, 30, 20, TOKENS])}),
+        "cu_seq_lens of two rows": shard({"cu_seq_lens_q": edges}, positions="document"),
+        "seq_idx of another length": shard({"seq_idx": ones[:, 1:]}),
+        "list of position_ids": shard({"position_ids": [list(range(TOKENS))] * BATCH}),
+        "loss_mask": shard({"loss_mask": ones}),
         "unnamed tensor": shard({"token_type_ids": ones}),
+        "cache_position": shard({"cache_position": torch.arange(TOKENS)}),
         "mask beside longspan": call(lambda inputs: {"attention_mask": torch.ones_like(inputs["input_ids"])}),
         "cache beside longspan": lambda: _with_cache(model, batch, group),
         "labels shifted late": call(lambda inputs: {"shift_labels": None}),
         "shards of another layout": call(lambda inputs: {"longspan": _other(inputs, ls)}),
         "dropout without seed": lambda: dropping(**huggingface.shard_inputs(dropping, batch, group)),
+        "dropout without layer": lambda: _nameless(dropping)(
+            **huggingface.shard_inputs(dropping, batch, group, dropout_seed=1)
+        ),
         "loss of nothing": lambda: huggingface.full_loss(torch.zeros(()), bare),
         "loss of other inputs": lambda: huggingface.full_loss(torch.zeros(()), batch),
         "mesh of two axes": lambda: huggingface.shard_inputs(model, batch, _mesh()),
     }
     return {name: _message(function) for name, function in tries.items()}
+
+
+def _nameless(model):
+    for layer in model.model.layers:
+        del layer.self_attn.layer_idx
+    return model
 
 
 def _other(inputs, ls):

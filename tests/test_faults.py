@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from fault_work import KILL, LEAVE, RAISE, STOP, Case, main
+from fault_work import KILL, LEAVE, RAISE, STOP, Case, leave_after_the_fault, main
 from pool import context
 
 REPEATS = int(os.environ.get("LONGSPAN_FAULT_REPEATS", "3"))
@@ -105,6 +105,7 @@ DIFFERENT += [
     Case(RAISE, "different", 3, scheme="exchange", named="something else", settings={"differs": differs})
     for differs in ("cached", "one scale", "one sink", "one function")
 ]
+DIFFERENT.append(Case(RAISE, "different", 4, -1, "exchange", named="something else", settings={"differs": "half"}))
 CASES = KILLS + MESSAGES + HOSTS + RAISES + OTHERS + DIFFERENT
 
 
@@ -207,7 +208,7 @@ def launcher():
 @pytest.fixture(scope="module")
 def wanted(request):
     """The cases that this run selected, in order."""
-    chosen = [item.callspec.params["case"] for item in request.session.items if "launcher" in item.fixturenames]
+    chosen = [item.callspec.params["case"] for item in request.session.items if "wanted" in item.fixturenames]
     return [case for case in CASES if case in chosen]
 
 
@@ -229,6 +230,27 @@ def test_every_survivor_names_the_rank_in_time(case, launcher, wanted):
             kind, when, text = said[-1]
             assert kind == case.kind, f"rank {rank}: {kind}: {text}\n{heard}"
             assert case.named in text, f"rank {rank}: {text}"
-            if case.kind == "RankError" and rank != case.victim and case.store != "rank 0":
+            if case.kind == "RankError" and rank != case.victim >= 0 and case.store != "rank 0":
                 assert f"rank {case.victim}" in text, f"rank {rank}: {text}"
             assert when - struck < BAR, f"rank {rank} took {when - struck:.2f} s: {text}"
+
+
+def test_a_survivor_can_leave(launcher):
+    """Nothing that is left unfinished may keep a process from ending: the launcher waits for that."""
+    pipes, processes = [], []
+    for rank in range(2):
+        here, there = context().Pipe()
+        processes.append(context().Process(target=leave_after_the_fault, args=(rank, launcher.store.port, there)))
+        processes[-1].start()
+        pipes.append(here)
+    try:
+        assert pipes[0].poll(LIMIT), "the survivor said nothing"
+        kind, _, text = pipes[0].recv()
+        assert kind == "RankError", text
+        assert "rank 1 is dead or stopped" in text
+        processes[0].join(8)
+        assert processes[0].exitcode is not None, "the survivor hangs"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)

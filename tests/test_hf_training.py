@@ -135,8 +135,45 @@ def test_trainer_with_a_parallelism_config(folder, world, dp_shard):
 
 
 def test_dropout_does_not_depend_on_the_number_of_ranks(folder):
-    two, four = (over_ranks(world, work.dropped, str(folder / "dropped"))["curve"] for world in (2, 4))
+    two, four = (over_ranks(world, work.dropped, str(folder / f"dropped{world}"))["curve"] for world in (2, 4))
     assert_same_curve(four, two, steps=3)
+    again = over_ranks(2, work.dropped, str(folder / "again"), folder / "dropped2" / "checkpoint-1")
+    assert again["first"] == 1
+    assert_same_curve(again["curve"], two, steps=3)  # a resumed run drops the same, and evaluation changes nothing
+
+
+@pytest.mark.parametrize(
+    ("names", "has_loss"),
+    [
+        (["labels"], True),
+        (["labels", "weights"], True),
+        (["labels", "missing"], False),
+        (["missing"], False),
+        ([], False),
+    ],
+)
+def test_predictions_have_a_loss_where_all_labels_are_there(names, has_loss):
+    """As in the Trainer: without a loss it calls the model itself, which must get a part."""
+    from types import SimpleNamespace
+
+    from longspan.integrations.hf_trainer import ContextParallelTrainer
+
+    class Recorder:
+        def _prepare_inputs(self, inputs):
+            return inputs
+
+        def prediction_step(self, model, inputs, *_):
+            self.given = inputs
+            return None, None, None
+
+    class Mine(ContextParallelTrainer, Recorder):
+        def _part(self, model, inputs):
+            return {"part": inputs}
+
+    trainer = Mine.__new__(Mine)
+    trainer._ranks, trainer._sequence, trainer.label_names = SimpleNamespace(), SimpleNamespace(calls=1), names
+    trainer.prediction_step(None, {"labels": 1, "weights": 2, "missing": None}, False)
+    assert ("part" not in trainer.given) == has_loss
 
 
 REFUSALS = {
@@ -153,7 +190,7 @@ REFUSALS = {
     "collator": ("packs without position_ids", "return_position_ids=True"),
     "untried": ("'gpt2' models have not been tried over ranks", "any_model=True"),
     "deaf": ("no attention layer of Deaf has seen longspan=",),
-    "router": ("output_router_logits=True", "Set it to False"),
+    "router": ("output_router_logits=True", "Set it to False", "router_aux_loss_coef=0.0"),
     "no labels": ("counted no labels", "Give 'labels' in every batch"),
 }
 

@@ -82,7 +82,7 @@ def test_dropout_does_not_depend_on_ranks():
 
 def test_the_same_batch_in_other_words():
     for found in run(work.other_inputs):
-        assert len(found) == 5
+        assert len(found) == 6
         assert_close(found)
 
 
@@ -124,6 +124,34 @@ def test_beams_and_continued_caches_equal_eager():
         found.append((rest.logits, beams))
     assert (found[0][0] - found[1][0]).abs().max() <= 2e-5
     assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4"])
+def test_packed_documents_with_a_cache_equal_eager(family):
+    """Transformers looks for no documents then; tokens that come later see what the first ones saw."""
+    model, batch = work.model_of(family).eval(), work.batch_of("packed")
+    asked = {name: batch[name] for name in ("input_ids", "position_ids")}
+    first, last = ({k: v[:, part] for k, v in asked.items()} for part in (slice(0, -1), slice(-1, None)))
+    found = []
+    with torch.no_grad():
+        for attention in ("eager", "longspan"):
+            model.set_attn_implementation(attention)
+            found.append(model(**asked).logits)
+        cache = model(**first).past_key_values
+        later = model(**last, past_key_values=cache).logits
+        apart = model(**asked, use_cache=False).logits
+    assert (found[0] - found[1]).abs().max() <= 2e-5
+    assert (found[1][:, -1:] - later).abs().max() <= 2e-5
+    assert (apart - found[1]).abs().max() > 0.01
+
+
+def test_positions_start_again_with_every_document_of_every_row():
+    from longspan.integrations.huggingface import _positions
+
+    numbers = np.repeat([[0, 1], [0, 1]], 20, axis=1)
+    numbers[0, 20:25], numbers[1, 10:20] = 0, 1
+    found = _positions({}, 2, 40, numbers, "document")
+    assert found.tolist() == [[*range(25), *range(15)], [*range(10), *range(30)]]
 
 
 def test_saved_configs_do_not_name_it(tmp_path):
@@ -279,6 +307,7 @@ MESSAGES = {
     "router loss": "balances experts over all tokens",
     "cache": "use_cache was asked for over ranks",
     "weights": "output_attentions was asked for over ranks",
+    "last logits": "logits_to_keep = 1 was asked for over ranks",
     "no tokens": "a batch has input_ids",
     "layout of another size": "is for 52 tokens on 3 ranks",
     "layout of another length": "is for 53 tokens on 2 ranks",
@@ -290,12 +319,21 @@ MESSAGES = {
     "documents without positions": "Say 'document' if they start again",
     "positions twice": "but the batch has position_ids",
     "short cu_seq_lens": "cu_seq_lens run from 0 to 30",
+    "list of cu_seq_lens": "0 and where each document ends, but list came",
+    "empty cu_seq_lens": "0 and where each document ends, but torch.int64 of shape (0,) came",
+    "falling cu_seq_lens": "whole numbers that do not fall",
+    "cu_seq_lens of two rows": "cu_seq_lens came with 2 rows of 52 tokens",
+    "seq_idx of another length": "seq_idx is a tensor of shape (2, 51), but must be",
+    "list of position_ids": "position_ids are list, but whole sequences have a tensor",
+    "loss_mask": "Put -100 into labels where it is 0",
     "unnamed tensor": "token_type_ids of shape (2, 52) has a dim as long as the sequence",
+    "cache_position": "Take it out of the batch if the model computes the same without it",
     "mask beside longspan": "attention_mask was given to the model beside longspan=",
     "cache beside longspan": "the layer has a cache",
     "labels shifted late": "to match target batch_size (0)",
     "shards of another layout": "the plan expects",
     "dropout without seed": "pass shard_inputs(..., dropout_seed=)",
+    "dropout without layer": "by LlamaAttention, which has no layer_idx",
     "loss of nothing": "no attention layer has seen longspan=",
     "loss of other inputs": "full_loss takes a loss, the dict of shard_inputs",
     "mesh of two axes": "mesh of 2 axes",

@@ -163,11 +163,34 @@ def test_a_call_that_all_refuse_harms_nothing():
     assert all(pool(3).run(trust_work.refused_by_all, timeout=200))
 
 
+@pytest.mark.timeout(300)
+def test_a_refusal_that_one_rank_swallows_is_told():
+    said = pool(2).run(trust_work.refused_by_one_then_swallowed, timeout=200)
+    assert [name for name, _ in said[0]] == ["RankError", "RankError"]
+    assert "rank 1 refused call 2: PlanError: scale = 'x'" in said[0][0][1]
+    assert [name for name, _ in said[1]] == ["PlanError", "RankError"]
+    pool(2).end()  # with calls under way that nobody will finish
+
+
+@pytest.mark.timeout(300)
+def test_loops_that_end_early_on_purpose_harm_nothing():
+    assert all(pool(2).run(trust_work.ended_on_purpose, timeout=200))
+
+
+@pytest.mark.timeout(300)
+def test_compiled_calls_have_the_settings_of_where_they_run():
+    assert pool(2).run(trust_work.compiled_settings, timeout=200) == [(25.0, True)] * 2
+
+
+@pytest.mark.timeout(300)
+def test_a_destroyed_group_is_let_go():
+    assert pool(2).run(trust_work.groups_are_let_go, timeout=200) == [(True, True)] * 2
+
+
 def test_settings_are_scoped_and_checked():
     assert safety() == Safety()
     with safely(Safety(patience=1.0, checked=True)):
         assert safety().checked
-        assert Safety.of(safety().numbers) == safety()
     assert safety() == Safety()
     for bad in ({"patience": -1}, {"patience": 0.1}, {"timeout": "long"}, {"timeout": True}):
         with pytest.raises(PlanError, match=r"seconds|0\.25 s"):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import longspan as ls
 import longspan.training as training
-from longspan.execution.members import members_of
+from longspan.execution.members import Running, members_of
 from longspan.execution.observe import observe
 
 
@@ -46,14 +46,14 @@ def checked_and_not(scheme):
 
 
 def agreements():
-    """How many comparisons a new plan, a repeat, another batch and another scale take."""
-    calls, all_gather = [], dist.all_gather
+    """How many comparisons a new plan, a repeat, another scale and its repeat take."""
+    calls, rows = [], Running._rows
 
-    def counted(*args, **kwargs):
+    def counted(self, row):
         calls.append(1)
-        return all_gather(*args, **kwargs)
+        return rows(self, row)
 
-    dist.all_gather = counted
+    Running._rows = counted
     try:
         found = []
         plan = _plan("exchange", dist.get_world_size(), head_dim=24)
@@ -63,7 +63,7 @@ def agreements():
             found.append(len(calls) - before)
         return found
     finally:
-        dist.all_gather = all_gather
+        Running._rows = rows
 
 
 def late(seconds):
@@ -107,3 +107,64 @@ def disagreed_then_agreed():
     except ls.LongspanError as error:
         return str(error), all(map(torch.equal, _pass(plan), _pass(plan)))
     return "", False
+
+
+def refused_by_one_then_swallowed():
+    """A refusal of the arguments themselves is told, too: the next call must not pair up with it."""
+    plan = _plan("ring", dist.get_world_size())
+    q, k, v = _inputs(plan)
+    group = dist.new_group(list(range(dist.get_world_size())))
+    ls.attention(q, k, v, plan, group=group)
+    said = []
+    for step in range(2):
+        try:
+            ls.attention(q, k, v, plan, group=group, scale="x" if step == 0 and dist.get_rank() == 1 else None)
+        except ls.LongspanError as error:
+            said.append((type(error).__name__, str(error)))
+    return said
+
+
+def ended_on_purpose():
+    """Loops that end early on purpose leave the group usable."""
+    plan = _plan("ring", dist.get_world_size())
+
+    def steps():
+        with training.watch(dist.group.WORLD) as watching:
+            for step in range(5):
+                watching.step(step)
+                yield _pass(plan)
+
+    first = next(iter(steps()))
+    return all(map(torch.equal, first, _pass(plan)))
+
+
+def compiled_settings():
+    """The settings that a compiled call runs with are those of where it runs."""
+    plan = _plan("ring", dist.get_world_size())
+    group = dist.group.WORLD
+    q, k, v = _inputs(plan)
+    call = torch.compile(lambda q, k, v: ls.attention(q, k, v, plan, group=group), backend="aot_eager", fullgraph=True)
+    call(q, k, v).sum().backward()
+    with training.watch(group, patience=25.0, checked=True):
+        call(q, k, v).sum().backward()
+        inside = members_of(group).settings
+    return inside.patience, inside.checked
+
+
+def groups_are_let_go():
+    """Watching ends with the group."""
+    import gc
+
+    plan = _plan("ring", dist.get_world_size())
+    before = threading.active_count()
+    group = dist.new_group(list(range(dist.get_world_size())))
+    q, k, v = _inputs(plan)
+    ls.attention(q, k, v, plan, group=group)
+    during = threading.active_count()
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    end = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.1)
+    return during > before, threading.active_count() <= before

@@ -57,15 +57,17 @@ def attention(
     True
     """
     from longspan.execution.call import attention as run  # torch is loaded here, not with the package
+    from longspan.execution.call import telling
     from longspan.execution.extras import Extras
     from longspan.execution.inputs import check_inputs
 
-    check_inputs(q, k, v, scale, kernel, sinks)
-    extras = Extras(score_mod, softcap, alibi, relative_bias, bias, dropout or 0.0, seed)
-    return run(
-        q, k, v, what, group=group, scale=scale, return_lse=return_lse, kernel=kernel, sinks=sinks,
-        extras=extras if extras.any() else None, captured_grads=captured_grads,
-    )  # fmt: skip
+    with telling(q, group):
+        check_inputs(q, k, v, scale, kernel, sinks)
+        extras = Extras(score_mod, softcap, alibi, relative_bias, bias, dropout or 0.0, seed)
+        return run(
+            q, k, v, what, group=group, scale=scale, return_lse=return_lse, kernel=kernel, sinks=sinks,
+            extras=extras if extras.any() else None, captured_grads=captured_grads,
+        )  # fmt: skip
 
 
 def flex_attention(
@@ -98,12 +100,14 @@ def flex_attention(
     >>> slopes.grad.shape
     torch.Size([2])
     """
+    from longspan.execution.call import telling
     from longspan.execution.flex import flex_attention as run
 
-    return run(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-        return_aux=return_aux, plan=plan, group=group, captured_grads=captured_grads,
-    )  # fmt: skip
+    with telling(query, group):
+        return run(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+            return_aux=return_aux, plan=plan, group=group, captured_grads=captured_grads,
+        )  # fmt: skip
 
 
 def block_mask(

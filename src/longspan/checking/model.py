@@ -74,15 +74,26 @@ class Truth:
 
 def verify_step(step: Step, group: Any, probes: int, factor: float) -> Report:
     """See `longspan.checking.verify_model`."""
-    from longspan.checking.model_causes import explain
-    from longspan.checking.model_leaks import probe
-
     ranks = Ranks.of(step.layout, group)
     subject = f"{type(step.model).__name__} over {step.layout!r}"
     different = _different(step, ranks)
     if different is not None:
         return Report(subject, ranks.size, (), (different,))
+    _check_names(step)
     truth = _truth(step, factor)
+    saved = [(p, p.grad) for p in step.model.parameters()]
+    try:
+        return _judged(step, truth, ranks, subject, probes)
+    finally:
+        for p, grad in saved:
+            p.grad = grad
+
+
+def _judged(step: Step, truth: Truth, ranks: Ranks, subject: str, probes: int) -> Report:
+    """The report on what the ranks gave."""
+    from longspan.checking.model_causes import explain
+    from longspan.checking.model_leaks import probe
+
     found, each = run_local(step, ranks, step.batch, truth)
     if isinstance(found, Finding):
         return Report(subject, ranks.size, (), (found,))
@@ -116,6 +127,26 @@ def _different(step: Step, ranks: Ranks) -> Finding | None:
     )  # fmt: skip
 
 
+def _check_names(step: Step) -> None:
+    """Refuses a reference whose parameters have other names or shapes: their gradients could not be compared."""
+    mine, right = (
+        {n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
+        for model in (step.model, step.one_device)
+    )
+    other = [name for name in (*mine, *(n for n in right if n not in mine)) if mine.get(name) != right.get(name)]
+    if not other:
+        return
+    said = [
+        f"{name} is {mine.get(name, 'missing')} in the model and {right.get(name, 'missing')} in reference="
+        for name in other[:3]
+    ]
+    raise PlanError(
+        f"parameters that want a gradient differ in {len(other)} names or shapes, so their gradients cannot be"
+        f" compared: {'; '.join(said)}. Pass a reference= with equal names, shapes and requires_grad: unwrap the model"
+        f" (as model.module of DDP, model._orig_mod of torch.compile), or wrap the reference alike."
+    )
+
+
 # -- one device --------------------------------------------------------------------------------------------------------
 
 
@@ -135,7 +166,11 @@ def run_whole(
 
 
 def _split(result: Any) -> tuple[Tensor, Tensor | None]:
-    loss, logits = result if isinstance(result, tuple) else (result, None)
+    loss, logits = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if logits is not None and not isinstance(logits, Tensor):
+        raise PlanError(
+            f"a step returns the loss, or (loss, logits), but {type(logits).__name__} was returned in place of logits."
+        )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise PlanError(
             f"a step returns the loss, or (loss, logits), but {type(loss).__name__} was returned in place of the loss."
@@ -145,6 +180,12 @@ def _split(result: Any) -> tuple[Tensor, Tensor | None]:
 
 def _truth(step: Step, factor: float) -> Truth:
     own = run_whole(step.whole, step.one_device, step.batch, step.mask)
+    logits = own.get("logits")
+    if logits is not None and (logits.ndim != 3 or logits.shape[TOKENS] != step.layout.seq_len):
+        raise PlanError(
+            f"the one-device step returned logits of shape {tuple(logits.shape)}, but they are compared token by token:"
+            f" (batch, {step.layout.seq_len} tokens, vocabulary). Return them so, or the loss alone from both steps."
+        )
     again = run_whole(step.whole, step.one_device, step.batch, step.mask)
     floats = [p.dtype for p in step.one_device.parameters() if p.is_floating_point()]
     narrow = max((unit(dtype) for dtype in floats), default=unit(torch.float32))
@@ -233,8 +274,9 @@ def run_local(
         loss.backward()
     losses = [float(part) for part in ranks.each(loss.detach().double().reshape(1))]
     made: Result = {}
+    _check_logits(ranks, logits, truth)
     if logits is not None:
-        problem = _logits_problem(ranks, logits)
+        problem = _logits_problem(ranks, logits, truth.result["logits"])
         if problem is not None:
             return problem, Each(losses, {}, {}, {})
         made["logits"] = ranks.gathered(logits, TOKENS).double().cpu()
@@ -281,12 +323,27 @@ def _plain(grad: Tensor | None, parameter: Tensor) -> Tensor:
     return grad.detach().double().cpu()
 
 
-def _logits_problem(ranks: Ranks, logits: Tensor) -> Finding | None:
-    wrong = ranks.any(logits.ndim != 3 or logits.shape[TOKENS] != ranks.slots_of(ranks.rank))
+def _check_logits(ranks: Ranks, logits: Tensor | None, truth: Truth) -> None:
+    """Refuses logits from some steps only: they would be left out without a word."""
+    have = ranks.any(logits is not None)
+    wanted = list(range(1 if ranks.group is None else ranks.size)) if "logits" in truth.result else []
+    if have == wanted:
+        return
+    local = f"ranks {have} of {ranks.size}" if have and ranks.group is not None else "the local step" if have else ""
+    one = "the one-device step" if wanted else ""
+    raise PlanError(
+        f"logits were returned by {' and '.join(filter(None, (local, one)))} only, so they cannot be compared. Return"
+        f" (loss, logits) from local and whole, on every rank, or the loss alone from both."
+    )
+
+
+def _logits_problem(ranks: Ranks, logits: Tensor, right: Tensor) -> Finding | None:
+    wanted = right.shape[0], ranks.slots_of(ranks.rank), right.shape[2]
+    wrong = ranks.any(tuple(logits.shape) != wanted)
     if not wrong:
         return None
     return Finding(
-        "logits", f"do not have (batch, local tokens, vocabulary) on ranks {wrong}", math.inf, 0.0, tuple(wrong), (),
+        "logits", f"do not have (batch {wanted[0]}, local tokens, vocabulary {wanted[2]}) on ranks {wrong}", math.inf, 0.0, tuple(wrong), (),
         None, "logits of another shape", "No number was compared.", "Return the logits of this rank's tokens.",
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longspan.cli.quantities import bytes_alike, seconds_alike, times
+from longspan.cli.quantities import bytes_against, bytes_alike, memory_against, seconds_alike, times
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import LAYOUTS, Workload
 from longspan.cli.workload import add_arguments as add_workload
@@ -77,11 +77,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _cases(workload: Workload, args: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
     """(ranks, layout, scheme) of all that is to be compared; PyTorch's two always are."""
-    for name in args.layouts.split(",") if args.layouts else ():
+    for name in () if args.layouts is None else args.layouts.split(","):
         if name not in LAYOUTS:
             raise PlanError(f"--layouts names {name!r:.40}. There are {', '.join(LAYOUTS)}.")
     some = ("balanced", "zigzag", "contiguous") + (("per_document",) if len(workload.lengths) > 1 else ())
-    layouts = tuple(args.layouts.split(",")) if args.layouts else some
+    layouts = some if args.layouts is None else tuple(args.layouts.split(","))
     for ranks in dict.fromkeys(args.ranks):
         names = list(_schemes(workload, ranks, args.schemes))
         yield from dict.fromkeys(
@@ -91,8 +91,14 @@ def _cases(workload: Workload, args: argparse.Namespace) -> Iterator[tuple[int, 
 
 
 def _schemes(workload: Workload, ranks: int, asked: str | None) -> Iterator[str]:
-    if asked and asked != "all":
-        yield from (name.replace(" ", "") for name in asked.split(";"))
+    if asked is not None and asked != "all":
+        names = [name.replace(" ", "") for name in asked.split(";")]
+        if "" in names or "auto" in names:
+            raise PlanError(
+                f"--schemes {asked!r:.60} was asked for. It takes names such as 'ring; hybrid(4,exchange)', none of"
+                f" them empty or auto, or all; without it, the usual ones are compared."
+            )
+        yield from names
         return
     sizes = workload.plan(ranks, "all_gather", "contiguous").sizes
     layout = workload.layout(ranks, "contiguous")
@@ -174,7 +180,7 @@ def _rows(entries: list[Entry]) -> Iterator[Row]:
     reasons = [entry.reason for entry in entries]
     columns = (
         bytes_alike([reason.bytes_received for reason in reasons]),
-        [times(entry.fewer) for entry in entries],
+        [times(entry.fewer) if entry.fewer != float("inf") else "no bytes" for entry in entries],
         bytes_alike([reason.peak_bytes for reason in reasons]),
         seconds_alike([reason.forward_seconds for reason in reasons]),
         seconds_alike([reason.backward_seconds for reason in reasons]),
@@ -213,8 +219,8 @@ def verdict(entries: list[Entry]) -> str:
     theirs = next(entry for entry in entries if (entry.scheme, entry.layout) == TORCH[0])
     if best is theirs:
         return "Nothing is quicker than PyTorch's all-gather here."
-    return (
-        f"{best.scheme} over {best.layout}: {times(best.fewer)} fewer bytes than PyTorch's all-gather, predicted"
-        f" {times(theirs.reason.seconds / best.reason.seconds)} as fast, with"
-        f" {times(theirs.reason.peak_bytes / max(best.reason.peak_bytes, 1))} less memory."
-    )
+    moved = bytes_against(best.reason.bytes_received, theirs.reason.bytes_received, "PyTorch's all-gather")
+    memory = memory_against(best.reason.peak_bytes, theirs.reason.peak_bytes)
+    text = f"{best.scheme} over {best.layout}: {moved}, predicted"
+    text += f" {times(theirs.reason.seconds / best.reason.seconds)} as fast"
+    return text + (f", with {memory}." if memory else ".")

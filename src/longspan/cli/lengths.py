@@ -21,6 +21,8 @@ def drawn_lengths(kind: str, seq_len: int, seed: int = 0) -> Ints:
     >>> int(drawn_lengths("longtail", 1000).sum())
     1000
     """
+    if seed < 0:
+        raise MaskError(f"--seed {seed} was asked for. Documents are drawn from a seed of 0 or more.")
     chance = np.random.default_rng(seed)
     left = seq_len
     lengths: list[int] = []

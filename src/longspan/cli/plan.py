@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from longspan.cli.quantities import bytes_alike, num_bytes, rate, seconds, seconds_alike, times
+from longspan.cli.quantities import bytes_against, bytes_alike, num_bytes, rate, seconds, seconds_alike
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import Workload
 from longspan.cli.workload import add_arguments as add_workload
@@ -143,6 +143,6 @@ def why(made: Plan) -> str:
     text = f"the quickest of {len(made.reasons)} schemes, {second.seconds / chosen.seconds - 1:.1%} ahead of"
     text += f" {second.scheme}"
     full = [reason for reason in others if reason.scheme == "all_gather" and not reason.at_least]
-    if full and chosen.bytes_received:
-        text += f"; it moves {times(full[0].bytes_received / chosen.bytes_received)} fewer bytes than all_gather"
+    if full and full[0].bytes_received:
+        text += f"; it moves {bytes_against(chosen.bytes_received, full[0].bytes_received, 'all_gather')}"
     return text

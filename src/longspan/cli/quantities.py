@@ -102,5 +102,42 @@ def times(value: float) -> str:
     return f"{value:,.0f}x" if value >= 99.5 else f"{value:.1f}x" if value >= 1.95 else f"{value:.2f}x"
 
 
+def bytes_against(mine: float, other: float, name: str) -> str:
+    """How many bytes one moves, against another of that name.
+
+    >>> bytes_against(10, 139, "ring"), bytes_against(18, 10, "ring"), bytes_against(0, 10, "ring")
+    ('13.9x fewer bytes than ring', '1.80x the bytes of ring', 'no bytes at all')
+    >>> bytes_against(1000, 1001, "ring")
+    'as many bytes as ring'
+    """
+    if not mine:
+        return "no bytes at all"
+    if _about(mine, other):
+        return f"as many bytes as {name}"
+    return f"{times(other / mine)} fewer bytes than {name}" if other > mine else _more(mine, other, f"bytes of {name}")
+
+
+def memory_against(mine: float, other: float) -> str:
+    """How much memory one takes, against another; nothing if it is about the same.
+
+    >>> memory_against(10, 25), memory_against(25, 10), memory_against(0, 10), memory_against(100, 101)
+    ('2.5x less memory', '2.5x the memory', 'no memory', '')
+    """
+    if _about(mine, other):
+        return ""
+    if not mine:
+        return "no memory"
+    return f"{times(other / mine)} less memory" if other > mine else _more(mine, other, "memory")
+
+
+def _about(mine: float, other: float) -> bool:
+    """Whether the factor between them would be printed as 1.00x or 1.01x."""
+    return abs(mine - other) <= 0.015 * max(mine, other)
+
+
+def _more(mine: float, other: float, what: str) -> str:
+    return f"{times(mine / other)} the {what}" if other else f"more {what}"
+
+
 def _three(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -18,6 +18,7 @@ from longspan.cli.quantities import num_bytes, seconds
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import Workload
 from longspan.cli.workload import add_arguments as add_workload
+from longspan.errors import PlanError
 from longspan.layouts import Layout
 from longspan.schedules.plan import Plan
 from longspan.schedules.table import table
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     workload = Workload.of(args)
+    _check_asked(args)
     shown = _Shown(args.what, workload, args.ranks)
     files = {kind: path for kind in ("svg", "png", "html") if (path := getattr(args, kind)) is not None}
     if files:
@@ -67,6 +69,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         shown.text(screen_of(args), min(max(args.width, 8), 200))
     return 0
+
+
+def _check_asked(args: argparse.Namespace) -> None:
+    """Refuses what only schedules have where none is shown."""
+    asked = {"--scheme": args.scheme != "auto", "--keep": args.keep, "--fetch-bytes": args.fetch_bytes is not None}
+    names = [name for name, given in asked.items() if given]
+    if args.what in ("mask", "layout") and names:
+        raise PlanError(
+            f"{' and '.join(names)} was asked for, but a {args.what} is the same with every schedule. Leave it out, or"
+            f" show schedule, traffic or memory."
+        )
 
 
 def write(scene: Scene, kind: str, path: Path) -> None:

@@ -103,7 +103,7 @@ class Workload:
 
     def layout(self, ranks: int, name: str | None = None) -> Layout:
         """Who holds which tokens; made once for each name and number of ranks."""
-        key = (name or self.layout_name, ranks)
+        key = (self.layout_name if name is None else name, ranks)
         if key not in self._layouts:
             self._layouts[key] = self._made_layout(*key)
         return self._layouts[key]
@@ -127,7 +127,7 @@ class Workload:
         return plan(
             self.mask,
             self.layout(ranks, layout),
-            schedule=scheme or self.scheme,
+            schedule=self.scheme if scheme is None else scheme,
             machine=machine,
             keep=self.keep,
             fetch_bytes=self.fetch_bytes,

@@ -44,6 +44,10 @@ class Record:
     def row(self) -> bytes:
         return b"".join(_fixed(getattr(self, f.name)) for f in fields(self))
 
+    def digest(self) -> bytes:
+        """What to remember of it."""
+        return hashlib.sha256(self.row()).digest()
+
 
 SIZE = WIDTH * len(fields(Record))
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from longspan.errors import PlanError
 from longspan.execution import ops
 from longspan.execution.extras import Extras, check_sinks
 from longspan.execution.kernels import Asked, choose_kernel
-from longspan.execution.members import members_of
-from longspan.execution.safety import safety
+from longspan.execution.members import told
 from longspan.layouts import contiguous
 from longspan.masks import Mask
 from longspan.schedules.machines import CPU
@@ -44,9 +42,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `longspan.attention`."""
     arguments = (q, k, v, what, group, scale, return_lse, kernel, sinks, extras, captured_grads)
-    if group is None or torch.compiler.is_compiling():
-        return _checked(*arguments)
-    with told_when_refused(group):
+    with telling(q, group):
         return _checked(*arguments)
 
 
@@ -96,7 +92,7 @@ def _run(
     captured_grads: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
     shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    plan, name, rank, opaque, settings = _resolved(*shapes, q.dtype, what, group)
+    plan, name, rank, opaque = _resolved(*shapes, q.dtype, what, group)
     _check_tensors(q, k, v)
     if sinks is not None:
         check_sinks(sinks, q.shape[1])
@@ -108,7 +104,7 @@ def _run(
     wanted = (q, k, v, *captured, *([] if sinks is None else [sinks]))
     saves = torch.is_grad_enabled() and any(t.requires_grad for t in wanted)
     names = plan, name, rank, chosen, scale, ops.known_scoring(scoring)
-    out, lse, _ = ops.attention(q, k, v, captured, sinks, *names, captured_grads == "sum", settings, saves)
+    out, lse, _ = ops.attention(q, k, v, captured, sinks, *names, captured_grads == "sum", saves)
     return (out, lse) if return_lse else out
 
 
@@ -128,9 +124,8 @@ def _resolved(
     dtype: torch.dtype,
     what: Any,
     group: Any,
-) -> tuple[str, str, int, bool, list[float]]:
-    """The names of plan and group, this rank, whether a function decides on pairs, and how safely to run; what does not
-    fit is refused."""
+) -> tuple[str, str, int, bool]:
+    """The names of plan and group, this rank, and whether a function decides on pairs; what does not fit is refused."""
     for name, shape in (("q", q), ("k", k), ("v", v)):
         if len(shape) != 4:
             raise PlanError(f"{name} must have 4 dims (batch, heads, tokens, features), but has shape {shape}.")
@@ -149,7 +144,7 @@ def _resolved(
             f" {type(what).__name__}."
         )
     _check_shapes(q, k, v, dtype, plan, rank)
-    return ops.known(plan), group_name, rank, not plan.mask.is_structured, safety().numbers
+    return ops.known(plan), group_name, rank, not plan.mask.is_structured
 
 
 def one_device_plan(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: Any, mask: Mask) -> Plan:
@@ -160,18 +155,15 @@ def one_device_plan(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], 
     return made_plan(mask, layout, sizes, name, "exchange", CPU, True, False, None)
 
 
-@contextmanager
-def told_when_refused(group: Any) -> Iterator[None]:
+def telling(q: Any, group: Any) -> AbstractContextManager[None]:
     """Tells the other ranks, who may be waiting in the same call, when this one refuses before anything was sent."""
-    group = group.get_group() if isinstance(group, DeviceMesh) and group.ndim == 1 else group
-    members = members_of(group) if isinstance(group, dist.ProcessGroup) else None
-    before = members.calls if members else 0
-    try:
-        yield
-    except Exception as error:
-        if members is not None and members.calls == before:  # otherwise the call itself has told them
-            members.refused(error, safety())
-        raise
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    if group is None and isinstance(q, DTensor):
+        group = q.device_mesh
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
+    return told(group) if isinstance(group, dist.ProcessGroup) else nullcontext()
 
 
 def _place(plan: Plan, group: Any) -> tuple[str, int]:

@@ -7,6 +7,7 @@ who finds a fault writes it down for all, so that everybody raises the same mess
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import sys
 import threading
@@ -40,14 +41,14 @@ ADVICE = "End this process, so that the launcher can start all ranks again (torc
 class Watch:
     """This rank's signs of life in one group, and its eye on the others."""
 
-    def __init__(self, store: JobStore, rank: int, names: Sequence[int], *, hosts_store: bool) -> None:
+    def __init__(self, store: JobStore, rank: int, names: Sequence[int], *, world_size: int, hosts_store: bool) -> None:
         self.store, self.rank, self.names, self.size = store, rank, tuple(names), len(names)
         self.patience, self._lag = 2.0, 0.0
         self.status = Status()
         self.failed: str | None = None
         """Why this group cannot be used any more."""
         self._hosts_store = hosts_store
-        self._interval = BEAT * max(1.0, self.size / MANY)
+        self._interval = BEAT * max(1.0, world_size / MANY)  # all groups share one store
         self._waiting: tuple[int, ...] = ()
         self._wait_began = self._current_since = 0.0
         self._current = -1
@@ -64,6 +65,7 @@ class Watch:
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._live, self._serve)]
         for thread in self._threads:
             thread.start()
+        self._pid = os.getpid()
         atexit.register(self.end)
 
     # -- what a call says -------------------------------------------------------------------------------------------
@@ -121,7 +123,8 @@ class Watch:
         self._raise_broken(peers[0], _first_line(error))
 
     def _begin_waiting(self, peers: Sequence[int]) -> None:
-        self._found, self._wait_began = None, time.monotonic()
+        self._found, self._wait_began, self._alone = None, time.monotonic(), {}
+        self._current, self._current_since = -1, self._wait_began
         self.at(phase=self.status.phase if self.status.phase is Phase.AGREEING else Phase.WAITING)
         self._waiting = tuple(dict.fromkeys(peers))
 
@@ -171,13 +174,14 @@ class Watch:
             self._answers.put(answer)
 
     def _live(self) -> None:
+        began = time.monotonic()
         while not self._stop.is_set():
             pause = min(LOOK, self._interval) if self._waiting else self._interval
-            began = time.monotonic()
             self._wake.wait(pause)
             self._wake.clear()
-            # Where threads wake late here, the machine is busy, and others may be late for the same reason.
-            self._lag = max(0.8 * self._lag, time.monotonic() - began - pause)
+            # Where threads wake late or the store is slow, others are late for the same reason.
+            now = time.monotonic()
+            self._lag, began = max(0.8 * self._lag, now - began - pause), now
             try:
                 if self._due or time.monotonic() - self._last_beat >= 0.9 * self._interval:
                     self._due = False
@@ -201,10 +205,13 @@ class Watch:
 
     def _look(self, waiting: tuple[int, ...]) -> None:
         """Reads what was written down, and how the ranks that are waited for do."""
-        for key in ("fault", f"refused/{self.status.call}"):
+        mine = self.status  # before the others': what they are in then cannot be behind it
+        for key in ("fault", f"refused/{mine.call}"):
             raw = self.store.get(key)
             if self._found is None and raw is not None:
-                self._found = Fault.parsed(raw, self.size).text
+                fault = Fault.parsed(raw, self.size)
+                self._fail(fault)  # a refusal ends the group for those who entered the call
+                self._found = fault.text
         self._turn += LOOKS
         first = self._turn % len(waiting) if len(waiting) > LOOKS else 0
         for peer in (waiting[first:] + waiting[:first])[:LOOKS]:
@@ -213,33 +220,36 @@ class Watch:
             now = time.monotonic()
             known, since = self._seen.get(peer, (None, now))
             self._seen[peer] = (found, since if found == known and peer in self._seen else now)
-            wrong = None if found is None else self._judged(peer, found, now - self._seen[peer][1], now)
+            wrong = None if found is None else self._judged(peer, mine, found, now - self._seen[peer][1], now)
+            if self._waiting is not waiting:
+                return  # the wait is over, and with it the question
             if wrong is not None and self._found is None:
                 self._fail(Fault(peer, wrong))
                 self._found = wrong
 
-    def _judged(self, peer: int, found: Status, silence: float, now: float) -> str | None:
+    def _judged(self, peer: int, mine: Status, found: Status, silence: float, now: float) -> str | None:
         """What is wrong with a rank that is waited for, if anything is."""
-        mine, who = self.status, self._name(peer)
+        who = self._name(peer)
         if silence >= self.patience + LAGS * self._lag:
             return f"{who} is dead or stopped: no sign of life for {silence:.1f} s; last seen {found}."
-        waited = now - self._wait_began
+        # Other peers may have delivered already and rightly gone on: which messages are done cannot be asked.
+        current = self._current in (peer, self.rank) and now - self._current_since > 2 * self._interval
         if found.phase is Phase.ENDED:
-            return f"{who} has ended; last seen {found}." if waited > self._interval else None
+            return f"{who} has ended; last seen {found}." if current else None
         if found.call == mine.call and found.phase is not Phase.IDLE:
-            for name in ("training_step", "direction", "plan"):
+            both = found.phase is Phase.AGREEING and mine.phase is Phase.AGREEING  # they will see it for themselves
+            for name in ("training_step", "direction") if both else ("training_step", "direction", "plan"):
                 if getattr(found, name) != getattr(mine, name):
                     return f"{who} does something else: it is {found}, while {self._name(self.rank)} is {mine}."
             # For a moment one rank may know that all have agreed and the other not yet.
             alone = Phase.AGREEING in (found.phase, mine.phase) and found.phase is not mine.phase
-            self._alone = {**self._alone, peer: self._alone.get(peer, now)} if alone else {}
-            if alone and now - max(self._alone[peer], self._wait_began) > self.patience / 2:
+            since = self._alone.setdefault(peer, now) if alone else self._alone.pop(peer, now)
+            if alone and now - since > self.patience / 2:
                 compares = who if found.phase is Phase.AGREEING else self._name(self.rank)
                 return (
                     f"{who} was asked for something else: it is {found}, while {self._name(self.rank)} is {mine}, and"
                     f" only {compares} was asked for something new."
                 )
-        # Other peers may have delivered already and rightly gone on: which messages are done cannot be asked.
         if found.call > mine.call and peer == self._current and now - self._current_since > self.patience:
             return f"{who} went on alone: it is {found}, while {self._name(self.rank)} is {mine}."
         return None
@@ -248,7 +258,9 @@ class Watch:
 
     def _fail(self, fault: Fault) -> None:
         self.failed = fault.text
-        self._try(lambda: self.store.get("fault") or self.store.set("fault", fault.packed()))
+        self._try(
+            lambda: self.store.add("faults", 1) > 1 or self.store.set("fault", fault.packed())
+        )  # the first counts
 
     def _try(self, act: Callable[[], object]) -> None:
         """Telling others must not hide what happened here: a lost store is no new error."""
@@ -265,8 +277,9 @@ class Watch:
 
     def end(self) -> None:
         """Says goodbye and ends the threads; with the text of the error that ends the process, if one does."""
-        if self._stop.is_set():
+        if self._stop.is_set() or os.getpid() != self._pid:  # a child that was forked is not this rank
             return
+        atexit.unregister(self.end)
         error = getattr(sys, "last_value", None)
         if error is not None and self.failed is None:
             self.tell(error)
@@ -275,9 +288,9 @@ class Watch:
         self._asked.put(None)
         if self.failed is not None and self._hosts_store:
             time.sleep(GRACE + self._interval)
+        self._threads[0].join(2 * BEAT)
         self.at(phase=Phase.ENDED)
         self._try(self._beat)
-        self._threads[0].join(2 * BEAT)
 
 
 def _quietly(act: Callable[[], object]) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from longspan.errors import AgreementError, RankError
 from longspan.execution import _torch, agreement
@@ -20,10 +21,13 @@ from longspan.execution.agreement import Record
 from longspan.execution.headers import Header
 from longspan.execution.liveness import Watch, direction_named
 from longspan.execution.records import Phase
-from longspan.execution.safety import Safety
+from longspan.execution.safety import Safety, safety
+from longspan.schedules.steps import MAX_BATCH
 
 T = TypeVar("T")
 MAX_AGREED = 1024
+ROWS, VERDICT, TABLE = 0xFFFF, 0xFFFE, 0xFFFD
+"""Steps that no schedule has, for the tags of what ranks compare."""
 _known: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
 
 
@@ -49,12 +53,21 @@ class Members:
     """A group, seen from one of its ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self._group = ref(group)  # not held: a group that is destroyed must be let go
+        self.rank, self.size = group.rank(), group.size()
         self.calls = 0
+        self.settings: Safety | None = None
+        """Those of the last forward call."""
         self.training_step = -1
         self.agreed: dict[bytes, None] = {}
         self._watch: Watch | None = None
         self._no_store = False
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        found = self._group()
+        assert found is not None, "a group outlives the calls over it"
+        return found
 
     def watch(self, safety: Safety) -> Watch | None:
         """The watch of this group, started when first asked for; None if nobody watches."""
@@ -66,7 +79,10 @@ class Members:
             if store is None:
                 return None
             ranks = dist.get_process_group_ranks(self.group)
-            self._watch = Watch(_private(store, self), self.rank, ranks, hosts_store=_hosts_store(ranks[self.rank]))
+            world = dist.get_world_size()
+            hosts = _hosts_store(ranks[self.rank])
+            self._watch = Watch(_private(store, self), self.rank, ranks, world_size=world, hosts_store=hosts)
+            finalize(self.group, self._watch.end)
             self._watch.at(training_step=self.training_step)
         self._watch.patience = safety.patience
         return self._watch
@@ -128,29 +144,61 @@ class Running:
 
     @property
     def is_new(self) -> bool:
-        return self.call.record is not None and self.call.record.row() not in self.members.agreed
+        return self.call.record is not None and self.call.record.digest() not in self.members.agreed
 
     def agree(self) -> None:
         """Compares what this call is with the other ranks, unless the same was agreed before."""
         if self.call.record is None or not self.is_new:
             return
-        row = self.call.record.row()
-        mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(message_device(self.members.group))
-        rows = [torch.empty_like(mine) for _ in range(self.members.size)]
-        self._with_all(lambda: dist.all_gather(rows, mine, group=self.members.group, async_op=True))
-        agreement.compare([row.cpu().numpy().tobytes() for row in rows])
+        agreement.compare(self._rows(self.call.record.row()))
         agreed = self.members.agreed
-        agreed[row] = None
+        agreed[self.call.record.digest()] = None
         if len(agreed) > MAX_AGREED:  # all ranks made the same calls, so all forget the same one
             del agreed[next(iter(agreed))]
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Adds a tensor up over the group, in place."""
-        self._with_all(lambda: dist.all_reduce(tensor, group=self.members.group, async_op=True))
+    def _rows(self, row: bytes) -> list[bytes]:
+        """Every rank's row where they differ, this rank's alone where not.
 
-    def _with_all(self, start: Callable[[], dist.Work | None]) -> None:
+        By messages through rank 0, not by a collective: a process that leaves one unfinished cannot end.
+        """
+        device = message_device(self.members.group)
+        mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
         others = [rank for rank in range(self.members.size) if rank != self.members.rank]
-        work = self.started(start, others)
+        if self.members.rank == 0:
+            rows = {rank: torch.empty_like(mine) for rank in others}
+            self._exchange({}, rows, ROWS, device)
+            same = all(torch.equal(found, mine) for found in rows.values())
+            self._exchange(
+                dict.fromkeys(others, torch.tensor([same], dtype=torch.uint8, device=device)), {}, VERDICT, device
+            )
+            table = torch.stack([mine, *rows.values()]) if not same else mine[None]
+            if not same:
+                self._exchange(dict.fromkeys(others, table), {}, TABLE, device)
+        else:
+            same = torch.empty(1, dtype=torch.uint8, device=device)
+            self._exchange({0: mine}, {}, ROWS, device)
+            self._exchange({}, {0: same}, VERDICT, device)
+            table = mine[None]
+            if not same.item():
+                table = torch.empty(self.members.size, len(row), dtype=torch.uint8, device=device)
+                self._exchange({}, {0: table}, TABLE, device)
+        return [found.tobytes() for found in table.cpu().numpy()]
+
+    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor], step: int, device: torch.device) -> None:
+        group, tag = self.members.group, self.tag(step)
+        ops = [dist.P2POp(dist.isend, t, group=group, group_peer=peer, tag=tag) for peer, t in sends.items()]
+        ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer, tag=tag) for peer, t in receives.items()]
+        for first in range(0, len(ops), MAX_BATCH):
+            batch = ops[first : first + MAX_BATCH]
+            peers = [op.group_peer for op in batch]
+            works = self.started(lambda batch=batch: dist.batch_isend_irecv(batch), peers)
+            self.wait(list(zip(peers, works, strict=False)), peers, device)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Adds a tensor up over the group, in place."""
+        others = [rank for rank in range(self.members.size) if rank != self.members.rank]
+        group = self.members.group
+        work = self.started(lambda: dist.all_reduce(tensor, group=group, async_op=True), others)
         assert work is not None
         self.wait([(self.members.rank, work)], others)
 
@@ -168,9 +216,14 @@ class Running:
         if self.watch is not None:
             self.watch.at(step=step)
 
-    def wait(self, works: Sequence[tuple[int, dist.Work]], peers: Sequence[int] | None = None) -> None:
+    def wait(
+        self,
+        works: Sequence[tuple[int, dist.Work]],
+        peers: Sequence[int] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         """Returns when all is done. Work of a GPU is only put in order here, so nobody needs to watch it."""
-        if self.watch is None or self.call.device.type != "cpu":
+        if self.watch is None or (device or self.call.device).type != "cpu":
             for _, work in works:
                 work.wait()
         elif works:
@@ -189,6 +242,19 @@ class Running:
         way = direction_named(self.call.direction)
         where = (self.number, self.members.training_step, int(way), step, src, dst)
         return Header(self.call.plan, *where, pieces, num_bytes, name)
+
+
+@contextmanager
+def told(group: dist.ProcessGroup) -> Iterator[None]:
+    """Others hear of what is refused inside, unless the call itself has begun and told them."""
+    members = members_of(group)
+    before = members.calls
+    try:
+        yield
+    except Exception as error:
+        if members.calls == before:
+            members.refused(error, safety(members.settings))
+        raise
 
 
 def members_of(group: dist.ProcessGroup) -> Members:

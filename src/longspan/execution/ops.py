@@ -7,6 +7,7 @@ every call makes known here before it runs, a group by the name PyTorch gave it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -20,9 +21,9 @@ from longspan.execution.agreement import Record, record_of
 from longspan.execution.backward import Backward
 from longspan.execution.forward import Forward
 from longspan.execution.kernels import kernel_named
-from longspan.execution.members import Call, members_of
+from longspan.execution.members import Call, members_of, told
 from longspan.execution.runner import Job
-from longspan.execution.safety import Safety
+from longspan.execution.safety import Safety, safety
 from longspan.execution.scores import Scoring
 from longspan.execution.transports import Loopback, ProcessGroup, Program
 from longspan.schedules.plan import Plan
@@ -83,6 +84,16 @@ def _run(program: Program[Any], group: str, call: Call) -> Any:
             return ProcessGroup(running).run(program)
 
 
+def _settings(group: str, *, backward: bool = False) -> Safety:
+    """How safely to run. Read when the operator runs: compiled code keeps no settings of its compilation."""
+    if not group:
+        return Safety()
+    members = members_of(_torch.group_named(group))
+    if not backward:
+        members.settings = safety(members.settings)
+    return members.settings or safety()
+
+
 def _call(job: Job, direction: str, device: torch.device, safety: Safety, record: Record | None = None) -> Call:
     steps = job.plan.steps(job.rank, direction)
     return Call(job.plan.fingerprint, direction, len(steps), job.dtype, device, safety, record)
@@ -117,12 +128,11 @@ def attention(
     scale: float,
     scoring: str,
     sums: bool,
-    safety: list[float],
     saves: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output and lse of the rank's rows, and what its backward needs of other ranks' rows."""
     job = Job(plan_named(plan), rank, kernel_named(kernel), scale, q.dtype, _scoring(scoring), sinks)
-    settings = Safety.of(safety)
+    settings = _settings(group)
     record = record_of(job.plan, q.device, scale, job.scoring, sinks, sums, saves, settings) if group else None
     call = _call(job, "forward", q.device, settings, record)
     out, lse, kept = _run(Forward(job, q, k, v, captured).program(saves=saves), group, call)
@@ -163,9 +173,33 @@ def attention_backward(
     scale: float,
     scoring: str,
     sums: bool,
-    safety: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of the rank's rows, of captured tensors and, last, of the sinks."""
+    with told(_torch.group_named(group)) if group else nullcontext():
+        return _run_backward(
+            dout, dlse, q, k, v, captured, sinks, out, lse, kept, plan, group, rank, kernel, scale, scoring, sums
+        )
+
+
+def _run_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    captured: list[Tensor],
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    kept: list[Tensor],
+    plan: str,
+    group: str,
+    rank: int,
+    kernel: str,
+    scale: float,
+    scoring: str,
+    sums: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
     chosen = kernel_named(kernel if dlse is None else "reference")
     functions = _scoring(scoring)
@@ -173,7 +207,7 @@ def attention_backward(
         functions.check_unchanged()
     job = Job(plan_named(plan), rank, chosen, scale, q.dtype, functions, sinks)
     backward = Backward(job, q, k, v, out, lse, dout, dlse, kept, captured)
-    call = _call(job, "backward", q.device, Safety.of(safety))
+    call = _call(job, "backward", q.device, _settings(group, backward=True))
     dq, dk, dv = _apart(_run(backward.program(), group, call), (dout, q, k, v, out, lse, *kept))
     shared = backward.shared_gradients()
     if sums and group and shared:
@@ -223,7 +257,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _kept: Any) ->
         dout = torch.zeros_like(out)
     *gradients, shared = attention_backward(dout, dlse, q, k, v, captured, sinks, out, lse, kept, *ctx.names)
     dsinks = shared.pop() if ctx.has_sinks else None
-    return (*gradients, shared, dsinks, *[None] * 9)
+    return (*gradients, shared, dsinks, *[None] * 8)
 
 
 attention.register_autograd(_backward, setup_context=_setup)

@@ -1,8 +1,9 @@
-"""Safety: how carefully a call runs. Settings of a scope; a backward pass keeps those of its forward."""
+"""Safety: how carefully a call runs. Settings of a scope; a backward pass has those of the last forward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,28 +27,24 @@ class Safety:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
                 raise PlanError(f"{name} = {value!r} was asked for. It is a number of seconds, 0 or more.")
+        if self.timeout < 1:
+            raise PlanError(f"timeout = {self.timeout} s was asked for. A rank may be late by a second at any time.")
         if 0 < self.patience < 0.5:
             raise PlanError(
                 f"patience = {self.patience} s was asked for. Ranks show life every 0.25 s: less than 0.5 s would name"
                 f" healthy ones."
             )
 
-    @property
-    def numbers(self) -> list[float]:
-        """The form in which operators carry it."""
-        return [float(self.patience), float(self.timeout), float(self.checked)]
-
-    @staticmethod
-    def of(numbers: Sequence[float]) -> Safety:
-        return Safety(numbers[0], numbers[1], bool(numbers[2]))
-
 
 _safety: ContextVar[Safety] = ContextVar("longspan_safety")
 
 
-def safety() -> Safety:
-    """The settings of this scope."""
-    return _safety.get(None) or Safety()
+def safety(last: Safety | None = None) -> Safety:
+    """The settings of this scope; on threads of autograd, which have no scope, the `last` that a call had."""
+    found = _safety.get(None)
+    if found is None and last is not None and threading.current_thread() is not threading.main_thread():
+        return last
+    return found or Safety()
 
 
 @contextmanager

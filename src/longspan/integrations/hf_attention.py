@@ -28,6 +28,8 @@ IGNORED = frozenset({
     "num_items_in_batch", "labels", "shift_labels", "return_loss",
 })  # fmt: skip
 """Keyword arguments that change nothing here. Others must be known, or None or False."""
+BLIND = frozenset({"gpt_oss"})
+"""Model types that show transformers' masks no position_ids, so that packed documents would see each other."""
 UNDONE = {
     "position_bias": "a bias on scores (T5)",
     "head_mask": "a factor per head",
@@ -73,7 +75,7 @@ def longspan_attention(
     if longspan is not None:
         out = longspan.attend(module, query, key, value, attention_mask, asked)
     else:
-        out = _on_one_device(module, (query, key, value), attention_mask, asked, others.get("position_ids"), documents)
+        out = _on_one_device(module, (query, key, value), attention_mask, asked, _unseen(module, others), documents)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -92,6 +94,13 @@ def _check_others(others: dict[str, Any]) -> None:
             f" sinks, windows, dropout and masks for transformers' models; use attn_implementation='eager' for this"
             f" one, or call longspan.attention, which takes any score function."
         )
+
+
+def _unseen(module: Any, others: dict[str, Any]) -> Any:
+    """The position_ids in which documents are to be found here, because the mask of such a model cannot have them.
+    Not with a cache: transformers looks for no documents then, and later tokens would see all of them."""
+    kind = getattr(getattr(module, "config", None), "model_type", None)
+    return others.get("position_ids") if kind in BLIND and not others.get("use_cache") else None
 
 
 def _as_autocast(tensor: Tensor) -> Tensor:
@@ -117,7 +126,7 @@ def _on_one_device(
     if given is None:
         given = _without_mask(module, q, k, asked)
     if isinstance(given, Mask):
-        numbers = numbers_of(documents, q.shape[2])
+        numbers = numbers_of(documents, q.shape[0], q.shape[2])
         return run(q, k, v, given if numbers is None else given & per_row_alike(numbers), asked, _drawn_seed(asked))
     check_layer_mask(given, asked)
     if (q.shape[0], q.shape[2], k.shape[2]) != (given.batch, given.q_len, given.kv_len):
@@ -176,9 +185,8 @@ def check_layer_mask(given: Any, asked: Asked) -> None:
 
 
 def document_numbers(given: LayerMask, position_ids: Any, documents: dict[str, Any]) -> NDArray[Any] | None:
-    """Whose each token is, where the mask does not say it already. Transformers finds documents in position_ids, but
-    some models (GPT-OSS) do not show it any; the rule here is the same for all."""
-    found = numbers_of(documents, given.q_len)
+    """Whose each token is, where the mask does not say it already: `position_ids` are those that it has not seen."""
+    found = numbers_of(documents, given.batch, given.q_len)
     if found is None and given.padding is None and has(given.term, "causal") and not has(given.term, "packed"):
         if given.documents is None or given.documents[0] is not position_ids:
             given.documents = position_ids, restarts(position_ids, given.batch, given.q_len)
@@ -198,21 +206,55 @@ def restarts(position_ids: Any, batch: int, length: int) -> NDArray[Any] | None:
     return numbers if numbers[:, -1].any() else None
 
 
-def numbers_of(documents: dict[str, Any], length: int) -> NDArray[Any] | None:
-    """Document numbers (1, S) from what flash attention and recurrent layers are told: lengths added up, or numbers."""
-    edges = {tuple(x.tolist()) for name in ("cu_seq_lens_q", "cu_seq_lens_k") if (x := documents.get(name)) is not None}
-    index = documents.get("seq_idx")
+def numbers_of(documents: dict[str, Any], batch: int, length: int) -> NDArray[Any] | None:
+    """Document numbers (rows, S) from what flash attention and recurrent layers are told: lengths added up, or numbers.
+
+    >>> numbers_of({"cu_seq_lens_q": torch.tensor([0, 1, 3])}, 1, 3)
+    array([[0, 1, 1]])
+    """
+    given = [documents.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    edges = {_edges(x) for x in given if x is not None}
     if len(edges) > 1:
         raise MaskError("cu_seq_lens_q and cu_seq_lens_k differ, but queries and keys are the same tokens.")
     if not edges:
-        return None if index is None else index.detach().cpu().numpy().reshape(-1, length)
+        return _numbered(documents.get("seq_idx"), batch, length)
     found = np.asarray(edges.pop())
     if found[0] != 0 or found[-1] != length:
         raise MaskError(
             f"cu_seq_lens run from {found[0]} to {found[-1]}, but the sequence has {length} tokens in one row. Packed"
             f" batches have one row, and cumulative lengths from 0 to its end."
         )
+    if batch != 1:
+        raise MaskError(
+            f"cu_seq_lens came with {batch} rows of {length} tokens, but they are about one row. Pack all documents"
+            f" into one row, or give seq_idx (batch, tokens), a number for each token's document."
+        )
     return np.repeat(np.arange(len(found) - 1), np.diff(found))[None]
+
+
+def _edges(given: Any) -> tuple[int, ...]:
+    """Cumulative lengths as numbers."""
+    whole = isinstance(given, Tensor) and not given.is_floating_point() and given.ndim == 1
+    found = tuple(given.tolist()) if whole else ()
+    if len(found) < 2 or list(found) != sorted(found):
+        what = f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        raise MaskError(
+            f"cu_seq_lens must be a tensor of whole numbers that do not fall, 0 and where each document ends, but"
+            f" {what} came. Give torch.tensor([0, 10, 25]) for documents of 10 and 15 tokens."
+        )
+    return found
+
+
+def _numbered(index: Any, batch: int, length: int) -> NDArray[Any] | None:
+    if index is None:
+        return None
+    if not isinstance(index, Tensor) or tuple(index.shape) not in ((length,), (1, length), (batch, length)):
+        what = f"a tensor of shape {tuple(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
+        raise MaskError(
+            f"seq_idx is {what}, but must be a tensor (batch, tokens) = {(batch, length)} or (1, {length}), with the"
+            f" number of each token's document."
+        )
+    return index.detach().cpu().numpy().reshape(-1, length)
 
 
 def _drawn_seed(asked: Asked) -> int | None:

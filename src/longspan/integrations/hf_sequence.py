@@ -104,7 +104,13 @@ class ShardedSequence:
         if not asked.dropout:
             return None
         layer = getattr(module, "layer_idx", None)
-        if self.dropout_seed is None or layer is None:
+        if layer is None:
+            raise KernelError(
+                f"attention dropout of {asked.dropout} was asked for over ranks by {type(module).__name__}, which has"
+                f" no layer_idx: layers could not be told apart, and all would drop the same pairs. Give each attention"
+                f" module its number as layer_idx, or set attention_dropout to 0."
+            )
+        if self.dropout_seed is None:
             raise KernelError(
                 f"attention dropout of {asked.dropout} was asked for over ranks. Every rank must drop the same pairs:"
                 f" pass shard_inputs(..., dropout_seed=), the same number on every rank and another one in every step,"

@@ -54,7 +54,7 @@ class ContextParallelTrainer(_Base):
         self._ranks: Ranks | None = None
         self._sequence: Any = None
         self._unchecked = True
-        self._num_batches = 0
+        self._num_micro_batches = 0
         super().__init__(*args, **kwargs)
         if self._ranks is not None:
             _check_arguments(self)
@@ -99,19 +99,24 @@ class ContextParallelTrainer(_Base):
             self.accelerator.unwrap_model(model),
             inputs,
             self._ranks.cp,
-            dropout_seed=self._dropout_seed(),
+            dropout_seed=self._dropout_seed(model.training),
             **self._sharding,
         )
         part.pop("num_items_in_batch", None)  # the trainer's counts all micro-batches of a step
         self._sequence = part[huggingface.NAME]
         return part
 
-    def _dropout_seed(self) -> int:
-        """Another one for every batch, and the same for all parts of it."""
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        self._num_micro_batches = 0  # the Trainer asks for all micro-batches of a step at once
+        return super().get_batch_samples(*args, **kwargs)
+
+    def _dropout_seed(self, training: bool) -> int:
+        """Another one for every batch, and the same for all parts of it. It is known from the step and the place in it
+        alone, so that a run that is resumed, or evaluates in between, drops the same pairs."""
         assert self._ranks is not None
-        self._num_batches += 1
+        self._num_micro_batches += int(training)
         place = 0 if self._ranks.dp is None else self._ranks.dp.get_local_rank()
-        numbers = f"{self.args.seed} {self.state.global_step} {self._num_batches} {place}"
+        numbers = f"{self.args.seed} {self.state.global_step} {self._num_micro_batches} {place}"
         return int.from_bytes(hashlib.sha256(numbers.encode()).digest()[:7], "big")
 
     def _check_seen(self) -> None:
@@ -126,7 +131,8 @@ class ContextParallelTrainer(_Base):
     ) -> tuple[Any, Any, Any]:
         if self._ranks is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if not any(inputs.get(name) is not None for name in self.label_names):
+        names = self.label_names
+        if not names or any(inputs.get(name) is None for name in names):
             inputs = self._part(model, self._prepare_inputs(inputs))  # no loss: the trainer calls the model itself
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self._check_seen()

@@ -81,6 +81,7 @@ def shard_inputs(
     members = process_group(group, "shard_inputs")
     config = check_model(model, batch, any_model)
     rows, seq_len = _shape(batch)
+    _check_others(batch, seq_len)
     padding, documents = _padding(batch, rows, seq_len), _documents(batch, rows, seq_len)
     whole = Whole(rows, seq_len, padding, documents)
     dealt = _layout(layout, whole, layer_kinds(config), members.size())
@@ -126,6 +127,24 @@ def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     return int(found[0].shape[0]), int(found[0].shape[1])
 
 
+def _check_others(batch: Mapping[str, Any], seq_len: int) -> None:
+    """Refuses what may be about tokens and has no meaning here."""
+    if batch.get("loss_mask") is not None:
+        raise BatchError(
+            "the batch has a loss_mask, which transformers' losses do not know. Put -100 into labels where it is 0, and"
+            " take it out: labels = labels.masked_fill(loss_mask == 0, -100)."
+        )
+    for name, value in batch.items():
+        shape = tuple(getattr(value, "shape", ()))
+        if name not in (*USED, "input_ids", "inputs_embeds") and seq_len in shape:
+            raise BatchError(
+                f"{name} of shape {shape} has a dim as long as the sequence, {seq_len}, but it is not known here how to"
+                f" cut it. Take it out of the batch if the model computes the same without it (token_type_ids of text,"
+                f" cache_position). Otherwise cut it yourself: add inputs['longspan'].layout.shard(value, rank, dim) to"
+                f" the inputs that shard_inputs returns."
+            )
+
+
 def _padding(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[np.bool_] | None:
     mask = batch.get("attention_mask")
     if mask is None:
@@ -141,7 +160,7 @@ def _padding(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[np.bo
 
 def _documents(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[Any] | None:
     """Whose each token is, (rows or 1, S), or None where every row is one document."""
-    said = numbers_of({name: batch.get(name) for name in PACKED}, seq_len)
+    said = numbers_of({name: batch.get(name) for name in PACKED}, rows, seq_len)
     found = restarts(batch.get("position_ids"), rows, seq_len)
     mask = batch.get("attention_mask")
     if mask is not None:
@@ -181,10 +200,11 @@ def _positions(
     if given is not None and positions is not None:
         raise BatchError(f"positions = {positions!r} was asked for, but the batch has position_ids. Take one out.")
     if given is not None:
-        if given.ndim != 2 or given.shape[1] != seq_len or given.shape[0] not in (1, rows):
+        if not isinstance(given, Tensor) or tuple(given.shape) not in ((1, seq_len), (rows, seq_len)):
+            what = f"have shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"are {type(given).__name__}"
             raise BatchError(
-                f"position_ids have shape {tuple(given.shape)}, but whole sequences have (batch, tokens) ="
-                f" {(rows, seq_len)}. Give whole tensors, not shards."
+                f"position_ids {what}, but whole sequences have a tensor (batch, tokens) = {(rows, seq_len)}. Give"
+                f" whole tensors, not shards."
             )
         return given.expand(rows, -1)
     if positions not in (None, "sequence", "document") or (positions is None and documents is not None):
@@ -195,8 +215,8 @@ def _positions(
         )
     counted = torch.arange(seq_len).expand(rows, -1)
     if positions == "document" and documents is not None:
-        edges, _ = runs(documents[0])
-        counted = counted - torch.as_tensor(np.repeat(edges[:-1], np.diff(edges)))
+        edges = [runs(row)[0] for row in documents]
+        counted = counted - torch.as_tensor(np.stack([np.repeat(row[:-1], np.diff(row)) for row in edges]))
     return counted
 
 

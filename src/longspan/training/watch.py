@@ -49,8 +49,17 @@ def watch(
         try:
             yield Watching(members)
         except BaseException as error:
-            members.tell(error, settings)
+            if not _ends_well(error):
+                members.tell(error, settings)
             raise
+        finally:
+            members.training_step = -1
+            members.tell_step()
+
+
+def _ends_well(error: BaseException) -> bool:
+    """Whether this is how a loop ends early on purpose."""
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def attempt_store(timeout: float = 60.0) -> Any:
