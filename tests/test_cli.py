@@ -19,6 +19,7 @@ from longspan.cli import chrome, command, compare, doctor
 from longspan.cli.lengths import drawn_lengths
 from longspan.cli.screen import Column, Row, Screen
 from longspan.schedules import MACHINES, simulate
+from longspan.schedules.choose import Reason
 from longspan.schedules.machine_text import machine_text, parse_machine
 from tests import cli_work
 from tests.pool import pool
@@ -212,7 +213,15 @@ REFUSALS = [
     (("plan", "--seq", "8k", "--q-heads", "7"), "leaves 7 over"),
     (("plan", "--seq", "8k", "--ranks", "1M"), "1048576 ranks were asked for"),
     (("plan", "--seq", "8k", "--fetch-bytes", "1"), "fetch_bytes = 1 leaves room for 0 rows"),
+    (("plan", "--seq", "8k", "--scheme", ""), "schedule '' was asked for"),
+    (("plan", "--seq", "8k", "--docs", "short", "--seed", "-1"), "--seed -1 was asked for"),
     (("compare", "--seq", "8k", "--layouts", "zigzag,magic"), "--layouts names 'magic'"),
+    (("compare", "--seq", "8k", "--layouts", ""), "--layouts names ''"),
+    (("compare", "--seq", "8k", "--schemes", ""), "--schemes '' was asked for"),
+    (("compare", "--seq", "8k", "--schemes", "ring;"), "--schemes 'ring;' was asked for"),
+    (("compare", "--seq", "8k", "--schemes", "ring; auto"), "none of them empty or auto"),
+    (("show", "mask", "--seq", "8k", "--scheme", "nonsense"), "a mask is the same with every schedule"),
+    (("show", "layout", "--seq", "8k", "--keep"), "--keep was asked for, but a layout is the same"),
     (("compare", "--seq", "8k", "--plot", "curves.doc"), "The name must end in .svg, .png"),
     (("trace", "--seq", "8k", "--ranks", "1k", "--out", "x"), "a trace of 1024 ranks was asked for"),
     (("trace", "--seq", "8k"), "the following arguments are required: --out"),
@@ -372,6 +381,31 @@ def test_compare_shows_the_byte_reduction_on_longtail_documents(longspan):
     assert re.search(r"^  all_gather +zigzag .* 1\.00x .* PyTorch$", out, re.MULTILINE)
     assert re.search(r"^  ring +zigzag .* PyTorch$", out, re.MULTILINE)
     assert re.search(r"^\* hybrid\(8,exchange\) +balanced ", out, re.MULTILINE)
+
+
+def test_factors_are_said_in_the_right_direction():
+    best, theirs = ("exchange", "balanced"), compare.TORCH[0]
+
+    def said(*figures):
+        (bytes_a, peak_a), (bytes_b, peak_b) = figures
+        reasons = (Reason(best[0], 1.0, 1.0, bytes_a, peak_a, True), Reason(theirs[0], 2.0, 2.0, bytes_b, peak_b))
+        pairs = zip((best, theirs), reasons, strict=True)
+        return compare.verdict([compare.Entry(8, layout, name, 1.0, reason) for (name, layout), reason in pairs])
+
+    start, middle = "exchange over balanced: ", "PyTorch's all-gather, predicted 2.0x as fast"
+    assert said((10, 10), (100, 30)) == f"{start}10.0x fewer bytes than {middle}, with 3.0x less memory."
+    assert said((57, 40), (10, 10)) == f"{start}5.7x the bytes of {middle}, with 4.0x the memory."
+    assert said((100, 100), (100, 101)) == f"{start}as many bytes as {middle}."
+    assert said((0, 0), (10, 0)) == f"{start}no bytes at all, predicted 2.0x as fast."
+
+
+def test_no_factor_is_infinite(longspan):
+    code, out, _ = longspan("compare", "--docs", "2k,2k", "--ranks", "2", "--layouts", "contiguous", *SMALL)
+    assert code == 0
+    assert "no bytes at all" in out
+    assert "inf" not in out
+    code, out, _ = longspan("plan", "--docs", "2k,2k", "--ranks", "2", "--layout", "contiguous", *SMALL)
+    assert "no bytes at" in out
 
 
 def test_compare_takes_schemes_and_layouts(answer):

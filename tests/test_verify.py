@@ -4,6 +4,7 @@ Mistakes are those that users of other systems reported: masks dropped, local po
 gradients lost or counted twice, losses and labels that depend on the number of ranks (see verify_work.py).
 """
 
+import copy
 import functools
 import json
 import math
@@ -23,6 +24,7 @@ from pool import end_all, pool
 import longspan as ls
 from longspan import layouts, masks
 from longspan.checking import Finding, Report, VerifyError, loopback_attention, verify, verify_model
+from longspan.checking.command import _group as joined_group
 from longspan.checking.command import add_arguments, run
 from longspan.checking.model_causes import dense_mask
 from longspan.cli import main
@@ -446,6 +448,43 @@ def test_steps_that_cannot_be_verified_are_refused():
         assert message in str(refused.value)
 
 
+def test_steps_whose_results_cannot_be_paired_are_refused():
+    """Gradients under other names, or logits from one step only, would be left out without a word."""
+    model, batch = work.Model(), work.make_batch()
+    common = {"layout": layouts.contiguous(work.TOTAL, 1), "mask": work.PACKED}
+    loss_only = {"whole": lambda m, b, mask: work.whole_step(m, b, mask)[0]}
+    flat = {"whole": lambda m, b, mask: (work.whole_step(m, b, mask)[0], work.whole_step(m, b, mask)[1].flatten(0, 1))}
+    narrow = {"local": lambda m, b: tuple(x[..., :5] if x.ndim else x for x in work.whole_step(m, b, work.PACKED))}
+    step = {"local": lambda m, b: work.whole_step(m, b, work.PACKED), "whole": work.whole_step}
+    wrapped = torch.nn.ModuleDict({"module": model})
+    inside = {"local": lambda m, b: work.whole_step(m["module"], b, work.PACKED), "reference": model}
+    frozen = copy.deepcopy(model)
+    frozen.sinks.requires_grad_(False)
+    for subject, options, messages in (
+        (wrapped, inside, ("module.embed.weight is (13, 16) in the model and missing in reference=", "unwrap")),
+        (model, {"reference": frozen}, ("differ in 1 names", "sinks is (4,) in the model and missing in reference=")),
+        (model, loss_only, ("logits were returned by the local step only",)),
+        (model, {"local": lambda m, b: work.whole_step(m, b, work.PACKED)[0]}, ("by the one-device step only",)),
+        (model, flat, ("returned logits of shape (128, 13)", "(batch, 64 tokens, vocabulary)")),
+        (model, {"whole": lambda m, b, mask: (work.whole_step(m, b, mask)[0], [1])}, ("list was returned in place",)),
+    ):
+        with pytest.raises(PlanError) as refused:
+            verify_model(subject, batch, **{**step, **common, **options})
+        assert all(message in str(refused.value) for message in messages), refused.value
+    report = verify_model(model, batch, **{**step, **common, **narrow})
+    assert report.causes == ("logits of another shape",)
+
+
+def test_gradients_of_the_model_are_left_as_they_were():
+    model, batch = work.Model(), work.make_batch()
+    before = torch.randn_like(model.sinks)
+    model.sinks.grad = before
+    step = {"local": lambda m, b: work.whole_step(m, b, work.PACKED), "whole": work.whole_step}
+    assert verify_model(model, batch, **step, layout=layouts.contiguous(work.TOTAL, 1), mask=work.PACKED).ok
+    assert model.sinks.grad is before
+    assert model.head.weight.grad is None
+
+
 def test_a_model_that_cannot_run_in_float64_is_its_own_truth():
     model, batch = work.Model(), work.make_batch()
 
@@ -469,9 +508,72 @@ def test_the_command_checks_all_ranks_in_one_process(capsys):
     assert found["ok"]
     assert found["ranks"] == 3
     assert [check["checks"][-1]["tensor"] for check in found["checks"]] == ["gradient of sinks"] * 2
-    assert main(["verify", "--docs", "3;4"]) == 2
-    assert "lengths such as 200,31,281" in capsys.readouterr().err
-    assert main(["verify", "--window", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--docs", "3;4"], "lengths such as 200,31,281"),
+        (["--docs", "20,0"], "each 1 or more, but '20,0' was given"),
+        (["--docs", "20,31,13", "--seq", "100"], "3 documents of 64 tokens together, but --seq is 100"),
+        (["--docs", "full", "--window", "4"], "--window goes with causal documents"),
+        (["--window", "0"], "--window 0 was asked for"),
+        (["--ranks", "0"], "--ranks 0 was asked for. It must be 1 or more"),
+        (["--seq", "0"], "--seq 0 was asked for"),
+        (["--draw", str(1 << 63)], "below 2^63"),
+        (["--device", "foo"], "--device 'foo' was asked for, but PyTorch cannot use it here"),
+        (["--device", "meta"], "tensors hold no numbers there"),
+        pytest.param(
+            ["--device", "cuda"],
+            "--device 'cuda' was asked for, but PyTorch cannot use it here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there"),
+        ),
+    ],
+)
+def test_the_command_refuses_in_one_line(capsys, words, message):
+    assert main(["verify", *words]) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert message in found.err
+    assert found.err.count("\n") == 1
+
+
+def test_the_command_takes_lengths_that_agree_with_seq(capsys):
+    assert main(["verify", "--docs", "20,12", "--seq", "32", "--ranks", "2", "--scheme", "ring", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == 2
+
+
+def test_the_command_says_what_a_launcher_left_out(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert main(["verify"]) == 2
+    assert "RANK and WORLD_SIZE are set, but MASTER_ADDR not" in capsys.readouterr().err
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "none")
+    assert main(["verify"]) == 2
+    said = capsys.readouterr().err
+    assert "did not meet: " in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl")])
+def test_ranks_of_the_command_talk_over_what_suits_the_tensors(monkeypatch, device, backend):
+    """Hosts with CUDA as well: tensors live on the CPU unless --device says otherwise."""
+    asked = []
+
+    def join(name):
+        asked.append(name)
+        raise ValueError("far enough")
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", join)
+    with pytest.raises(PlanError, match="far enough"), joined_group(torch.device(device)):
+        pass
+    assert asked == [backend]
 
 
 def test_the_command_says_what_is_wrong_with_exit_code_1(monkeypatch, capsys):

@@ -47,8 +47,7 @@ def attention(
     the mask hides pairs. `sinks` are scores, one per head, that join the softmax and bring no value. `dropout` strikes
     probabilities; `seed` and global positions decide which. All tensors among these, and those that `score_mod`
     captured, get gradients, which are summed over the group; `captured_grads="share"` leaves each rank its own share,
-    for trainers that reduce gradients over the group themselves (FSDP, DDP). Like PyTorch's, a score function is also
-    called on pairs that the mask hides, and must be finite and differentiable there.
+    for trainers that reduce gradients themselves (FSDP, DDP). Score functions are called on hidden pairs, too.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 2, 8, 16)
@@ -56,8 +55,7 @@ def attention(
     >>> torch.allclose(out[:, :, 5], v[:, :, 5])  # the first token of the second document sees itself only
     True
     """
-    from longspan.execution.call import attention as run  # torch is loaded here, not with the package
-    from longspan.execution.call import telling
+    from longspan.execution.call import attention as run, telling  # noqa: I001  (loads torch, here and not above)
     from longspan.execution.extras import Extras
     from longspan.execution.inputs import check_inputs
 

@@ -85,7 +85,7 @@ def verify_model(
     """Whether a training step over the ranks gives one device's loss, logits and gradients of every parameter.
 
     - `local(model, batch)` is your step on this rank, up to the loss: it gets the whole batch and shards it itself. It
-      returns the loss, or `(loss, logits)` with logits (batch, local tokens, vocabulary).
+      returns the loss, or `(loss, logits)` with logits (batch, local tokens, vocabulary), as `whole` does.
     - `whole(model, batch, mask)` is the same on one device; `mask` is what you pass as `mask=`.
     - `gradients` says what you do with gradients after backward, which verify then does for you: they are added up over
       the group ("sum"), averaged as DDP does ("average"), or reduced already, as by FSDP ("done").
@@ -94,6 +94,7 @@ def verify_model(
     - `causes`: more mistakes to recognise, by name, each a function like `whole`.
 
     The truth is the one-device run in float64, of a copy of the model; where that fails, in the model's own precision.
+    Gradients that the model holds are put back afterwards.
     """
     from longspan.checking.model import Step, verify_step
 

@@ -58,9 +58,10 @@ def run(args: argparse.Namespace) -> int:
         world = size if group is not None else RANKS if args.ranks is None else args.ranks
         if group is not None and args.ranks not in (None, world):
             raise PlanError(f"--ranks {args.ranks} was asked for, but torchrun started {world}. Leave --ranks out.")
-        balanced = args.layout == "balanced"
-        named = layouts.balanced if balanced else getattr(layouts, args.layout)
-        layout = named(mask, world_size=world) if balanced else named(mask.length(None), world)
+        if args.layout == "balanced":
+            layout = layouts.balanced(mask, world_size=world)
+        else:
+            layout = getattr(layouts, args.layout)(mask.length(None), world)
         reports: list[Report] = []
         for dtype in args.dtype.split(","):
             for scheme in _split(args.scheme):

@@ -343,8 +343,9 @@ def _logits_problem(ranks: Ranks, logits: Tensor, right: Tensor) -> Finding | No
     if not wrong:
         return None
     return Finding(
-        "logits", f"do not have (batch {wanted[0]}, local tokens, vocabulary {wanted[2]}) on ranks {wrong}", math.inf, 0.0, tuple(wrong), (),
-        None, "logits of another shape", "No number was compared.", "Return the logits of this rank's tokens.",
+        "logits", f"do not have (batch {wanted[0]}, local tokens, vocabulary {wanted[2]}) on ranks {wrong}",
+        math.inf, 0.0, tuple(wrong), (), None, "logits of another shape", "No number was compared.",
+        "Return the logits of this rank's tokens.",
     )  # fmt: skip
 
 

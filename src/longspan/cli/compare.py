@@ -166,8 +166,9 @@ def show(workload: Workload, entries: list[Entry], screen: Screen, plot: Path | 
         screen.text(verdict(mine))
     screen.text()
     notes = [
-        f"Simulated on {workload.machine.name}, quickest first. Received: most bytes of the ranks looked at, both passes."
-        " Fewer: PyTorch's all-gather receives so many times as much. Peak: memory beside the rank's own tensors.",
+        f"Simulated on {workload.machine.name}, quickest first. Received: most bytes of the ranks looked at, both"
+        " passes. Fewer: PyTorch's all-gather receives so many times as much. Peak: memory beside the rank's own"
+        " tensors.",
         "PyTorch's are priced as our own schedules of that name over zigzag (its head-tail): the same bytes, and our"
         " kernels, copies and overlap.",
     ]
