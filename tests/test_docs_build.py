@@ -133,7 +133,8 @@ def test_torchrun_blocks_run_on_two_ranks(tmp_path):
 
 
 @pytest.mark.parametrize(("words", "lines"), commands())
-def test_quoted_commands_print_what_is_quoted(capsys, words, lines):
+def test_quoted_commands_print_what_is_quoted(capsys, monkeypatch, words, lines):
+    monkeypatch.setenv("COLUMNS", "100")
     assert main([*words, "--plain"]) == 0
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     missing = [line for line in lines if line.rstrip() not in printed]

@@ -112,7 +112,7 @@ def show(workload: Workload, made: Plan, screen: Screen) -> None:
     screen.notes(
         (
             f"Times are simulated on {made.machine.name}, not measured. Times, bytes (both passes) and memory are the"
-            f" largest of ranks {sample}: those with most pairs, most bytes, the first and the last."
+            f" largest of ranks {sample}: those with most pairs, most remote rows, most bytes, the first and the last."
             if ranks > len(found["figures_of_ranks"])
             else f"Times are simulated on {made.machine.name}, not measured. Bytes are of both passes.",
         )

@@ -250,7 +250,7 @@ class Watch:
                     f"{who} was asked for something else: it is {found}, while {self._name(self.rank)} is {mine}, and"
                     f" only {compares} was asked for something new."
                 )
-        if found.call > mine.call and peer == self._current and now - self._current_since > self.patience:
+        if found.call > mine.call and peer == self._current and now - self._current_since > 5 * self.patience:
             return f"{who} went on alone: it is {found}, while {self._name(self.rank)} is {mine}."
         return None
 

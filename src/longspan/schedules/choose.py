@@ -1,6 +1,6 @@
 """Choice with reasons: every scheme that applies is costed on a machine, and the list says why one was taken.
 
-Figures are those of ranks likely to be busiest (most pairs, most bytes, first, last), since the
+Figures are those of ranks likely to be busiest (most pairs, most remote rows, most bytes, first, last), since the
 slowest rank is when a step is done; where ranks differ much, another may receive somewhat more. They come from the same
 steps and the same cost functions as the simulator, without waits between ranks.
 """
@@ -63,7 +63,7 @@ def busiest(chosen: Scheme) -> list[int]:
         lent += _lent(needed, problem.layout)
     wide = problem.sizes.row_bytes(Role.DKV)
     received = borrowed * 2 * problem.sizes.row_bytes(Role.KV) + lent * wide  # gradients come back to who lent
-    return sorted({int(chosen.work.argmax()), int(received.argmax()), 0, size - 1})
+    return sorted({int(worst.argmax()) for worst in (chosen.work, borrowed, received)} | {0, size - 1})
 
 
 def _lent(needed: Ints, layout: Layout) -> Ints:
