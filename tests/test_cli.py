@@ -402,10 +402,10 @@ def test_factors_are_said_in_the_right_direction():
 def test_no_factor_is_infinite(longspan):
     code, out, _ = longspan("compare", "--docs", "2k,2k", "--ranks", "2", "--layouts", "contiguous", *SMALL)
     assert code == 0
-    assert "no bytes at all" in out
+    assert "no bytes at all" in " ".join(out.split())
     assert "inf" not in out
     code, out, _ = longspan("plan", "--docs", "2k,2k", "--ranks", "2", "--layout", "contiguous", *SMALL)
-    assert "no bytes at" in out
+    assert "no bytes at all" in " ".join(out.split())
 
 
 def test_compare_takes_schemes_and_layouts(answer):

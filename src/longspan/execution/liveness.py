@@ -244,7 +244,8 @@ class Watch:
             # For a moment one rank may know that all have agreed and the other not yet.
             alone = Phase.AGREEING in (found.phase, mine.phase) and found.phase is not mine.phase
             since = self._alone.setdefault(peer, now) if alone else self._alone.pop(peer, now)
-            if alone and now - since > self.patience / 2:
+            lives = silence < 3 * self._interval  # what a dead one showed last says nothing
+            if alone and lives and now - since > self.patience / 2:
                 compares = who if found.phase is Phase.AGREEING else self._name(self.rank)
                 return (
                     f"{who} was asked for something else: it is {found}, while {self._name(self.rank)} is {mine}, and"
