@@ -77,6 +77,17 @@ def processor_seconds(*words):
     return best
 
 
+def pace():
+    """How many times slower than where the bars were set: there, numpy is imported in 0.15 s of processor time."""
+    best = float("inf")
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", "import numpy"], check=True, timeout=60)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return max(1.0, best / 0.15)
+
+
 # -- starting -------------------------------------------------------------------------------------------------------
 
 
@@ -112,7 +123,7 @@ def test_planning_commands_start_without_torch_and_rich():
 
 
 def test_it_starts_in_half_a_second():
-    assert processor_seconds("--help") < 0.5
+    assert processor_seconds("--help") < 0.5 * pace()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +131,7 @@ def test_it_starts_in_half_a_second():
     [("1M", "64", 1.0, "longtail"), ("1M", "64", 1.0, "causal"), ("10M", "1024", 5.0, "longtail")],
 )
 def test_plan_answers_in_time(seq_len, ranks, bar, docs):
-    assert processor_seconds("plan", "--seq", seq_len, "--ranks", ranks, "--docs", docs) < bar
+    assert processor_seconds("plan", "--seq", seq_len, "--ranks", ranks, "--docs", docs) < bar * pace()
 
 
 # -- plan -----------------------------------------------------------------------------------------------------------
