@@ -176,43 +176,19 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of the rank's rows, of captured tensors and, last, of the sinks."""
     with told(_torch.group_named(group)) if group else nullcontext():
-        return _run_backward(
-            dout, dlse, q, k, v, captured, sinks, out, lse, kept, plan, group, rank, kernel, scale, scoring, sums
-        )
-
-
-def _run_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    captured: list[Tensor],
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    kept: list[Tensor],
-    plan: str,
-    group: str,
-    rank: int,
-    kernel: str,
-    scale: float,
-    scoring: str,
-    sums: bool,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
-    chosen = kernel_named(kernel if dlse is None else "reference")
-    functions = _scoring(scoring)
-    if functions is not None:
-        functions.check_unchanged()
-    job = Job(plan_named(plan), rank, chosen, scale, q.dtype, functions, sinks)
-    backward = Backward(job, q, k, v, out, lse, dout, dlse, kept, captured)
-    call = _call(job, "backward", q.device, _settings(group, backward=True))
-    dq, dk, dv = _apart(_run(backward.program(), group, call), (dout, q, k, v, out, lse, *kept))
-    shared = backward.shared_gradients()
-    if sums and group and shared:
-        shared = _summed(shared, group, call)
-    return dq, dk, dv, [t.to(like.dtype) for t, like in zip(shared, _shared(captured, sinks), strict=True)]
+        # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
+        chosen = kernel_named(kernel if dlse is None else "reference")
+        functions = _scoring(scoring)
+        if functions is not None:
+            functions.check_unchanged()
+        job = Job(plan_named(plan), rank, chosen, scale, q.dtype, functions, sinks)
+        backward = Backward(job, q, k, v, out, lse, dout, dlse, kept, captured)
+        call = _call(job, "backward", q.device, _settings(group, backward=True))
+        dq, dk, dv = _apart(_run(backward.program(), group, call), (dout, q, k, v, out, lse, *kept))
+        shared = backward.shared_gradients()
+        if sums and group and shared:
+            shared = _summed(shared, group, call)
+        return dq, dk, dv, [t.to(like.dtype) for t, like in zip(shared, _shared(captured, sinks), strict=True)]
 
 
 def _shared(captured: list[Tensor], sinks: Tensor | None) -> list[Tensor]:
