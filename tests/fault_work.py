@@ -299,7 +299,7 @@ def leave_after_the_fault(rank, port, pipe):
     """A survivor of a stop while plans are compared; its process must end on its own."""
     import torch.distributed as dist
 
-    case = Case(STOP, "different", 2, 1, "exchange", settings={"number": 0, "differs": "mask"})
+    case = Case(STOP, "different", 2, 1, "exchange", settings={"number": "leaves", "differs": "mask"})
     found = Rank(rank, case, port, pipe)
     dist.barrier()
     if rank == 1:
