@@ -19,7 +19,8 @@ from longspan.schedules.machine import Machine, rank_seconds
 from longspan.schedules.memory import peak_bytes
 from longspan.schedules.planners import PLANNERS, Scheme, scheme
 from longspan.schedules.problem import Problem
-from longspan.schedules.steps import Role, Step
+from longspan.schedules.steps import Role
+from longspan.schedules.traffic import received
 from longspan.span import Ints
 
 
@@ -83,11 +84,6 @@ def _rows_before(needed: Ints, edges: Ints) -> Ints:
     return total
 
 
-def received(steps: tuple[Step, ...], rank: int, problem: Problem) -> int:
-    """Bytes the rank takes from the wire."""
-    return sum(t.piece.num_bytes(problem.sizes) for step in steps for t in step.transfers if t.dst == rank)
-
-
 def judge(candidate: Scheme, machine: Machine, *, keep: bool) -> Reason:
     """The scheme's figures on the machine."""
     problem, sizes = candidate.problem, candidate.problem.sizes
@@ -99,7 +95,7 @@ def judge(candidate: Scheme, machine: Machine, *, keep: bool) -> Reason:
             (
                 rank_seconds(forward, rank, sizes, machine, "forward"),
                 rank_seconds(backward, rank, sizes, machine, "backward"),
-                received(forward, rank, problem) + received(backward, rank, problem),
+                received(forward, rank, sizes) + received(backward, rank, sizes),
                 max(
                     peak_bytes(forward, rank, problem.layout, sizes, "forward"),
                     peak_bytes(backward, rank, problem.layout, sizes, "backward", kept),

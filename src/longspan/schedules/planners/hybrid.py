@@ -188,10 +188,9 @@ def hybrid(slices: Slices, rank: int, inner: Planner) -> tuple[Step, ...]:
 
 def alone(problem: Problem, rank: int) -> tuple[Step, ...]:
     """The planner of all-to-all: a group that holds everything computes everything in one step."""
-    computes: list[Compute] = []
-    for lane in problem.lanes:
-        computes += problem.computes(rank, problem.held(rank), lane)
-    return (Step((), tuple(computes)),)
+    held = problem.held(rank)
+    rows = np.column_stack((held, np.zeros(len(held), dtype=np.int64)))
+    return (Step((), tuple(problem.computes(rank, (rows,) * len(problem.lanes), 1)[0])),)
 
 
 def _inputs(slices: Slices, taker: int) -> list[Piece]:
