@@ -179,12 +179,11 @@ def steps_work(
     number = np.array([i for i, step in enumerate(steps) for _ in step.computes], dtype=np.int64)
     computes = [compute for step in steps for compute in step.computes]
     merges = number > (-1 if later or not len(number) else number[0])
-    sums = [
-        np.bincount(number, part, len(steps)) for part in _computes_work(computes, merges, sizes, machine, direction)
-    ]
+    works = _computes_work(computes, merges, sizes, machine, direction)
+    sums = [_sums(number, part, len(steps)) for part in works]
     moved = traffic(steps, sizes)
     moved = moved[(moved[:, SRC] == rank) | (moved[:, DST] == rank)]
-    sums[2] += 2.0 * np.bincount(moved[:, STEP], moved[:, BYTES], len(steps))
+    sums[2] += 2.0 * _sums(moved[:, STEP], moved[:, BYTES], len(steps))
     sums[3] += [2.0 if step.transfers else 0.0 for step in steps]
     return [Work(*one) for one in zip(*(part.tolist() for part in sums), strict=True)]
 
@@ -202,7 +201,7 @@ def _computes_work(
     each = np.repeat(np.arange(len(computes)), count)
     table, dims = bd.as_array(tuple(chain.from_iterable(bands))), sizes.head_dim + sizes.v_head_dim
     tiles = _tiles(table, q_heads[each], kv_heads[each], dims, machine, direction)
-    flop, slots = (np.bincount(each, part, len(computes)) for part in tiles)
+    flop, slots = (_sums(each, part, len(computes)) for part in tiles)
     # A float32 row is read, read again and written where partial results meet.
     q_elements = q_tokens * q_heads * (sizes.v_head_dim if direction == "forward" else sizes.head_dim)
     copied = np.where(merges, 12.0, 0.0 if direction == "forward" else 14.0) * q_elements
@@ -210,6 +209,11 @@ def _computes_work(
         copied += 10.0 * kv_tokens * kv_heads * dims
     ops = np.full(len(computes), 5.0) if machine.one_launch else count.astype(float)
     return flop * rows, slots * rows, copied * rows, ops
+
+
+def _sums(number: Ints, values: Ints | Floats, size: int) -> Floats:
+    """The values of each number added up, in their order."""
+    return np.bincount(number, values, size).astype(float)  # of nothing, bincount makes whole numbers
 
 
 def _batch_rows(compute: Compute, sizes: Sizes) -> int:

@@ -121,7 +121,8 @@ class Plan:
             f"  machine    {self.machine.name}{assumed}; times are simulated",
             f"  predicted  {chosen.forward_seconds * 1e3:.3f} ms forward,"
             f" {chosen.backward_seconds * 1e3:.3f} ms backward",
-            f"compared ({len(self.reasons)}; busiest ranks, bytes of both passes):",
+            f"compared ({len(self.reasons)}; bytes are the most of any rank, both passes; times and peaks are of ranks"
+            " likely to be busiest):",
             REASON_HEAD,
         ]
         return "\n".join((*lines, *map(str, self.reasons)))

@@ -150,7 +150,8 @@ class Problem:
         sure, maybe = (_by_step(bd.tighten(cells(bands, kv_rows))) for bands in self.rank_bands(part, rank))
         both, seq_len = np.concatenate((sure, maybe)), self.layout.seq_len
         q, kv = (by_taker(both[:, columns], seq_len) for columns in ((bd.Q0, bd.Q1, STEP), (bd.K0, bd.K1, STEP)))
-        spans, bands = [as_spans(rows[:, :2]) for rows in (q, kv)], [bd.as_bands(rows[:, :STEP]) for rows in (sure, maybe)]
+        spans = [as_spans(rows[:, :2]) for rows in (q, kv)]
+        bands = [bd.as_bands(rows[:, :STEP]) for rows in (sure, maybe)]
         steps = np.unique(both[:, STEP])
         labels = (q[:, 2], kv[:, 2], sure[:, STEP], maybe[:, STEP])
         begins = [np.searchsorted(label, steps).tolist() for label in labels]
