@@ -128,7 +128,12 @@ def test_it_starts_in_half_a_second():
 
 @pytest.mark.parametrize(
     ("seq_len", "ranks", "bar", "docs"),
-    [("1M", "64", 1.0, "longtail"), ("1M", "64", 1.0, "causal"), ("10M", "1024", 5.0, "longtail")],
+    [
+        ("1M", "64", 1.0, "longtail"),
+        ("1M", "64", 1.0, "causal"),
+        ("10M", "1024", 5.0, "longtail"),
+        ("10M", "1024", 5.0, "causal"),
+    ],
 )
 def test_plan_answers_in_time(seq_len, ranks, bar, docs):
     assert processor_seconds("plan", "--seq", seq_len, "--ranks", ranks, "--docs", docs) < bar * pace()

@@ -176,12 +176,17 @@ def steps_work(
 
     `later` says that there were computes before the first of these steps.
     """
+    return _steps_work(steps, rank, sizes, machine, direction, later, traffic(steps, sizes))
+
+
+def _steps_work(
+    steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str, later: bool, moved: Ints
+) -> list[Work]:
     number = np.array([i for i, step in enumerate(steps) for _ in step.computes], dtype=np.int64)
     computes = [compute for step in steps for compute in step.computes]
     merges = number > (-1 if later or not len(number) else number[0])
     works = _computes_work(computes, merges, sizes, machine, direction)
     sums = [_sums(number, part, len(steps)) for part in works]
-    moved = traffic(steps, sizes)
     moved = moved[(moved[:, SRC] == rank) | (moved[:, DST] == rank)]
     sums[2] += 2.0 * _sums(moved[:, STEP], moved[:, BYTES], len(steps))
     sums[3] += [2.0 if step.transfers else 0.0 for step in steps]
@@ -204,10 +209,10 @@ def _computes_work(
     flop, slots = (_sums(each, part, len(computes)) for part in tiles)
     # A float32 row is read, read again and written where partial results meet.
     q_elements = q_tokens * q_heads * (sizes.v_head_dim if direction == "forward" else sizes.head_dim)
-    copied = np.where(merges, 12.0, 0.0 if direction == "forward" else 14.0) * q_elements
+    copied: Floats = np.where(merges, 12.0, 0.0 if direction == "forward" else 14.0) * q_elements
     if direction == "backward":
         copied += 10.0 * kv_tokens * kv_heads * dims
-    ops = np.full(len(computes), 5.0) if machine.one_launch else count.astype(float)
+    ops: Floats = np.full(len(computes), 5.0) if machine.one_launch else count.astype(float)
     return flop * rows, slots * rows, copied * rows, ops
 
 
@@ -225,10 +230,9 @@ def step_work(step: Step, rank: int, sizes: Sizes, machine: Machine, direction: 
     return steps_work((step,), rank, sizes, machine, direction, later)[0]
 
 
-def steps_move_seconds(steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine) -> Floats:
-    """How long each step's transfers keep the rank's busiest link."""
-    moved = traffic(steps, sizes)
-    sums = np.zeros((len(steps), len(machine.links), 2))
+def _move_seconds(num_steps: int, rank: int, machine: Machine, moved: Ints) -> Floats:
+    """How long the transfers of each step keep the rank's busiest link."""
+    sums = np.zeros((num_steps, len(machine.links), 2))
     level = machine.levels(moved[:, SRC], moved[:, DST])
     np.add.at(sums, (moved[:, STEP], level, (moved[:, DST] == rank).astype(np.int64)), moved[:, BYTES])
     busiest = sums.max(axis=2)
@@ -238,12 +242,13 @@ def steps_move_seconds(steps: tuple[Step, ...], rank: int, sizes: Sizes, machine
 
 
 def move_seconds(step: Step, rank: int, sizes: Sizes, machine: Machine) -> float:
-    """`steps_move_seconds` of one step."""
-    return float(steps_move_seconds((step,), rank, sizes, machine)[0])
+    """How long the step's transfers keep the rank's busiest link."""
+    return float(_move_seconds(1, rank, machine, traffic((step,), sizes))[0])
 
 
 def rank_seconds(steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str) -> float:
     """The rank's steps one after another, as if it never waited for others to be ready."""
-    works = [work.seconds(machine, direction) for work in steps_work(steps, rank, sizes, machine, direction)]
-    moves = steps_move_seconds(steps, rank, sizes, machine).tolist()
-    return sum(map(max, works, moves), 0.0)
+    moved = traffic(steps, sizes)
+    works = _steps_work(steps, rank, sizes, machine, direction, False, moved)
+    moves = _move_seconds(len(steps), rank, machine, moved).tolist()
+    return sum(map(max, (work.seconds(machine, direction) for work in works), moves), 0.0)

@@ -62,7 +62,7 @@ def scaling_picture(
     names = list(dict.fromkeys(point.scheme for point in points))
     sides = (
         ("time, forward and backward", lambda point: point.seconds, seconds_text),
-        ("bytes received by the rank that receives most", lambda point: float(point.bytes_received), bytes_text),
+        ("most bytes received by a rank", lambda point: float(point.bytes_received), bytes_text),
     )
     for number, (label, value, text) in enumerate(sides):
         left = MARGIN + 62 + number * (_WIDE + 106)

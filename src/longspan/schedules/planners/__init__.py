@@ -73,8 +73,9 @@ class Scheme:
         """Allowed pairs that each rank computes, all heads and batch rows together."""
         if self.heads == 1:
             return self.problem.work
-        slices = [self._slices.slice(number).work for number in range(self.heads)]
-        return np.stack(slices, axis=1).ravel()
+        kinds = [self._slices.kind(number) for number in range(self.heads)]
+        alike = {kind: self._slices.slice(kinds.index(kind)).work for kind in set(kinds)}
+        return np.stack([alike[kind] for kind in kinds], axis=1).ravel()
 
     @cached_property
     def _volume(self) -> Volume:

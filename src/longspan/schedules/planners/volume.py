@@ -138,7 +138,7 @@ def hybrid_volume(slices: Slices, inner: _Inner) -> Volume:
     known: dict[object, tuple[Volume, Ints, Ints]] = {}
     for number in range(heads):
         problem = slices.slice(number)
-        key = _kind(problem)
+        key = slices.kind(number)
         if key not in known:
             known[key] = (inner(problem), *_gathered(slices, problem))
         across, q, kv = known[key]
@@ -151,14 +151,6 @@ def hybrid_volume(slices: Slices, inner: _Inner) -> Volume:
             given += rows
             given[number::heads] -= rows[number::heads]
     return found
-
-
-def _kind(problem: Problem) -> object:
-    """What decides how much a slice moves: slices with equally many heads of the same rows are alike."""
-    return tuple(
-        (lane.rows, len(lane.kv_heads), tuple((len(p.q_heads), id(p.plane), id(p.q_rows)) for p in lane.parts))
-        for lane in problem.lanes
-    )
 
 
 def _gathered(slices: Slices, problem: Problem) -> tuple[Ints, Ints]:
