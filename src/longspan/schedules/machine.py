@@ -209,7 +209,7 @@ def _computes_work(
     flop, slots = (_sums(each, part, len(computes)) for part in tiles)
     # A float32 row is read, read again and written where partial results meet.
     q_elements = q_tokens * q_heads * (sizes.v_head_dim if direction == "forward" else sizes.head_dim)
-    copied: Floats = np.where(merges, 12.0, 0.0 if direction == "forward" else 14.0) * q_elements
+    copied = (np.where(merges, 12.0, 0.0 if direction == "forward" else 14.0) * q_elements).astype(float)
     if direction == "backward":
         copied += 10.0 * kv_tokens * kv_heads * dims
     ops: Floats = np.full(len(computes), 5.0) if machine.one_launch else count.astype(float)
