@@ -202,18 +202,20 @@ def _computes_work(
         (len(part), len(c.q.heads), len(c.kv.heads), c.q.num_tokens, c.kv.num_tokens, _batch_rows(c, sizes))
         for c, part in zip(computes, bands, strict=True)
     ]
-    count, q_heads, kv_heads, q_tokens, kv_tokens, rows = np.array(facts, dtype=np.int64).reshape(-1, 6).T
+    table = np.array(facts, dtype=np.int64).reshape(-1, 6)
+    count, q_heads, kv_heads, q_tokens, kv_tokens, rows = (table[:, column] for column in range(6))
     each = np.repeat(np.arange(len(computes)), count)
-    table, dims = bd.as_array(tuple(chain.from_iterable(bands))), sizes.head_dim + sizes.v_head_dim
-    tiles = _tiles(table, q_heads[each], kv_heads[each], dims, machine, direction)
+    band_rows, dims = bd.as_array(tuple(chain.from_iterable(bands))), sizes.head_dim + sizes.v_head_dim
+    tiles = _tiles(band_rows, q_heads[each], kv_heads[each], dims, machine, direction)
     flop, slots = (_sums(each, part, len(computes)) for part in tiles)
     # A float32 row is read, read again and written where partial results meet.
     q_elements = q_tokens * q_heads * (sizes.v_head_dim if direction == "forward" else sizes.head_dim)
-    copied = (np.where(merges, 12.0, 0.0 if direction == "forward" else 14.0) * q_elements).astype(float)
+    copied = np.where(merges, 12.0, 0.0 if direction == "forward" else 14.0) * q_elements.astype(np.float64)
     if direction == "backward":
-        copied += 10.0 * kv_tokens * kv_heads * dims
-    ops: Floats = np.full(len(computes), 5.0) if machine.one_launch else count.astype(float)
-    return flop * rows, slots * rows, copied * rows, ops
+        copied = copied + 10.0 * (kv_tokens * kv_heads * dims).astype(np.float64)
+    ops = np.full(len(computes), 5.0) if machine.one_launch else count.astype(np.float64)
+    batch = rows.astype(np.float64)
+    return flop * batch, slots * batch, copied * batch, ops
 
 
 def _sums(number: Ints, values: Ints | Floats, size: int) -> Floats:
