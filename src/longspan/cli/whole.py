@@ -1,7 +1,8 @@
 """Whole attentions beside the bare kernels: what packing, merging, waiting and this machine's other guests cost.
 
 Attentions of two sizes are run as users run them. Short ones take as long as their operations, long ones as long as
-their kernels; the machine's figures for both are set so that the simulator takes as long as they did.
+their kernels, windows longer than that where a kernel knows none; the machine's figures for all of these are set so
+that the simulator takes as long as they did.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ SHORT, LONG = 128, 1536
 """Tokens of each rank."""
 SWEEPS = 2
 Schedules = dict[str, list[Schedule]]
+Case = tuple[Schedules, dict[str, float]]
+"""Schedules of each direction, and how many seconds they took together."""
 
 
 def scaled(
@@ -33,24 +36,24 @@ def scaled(
     Ranks that do not speak only take part in the runs: theirs is the machine as it was.
     """
     ahead = clocks_ahead(ranks)
-    found: list[tuple[Schedules, dict[str, float]]] = []
+    cases: list[Case] = []
     for tokens in (SHORT, LONG):
         plans = _plans(ranks.size, tokens, machine, sizes, dtype)
-        took: dict[str, float] = dict.fromkeys(DIRECTIONS, 0.0)
-        for made in plans:
-            passes = timed(Run(made, ranks), rounds, ahead)
-            for direction in DIRECTIONS:
-                took[direction] += passes.median(direction)
-        found.append(({way: [made.schedule(way) for made in plans] for way in DIRECTIONS}, took))
+        runs = [Run(made, ranks) for made in plans]
+        passes = [timed(run, rounds, ahead) for run in runs]
+        for kinds in (slice(0, 2), slice(2, None)):  # windows apart
+            took = {way: sum(found.median(way) for found in passes[kinds]) for way in DIRECTIONS}
+            cases.append(({way: [made.schedule(way) for made in plans[kinds]] for way in DIRECTIONS}, took))
         advance(f"attention, {tokens} tokens a rank")
-    return fitted(machine, *found[0], *found[1]) if ranks.speaks else machine
+    return fitted(machine, *cases) if ranks.speaks else machine
 
 
 def _plans(size: int, tokens: int, machine: Machine, sizes: Sizes, dtype: str) -> list[Plan]:
     seq_len = tokens * size
     lengths = [seq_len // 2, seq_len // 8, seq_len - seq_len // 2 - seq_len // 8]
     causal = masks.causal(seq_len)
-    kinds: tuple[Mask, ...] = (causal, masks.documents(lengths) & causal, causal & masks.sliding_window(tokens // 2))
+    windows = [causal & masks.sliding_window(width) for width in (tokens // 2, tokens + tokens // 3)]
+    kinds: tuple[Mask, ...] = (causal, masks.documents(lengths) & causal, *windows)
     return [
         plan(
             mask, layouts.balanced(mask, world_size=size), q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
@@ -60,35 +63,50 @@ def _plans(size: int, tokens: int, machine: Machine, sizes: Sizes, dtype: str) -
     ]  # fmt: skip
 
 
-def fitted(
-    machine: Machine, short: Schedules, short_took: dict[str, float], long: Schedules, long_took: dict[str, float]
-) -> Machine:
+def fitted(machine: Machine, short: Case, short_window: Case, long: Case, long_window: Case) -> Machine:
     """The machine on which the schedules of each direction take so many seconds together.
 
     >>> from longspan import layouts, schedules
-    >>> def made(tokens):
+    >>> def made(tokens, mask):
     ...     sizes = schedules.Sizes(8, 8, 64, 64, 2)
-    ...     problem = schedules.Problem.make(masks.causal(), layouts.zigzag(tokens, 2), sizes)
+    ...     problem = schedules.Problem.make(mask, layouts.zigzag(tokens, 2), sizes)
     ...     forward = schedules.scheme("ring", problem).schedule()
-    ...     return {"forward": [forward], "backward": [schedules.backward(forward, keep=False)]}
-    >>> cpu, short, long = schedules.MACHINES["cpu"], made(256), made(4096)
-    >>> real = replace(with_rates(cpu, 50e9, 20e9), op_seconds=3e-4)
-    >>> took = [{way: spent(real, case[way]) for way in DIRECTIONS} for case in (short, long)]
-    >>> found = fitted(cpu, short, took[0], long, took[1])
+    ...     ways = {"forward": [forward], "backward": [schedules.backward(forward, keep=False)]}
+    ...     return ways, {way: spent(real, made) for way, made in ways.items()}
+    >>> cpu = schedules.MACHINES["cpu"]
+    >>> real = with_windows(replace(with_rates(cpu, 50e9, 20e9), op_seconds=3e-4), 0.5, 0.25)
+    >>> window = masks.causal() & masks.sliding_window(300)
+    >>> found = fitted(cpu, *(made(tokens, mask) for tokens in (256, 4096) for mask in (masks.causal(), window)))
     >>> [round(x, -9) / 1e9 for x in (found.flops * found.forward_share, found.flops * found.backward_share)]
     [50.0, 20.0]
+    >>> [round(tiling.window_share, 2) for tiling in (found.forward_tiling, found.backward_tiling)]
+    [0.5, 0.25]
     """
     for _ in range(SWEEPS):
-        rates = {way: _rate(machine, long[way], long_took[way]) for way in DIRECTIONS}
-        machine = with_rates(machine, rates["forward"], rates["backward"])
-        machine = replace(machine, op_seconds=_op_seconds(machine, short, sum(short_took.values())))
-    rates = {way: _rate(machine, long[way], long_took[way]) for way in DIRECTIONS}
-    return with_rates(machine, rates["forward"], rates["backward"])
+        machine = _fitted_kernels(machine, long, long_window)
+        machine = replace(machine, op_seconds=_op_seconds(machine, short, short_window))
+    return _fitted_kernels(machine, long, long_window)
 
 
-def _op_seconds(machine: Machine, schedules: Schedules, seconds: float) -> float:
-    every = [schedule for way in DIRECTIONS for schedule in schedules[way]]
-    return solved(1e-6, 1.0, lambda op: spent(replace(machine, op_seconds=op), every), seconds)
+def _op_seconds(machine: Machine, *cases: Case) -> float:
+    every = [schedule for schedules, _ in cases for way in DIRECTIONS for schedule in schedules[way]]
+    took = sum(sum(took.values()) for _, took in cases)
+    return solved(1e-6, 1.0, lambda op: spent(replace(machine, op_seconds=op), every), took)
+
+
+def _fitted_kernels(machine: Machine, plain: Case, window: Case) -> Machine:
+    """With the rates that plain attentions show, and what windows have of them."""
+    schedules, took = plain
+    machine = with_rates(machine, *(_rate(machine, schedules[way], took[way]) for way in DIRECTIONS))
+    schedules, took = window
+
+    def share(way: str) -> float:
+        def predicted(slowness: float) -> float:
+            return spent(with_windows(machine, 1 / slowness, 1 / slowness), schedules[way])
+
+        return 1 / solved(0.5, 16.0, predicted, took[way])
+
+    return with_windows(machine, *map(share, DIRECTIONS))
 
 
 def _rate(machine: Machine, schedules: Sequence[Schedule], seconds: float) -> float:
@@ -98,6 +116,15 @@ def _rate(machine: Machine, schedules: Sequence[Schedule], seconds: float) -> fl
         return spent(with_rates(machine, 1 / slowness, 1 / slowness), schedules)
 
     return 1 / solved(1e-16, 1e-6, predicted, seconds)
+
+
+def with_windows(machine: Machine, forward: float, backward: float) -> Machine:
+    """The machine with kernels that have such a share of their speed on windows."""
+    tilings = (
+        replace(machine.forward_tiling, window_share=forward),
+        replace(machine.backward_tiling, window_share=backward),
+    )
+    return replace(machine, forward_tiling=tilings[0], backward_tiling=tilings[1])
 
 
 def with_rates(machine: Machine, forward: float, backward: float) -> Machine:

@@ -127,6 +127,17 @@ def _half(x: NDArray[np.int64]) -> Ints:
     return np.where(x & 1, x * ((x + 1) >> 1), (x >> 1) * (x + 1))
 
 
+def num_borders(rows: Ints) -> Ints:
+    """How many of its two diagonals cut through each band's rectangle.
+
+    >>> num_borders(as_array([Band.parse(text) for text in ("0:9x0:9", "0:9x0:9/0..", "0:9x0:9/0..3")]))
+    array([0, 1, 2])
+    """
+    low = rows[:, LO] > rows[:, Q0] - rows[:, K1] + 1
+    high = rows[:, HI] < rows[:, Q1] - 1 - rows[:, K0]
+    return low.astype(np.int64) + high
+
+
 def area(rows: Ints) -> Ints:
     """The number of allowed pairs of each band (exact below 2**63, else modulo 2**64).
 

@@ -55,10 +55,13 @@ class Tiling:
     full_width: int
     packs_heads: bool = False
     """Whether the query heads of one key/value head fill the rows of a tile together."""
+    window_share: float = 1.0
+    """Speed where both borders of a window cut, as a share of speed elsewhere: a kernel may know only one of them."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "cut_width", "full_width"):
             whole(getattr(self, name), name, "Tiling()", PlanError, low=1)
+        _check_number(self.window_share, "window_share", "Tiling()")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +165,12 @@ def _tiles(
         tiling, outer, inner, flop = machine.backward_tiling, kv, q, 5.0
     heads = q_heads / group
     tiles = np.ceil(outer * group / tiling.rows)
-    reach = np.maximum(pairs / np.maximum(outer, 1) + tiling.rows / group / 2 + tiling.cut_width / 2, tiling.cut_width)
+    borders = bd.num_borders(rows)
+    over = (tiling.rows / group + tiling.cut_width) / 2 * np.maximum(borders, 1)  # a tile ends with whole blocks
+    reach = np.maximum(pairs / np.maximum(outer, 1) + over, tiling.cut_width)
     full = np.ceil(inner / tiling.full_width) * tiling.full_width
     cut = np.minimum(reach, np.ceil(inner / tiling.cut_width) * tiling.cut_width)
-    width = np.where(pairs >= q * kv, full, cut)
+    width = np.where(pairs >= q * kv, full, cut) / np.where(borders > 1, tiling.window_share, 1.0)
     return tiles * width * heads * tiling.rows * flop * dims, tiles * heads
 
 
