@@ -99,7 +99,14 @@ class Plan:
         parts = (self.mask.fingerprint, self.layout.fingerprint, self.sizes.text(), self.dtype, self.scheme.name)
         problem = self.scheme.problem
         rest = f"{problem.node} {problem.max_rows} {self.keep}"
+        rest += "" if problem.chunks is None else f" chunks {problem.chunks.num}"
         return hashlib.sha256(" ".join((*parts, rest)).encode()).hexdigest()
+
+    def _about_chunks(self) -> list[str]:
+        chunks = self.scheme.problem.chunks
+        if chunks is None:
+            return []
+        return [f"  chunks     {chunks.num} of {chunks.length}: the same bits on any number of ranks that cuts none"]
 
     def __repr__(self) -> str:
         return f"<plan {self.scheme.name} of {self.mask} over {self.layout}, {self.fingerprint[:12]}>"
@@ -116,6 +123,7 @@ class Plan:
             f"  layout     {self.layout}",
             f"  tensors    {heads}, {self.dtype}, batch {sizes.batch}",
             f"  imbalance  {self.imbalance:.3f} (most pairs on a rank / mean)",
+            *self._about_chunks(),
             f"  remote K/V {'kept for backward' if self.keep else 'fetched again in backward'}",
             f"  machine    {self.machine.name}{assumed}; times are simulated",
             f"  predicted  {chosen.forward_seconds * 1e3:.3f} ms forward,"
@@ -136,9 +144,10 @@ def made_plan(
     assumed: bool,
     keep: bool,
     max_rows: int | None,
+    chunks: int | None = None,
 ) -> Plan:
     """The plan of checked arguments; equal ones give the same object, masks with a function only the same mask."""
-    return _made(MaskKey(mask), layout, sizes, dtype, name, machine, assumed, keep, max_rows)
+    return _made(MaskKey(mask), layout, sizes, dtype, name, machine, assumed, keep, max_rows, chunks)
 
 
 @lru_cache(maxsize=64)
@@ -152,9 +161,10 @@ def _made(
     assumed: bool,
     keep: bool,
     max_rows: int | None,
+    chunks: int | None,
 ) -> Plan:
     mask = key.mask
-    problem = Problem.make(mask, layout, sizes, node=machine.node, max_rows=max_rows)
+    problem = Problem.make(mask, layout, sizes, node=machine.node, max_rows=max_rows, chunks=chunks)
     if name == "auto":
         chosen, reasons = choose(problem, machine, keep=keep)
     else:

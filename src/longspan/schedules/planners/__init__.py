@@ -72,6 +72,12 @@ def scheme(name: str, problem: Problem) -> Scheme:
     'hybrid(2,exchange)'
     """
     name = name.replace(" ", "")
+    if problem.chunks is not None and name != "exchange":
+        raise PlanError(
+            f"schedule {name!r} was asked for with chunks = {problem.chunks.num}. Only an exchange computes in chunks and"
+            f" keeps queries at home, where their real output is; others add gradients up in an order that the number"
+            f" of ranks decides. Use 'exchange' or 'auto', or leave chunks out."
+        )
     if name in PLANNERS:
         return Scheme(name, problem, 1, PLANNERS[name])
     if name == "all_to_all":
