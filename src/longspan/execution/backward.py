@@ -70,6 +70,8 @@ class Backward(Runner):
             add_rows(kv, sums, self.mine, self.home.of(key), key)
         if self.terms is not None:
             self._add_terms(self.terms)
+            # A message has 0 where a branch adds nothing, and -0.0 + 0.0 is 0.0: all zeros are made to be this one.
+            return *self.home_q.result(self.job.dtype), *(t + 0.0 for t in self.home.result(self.job.dtype))  # type: ignore[return-value]
         return *self.home_q.result(self.job.dtype), *self.home.result(self.job.dtype)  # type: ignore[return-value]
 
     def compute(self, compute: Compute) -> None:

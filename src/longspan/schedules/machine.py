@@ -16,7 +16,7 @@ import numpy as np
 from longspan.errors import PlanError
 from longspan.masks import bands as bd
 from longspan.schedules.steps import Compute, Sizes, Step
-from longspan.span import Ints, shortened, whole
+from longspan.span import Ints, Span, shortened, whole
 
 
 def _check_number(value: object, name: str, where: str, *, zero: bool = False) -> None:
@@ -166,8 +166,11 @@ def compute_work(compute: Compute, sizes: Sizes, machine: Machine, direction: st
 def step_work(step: Step, rank: int, sizes: Sizes, machine: Machine, direction: str, later: bool) -> Work:
     """All computes of a step, and packing and unpacking of what it sends and receives."""
     work = Work()
+    met: set[Span] = set()
     for compute in step.computes:
-        work += compute_work(compute, sizes, machine, direction, later)
+        again = bool(compute.kv.apart) and not met.isdisjoint(compute.q.spans)  # chunks merge within a step, too
+        work += compute_work(compute, sizes, machine, direction, later or again)
+        met.update(compute.q.spans)
     moved = sum(t.piece.num_bytes(sizes) for t in step.transfers if rank in (t.src, t.dst))
     return work + Work(copied=2.0 * moved, ops=2.0 if step.transfers else 0.0)
 

@@ -13,8 +13,8 @@ from longspan.layouts import Layout
 from longspan.schedules.steps import GRADIENT, Piece, Role, Sizes, Step
 from longspan.span import Ints, as_rows, intersect, subtract, total, union
 
-_Key = tuple[object, object]
-"""Heads and batch rows."""
+_Key = tuple[object, object, object]
+"""Heads, batch rows, and which queries are added up apart."""
 
 
 def live_bytes(
@@ -53,12 +53,12 @@ def _by_heads(steps: tuple[Step, ...], role: Role) -> dict[_Key, list[tuple[int,
     for number, step in enumerate(steps):
         for compute in step.computes:
             piece = compute.q if role is Role.Q else compute.kv
-            found.setdefault((piece.heads, piece.rows), []).append((number, as_rows(piece.spans)))
+            found.setdefault((piece.heads, piece.rows, piece.apart), []).append((number, as_rows(piece.spans)))
     return found
 
 
 def _weight(key: _Key, sizes: Sizes) -> int:
-    heads, rows = key
+    heads, rows, _ = key
     return len(heads) * (sizes.batch if rows is None else len(rows))  # type: ignore[arg-type]
 
 
@@ -104,6 +104,15 @@ def _merging(uses: list[tuple[int, Ints]], num_steps: int) -> Ints:
     return most
 
 
+def _branching(steps: tuple[Step, ...], key: _Key) -> int:
+    """The most rows of sums that wait for the other half of their branch, where queries are added up apart."""
+    if not key[2]:
+        return 0
+    mine = [c for step in steps for c in step.computes if (c.kv.heads, c.kv.rows, c.kv.apart) == key]
+    levels = (len({c.q.spans[0].start for c in mine}) - 1).bit_length()
+    return levels * max(c.kv.num_tokens for c in mine)
+
+
 def _add_results(live: Ints, steps: tuple[Step, ...], own: Ints, sizes: Sizes) -> None:
     """One accumulator, maximum and sum per query row and head, from its first compute to the end."""
     wide = max(sizes.itemsize, 4)
@@ -132,6 +141,7 @@ def _add_gradients(live: Ints, steps: tuple[Step, ...], rank: int, own: Ints, si
     for key, uses in _by_heads(steps, Role.KV).items():
         live[: len(steps)] += _merging(uses, len(steps)) * (_weight(key, sizes) * sizes.row_bytes(Role.KV))
         weight = _weight(key, sizes) * per_row
+        live[uses[0][0] : uses[-1][0] + 1] += _branching(steps, key) * weight
         mine = union(np.concatenate([intersect(rows, own) for _, rows in uses]))
         live[uses[0][0] :] += total(mine) * weight
         seen = mine[:0]
@@ -140,5 +150,5 @@ def _add_gradients(live: Ints, steps: tuple[Step, ...], rank: int, own: Ints, si
             seen = union(np.concatenate((seen, fresh)))
             live[number:] += total(fresh) * weight
         for number, piece in sent:
-            if (piece.heads, piece.rows) == key:
+            if (piece.heads, piece.rows, piece.apart) == key:
                 live[number + 1 :] -= total(intersect(as_rows(piece.spans), seen)) * weight

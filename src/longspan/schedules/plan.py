@@ -66,6 +66,12 @@ class Plan:
         kept = tuple(self.kept(rank) for rank in ranks) if direction == "backward" else ()
         return Schedule(self.scheme.name, direction, self.layout, self.sizes, steps, kept)
 
+    @property
+    def chunks(self) -> int | None:
+        """Into how many chunks the sequence is cut to get the same bits on any number of ranks; None: it is not."""
+        cut = self.scheme.problem.chunks
+        return None if cut is None else cut.num
+
     @cached_property
     def imbalance(self) -> float:
         """The busiest rank's allowed pairs over the mean; 1.0 is perfect."""
@@ -99,7 +105,7 @@ class Plan:
         parts = (self.mask.fingerprint, self.layout.fingerprint, self.sizes.text(), self.dtype, self.scheme.name)
         problem = self.scheme.problem
         rest = f"{problem.node} {problem.max_rows} {self.keep}"
-        rest += "" if problem.chunks is None else f" chunks {problem.chunks.num}"
+        rest += "" if self.chunks is None else f" chunks {self.chunks}"
         return hashlib.sha256(" ".join((*parts, rest)).encode()).hexdigest()
 
     def _about_chunks(self) -> list[str]:
