@@ -7,6 +7,7 @@ from typing import Any
 from longspan.errors import PlanError
 from longspan.layouts import Layout
 from longspan.masks import Mask
+from longspan.schedules.chunks import MAX_CHUNKS
 from longspan.schedules.machine import Machine
 from longspan.schedules.machines import H100, machine_named
 from longspan.schedules.plan import Plan, made_plan
@@ -169,9 +170,11 @@ def plan(
         )
     if not isinstance(keep, bool):
         raise PlanError(f"keep = {shortened(keep)} was given. It is True (keep remote K/V for backward) or False.")
+    if chunks is not None:
+        chunks = whole(chunks, "chunks", "plan()", PlanError, low=1, high=MAX_CHUNKS)
     if chunks is not None and fetch_bytes is not None:
         raise PlanError(
-            f"chunks = {shortened(chunks)} and fetch_bytes = {shortened(fetch_bytes)} were given. Rows that come in"
+            f"chunks = {chunks} and fetch_bytes = {shortened(fetch_bytes)} were given. Rows that come in"
             f" stages would be computed in other calls than those that come at once. Leave one of the two out."
         )
     sizes = Sizes(q_heads, kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, ITEMSIZE[name], batch)

@@ -14,7 +14,10 @@ import numpy as np
 
 from longspan.errors import PlanError
 from longspan.layouts import Layout
-from longspan.span import Ints, Span, whole
+from longspan.span import Ints, Span
+
+MAX_CHUNKS = 1 << 12
+"""Plans list pairs of chunks: more would be taken for a number of tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +39,6 @@ class Chunks:
     @staticmethod
     def of(layout: Layout, num: int) -> Chunks:
         """The layout's chunks; refused where it cuts inside of one."""
-        num = whole(num, "chunks", "plan()", PlanError, low=1)
         if not layout.seq_len or layout.seq_len % num:
             more = -(-layout.seq_len // num) * num or num
             raise PlanError(
@@ -49,7 +51,7 @@ class Chunks:
             raise PlanError(
                 f"chunks = {num} was asked for, which is chunks of {length} positions, but {layout} begins a span at"
                 f" {int(inside[0, 0])}, inside of one. Use a layout that is cut at multiples of {length} only, as"
-                f" contiguous is over any divisor of {num} ranks and zigzag over any divisor of {num}/2, or other chunks."
+                f" contiguous is where the ranks divide {num}, and zigzag where twice the ranks do, or other chunks."
             )
         at = np.searchsorted(rows[:, 0], np.arange(num, dtype=np.int64) * length, side="right") - 1
         owner = rows[at, 2]
