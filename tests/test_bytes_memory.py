@@ -104,7 +104,7 @@ def _messages(plan, direction):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", (*SCHEMES, "chunks"))
+@pytest.mark.parametrize("scheme", [*SCHEMES, "chunks"])
 def test_bytes_sent_are_those_planned(scheme, dtype):
     seq_len, world_size, number = 96, 4, 0
     for mask_name, mask in _masks(seq_len).items():

@@ -112,13 +112,14 @@ def test_other_world_sizes_do_not_agree():
 
 # -- chunks ------------------------------------------------------------------------------------------------------------
 
-PLACES = [("contiguous", world) for world in (1, 2, 4, 8)] + [("zigzag", world) for world in (1, 2, 4)]
+PLACES = [("contiguous", world) for world in (1, 2, 4, 8)] + [("zigzag", world) for world in (2, 4)]
 CHUNKED = {
     **MASKS,
     "full": masks.full(96),
     "window": masks.causal(96) & masks.sliding_window(17),
     "holes": masks.documents([5, 3, 30, 6, 44, 8]),
-    "heads": masks.per_head(*[masks.causal(96), masks.full(96), masks.documents([33, 63])] * 2, *[masks.causal(96)] * 2),
+    "heads": masks.per_head(*[masks.causal(96), masks.documents([33, 63])], *[masks.full(96)] * 6),
+    "apart": masks.causal(96) & ~masks.Mask.of_bands(np.array([[0, 96, 52, 55, -96, 96]]), 96, "keys 52:55"),
     "rows": masks.per_row(masks.documents([40, 56]), masks.causal(96)),
     "opaque": masks.from_mask_mod(lambda b, h, q, k: (q * k) % 5 != 1, within=masks.causal(96)),
 }
@@ -143,9 +144,10 @@ def other_bits(a, b):
     return [name for name, (x, y) in zip(NAMES, pairs, strict=True) if not torch.equal(x, y)]
 
 
-@pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mask", CHUNKED)
+@pytest.mark.parametrize(
+    ("mask", "kernel"), [*((mask, "auto") for mask in CHUNKED), *((mask, "reference") for mask in ("holes", "opaque"))]
+)
 def test_chunks_give_the_same_bits_on_every_number_of_ranks(mask, dtype, kernel):
     alone, *others = [
         in_chunks(CHUNKED[mask], getattr(layouts, layout)(96, world), dtype, kernel=kernel) for layout, world in PLACES
@@ -165,7 +167,7 @@ def scattered(rng, chunks, length, world):
     return Layout.from_spans(chunks * length, spans, name="scattered")
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(20))
 def test_chunks_agree_however_they_are_dealt(seed):
     rng = np.random.default_rng(seed)
     chunks, length = int(rng.integers(1, 14)), int(rng.integers(1, 12))
@@ -173,7 +175,7 @@ def test_chunks_agree_however_they_are_dealt(seed):
     kinds = ("causal", "full", "documents", "window", "prefix", "sinks", "opaque", "per_head", "per_row", "empty")
     mask = random_mask(rng, kinds[seed % len(kinds)], total, sizes)
     alone = in_chunks(mask, layouts.contiguous(total, 1), dtype, chunks)
-    for world in (2, 3, 5):
+    for world in (2, 5):
         layout = scattered(rng, chunks, length, world)
         problem = Problem.make(mask, layout, sizes, chunks=chunks)
         forward = scheme("exchange", problem).schedule()
@@ -253,12 +255,13 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_other_orders_are_noticed(mutant, monkeypatch):
     remembered = sys.modules["longspan.schedules.plan"]._made  # plans that know their steps already
-    apart = masks.causal(96) & ~masks.Mask.of_bands(np.array([[0, 96, 52, 55, -96, 96]]), 96, "keys 52:55")
     remembered.cache_clear()
     MUTANTS[mutant](monkeypatch)
     noticed = []
-    for mask in (masks.full(96), apart):
-        alone, *others = [in_chunks(mask, getattr(layouts, name)(96, n), torch.float32) for name, n in PLACES]
+    for mask in (CHUNKED["full"], CHUNKED["apart"]):
+        alone, *others = [
+            in_chunks(mask, getattr(layouts, name)(96, n), torch.float32) for name, n in PLACES[:2] + PLACES[5:]
+        ]
         noticed += [other_bits(alone, found) for found in others]
     remembered.cache_clear()
     assert any(noticed)
@@ -317,12 +320,12 @@ def test_what_chunks_cannot_promise_is_refused():
     made = plan(MASKS["causal"], layouts.contiguous(96, 1), **SHAPES, dtype="float32", chunks=8)
     q, k, v, _ = chunk_inputs(torch.float32)
     sinks = torch.zeros(8, requires_grad=True)
-    with pytest.raises(PlanError, match="chunks = 8.*needs a gradient.*Detach it, or plan without chunks"):
+    with pytest.raises(PlanError, match=r"chunks = 8.*needs a gradient.*Detach it, or plan without chunks"):
         ls.attention(q, k, v, made, sinks=sinks)
     ls.attention(q, k, v, made, sinks=sinks.detach())
     with pytest.raises(PlanError, match="needs a gradient"):
         ls.attention(q, k, v, made, alibi=torch.zeros(8, requires_grad=True))
-    with pytest.raises(KernelError, match="its bits depend on the tile alone.*Use 'cpu_flash' or 'reference'"):
+    with pytest.raises(KernelError, match=r"its bits depend on the tile alone.*Use 'cpu_flash' or 'reference'"):
         ls.attention(q, k, v, made, kernel="flex")
 
 
@@ -330,7 +333,7 @@ def test_sums_of_a_branch_that_two_ranks_share_are_refused():
     """The validator proves that a branch comes from one rank, and that computes are of the branch they name."""
     problem = Problem.make(MASKS["causal"], layouts.contiguous(96, 4), Sizes(8, 4, 20, 16, 4, 2), chunks=8)
     text = reversal(scheme("exchange", problem).schedule(), keep=False).text()
-    with pytest.raises(ScheduleError, match="second sum of queries that are one branch|not of the queries"):
+    with pytest.raises(ScheduleError, match="a second sum of queries that are one branch"):
         validate(Schedule.parse(text.replace("q48:72", "q48:96").replace("q72:96", "q48:96")), MASKS["causal"])
     with pytest.raises(ScheduleError, match="not of the queries"):
         validate(Schedule.parse(text.replace("q72:96", "q48:72")), MASKS["causal"])

@@ -105,9 +105,9 @@ def _run(
     saves = torch.is_grad_enabled() and any(t.requires_grad for t in wanted)
     if saves and chunks is not None and any(t.requires_grad for t in wanted[3:]):
         raise PlanError(
-            f"the plan has chunks = {chunks}, which promises the same bits on any number of ranks, but sinks or a tensor"
-            f" that a score function uses needs a gradient, which is summed over ranks in an order that their number"
-            f" decides. Detach it, or plan without chunks."
+            f"the plan has chunks = {chunks}, which promises the same bits on any number of ranks, but sinks or a"
+            f" tensor that a score function uses needs a gradient, which is summed over ranks in an order that their"
+            f" number decides. Detach it, or plan without chunks."
         )
     names = plan, name, rank, chosen, scale, ops.known_scoring(scoring)
     out, lse, _ = ops.attention(q, k, v, captured, sinks, *names, captured_grads == "sum", saves)

@@ -86,13 +86,13 @@ class Forward(Runner):
         return out, lse
 
     def _with_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-        """Results that see sinks; chunk by chunk where bits matter, for `logaddexp` rounds the last of a row otherwise."""
+        """Results that see sinks, in chunks alone where there are any: `logaddexp` rounds the end of a row otherwise."""
         chunks = self.job.plan.scheme.problem.chunks
         if chunks is None:
             return with_sinks(out, lse, sinks)
         parts = zip(out.split(chunks.length, 2), lse.split(chunks.length, 2), strict=True)
-        outs, stats = zip(*(with_sinks(o.contiguous(), l.contiguous(), sinks) for o, l in parts), strict=True)
-        return torch.cat(outs, 2), torch.cat(stats, 2)
+        made = [with_sinks(part.contiguous(), stat.contiguous(), sinks) for part, stat in parts]
+        return torch.cat([part for part, _ in made], 2), torch.cat([stat for _, stat in made], 2)
 
     def _kept_messages(self) -> list[Tensor]:
         """The pieces that the plan keeps, in its order."""

@@ -1,8 +1,8 @@
 """Terms: gradients of keys, apart by the chunk of queries they come from, and added along one tree of chunks.
 
-The tree is that of the chunks' numbers: a branch holds 2**n chunks from a multiple of 2**n on, and its sum is the sum of
-its two halves; chunks that add nothing are skipped. Addition of two numbers does not ask which comes first, so sums are
-the same bit for bit whichever ranks held the branches (`longspan.schedules.chunks`).
+The tree is that of the chunks' numbers: a branch holds 2**n chunks from a multiple of 2**n on, and its sum is that of
+its two halves; chunks that add nothing are skipped. Addition does not ask which of two numbers comes first, so sums are
+the same bit for bit whichever ranks hold the branches (`longspan.schedules.chunks`).
 """
 
 from __future__ import annotations

@@ -115,6 +115,7 @@ class Asked:
 
 PLAIN = Asked()
 MASKS = Asked(mask_function=True)
+MASKS_IN_CHUNKS = Asked(mask_function=True, chunks=True)
 ALL = Asked(True, True, True, True)
 
 

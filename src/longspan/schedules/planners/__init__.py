@@ -74,9 +74,9 @@ def scheme(name: str, problem: Problem) -> Scheme:
     name = name.replace(" ", "")
     if problem.chunks is not None and name != "exchange":
         raise PlanError(
-            f"schedule {name!r} was asked for with chunks = {problem.chunks.num}. Only an exchange computes in chunks and"
-            f" keeps queries at home, where their real output is; others add gradients up in an order that the number"
-            f" of ranks decides. Use 'exchange' or 'auto', or leave chunks out."
+            f"schedule {name!r} was asked for with chunks = {problem.chunks.num}. Only an exchange computes in chunks"
+            f" and keeps queries at home, where their real output is; others add gradients up in an order that the"
+            f" number of ranks decides. Use 'exchange' or 'auto', or leave chunks out."
         )
     if name in PLANNERS:
         return Scheme(name, problem, 1, PLANNERS[name])

@@ -1,8 +1,8 @@
 """Chunked: an exchange that computes chunk by chunk, in an order that no number of ranks changes.
 
-A query meets the keys of its own chunk first, then those before it, nearest first, then those after it, last first. What
-comes first lies on its own rank wherever chunks are neighbours there, and is computed while other keys are in flight.
-Backward goes the other way round.
+A query meets the keys of its own chunk first, then those before it, nearest first, then those after it, last first.
+What comes first lies on its own rank wherever chunks are neighbours there, and is computed while other keys are in
+flight. Backward goes the other way round.
 """
 
 from __future__ import annotations
