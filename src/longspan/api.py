@@ -170,18 +170,23 @@ def plan(
         )
     if not isinstance(keep, bool):
         raise PlanError(f"keep = {shortened(keep)} was given. It is True (keep remote K/V for backward) or False.")
-    if chunks is not None:
-        chunks = whole(chunks, "chunks", "plan()", PlanError, low=1, high=MAX_CHUNKS)
-    if chunks is not None and fetch_bytes is not None:
-        raise PlanError(
-            f"chunks = {chunks} and fetch_bytes = {shortened(fetch_bytes)} were given. Rows that come in"
-            f" stages would be computed in other calls than those that come at once. Leave one of the two out."
-        )
     sizes = Sizes(q_heads, kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, ITEMSIZE[name], batch)
     max_rows = None if fetch_bytes is None else _rows_within(fetch_bytes, sizes)
     hardware = H100 if machine is None else machine_named(machine) if isinstance(machine, str) else machine
-    scheme = schedule.replace(" ", "")
-    return made_plan(mask, layout, sizes, name, scheme, hardware, machine is None, keep, max_rows, chunks)
+    scheme, cut = schedule.replace(" ", ""), _cut(chunks, fetch_bytes)
+    return made_plan(mask, layout, sizes, name, scheme, hardware, machine is None, keep, max_rows, cut)
+
+
+def _cut(chunks: int | None, fetch_bytes: int | None) -> int | None:
+    if chunks is None:
+        return None
+    chunks = whole(chunks, "chunks", "plan()", PlanError, low=1, high=MAX_CHUNKS)
+    if fetch_bytes is not None:
+        raise PlanError(
+            f"chunks = {chunks} and fetch_bytes = {shortened(fetch_bytes)} were given. Rows that come in stages would"
+            f" be computed in other calls than those that come at once. Leave one of the two out."
+        )
+    return chunks
 
 
 def _rows_within(fetch_bytes: int, sizes: Sizes) -> int:

@@ -86,7 +86,7 @@ class Forward(Runner):
         return out, lse
 
     def _with_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-        """Results that see sinks, in chunks alone where there are any: `logaddexp` rounds the end of a row otherwise."""
+        """Results that see sinks, chunk by chunk if there are any: `logaddexp` rounds the end of a row otherwise."""
         chunks = self.job.plan.scheme.problem.chunks
         if chunks is None:
             return with_sinks(out, lse, sinks)
