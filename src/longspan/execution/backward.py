@@ -70,9 +70,10 @@ class Backward(Runner):
             add_rows(kv, sums, self.mine, self.home.of(key), key)
         if self.terms is not None:
             self._add_terms(self.terms)
-            # A message has 0 where a branch adds nothing, and -0.0 + 0.0 is 0.0: all zeros are made to be this one.
-            return *self.home_q.result(self.job.dtype), *(t + 0.0 for t in self.home.result(self.job.dtype))  # type: ignore[return-value]
-        return *self.home_q.result(self.job.dtype), *self.home.result(self.job.dtype)  # type: ignore[return-value]
+        keys = self.home.result(self.job.dtype)
+        if self.terms is not None:  # a message has 0.0 where a branch adds nothing, and -0.0 + 0.0 is another zero
+            keys = tuple(t + 0.0 for t in keys)
+        return *self.home_q.result(self.job.dtype), *keys  # type: ignore[return-value]
 
     def compute(self, compute: Compute) -> None:
         q, dout, out, dq = self._query((compute.q.heads, self.form.rows(compute.q)))
@@ -97,8 +98,8 @@ class Backward(Runner):
             dq.add(tile.q0, tile.q1, dq_tile)
             target.add(tile.k0, tile.k1, dk_tile, dv_tile)
         if self.terms is not None:
-            where = compute.q.spans[0].start, compute.kv.apart[0]
-            self.terms.add(*where, kv, compute.kv.spans[0].start, target)
+            firsts = compute.q.spans[0].start, compute.kv.spans[0].start
+            self.terms.add(compute.kv.apart[0], *firsts, kv, target)
 
     def _query(self, key: Key) -> tuple[Rows, Rows, Tensor, Sum]:
         """Query rows of some heads with their output gradients, outputs, and the gradient that is being summed."""
@@ -157,7 +158,8 @@ class Backward(Runner):
         if piece.role is Role.DKV:
             sums.begin_with(rows.tensors)
             if self.terms is not None:
-                return self.terms.arrived(piece.apart[0], rows, sums)
+                branch = piece.apart[0]
+                return self.terms.add(branch, branch.start, piece.spans[0].start, rows, sums)
         else:
             sums.add(0, piece.num_tokens, *rows.tensors)
         mine, home = (self.rows, self.home_q) if piece.role is Role.DQ else (self.mine, self.home)

@@ -25,21 +25,17 @@ class Terms:
         self._length = length
         self._found: dict[tuple[Key, Span, int], tuple[Rows, Branch]] = {}
 
-    def add(self, queries: int, branch: Span, kv: Rows, first_key: int, sums: Sum) -> None:
-        """Takes up what queries from that position on give keys of one chunk; ascending for these keys and branch."""
+    def add(self, branch: Span, first_query: int, first_key: int, kv: Rows, sums: Sum) -> None:
+        """Takes up what a chunk of queries gives a chunk of keys, chunks of one branch ascending, or what another rank
+        has added up of a whole branch."""
         key = ((kv.heads, kv.rows), branch, first_key // self._length)
         _, parts = self._found.setdefault(key, (replace(kv, tensors=()), []))
-        push(parts, queries // self._length, sums)
-
-    def arrived(self, branch: Span, rows: Rows, sums: Sum) -> None:
-        """Takes up a whole branch that another rank has added up."""
-        key = ((rows.heads, rows.rows), branch, -1 - len(self._found))  # of keys of several chunks
-        self._found[key] = (replace(rows, tensors=()), [(branch.start // self._length, sums)])
+        push(parts, first_query // self._length, sums)
 
     def take(self, branch: Span, wanted: Rows) -> Iterator[tuple[Rows, Sum]]:
         """What the rank found for these keys from queries of a branch, which it has no more use for."""
-        chunks = {(row[0] // self._length, -(-row[1] // self._length)) for row in wanted.runs.tolist()}
-        numbers = {number for low, high in chunks for number in range(low, high)}
+        runs = (wanted.runs[:, :2] + (0, self._length - 1)) // self._length
+        numbers = {number for start, stop in runs.tolist() for number in range(start, stop)}
         for key in [key for key in self._found if key[:2] == ((wanted.heads, wanted.rows), branch)]:
             if key[2] in numbers:
                 rows, parts = self._found.pop(key)
