@@ -294,7 +294,7 @@ def test_ranks_that_plan_in_other_chunks_are_told():
         ({"chunks": 7}, r"7 equal chunks.*leaves 5 over\. Pad the sequence to 98"),
         ({"chunks": 4}, r"chunks of 24 positions, but .*zigzag.* begins a span at 12, inside of one\. Use a layout"),
         ({"chunks": 0}, "chunks = 0"),
-        ({"chunks": 5000}, "at most 4096"),
+        ({"chunks": 5000}, "at most 1024"),
         ({"schedule": "ring"}, "'ring' was asked for with chunks = 8.*Use 'exchange' or 'auto'"),
         ({"schedule": "hybrid(2,exchange)"}, "keeps queries at home"),
         ({"fetch_bytes": 1 << 20}, "Leave one of the two out"),

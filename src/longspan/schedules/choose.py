@@ -114,11 +114,8 @@ def candidates(problem: Problem) -> Iterator[str]:
     """Names of the schemes worth comparing, those that move least first.
 
     Hybrids are those whose groups the heads fill; all-to-all is compared while every rank gets a whole head. Beyond
-    that both work when they are named. In chunks there is one scheme.
+    that both work when they are named.
     """
-    if problem.chunks is not None:
-        yield "exchange"
-        return
     size, sizes = problem.layout.world_size, problem.sizes
     limit = min(max(sizes.kv_heads, problem.node if problem.node < size else 1), sizes.q_heads, size - 1)
     groups = [heads for heads in range(limit, 1, -1) if size % heads == 0]

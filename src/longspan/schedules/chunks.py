@@ -16,7 +16,7 @@ from longspan.errors import PlanError
 from longspan.layouts import Layout
 from longspan.span import Ints, Span
 
-MAX_CHUNKS = 1 << 12
+MAX_CHUNKS = 1 << 10
 """Plans list pairs of chunks: more would be taken for a number of tokens."""
 
 

@@ -171,6 +171,8 @@ def _made(
 ) -> Plan:
     mask = key.mask
     problem = Problem.make(mask, layout, sizes, node=machine.node, max_rows=max_rows, chunks=chunks)
+    if name == "auto" and chunks is not None:
+        name = "exchange"  # the one scheme that computes in chunks: nothing to compare
     if name == "auto":
         chosen, reasons = choose(problem, machine, keep=keep)
     else:
