@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+from torch.distributed import TCPStore
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     from longspan.execution.safety import Safety, safely
 
     with safely(Safety(patience=30.0)):  # many ranks may share few cores: a slow one is not a dead one
@@ -44,12 +46,12 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "longspan"])
         self._timeout = timeout
-        self._folder = tempfile.TemporaryDirectory()
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun holds it
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(world_size):
             here, there = context.Pipe()
-            args = (rank, world_size, os.path.join(self._folder.name, "store"), there)
+            args = (rank, world_size, self._store.port, there)
             self._processes.append(context.Process(target=_serve, args=args, daemon=True))
             self._processes[-1].start()
             self._pipes.append(here)
@@ -94,4 +96,3 @@ class Ranks:
                 pipe.send(None)
                 process.join(10)
             process.kill()
-        self._folder.cleanup()

@@ -1,10 +1,13 @@
-"""What watching and agreement cost: a 2-rank step with and without them, interleaved, as a ratio.
+"""What watching and agreement cost on two ranks, as a share of a step.
 
     python -m benchmarks.watching
 
-Fails when the median of paired ratios is above 1.01.
+Fails when it is above 1 %. Steps of 4,096 tokens vary by 10 % from one to the next on shared cores, so the cost is
+measured where it shows: in steps of the same schedule with hardly any tokens, with and without watching, in pairs in
+the same processes. What watching adds does not depend on the tokens; signs of life come on top, by the second.
 """
 
+import resource
 import statistics
 import sys
 import time
@@ -16,37 +19,54 @@ import longspan as ls
 import longspan.training as training
 from benchmarks.ranks import Ranks
 
-BAR, ROUNDS, TOKENS = 1.01, 25, 4096
+BAR, ROUNDS, FEW, TOKENS = 0.01, 40, 128, 4096
 
 
-def seconds(enabled: bool) -> float:
-    """One rank's step, from a barrier to a barrier."""
-    rank, group = dist.get_rank(), dist.group.WORLD
-    torch.manual_seed(rank)
-    layout = ls.layouts.zigzag(TOKENS, dist.get_world_size())
+def seconds(enabled: bool, tokens: int, steps: int) -> float:
+    """The median of one rank's steps, after one that is not counted. The group ends here, and with it its watch."""
+    world_size = dist.get_world_size()
+    torch.manual_seed(dist.get_rank())
+    layout = ls.layouts.zigzag(tokens, world_size)
     plan = ls.plan(ls.masks.causal(), layout, q_heads=8, kv_heads=8, head_dim=64, dtype="float32", schedule="ring")
-    shards = [torch.randn(1, 8, TOKENS // 2, 64, requires_grad=True) for _ in range(3)]
+    shards = [torch.randn(1, 8, tokens // world_size, 64, requires_grad=True) for _ in range(3)]
+    group = dist.new_group()
+    times = []
     with training.watch(group, enabled=enabled):
-        dist.barrier()
-        begin = time.perf_counter()
-        ls.attention(*shards, plan, group=group).sum().backward()
-        dist.barrier()
-        return time.perf_counter() - begin
+        for _ in range(steps + 1):
+            begin = time.perf_counter()
+            ls.attention(*shards, plan, group=group).sum().backward()
+            times.append(time.perf_counter() - begin)
+    dist.destroy_process_group(group)
+    return statistics.median(times[1:])
+
+
+def idle(enabled: bool, wait: float) -> float:
+    """Processor time that a second takes while nothing is asked for."""
+    group = dist.new_group()
+    with training.watch(group, enabled=enabled):
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        time.sleep(wait)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+    dist.destroy_process_group(group)
+    return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / wait
 
 
 def main() -> int:
-    with Ranks(2) as watched, Ranks(2) as plain:  # of their own, so that one has no threads of the other's
-        ratios = []
-        for number in range(ROUNDS + 2):
-            order = [(watched, True), (plain, False)]
-            found = {enabled: max(ranks.run(seconds, enabled)) for ranks, enabled in order[:: 1 if number % 2 else -1]}
-            ratios.append(found[True] / found[False])
-    median = statistics.median(ratios[2:])
-    print(
-        f"2 ranks, {TOKENS} tokens, forward + backward: watched / not watched {median:.4f} (median of {ROUNDS} pairs)"
-    )
-    print(f"bar {BAR}: {'met' if median <= BAR else 'MISSED'}")
-    return int(median > BAR)
+    added = []
+    with Ranks(2) as ranks:
+        step = max(ranks.run(seconds, False, TOKENS, 5))
+        for number in range(ROUNDS + 1):
+            order = (True, False) if number % 2 else (False, True)
+            found = {watched: max(ranks.run(seconds, watched, FEW, 20)) for watched in order}
+            added.append(found[True] - found[False])
+        life = max(ranks.run(idle, True, 5.0)) - min(ranks.run(idle, False, 5.0))  # Gloo's own threads are awake, too
+    a_step = statistics.median(added[1:])
+    low, high = statistics.quantiles(added[1:], n=4)[::2]
+    share = a_step / step + life
+    print(f"2 ranks, forward + backward: {1e3 * a_step:.2f} ms a step (median of {ROUNDS} pairs, half of them from")
+    print(f"{1e3 * low:.2f} to {1e3 * high:.2f}) of {1e3 * step:.0f} ms with {TOKENS} tokens; signs of life {life:.3%}")
+    print(f"watching takes {share:.2%}, bar {BAR:.0%}: {'met' if share <= BAR else 'MISSED'}")
+    return int(share > BAR)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from longspan.execution.records import Direction, Fault, Phase, Status
 from longspan.execution.safety import Safety, safely, safety
 
 HEADER = Header(b"12345678", 3, -1, 1, 2, 0, 1, 77, 24, b"float32\0")
-STATUS = Status(9, 3, Direction.BACKWARD, 1, 4, Phase.WAITING, 12, b"abcdefgh")
+STATUS = Status(9, 3, Direction.BACKWARD, 1, 4, Phase.WAITING, True, 12, b"abcdefgh")
 
 
 def message():

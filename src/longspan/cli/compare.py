@@ -145,6 +145,7 @@ def as_json(entry: Entry) -> dict[str, Any]:
         "backward_seconds": reason.backward_seconds,
         "bytes_received": reason.bytes_received,
         "peak_bytes": reason.peak_bytes,
+        "figures_of_ranks": list(reason.ranks),
         "fewer_bytes_than_torch_all_gather": entry.fewer if entry.fewer != float("inf") else None,
     }
 
@@ -166,9 +167,9 @@ def show(workload: Workload, entries: list[Entry], screen: Screen, plot: Path | 
         screen.text(verdict(mine))
     screen.text()
     notes = [
-        f"Simulated on {workload.machine.name}, quickest first. Received: most bytes of the ranks looked at, both"
-        " passes. Fewer: PyTorch's all-gather receives so many times as much. Peak: memory beside the rank's own"
-        " tensors.",
+        f"Simulated on {workload.machine.name}, quickest first. Received: the most bytes of any rank, both passes."
+        " Fewer: PyTorch's all-gather receives so many times as much. Peak: memory beside the rank's own tensors. Peak,"
+        " forward and backward are of ranks likely to be busiest, at most five; another may take somewhat more.",
         "PyTorch's are priced as our own schedules of that name over zigzag (its head-tail): the same bytes, and our"
         " kernels, copies and overlap.",
     ]

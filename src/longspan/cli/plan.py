@@ -13,7 +13,7 @@ from longspan.cli.quantities import bytes_against, bytes_alike, num_bytes, rate,
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import Workload
 from longspan.cli.workload import add_arguments as add_workload
-from longspan.schedules.choose import Reason, busiest
+from longspan.schedules.choose import Reason
 from longspan.schedules.plan import Plan
 
 
@@ -32,8 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def figures(made: Plan) -> dict[str, Any]:
-    """What the plan says, for JSON; bytes and seconds of the busiest ranks."""
-    ranks = busiest(made.scheme)
+    """What the plan says, for JSON; bytes over all ranks, seconds and peak of those in `figures_of_ranks`."""
     chosen = next(reason for reason in made.reasons if reason.chosen)
     return {
         "fingerprint": made.fingerprint,
@@ -43,13 +42,13 @@ def figures(made: Plan) -> dict[str, Any]:
         "imbalance": made.imbalance,
         "forward_seconds": chosen.forward_seconds,
         "backward_seconds": chosen.backward_seconds,
-        "forward_bytes_received": max(made.bytes_received(rank, "forward") for rank in ranks),
-        "backward_bytes_received": max(made.bytes_received(rank, "backward") for rank in ranks),
+        "forward_bytes_received": int(made.scheme.received("forward", keep=made.keep).max()),
+        "backward_bytes_received": int(made.scheme.received("backward", keep=made.keep).max()),
         "bytes_received": chosen.bytes_received,
         "peak_bytes": chosen.peak_bytes,
         "own_bytes": own_bytes(made),
         "forward_flops_per_rank": forward_flop(made) / chosen.forward_seconds,
-        "figures_of_ranks": ranks,
+        "figures_of_ranks": list(chosen.ranks),
         "reasons": [as_json(reason) for reason in made.reasons],
     }
 
@@ -65,6 +64,7 @@ def as_json(reason: Reason) -> dict[str, Any]:
         "backward_seconds": reason.backward_seconds,
         "bytes_received": reason.bytes_received,
         "peak_bytes": reason.peak_bytes,
+        "figures_of_ranks": list(reason.ranks),
     }
 
 
@@ -86,6 +86,7 @@ def show(workload: Workload, made: Plan, screen: Screen) -> None:
     found, ranks = figures(made), made.layout.world_size
     screen.title(f"{workload.seq_len:,} tokens on {ranks:,} ranks: {made.scheme.name}")
     received = f"{num_bytes(found['forward_bytes_received'])} forward, {num_bytes(found['backward_bytes_received'])}"
+    sampled = any(len(reason.ranks) < ranks for reason in made.reasons if not reason.at_least)
     kept = "remote K/V are kept for backward" if made.keep else "remote K/V are fetched again; --keep keeps them"
     forward, backward = found["forward_seconds"], found["backward_seconds"]
     speed = rate(found["forward_flops_per_rank"], "FLOP/s")
@@ -95,9 +96,9 @@ def show(workload: Workload, made: Plan, screen: Screen) -> None:
             ("tensors", workload.about_tensors()),
             ("machine", workload.about_machine()),
             ("layout", f"{made.layout.name}, imbalance {made.imbalance:.3f} (most pairs on a rank / mean)"),
-            ("received", f"{received} backward by a rank ({kept})"),
-            ("memory", f"{num_bytes(found['peak_bytes'])} at the peak, beside {num_bytes(found['own_bytes'])} of own"
-             " q, k, v, output and their gradients"),
+            ("received", f"at most {received} backward by any rank ({kept})"),
+            ("memory", f"{num_bytes(found['peak_bytes'])} at the peak{' of the ranks looked at' * sampled}, beside"
+             f" {num_bytes(found['own_bytes'])} of own q, k, v, output and their gradients"),
             ("predicted", f"{seconds(forward)} forward ({speed} a rank), {seconds(backward)} backward"),
             ("why", why(made)),
         )
@@ -108,15 +109,14 @@ def show(workload: Workload, made: Plan, screen: Screen) -> None:
         reason_rows(made.reasons),
     )
     screen.text()
-    sample = ", ".join(map(str, found["figures_of_ranks"]))
-    screen.notes(
-        (
-            f"Times are simulated on {made.machine.name}, not measured. Times, bytes (both passes) and memory are the"
-            f" largest of ranks {sample}: those with most pairs, most remote rows, most bytes, the first and the last."
-            if ranks > len(found["figures_of_ranks"])
-            else f"Times are simulated on {made.machine.name}, not measured. Bytes are of both passes.",
+    note = f"Times are simulated on {made.machine.name}, not measured. Received is the most of any rank, both passes."
+    if sampled:
+        sample = ", ".join(map(str, found["figures_of_ranks"]))
+        note += (
+            " Times and memory are the largest of ranks likely to be busiest, for each scheme; those of"
+            f" {made.scheme.name} are {sample}. Another rank may take somewhat more."
         )
-    )
+    screen.notes((note,))
 
 
 def reason_rows(reasons: Sequence[Reason]) -> list[Row]:

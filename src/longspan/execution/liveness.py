@@ -7,14 +7,15 @@ who finds a fault writes it down for all, so that everybody raises the same mess
 from __future__ import annotations
 
 import atexit
+import math
 import os
-import queue
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -41,8 +42,18 @@ ADVICE = "End this process, so that the launcher can start all ranks again (torc
 class Watch:
     """This rank's signs of life in one group, and its eye on the others."""
 
-    def __init__(self, store: JobStore, rank: int, names: Sequence[int], *, world_size: int, hosts_store: bool) -> None:
+    def __init__(
+        self,
+        store: JobStore,
+        rank: int,
+        names: Sequence[int],
+        close: Callable[[int], None],
+        *,
+        world_size: int,
+        hosts_store: bool,
+    ) -> None:
         self.store, self.rank, self.names, self.size = store, rank, tuple(names), len(names)
+        self._close = close
         self.patience, self._lag = 2.0, 0.0
         self.status = Status()
         self.failed: str | None = None
@@ -50,19 +61,16 @@ class Watch:
         self._hosts_store = hosts_store
         self._interval = BEAT * max(1.0, world_size / MANY)  # all groups share one store
         self._waiting: tuple[int, ...] = ()
-        self._wait_began = self._current_since = 0.0
+        self._wait_began = self._wait_until = self._current_since = 0.0
         self._current = -1
         self._found: str | None = None
         self._seen: dict[int, tuple[Status | None, float]] = {}
         self._turn = self._beats = 0
         self._due = False
-        self._alone: dict[int, float] = {}
         self._last_beat = time.monotonic()
         self._stop, self._wake = threading.Event(), threading.Event()
-        self._asked: queue.SimpleQueue[Sequence[tuple[int, dist.Work]] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._beat()
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._live, self._serve)]
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._live, self._guard)]
         for thread in self._threads:
             thread.start()
         self._pid = os.getpid()
@@ -100,48 +108,31 @@ class Watch:
     def wait(self, works: Sequence[tuple[int, dist.Work]], timeout: float, peers: Sequence[int] | None = None) -> None:
         """Returns when all work, each with a peer, is done, or raises a `RankError` that names the rank to blame.
 
-        A wait for Gloo can be neither polled nor ended, so another thread waits and this one watches.
+        A wait for Gloo can be neither polled nor ended, but it fails when its connections close: who finds a fault
+        closes them.
         """
-        self._begin_waiting([peer for peer, _ in works] if peers is None else peers)
+        self._begin_waiting([peer for peer, _ in works] if peers is None else peers, timeout)
         try:
-            self._asked.put(works)
-            while True:
-                try:
-                    broken = self._answers.get(timeout=BEAT / 4)
-                    break
-                except queue.Empty:
-                    self._raise_what_is_known(timeout)
-            if broken is not None:
-                self._raise_broken(*broken)
+            for peer, work in works:
+                self._current, self._current_since = peer, time.monotonic()
+                work.wait()
+        except RuntimeError as error:
+            self._raise_broken(self._current, _first_line(error))
         finally:
             self._waiting = ()
             self.at(phase=Phase.RUNNING)
 
     def broken(self, error: Exception, peers: Sequence[int]) -> None:
         """Raises a `RankError` for messages that could not even be started."""
-        self._begin_waiting(peers)
+        self._begin_waiting(peers, math.inf)
         self._raise_broken(peers[0], _first_line(error))
 
-    def _begin_waiting(self, peers: Sequence[int]) -> None:
-        self._found, self._wait_began, self._alone = None, time.monotonic(), {}
+    def _begin_waiting(self, peers: Sequence[int], timeout: float) -> None:
+        self._found, self._wait_began = None, time.monotonic()
+        self._wait_until = self._wait_began + timeout
         self._current, self._current_since = -1, self._wait_began
         self.at(phase=self.status.phase if self.status.phase is Phase.AGREEING else Phase.WAITING)
         self._waiting = tuple(dict.fromkeys(peers))
-
-    def _raise_what_is_known(self, timeout: float) -> None:
-        now = time.monotonic()
-        if self._found is not None:
-            self._raise(self._found)
-        silence = now - self._last_beat
-        if silence > max(self.patience, 4 * self._interval) + LAGS * self._lag:
-            self._raise(
-                f"the job's store has not answered for {silence:.1f} s: its host (the launcher, or global rank 0) is"
-                f" dead or stopped."
-            )
-        if now - self._wait_began > timeout:
-            late = "; ".join(f"{self._name(p)} was last seen {self._last(p)}" for p in self._waiting[:4])
-            self._fail(Fault(self._waiting[0], f"no answer for {timeout:.0f} s, though all are alive: {late}"))
-            self._raise(str(self.failed))
 
     def _raise_broken(self, peer: int, error: str) -> None:
         """A message failed. Who is to blame? The peer may be dead, or have left because of somebody else."""
@@ -160,18 +151,32 @@ class Watch:
 
     # -- threads ----------------------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        """Waits for work, on behalf of the thread that watches meanwhile."""
-        while (works := self._asked.get()) is not None:
-            answer = None
-            for peer, work in works:
-                self._current, self._current_since = peer, time.monotonic()
-                try:
-                    work.wait()
-                except Exception as error:
-                    answer = (peer, _first_line(error))
-                    break
-            self._answers.put(answer)
+    def _guard(self) -> None:
+        """Ends waits that cannot end well. Never asks the store itself, which may be what does not answer."""
+        while not self._stop.wait(LOOK):
+            waiting = self._waiting
+            if not waiting:
+                continue
+            if self._found is None:
+                self._found = self._overdue(waiting, time.monotonic())
+            if self._found is not None and self._waiting is waiting:
+                for peer in waiting:  # some connections may be closed already, which says nothing to the others
+                    _quietly(partial(self._close, peer))
+
+    def _overdue(self, waiting: tuple[int, ...], now: float) -> str | None:
+        """Why there is no point in waiting on, as far as the clock tells."""
+        silence = now - self._last_beat
+        if silence > max(self.patience, 4 * self._interval) + LAGS * self._lag:
+            return (
+                f"the job's store has not answered for {silence:.1f} s: its host (the launcher, or global rank 0) is"
+                f" dead or stopped."
+            )
+        if now <= self._wait_until:
+            return None
+        late = "; ".join(f"{self._name(p)} was last seen {self._last(p)}" for p in waiting[:4])
+        fault = Fault(waiting[0], f"no answer for {now - self._wait_began:.0f} s, though all are alive: {late}")
+        self._fail(fault)
+        return fault.text
 
     def _live(self) -> None:
         began = time.monotonic()
@@ -236,23 +241,30 @@ class Watch:
         current = self._current in (peer, self.rank) and now - self._current_since > 2 * self._interval
         if found.phase is Phase.ENDED:
             return f"{who} has ended; last seen {found}." if current else None
-        if found.call == mine.call and found.phase is not Phase.IDLE:
-            both = found.phase is Phase.AGREEING and mine.phase is Phase.AGREEING  # they will see it for themselves
-            for name in ("training_step", "direction") if both else ("training_step", "direction", "plan"):
-                if getattr(found, name) != getattr(mine, name):
-                    return f"{who} does something else: it is {found}, while {self._name(self.rank)} is {mine}."
-            # For a moment one rank may know that all have agreed and the other not yet.
-            alone = Phase.AGREEING in (found.phase, mine.phase) and found.phase is not mine.phase
-            since = self._alone.setdefault(peer, now) if alone else self._alone.pop(peer, now)
-            lives = silence < 3 * self._interval  # what a dead one showed last says nothing
-            if alone and lives and now - since > self.patience / 2:
-                compares = who if found.phase is Phase.AGREEING else self._name(self.rank)
-                return (
-                    f"{who} was asked for something else: it is {found}, while {self._name(self.rank)} is {mine}, and"
-                    f" only {compares} was asked for something new."
-                )
+        if found.call == mine.call:
+            return self._differs(who, mine, found)
         if found.call > mine.call and peer == self._current and now - self._current_since > 5 * self.patience:
             return f"{who} went on alone: it is {found}, while {self._name(self.rank)} is {mine}."
+        return None
+
+    def _differs(self, who: str, mine: Status, found: Status) -> str | None:
+        """How a rank in this very call is in another one than this rank, if it is."""
+        # All ranks remember the same agreements, so a call is new to all of them or to none.
+        if found.compares != mine.compares and (found.training_step, found.direction) == (
+            mine.training_step,
+            mine.direction,
+        ):
+            compares = who if found.compares else self._name(self.rank)
+            return (
+                f"{who} was asked for something else: it is {found}, while {self._name(self.rank)} is {mine}, and"
+                f" only {compares} was asked for something new."
+            )
+        if found.phase is Phase.IDLE:
+            return None
+        both = found.phase is Phase.AGREEING and mine.phase is Phase.AGREEING  # they will see it for themselves
+        for name in ("training_step", "direction") if both else ("training_step", "direction", "plan"):
+            if getattr(found, name) != getattr(mine, name):
+                return f"{who} does something else: it is {found}, while {self._name(self.rank)} is {mine}."
         return None
 
     # -- telling ----------------------------------------------------------------------------------------------------
@@ -286,7 +298,6 @@ class Watch:
             self.tell(error)
         self._stop.set()
         self._wake.set()
-        self._asked.put(None)
         if self.failed is not None and self._hosts_store:
             time.sleep(GRACE + self._interval)
         self._threads[0].join(2 * BEAT)

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -26,8 +28,8 @@ from longspan.schedules.steps import MAX_BATCH
 
 T = TypeVar("T")
 MAX_AGREED = 1024
-ROWS, VERDICT, TABLE = 0xFFFF, 0xFFFE, 0xFFFD
-"""Steps that no schedule has, for the tags of what ranks compare."""
+ROWS, VERDICT, TABLE, CLOSING = 0xFFFF, 0xFFFE, 0xFFFD, 0xFFFC
+"""Steps that no schedule has, for the tags of what ranks compare, and of what never comes."""
 _known: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
 
 
@@ -81,7 +83,8 @@ class Members:
             ranks = dist.get_process_group_ranks(self.group)
             world = dist.get_world_size()
             hosts = _hosts_store(ranks[self.rank])
-            self._watch = Watch(_private(store, self), self.rank, ranks, world_size=world, hosts_store=hosts)
+            close = partial(_close, self._group)
+            self._watch = Watch(_private(store, self), self.rank, ranks, close, world_size=world, hosts_store=hosts)
             finalize(self.group, self._watch.end)
             self._watch.at(training_step=self.training_step)
         self._watch.patience = safety.patience
@@ -100,7 +103,7 @@ class Members:
         watch.check()
         watch.enter(
             call=self.calls, direction=direction_named(call.direction), step=0, num_steps=call.num_steps,
-            plan=call.plan, phase=Phase.AGREEING if running.is_new else Phase.RUNNING,
+            plan=call.plan, compares=running.is_new, phase=Phase.AGREEING if running.is_new else Phase.RUNNING,
         )  # fmt: skip
         try:
             running.agree()
@@ -270,6 +273,17 @@ def message_device(group: dist.ProcessGroup) -> torch.device:
         return torch.device("cpu")
     found = torch.accelerator.current_accelerator()
     return torch.device("cpu") if found is None else found
+
+
+def _close(group: ref[dist.ProcessGroup], peer: int) -> None:
+    """Closes this process's connections, so that its waits fail: a wait that times out does that in Gloo, and nothing
+    else does. Nobody sends what is waited for here."""
+    found = group()
+    if found is not None:
+        never = torch.empty(1, dtype=torch.uint8)
+        work = dist.irecv(never, group=found, group_src=peer, tag=CLOSING)
+        assert work is not None, "this rank is a member"
+        work.wait(timedelta(milliseconds=1))
 
 
 def _private(store: JobStore, members: Members) -> JobStore:

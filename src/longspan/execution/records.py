@@ -44,16 +44,18 @@ class Status:
     step: int = 0
     num_steps: int = 0
     phase: Phase = Phase.IDLE
+    compares: bool = False
+    """Whether this call was new here, so that it had to be compared first."""
     training_step: int = -1
     plan: bytes = bytes(8)
     """The first bytes of the plan's fingerprint."""
 
-    _form = struct.Struct("<4sQQBIIBq8s")
+    _form = struct.Struct("<4sQQBIIBBq8s")
 
     def packed(self) -> bytes:
         return self._form.pack(
-            MAGIC, self.beat, self.call, self.direction, self.step, self.num_steps, self.phase, self.training_step,
-            self.plan,
+            MAGIC, self.beat, self.call, self.direction, self.step, self.num_steps, self.phase, self.compares,
+            self.training_step, self.plan,
         )  # fmt: skip
 
     @classmethod
@@ -65,10 +67,10 @@ class Status:
         """
         if len(raw) != cls._form.size or raw[:4] != MAGIC:
             raise RankError(_strange("status", raw))
-        _, beat, call, direction, step, num_steps, phase, training_step, plan = cls._form.unpack(raw)
-        if direction > Direction.BACKWARD or phase > Phase.ENDED:
+        _, beat, call, direction, step, num_steps, phase, compares, training_step, plan = cls._form.unpack(raw)
+        if direction > Direction.BACKWARD or phase > Phase.ENDED or compares > 1:
             raise RankError(_strange("status", raw))
-        return cls(beat, call, Direction(direction), step, num_steps, Phase(phase), training_step, plan)
+        return cls(beat, call, Direction(direction), step, num_steps, Phase(phase), bool(compares), training_step, plan)
 
     def __str__(self) -> str:
         """Where the rank is.

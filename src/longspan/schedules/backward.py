@@ -7,7 +7,7 @@ the first use, or, where it was handed on from rank to rank, it returns along wi
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
 
 from longspan.errors import ScheduleError
 from longspan.schedules.steps import GRADIENT, Compute, Piece, Recall, Role, Schedule, Step, Transfer
@@ -18,7 +18,7 @@ def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[St
     """The rank's backward steps, and the remote pieces it must keep from forward until then."""
     last = len(steps) - 1
     transfers: list[list[Transfer]] = [[] for _ in range(last + 2)]
-    handed_on = _handed_on(steps, rank)
+    handed_on = _HandedOn.of(steps, rank)
     kept: list[Piece] = []
     for i, step in enumerate(steps):
         for t in step.transfers:
@@ -54,20 +54,29 @@ def _backwards(computes: tuple[Compute, ...]) -> tuple[Compute, ...]:
 _Kind = tuple[Role, Span, Span | None]
 
 
-def _handed_on(steps: tuple[Step, ...], rank: int) -> dict[_Kind, Ints]:
-    """The rows, by role, heads and batch rows, that the rank passes on and that will return to it."""
-    found: dict[_Kind, list[Ints]] = {}
-    for piece in (t.piece for step in steps for t in step.transfers if t.src == rank and t.recall is Recall.RETURN):
-        found.setdefault((piece.role, piece.heads, piece.rows), []).append(as_rows(piece.spans))
-    return {kind: union(np.concatenate(rows)) for kind, rows in found.items()}
+@dataclass(frozen=True, slots=True)
+class _HandedOn:
+    """What a rank passes on and that will return to it: the pieces, and their rows by role, heads and batch rows."""
+
+    pieces: frozenset[Piece]
+    rows: dict[_Kind, Ints]
+
+    @staticmethod
+    def of(steps: tuple[Step, ...], rank: int) -> _HandedOn:
+        transfers = (t for step in steps for t in step.transfers)
+        pieces = frozenset(t.piece for t in transfers if t.src == rank and t.recall is Recall.RETURN)
+        found: dict[_Kind, list[Span]] = {}
+        for piece in pieces:
+            found.setdefault((piece.role, piece.heads, piece.rows), []).extend(piece.spans)
+        return _HandedOn(pieces, {kind: union(as_rows(spans)) for kind, spans in found.items()})
 
 
-def _staying(t: Transfer, handed_on: dict[_Kind, Ints]) -> list[Piece]:
+def _staying(t: Transfer, handed_on: _HandedOn) -> list[Piece]:
     """The rows of a received piece that nobody brings back, so that they must be kept."""
-    if t.recall is Recall.AGAIN:
+    if t.recall is Recall.AGAIN or t.piece in handed_on.pieces:
         return []
     rows = as_rows(t.piece.spans)
-    returning = handed_on.get((t.piece.role, t.piece.heads, t.piece.rows))
+    returning = handed_on.rows.get((t.piece.role, t.piece.heads, t.piece.rows))
     if returning is not None:
         rows = subtract(rows, returning)
     return [Piece(t.piece.role, as_spans(rows), t.piece.heads, t.piece.rows)] if len(rows) else []

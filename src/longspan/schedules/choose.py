@@ -1,8 +1,9 @@
 """Choice with reasons: every scheme that applies is costed on a machine, and the list says why one was taken.
 
-Figures are those of ranks likely to be busiest (most pairs, most remote rows, most bytes, first, last), since the
-slowest rank is when a step is done; where ranks differ much, another may receive somewhat more. They come from the same
-steps and the same cost functions as the simulator, without waits between ranks.
+Bytes are exact: the most that any rank receives. Times and memory are those of ranks likely to be busiest (most pairs,
+most remote rows, most bytes, first, last), since a step is done when the slowest rank is; where ranks differ much,
+another may take somewhat more. They come from the same steps and the same cost functions as the simulator, without
+waits between ranks.
 """
 
 from __future__ import annotations
@@ -13,28 +14,31 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from longspan.layouts import Layout
 from longspan.schedules.backward import reverse
 from longspan.schedules.machine import Machine, rank_seconds
 from longspan.schedules.memory import peak_bytes
 from longspan.schedules.planners import PLANNERS, Scheme, scheme
+from longspan.schedules.planners.volume import lent
 from longspan.schedules.problem import Problem
-from longspan.schedules.steps import Role, Step
-from longspan.span import Ints
+from longspan.schedules.steps import Role
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One scheme's figures on its busiest ranks, forward and backward together where not said otherwise."""
+    """One scheme's figures: bytes of both passes over all ranks, times and memory of the ranks that were looked at."""
 
     scheme: str
     forward_seconds: float
     backward_seconds: float
     bytes_received: int
+    """The most that any rank receives, both passes together."""
     peak_bytes: int
+    """The most memory, of `ranks`, that one needs at any step beside its own tensors."""
     chosen: bool = False
     at_least: bool = False
     """Only a lower bound was worked out, and it was worse than a scheme that was worked out fully."""
+    ranks: tuple[int, ...] = ()
+    """The ranks whose times and memory were worked out; the figures are the largest of theirs."""
 
     @property
     def seconds(self) -> float:
@@ -57,57 +61,36 @@ def busiest(chosen: Scheme) -> list[int]:
     """Ranks that are likely to be the slowest."""
     problem = chosen.problem
     size = problem.layout.world_size
-    borrowed, lent = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    borrowed, given = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
     for needed in problem.needed:
         np.add.at(borrowed, needed[:, 2], needed[:, 1] - needed[:, 0])
-        lent += _lent(needed, problem.layout)
+        given += lent(needed, problem.layout)
     wide = problem.sizes.row_bytes(Role.DKV)
-    received = borrowed * 2 * problem.sizes.row_bytes(Role.KV) + lent * wide  # gradients come back to who lent
+    received = borrowed * 2 * problem.sizes.row_bytes(Role.KV) + given * wide  # gradients come back to who lent
     return sorted({int(worst.argmax()) for worst in (chosen.work, borrowed, received)} | {0, size - 1})
-
-
-def _lent(needed: Ints, layout: Layout) -> Ints:
-    """How many rows other ranks need of each rank, of (start, stop, rank) rows that ranks need of others."""
-    segments = layout.rows
-    covered = [_rows_before(needed, segments[:, column]) for column in (1, 0)]
-    return np.bincount(segments[:, 2], covered[0] - covered[1], layout.world_size).astype(np.int64)
-
-
-def _rows_before(needed: Ints, edges: Ints) -> Ints:
-    """For every edge, how many needed rows lie before it, counted once per rank that needs them."""
-    total = np.zeros(len(edges), dtype=np.int64)
-    for ends, sign in ((needed[:, 0], 1), (needed[:, 1], -1)):
-        ordered = np.sort(ends)
-        number = np.searchsorted(ordered, edges)
-        total += sign * (number * edges - np.concatenate(([0], np.cumsum(ordered)))[number])
-    return total
-
-
-def received(steps: tuple[Step, ...], rank: int, problem: Problem) -> int:
-    """Bytes the rank takes from the wire."""
-    return sum(t.piece.num_bytes(problem.sizes) for step in steps for t in step.transfers if t.dst == rank)
 
 
 def judge(candidate: Scheme, machine: Machine, *, keep: bool) -> Reason:
     """The scheme's figures on the machine."""
     problem, sizes = candidate.problem, candidate.problem.sizes
-    rows: list[tuple[float, float, int, int]] = []
-    for rank in busiest(candidate):
+    rows: list[tuple[float, float, int]] = []
+    ranks = busiest(candidate)
+    for rank in ranks:
         forward = candidate.steps(rank)
         backward, kept = reverse(forward, rank, keep=keep)
         rows.append(
             (
                 rank_seconds(forward, rank, sizes, machine, "forward"),
                 rank_seconds(backward, rank, sizes, machine, "backward"),
-                received(forward, rank, problem) + received(backward, rank, problem),
                 max(
                     peak_bytes(forward, rank, problem.layout, sizes, "forward"),
                     peak_bytes(backward, rank, problem.layout, sizes, "backward", kept),
                 ),
             )
         )
-    worst = [max(column) for column in zip(*rows, strict=True)]
-    return Reason(candidate.name, float(worst[0]), float(worst[1]), int(worst[2]), int(worst[3]))
+    seconds, back, peak = (max(column) for column in zip(*rows, strict=True))
+    received = sum(candidate.received(direction, keep=keep) for direction in ("forward", "backward"))
+    return Reason(candidate.name, seconds, back, int(np.max(received)), int(peak), ranks=tuple(ranks))
 
 
 def candidates(problem: Problem) -> Iterator[str]:

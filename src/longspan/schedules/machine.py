@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longspan.errors import PlanError
 from longspan.masks import bands as bd
 from longspan.schedules.steps import Compute, Sizes, Step
+from longspan.schedules.traffic import BYTES, DST, SRC, STEP, traffic
 from longspan.span import Ints, Span, shortened, whole
+
+Floats = NDArray[np.float64]
 
 
 def _check_number(value: object, name: str, where: str, *, zero: bool = False) -> None:
@@ -110,6 +115,13 @@ class Machine:
                 return number
         return len(self.links) - 1
 
+    def levels(self, src: Ints, dst: Ints) -> Ints:
+        """`level` of many pairs of ranks."""
+        found = np.full(len(src), len(self.links) - 1, dtype=np.int64)
+        for number, link in reversed(list(enumerate(self.links))):
+            found[src // link.ranks == dst // link.ranks] = number
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -131,68 +143,125 @@ class Work:
 
 def tile_work(rows: Ints, q_heads: int, kv_heads: int, dims: int, machine: Machine, direction: str) -> Work:
     """The kernel work of `(n, 6)` bands, rounded up to tiles; `dims` is head_dim + v_head_dim."""
+    heads = np.full(len(rows), q_heads, dtype=np.int64), np.full(len(rows), kv_heads, dtype=np.int64)
+    flop, slots = (float(part.sum()) for part in _tiles(rows, *heads, dims, machine, direction))
+    return Work(flop, slots)
+
+
+def _tiles(
+    rows: Ints, q_heads: Ints, kv_heads: Ints, dims: int, machine: Machine, direction: str
+) -> tuple[Floats, Floats]:
+    """FLOP and tile slots of each band, for its own numbers of heads."""
     q, kv = (rows[:, bd.Q1] - rows[:, bd.Q0]).astype(float), (rows[:, bd.K1] - rows[:, bd.K0]).astype(float)
     pairs = bd.area(rows).astype(float)
+    group = np.ones(len(rows))
     if direction == "forward":  # tiles hold queries and run over keys
         tiling, outer, inner, flop = machine.forward_tiling, q, kv, 2.0
-        group = q_heads / kv_heads if tiling.packs_heads else 1.0
+        group = q_heads / kv_heads if tiling.packs_heads else group
     else:  # tiles hold keys and run over queries
-        tiling, outer, inner, flop, group = machine.backward_tiling, kv, q, 5.0, 1.0
+        tiling, outer, inner, flop = machine.backward_tiling, kv, q, 5.0
     heads = q_heads / group
     tiles = np.ceil(outer * group / tiling.rows)
     reach = np.maximum(pairs / np.maximum(outer, 1) + tiling.rows / group / 2 + tiling.cut_width / 2, tiling.cut_width)
     full = np.ceil(inner / tiling.full_width) * tiling.full_width
     cut = np.minimum(reach, np.ceil(inner / tiling.cut_width) * tiling.cut_width)
     width = np.where(pairs >= q * kv, full, cut)
-    return Work(float((tiles * width).sum()) * heads * tiling.rows * flop * dims, float(tiles.sum()) * heads)
+    return tiles * width * heads * tiling.rows * flop * dims, tiles * heads
 
 
-def compute_work(compute: Compute, sizes: Sizes, machine: Machine, direction: str, later: bool) -> Work:
-    """The work of one compute: its tiles, its launches, and merging into what earlier steps left (`later`)."""
-    bands = bd.as_array((*compute.bands, *compute.maybe))
-    rows = sizes.batch if compute.q.rows is None else len(compute.q.rows)
-    q_heads, kv_heads = len(compute.q.heads), len(compute.kv.heads)
-    tiles = tile_work(bands, q_heads, kv_heads, sizes.head_dim + sizes.v_head_dim, machine, direction)
+def steps_work(
+    steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str, later: bool = False
+) -> list[Work]:
+    """Each step's computes, merging into what earlier steps left, and packing of what the step sends and receives.
+
+    `later` says that there were computes before the first of these steps.
+    """
+    return _steps_work(steps, rank, sizes, machine, direction, later, traffic(steps, sizes))
+
+
+def _steps_work(
+    steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str, later: bool, moved: Ints
+) -> list[Work]:
+    number = np.array([i for i, step in enumerate(steps) for _ in step.computes], dtype=np.int64)
+    computes = [compute for step in steps for compute in step.computes]
+    merges = number > (-1 if later or not len(number) else number[0])
+    merges |= np.array([again for step in steps for again in _meets_again(step)], dtype=np.bool_)
+    works = _computes_work(computes, merges, sizes, machine, direction)
+    sums = [_sums(number, part, len(steps)) for part in works]
+    moved = moved[(moved[:, SRC] == rank) | (moved[:, DST] == rank)]
+    sums[2] += 2.0 * _sums(moved[:, STEP], moved[:, BYTES], len(steps))
+    sums[3] += [2.0 if step.transfers else 0.0 for step in steps]
+    return [Work(*one) for one in zip(*(part.tolist() for part in sums), strict=True)]
+
+
+def _meets_again(step: Step) -> list[bool]:
+    """For each compute, whether its rows met others in this very step, as they do where computes go chunk by chunk."""
+    met: set[Span] = set()
+    found: list[bool] = []
+    for compute in step.computes:
+        found.append(bool(compute.kv.apart) and not met.isdisjoint(compute.q.spans))
+        met.update(compute.q.spans if compute.kv.apart else ())
+    return found
+
+
+def _computes_work(
+    computes: list[Compute], merges: NDArray[np.bool_], sizes: Sizes, machine: Machine, direction: str
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """FLOP, tile slots, copied bytes and operations of each compute; `merges` where rows meet earlier results."""
+    bands = [(*compute.bands, *compute.maybe) for compute in computes]
+    facts = [
+        (len(part), len(c.q.heads), len(c.kv.heads), c.q.num_tokens, c.kv.num_tokens, _batch_rows(c, sizes))
+        for c, part in zip(computes, bands, strict=True)
+    ]
+    table = np.array(facts, dtype=np.int64).reshape(-1, 6)
+    count, q_heads, kv_heads, q_tokens, kv_tokens, rows = (table[:, column] for column in range(6))
+    each = np.repeat(np.arange(len(computes)), count)
+    band_rows, dims = bd.as_array(tuple(chain.from_iterable(bands))), sizes.head_dim + sizes.v_head_dim
+    tiles = _tiles(band_rows, q_heads[each], kv_heads[each], dims, machine, direction)
+    flop, slots = (_sums(each, part, len(computes)) for part in tiles)
     # A float32 row is read, read again and written where partial results meet.
-    q_elements = compute.q.num_tokens * q_heads * (sizes.v_head_dim if direction == "forward" else sizes.head_dim)
-    copied = 12.0 * q_elements if later else 0.0
+    q_elements = q_tokens * q_heads * (sizes.v_head_dim if direction == "forward" else sizes.head_dim)
+    copied = np.where(merges, 12.0, 0.0 if direction == "forward" else 14.0) * q_elements.astype(np.float64)
     if direction == "backward":
-        copied += 0.0 if later else 14.0 * q_elements
-        copied += 10.0 * compute.kv.num_tokens * kv_heads * (sizes.head_dim + sizes.v_head_dim)
-    ops = 5.0 if machine.one_launch else float(len(bands))
-    return Work(tiles.flop * rows, tiles.slots * rows, copied * rows, ops)
+        copied = copied + 10.0 * (kv_tokens * kv_heads * dims).astype(np.float64)
+    ops = np.full(len(computes), 5.0) if machine.one_launch else count.astype(np.float64)
+    batch = rows.astype(np.float64)
+    return flop * batch, slots * batch, copied * batch, ops
+
+
+def _sums(number: Ints, values: Ints | Floats, size: int) -> Floats:
+    """The values of each number added up, in their order."""
+    return np.bincount(number, values, size).astype(float)  # of nothing, bincount makes whole numbers
+
+
+def _batch_rows(compute: Compute, sizes: Sizes) -> int:
+    return sizes.batch if compute.q.rows is None else len(compute.q.rows)
 
 
 def step_work(step: Step, rank: int, sizes: Sizes, machine: Machine, direction: str, later: bool) -> Work:
-    """All computes of a step, and packing and unpacking of what it sends and receives."""
-    work = Work()
-    met: set[Span] = set()
-    for compute in step.computes:
-        again = bool(compute.kv.apart) and not met.isdisjoint(compute.q.spans)  # chunks merge within a step, too
-        work += compute_work(compute, sizes, machine, direction, later or again)
-        met.update(compute.q.spans)
-    moved = sum(t.piece.num_bytes(sizes) for t in step.transfers if rank in (t.src, t.dst))
-    return work + Work(copied=2.0 * moved, ops=2.0 if step.transfers else 0.0)
+    """`steps_work` of one step."""
+    return steps_work((step,), rank, sizes, machine, direction, later)[0]
+
+
+def _move_seconds(num_steps: int, rank: int, machine: Machine, moved: Ints) -> Floats:
+    """How long the transfers of each step keep the rank's busiest link."""
+    sums = np.zeros((num_steps, len(machine.links), 2))
+    level = machine.levels(moved[:, SRC], moved[:, DST])
+    np.add.at(sums, (moved[:, STEP], level, (moved[:, DST] == rank).astype(np.int64)), moved[:, BYTES])
+    busiest = sums.max(axis=2)
+    latency = np.array([link.latency for link in machine.links])
+    bandwidth = np.array([link.bandwidth for link in machine.links])
+    return np.where(busiest > 0, latency + busiest / bandwidth, 0.0).max(axis=1)
 
 
 def move_seconds(step: Step, rank: int, sizes: Sizes, machine: Machine) -> float:
     """How long the step's transfers keep the rank's busiest link."""
-    sums = np.zeros((len(machine.links), 2))
-    for t in step.transfers:
-        sums[machine.level(t.src, t.dst), int(t.dst == rank)] += t.piece.num_bytes(sizes)
-    times = [
-        link.latency + total / link.bandwidth
-        for link, total in zip(machine.links, sums.max(axis=1), strict=True)
-        if total
-    ]
-    return float(max(times, default=0.0))
+    return float(_move_seconds(1, rank, machine, traffic((step,), sizes))[0])
 
 
 def rank_seconds(steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str) -> float:
     """The rank's steps one after another, as if it never waited for others to be ready."""
-    seconds, later = 0.0, False
-    for step in steps:
-        work = step_work(step, rank, sizes, machine, direction, later).seconds(machine, direction)
-        seconds += max(work, move_seconds(step, rank, sizes, machine))
-        later = later or bool(step.computes)
-    return seconds
+    moved = traffic(steps, sizes)
+    works = _steps_work(steps, rank, sizes, machine, direction, False, moved)
+    moves = _move_seconds(len(steps), rank, machine, moved).tolist()
+    return sum(map(max, (work.seconds(machine, direction) for work in works), moves), 0.0)

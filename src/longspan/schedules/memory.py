@@ -10,34 +10,32 @@ from __future__ import annotations
 import numpy as np
 
 from longspan.layouts import Layout
-from longspan.schedules.steps import GRADIENT, Piece, Role, Sizes, Step
-from longspan.span import Ints, as_rows, intersect, subtract, total, union
-
-_Key = tuple[object, object, object]
-"""Heads, batch rows, and which queries are added up apart."""
+from longspan.schedules.fetch import by_taker
+from longspan.schedules.steps import Piece, Role, Sizes, Step
+from longspan.schedules.traffic import BYTES, DST, STEP, UNTIL, piece_bytes, traffic
+from longspan.schedules.uses import Uses, in_one_piece, key_of, labelled, uses_of
+from longspan.span import Ints, union
 
 
 def live_bytes(
     steps: tuple[Step, ...], rank: int, layout: Layout, sizes: Sizes, direction: str, kept: tuple[Piece, ...] = ()
 ) -> Ints:
     """Bytes alive in each step."""
-    live = np.zeros(len(steps) + 1, dtype=np.int64)
-    live += sum(piece.num_bytes(sizes) for piece in kept)
-    for number, step in enumerate(steps):
-        for t in step.transfers:
-            size = t.piece.num_bytes(sizes)
-            if t.dst == rank:
-                live[number : min(t.until, len(steps)) + 1] += size
-            else:
-                live[number] += size
-    own = layout.span_rows(rank)
-    own = own[np.argsort(own[:, 0], kind="stable")]
-    live[: len(steps)] += _gathered(steps, rank, own, sizes, kept)
-    if direction == "forward":
-        _add_results(live, steps, own, sizes)
-    else:
-        _add_gradients(live, steps, rank, own, sizes)
-    return live[:-1] if len(steps) else live
+    size = max(len(steps), 1)
+    change = np.zeros(size + 1, dtype=np.int64)  # of what stays from a step on
+    change[0] = sum(piece_bytes(list(kept), sizes))
+    once = np.zeros(size, dtype=np.int64)  # what is there in a step only
+    if len(steps):
+        own = union(layout.span_rows(rank))
+        _add_transfers(change, once, traffic(steps, sizes), rank)
+        once += _gathered(steps, rank, own, layout.seq_len, sizes, kept)
+        queries, keys = (uses_of(steps, role, own, layout.seq_len) for role in (Role.Q, Role.KV))
+        if direction == "forward":
+            _add_results(change, once, queries, sizes)
+        else:
+            _add_gradients(change, once, queries, sizes)
+            _add_key_gradients(change, once, keys, steps, rank, sizes)
+    return np.cumsum(change[:size]) + once
 
 
 def peak_bytes(
@@ -47,108 +45,72 @@ def peak_bytes(
     return int(live_bytes(steps, rank, layout, sizes, direction, kept).max(initial=0))
 
 
-def _by_heads(steps: tuple[Step, ...], role: Role) -> dict[_Key, list[tuple[int, Ints]]]:
-    """(step, rows) of every compute, grouped by the heads and batch rows of its query or key side."""
-    found: dict[_Key, list[tuple[int, Ints]]] = {}
-    for number, step in enumerate(steps):
-        for compute in step.computes:
-            piece = compute.q if role is Role.Q else compute.kv
-            found.setdefault((piece.heads, piece.rows, piece.apart), []).append((number, as_rows(piece.spans)))
-    return found
+def _add_transfers(change: Ints, once: Ints, moved: Ints, rank: int) -> None:
+    """What arrives, until its last use, and what is sent, while it is sent."""
+    into = moved[moved[:, DST] == rank]
+    np.add.at(change, into[:, STEP], into[:, BYTES])
+    np.subtract.at(change, np.clip(into[:, UNTIL] + 1, into[:, STEP], len(once)), into[:, BYTES])
+    sent = moved[moved[:, DST] != rank]
+    np.add.at(once, sent[:, STEP], sent[:, BYTES])
 
 
-def _weight(key: _Key, sizes: Sizes) -> int:
-    heads, rows, _ = key
-    return len(heads) * (sizes.batch if rows is None else len(rows))  # type: ignore[arg-type]
-
-
-def _gathered(steps: tuple[Step, ...], rank: int, own: Ints, sizes: Sizes, kept: tuple[Piece, ...]) -> Ints:
+def _gathered(
+    steps: tuple[Step, ...], rank: int, own: Ints, seq_len: int, sizes: Sizes, kept: tuple[Piece, ...]
+) -> Ints:
     """In each step, the largest copy of K and V that must be put together from several pieces."""
     most = np.zeros(len(steps), dtype=np.int64)
-    own = union(own)
-    here = [(len(steps), union(as_rows(piece.spans))) for piece in kept if piece.role is Role.KV]
+    uses = [(number, compute.kv) for number, step in enumerate(steps) for compute in step.computes]
+    here = [(-1, len(steps), piece) for piece in kept if piece.role is Role.KV]
     for number, step in enumerate(steps):
-        here = [(until, rows) for until, rows in here if until >= number]
-        for compute in step.computes:
-            rows = union(as_rows(compute.kv.spans))
-            if not any(_has(whole, rows) for whole in (own, *(rows for _, rows in here))):
-                most[number] = max(most[number], compute.kv.num_bytes(sizes))
-        arriving = [t for t in step.transfers if t.dst == rank and t.piece.role is Role.KV]
-        here += [(t.until, union(as_rows(t.piece.spans))) for t in arriving]
+        here += [(number, t.until, t.piece) for t in step.transfers if t.dst == rank and t.piece.role is Role.KV]
+    pieces = labelled([piece for _, _, piece in here])
+    held = np.column_stack((own, np.full(len(own), len(here), dtype=np.int64)))
+    window = np.array([(begin, end) for begin, end, _ in here] + [(-1, len(steps))], dtype=np.int64)
+    number = np.array([number for number, _ in uses], dtype=np.int64)
+    rows = by_taker(labelled([piece for _, piece in uses]), seq_len)
+    whole = in_one_piece(number, rows, by_taker(np.concatenate((pieces, held)), seq_len), window, seq_len)
+    copied = np.array(piece_bytes([piece for _, piece in uses], sizes), dtype=np.int64)
+    np.maximum.at(most, number[~whole], copied[~whole])
     return most
 
 
-def _has(whole: Ints, rows: Ints) -> bool:
-    """Whether all positions of `rows` are in `whole`; both sorted, disjoint and non-touching."""
-    at = np.searchsorted(whole[:, 0], rows[:, 0], side="right") - 1
-    return bool((at >= 0).all() and (whole[at, 1] >= rows[:, 1]).all())
-
-
-def _merging(uses: list[tuple[int, Ints]], num_steps: int) -> Ints:
-    """In each step, the most rows of contributions that one compute brings together, beside the sums that they go into.
-
-    Where it is a row's second, the first has been kept as it came until now.
-    """
-    most = np.zeros(num_steps, dtype=np.int64)
-    once = many = uses[0][1][:0]
-    for number, rows in uses:
-        rows = union(rows)
-        if _has(many, rows):  # as in most steps of a ring
-            most[number] = max(most[number], total(rows))
-            continue
-        second = intersect(rows, once)
-        most[number] = max(most[number], 2 * total(second) + total(intersect(rows, many)))
-        if len(second):
-            many = union(np.concatenate((many, second)))
-        once = subtract(union(np.concatenate((once, rows))), many)
-    return most
-
-
-def _branching(steps: tuple[Step, ...], key: _Key) -> int:
-    """The most rows of sums that wait for the other half of their branch, where queries are added up apart."""
-    if not key[2]:
-        return 0
-    mine = [c for step in steps for c in step.computes if (c.kv.heads, c.kv.rows, c.kv.apart) == key]
-    levels = (len({c.q.spans[0].start for c in mine}) - 1).bit_length()
-    return levels * max(c.kv.num_tokens for c in mine)
-
-
-def _add_results(live: Ints, steps: tuple[Step, ...], own: Ints, sizes: Sizes) -> None:
+def _add_results(change: Ints, once: Ints, queries: list[Uses], sizes: Sizes) -> None:
     """One accumulator, maximum and sum per query row and head, from its first compute to the end."""
     wide = max(sizes.itemsize, 4)
     state, partial = (sizes.v_head_dim + 2) * wide, sizes.row_bytes(Role.OUT) + sizes.v_head_dim * wide
-    for key, uses in _by_heads(steps, Role.Q).items():
-        weight, rows = _weight(key, sizes), union(np.concatenate([rows for _, rows in uses]))
-        copied = 0 if _has(union(own), rows) else sizes.row_bytes(Role.Q)
-        live[uses[0][0] :] += total(rows) * weight * (state + copied)
-        live[: len(steps)] += _merging(uses, len(steps)) * (weight * partial)
+    for uses in queries:
+        weight, copied = uses.weight(sizes), sizes.row_bytes(Role.Q) if uses.num_rows(own=False) else 0
+        change[uses.steps[0]] += uses.num_rows() * weight * (state + copied)
+        once += uses.merging(len(once)) * (weight * partial)
 
 
-def _add_gradients(live: Ints, steps: tuple[Step, ...], rank: int, own: Ints, sizes: Sizes) -> None:
-    """dq per query row; dk and dv per key row, until they are sent home or, for own rows, to the end."""
+def _add_gradients(change: Ints, once: Ints, queries: list[Uses], sizes: Sizes) -> None:
+    """dq per query row, from its first compute to the end."""
     wide = max(sizes.itemsize, 4)
-    for key, uses in _by_heads(steps, Role.Q).items():
-        weight, rows = _weight(key, sizes), union(np.concatenate([rows for _, rows in uses]))
-        # a copy of q and of the output's gradient, and a stand-in for the output, where they came from elsewhere
-        copied = sizes.row_bytes(Role.Q) + sizes.row_bytes(Role.DOUT) + sizes.v_head_dim * sizes.itemsize
-        copied = 0 if _has(union(own), rows) else copied
-        live[uses[0][0] :] += total(rows) * weight * (sizes.head_dim * wide + copied)
-        live[: len(steps)] += _merging(uses, len(steps)) * (weight * sizes.row_bytes(Role.DQ))
-    per_row = sizes.row_bytes(GRADIENT[Role.KV])
+    # a copy of q and of the output's gradient, and a stand-in for the output, where they came from elsewhere
+    copies = sizes.row_bytes(Role.Q) + sizes.row_bytes(Role.DOUT) + sizes.v_head_dim * sizes.itemsize
+    for uses in queries:
+        weight, copied = uses.weight(sizes), copies if uses.num_rows(own=False) else 0
+        change[uses.steps[0]] += uses.num_rows() * weight * (sizes.head_dim * wide + copied)
+        once += uses.merging(len(once)) * (weight * sizes.row_bytes(Role.DQ))
+
+
+def _add_key_gradients(
+    change: Ints, once: Ints, keys: list[Uses], steps: tuple[Step, ...], rank: int, sizes: Sizes
+) -> None:
+    """dk and dv per key row, until they are sent home or, for own rows, to the end."""
     sent = [
         (n, t.piece) for n, s in enumerate(steps) for t in s.transfers if t.src == rank and t.piece.role is Role.DKV
     ]
-    for key, uses in _by_heads(steps, Role.KV).items():
-        live[: len(steps)] += _merging(uses, len(steps)) * (_weight(key, sizes) * sizes.row_bytes(Role.KV))
-        weight = _weight(key, sizes) * per_row
-        live[uses[0][0] : uses[-1][0] + 1] += _branching(steps, key) * weight
-        mine = union(np.concatenate([intersect(rows, own) for _, rows in uses]))
-        live[uses[0][0] :] += total(mine) * weight
-        seen = mine[:0]
-        for number, rows in uses:
-            fresh = subtract(subtract(union(rows), own), seen)
-            seen = union(np.concatenate((seen, fresh)))
-            live[number:] += total(fresh) * weight
-        for number, piece in sent:
-            if (piece.heads, piece.rows, piece.apart) == key:
-                live[number + 1 :] -= total(intersect(as_rows(piece.spans), seen)) * weight
+    for uses in keys:
+        once += uses.merging(len(once)) * (uses.weight(sizes) * sizes.row_bytes(Role.KV))
+        weight = uses.weight(sizes) * sizes.row_bytes(Role.DKV)
+        change[uses.steps[0]] += uses.num_rows(own=True) * weight
+        waiting = uses.branching() * weight
+        change[uses.steps[0]] += waiting
+        change[uses.steps[-1] + 1] -= waiting
+        change[: len(once)] += uses.arriving(len(once)) * weight
+        mine = [(number, piece) for number, piece in sent if key_of(piece) == uses.key]
+        rows = labelled([piece for _, piece in mine])
+        left = np.array([number for number, _ in mine], dtype=np.int64)[rows[:, 2]] + 1
+        np.subtract.at(change, left, uses.num_remote(rows[:, :2]) * weight)

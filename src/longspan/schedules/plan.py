@@ -11,12 +11,13 @@ from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.masks.keys import MaskKey
 from longspan.schedules.backward import reverse
-from longspan.schedules.choose import REASON_HEAD, Reason, choose, judge, received
+from longspan.schedules.choose import REASON_HEAD, Reason, choose, judge
 from longspan.schedules.machine import Machine
 from longspan.schedules.memory import peak_bytes
 from longspan.schedules.planners import Scheme, scheme
 from longspan.schedules.problem import Problem
 from longspan.schedules.steps import Piece, Schedule, Sizes, Step
+from longspan.schedules.traffic import received
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -80,7 +81,7 @@ class Plan:
 
     def bytes_received(self, rank: int, direction: str = "forward") -> int:
         """What the rank takes from the wire in one pass."""
-        return received(self.steps(rank, direction), rank, self.scheme.problem)
+        return received(self.steps(rank, direction), rank, self.sizes)
 
     def peak_bytes(self, rank: int) -> int:
         """The most memory the rank needs at any step beside its own q, k, v, results and their gradients."""
@@ -134,7 +135,8 @@ class Plan:
             f"  machine    {self.machine.name}{assumed}; times are simulated",
             f"  predicted  {chosen.forward_seconds * 1e3:.3f} ms forward,"
             f" {chosen.backward_seconds * 1e3:.3f} ms backward",
-            f"compared ({len(self.reasons)}; busiest ranks, bytes of both passes):",
+            f"compared ({len(self.reasons)}; bytes are the most of any rank, both passes; times and peaks are of ranks"
+            " likely to be busiest):",
             REASON_HEAD,
         ]
         return "\n".join((*lines, *map(str, self.reasons)))

@@ -7,7 +7,7 @@ part. Masks that differ per head or per batch row make more, and so does cutting
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from longspan.masks import bands as bd
 from longspan.schedules.chunks import Chunks
 from longspan.schedules.fetch import Fetch, by_taker, num_stages, plan_fetch, without
 from longspan.schedules.steps import Compute, Piece, Role, Sizes
-from longspan.span import LIMIT, Ints, Span, as_spans, join, union
+from longspan.span import LIMIT, Ints, Span, as_spans, join
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,15 +144,47 @@ class Problem:
         rows = self.layout.span_rows(rank)
         return rows[np.argsort(rows[:, 0], kind="stable")]
 
-    def computes(self, rank: int, kv_rows: Ints, lane: Lane) -> Iterator[Compute]:
-        """What the rank has to compute between its query rows and these sorted (start, stop) K/V rows."""
-        for part in lane.parts:
-            sure, maybe = (bd.tighten(cells(self.rank_bands(part, rank)[i], kv_rows)) for i in (0, 1))
-            both = np.concatenate((sure, maybe))
-            if len(both):
-                q = Piece(Role.Q, as_spans(union(both[:, :2])), part.q_heads, lane.rows)
-                kv = lane.kv(union(both[:, 2:4]))
-                yield Compute(rank, q, kv, bd.as_bands(sure), bd.as_bands(maybe))
+    @cached_property
+    def blocks(self) -> tuple[tuple[Piece, ...], ...]:
+        """Every rank's own K and V, lane by lane; nothing for a rank without tokens."""
+        rows = [self.held(rank) for rank in range(self.layout.world_size)]
+        return tuple(tuple(lane.kv(held) for lane in self.lanes) if len(held) else () for held in rows)
+
+    def computes(self, rank: int, arrived: Sequence[Ints], num_steps: int) -> list[list[Compute]]:
+        """For each step, what the rank has to compute between its query rows and the K/V rows that are there for it.
+
+        `arrived` has (start, stop, step) rows for each lane, sorted by position and disjoint.
+        """
+        found: list[list[Compute]] = [[] for _ in range(num_steps)]
+        for lane, rows in zip(self.lanes, arrived, strict=True):
+            for part in lane.parts:
+                for step, compute in self._computes(rank, rows, lane, part):
+                    found[step].append(compute)
+        return found
+
+    def _computes(self, rank: int, kv_rows: Ints, lane: Lane, part: Part) -> Iterator[tuple[int, Compute]]:
+        """(step, compute) of one part, all steps at once: a ring has as many as there are ranks."""
+        sure, maybe = (_by_step(bd.tighten(cells(bands, kv_rows))) for bands in self.rank_bands(part, rank))
+        both, seq_len = np.concatenate((sure, maybe)), self.layout.seq_len
+        q, kv = (by_taker(both[:, columns], seq_len) for columns in ((bd.Q0, bd.Q1, STEP), (bd.K0, bd.K1, STEP)))
+        spans = [as_spans(rows[:, :2]) for rows in (q, kv)]
+        bands = [bd.as_bands(rows[:, :STEP]) for rows in (sure, maybe)]
+        steps = np.unique(both[:, STEP])
+        labels = (q[:, 2], kv[:, 2], sure[:, STEP], maybe[:, STEP])
+        begins = [np.searchsorted(label, steps).tolist() for label in labels]
+        ends = [np.searchsorted(label, steps, side="right").tolist() for label in labels]
+        for k, step in enumerate(steps.tolist()):
+            (q0, kv0, sure0, maybe0), (q1, kv1, sure1, maybe1) = ([at[k] for at in side] for side in (begins, ends))
+            yield (
+                step,
+                Compute(
+                    rank,
+                    Piece(Role.Q, spans[0][q0:q1], part.q_heads, lane.rows),
+                    Piece(Role.KV, spans[1][kv0:kv1], lane.kv_heads, lane.rows),
+                    bands[0][sure0:sure1],
+                    bands[1][maybe0:maybe1],
+                ),
+            )
 
     def rank_bands(self, part: Part, rank: int) -> tuple[Ints, Ints]:
         """The plane's sure and maybe bands in the query rows that the rank computes."""
@@ -179,10 +211,18 @@ def in_rows(bands: Ints, q_rows: Ints) -> tuple[Ints, Ints]:
     return pieces[keep], j[keep]
 
 
+STEP = 6
+"""The column behind those of a band that says in which step it is computed."""
+
+
+def _by_step(rows: Ints) -> Ints:
+    return rows[np.argsort(rows[:, STEP], kind="stable")]
+
+
 def cells(bands: Ints, kv_rows: Ints) -> Ints:
-    """Bands cut to K/V rows (sorted by position, disjoint)."""
+    """Bands cut to K/V rows (sorted by position, disjoint); further columns of the rows go along."""
     i, j = join(bands[:, 2:4], kv_rows)
-    pieces = bands[i].copy()
+    pieces = np.column_stack((bands[i], kv_rows[j, 2:]))
     pieces[:, bd.K0] = np.maximum(pieces[:, bd.K0], kv_rows[j, 0])
     pieces[:, bd.K1] = np.minimum(pieces[:, bd.K1], kv_rows[j, 1])
     return bd.occupied(pieces)

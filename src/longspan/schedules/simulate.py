@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from longspan.errors import ScheduleError
-from longspan.schedules.machine import Machine, step_work
+from longspan.schedules.machine import Machine, steps_work
 from longspan.schedules.memory import peak_bytes
 from longspan.schedules.steps import Schedule
 from longspan.schedules.table import table
@@ -58,13 +58,13 @@ class _Simulation:
         self.order = 0
         self.waiting = [0] * size  # computes and messages that keep a rank in its step
         self.step = [-1] * size
-        self.computed = [False] * size
         self.offered: dict[tuple[int, int, int], float] = {}
         self.ports: dict[tuple[int, int, str], float] = {}
         self.finished = [0.0] * size
         self.received = [0] * size
         self.events: list[Event] = []
         self.messages = [self._messages(rank) for rank in range(size)]
+        self.busy = [self._busy(rank) for rank in range(size)]
 
     def _messages(self, rank: int) -> list[dict[tuple[int, int], int]]:
         """For each step of a rank, bytes by (source, target): all pieces between two ranks are one message."""
@@ -75,6 +75,12 @@ class _Simulation:
                 sums[t.src, t.dst] = sums.get((t.src, t.dst), 0) + t.piece.num_bytes(self.schedule.sizes)
             found.append(sums)
         return found
+
+    def _busy(self, rank: int) -> list[float]:
+        """How long each step keeps the rank's device busy."""
+        schedule, machine = self.schedule, self.machine
+        works = steps_work(schedule.ranks[rank], rank, schedule.sizes, machine, schedule.direction)
+        return [work.seconds(machine, schedule.direction) for work in works]
 
     def run(self) -> Timeline:
         size, schedule = self.schedule.world_size, self.schedule
@@ -99,10 +105,7 @@ class _Simulation:
         if number >= len(steps):
             self.finished[rank] = now
             return
-        step, sizes, direction = steps[number], self.schedule.sizes, self.schedule.direction
-        work = step_work(step, rank, sizes, self.machine, direction, self.computed[rank])
-        seconds = work.seconds(self.machine, direction)
-        self.computed[rank] = self.computed[rank] or bool(step.computes)
+        step, seconds = steps[number], self.busy[rank][number]
         self.waiting[rank] = 1 + len(self.messages[rank][number])
         self._leave(now + seconds, rank, number)
         if step.computes:

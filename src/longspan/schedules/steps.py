@@ -102,7 +102,7 @@ class Piece:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(span) for span in self.spans)
+        return sum([span.stop - span.start for span in self.spans])
 
     def num_bytes(self, sizes: Sizes) -> int:
         rows = sizes.batch if self.rows is None else len(self.rows)

@@ -47,5 +47,8 @@ def _compared(plan: Plan) -> str:
         if reason.at_least:
             cells[2:] = [f"at least {seconds_text(reason.seconds)}", "", "", ""]
         lines.append("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in cells) + "</tr>")
-    said = f"Times are simulated on {plan.machine.name}; bytes and memory are those of the busiest ranks."
+    said = (
+        f"Times are simulated on {plan.machine.name}. Bytes are the most of any rank; times and memory are of ranks"
+        " likely to be busiest."
+    )
     return f"<table>{''.join(lines)}</table><p>{escaped(said)}</p>"

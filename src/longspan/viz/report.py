@@ -68,7 +68,7 @@ def _chosen(plan: Plan) -> Reason:
 
 
 def _most(plan: Plan) -> tuple[int, int]:
-    """The most bytes a rank receives in both passes, and the highest peak: of all ranks, or else of the busiest."""
+    """The most bytes a rank receives in both passes, and the highest peak: that of all ranks, or of those looked at."""
     chosen = _chosen(plan)
     if plan.layout.world_size > MAX_RANKS:
         return chosen.bytes_received, chosen.peak_bytes
@@ -90,8 +90,13 @@ def _lead(plan: Plan) -> str:
         f"Attention over {count_text(plan.layout.seq_len)} tokens is split over {plan.layout.world_size} ranks by"
         f" {plan.scheme.name}: predicted {seconds_text(chosen.forward_seconds)} forward and"
         f" {seconds_text(chosen.backward_seconds)} backward, with at most {bytes_text(received)} received and"
-        f" {bytes_text(peak)} of extra memory on a rank."
+        f" {bytes_text(peak)} of extra memory on a rank{_of_few(plan, chosen)}."
     )
+
+
+def _of_few(plan: Plan, chosen: Reason) -> str:
+    """Whose memory it is, where not every rank's was worked out."""
+    return f" (ranks {', '.join(map(str, chosen.ranks))})" if plan.layout.world_size > MAX_RANKS else ""
 
 
 def _cards(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -99,7 +104,7 @@ def _cards(plan: Plan) -> Iterator[tuple[str, str]]:
     yield plan.scheme.name.replace(",", ", "), "scheme"
     yield seconds_text(chosen.seconds), "forward and backward, predicted"
     yield bytes_text(received), "most received by a rank, both passes"
-    yield bytes_text(peak), "highest peak beside own tensors"
+    yield bytes_text(peak), f"highest peak beside own tensors{_of_few(plan, chosen)}"
     yield f"{plan.imbalance:.3f}", "most pairs on a rank / mean"
 
 
@@ -141,10 +146,11 @@ def _choice(plan: Plan) -> Iterator[str]:
         [_reason_row(reason, longest) for reason in plan.reasons],
         chosen=plan.reasons.index(chosen),
     )
-    ranks = ", ".join(map(str, busiest(plan.scheme)))
+    ranks = ", ".join(map(str, chosen.ranks))
     yield paragraph(
-        f"Largest figures of the ranks {ranks}, which have most pairs or remote rows or are first or last. Received is"
-        " both passes together, peak is memory beside a rank's own q, k, v, results and gradients. “At least” marks"
+        "Received is the most of any rank, both passes together; peak is memory beside a rank's own q, k, v, results"
+        f" and gradients. Times and peaks are the largest of ranks likely to be busiest, of {chosen.scheme} ranks"
+        f" {ranks}; another may take somewhat more. “At least” marks"
         " schemes whose bytes alone take longer than the one that was chosen.",
         "muted",
     )

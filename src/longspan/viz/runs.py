@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from longspan.errors import PlanError
-from longspan.schedules.machine import step_work
+from longspan.schedules.machine import steps_work
 from longspan.schedules.memory import live_bytes
 from longspan.schedules.plan import Plan
 from longspan.schedules.simulate import Timeline, simulate
@@ -60,11 +60,9 @@ def _run(plan: Plan, direction: str) -> Run:
                 arrived[key] = max(arrived.get(key, 0.0), event.stop)
     left: list[tuple[float, ...]] = []
     for rank, steps in enumerate(schedule.ranks):
-        now, later, times = 0.0, False, list[float]()
-        for number, step in enumerate(steps):
-            work = step_work(step, rank, plan.sizes, plan.machine, direction, later)
+        now, times = 0.0, list[float]()
+        for number, work in enumerate(steps_work(steps, rank, plan.sizes, plan.machine, direction)):
             now = max(now + work.seconds(plan.machine, direction), arrived.get((rank, number), 0.0))
-            later = later or bool(step.computes)
             times.append(now)
         left.append(tuple(times))
     return Run(direction, schedule, timeline, tuple(left))

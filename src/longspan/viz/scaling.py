@@ -21,7 +21,8 @@ _TALL, _WIDE = 300.0, 320.0
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
-    """What a plan predicts for one scheme on so many ranks; bytes and memory are those of the busiest rank."""
+    """What a plan predicts for one scheme on so many ranks: bytes of the rank that receives most, and time
+    and memory of ranks likely to be busiest."""
 
     scheme: str
     ranks: int
@@ -61,7 +62,7 @@ def scaling_picture(
     names = list(dict.fromkeys(point.scheme for point in points))
     sides = (
         ("time, forward and backward", lambda point: point.seconds, seconds_text),
-        ("bytes received by the busiest rank", lambda point: float(point.bytes_received), bytes_text),
+        ("most bytes received by a rank", lambda point: float(point.bytes_received), bytes_text),
     )
     for number, (label, value, text) in enumerate(sides):
         left = MARGIN + 62 + number * (_WIDE + 106)

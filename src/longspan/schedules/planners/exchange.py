@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from longspan.schedules.fetch import Fetch, arrivals, moves
 from longspan.schedules.planners.chunked import chunked
 from longspan.schedules.problem import Problem
@@ -22,14 +24,17 @@ def fetching(problem: Problem, rank: int, fetches: tuple[Fetch, ...], stages: in
     # Rows from other nodes come a step later, and their ports hold them one more, which backward needs to ask again.
     num_steps = stages + 1 + 2 * (node < layout.world_size)
     transfers: list[list[Transfer]] = [[] for _ in range(num_steps)]
-    arrived: list[list[Ints]] = []
+    arrived: list[Ints] = []
     for lane, fetch in zip(problem.lanes, fetches, strict=True):
         for (step, src, dst, until), rows in moves(fetch, layout, node, rank).items():
             transfers[step].append(Transfer(src, dst, lane.kv(rows), until))
-        arrived.append([problem.held(rank), *arrivals(fetch, node, rank, num_steps)[1:]])
-    steps: list[Step] = []
-    for number in range(num_steps):
-        parts = zip(problem.lanes, arrived, strict=True)
-        computes = [c for lane, rows in parts for c in problem.computes(rank, rows[number], lane)]
-        steps.append(Step(tuple(transfers[number]), tuple(computes)))
-    return tuple(steps)
+        arrived.append(_by_position([problem.held(rank), *arrivals(fetch, node, rank, num_steps)[1:]]))
+    computes = problem.computes(rank, arrived, num_steps)
+    return tuple(Step(tuple(moved), tuple(work)) for moved, work in zip(transfers, computes, strict=True))
+
+
+def _by_position(arrived: list[Ints]) -> Ints:
+    """(start, stop, step) of the rows of every step, sorted by position."""
+    step = np.repeat(np.arange(len(arrived)), [len(rows) for rows in arrived])
+    rows = np.column_stack((np.concatenate(arrived), step))
+    return rows[np.argsort(rows[:, 0], kind="stable")]

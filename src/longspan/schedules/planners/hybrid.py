@@ -63,6 +63,13 @@ class Slices:
             self._made[number] = replace(self._whole, lanes=tuple(lanes), stages=self._whole.num_stages)
         return self._made[number]
 
+    def kind(self, number: int) -> object:
+        """What decides how much a slice computes and moves: equally many heads of the same rows are alike."""
+        return tuple(
+            (lane.rows, len(lane.kv_heads), tuple((len(p.q_heads), id(p.plane), id(p.q_rows)) for p in lane.parts))
+            for lane in self.slice(number).lanes
+        )
+
     @cached_property
     def _whole(self) -> Problem:
         """All heads over the groups. No slice needs more rows, so its number of stages serves all of them alike."""
@@ -91,7 +98,7 @@ class Slices:
 
     def _parts(self, base: list[Part], number: int) -> list[Part]:
         """The slice's share of the parts: whole heads, and query rows of a head that two slices share."""
-        weight = [self._weight(part.plane) for part in base]
+        weight = [self._weight[part.plane] for part in base]
         work = [Fraction(w * len(part.q_heads)) for w, part in zip(weight, base, strict=True)]
         if not any(work):  # a mask without pairs: any even cut will do
             weight, work = [1] * len(base), [Fraction(len(part.q_heads)) for part in base]
@@ -106,8 +113,11 @@ class Slices:
             before += share
         return parts
 
-    def _weight(self, plane: Plane) -> int:
-        return int(bd.area(plane.region).sum())
+    @cached_property
+    def _weight(self) -> dict[Plane, int]:
+        """The pairs of every plane."""
+        planes = {part.plane for lane in self.problem.lanes for part in lane.parts}
+        return {plane: int(bd.area(plane.region).sum()) for plane in planes}
 
     def _cut_heads(self, part: Part, low: Fraction, high: Fraction) -> list[Part]:
         """Heads low to high of the part, counted from its first; both may be fractions of a head."""
@@ -188,10 +198,9 @@ def hybrid(slices: Slices, rank: int, inner: Planner) -> tuple[Step, ...]:
 
 def alone(problem: Problem, rank: int) -> tuple[Step, ...]:
     """The planner of all-to-all: a group that holds everything computes everything in one step."""
-    computes: list[Compute] = []
-    for lane in problem.lanes:
-        computes += problem.computes(rank, problem.held(rank), lane)
-    return (Step((), tuple(computes)),)
+    held = problem.held(rank)
+    rows = np.column_stack((held, np.zeros(len(held), dtype=np.int64)))
+    return (Step((), tuple(problem.computes(rank, (rows,) * len(problem.lanes), 1)[0])),)
 
 
 def _inputs(slices: Slices, taker: int) -> list[Piece]:
