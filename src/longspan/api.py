@@ -7,6 +7,7 @@ from typing import Any
 from longspan.errors import PlanError
 from longspan.layouts import Layout
 from longspan.masks import Mask
+from longspan.schedules.chunks import MAX_CHUNKS
 from longspan.schedules.machine import Machine
 from longspan.schedules.machines import H100, machine_named
 from longspan.schedules.plan import Plan, made_plan
@@ -138,12 +139,14 @@ def plan(
     machine: Machine | str | None = None,
     keep: bool = False,
     fetch_bytes: int | None = None,
+    chunks: int | None = None,
 ) -> Plan:
     """Who sends what when, and why. A pure function of its arguments: every rank makes the same plan.
 
     `dtype` is a torch dtype or its name. `schedule` names a scheme, which is obeyed or refused; "auto" compares all.
     `keep` keeps remote K/V for backward instead of fetching them again. `fetch_bytes` bounds the remote K/V that an
-    exchange holds at once.
+    exchange holds at once. `chunks` cuts the sequence into so many equal chunks and promises, bit for bit, the output
+    and gradients of every other number of ranks, one included, with these chunks; a layout must not cut inside of one.
 
     >>> mask = masks.documents([600, 424]) & masks.causal()
     >>> made = plan(mask, zigzag(1024, 4), q_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", schedule="exchange")
@@ -170,7 +173,20 @@ def plan(
     sizes = Sizes(q_heads, kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, ITEMSIZE[name], batch)
     max_rows = None if fetch_bytes is None else _rows_within(fetch_bytes, sizes)
     hardware = H100 if machine is None else machine_named(machine) if isinstance(machine, str) else machine
-    return made_plan(mask, layout, sizes, name, schedule.replace(" ", ""), hardware, machine is None, keep, max_rows)
+    scheme, cut = schedule.replace(" ", ""), _cut(chunks, fetch_bytes)
+    return made_plan(mask, layout, sizes, name, scheme, hardware, machine is None, keep, max_rows, cut)
+
+
+def _cut(chunks: int | None, fetch_bytes: int | None) -> int | None:
+    if chunks is None:
+        return None
+    chunks = whole(chunks, "chunks", "plan()", PlanError, low=1, high=MAX_CHUNKS)
+    if fetch_bytes is not None:
+        raise PlanError(
+            f"chunks = {chunks} and fetch_bytes = {shortened(fetch_bytes)} were given. Rows that come in stages would"
+            f" be computed in other calls than those that come at once. Leave one of the two out."
+        )
+    return chunks
 
 
 def _rows_within(fetch_bytes: int, sizes: Sizes) -> int:

@@ -75,7 +75,9 @@ def record_of(
         shapes=plan.sizes.text(),
         dtype=plan.dtype,
         device=device.type,
-        scheme=f"{plan.scheme.name}{', keep' if plan.keep else ''}",
+        scheme=plan.scheme.name
+        + (", keep" if plan.keep else "")
+        + ("" if plan.chunks is None else f", chunks = {plan.chunks}"),
         scale=repr(scale),
         scores=functions,
         sinks="none" if sinks is None else f"{tuple(sinks.shape)}",

@@ -13,6 +13,7 @@ from longspan.execution.forward import computed_rows
 from longspan.execution.merge import Key, Stretch, Sum, SumByHeads
 from longspan.execution.rows import Rows, copies
 from longspan.execution.runner import Job, Runner
+from longspan.execution.terms import Branch, Terms, push, total
 from longspan.execution.transports import Program
 from longspan.schedules.steps import Compute, Piece, Role, Transfer
 from longspan.span import as_rows
@@ -55,6 +56,8 @@ class Backward(Runner):
         self.home_q = SumByHeads((q,), heads, batch, self.form.wide)
         self.home = SumByHeads((k, v), self.mine.heads, batch, self.form.wide)
         self.others: list[tuple[Rows, Sum]] = []  # gradients of other ranks' keys, until they are sent
+        chunks = job.plan.scheme.problem.chunks
+        self.terms = None if chunks is None else Terms(chunks.length)
 
     def program(self) -> Program[tuple[Tensor, Tensor, Tensor]]:
         """Runs; returns the gradients of the rank's own q, k and v."""
@@ -65,7 +68,12 @@ class Backward(Runner):
         for kv, sums in self.others:  # own rows of what was put together from several owners' keys
             key = (kv.heads, kv.rows)
             add_rows(kv, sums, self.mine, self.home.of(key), key)
-        return *self.home_q.result(self.job.dtype), *self.home.result(self.job.dtype)  # type: ignore[return-value]
+        if self.terms is not None:
+            self._add_terms(self.terms)
+        keys = self.home.result(self.job.dtype)
+        if self.terms is not None:  # a message has 0.0 where a branch adds nothing, and -0.0 + 0.0 is another zero
+            keys = tuple(t + 0.0 for t in keys)
+        return *self.home_q.result(self.job.dtype), *keys  # type: ignore[return-value]
 
     def compute(self, compute: Compute) -> None:
         q, dout, out, dq = self._query((compute.q.heads, self.form.rows(compute.q)))
@@ -85,10 +93,13 @@ class Backward(Runner):
             delta.squeeze(-1),
             pairs,
         )
-        target = self._target(kv)
+        target = self._target(kv) if self.terms is None else Sum(kv.tensors, self.form.wide)
         for tile, dq_tile, dk_tile, dv_tile in found:
             dq.add(tile.q0, tile.q1, dq_tile)
             target.add(tile.k0, tile.k1, dk_tile, dv_tile)
+        if self.terms is not None:
+            firsts = compute.q.spans[0].start, compute.kv.spans[0].start
+            self.terms.add(compute.kv.apart[0], *firsts, kv, target)
 
     def _query(self, key: Key) -> tuple[Rows, Rows, Tensor, Sum]:
         """Query rows of some heads with their output gradients, outputs, and the gradient that is being summed."""
@@ -118,22 +129,26 @@ class Backward(Runner):
             return super().fill(piece, targets)
         key = (piece.heads, self.form.rows(piece))
         wanted = Rows.of(as_rows(piece.spans), *key, targets)
-        total = Sum(wanted.tensors, self.form.wide)
+        whole = Sum(wanted.tensors, self.form.wide)
         if piece.role is Role.DQ:
             q, _, _, dq = next(found for found in self.queries.values() if found[0].covers(wanted.runs[:, :2], *key))
-            add_rows(q, dq, wanted, total, key)
-            return total.write(targets)
+            add_rows(q, dq, wanted, whole, key)
+            return whole.write(targets)
+        if self.terms is not None:
+            for kv, sums in self.terms.take(piece.apart[0], wanted):
+                add_rows(kv, sums, wanted, whole, key)
+            return whole.write(targets)
         sources = [(kv, sums) for kv, sums in self.others if (kv.heads, kv.rows) == key]
         if len(sources) > 1:  # sum in the message itself
             for target in targets:
                 target.zero_()
-            total.begin_with(wanted.tensors)
+            whole.begin_with(wanted.tensors)
         for kv, sums in sources:
-            add_rows(kv, sums, wanted, total, key)
+            add_rows(kv, sums, wanted, whole, key)
             for start, stop, local in kv.pieces(wanted.runs[:, :2]):
                 sums.drop(local, local + stop - start)  # what is passed on is no longer held here
         self.others = [(kv, sums) for kv, sums in self.others if sums.any()]
-        return total.write(targets) if len(sources) <= 1 else None
+        return whole.write(targets) if len(sources) <= 1 else None
 
     def arrived(self, transfer: Transfer, rows: Rows) -> None:
         piece = transfer.piece
@@ -142,6 +157,9 @@ class Backward(Runner):
         sums, key = Sum(rows.tensors, self.form.wide), (rows.heads, rows.rows)
         if piece.role is Role.DKV:
             sums.begin_with(rows.tensors)
+            if self.terms is not None:
+                branch = piece.apart[0]
+                return self.terms.add(branch, branch.start, piece.spans[0].start, rows, sums)
         else:
             sums.add(0, piece.num_tokens, *rows.tensors)
         mine, home = (self.rows, self.home_q) if piece.role is Role.DQ else (self.mine, self.home)
@@ -151,6 +169,17 @@ class Backward(Runner):
         if sums.any():
             self.others.append((replace(rows, tensors=()), sums))
         return None
+
+    def _add_terms(self, terms: Terms) -> None:
+        """Gradients of own keys from all branches of queries, which are complete by now."""
+        for key, branches in terms.rest():
+            parts: Branch = []
+            for number, found in branches:
+                sums = Sum(self.mine.part(*key), self.form.wide)
+                for kv, part in found:
+                    add_rows(kv, part, self.mine, sums, key)
+                push(parts, number, sums)
+            self.home.of(key).plus(total(parts))
 
     def shared_gradients(self) -> list[Tensor]:
         """What this rank adds, in float32, to gradients of what all ranks share: captured tensors and sinks."""

@@ -92,17 +92,23 @@ def _run(
     captured_grads: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
     shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    plan, name, rank, opaque = _resolved(*shapes, q.dtype, what, group)
+    plan, name, rank, opaque, chunks = _resolved(*shapes, q.dtype, what, group)
     _check_tensors(q, k, v)
     if sinks is not None:
         check_sinks(sinks, q.shape[1])
     scoring = None if extras is None else extras.scoring(q, ops.plan_named(plan))
     drops = scoring is not None and scoring.dropout is not None
-    chosen = choose_kernel(kernel, q, k, v, Asked(opaque, scoring is not None, drops))
+    chosen = choose_kernel(kernel, q, k, v, Asked(opaque, scoring is not None, drops, chunks is not None))
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     captured = [] if scoring is None else list(scoring.captured)
     wanted = (q, k, v, *captured, *([] if sinks is None else [sinks]))
     saves = torch.is_grad_enabled() and any(t.requires_grad for t in wanted)
+    if saves and chunks is not None and any(t.requires_grad for t in wanted[3:]):
+        raise PlanError(
+            f"the plan has chunks = {chunks}, which promises the same bits on any number of ranks, but sinks or a"
+            f" tensor that a score function uses needs a gradient, which is summed over ranks in an order that their"
+            f" number decides. Detach it, or plan without chunks."
+        )
     names = plan, name, rank, chosen, scale, ops.known_scoring(scoring)
     out, lse, _ = ops.attention(q, k, v, captured, sinks, *names, captured_grads == "sum", saves)
     return (out, lse) if return_lse else out
@@ -124,8 +130,9 @@ def _resolved(
     dtype: torch.dtype,
     what: Any,
     group: Any,
-) -> tuple[str, str, int, bool]:
-    """The names of plan and group, this rank, and whether a function decides on pairs; what does not fit is refused."""
+) -> tuple[str, str, int, bool, int | None]:
+    """The names of plan and group, this rank, whether a function decides on pairs, and the plan's chunks; what does not
+    fit is refused."""
     for name, shape in (("q", q), ("k", k), ("v", v)):
         if len(shape) != 4:
             raise PlanError(f"{name} must have 4 dims (batch, heads, tokens, features), but has shape {shape}.")
@@ -144,7 +151,7 @@ def _resolved(
             f" {type(what).__name__}."
         )
     _check_shapes(q, k, v, dtype, plan, rank)
-    return ops.known(plan), group_name, rank, not plan.mask.is_structured
+    return ops.known(plan), group_name, rank, not plan.mask.is_structured, plan.chunks
 
 
 def one_device_plan(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: Any, mask: Mask) -> Plan:

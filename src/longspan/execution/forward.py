@@ -35,7 +35,7 @@ class Forward(Runner):
         yield from self.walk()
         out, lse = self._finish()
         if self.job.sinks is not None:
-            out, lse = with_sinks(out, lse, self.job.sinks)
+            out, lse = self._with_sinks(out, lse, self.job.sinks)
         return out, lse, self._kept_messages() if self.saves else []
 
     def compute(self, compute: Compute) -> None:
@@ -84,6 +84,15 @@ class Forward(Runner):
         for _, store in self.held.get(Role.OUT, []):
             place(store, home, as_spans(store.runs[:, :2]))
         return out, lse
+
+    def _with_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        """Results that see sinks, chunk by chunk if there are any: `logaddexp` rounds the end of a row otherwise."""
+        chunks = self.job.plan.scheme.problem.chunks
+        if chunks is None:
+            return with_sinks(out, lse, sinks)
+        parts = zip(out.split(chunks.length, 2), lse.split(chunks.length, 2), strict=True)
+        made = [with_sinks(part.contiguous(), stat.contiguous(), sinks) for part, stat in parts]
+        return torch.cat([part for part, _ in made], 2), torch.cat([stat for _, stat in made], 2)
 
     def _kept_messages(self) -> list[Tensor]:
         """The pieces that the plan keeps, in its order."""

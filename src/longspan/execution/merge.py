@@ -191,6 +191,11 @@ class Sum(ByRows):
         for tensor, more in zip(state, part, strict=True):
             tensor.add_(more)
 
+    def plus(self, other: Sum) -> None:
+        """Adds all of another sum of the same rows, which is given away."""
+        for stretch in other._found:
+            self.take(stretch)
+
     def within(self, start: int, stop: int) -> Iterator[Stretch]:
         """What was added to local rows start to stop."""
         for at in range(bisect_right(self._found, start, key=_stop_of), len(self._found)):

@@ -116,7 +116,7 @@ class Runner(ABC):
                 receives.setdefault(t.src, []).append(t)
         for lists in (sends, receives):
             for transfers in lists.values():
-                transfers.sort(key=lambda t: (t.piece.role, t.piece.heads, t.piece.spans))
+                transfers.sort(key=lambda t: (t.piece.role, t.piece.heads, t.piece.spans, t.piece.apart))
         return sends, receives
 
     def _packed(self, transfers: list[Transfer]) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longspan.errors import ScheduleError
-from longspan.schedules.steps import GRADIENT, Piece, Recall, Role, Schedule, Step, Transfer
+from longspan.schedules.steps import GRADIENT, Compute, Piece, Recall, Role, Schedule, Step, Transfer
 from longspan.span import Ints, Span, as_rows, as_spans, subtract, union
 
 
@@ -24,11 +24,11 @@ def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[St
         for t in step.transfers:
             if t.piece.role not in GRADIENT:
                 raise ScheduleError(f"{t!r} carries a gradient already: only a forward schedule can be reversed.")
-            gradient = t.piece.to(GRADIENT[t.piece.role])
+            gradients = t.piece.gradients()
             if t.piece.role is Role.OUT:  # its gradient is an input here: used by every compute that is left
-                transfers[last + 1 - i].append(Transfer(t.dst, t.src, gradient, last + 1, Recall.KEEP))
+                transfers[last + 1 - i] += [Transfer(t.dst, t.src, g, last + 1, Recall.KEEP) for g in gradients]
                 continue
-            transfers[last + 1 - i].append(Transfer(t.dst, t.src, gradient, last + 2 - i, Recall.KEEP))
+            transfers[last + 1 - i] += [Transfer(t.dst, t.src, g, last + 2 - i, Recall.KEEP) for g in gradients]
             if t.dst == rank:
                 kept += [t.piece] if keep else _staying(t, handed_on)
             if keep:
@@ -39,11 +39,16 @@ def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[St
                 transfers[last - t.until].append(Transfer(t.src, t.dst, t.piece, last - i, Recall.KEEP))
             elif t.recall is Recall.RETURN:
                 transfers[last - i].append(Transfer(t.dst, t.src, t.piece, last + 1 - i, Recall.KEEP))
-    computes = [(), *(step.computes for step in reversed(steps))]
+    computes = [(), *(_backwards(step.computes) for step in reversed(steps))]
     return (
         tuple(Step(tuple(moved), work) for moved, work in zip(transfers, computes, strict=True)),
         tuple(kept),
     )
+
+
+def _backwards(computes: tuple[Compute, ...]) -> tuple[Compute, ...]:
+    """A step's computes; those in chunks, whose order decides the bits, the other way round as steps are."""
+    return computes[::-1] if any(compute.kv.apart for compute in computes) else computes
 
 
 _Kind = tuple[Role, Span, Span | None]

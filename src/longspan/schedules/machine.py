@@ -19,7 +19,7 @@ from longspan.errors import PlanError
 from longspan.masks import bands as bd
 from longspan.schedules.steps import Compute, Sizes, Step
 from longspan.schedules.traffic import BYTES, DST, SRC, STEP, traffic
-from longspan.span import Ints, shortened, whole
+from longspan.span import Ints, Span, shortened, whole
 
 Floats = NDArray[np.float64]
 
@@ -190,12 +190,23 @@ def _steps_work(
     number = np.array([i for i, step in enumerate(steps) for _ in step.computes], dtype=np.int64)
     computes = [compute for step in steps for compute in step.computes]
     merges = number > (-1 if later or not len(number) else number[0])
+    merges |= np.array([again for step in steps for again in _meets_again(step)], dtype=np.bool_)
     works = _computes_work(computes, merges, sizes, machine, direction)
     sums = [_sums(number, part, len(steps)) for part in works]
     moved = moved[(moved[:, SRC] == rank) | (moved[:, DST] == rank)]
     sums[2] += 2.0 * _sums(moved[:, STEP], moved[:, BYTES], len(steps))
     sums[3] += [2.0 if step.transfers else 0.0 for step in steps]
     return [Work(*one) for one in zip(*(part.tolist() for part in sums), strict=True)]
+
+
+def _meets_again(step: Step) -> list[bool]:
+    """For each compute, whether its rows met others in this very step, as they do where computes go chunk by chunk."""
+    met: set[Span] = set()
+    found: list[bool] = []
+    for compute in step.computes:
+        found.append(bool(compute.kv.apart) and not met.isdisjoint(compute.q.spans))
+        met.update(compute.q.spans if compute.kv.apart else ())
+    return found
 
 
 def _computes_work(

@@ -13,7 +13,7 @@ from longspan.layouts import Layout
 from longspan.schedules.fetch import by_taker
 from longspan.schedules.steps import Piece, Role, Sizes, Step
 from longspan.schedules.traffic import BYTES, DST, STEP, UNTIL, piece_bytes, traffic
-from longspan.schedules.uses import Uses, in_one_piece, labelled, uses_of
+from longspan.schedules.uses import Uses, in_one_piece, key_of, labelled, uses_of
 from longspan.span import Ints, union
 
 
@@ -106,8 +106,11 @@ def _add_key_gradients(
         once += uses.merging(len(once)) * (uses.weight(sizes) * sizes.row_bytes(Role.KV))
         weight = uses.weight(sizes) * sizes.row_bytes(Role.DKV)
         change[uses.steps[0]] += uses.num_rows(own=True) * weight
+        waiting = uses.branching() * weight
+        change[uses.steps[0]] += waiting
+        change[uses.steps[-1] + 1] -= waiting
         change[: len(once)] += uses.arriving(len(once)) * weight
-        mine = [(number, piece) for number, piece in sent if (piece.heads, piece.rows) == uses.key]
+        mine = [(number, piece) for number, piece in sent if key_of(piece) == uses.key]
         rows = labelled([piece for _, piece in mine])
         left = np.array([number for number, _ in mine], dtype=np.int64)[rows[:, 2]] + 1
         np.subtract.at(change, left, uses.num_remote(rows[:, :2]) * weight)

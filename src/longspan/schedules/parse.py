@@ -112,6 +112,9 @@ class _Reader:
         heads = self.sizes.kv_heads if piece.role in (Role.KV, Role.DKV) else self.sizes.q_heads
         self._within(piece.spans, self.layout.seq_len, "positions")
         self._within((piece.heads,), heads, f"heads of {piece.role}")
+        self._within(piece.apart, self.layout.seq_len, "queries that are added up apart")
+        if piece.apart and piece.role not in (Role.KV, Role.DKV):
+            raise ScheduleError(f"queries are added up apart for keys, but {piece!r} was found.")
         self._within(() if piece.rows is None else (piece.rows,), self.sizes.batch, "batch rows")
         return piece
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -66,4 +68,4 @@ def _used(t: Transfer, live: _Live, board: Board) -> Piece | None:
             wanted |= here[cells]
             here[cells] = False
     rows = np.stack((board.edges[cells[wanted]], board.edges[cells[wanted] + 1]), axis=1)
-    return Piece(t.piece.role, as_spans(union(rows)), t.piece.heads, t.piece.rows) if len(rows) else None
+    return replace(t.piece, spans=as_spans(union(rows))) if len(rows) else None

@@ -67,6 +67,12 @@ class Plan:
         kept = tuple(self.kept(rank) for rank in ranks) if direction == "backward" else ()
         return Schedule(self.scheme.name, direction, self.layout, self.sizes, steps, kept)
 
+    @property
+    def chunks(self) -> int | None:
+        """Into how many chunks the sequence is cut to get the same bits on any number of ranks; None: it is not."""
+        cut = self.scheme.problem.chunks
+        return None if cut is None else cut.num
+
     @cached_property
     def imbalance(self) -> float:
         """The busiest rank's allowed pairs over the mean; 1.0 is perfect."""
@@ -100,7 +106,14 @@ class Plan:
         parts = (self.mask.fingerprint, self.layout.fingerprint, self.sizes.text(), self.dtype, self.scheme.name)
         problem = self.scheme.problem
         rest = f"{problem.node} {problem.max_rows} {self.keep}"
+        rest += "" if self.chunks is None else f" chunks {self.chunks}"
         return hashlib.sha256(" ".join((*parts, rest)).encode()).hexdigest()
+
+    def _about_chunks(self) -> list[str]:
+        chunks = self.scheme.problem.chunks
+        if chunks is None:
+            return []
+        return [f"  chunks     {chunks.num} of {chunks.length}: the same bits on any number of ranks that cuts none"]
 
     def __repr__(self) -> str:
         return f"<plan {self.scheme.name} of {self.mask} over {self.layout}, {self.fingerprint[:12]}>"
@@ -117,6 +130,7 @@ class Plan:
             f"  layout     {self.layout}",
             f"  tensors    {heads}, {self.dtype}, batch {sizes.batch}",
             f"  imbalance  {self.imbalance:.3f} (most pairs on a rank / mean)",
+            *self._about_chunks(),
             f"  remote K/V {'kept for backward' if self.keep else 'fetched again in backward'}",
             f"  machine    {self.machine.name}{assumed}; times are simulated",
             f"  predicted  {chosen.forward_seconds * 1e3:.3f} ms forward,"
@@ -138,9 +152,10 @@ def made_plan(
     assumed: bool,
     keep: bool,
     max_rows: int | None,
+    chunks: int | None = None,
 ) -> Plan:
     """The plan of checked arguments; equal ones give the same object, masks with a function only the same mask."""
-    return _made(MaskKey(mask), layout, sizes, dtype, name, machine, assumed, keep, max_rows)
+    return _made(MaskKey(mask), layout, sizes, dtype, name, machine, assumed, keep, max_rows, chunks)
 
 
 @lru_cache(maxsize=64)
@@ -154,9 +169,12 @@ def _made(
     assumed: bool,
     keep: bool,
     max_rows: int | None,
+    chunks: int | None,
 ) -> Plan:
     mask = key.mask
-    problem = Problem.make(mask, layout, sizes, node=machine.node, max_rows=max_rows)
+    problem = Problem.make(mask, layout, sizes, node=machine.node, max_rows=max_rows, chunks=chunks)
+    if name == "auto" and chunks is not None:
+        name = "exchange"  # the one scheme that computes in chunks: nothing to compare
     if name == "auto":
         chosen, reasons = choose(problem, machine, keep=keep)
     else:

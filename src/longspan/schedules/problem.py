@@ -17,9 +17,10 @@ from longspan.errors import PlanError
 from longspan.layouts import Layout
 from longspan.masks import Mask, Plane
 from longspan.masks import bands as bd
+from longspan.schedules.chunks import Chunks
 from longspan.schedules.fetch import Fetch, by_taker, num_stages, plan_fetch, without
 from longspan.schedules.steps import Compute, Piece, Role, Sizes
-from longspan.span import Ints, Span, as_spans, join
+from longspan.span import LIMIT, Ints, Span, as_spans, join
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,10 +59,18 @@ class Problem:
     """How many fetched K/V rows a rank may hold at once in an exchange; None leaves it to the planner."""
     stages: int | None = None
     """In how many stages an exchange fetches; None lets the rows that are needed decide."""
+    chunks: Chunks | None = None
+    """Stretches in which to compute, so that any number of ranks computes alike; None leaves it to the planner."""
 
     @staticmethod
     def make(
-        mask: Mask, layout: Layout, sizes: Sizes, *, node: int | None = None, max_rows: int | None = None
+        mask: Mask,
+        layout: Layout,
+        sizes: Sizes,
+        *,
+        node: int | None = None,
+        max_rows: int | None = None,
+        chunks: int | None = None,
     ) -> Problem:
         """The problem of a mask over a layout; every rank computes the query rows it holds."""
         mask = mask.resized(layout.seq_len)
@@ -77,7 +86,9 @@ class Problem:
         lanes = [lane for rows, row in _row_groups(mask) for lane in _lanes(mask, rows, row, layout, sizes)]
         # Nodes that are not all whole have no ports for some shares: treat such a group as one level.
         whole = node is not None and 0 < node < layout.world_size and layout.world_size % node == 0
-        return Problem(layout, sizes, tuple(lanes), node if node and whole else layout.world_size, max_rows)
+        cut = None if chunks is None else Chunks.of(layout, chunks)
+        node = node if node and whole else layout.world_size
+        return Problem(layout, sizes, tuple(lanes), node, max_rows, chunks=cut)
 
     @cached_property
     def needed(self) -> tuple[Ints, ...]:
@@ -109,6 +120,12 @@ class Problem:
         ranks = np.arange(size, dtype=np.int64)
         everything = np.stack((np.zeros_like(ranks), np.full_like(ranks, seq_len), ranks), axis=1)
         return plan_fetch(without(everything, self.layout.rows, seq_len), self.layout, self.node, stages=1)
+
+    @cached_property
+    def chunk_pairs(self) -> tuple[Ints, ...]:
+        """For each lane, (query chunk, key chunk, start, stop) of the keys between which all seen ones lie."""
+        assert self.chunks is not None
+        return tuple(_chunk_pairs(lane, self.chunks) for lane in self.lanes)
 
     @cached_property
     def work(self) -> Ints:
@@ -221,6 +238,16 @@ def needed_rows(lane: Lane, seq_len: int) -> Ints:
         stop = np.minimum(pieces[:, bd.K1], pieces[:, bd.Q1] - pieces[:, bd.LO])
         found.append(np.stack((start, stop, q_rows[row, 2]), axis=1))
     return by_taker(np.concatenate(found), seq_len)
+
+
+def _chunk_pairs(lane: Lane, chunks: Chunks) -> Ints:
+    cut = [bd.tighten(cells(in_rows(p.plane.region, chunks.rows)[0], chunks.rows)) for p in lane.parts]
+    bands = np.concatenate(cut)
+    numbers, group = np.unique(bands[:, [bd.Q0, bd.K0]] // chunks.length, axis=0, return_inverse=True)
+    ends = np.tile(np.array([LIMIT, 0], dtype=np.int64), (len(numbers), 1))
+    np.minimum.at(ends[:, 0], group.ravel(), bands[:, bd.K0])
+    np.maximum.at(ends[:, 1], group.ravel(), bands[:, bd.K1])
+    return np.concatenate((numbers, ends), axis=1)
 
 
 def _row_groups(mask: Mask) -> Iterator[tuple[Span | None, int]]:

@@ -7,7 +7,7 @@ and including step `until`. There are only two instructions; schemes differ in n
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -97,6 +97,8 @@ class Piece:
     spans: tuple[Span, ...]
     heads: Span
     rows: Span | None = None
+    apart: tuple[Span, ...] = ()
+    """Of keys: query rows whose gradients of these keys are added up apart from others; none where all are one sum."""
 
     @property
     def num_tokens(self) -> int:
@@ -108,24 +110,35 @@ class Piece:
 
     def to(self, role: Role) -> Piece:
         """The same rows in another role."""
-        return Piece(role, self.spans, self.heads, self.rows)
+        return Piece(role, self.spans, self.heads, self.rows, self.apart)
+
+    def gradients(self) -> tuple[Piece, ...]:
+        """What comes back for the piece: one sum, or one for each stretch of queries that is kept apart."""
+        gradient = self.to(GRADIENT[self.role])
+        return tuple(replace(gradient, apart=(span,)) for span in self.apart) or (gradient,)
 
     def __repr__(self) -> str:
         rows = "" if self.rows is None else f"b{self.rows}"
-        return f"{self.role}[{' '.join(map(repr, self.spans))}]h{self.heads}{rows}"
+        apart = f"q{','.join(map(repr, self.apart))}" if self.apart else ""
+        return f"{self.role}[{' '.join(map(repr, self.spans))}]h{self.heads}{rows}{apart}"
 
     @staticmethod
     def parse(text: str) -> Piece:
         """The piece that `repr` wrote."""
         role, _, rest = text.partition("[")
         spans, _, rest = rest.partition("]h")
+        rest, _, apart = rest.partition("q")
         heads, _, rows = rest.partition("b")
         if role not in set(Role) or not heads:
             raise ScheduleError(
                 f"a piece is written role[spans]hHEADS, as in kv[0:4]h0:2, but {shortened(text)} was found."
             )
         return Piece(
-            Role(role), tuple(map(Span.parse, spans.split())), Span.parse(heads), Span.parse(rows) if rows else None
+            Role(role),
+            tuple(map(Span.parse, spans.split())),
+            Span.parse(heads),
+            Span.parse(rows) if rows else None,
+            tuple(map(Span.parse, apart.split(","))) if apart else (),
         )
 
 

@@ -16,8 +16,8 @@ from longspan.schedules.fetch import by_taker
 from longspan.schedules.steps import Piece, Role, Sizes, Step
 from longspan.span import Ints, Span, join
 
-Key = tuple[Span, Span | None]
-"""Heads and batch rows."""
+Key = tuple[Span, Span | None, tuple[Span, ...]]
+"""Heads, batch rows, and which queries are added up apart."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +32,11 @@ class Uses:
     cell: Ints
     own: NDArray[np.bool_]
     """Whether the rank holds the cell itself."""
+    num_queries: int
+    """How many different stretches of queries there are on the other side."""
 
     @staticmethod
-    def of(key: Key, found: list[tuple[int, Piece]], own: Ints, seq_len: int) -> Uses:
+    def of(key: Key, found: list[tuple[int, Piece]], num_queries: int, own: Ints, seq_len: int) -> Uses:
         """The uses of (step, piece), beside a rank's own sorted and disjoint rows."""
         rows = by_taker(labelled([piece for _, piece in found]), seq_len)
         edges = np.unique(np.concatenate((rows[:, :2].ravel(), own.ravel())))
@@ -44,7 +46,7 @@ class Uses:
         held = np.zeros(len(edges), dtype=np.bool_)
         held[join(np.stack((edges, edges + 1), axis=1), own)[0]] = True
         steps = np.array([number for number, _ in found], dtype=np.int64)
-        return Uses(key, steps, edges, rows[at, 2], cell, held[cell])
+        return Uses(key, steps, edges, rows[at, 2], cell, held[cell], num_queries)
 
     @cached_property
     def tokens(self) -> Ints:
@@ -99,6 +101,12 @@ class Uses:
         count[at < 0] = 0
         return count[:, 1] - count[:, 0]
 
+    def branching(self) -> int:
+        """The most rows of sums that wait for the other half of their branch, where queries are added up apart."""
+        if not self.key[2]:
+            return 0
+        return (self.num_queries - 1).bit_length() * int(self._sums(self.tokens).max())
+
     def _sums(self, values: Ints) -> Ints:
         """The values added up for each compute."""
         found = np.zeros(len(self.steps), dtype=np.int64)
@@ -107,18 +115,24 @@ class Uses:
 
     def weight(self, sizes: Sizes) -> int:
         """Heads times batch rows."""
-        heads, rows = self.key
+        heads, rows, _ = self.key
         return len(heads) * (sizes.batch if rows is None else len(rows))
 
 
 def uses_of(steps: tuple[Step, ...], role: Role, own: Ints, seq_len: int) -> list[Uses]:
-    """The query or key sides of all computes, by heads and batch rows."""
+    """The query or key sides of all computes, by heads, batch rows and what is added up apart."""
     found: dict[Key, list[tuple[int, Piece]]] = {}
+    queries: dict[Key, set[int]] = {}
     for number, step in enumerate(steps):
         for compute in step.computes:
             piece = compute.q if role is Role.Q else compute.kv
-            found.setdefault((piece.heads, piece.rows), []).append((number, piece))
-    return [Uses.of(key, pieces, own, seq_len) for key, pieces in found.items()]
+            found.setdefault(key_of(piece), []).append((number, piece))
+            queries.setdefault(key_of(piece), set()).add(compute.q.spans[0].start)
+    return [Uses.of(key, pieces, len(queries[key]), own, seq_len) for key, pieces in found.items()]
+
+
+def key_of(piece: Piece) -> Key:
+    return piece.heads, piece.rows, piece.apart
 
 
 def labelled(pieces: list[Piece]) -> Ints:

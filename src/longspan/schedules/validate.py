@@ -20,7 +20,9 @@ from longspan.schedules.steps import GRADIENT, MAX_BATCH, Compute, Piece, Role, 
 from longspan.schedules.table import table
 from longspan.span import Ints, Span, as_rows, union
 
-Store = dict[tuple[int, Role, Key], Ints]
+Term = tuple[int, int, *tuple[Span, ...]]
+"""A board's key, and the queries that are added up apart, if any are."""
+Store = dict[tuple[int, Role, Term], Ints]
 
 
 def validate(schedule: Schedule, mask: Mask) -> None:
@@ -65,7 +67,7 @@ class _Proof:
             for piece in self.schedule.kept[rank] if self.schedule.kept else ():
                 self._hold(rank, piece, self.schedule.num_steps + 2)
 
-    def _array(self, store: Store, rank: int, role: Role, key: Key) -> Ints:
+    def _array(self, store: Store, rank: int, role: Role, key: Term) -> Ints:
         if (rank, role, key) not in store:
             store[rank, role, key] = np.zeros(self.board.num_cells, dtype=np.int64)
         return store[rank, role, key]
@@ -84,7 +86,7 @@ class _Proof:
     def _step(self, number: int) -> None:
         steps = {r: s[number] for r, s in enumerate(self.schedule.ranks) if number < len(s)}
         self._check_lists(steps, number)
-        sums: list[tuple[Transfer, Ints, Key]] = []
+        sums: list[tuple[Transfer, Ints, Term]] = []
         for rank, step in steps.items():
             for transfer in (t for t in step.transfers if t.src == rank):
                 sums += self._send(transfer, number)
@@ -95,7 +97,10 @@ class _Proof:
             self._hold(rank, piece, 0, sign=-1)
         for transfer, values, key in sums:
             cells, _ = self.board.place(transfer.piece)
-            self._array(self.sums, transfer.dst, transfer.piece.role, key)[cells] += values
+            here = self._array(self.sums, transfer.dst, transfer.piece.role, key)
+            if transfer.piece.apart and (here[cells] * values).any():
+                self.fail(transfer.dst, number, f"{transfer!r} brings a second sum of queries that are one branch.")
+            here[cells] += values
         for rank, step in steps.items():
             for t in step.transfers:
                 if t.dst == rank and t.piece.role in (Role.Q, Role.KV, Role.DOUT):
@@ -125,7 +130,7 @@ class _Proof:
                 if len(peers) > MAX_BATCH:
                     self.fail(rank, number, f"{len(peers)} operations start in one batch; {MAX_BATCH} is the limit.")
 
-    def _send(self, t: Transfer, number: int) -> list[tuple[Transfer, Ints, Key]]:
+    def _send(self, t: Transfer, number: int) -> list[tuple[Transfer, Ints, Term]]:
         cells, keys = self.board.place(t.piece)
         role = t.piece.role
         if role in (Role.Q, Role.KV, Role.DOUT):
@@ -139,8 +144,8 @@ class _Proof:
                     self.fail(t.src, number, f"{t!r} sends results that are not computed here, or sent already.")
                 made[cells] = 2
             return []
-        moved: list[tuple[Transfer, Ints, Key]] = []
-        for key in keys:
+        moved: list[tuple[Transfer, Ints, Term]] = []
+        for key in ((*key, *t.piece.apart) for key in keys):
             here = self._array(self.sums, t.src, role, key)
             moved.append((t, here[cells].copy(), key))
             here[cells] = 0
@@ -157,6 +162,8 @@ class _Proof:
         aligned = (q.start, q.stop) == (kv.start * group, kv.stop * group)
         if not aligned and not (len(kv) == 1 and kv.start * group <= q.start and q.stop <= kv.stop * group):
             self.fail(rank, number, f"query heads {q} do not use key/value heads {kv} in step.")
+        if c.kv.apart and (len(c.kv.apart) > 1 or not _inside(as_rows(c.q.spans), as_rows(c.kv.apart)).all()):
+            self.fail(rank, number, f"{c!r} is not of the queries that are added up apart.")
         bands = bd.as_array((*c.bands, *c.maybe))
         for piece, spans in ((c.q, bands[:, :2]), (c.kv, bands[:, 2:4])):
             reaching = np.flatnonzero(~_inside(spans, union(as_rows(piece.spans))))
@@ -171,7 +178,7 @@ class _Proof:
         for piece in (c.q, c.kv):
             cells, keys = self.board.place(piece)
             for key in keys:
-                self._array(self.sums, rank, GRADIENT[piece.role], key)[cells] += weight
+                self._array(self.sums, rank, GRADIENT[piece.role], (*key, *piece.apart))[cells] += weight
                 self._array(self.expected, 0, GRADIENT[piece.role], key)[cells] += weight
         cells, keys = self.board.place(c.q)
         for key in keys:
@@ -207,7 +214,7 @@ class _Proof:
         for (rank, role, key), sums in self.sums.items():
             if (sums * (1 - self._owned(rank))).any():
                 self.fail(rank, self.schedule.num_steps - 1, f"{role} contributions to other ranks' rows stay here.")
-            self._array(arrived, 0, role, key)[:] += sums
+            self._array(arrived, 0, role, key[:2])[:] += sums
         for (_, role, key), total in self.expected.items():
             if not np.array_equal(self._array(arrived, 0, role, key), total):
                 self.fail(0, self.schedule.num_steps - 1, f"some {role} contributions are lost or counted twice.")

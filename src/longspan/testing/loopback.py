@@ -50,7 +50,7 @@ def run_loopback(
     scoring = None if extras is None else extras.scoring(q, plan)
     captured = () if scoring is None else scoring.captured
     drops = scoring is not None and scoring.dropout is not None
-    asked = Asked(not plan.mask.is_structured, scoring is not None, drops)
+    asked = Asked(not plan.mask.is_structured, scoring is not None, drops, plan.chunks is not None)
     chosen = kernel_named(choose_kernel(kernel, q, k, v, asked))
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     jobs = [Job(plan, rank, chosen, scale, q.dtype, scoring, sinks) for rank in range(layout.world_size)]

@@ -97,6 +97,8 @@ class Asked:
     """Scores are changed before the softmax, or probabilities after it."""
     dropout: bool = False
     """Probabilities are struck out after the softmax."""
+    chunks: bool = False
+    """A tile's bits must not depend on what lies beside it, or on the run."""
 
     def beyond(self, honoured: Asked) -> str | None:
         """What of this a kernel that honours so much does not do, or None."""
@@ -106,12 +108,15 @@ class Asked:
             return "it knows bands only, and the mask is decided by a function"
         if self.dropout and not honoured.dropout:
             return "it has no place for factors after the softmax, and dropout was given"
+        if self.chunks and not honoured.chunks:
+            return "nothing shows that its bits depend on the tile alone, which the plan's chunks promise"
         return None
 
 
 PLAIN = Asked()
 MASKS = Asked(mask_function=True)
-ALL = Asked(True, True, True)
+MASKS_IN_CHUNKS = Asked(mask_function=True, chunks=True)
+ALL = Asked(True, True, True, True)
 
 
 class Pairs(Protocol):

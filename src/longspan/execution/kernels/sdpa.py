@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import MASKS, Asked, Pairs, Tile
+from longspan.execution.kernels.contract import MASKS_IN_CHUNKS, Asked, Pairs, Tile
 from longspan.execution.kernels.pieces import BackwardOp, ForwardOp, run_backward, run_forward
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -61,7 +61,7 @@ class CpuFlash:
     name: str = "cpu_flash"
     op: ForwardOp = _torch.cpu_flash
     backward_op: BackwardOp = backward_op
-    honours: Asked = MASKS
+    honours: Asked = MASKS_IN_CHUNKS
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
         if q_BHQD.device.type != "cpu":

@@ -84,7 +84,7 @@ class Scheme:
     def received(self, direction: str, *, keep: bool) -> Ints:
         """Bytes that each rank takes from the wire in one pass."""
         sizes = self.problem.sizes
-        if self.inner in VOLUMES:
+        if self.inner in VOLUMES and self.problem.chunks is None:
             return self._volume.received(sizes, direction, keep=keep)
         found: list[int] = []
         for rank in range(self.problem.layout.world_size):
@@ -108,6 +108,12 @@ def scheme(name: str, problem: Problem) -> Scheme:
     'hybrid(2,exchange)'
     """
     name = name.replace(" ", "")
+    if problem.chunks is not None and name != "exchange":
+        raise PlanError(
+            f"schedule {name!r} was asked for with chunks = {problem.chunks.num}. Only an exchange computes in chunks"
+            f" and keeps queries at home, where their real output is; others add gradients up in an order that the"
+            f" number of ranks decides. Use 'exchange' or 'auto', or leave chunks out."
+        )
     if name in PLANNERS:
         return Scheme(name, problem, 1, PLANNERS[name])
     if name == "all_to_all":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from longspan.schedules.fetch import Fetch, arrivals, moves
+from longspan.schedules.planners.chunked import chunked
 from longspan.schedules.problem import Problem
 from longspan.schedules.steps import Step, Transfer
 from longspan.span import Ints
@@ -12,6 +13,8 @@ from longspan.span import Ints
 
 def exchange(problem: Problem, rank: int) -> tuple[Step, ...]:
     """The rank's steps: local pairs first, then those of each stage, while the next stage is in flight."""
+    if problem.chunks is not None:
+        return chunked(problem, problem.chunks, rank)
     return fetching(problem, rank, problem.needed_fetches, problem.num_stages)
 
 
