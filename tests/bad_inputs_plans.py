@@ -99,6 +99,10 @@ def _machines():
         yield bad(f"latency {value!r}", lambda v=value: Link(8, 1e9, v), PlanError, *says)
     yield from counts("Link", lambda n: Link(n, 1e9, 0.0), PlanError, "ranks", 1, (0, -1, 2.5, "8"))
     yield from counts("Tiling", lambda n: Tiling(n, 1, 1), PlanError, "rows", 1, (0, -8, 0.5))
+    yield from counts("Tiling", lambda n: Tiling(1, 1, 1, far_rows=n), PlanError, "far_rows", 0, (-8, 0.5))
+    for value in (0, -1.0, NAN, INF, "fast"):
+        says = f"Tiling() was given far_share = {value!r}", "a finite number above 0"
+        yield bad(f"far_share {value!r}", lambda v=value: Tiling(1, 1, 1, far_share=v), PlanError, *says)
     yield bad("no links", lambda: machine(links=()), PlanError, "links over []", "one or more")
     wrong = (Link(8, 1e9, 0.0), Link(4, 1e9, 0.0))
     yield bad(

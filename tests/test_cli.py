@@ -330,6 +330,8 @@ BAD_MACHINES = [
     (_changed(flops="1e9"), "machine.flops is a positive number"),
     (_changed(flops=-1.0), "machine.flops is a positive number"),
     (_changed(flops=True), "machine.flops is a positive number"),
+    (_changed(flops=10**400), "machine.flops is a positive number"),
+    (_changed(backward_tiling={"rows": 1}), "machine.backward_tiling: 'cut_width' is missing"),
     (_changed().replace("219000000000.0", "NaN"), "NaN is no measured number"),
     (_changed().replace("219000000000.0", "1e999"), "machine.flops is a positive number"),
     (_changed(slots=1.5), "machine.slots is a whole number"),

@@ -79,7 +79,7 @@ def fitted(machine: Machine, short: Case, short_window: Case, long: Case, long_w
     >>> found = fitted(cpu, *(made(tokens, mask) for tokens in (256, 4096) for mask in (masks.causal(), window)))
     >>> [round(x, -9) / 1e9 for x in (found.flops * found.forward_share, found.flops * found.backward_share)]
     [50.0, 20.0]
-    >>> [round(tiling.window_share, 2) for tiling in (found.forward_tiling, found.backward_tiling)]
+    >>> [round(tiling.far_share, 2) for tiling in (found.forward_tiling, found.backward_tiling)]
     [0.5, 0.25]
     """
     for _ in range(SWEEPS):
@@ -121,8 +121,8 @@ def _rate(machine: Machine, schedules: Sequence[Schedule], seconds: float) -> fl
 def with_windows(machine: Machine, forward: float, backward: float) -> Machine:
     """The machine with kernels that have such a share of their speed on windows."""
     tilings = (
-        replace(machine.forward_tiling, window_share=forward),
-        replace(machine.backward_tiling, window_share=backward),
+        replace(machine.forward_tiling, far_share=forward),
+        replace(machine.backward_tiling, far_share=backward),
     )
     return replace(machine, forward_tiling=tilings[0], backward_tiling=tilings[1])
 

@@ -16,6 +16,7 @@ from longspan.errors import MaskError
 from longspan.span import LIMIT, Ints, Span, join, parsed_number, shortened, whole
 
 Q0, Q1, K0, K1, LO, HI = range(6)
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +128,13 @@ def _half(x: NDArray[np.int64]) -> Ints:
     return np.where(x & 1, x * ((x + 1) >> 1), (x >> 1) * (x + 1))
 
 
-def num_borders(rows: Ints) -> Ints:
-    """How many of its two diagonals cut through each band's rectangle.
+def borders(rows: Ints) -> tuple[Bools, Bools]:
+    """Whether each band's near diagonal (`lo`: no key that is later) and its far one (`hi`) cut through its rectangle.
 
-    >>> num_borders(as_array([Band.parse(text) for text in ("0:9x0:9", "0:9x0:9/0..", "0:9x0:9/0..3")]))
-    array([0, 1, 2])
+    >>> borders(as_array([Band.parse(text) for text in ("0:9x0:9", "0:9x0:9/0..", "0:9x0:9/0..3")]))
+    (array([False,  True,  True]), array([False, False,  True]))
     """
-    low = rows[:, LO] > rows[:, Q0] - rows[:, K1] + 1
-    high = rows[:, HI] < rows[:, Q1] - 1 - rows[:, K0]
-    return low.astype(np.int64) + high
+    return rows[:, LO] > rows[:, Q0] - rows[:, K1] + 1, rows[:, HI] < rows[:, Q1] - 1 - rows[:, K0]
 
 
 def area(rows: Ints) -> Ints:

@@ -55,13 +55,16 @@ class Tiling:
     full_width: int
     packs_heads: bool = False
     """Whether the query heads of one key/value head fill the rows of a tile together."""
-    window_share: float = 1.0
-    """Speed where both borders of a window cut, as a share of speed elsewhere: a kernel may know only one of them."""
+    far_rows: int = 0
+    """Rows in which the far border of a window is masked by a kernel that knows none; 0: it knows them."""
+    far_share: float = 1.0
+    """Speed where that border cuts, as a share of speed elsewhere."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "cut_width", "full_width"):
             whole(getattr(self, name), name, "Tiling()", PlanError, low=1)
-        _check_number(self.window_share, "window_share", "Tiling()")
+        whole(self.far_rows, "far_rows", "Tiling()", PlanError, low=0)
+        _check_number(self.far_share, "far_share", "Tiling()")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +168,23 @@ def _tiles(
         tiling, outer, inner, flop = machine.backward_tiling, kv, q, 5.0
     heads = q_heads / group
     tiles = np.ceil(outer * group / tiling.rows)
-    borders = bd.num_borders(rows)
-    over = (tiling.rows / group + tiling.cut_width) / 2 * np.maximum(borders, 1)  # a tile ends with whole blocks
-    reach = np.maximum(pairs / np.maximum(outer, 1) + over, tiling.cut_width)
+    near, far = bd.borders(rows)
+    over = (tiling.rows / group + tiling.cut_width) / 2  # a tile ends with whole blocks
+    if tiling.far_rows:  # half of what a panel masks is worked on for nothing
+        masked = pairs + far * q * np.minimum(q, _panel_rows(rows, tiling)) / 2
+    else:
+        masked, over = pairs, over * np.where(near & far, 2.0, 1.0)
+    reach = np.maximum(masked / np.maximum(outer, 1) + over, tiling.cut_width)
     full = np.ceil(inner / tiling.full_width) * tiling.full_width
     cut = np.minimum(reach, np.ceil(inner / tiling.cut_width) * tiling.cut_width)
-    width = np.where(pairs >= q * kv, full, cut) / np.where(borders > 1, tiling.window_share, 1.0)
+    width = np.where(pairs >= q * kv, full, cut) / np.where(far, tiling.far_share, 1.0)
     return tiles * width * heads * tiling.rows * flop * dims, tiles * heads
+
+
+def _panel_rows(rows: Ints, tiling: Tiling) -> Ints:
+    """Rows of the panels that a band with a far border is cut into: narrow windows go in smaller ones."""
+    narrow = rows[:, bd.HI] - rows[:, bd.LO] + 1 < 2 * tiling.far_rows  # an open bound is far away
+    return np.where(narrow, max(tiling.far_rows // 4, 1), tiling.far_rows)
 
 
 def steps_work(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, fields
 from typing import Any, TypeVar, cast
 
@@ -14,7 +13,7 @@ FORMAT = "longspan machine 1"
 MAX_TEXT = 1 << 16
 MAX_LINKS = 8
 MAX_RANKS = 1 << 30
-_MAY_BE_ZERO = ("slot_seconds", "op_seconds", "latency")
+_MAY_BE_ZERO = ("slot_seconds", "op_seconds", "latency", "far_rows")
 
 T = TypeVar("T", Link, Tiling, Machine)
 
@@ -70,11 +69,11 @@ def _value(declared: str, found: Any, where: str) -> Any:
         return found
     if declared == "str" and isinstance(found, str) and len(found) <= 1000 and found.isprintable():
         return found
-    if declared == "int" and type(found) is int and 0 < found <= MAX_RANKS:
+    may_be_zero = where.rpartition(".")[2] in _MAY_BE_ZERO
+    if declared == "int" and type(found) is int and (0 if may_be_zero else 1) <= found <= MAX_RANKS:
         return found
-    if declared == "float" and isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found):
-        least = 0.0 if where.rpartition(".")[2] in _MAY_BE_ZERO else 1e-12
-        if least <= found <= 1e18:
-            return float(found)
+    least = 0.0 if may_be_zero else 1e-12
+    if declared == "float" and type(found) in (int, float) and least <= cast(float, found) <= 1e18:
+        return float(found)
     what = {"bool": "true or false", "str": "a printable text", "int": "a whole number", "float": "a positive number"}
     raise PlanError(f"{where} is {what[declared]}, but {found!r:.60} was found.")
