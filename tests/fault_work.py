@@ -45,7 +45,7 @@ class Rank:
         self.rank, self.case, self.pipe = rank, case, pipe
         self.is_victim = rank == case.victim
         torch.set_num_threads(1)
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ["GLOO_SOCKET_IFNAME"] = case.settings.get("interfaces", "lo")
         hosts = case.store == "rank 0" and rank == 0
         store = dist.TCPStore("127.0.0.1", port, case.world, hosts, wait_for_workers=False)
         name = "case" if case.store == "rank 0" else str(case.settings["number"])
@@ -241,6 +241,15 @@ class Rank:
             changes = {} if odd else fresh
         self.attention(self.plan(**changes), **options).sum().backward()
 
+    def late(self):
+        """The victim comes late to a comparison that another rank's mask fails."""
+        import longspan as ls
+
+        if self.is_victim:
+            time.sleep(1.5)
+            self.pipe.send(("struck", time.time(), ""))
+        self.attention(self.plan(mask=ls.masks.causal() & ls.masks.sliding_window(17 if self.rank == 1 else 18)))
+
     def damaged(self):
         """The victim's messages change on their way; checked mode finds it."""
         from longspan.execution import headers
@@ -317,3 +326,17 @@ def leave_after_the_fault(rank, port, pipe, where):
             found.attention(found.plan(mask=ls.masks.causal() & ls.masks.sliding_window(9)))
     except ls.LongspanError as error:
         pipe.send((type(error).__name__, time.time(), str(error)))
+
+
+def stand_still(rank, port, pipe):
+    """Rank 1 comes late; meanwhile both are stopped for longer than their patience, and go on."""
+    found = Rank(rank, Case(STOP, "pause", 2, 1, "exchange", settings={"number": "pause"}), port, pipe)
+    found.attention(found.plan()).sum().backward()
+    pipe.send(("ready", time.time(), ""))
+    time.sleep(4.5 * rank)
+    try:
+        found.attention(found.plan()).sum().backward()
+        pipe.send(("fine", time.time(), ""))
+    except Exception as error:
+        pipe.send((type(error).__name__, time.time(), str(error)))
+    pipe.recv()

@@ -164,6 +164,27 @@ def test_chunks_give_the_same_bits_on_every_number_of_ranks(mask, kernel, dtype)
         torch.testing.assert_close(a, b, rtol=0, atol=0.06 if dtype == torch.bfloat16 else 2e-5)
 
 
+@pytest.mark.parametrize("kernel", ["reference", "auto"])
+@pytest.mark.parametrize("length", [3, 4, 8, 24])
+@pytest.mark.parametrize("kind", ["one mask", "per head", "tokens before heads"])
+def test_bits_do_not_depend_on_how_rows_lie_in_memory(kind, length, kernel):
+    """Own rows are slices of what the user gave, others' come in messages: strides differ, bits must not."""
+    tokens, draw = 4 * length, torch.Generator().manual_seed(1)
+    mask = masks.causal(tokens)
+    if kind == "per head":
+        mask = masks.per_head(mask, *[mask & masks.sliding_window(tokens // 2)] * 2)
+    tensors = [torch.randn(2, 3, tokens, 64, generator=draw) for _ in range(4)]
+    found = []
+    for world in (1, 4):
+        layout = layouts.contiguous(tokens, world)
+        made = plan(mask, layout, q_heads=3, kv_heads=3, head_dim=64, batch=2, dtype=torch.float32, chunks=4)
+        given = tensors
+        if kind == "tokens before heads" and world == 1:
+            given = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
+        found.append(run_loopback(made, *given, kernel=kernel))
+    assert not other_bits(*found)
+
+
 def scattered(rng, chunks, length, world):
     """Chunks dealt out at random, in any local order; neighbours on a rank may lie apart there."""
     spans = [[] for _ in range(world)]
@@ -290,7 +311,9 @@ def test_chunks_agree_on_gloo(dtype):
 
 def test_ranks_that_plan_in_other_chunks_are_told():
     for said in pool(2).run(chunk_work.disagreement):
-        assert "scheme: exchange, chunks = 4 on rank 0, exchange, chunks = 8 on rank 1" in said
+        assert (
+            "scheme: exchange, chunks = 4, threads = 1 on rank 0, exchange, chunks = 8, threads = 1 on rank 1" in said
+        )
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ processes, since most cases end some.
 
 import os
 import queue
+import signal
 import socket
 import statistics
 import threading
 import time
 
 import pytest
-from fault_work import KILL, LEAVE, RAISE, STOP, Case, leave_after_the_fault, main
+from fault_work import KILL, LEAVE, RAISE, STOP, Case, leave_after_the_fault, main, stand_still
 from pool import context
 
 REPEATS = int(os.environ.get("LONGSPAN_FAULT_REPEATS", "3"))
@@ -62,6 +63,8 @@ OTHERS = [
     Case(RAISE, "refused", 3, 1, named="q has shape (1, 2, 63, 16)"),
     Case(RAISE, "refused", 4, 2, "exchange", named="q has shape (1, 2, 63, 16)"),
     Case(LEAVE, "left", 3, 1, named="ended"),
+    Case(RAISE, "late", 3, 2, "exchange", named="mask", kind="AgreementError", everyone=True),
+    Case(STOP, "forward", 3, 1, named="dead or stopped", settings={"interfaces": "lo,lo"}),
     Case(RAISE, "damaged", 3, 1, named="checksum", everyone=True, settings={"watch": {"checked": True}}),
     Case(RAISE, "damaged", 4, 2, "exchange", named="checksum", everyone=True, settings={"watch": {"checked": True}}),
     Case(RAISE, "mislabelled", 3, 1, named="step differ", everyone=True, settings={"watch": {"checked": True}}),
@@ -260,6 +263,33 @@ def test_a_survivor_can_leave(launcher, where):
         assert "rank 1 is dead or stopped" in text
         processes[0].join(8)
         assert processes[0].exitcode is not None, "the survivor hangs"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)
+
+
+def test_a_pause_of_all_ranks_is_no_fault(launcher):
+    """Whoever stood still himself has not seen how long the others, or the store, did."""
+    pipes, processes = [], []
+    for rank in range(2):
+        here, there = context().Pipe()
+        processes.append(context().Process(target=stand_still, args=(rank, launcher.store.port, there)))
+        processes[-1].start()
+        pipes.append(here)
+    try:
+        for pipe in pipes:
+            assert pipe.poll(LIMIT)
+            assert pipe.recv()[0] == "ready"
+        time.sleep(0.5)
+        for step in (signal.SIGSTOP, signal.SIGCONT):
+            for process in processes:
+                os.kill(process.pid, step)
+            time.sleep(3.5 if step == signal.SIGSTOP else 0)
+        for pipe in pipes:
+            assert pipe.poll(LIMIT)
+            kind, _, text = pipe.recv()
+            assert kind == "fine", text
     finally:
         for process in processes:
             process.kill()

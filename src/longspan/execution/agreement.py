@@ -77,7 +77,7 @@ def record_of(
         device=device.type,
         scheme=plan.scheme.name
         + (", keep" if plan.keep else "")
-        + ("" if plan.chunks is None else f", chunks = {plan.chunks}"),
+        + ("" if plan.chunks is None else f", chunks = {plan.chunks}, threads = {torch.get_num_threads()}"),
         scale=repr(scale),
         scores=functions,
         sinks="none" if sinks is None else f"{tuple(sinks.shape)}",

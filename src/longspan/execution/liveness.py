@@ -66,7 +66,7 @@ class Watch:
         self._found: str | None = None
         self._seen: dict[int, tuple[Status | None, float]] = {}
         self._turn = self._beats = 0
-        self._due = False
+        self._due = self._hurries = False
         self._last_beat = time.monotonic()
         self._stop, self._wake = threading.Event(), threading.Event()
         self._beat()
@@ -111,6 +111,7 @@ class Watch:
         A wait for Gloo can be neither polled nor ended, but it fails when its connections close: who finds a fault
         closes them.
         """
+        phase = self.status.phase
         self._begin_waiting([peer for peer, _ in works] if peers is None else peers, timeout)
         try:
             for peer, work in works:
@@ -120,12 +121,15 @@ class Watch:
             self._raise_broken(self._current, _first_line(error))
         finally:
             self._waiting = ()
-            self.at(phase=Phase.RUNNING)
+            self.at(phase=phase)
 
     def broken(self, error: Exception, peers: Sequence[int]) -> None:
         """Raises a `RankError` for messages that could not even be started."""
         self._begin_waiting(peers, math.inf)
-        self._raise_broken(peers[0], _first_line(error))
+        try:
+            self._raise_broken(peers[0], _first_line(error))
+        finally:
+            self._waiting = ()
 
     def _begin_waiting(self, peers: Sequence[int], timeout: float) -> None:
         self._found, self._wait_began = None, time.monotonic()
@@ -136,14 +140,19 @@ class Watch:
 
     def _raise_broken(self, peer: int, error: str) -> None:
         """A message failed. Who is to blame? The peer may be dead, or have left because of somebody else."""
-        patience, self.patience = self.patience, max(self.patience / 2, 2 * self._interval)
-        end = time.monotonic() + self.patience + 3 * self._interval
+        self._hurries = True
+        end = time.monotonic() + self._grants + 3 * self._interval
         while self._found is None and time.monotonic() < end:
             time.sleep(BEAT / 4)
-        self.patience = patience
+        self._hurries = False
         if self._found is None:
             self._fail(Fault(peer, f"messages with {self._name(peer)} failed, last seen {self._last(peer)}: {error}"))
         self._raise(self._found or str(self.failed))
+
+    @property
+    def _grants(self) -> float:
+        """Seconds of silence that others are granted: less of it when messages with them have failed."""
+        return max(self.patience / 2, 2 * self._interval) if self._hurries else self.patience
 
     def _raise(self, text: str) -> None:
         self.failed = text
@@ -153,12 +162,17 @@ class Watch:
 
     def _guard(self) -> None:
         """Ends waits that cannot end well. Never asks the store itself, which may be what does not answer."""
+        began = time.monotonic()
         while not self._stop.wait(LOOK):
+            # If all of this process stood still, the thread that asks the store has not asked yet.
+            now = time.monotonic()
+            self._lag, began = max(self._lag, now - began - LOOK), now
             waiting = self._waiting
             if not waiting:
                 continue
-            if self._found is None:
-                self._found = self._overdue(waiting, time.monotonic())
+            overdue = self._overdue(waiting, now) if self._found is None else None
+            if overdue is not None:
+                self._found = overdue
             if self._found is not None and self._waiting is waiting:
                 for peer in waiting:  # some connections may be closed already, which says nothing to the others
                     _quietly(partial(self._close, peer))
@@ -235,7 +249,7 @@ class Watch:
     def _judged(self, peer: int, mine: Status, found: Status, silence: float, now: float) -> str | None:
         """What is wrong with a rank that is waited for, if anything is."""
         who = self._name(peer)
-        if silence >= self.patience + LAGS * self._lag:
+        if silence >= self._grants + LAGS * self._lag:
             return f"{who} is dead or stopped: no sign of life for {silence:.1f} s; last seen {found}."
         # Other peers may have delivered already and rightly gone on: which messages are done cannot be asked.
         current = self._current in (peer, self.rank) and now - self._current_since > 2 * self._interval

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -28,8 +28,10 @@ from longspan.schedules.steps import MAX_BATCH
 
 T = TypeVar("T")
 MAX_AGREED = 1024
-ROWS, VERDICT, TABLE, CLOSING = 0xFFFF, 0xFFFE, 0xFFFD, 0xFFFC
-"""Steps that no schedule has, for the tags of what ranks compare, and of what never comes."""
+ROWS, VERDICT, TABLE = 0xFFFF, 0xFFFE, 0xFFFD
+"""Steps that no schedule has, for the tags of what ranks compare."""
+CLOSING = range(0xFFF0, 0xFFF8)
+"""Such steps for what never comes: Gloo has connections of their own for each of its interfaces, chosen by the tag."""
 _known: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
 
 
@@ -279,11 +281,12 @@ def _close(group: ref[dist.ProcessGroup], peer: int) -> None:
     """Closes this process's connections, so that its waits fail: a wait that times out does that in Gloo, and nothing
     else does. Nobody sends what is waited for here."""
     found = group()
-    if found is not None:
-        never = torch.empty(1, dtype=torch.uint8)
-        work = dist.irecv(never, group=found, group_src=peer, tag=CLOSING)
-        assert work is not None, "this rank is a member"
-        work.wait(timedelta(milliseconds=1))
+    for tag in CLOSING if found is not None else ():
+        with suppress(RuntimeError):
+            never = torch.empty(1, dtype=torch.uint8)
+            work = dist.irecv(never, group=found, group_src=peer, tag=tag)
+            assert work is not None, "this rank is a member"
+            work.wait(timedelta(milliseconds=1))
 
 
 def _private(store: JobStore, members: Members) -> JobStore:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from typing import Any, TypeVar, cast
 
 from longspan.errors import PlanError
@@ -53,9 +53,10 @@ def _parsed(kind: type[T], found: Any, where: str) -> T:
     if not isinstance(found, dict):
         raise PlanError(f"{where} is an object with {', '.join(wanted)}, but {found!r:.60} was found.")
     entries = cast(dict[str, Any], found)
-    for name in sorted(entries.keys() ^ wanted.keys()):
+    optional = {field.name for field in fields(kind) if field.default is not MISSING}  # came after the first files
+    for name in sorted((entries.keys() ^ wanted.keys()) - (optional - entries.keys())):
         raise PlanError(f"{where}: {name!r:.40} {'is missing' if name in wanted else 'is not known'}.")
-    return kind(**{name: _value(declared, entries[name], f"{where}.{name}") for name, declared in wanted.items()})
+    return kind(**{name: _value(wanted[name], value, f"{where}.{name}") for name, value in entries.items()})
 
 
 def _value(declared: str, found: Any, where: str) -> Any:

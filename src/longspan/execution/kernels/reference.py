@@ -147,8 +147,11 @@ def _gradients(
 
 
 def _grouped(x_BHbD: Tensor, groups: int) -> Tensor:
-    """Query heads beside the key/value head they share: (B, G, R, b, D), widened."""
-    return x_BHbD.to(widened(x_BHbD.dtype)).unflatten(1, (groups, -1))
+    """Query heads beside the key/value head they share: (B, G, R, b, D), widened.
+
+    Contiguous, as keys are, or the product that runs, and with it the bits, would depend on where rows came from.
+    """
+    return x_BHbD.to(widened(x_BHbD.dtype)).contiguous().unflatten(1, (groups, -1))
 
 
 def _by_group(x_BHb: Tensor, groups: int) -> Tensor:
@@ -156,7 +159,7 @@ def _by_group(x_BHb: Tensor, groups: int) -> Tensor:
 
 
 def _keys(x_BGKD: Tensor, block: Tile) -> Tensor:
-    return x_BGKD[:, :, block.k0 : block.k1].to(widened(x_BGKD.dtype)).unsqueeze(2)
+    return x_BGKD[:, :, block.k0 : block.k1].to(widened(x_BGKD.dtype)).contiguous().unsqueeze(2)
 
 
 def _score_gradient(
