@@ -145,9 +145,8 @@ def plan(
 
     `dtype` is a torch dtype or its name. `schedule` names a scheme, which is obeyed or refused; "auto" compares all.
     `keep` keeps remote K/V for backward instead of fetching them again. `fetch_bytes` bounds the remote K/V that an
-    exchange holds at once. `chunks` cuts the sequence into so many equal chunks and promises, bit for bit, the output
-    and gradients of every other number of ranks, one included, with these chunks and as many threads; a layout must not
-    cut inside of one.
+    exchange holds at once. `chunks` promises, bit for bit, the results of any other number of ranks, one included, with
+    so many equal chunks, which a layout must not cut, and as many threads.
 
     >>> mask = masks.documents([600, 424]) & masks.causal()
     >>> made = plan(mask, zigzag(1024, 4), q_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", schedule="exchange")
