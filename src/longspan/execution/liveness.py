@@ -9,13 +9,13 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import queue
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -42,18 +42,8 @@ ADVICE = "End this process, so that the launcher can start all ranks again (torc
 class Watch:
     """This rank's signs of life in one group, and its eye on the others."""
 
-    def __init__(
-        self,
-        store: JobStore,
-        rank: int,
-        names: Sequence[int],
-        close: Callable[[int], None],
-        *,
-        world_size: int,
-        hosts_store: bool,
-    ) -> None:
+    def __init__(self, store: JobStore, rank: int, names: Sequence[int], *, world_size: int, hosts_store: bool) -> None:
         self.store, self.rank, self.names, self.size = store, rank, tuple(names), len(names)
-        self._close = close
         self.patience, self._lag = 2.0, 0.0
         self.status = Status()
         self.failed: str | None = None
@@ -69,8 +59,10 @@ class Watch:
         self._due = self._hurries = False
         self._last_beat = time.monotonic()
         self._stop, self._wake = threading.Event(), threading.Event()
+        self._asked: queue.SimpleQueue[Sequence[tuple[int, dist.Work]] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._beat()
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._live, self._guard)]
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._live, self._serve)]
         for thread in self._threads:
             thread.start()
         self._pid = os.getpid()
@@ -108,17 +100,24 @@ class Watch:
     def wait(self, works: Sequence[tuple[int, dist.Work]], timeout: float, peers: Sequence[int] | None = None) -> None:
         """Returns when all work, each with a peer, is done, or raises a `RankError` that names the rank to blame.
 
-        A wait for Gloo can be neither polled nor ended, but it fails when its connections close: who finds a fault
-        closes them.
+        A wait for Gloo can be neither polled nor ended, so another thread waits and this one watches.
         """
         phase = self.status.phase
         self._begin_waiting([peer for peer, _ in works] if peers is None else peers, timeout)
         try:
-            for peer, work in works:
-                self._current, self._current_since = peer, time.monotonic()
-                work.wait()
-        except RuntimeError as error:
-            self._raise_broken(self._current, _first_line(error))
+            self._asked.put(works)
+            began = self._wait_began
+            while True:
+                try:
+                    broken = self._answers.get(timeout=BEAT / 4)
+                    break
+                except queue.Empty:
+                    # If all of this process stood still, the thread that asks the store has not asked yet.
+                    now = time.monotonic()
+                    self._lag, began = max(self._lag, now - began - BEAT / 4), now
+                    self._raise_what_is_known(now)
+            if broken is not None:
+                self._raise_broken(*broken)
         finally:
             self._waiting = ()
             self.at(phase=phase)
@@ -137,6 +136,21 @@ class Watch:
         self._current, self._current_since = -1, self._wait_began
         self.at(phase=self.status.phase if self.status.phase is Phase.AGREEING else Phase.WAITING)
         self._waiting = tuple(dict.fromkeys(peers))
+
+    def _raise_what_is_known(self, now: float) -> None:
+        if self._found is not None:
+            self._raise(self._found)
+        silence = now - self._last_beat
+        if silence > max(self.patience, 4 * self._interval) + LAGS * self._lag:
+            self._raise(
+                f"the job's store has not answered for {silence:.1f} s: its host (the launcher, or global rank 0) is"
+                f" dead or stopped."
+            )
+        if now > self._wait_until:
+            late = "; ".join(f"{self._name(p)} was last seen {self._last(p)}" for p in self._waiting[:4])
+            waited = f"no answer for {now - self._wait_began:.0f} s"
+            self._fail(Fault(self._waiting[0], f"{waited}, though all are alive: {late}"))
+            self._raise(str(self.failed))
 
     def _raise_broken(self, peer: int, error: str) -> None:
         """A message failed. Who is to blame? The peer may be dead, or have left because of somebody else."""
@@ -160,37 +174,18 @@ class Watch:
 
     # -- threads ----------------------------------------------------------------------------------------------------
 
-    def _guard(self) -> None:
-        """Ends waits that cannot end well. Never asks the store itself, which may be what does not answer."""
-        began = time.monotonic()
-        while not self._stop.wait(LOOK):
-            # If all of this process stood still, the thread that asks the store has not asked yet.
-            now = time.monotonic()
-            self._lag, began = max(self._lag, now - began - LOOK), now
-            waiting = self._waiting
-            if not waiting:
-                continue
-            overdue = self._overdue(waiting, now) if self._found is None else None
-            if overdue is not None:
-                self._found = overdue
-            if self._found is not None and self._waiting is waiting:
-                for peer in waiting:  # some connections may be closed already, which says nothing to the others
-                    _quietly(partial(self._close, peer))
-
-    def _overdue(self, waiting: tuple[int, ...], now: float) -> str | None:
-        """Why there is no point in waiting on, as far as the clock tells."""
-        silence = now - self._last_beat
-        if silence > max(self.patience, 4 * self._interval) + LAGS * self._lag:
-            return (
-                f"the job's store has not answered for {silence:.1f} s: its host (the launcher, or global rank 0) is"
-                f" dead or stopped."
-            )
-        if now <= self._wait_until:
-            return None
-        late = "; ".join(f"{self._name(p)} was last seen {self._last(p)}" for p in waiting[:4])
-        fault = Fault(waiting[0], f"no answer for {now - self._wait_began:.0f} s, though all are alive: {late}")
-        self._fail(fault)
-        return fault.text
+    def _serve(self) -> None:
+        """Waits for work, on behalf of the thread that watches meanwhile."""
+        while (works := self._asked.get()) is not None:
+            answer = None
+            for peer, work in works:
+                self._current, self._current_since = peer, time.monotonic()
+                try:
+                    work.wait()
+                except Exception as error:
+                    answer = (peer, _first_line(error))
+                    break
+            self._answers.put(answer)
 
     def _live(self) -> None:
         began = time.monotonic()
@@ -312,6 +307,7 @@ class Watch:
             self.tell(error)
         self._stop.set()
         self._wake.set()
+        self._asked.put(None)
         if self.failed is not None and self._hosts_store:
             time.sleep(GRACE + self._interval)
         self._threads[0].join(2 * BEAT)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -30,8 +28,6 @@ T = TypeVar("T")
 MAX_AGREED = 1024
 ROWS, VERDICT, TABLE = 0xFFFF, 0xFFFE, 0xFFFD
 """Steps that no schedule has, for the tags of what ranks compare."""
-CLOSING = range(0xFFF0, 0xFFF8)
-"""Such steps for what never comes: Gloo has connections of their own for each of its interfaces, chosen by the tag."""
 _known: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
 
 
@@ -85,8 +81,7 @@ class Members:
             ranks = dist.get_process_group_ranks(self.group)
             world = dist.get_world_size()
             hosts = _hosts_store(ranks[self.rank])
-            close = partial(_close, self._group)
-            self._watch = Watch(_private(store, self), self.rank, ranks, close, world_size=world, hosts_store=hosts)
+            self._watch = Watch(_private(store, self), self.rank, ranks, world_size=world, hosts_store=hosts)
             finalize(self.group, self._watch.end)
             self._watch.at(training_step=self.training_step)
         self._watch.patience = safety.patience
@@ -275,18 +270,6 @@ def message_device(group: dist.ProcessGroup) -> torch.device:
         return torch.device("cpu")
     found = torch.accelerator.current_accelerator()
     return torch.device("cpu") if found is None else found
-
-
-def _close(group: ref[dist.ProcessGroup], peer: int) -> None:
-    """Closes this process's connections, so that its waits fail: a wait that times out does that in Gloo, and nothing
-    else does. Nobody sends what is waited for here."""
-    found = group()
-    for tag in CLOSING if found is not None else ():
-        with suppress(RuntimeError):
-            never = torch.empty(1, dtype=torch.uint8)
-            work = dist.irecv(never, group=found, group_src=peer, tag=tag)
-            assert work is not None, "this rank is a member"
-            work.wait(timedelta(milliseconds=1))
 
 
 def _private(store: JobStore, members: Members) -> JobStore:
