@@ -39,8 +39,7 @@ def scaled(
     cases: list[Case] = []
     for tokens in (SHORT, LONG):
         plans = _plans(ranks.size, tokens, machine, sizes, dtype)
-        runs = [Run(made, ranks) for made in plans]
-        passes = [timed(run, rounds, ahead) for run in runs]
+        passes = [timed(Run(made, ranks), rounds, ahead) for made in plans]
         for kinds in (slice(0, 2), slice(2, None)):  # windows apart
             took = {way: sum(found.median(way) for found in passes[kinds]) for way in DIRECTIONS}
             cases.append(({way: [made.schedule(way) for made in plans[kinds]] for way in DIRECTIONS}, took))
