@@ -25,9 +25,8 @@ def run(code, source, cwd):
 
 
 def test_readme_example_runs_as_printed(tmp_path):
-    examples = [code for kind, code in blocks("README.md") if not kind]
-    for code, printed in zip(examples, ("compared", "tensor(True)"), strict=True):
-        assert printed in run(code, ROOT / "src", tmp_path)
+    (code,) = [code for kind, code in blocks("README.md") if not kind]
+    assert "tensor(True)" in run(code, ROOT / "src", tmp_path)
 
 
 def test_readme_torchrun_example_runs_as_printed(tmp_path):
@@ -68,5 +67,5 @@ def test_a_new_mask_layout_and_planner_are_one_file_and_one_line(tmp_path):
 
 
 def test_one_screen_documents_fit():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 140
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
     assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 90
