@@ -21,8 +21,8 @@ import numpy as np
 
 from benchmarks.workloads import WORKLOADS, Workload
 from longspan.layouts import Layout, contiguous, zigzag
-from longspan.layouts.balanced import View, balanced, solved
-from longspan.layouts.segments import profile_of, remote_rows
+from longspan.layouts.balance.segments import profile_of, remote_rows
+from longspan.layouts.balance.solver import View, balanced, solved
 from longspan.masks import Mask
 
 MOST_TOKENS = 1.01

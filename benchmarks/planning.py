@@ -17,7 +17,7 @@ import numpy as np
 import longspan as ls
 from benchmarks.layouts import best_ms
 from benchmarks.workloads import MI, document_lengths
-from longspan.layouts.balanced import solved
+from longspan.layouts.balance.solver import solved
 from longspan.schedules import Problem, Sizes, reverse, scheme
 
 SIZES = Sizes(32, 8, 128, 128, 2)

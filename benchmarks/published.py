@@ -3,7 +3,7 @@
 Every figure printed here that is not marked published is SIMULATED; nothing ran on a GPU. Six constants are fitted to
 the published points at 8 and 32 devices; those at 16 and 64 are predicted. The command fails unless every held-out
 error is at most 20 %, schemes are ranked rightly on 90 % of held-out pairs, and the constants are those of
-`longspan.schedules.machines.H100`, within 10 %.
+`longspan.schedules.cost.presets.H100`, within 10 %.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from benchmarks.published_points import (
 from benchmarks.published_systems import SYSTEMS, WEIGHT_GRADIENTS, Leg, runs
 from longspan import layouts, masks
 from longspan.schedules import Problem, backward, scheme, simulate
-from longspan.schedules.machine import Link, Machine, Work
-from longspan.schedules.machines import H100
+from longspan.schedules.cost.machine import Link, Machine, Work
+from longspan.schedules.cost.presets import H100
 from longspan.span import Ints
 
 Floats = NDArray[np.float64]

@@ -18,9 +18,9 @@ from longspan.layouts import Layout, contiguous
 from longspan.masks import Mask
 from longspan.masks import bands as bd
 from longspan.schedules import Problem, Role, Step, scheme
+from longspan.schedules.cost.machine import Work, tile_work
+from longspan.schedules.cost.presets import H100
 from longspan.schedules.fetch import by_taker
-from longspan.schedules.machine import Work, tile_work
-from longspan.schedules.machines import H100
 from longspan.schedules.problem import cells, in_rows
 from longspan.span import Ints
 

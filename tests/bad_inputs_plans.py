@@ -5,7 +5,7 @@ from bad_inputs import INF, NAN, bad, counts
 
 from longspan import LayoutError, MaskError, PlanError, ScheduleError, layouts, masks, plan
 from longspan.schedules import Link, Machine, Sizes, Tiling, machine_named
-from longspan.schedules.machines import CPU
+from longspan.schedules.cost.presets import CPU
 
 GOOD = {"q_heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
 NO_SIZES = (0, -1, 2.5, "8", True, NAN, None, [4], (1 << 24) + 1, 10**30)

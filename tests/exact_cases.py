@@ -17,7 +17,7 @@ from longspan.api import ITEMSIZE
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules import Problem, Sizes, scheme
-from longspan.schedules.machines import CPU
+from longspan.schedules.cost.presets import CPU
 from longspan.schedules.plan import Plan
 from longspan.testing import allowed, dense_gradients
 

@@ -15,9 +15,9 @@ from benchmarks.workloads import MI, WORKLOADS, Workload, document_lengths
 from longspan import masks
 from longspan.errors import LayoutError, MaskError
 from longspan.layouts import Layout, contiguous, zigzag
-from longspan.layouts.balanced import View, balanced
-from longspan.layouts.dealing import largest
-from longspan.layouts.segments import profile_of, remote_rows, segments_of
+from longspan.layouts.balance.dealing import largest
+from longspan.layouts.balance.segments import profile_of, remote_rows, segments_of
+from longspan.layouts.balance.solver import View, balanced
 from longspan.masks import Mask, causal, documents, sliding_window
 
 JUDGE = Path(__file__).parents[2] / "shared" / "judges" / "layout.py"
@@ -257,7 +257,7 @@ def test_largest_is_what_a_scan_finds(seed: int) -> None:
 def test_every_process_finds_the_same_layout() -> None:
     program = (
         "from benchmarks.workloads import WORKLOADS\n"
-        "from longspan.layouts.balanced import balanced\n"
+        "from longspan.layouts.balance.solver import balanced\n"
         "print(balanced(WORKLOADS[5].mask(), world_size=64).fingerprint)"
     )
     here = balanced(WORKLOADS[5].mask(), world_size=64).fingerprint

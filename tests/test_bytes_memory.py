@@ -25,8 +25,8 @@ from longspan.execution.kernels import kernel_named
 from longspan.execution.observe import observe
 from longspan.execution.runner import Job
 from longspan.execution.transports import Loopback, ProcessGroup
-from longspan.schedules.machine import Link
-from longspan.schedules.machines import CPU
+from longspan.schedules.cost.machine import Link
+from longspan.schedules.cost.presets import CPU
 
 SCHEMES = (
     "ring",

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.cli import chrome, command, compare, doctor
+from longspan.cli import command
+from longspan.cli.commands import compare, doctor
 from longspan.cli.lengths import drawn_lengths
+from longspan.cli.measuring import trace_file as chrome
 from longspan.cli.screen import Column, Row, Screen
 from longspan.schedules import MACHINES, simulate
 from longspan.schedules.choose import Reason
-from longspan.schedules.machine_text import machine_text, parse_machine
+from longspan.schedules.cost.machine_text import machine_text, parse_machine
 from tests import cli_work
 from tests.pool import pool
 

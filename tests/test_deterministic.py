@@ -267,7 +267,7 @@ MUTANTS = {
         patch.setattr(run_backward, "push", one_after_another),
     ),
     "backward in the order of forward": lambda patch: patch.setattr(
-        sys.modules["longspan.schedules.backward"], "_backwards", lambda computes: computes
+        sys.modules["longspan.schedules.reversal"], "_backwards", lambda computes: computes
     ),
     "own keys before others'": lambda patch: patch.setattr(
         chunked, "_computes", lambda lane, chunks, rank, found=chunked._computes: sorted(

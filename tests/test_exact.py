@@ -15,7 +15,7 @@ from longspan.execution.transports import Loopback
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules import Problem, Sizes, scheme
-from longspan.schedules.machines import CPU
+from longspan.schedules.cost.presets import CPU
 from longspan.schedules.plan import Plan
 from longspan.testing import loopback, run_loopback
 

@@ -9,11 +9,11 @@ import pytest
 import longspan as ls
 from longspan.cli.command import main
 from longspan.schedules import MACHINES, Problem, Sizes
-from longspan.schedules.backward import reverse
-from longspan.schedules.machine import move_seconds, rank_seconds, step_work
-from longspan.schedules.memory import live_bytes
+from longspan.schedules.cost.machine import move_seconds, rank_seconds, step_work
+from longspan.schedules.cost.memory import live_bytes
 from longspan.schedules.planners import PLANNERS, VOLUMES, scheme
 from longspan.schedules.planners.ring import ring
+from longspan.schedules.reversal import reverse
 from longspan.schedules.steps import Role
 
 SEQ = 360

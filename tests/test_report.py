@@ -17,7 +17,7 @@ import pytest
 import longspan as ls
 from longspan.cli import main
 from longspan.cli.lengths import drawn_lengths
-from longspan.schedules.machines import H100
+from longspan.schedules.cost.presets import H100
 from longspan.viz import report_html
 from longspan.viz.axes import bytes_text, seconds_text
 from longspan.viz.runs import runs

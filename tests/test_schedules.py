@@ -25,8 +25,8 @@ from longspan.schedules import (
     table,
     validate,
 )
-from longspan.schedules.machine import rank_seconds
-from longspan.schedules.memory import live_bytes
+from longspan.schedules.cost.machine import rank_seconds
+from longspan.schedules.cost.memory import live_bytes
 from longspan.span import Span
 
 NUM_PLANS = 2000

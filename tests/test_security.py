@@ -17,7 +17,7 @@ import longspan
 from longspan import LongspanError, layouts, masks, plan
 from longspan.layouts import Layout
 from longspan.schedules import Schedule, validate
-from longspan.schedules.parse import MAX_LINE, MAX_STEPS, MAX_TEXT
+from longspan.schedules.text_parser import MAX_LINE, MAX_STEPS, MAX_TEXT
 
 SRC = Path(longspan.__file__).parent
 ROOT = SRC.parent.parent

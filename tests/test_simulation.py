@@ -22,7 +22,7 @@ from longspan.execution.kernels import kernel_named
 from longspan.execution.runner import Job
 from longspan.execution.transports import Loopback
 from longspan.schedules import Problem, Sizes, scheme
-from longspan.schedules.machines import CPU
+from longspan.schedules.cost.presets import CPU
 from longspan.schedules.plan import Plan
 from longspan.testing.faults import MESSAGE_FAULTS, RANK_FAULTS, Fault, KilledError
 from longspan.testing.network import PATIENCE, TIMEOUT, Network

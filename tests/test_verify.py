@@ -23,14 +23,14 @@ from pool import end_all, pool
 
 import longspan as ls
 from longspan import layouts, masks
-from longspan.checking import Finding, Report, VerifyError, loopback_attention, verify, verify_model
-from longspan.checking.command import _group as joined_group
-from longspan.checking.command import add_arguments, run
-from longspan.checking.model_causes import dense_mask
 from longspan.cli import main
+from longspan.cli.commands.verify import _group as joined_group
+from longspan.cli.commands.verify import add_arguments, run
 from longspan.errors import LongspanError, PlanError
 from longspan.execution.extras import RelativeBias
 from longspan.testing import allowed
+from longspan.verification import Finding, Report, VerifyError, loopback_attention, verify, verify_model
+from longspan.verification.model.causes import dense_mask
 
 ROOT = Path(__file__).parents[1]
 WAIT = 280.0
@@ -580,7 +580,7 @@ def test_the_command_says_what_is_wrong_with_exit_code_1(monkeypatch, capsys):
     def broken(q, k, v, plan, **options):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    monkeypatch.setattr("longspan.checking.command.loopback_attention", broken)
+    monkeypatch.setattr("longspan.cli.commands.verify.loopback_attention", broken)
     assert main(["verify", "--docs", "30,5,21", "--scheme", "ring"]) == 1
     said = capsys.readouterr().out
     assert "likely cause: mask replaced by plain causal" in said

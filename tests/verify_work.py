@@ -17,10 +17,10 @@ from torch.distributed.fsdp import fully_shard
 
 import longspan as ls
 from longspan import masks
-from longspan.checking import verify, verify_model
 from longspan.execution.dropout import Dropout
 from longspan.testing import allowed
 from longspan.training import shard_batch, token_loss
+from longspan.verification import verify, verify_model
 
 SIZES = {"q_heads": 4, "kv_heads": 2, "head_dim": 8}
 LENGTHS = [20, 5, 23, 16]

@@ -5,10 +5,10 @@ Importing this needs numpy alone; torch is loaded by the functions that touch te
 
 from longspan import layouts, masks, schedules
 from longspan.api import attention, block_mask, flex_attention, plan
-from longspan.checking import verify
 from longspan.errors import KernelError, LayoutError, LongspanError, MaskError, PlanError, ScheduleError
 from longspan.schedules.plan import Plan
 from longspan.span import Span
+from longspan.verification import verify
 from longspan.version import VERSION
 
 __version__ = VERSION

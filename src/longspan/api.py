@@ -8,8 +8,8 @@ from longspan.errors import PlanError
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules.chunks import MAX_CHUNKS
-from longspan.schedules.machine import Machine
-from longspan.schedules.machines import H100, machine_named
+from longspan.schedules.cost.machine import Machine
+from longspan.schedules.cost.presets import H100, machine_named
 from longspan.schedules.plan import Plan, made_plan
 from longspan.schedules.steps import Sizes
 from longspan.span import shortened, whole

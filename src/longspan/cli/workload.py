@@ -20,9 +20,9 @@ from longspan.cli.quantities import count, counts
 from longspan.errors import LayoutError, MaskError, PlanError
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.schedules.machine import Machine
-from longspan.schedules.machine_text import MAX_TEXT, parse_machine
-from longspan.schedules.machines import H100, MACHINES
+from longspan.schedules.cost.machine import Machine
+from longspan.schedules.cost.machine_text import MAX_TEXT, parse_machine
+from longspan.schedules.cost.presets import H100, MACHINES
 from longspan.schedules.plan import Plan
 from longspan.span import Ints
 

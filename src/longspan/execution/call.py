@@ -19,7 +19,7 @@ from longspan.execution.kernels import Asked, choose_kernel
 from longspan.execution.members import told
 from longspan.layouts import contiguous
 from longspan.masks import Mask
-from longspan.schedules.machines import CPU
+from longspan.schedules.cost.presets import CPU
 from longspan.schedules.plan import Plan, made_plan
 from longspan.schedules.steps import Sizes
 

@@ -1,6 +1,6 @@
 """Who holds which tokens. A layout is made once per batch and serves every mask of the model."""
 
-from longspan.layouts.balanced import balanced
+from longspan.layouts.balance.solver import balanced
 from longspan.layouts.layout import Layout
 from longspan.layouts.patterns import contiguous, per_document, round_robin_by_work, striped, zigzag
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from longspan.errors import LayoutError
+from longspan.layouts.balance.segments import profile_of
 from longspan.layouts.layout import Layout, check_masks, check_sizes
-from longspan.layouts.segments import profile_of
 from longspan.masks import Mask
 from longspan.masks.documents import document_edges
 from longspan.span import Ints, whole

@@ -1,15 +1,15 @@
 """Who sends what when, and which tile is computed at which step: plans as plain data."""
 
-from longspan.schedules.backward import backward, reverse
-from longspan.schedules.machine import Link, Machine, Tiling
-from longspan.schedules.machines import MACHINES, machine_named
+from longspan.schedules.cost.machine import Link, Machine, Tiling
+from longspan.schedules.cost.presets import MACHINES, machine_named
+from longspan.schedules.cost.simulator import Event, Timeline, simulate
 from longspan.schedules.passes import prune
 from longspan.schedules.planners import PLANNERS, Scheme, scheme
 from longspan.schedules.problem import Problem
-from longspan.schedules.simulate import Event, Timeline, simulate
+from longspan.schedules.proof.validator import validate
+from longspan.schedules.reversal import backward, reverse
 from longspan.schedules.steps import Compute, Piece, Recall, Role, Schedule, Sizes, Step, Transfer
-from longspan.schedules.table import table
-from longspan.schedules.validate import validate
+from longspan.schedules.text_table import table
 
 __all__ = [
     "MACHINES",

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from longspan.schedules.backward import reverse
-from longspan.schedules.machine import Machine, rank_seconds
-from longspan.schedules.memory import peak_bytes
+from longspan.schedules.cost.machine import Machine, rank_seconds
+from longspan.schedules.cost.memory import peak_bytes
 from longspan.schedules.planners import PLANNERS, Scheme, scheme
 from longspan.schedules.planners.volume import lent
 from longspan.schedules.problem import Problem
+from longspan.schedules.reversal import reverse
 from longspan.schedules.steps import Role
 
 

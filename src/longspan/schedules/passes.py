@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.errors import ScheduleError
-from longspan.schedules.board import Board, Key
+from longspan.schedules.proof.cells import Board, Key
 from longspan.schedules.steps import Piece, Role, Schedule, Step, Transfer
 from longspan.span import as_spans, union
 

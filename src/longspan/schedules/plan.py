@@ -10,14 +10,14 @@ from longspan.errors import PlanError
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.masks.keys import MaskKey
-from longspan.schedules.backward import reverse
 from longspan.schedules.choose import REASON_HEAD, Reason, choose, judge
-from longspan.schedules.machine import Machine
-from longspan.schedules.memory import peak_bytes
+from longspan.schedules.cost.machine import Machine
+from longspan.schedules.cost.memory import peak_bytes
+from longspan.schedules.cost.traffic import received
 from longspan.schedules.planners import Scheme, scheme
 from longspan.schedules.problem import Problem
+from longspan.schedules.reversal import reverse
 from longspan.schedules.steps import Piece, Schedule, Sizes, Step
-from longspan.schedules.traffic import received
 
 
 @dataclass(frozen=True, eq=False, repr=False)

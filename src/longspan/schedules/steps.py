@@ -268,6 +268,6 @@ class Schedule:
     @staticmethod
     def parse(text: str) -> Schedule:
         """The schedule that `text` wrote."""
-        from longspan.schedules.parse import parse
+        from longspan.schedules.text_parser import parse
 
         return parse(text)

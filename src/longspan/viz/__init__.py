@@ -13,7 +13,7 @@ from longspan.viz.report import report_html
 from longspan.viz.scaling import ScalingPoint, scaling_picture, scaling_points
 from longspan.viz.scene import Scene
 from longspan.viz.timeline import timeline_picture
-from longspan.viz.traffic import traffic, traffic_picture
+from longspan.viz.traffic_table import traffic, traffic_picture
 
 __all__ = [
     "ScalingPoint",

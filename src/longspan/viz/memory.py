@@ -23,7 +23,7 @@ from longspan.viz.axes import (
     unit_of,
 )
 from longspan.viz.colors import FAR, FORWARD, rank_color
-from longspan.viz.runs import Run, runs
+from longspan.viz.runs import SimulatedPass, runs
 from longspan.viz.scene import Area, Line, Point, Rect, Scene, Text
 
 _TALL = 260.0
@@ -81,7 +81,7 @@ def _names(scene: Scene, left: float, right: float, top: float, peaks: list[int]
         scene.add(Text(right + 8, y, bytes_text(peak), SMALL, "ink"))
 
 
-def _lanes(scene: Scene, run: Run, x: Scale, top: float, peaks: list[int]) -> None:
+def _lanes(scene: Scene, run: SimulatedPass, x: Scale, top: float, peaks: list[int]) -> None:
     """One lane per rank, all with the same scale, whose upper edge is the largest peak."""
     size = len(peaks)
     for rank in range(size):
@@ -114,7 +114,7 @@ def _bytes_axis(scene: Scene, left: float, top: float, peak: int) -> None:
     scene.add(Text(WIDTH - MARGIN - 72, at, "peak", SMALL), Text(WIDTH - MARGIN - 72, at + 14, bytes_text(peak), SMALL))
 
 
-def _range(scene: Scene, run: Run, x: Scale, top: float, peaks: list[int], worst: int) -> None:
+def _range(scene: Scene, run: SimulatedPass, x: Scale, top: float, peaks: list[int], worst: int) -> None:
     """The range of all ranks, the median, and the rank that needs most."""
     peak, size = peaks[worst], len(peaks)
     y = Scale(0.0, _high(peak), top + _TALL, top)
@@ -136,13 +136,13 @@ def _points(times: np.ndarray, values: np.ndarray, x: Scale, y: Scale) -> tuple[
     return tuple((x(time), y(value)) for time, value in zip(times.tolist(), values.tolist(), strict=True))
 
 
-def _at(run: Run, rank: int, times: np.ndarray) -> np.ndarray:
+def _at(run: SimulatedPass, rank: int, times: np.ndarray) -> np.ndarray:
     """The rank's bytes at each time; nothing after it has finished."""
     alive = np.append(run.alive[rank][: len(run.left[rank])], 0)
     return alive[np.searchsorted(np.array(run.left[rank]), times, side="left")]
 
 
-def _stairs(run: Run, rank: int, x: Scale, y: Scale) -> tuple[Point, ...]:
+def _stairs(run: SimulatedPass, rank: int, x: Scale, y: Scale) -> tuple[Point, ...]:
     """The rank's bytes, constant within a step."""
     points: list[Point] = []
     start = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from longspan.schedules.choose import Reason, busiest
-from longspan.schedules.machine import Machine
+from longspan.schedules.cost.machine import Machine
 from longspan.schedules.plan import Plan
 from longspan.viz.axes import bytes_text, count_text, seconds_text, three
 from longspan.viz.layout import layout_picture
@@ -16,7 +16,7 @@ from longspan.viz.runs import MAX_RANKS, runs
 from longspan.viz.scene import escaped
 from longspan.viz.tiles import mask_name, stretches
 from longspan.viz.timeline import timeline_picture
-from longspan.viz.traffic import traffic_picture
+from longspan.viz.traffic_table import traffic_picture
 
 _ROWS = 16
 """Ranks that the table lists one by one."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from longspan.errors import PlanError
-from longspan.schedules.machine import steps_work
-from longspan.schedules.memory import live_bytes
+from longspan.schedules.cost.machine import steps_work
+from longspan.schedules.cost.memory import live_bytes
+from longspan.schedules.cost.simulator import Timeline, simulate
 from longspan.schedules.plan import Plan
-from longspan.schedules.simulate import Timeline, simulate
 from longspan.schedules.steps import Schedule
 from longspan.span import Ints
 
@@ -18,7 +18,7 @@ MAX_RANKS = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class SimulatedPass:
     """One pass: its schedule, what the simulator saw, and when each rank left each step."""
 
     direction: str
@@ -38,7 +38,7 @@ class Run:
 
 
 @lru_cache(maxsize=4)
-def runs(plan: Plan) -> tuple[Run, Run]:
+def runs(plan: Plan) -> tuple[SimulatedPass, SimulatedPass]:
     """Forward and backward of the plan."""
     size = plan.layout.world_size
     if size > MAX_RANKS:
@@ -49,7 +49,7 @@ def runs(plan: Plan) -> tuple[Run, Run]:
     return _run(plan, "forward"), _run(plan, "backward")
 
 
-def _run(plan: Plan, direction: str) -> Run:
+def _run(plan: Plan, direction: str) -> SimulatedPass:
     schedule = plan.schedule(direction)
     timeline = simulate(schedule, plan.machine)
     arrived: dict[tuple[int, int], float] = {}
@@ -65,4 +65,4 @@ def _run(plan: Plan, direction: str) -> Run:
             now = max(now + work.seconds(plan.machine, direction), arrived.get((rank, number), 0.0))
             times.append(now)
         left.append(tuple(times))
-    return Run(direction, schedule, timeline, tuple(left))
+    return SimulatedPass(direction, schedule, timeline, tuple(left))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from longspan.schedules.machine import Machine
+from longspan.schedules.cost.machine import Machine
+from longspan.schedules.cost.simulator import Event
 from longspan.schedules.plan import Plan
-from longspan.schedules.simulate import Event
 from longspan.viz.axes import (
     MARGIN,
     SECOND_UNITS,
@@ -24,7 +24,7 @@ from longspan.viz.axes import (
     unit_of,
 )
 from longspan.viz.colors import BACKWARD, FAR, FORWARD, NEAR
-from longspan.viz.runs import Run, runs
+from longspan.viz.runs import SimulatedPass, runs
 from longspan.viz.scene import Rect, Scene, Text, text_width
 
 _LANES = 64
@@ -60,14 +60,14 @@ def timeline_picture(plan: Plan, *, title: str | None = None) -> Scene:
 _ABOUT = "One lane per rank: upper bars are computes, lower bars are messages that reach the rank."
 
 
-def _remarks(plan: Plan, both: tuple[Run, Run], num_shown: int) -> list[str]:
+def _remarks(plan: Plan, both: tuple[SimulatedPass, SimulatedPass], num_shown: int) -> list[str]:
     parts = [f"{run.direction} {seconds_text(run.timeline.seconds)}" for run in both]
     words = f"{', '.join(parts)} on {plan.machine.name} (simulated, not run); upper bars compute, lower bars receive."
     size = plan.layout.world_size
     return [words, *([f"{num_shown} of {size} ranks are drawn, the slowest among them."] if num_shown < size else [])]
 
 
-def _keys(plan: Plan, both: tuple[Run, Run]) -> list[Key]:
+def _keys(plan: Plan, both: tuple[SimulatedPass, SimulatedPass]) -> list[Key]:
     keys: list[Key] = [("computes, forward", FORWARD, 1.0), ("computes, backward", BACKWARD, 1.0)]
     levels = {_is_far(event, plan.machine) for run in both for event in run.timeline.events if event.peer >= 0}
     alone = plan.layout.world_size <= plan.machine.node
@@ -81,7 +81,9 @@ def _is_far(event: Event, machine: Machine) -> bool:
     return machine.level(event.peer, event.rank) > 0
 
 
-def _panel(scene: Scene, run: Run, machine: Machine, x: Scale, top: float, lane: float, ranks: list[int]) -> None:
+def _panel(
+    scene: Scene, run: SimulatedPass, machine: Machine, x: Scale, top: float, lane: float, ranks: list[int]
+) -> None:
     row = {rank: top + lane * order for order, rank in enumerate(ranks)}
     pad = 3.0 if lane > 20 else 1.0
     tall = (lane - 2 * pad) * 0.6
@@ -105,7 +107,9 @@ def _panel(scene: Scene, run: Run, machine: Machine, x: Scale, top: float, lane:
             scene.add(Text(begin + 3, y + 9, words, 9, "#ffffff"))
 
 
-def _messages(run: Run, machine: Machine, ranks: list[int]) -> Iterator[tuple[int, bool, float, float, str, str]]:
+def _messages(
+    run: SimulatedPass, machine: Machine, ranks: list[int]
+) -> Iterator[tuple[int, bool, float, float, str, str]]:
     """Messages that a rank gets in one step over one kind of link, joined where they overlap."""
     groups: dict[tuple[int, int, bool], list[Event]] = {}
     for event in run.timeline.events:
@@ -134,7 +138,13 @@ def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _labels(
-    scene: Scene, both: tuple[Run, Run], ranks: list[int], left: float, right: float, top: float, lane: float
+    scene: Scene,
+    both: tuple[SimulatedPass, SimulatedPass],
+    ranks: list[int],
+    left: float,
+    right: float,
+    top: float,
+    lane: float,
 ) -> None:
     total = sum(run.timeline.seconds for run in both) or 1.0
     every = 1 if lane > 12 else 4

@@ -1,0 +1,72 @@
+"""Runs attention, forward and backward, on the ranks of torchrun (Gloo, CPUs) and writes the measured trace.
+
+  torchrun --nproc-per-node 4 -m longspan bench --seq 8k --q-heads 8 --head-dim 64 --machine machine.json --out ran.json
+
+With a machine of `longspan calibrate` it also says how long the plan was predicted to take.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from longspan.cli.commands.trace import described, show
+from longspan.cli.launch import joined
+from longspan.cli.measuring import trace_file as chrome
+from longspan.cli.quantities import count, seconds
+from longspan.cli.screen import print_json, screen_of
+from longspan.cli.workload import Workload
+from longspan.cli.workload import add_arguments as add_workload
+from longspan.schedules.cost.simulator import simulate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_workload(parser, ranks="group")
+    parser.add_argument("--repeats", type=count, default=5, help="timed repetitions (5)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the trace goes")
+
+
+def run(args: argparse.Namespace) -> int:
+    workload = Workload.of(args)
+    with joined("bench", alone=True) as ranks:
+        from longspan.cli.measuring.runs import MeasuredRun, clocks_ahead, sliced, timed
+
+        made = workload.plan(ranks.size)
+        screen = screen_of(args)
+        ahead = clocks_ahead(ranks)
+        real = MeasuredRun(made, ranks)
+        with screen.only(ranks.speaks).progress("attention", args.repeats) as advance:
+            passes = timed(real, args.repeats, ahead, advance)
+        slices = sliced(real, ahead)
+    if not ranks.speaks:
+        return 0
+    took = {name: passes.median(name) for name in ("forward", "backward")}
+    predicted = {name: simulate(made.schedule(name), made.machine).seconds for name in took}
+    about = described(workload, made, took, "measured")
+    about |= {
+        "repeats": {"forward_seconds": passes.forward, "backward_seconds": passes.backward},
+        "predicted": {"machine": made.machine.name, **{f"{k}_seconds": v for k, v in predicted.items()}},
+        "file": None if args.out is None else str(args.out),
+    }
+    if args.out is not None:
+        chrome.write(args.out, chrome.trace(slices, ranks.size, about))
+    if args.json:
+        print_json("bench", about)
+        return 0
+    show(about, made, slices, screen)
+    screen.notes(_notes(about, workload, args.out))
+    return 0
+
+
+def _notes(about: dict[str, Any], workload: Workload, out: Path | None) -> list[str]:
+    each = [f"{seconds(min(found))} to {seconds(max(found))}" for found in about["repeats"].values()]
+    times = len(about["repeats"]["forward_seconds"])
+    notes = [f"Medians of {times} repetitions; forward took {each[0]}, backward {each[1]}."]
+    total = sum(value for key, value in about["predicted"].items() if key.endswith("seconds"))
+    if workload.machine_given:
+        off = total / about["seconds"] - 1
+        notes.append(f"Predicted for {workload.machine.name}: {seconds(total)} together, {off:+.0%} against measured.")
+    if out is not None:
+        notes.append(f"Wrote {out}, one more repetition with the profiler on. Open it in ui.perfetto.dev.")
+    return notes

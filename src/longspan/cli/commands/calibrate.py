@@ -1,0 +1,151 @@
+"""Measures kernels, copies, links and whole attentions on the ranks of torchrun (Gloo, CPUs), writes a Machine file.
+
+  torchrun --nproc-per-node 4 -m longspan calibrate --q-heads 8 --kv-heads 2 --head-dim 64 --out machine.json
+
+`plan`, `compare`, `trace` and `bench` read it with --machine machine.json. Measure with as many ranks on a host as will
+run there: ranks that share cores share their speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from longspan.api import ITEMSIZE
+from longspan.cli.launch import JobRanks, joined
+from longspan.cli.quantities import count, rate, seconds
+from longspan.cli.screen import Screen, print_json, screen_of
+from longspan.schedules.cost.machine import Link, Machine
+from longspan.schedules.cost.machine_text import machine_text
+from longspan.schedules.cost.presets import CPU
+from longspan.schedules.steps import Sizes
+
+EVERYBODY = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the Machine file goes")
+    parser.add_argument("--name", default="calibrated", help="what the machine is called (calibrated)")
+    parser.add_argument("--rounds", type=count, default=9, help="rounds of each measurement (9)")
+    tensors = parser.add_argument_group("tensors that kernels are measured on")
+    tensors.add_argument("--q-heads", type=count, default=8, help="query heads (8)")
+    tensors.add_argument("--kv-heads", type=count, default=8, help="key/value heads (8)")
+    tensors.add_argument("--head-dim", type=count, default=64, help="features of a head (64)")
+    tensors.add_argument("--dtype", choices=tuple(ITEMSIZE), default="bfloat16", help="(bfloat16)")
+
+
+def run(args: argparse.Namespace) -> int:
+    sizes = Sizes(args.q_heads, args.kv_heads, args.head_dim, args.head_dim, ITEMSIZE[args.dtype])
+    screen = screen_of(args)
+    with joined("calibrate") as ranks, screen.only(ranks.speaks).progress("measuring", 12) as advance:
+        machine, about = measured(ranks, sizes, args.dtype, args.rounds, args.name, advance)
+    if not ranks.speaks:
+        return 0
+    if args.out is not None:
+        args.out.write_text(machine_text(machine))
+    if args.json:
+        print_json("calibrate", {**about, "file": None if args.out is None else str(args.out)})
+    else:
+        show(machine, about, args.out, screen)
+    return 0
+
+
+def measured(
+    ranks: JobRanks,
+    sizes: Sizes,
+    dtype: str,
+    rounds: int,
+    name: str,
+    advance: Callable[[str], None],
+    whole: bool = True,
+) -> tuple[Machine, dict[str, Any]]:
+    """The machine that these ranks find themselves on; unless `whole`, by bare kernels, copies and links alone."""
+    import torch
+
+    from longspan.cli.measuring.fit import scaled
+    from longspan.cli.measuring.rates import SMALL, Tensors, copy_rate, kernel_rate, kernel_times, wire
+
+    times = kernel_times(ranks, Tensors(sizes, getattr(torch, dtype)), rounds, advance)
+    forward = kernel_rate(times.forward, sizes, CPU, "forward")
+    backward = kernel_rate(times.backward, sizes, CPU, "backward")
+    copies = copy_rate(ranks, rounds)
+    advance("copies")
+    # Hops to the next rank stay in a host for most ranks; hops of a host's size never do.
+    inside = min(ranks.local_size, ranks.size)
+    links = [Link(EVERYBODY, *_link(wire(ranks, 1, rounds, advance)))] if ranks.size > 1 else list(CPU.links)
+    if 1 < inside < ranks.size:
+        links = [replace(links[0], ranks=inside), Link(EVERYBODY, *_link(wire(ranks, inside, rounds, advance)))]
+    flops = max(forward, backward)
+    calls = (times.forward[SMALL, 1, False] + times.backward[SMALL, 1, False]) / 2
+    source = (
+        f"measured by longspan calibrate: {ranks.size} ranks at once, {inside} a host with {os.cpu_count()} cores,"
+        f" {torch.get_num_threads()} threads a rank, kernel {times.name}, {dtype},"
+        f" {sizes.q_heads}:{sizes.kv_heads} heads of {sizes.head_dim}, torch {torch.__version__}"
+    )
+    machine = Machine(
+        name, source, flops, forward / flops, backward / flops, 1, 0.0, copies, calls, False, tuple(links),
+        CPU.forward_tiling, CPU.backward_tiling,
+    )  # fmt: skip
+    bare = {"bare_forward_flops": forward, "bare_backward_flops": backward, "bare_call_seconds": calls}
+    if whole:
+        machine = scaled(ranks, machine, sizes, dtype, rounds, advance)
+    return machine, _about(machine, times.name, ranks, dtype) | bare
+
+
+def _link(found: Any) -> tuple[float, float]:
+    return found.bandwidth, found.latency
+
+
+def _about(machine: Machine, kernel: str, ranks: JobRanks, dtype: str) -> dict[str, Any]:
+    return {
+        "machine": machine.name,
+        "source": machine.source,
+        "ranks": ranks.size,
+        "ranks_per_host": ranks.local_size,
+        "cores": os.cpu_count(),
+        "kernel": kernel,
+        "dtype": dtype,
+        "forward_flops": machine.flops * machine.forward_share,
+        "backward_flops": machine.flops * machine.backward_share,
+        "call_seconds": machine.op_seconds,
+        "copy_bytes_per_second": machine.copy_bandwidth,
+        "links": [
+            {"ranks": link.ranks, "bytes_per_second": link.bandwidth, "latency_seconds": link.latency}
+            for link in machine.links
+        ],
+    }
+
+
+def _rates(about: dict[str, Any], direction: str) -> str:
+    bare = rate(about[f"bare_{direction}_flops"], "FLOP/s")
+    return f"{rate(about[f'{direction}_flops'], 'FLOP/s')} a rank in whole attentions, {bare} in bare kernels"
+
+
+def show(machine: Machine, about: dict[str, Any], out: Path | None, screen: Screen) -> None:
+    """What was found, and what to do with it."""
+    hosts = f"{about['ranks_per_host']} on a host of {about['cores']} cores"
+    screen.title(f"{machine.name}: {about['ranks']} ranks at once, {hosts}")
+    facts = [
+        ("kernel", f"{about['kernel']}, {about['dtype']}"),
+        ("forward", _rates(about, "forward")),
+        ("backward", _rates(about, "backward")),
+        (
+            "operation",
+            f"{seconds(about['call_seconds'])}, {seconds(about['bare_call_seconds'])} of a bare kernel's call",
+        ),
+        ("copies", rate(about["copy_bytes_per_second"], "B/s")),
+    ]
+    for link in about["links"]:
+        what = "link" if link["ranks"] == EVERYBODY else f"link of {link['ranks']}"
+        facts.append((what, f"{rate(link['bytes_per_second'], 'B/s')}, {seconds(link['latency_seconds'])} a message"))
+    screen.facts(facts)
+    screen.text()
+    screen.notes(
+        [f"Wrote {out}. Use it as --machine {out} in plan, compare, trace and bench."]
+        if out is not None
+        else ["Nothing was written: say --out machine.json to keep it."]
+    )

@@ -1,0 +1,231 @@
+"""Is this machine fit, and are the answers right? Versions, kernels, clocks, speed, a self-check, and advice.
+
+  longspan doctor                                  # one process, all ranks of the self-check inside it
+  torchrun --nproc-per-node 4 -m longspan doctor   # with the clocks and links between ranks
+
+Exit code 1: the self-check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from longspan.cli.launch import JobRanks, clocks, joined
+from longspan.cli.quantities import rate, seconds
+from longspan.cli.screen import Screen, print_json, screen_of
+
+PACKAGES = ("torch", "numpy", "rich", "matplotlib", "transformers", "accelerate")
+DTYPES = ("bfloat16", "float32")
+SCHEMES = ("exchange", "ring", "all_gather", "all_to_all", "hybrid(2,exchange)")
+FAR_CLOCK = 1e-3
+SLOW_MESSAGE = 1e-3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="no timings, and a shorter self-check")
+
+
+def run(args: argparse.Namespace) -> int:
+    screen = screen_of(args)
+    with joined("doctor", alone=True) as ranks, screen.only(ranks.speaks).progress("examining", 9) as advance:
+        found = examined(ranks, args.quick, advance)
+    if ranks.speaks:
+        if args.json:
+            print_json("doctor", found)
+        else:
+            show(found, screen)
+    return 0 if found["ok"] else 1
+
+
+def examined(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> dict[str, Any]:
+    """Everything that was found, with advice."""
+    found: dict[str, Any] = {"versions": versions(), "backends": backends(), "kernels": kernels()}
+    found["host"] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "ranks": ranks.size,
+        "ranks_per_host": ranks.local_size,
+        "threads_per_rank": _threads(),
+    }
+    found["clocks"] = [{"ahead_seconds": c.ahead, "round_trip_seconds": c.round_trip} for c in clocks(ranks)]
+    found["speed"] = None if quick else speed(ranks, advance)
+    found["checks"] = checked(ranks, quick)
+    found["ok"] = all(check["ok"] for check in found["checks"])
+    found["advice"] = list(advice(found))
+    return found
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what is installed; None for what is not."""
+    import longspan
+
+    found: dict[str, str | None] = {"longspan": longspan.__version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def backends() -> dict[str, bool]:
+    """What ranks could talk through, and whether there is a GPU."""
+    import torch
+    import torch.distributed as dist
+
+    there = dist.is_available()
+    return {
+        "gloo": there and dist.is_gloo_available(),
+        "nccl": there and dist.is_nccl_available(),
+        "cuda": torch.cuda.is_available(),
+    }
+
+
+def kernels() -> dict[str, str]:
+    """For each kernel, "yes", or why it does not take bfloat16 tensors of the best device here."""
+    import torch
+
+    from longspan.execution.kernels import kernel_named
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = (torch.zeros(1, heads, 16, 64, dtype=torch.bfloat16, device=device) for heads in (4, 2, 2))
+    names = ("cpu_flash", "varlen", "flash", "efficient", "cudnn", "flex", "reference")
+    return {name: kernel_named(name).refuses(q, k, v) or "yes" for name in names}
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def speed(ranks: JobRanks, advance: Callable[[str], None]) -> dict[str, float]:
+    """What `longspan calibrate` would find, in a few rounds."""
+    from longspan.cli.commands.calibrate import measured
+    from longspan.schedules.steps import Sizes
+
+    machine, _ = measured(ranks, Sizes(8, 8, 64, 64, 2), "bfloat16", 3, "doctor", advance, whole=False)
+    found = {
+        "forward_flops": machine.flops * machine.forward_share,
+        "backward_flops": machine.flops * machine.backward_share,
+        "copy_bytes_per_second": machine.copy_bandwidth,
+    }
+    if ranks.size > 1:
+        found["link_bytes_per_second"] = machine.links[-1].bandwidth
+        found["link_latency_seconds"] = machine.links[-1].latency
+    return found
+
+
+def checked(ranks: JobRanks, quick: bool) -> list[dict[str, Any]]:
+    """The self-check, on one thread: its tensors are small."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return list(self_checks(ranks, quick))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def self_checks(ranks: JobRanks, quick: bool) -> Iterator[dict[str, Any]]:
+    """Small attentions over ranks, held against dense float64 by `longspan.verification.verify`."""
+    import torch.distributed as dist
+
+    from longspan import layouts, masks
+    from longspan.api import attention, plan
+    from longspan.verification import loopback_attention, verify
+
+    size = ranks.size if ranks.size > 1 else 4
+    mask = masks.documents([150, 9, 201]) & masks.causal() & masks.sliding_window(127)
+    for dtype in DTYPES[:1] if quick else DTYPES:
+        for name in SCHEMES[:2] if quick else SCHEMES:
+            if name.startswith("hybrid") and size % 2:
+                continue
+            layout = layouts.balanced(mask, world_size=size)
+            made = plan(mask, layout, q_heads=4, kv_heads=2, head_dim=32, dtype=dtype, schedule=name)
+            group = dist.group.WORLD if ranks.size > 1 else None
+
+            def call(q: Any, k: Any, v: Any, made: Any = made, group: Any = group) -> Any:
+                return loopback_attention(q, k, v, made) if group is None else attention(q, k, v, made, group=group)
+
+            report = verify(call, None, made, group=group, probes=1 if quick else 3)
+            text = "" if report.ok else str(report)
+            yield {"scheme": name, "dtype": dtype, "ranks": size, "ok": report.ok, "text": text}
+
+
+def advice(found: dict[str, Any]) -> Iterator[str]:
+    """What to change, most urgent first."""
+    host, link = found["host"], found["speed"] or {}
+    if not found["ok"]:
+        yield "The self-check failed: do not train with this installation. Report the text above."
+    if not found["backends"]["gloo"] and not found["backends"]["nccl"]:
+        yield "This torch has neither Gloo nor NCCL: ranks cannot talk. Install one that has."
+    if found["backends"]["cuda"]:
+        yield "There is a GPU, and Longspan has not been run on any yet: start with `longspan verify` on your model."
+    if host["ranks_per_host"] * host["threads_per_rank"] > (host["cores"] or 1):
+        yield (
+            f"{host['ranks_per_host']} ranks of {host['threads_per_rank']} threads share {host['cores']} cores:"
+            f" times here are not those of a cluster."
+        )
+    far = [r for r, clock in enumerate(found["clocks"]) if abs(clock["ahead_seconds"]) > FAR_CLOCK]
+    if far:
+        yield f"Clocks of ranks {far} differ from rank 0's by over a millisecond: `bench` corrects for it, logs do not."
+    if link.get("link_latency_seconds", 0.0) > SLOW_MESSAGE:
+        yield "A message takes over a millisecond: prefer schemes with few steps (exchange, all_to_all) to rings."
+    if host["ranks"] == 1:
+        yield "Only one process was seen: run this under torchrun to examine the ranks' clocks and links."
+    for name in ("rich", "matplotlib"):
+        if found["versions"][name] is None:
+            yield f"{name} is not installed: {'plain tables' if name == 'rich' else 'no PNG pictures'}. It is optional."
+
+
+def many(number: int, what: str) -> str:
+    """A number of things.
+
+    >>> many(1, "rank"), many(4, "rank")
+    ('1 rank', '4 ranks')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def show(found: dict[str, Any], screen: Screen) -> None:
+    """The findings as a person reads them."""
+    host, fast = found["host"], found["speed"]
+    screen.title(f"longspan {found['versions']['longspan']}: {'fit' if found['ok'] else 'NOT FIT'}")
+    threads = many(host["threads_per_rank"], "thread")
+    there = [f"{name} {what}" for name, what in found["versions"].items() if what and name != "longspan"]
+    facts = [
+        ("versions", ", ".join(there)),
+        ("host", f"{host['system']}, {host['cores']} cores; {many(host['ranks'], 'rank')} of {threads}"),
+        ("backends", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in found["backends"].items())),
+        ("kernels", ", ".join(name for name, why in found["kernels"].items() if why == "yes")),
+    ]
+    if host["ranks"] > 1:
+        worst = max(abs(clock["ahead_seconds"]) for clock in found["clocks"])
+        back = max(clock["round_trip_seconds"] for clock in found["clocks"])
+        facts.append(("clocks", f"within {seconds(worst)} of rank 0's; there and back in {seconds(back)}"))
+    if fast is not None:
+        ways = f"{rate(fast['forward_flops'], 'FLOP/s')} forward, {rate(fast['backward_flops'], 'FLOP/s')} backward"
+        facts.append(("speed", f"{ways}, copies {rate(fast['copy_bytes_per_second'], 'B/s')}, a rank"))
+        if "link_bytes_per_second" in fast:
+            wire = f"{rate(fast['link_bytes_per_second'], 'B/s')}, {seconds(fast['link_latency_seconds'])} a message"
+            facts.append(("links", wire))
+    good = sum(check["ok"] for check in found["checks"])
+    how = "over Gloo" if host["ranks"] > 1 else "in one process"
+    facts.append(
+        ("self-check", f"{good} of {len(found['checks'])} attentions equal dense float64, gradients too, {how}")
+    )
+    screen.facts(facts)
+    for check in found["checks"]:
+        if not check["ok"]:
+            screen.text(f"FAILED: {check['scheme']}, {check['dtype']}: {check['text']}")
+    if found["advice"]:
+        screen.text()
+        for line in found["advice"]:
+            screen.text(f"- {line}")

@@ -1,0 +1,222 @@
+"""Pictures of a mask, a layout, a schedule, its traffic or its memory: as text here, or written as SVG, PNG or HTML.
+
+  longspan show mask --docs 700,1200,148 --ranks 4
+  longspan show schedule --seq 1M --docs longtail --ranks 8 --svg timeline.svg --png timeline.png --html timeline.html
+
+A schedule is drawn as the simulated timeline of both passes. HTML pages need no network and run no scripts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longspan.cli.quantities import num_bytes, seconds
+from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
+from longspan.cli.workload import Workload
+from longspan.cli.workload import add_arguments as add_workload
+from longspan.errors import PlanError
+from longspan.layouts import Layout
+from longspan.schedules.plan import Plan
+from longspan.schedules.text_table import table
+from longspan.span import join
+from longspan.viz.layout import layout_picture
+from longspan.viz.mask import mask_picture
+from longspan.viz.memory import memory_picture
+from longspan.viz.page import picture_page
+from longspan.viz.png import write_png
+from longspan.viz.runs import runs
+from longspan.viz.scene import Scene
+from longspan.viz.tiles import even_edges, row_work
+from longspan.viz.timeline import timeline_picture
+from longspan.viz.traffic_table import traffic, traffic_picture
+
+WHAT = ("mask", "layout", "schedule", "traffic", "memory")
+PASSES = ("forward", "backward")
+_MATRIX = 12
+"""JobRanks up to which traffic is printed as a matrix."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=WHAT, help="what to show")
+    out = parser.add_argument_group("pictures")
+    out.add_argument("--svg", type=Path, metavar="FILE", help="write the picture as SVG")
+    out.add_argument("--png", type=Path, metavar="FILE", help="write the picture as PNG (needs matplotlib)")
+    out.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page with the picture")
+    out.add_argument("--title", help="the title of the picture")
+    out.add_argument("--width", type=int, default=64, help="characters of a text picture (64)")
+    add_workload(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    workload = Workload.of(args)
+    _check_asked(args)
+    shown = _Shown(args.what, workload, args.ranks)
+    files = {kind: path for kind in ("svg", "png", "html") if (path := getattr(args, kind)) is not None}
+    if files:
+        scene = shown.scene(args.title)
+        for kind, path in files.items():
+            write(scene, kind, path)
+    if args.json:
+        names = {kind: str(path) for kind, path in files.items()}
+        print_json("show", {"what": args.what, "workload": workload.as_json(), "files": names, **shown.figures()})
+    elif files:
+        for path in files.values():
+            print(f"wrote {path}")
+    else:
+        shown.text(screen_of(args), min(max(args.width, 8), 200))
+    return 0
+
+
+def _check_asked(args: argparse.Namespace) -> None:
+    """Refuses what only schedules have where none is shown."""
+    asked = {"--scheme": args.scheme != "auto", "--keep": args.keep, "--fetch-bytes": args.fetch_bytes is not None}
+    names = [name for name, given in asked.items() if given]
+    if args.what in ("mask", "layout") and names:
+        raise PlanError(
+            f"{' and '.join(names)} was asked for, but a {args.what} is the same with every schedule. Leave it out, or"
+            f" show schedule, traffic or memory."
+        )
+
+
+def write(scene: Scene, kind: str, path: Path) -> None:
+    """Writes a picture as one of svg, png and html."""
+    if kind == "png":
+        write_png(scene, path)
+    else:
+        path.write_text(scene.svg() if kind == "svg" else picture_page(scene, scene.about), encoding="utf-8")
+
+
+class _Shown:
+    """What was asked for, in its three forms."""
+
+    def __init__(self, what: str, workload: Workload, ranks: int) -> None:
+        self.what, self.workload, self.ranks = what, workload, ranks
+        self.mask, self.layout = workload.mask, workload.layout(ranks)
+
+    def plan(self) -> Plan:
+        return self.workload.plan(self.ranks)
+
+    def scene(self, title: str | None) -> Scene:
+        if self.what == "mask":
+            return mask_picture(self.mask, self.layout, title=title)
+        if self.what == "layout":
+            return layout_picture(self.layout, self.mask, title=title)
+        draw = {"schedule": timeline_picture, "traffic": traffic_picture, "memory": memory_picture}[self.what]
+        return draw(self.plan(), title=title)
+
+    def figures(self) -> dict[str, Any]:
+        """What the picture shows, for JSON."""
+        if self.what == "mask":
+            work = row_work(self.mask, self.layout, 0, 0)
+            area = self.mask.area(self.layout.seq_len)
+            return {"mask": self.mask.name, "allowed_pairs": area, "pairs_by_rank": work.tolist()}
+        if self.what == "layout":
+            rows = self.layout.rows
+            tokens = self.layout.num_tokens.tolist()
+            return {"layout": self.layout.name, "num_spans": len(rows), "tokens_by_rank": tokens}
+        plan = self.plan()
+        found: dict[str, Any] = {"scheme": plan.scheme.name, "fingerprint": plan.fingerprint}
+        for one in runs(plan):
+            if self.what == "traffic":
+                found[one.direction] = {"bytes_from_to": traffic(plan, one.direction).tolist()}
+            elif self.what == "memory":
+                found[one.direction] = {"bytes_alive_by_rank_and_step": [steps.tolist() for steps in one.alive]}
+            else:
+                line = one.timeline
+                found[one.direction] = {
+                    "seconds": line.seconds,
+                    "finished_by_rank": line.finished,
+                    "bytes_received_by_rank": line.bytes_received,
+                    "num_steps": one.schedule.num_steps,
+                }
+        return found
+
+    def text(self, screen: Screen, width: int) -> None:
+        if self.what == "mask":
+            screen.title(f"{self.workload.seq_len:,} tokens: {self.workload.about_docs()}")
+            print(self.mask.draw(self.layout.seq_len, width=min(width, 96)))
+            screen.notes(["Queries go down, keys go right. █ all pairs, ▒ some, · none."])
+        elif self.what == "layout":
+            screen.title(f"{self.layout.name}: {self.layout.seq_len:,} tokens on {self.layout.world_size:,} ranks")
+            print("\n".join(strips(self.layout, width)))
+            screen.notes(["The sequence goes right. █ the rank holds all tokens, ▒ some, · none."])
+        else:
+            plan = self.plan()
+            screen.title(f"{plan.scheme.name}, {self.layout.seq_len:,} tokens on {self.layout.world_size:,} ranks")
+            show = {"schedule": _schedule_text, "traffic": _traffic_text, "memory": _memory_text}[self.what]
+            show(plan, screen)
+
+
+def strips(layout: Layout, width: int) -> list[str]:
+    """One line per rank: where in the sequence its tokens are, and how many they are.
+
+    >>> from longspan.layouts import zigzag
+    >>> print("\\n".join(strips(zigzag(16, 2), 8)))
+    rank 0  ██····██  8 tokens
+    rank 1  ··████··  8 tokens
+    """
+    edges = even_edges(layout.seq_len, width)
+    cells = np.stack((edges[:-1], edges[1:]), axis=1)
+    wide = len(str(layout.world_size - 1))
+    lines: list[str] = []
+    for rank in range(layout.world_size):
+        rows = layout.span_rows(rank)
+        i, j = join(rows, cells)
+        size = np.minimum(rows[i, 1], edges[j + 1]) - np.maximum(rows[i, 0], edges[j])
+        held = np.bincount(j, weights=size.astype(np.float64), minlength=len(cells))
+        marks = np.where(held == 0, "·", np.where(held == np.diff(edges), "█", "▒"))
+        lines.append(f"rank {rank:{wide}d}  {''.join(marks.tolist())}  {int(layout.num_tokens[rank]):,} tokens")
+    return lines
+
+
+def _schedule_text(plan: Plan, screen: Screen) -> None:
+    for one in runs(plan):
+        screen.text()
+        screen.title(f"{one.direction}: {seconds(one.timeline.seconds)}")
+        print(table(one.schedule))
+    screen.text()
+    screen.notes(
+        [
+            f"> sends to, < receives from, (n) that many ranks, * computes. Times are simulated on {plan.machine.name},"
+            " with waits, not measured."
+        ]
+    )
+
+
+def _traffic_text(plan: Plan, screen: Screen) -> None:
+    size = plan.layout.world_size
+    for direction in PASSES:
+        matrix = traffic(plan, direction)
+        screen.text()
+        screen.title(f"{direction}: {num_bytes(int(matrix.sum()))} in all")
+        if size <= _MATRIX:
+            columns = (Column("from", False), *(Column(f"to {rank}") for rank in range(size)), Column("sent"))
+            rows = [
+                Row((str(rank), *(num_bytes(value) if value else "." for value in line), num_bytes(sum(line))))
+                for rank, line in enumerate(matrix.tolist())
+            ]
+            received = Row(("all", *(num_bytes(value) for value in matrix.sum(axis=0).tolist()), ""))
+            screen.table(columns, [*rows, received])
+        else:
+            columns = (Column("rank", False), Column("sent"), Column("received"), Column("peers"))
+            sent, got = matrix.sum(axis=1).tolist(), matrix.sum(axis=0).tolist()
+            peers = ((matrix > 0) | (matrix.T > 0)).sum(axis=1).tolist()
+            rows = [Row((str(r), num_bytes(sent[r]), num_bytes(got[r]), str(peers[r]))) for r in range(size)]
+            screen.table(columns, rows)
+
+
+def _memory_text(plan: Plan, screen: Screen) -> None:
+    columns = (Column("rank", False), Column("forward"), Column("backward"), Column("peak"))
+    both = runs(plan)
+    rows: list[Row] = []
+    for rank in range(plan.layout.world_size):
+        peaks = [int(one.alive[rank].max(initial=0)) for one in both]
+        rows.append(Row((str(rank), *(num_bytes(peak) for peak in peaks), num_bytes(max(peaks)))))
+    screen.text()
+    screen.table(columns, rows)
+    screen.text()
+    screen.notes(["The most a rank holds beside its own q, k, v, results and gradients, and what kernels use inside."])

@@ -1,0 +1,219 @@
+"""Checks attention over ranks against one device: output, every gradient, and leaks of what the mask hides.
+
+Under torchrun over its processes; alone, over all ranks in this process. Exit code 0 if all is right, 1 if not.
+
+  torchrun --nproc-per-node 4 -m longspan verify --docs 200,31,281 --window 64
+  longspan verify --ranks 3 --scheme ring,exchange --dtype float32,bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from longspan import layouts, masks
+from longspan.api import ITEMSIZE, attention, plan
+from longspan.errors import PlanError
+from longspan.masks import Mask
+from longspan.schedules.plan import Plan
+from longspan.verification import Report, loopback_attention, verify
+
+SCHEMES = ("ring", "exchange", "all_gather", "all_to_all", "hybrid(2)")
+LAYOUTS = ("balanced", "zigzag", "contiguous")
+SEQ, RANKS = 384, 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `longspan verify`."""
+    add = parser.add_argument
+    add("--seq", type=int, metavar="TOKENS", help=f"tokens of the sequence, a few hundred are enough ({SEQ})")
+    add("--docs", default="causal", help="causal, full, or lengths of packed documents such as 200,31,281 (causal)")
+    add("--window", type=int, help="a token sees itself and the WINDOW - 1 tokens before it")
+    add("--ranks", type=int, help=f"ranks in this process, without torchrun ({RANKS})")
+    add("--q-heads", type=int, default=4, help="query heads (4)")
+    add("--kv-heads", type=int, default=2, help="key/value heads (2)")
+    add("--head-dim", type=int, default=32, help="features of a head (32)")
+    add("--batch", type=int, default=1, help="batch rows (1)")
+    add("--dtype", default="float32", help=f"one or several of {', '.join(ITEMSIZE)} (float32)")
+    add("--scheme", default=",".join(SCHEMES[:4]), help="one or several, such as ring,exchange (all but hybrids)")
+    add("--layout", choices=LAYOUTS, default="balanced", help="who holds which tokens (balanced)")
+    add("--softcap", type=float, help="cap scores")
+    add("--sinks", action="store_true", help="a learned sink per head")
+    add("--alibi", action="store_true", help="ALiBi with learned slopes")
+    add("--dropout", type=float, default=0.0, help="drop probabilities (0)")
+    add("--draw", type=int, default=0, help="which random inputs (0)")
+    add("--device", help="where tensors live (cpu); ranks talk over NCCL for cuda, over Gloo otherwise")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks every scheme and dtype; 0 if all are right, 1 if not."""
+    _check_numbers(args)
+    mask, device = _mask(args), _device(args.device)
+    with _one_thread(), _group(device) as (group, rank, size):
+        world = size if group is not None else RANKS if args.ranks is None else args.ranks
+        if group is not None and args.ranks not in (None, world):
+            raise PlanError(f"--ranks {args.ranks} was asked for, but torchrun started {world}. Leave --ranks out.")
+        if args.layout == "balanced":
+            layout = layouts.balanced(mask, world_size=world)
+        else:
+            layout = getattr(layouts, args.layout)(mask.length(None), world)
+        reports: list[Report] = []
+        for dtype in args.dtype.split(","):
+            for scheme in _split(args.scheme):
+                made = plan(
+                    mask, layout, q_heads=args.q_heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
+                    batch=args.batch, dtype=dtype, schedule=scheme,
+                )  # fmt: skip
+                reports.append(_checked(made, group, args, device))
+                if rank == 0 and not args.json:
+                    print(f"{dtype}: {reports[-1]}", flush=True)
+        ok = all(report.ok for report in reports)
+        if rank == 0:
+            found = {"ok": ok, "ranks": world, "checks": [report.as_dict() for report in reports]}
+            right = sum(report.ok for report in reports)
+            print(json.dumps(found) if args.json else f"{right} of {len(reports)} right")
+    return 0 if ok else 1
+
+
+def _checked(made: Plan, group: Any, args: argparse.Namespace, device: Any) -> Report:
+    import torch
+
+    draw = torch.Generator().manual_seed(args.draw)
+    options: dict[str, Any] = {} if args.softcap is None else {"softcap": args.softcap}
+    if args.sinks:
+        options["sinks"] = torch.randn(args.q_heads, generator=draw).to(device).requires_grad_()
+    if args.alibi:
+        options["alibi"] = (torch.rand(args.q_heads, generator=draw) / 8).to(device).requires_grad_()
+    if args.dropout:
+        options |= {"dropout": args.dropout, "seed": args.draw}
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        if group is None:
+            return loopback_attention(q, k, v, made, **options)
+        return attention(q, k, v, made, group=group, **options)
+
+    return verify(call, None, made, group=group, draw=args.draw, device=device, **options)
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Refuses numbers that mean nothing, before anything is made of them."""
+    for name in ("seq", "ranks"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise PlanError(f"--{name} {value} was asked for. It must be 1 or more.")
+    if args.window is not None and args.window < 1:
+        raise PlanError(f"--window {args.window} was asked for. A token sees itself, so a window is 1 or more.")
+    if not 0 <= args.draw < 1 << 63:
+        raise PlanError(f"--draw {args.draw} was asked for. It is a seed, 0 or more and below 2^63.")
+
+
+def _mask(args: argparse.Namespace) -> Mask:
+    seq_len = SEQ if args.seq is None else args.seq
+    if args.docs == "full":
+        if args.window is not None:
+            raise PlanError("--window goes with causal documents, but --docs full was given. Say --docs causal.")
+        return masks.full(seq_len)
+    mask = masks.causal(seq_len) if args.docs == "causal" else masks.documents(_lengths(args)) & masks.causal()
+    return mask if args.window is None else mask & masks.sliding_window(args.window - 1)
+
+
+def _lengths(args: argparse.Namespace) -> list[int]:
+    words = args.docs.split(",")
+    if not all(word.isascii() and word.isdecimal() and len(word) < 10 and int(word) for word in words):
+        raise PlanError(
+            f"--docs is causal, full, or lengths such as 200,31,281, each 1 or more, but {args.docs!r:.60} was given."
+        )
+    lengths = [int(word) for word in words]
+    if args.seq not in (None, sum(lengths)):
+        raise PlanError(
+            f"--docs lists {len(lengths)} documents of {sum(lengths)} tokens together, but --seq is {args.seq}. Leave"
+            f" --seq out, or make them agree."
+        )
+    return lengths
+
+
+def _device(name: str | None) -> Any:
+    """The device of that name, if tensors can live on it here; ranks of a host have a CUDA device each."""
+    import torch
+
+    try:
+        device = torch.device(name or "cpu")
+        if device.type == "meta":
+            raise PlanError("--device meta was asked for, but tensors hold no numbers there. Say cpu, or leave it out.")
+        if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as wrong:  # as torch says it, which differs by device
+        said = str(wrong).strip().partition("\n")[0].rstrip(".")
+        raise PlanError(
+            f"--device {name!r:.40} was asked for, but PyTorch cannot use it here: {said:.120}. Say cpu, or leave it"
+            f" out."
+        ) from wrong
+    return device
+
+
+def _split(text: str) -> list[str]:
+    """Names separated by commas, but for commas inside brackets.
+
+    >>> _split("ring,hybrid(2,exchange),exchange")
+    ['ring', 'hybrid(2,exchange)', 'exchange']
+    """
+    made, depth = [""], 0
+    for letter in text.replace(" ", ""):
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and not depth:
+            made.append("")
+        else:
+            made[-1] += letter
+    return made
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """JobRanks of one host share its cores, and these tensors are small: threads would only wait for one another."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _group(device: Any) -> Iterator[tuple[Any, int, int]]:
+    """The group of all processes that torchrun started, this one's rank, and their number; (None, 0, 1) without."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+        return
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield None, 0, 1
+        return
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise PlanError(
+            f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not, so ranks cannot meet. Start all with"
+            f" torchrun, or unset RANK and WORLD_SIZE to run in one process."
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    except (ValueError, RuntimeError) as wrong:
+        said = str(wrong).strip().partition("\n")[0].rstrip(".")
+        raise PlanError(
+            f"the ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe did not meet: {said:.160}. Start"
+            f" all with torchrun."
+        ) from wrong
+    yield dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # nobody closes connections that another rank still uses; on errors, torchrun ends all
+    dist.destroy_process_group()

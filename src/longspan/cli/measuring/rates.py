@@ -1,0 +1,136 @@
+"""How fast kernels, copies and links are here, with all ranks at work at once, as they are in a step.
+
+JobRanks that share cores slow each other down; so they do while this is measured, and the machine that comes of it is
+right for as many ranks on as many cores. Every figure is the median of several rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.cli.launch import JobRanks
+from longspan.execution.kernels import choose_kernel, kernel_named
+from longspan.execution.kernels.contract import Tile
+from longspan.masks.bands import LIMIT
+from longspan.schedules.cost.machine import Machine, tile_work
+from longspan.schedules.steps import Sizes
+
+TILES = (  # query rows, key rows, causal
+    (1024, 1024, True),
+    (512, 1024, False),
+    (256, 2048, False),
+    (768, 768, True),
+)
+SMALL = 64
+"""Query rows, one key: next to nothing to compute, so what is left is the call."""
+MESSAGES = (1 << 16, 1 << 20, 1 << 22)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Seconds of one tile, forward and backward, by (query rows, key rows, causal)."""
+
+    name: str
+    forward: dict[tuple[int, int, bool], float]
+    backward: dict[tuple[int, int, bool], float]
+
+
+def median_seconds(ranks: JobRanks, act: Callable[[], object], rounds: int, together: int = 1) -> float:
+    """Seconds of one act, of `together` in a row, in the median round; all ranks begin a round together."""
+    act()
+    found: list[float] = []
+    for _ in range(rounds):
+        ranks.barrier()
+        begin = time.perf_counter()
+        for _ in range(together):
+            act()
+        found.append((time.perf_counter() - begin) / together)
+    return float(np.median(found))
+
+
+class Tensors:
+    """q, k, v and an output's gradient for kernels to work on."""
+
+    def __init__(self, sizes: Sizes, dtype: torch.dtype) -> None:
+        most_q, most_k = (max(tile[i] for tile in TILES) for i in (0, 1))
+        self.sizes = sizes
+
+        def drawn(heads: int, rows: int, dim: int) -> Tensor:
+            return torch.randn(1, heads, rows, dim).to(dtype)
+
+        self.q, self.dout = drawn(sizes.q_heads, most_q, sizes.head_dim), drawn(sizes.q_heads, most_q, sizes.v_head_dim)
+        self.k, self.v = drawn(sizes.kv_heads, most_k, sizes.head_dim), drawn(sizes.kv_heads, most_k, sizes.v_head_dim)
+        self.kernel = kernel_named(choose_kernel("auto", self.q, self.k, self.v))
+
+    def passes(self, q_rows: int, k_rows: int, causal: bool) -> tuple[Callable[[], object], Callable[[], object]]:
+        """A forward and a backward of one tile."""
+        q, k, v, dout = self.q[:, :, :q_rows], self.k[:, :, :k_rows], self.v[:, :, :k_rows], self.dout[:, :, :q_rows]
+        tiles, scale = [Tile(0, q_rows, 0, k_rows, lo=0 if causal else None)], q.shape[-1] ** -0.5
+        ((_, out, lse),) = list(self.kernel.forward(q, k, v, tiles, scale))
+        out = out.to(q.dtype)
+        delta = (dout.float() * out.float()).sum(-1)
+        return (
+            lambda: list(self.kernel.forward(q, k, v, tiles, scale)),
+            lambda: list(self.kernel.backward(dout, q, k, v, out, lse, tiles, scale, delta)),
+        )
+
+
+def kernel_times(ranks: JobRanks, tensors: Tensors, rounds: int, advance: Callable[[str], None]) -> Kernels:
+    """Seconds of every tile, and of one with next to nothing in it."""
+    found: tuple[dict[tuple[int, int, bool], float], ...] = {}, {}
+    for tile in (*TILES, (SMALL, 1, False)):
+        for direction, act in zip(found, tensors.passes(*tile), strict=True):
+            direction[tile] = ranks.most(median_seconds(ranks, act, rounds, 20 if tile[1] == 1 else 1))
+        advance(f"kernel, {tile[0]} x {tile[1]}")
+    return Kernels(tensors.kernel.name, *found)
+
+
+def kernel_rate(times: dict[tuple[int, int, bool], float], sizes: Sizes, base: Machine, direction: str) -> float:
+    """FLOP per second, counted as the model of `base` counts them, and less what a call costs anyway."""
+    call = times[SMALL, 1, False]
+    work = spent = 0.0
+    for q_rows, k_rows, causal in TILES:
+        band = np.array([[0, q_rows, 0, k_rows, 0 if causal else -LIMIT, LIMIT]], dtype=np.int64)
+        dims = sizes.head_dim + sizes.v_head_dim
+        work += tile_work(band, sizes.q_heads, sizes.kv_heads, dims, base, direction).flop
+        spent += max(times[q_rows, k_rows, causal] - call, 0.1 * times[q_rows, k_rows, causal])
+    return work / spent
+
+
+def copy_rate(ranks: JobRanks, rounds: int) -> float:
+    """Bytes per second of adding float32 rows to others, which is how partial results meet: read, read, written."""
+    a, b = torch.randn(2, 1 << 20)
+    took = median_seconds(ranks, lambda: a.add_(b), rounds, 4)
+    return 12.0 * a.numel() / ranks.most(took)
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What a message costs: so many seconds, and so many for each byte."""
+
+    latency: float
+    bandwidth: float
+
+
+def wire(ranks: JobRanks, hop: int, rounds: int, advance: Callable[[str], None]) -> Wire:
+    """All ranks send to the rank `hop` places on, at once, as they do in a step."""
+    took: list[float] = []
+    for size in MESSAGES:
+        outgoing, incoming = torch.zeros(2, size, dtype=torch.uint8)
+
+        def act(outgoing: Tensor = outgoing, incoming: Tensor = incoming) -> None:
+            ends = ((dist.isend, outgoing, ranks.rank + hop), (dist.irecv, incoming, ranks.rank - hop))
+            for work in dist.batch_isend_irecv([dist.P2POp(kind, t, peer % ranks.size) for kind, t, peer in ends]):
+                work.wait()
+
+        took.append(ranks.most(median_seconds(ranks, act, rounds, max(1, (1 << 20) // size))))
+        advance(f"link, {size >> 10} KiB")
+    slope = max((took[-1] - took[0]) / (MESSAGES[-1] - MESSAGES[0]), 1e-12)
+    return Wire(max(took[0] - slope * MESSAGES[0], 0.0), 1 / slope)

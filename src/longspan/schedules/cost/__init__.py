@@ -1,0 +1,1 @@
+"""What a schedule costs: bytes, memory, and time on a machine. Nothing here changes a schedule."""

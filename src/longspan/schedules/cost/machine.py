@@ -1,0 +1,285 @@
+"""Machine: the numbers of a piece of hardware, and what a step costs on it. Everything it says is simulated.
+
+kernel = tile FLOP / (flops * share) + tile slots * slot_seconds / slots
+work   = kernel + copied bytes / copy_bandwidth + operations * op_seconds
+move   = the slowest link level: latency + bytes / bandwidth, in or out
+step   = max(work, move): transfers run beside computes
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.errors import PlanError
+from longspan.masks import bands as bd
+from longspan.schedules.cost.traffic import BYTES, DST, SRC, STEP, traffic
+from longspan.schedules.steps import Compute, Sizes, Step
+from longspan.span import Ints, Span, shortened, whole
+
+Floats = NDArray[np.float64]
+
+
+def _check_number(value: object, name: str, where: str, *, zero: bool = False) -> None:
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
+        bound = "0 or more" if zero else "above 0"
+        raise PlanError(f"{where} was given {name} = {shortened(value)}. {name} must be a finite number {bound}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One level of the network: ranks in blocks of `ranks` reach each other with this speed."""
+
+    ranks: int
+    bandwidth: float
+    """Bytes per second of one rank, one direction."""
+    latency: float
+
+    def __post_init__(self) -> None:
+        whole(self.ranks, "ranks", "Link()", PlanError, low=1)
+        _check_number(self.bandwidth, "bandwidth", "Link()")
+        _check_number(self.latency, "latency", "Link()", zero=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """The tile a kernel works in: rows of its outer side, and the widths it rounds the inner side to."""
+
+    rows: int
+    cut_width: int
+    full_width: int
+    packs_heads: bool = False
+    """Whether the query heads of one key/value head fill the rows of a tile together."""
+    far_rows: int = 0
+    """Rows in which the far border of a window is masked by a kernel that knows none; 0: it knows them."""
+    far_share: float = 1.0
+    """Speed where that border cuts, as a share of speed elsewhere."""
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "cut_width", "full_width"):
+            whole(getattr(self, name), name, "Tiling()", PlanError, low=1)
+        whole(self.far_rows, "far_rows", "Tiling()", PlanError, low=0)
+        _check_number(self.far_share, "far_share", "Tiling()")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Measured or published numbers of the hardware."""
+
+    name: str
+    source: str
+    flops: float
+    """Dense FLOP per second of one rank."""
+    forward_share: float
+    backward_share: float
+    slots: int
+    """Tiles that run at once."""
+    slot_seconds: float
+    copy_bandwidth: float
+    op_seconds: float
+    one_launch: bool
+    """Whether one operation runs all slices of a compute (a variable-length kernel), or each needs its own."""
+    links: tuple[Link, ...]
+    """From the inside outwards; the last reaches everybody."""
+    forward_tiling: Tiling
+    backward_tiling: Tiling
+
+    def __post_init__(self) -> None:
+        where = f"machine {shortened(self.name)}"
+        for name in ("flops", "forward_share", "backward_share", "copy_bandwidth"):
+            _check_number(getattr(self, name), name, where)
+        for name in ("slot_seconds", "op_seconds"):
+            _check_number(getattr(self, name), name, where, zero=True)
+        whole(self.slots, "slots", where, PlanError, low=1)
+        for name, kind in (("forward_tiling", Tiling), ("backward_tiling", Tiling), ("links", tuple)):
+            if not isinstance(getattr(self, name), kind):
+                raise PlanError(
+                    f"{where} was given {name} = {shortened(getattr(self, name))}. It is a {kind.__name__}."
+                )
+        if not all(isinstance(link, Link) for link in self.links):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PlanError(f"{where} was given links = {shortened(self.links)}. Links are of type Link.")
+        sizes = [link.ranks for link in self.links]
+        if not sizes or sizes != sorted(sizes):
+            raise PlanError(
+                f"machine {self.name} lists links over {sizes} ranks. Give one or more, from the inside outwards."
+            )
+
+    @property
+    def node(self) -> int:
+        """Ranks that share the innermost link."""
+        return self.links[0].ranks
+
+    def level(self, src: int, dst: int) -> int:
+        """The number of the link that joins two ranks."""
+        for number, link in enumerate(self.links):
+            if src // link.ranks == dst // link.ranks:
+                return number
+        return len(self.links) - 1
+
+    def levels(self, src: Ints, dst: Ints) -> Ints:
+        """`level` of many pairs of ranks."""
+        found = np.full(len(src), len(self.links) - 1, dtype=np.int64)
+        for number, link in reversed(list(enumerate(self.links))):
+            found[src // link.ranks == dst // link.ranks] = number
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step asks of one rank's device."""
+
+    flop: float = 0.0
+    slots: float = 0.0
+    copied: float = 0.0
+    ops: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flop + other.flop, self.slots + other.slots, self.copied + other.copied, self.ops + other.ops)
+
+    def seconds(self, machine: Machine, direction: str) -> float:
+        share = machine.forward_share if direction == "forward" else machine.backward_share
+        kernel = self.flop / (machine.flops * share) + self.slots * machine.slot_seconds / machine.slots
+        return kernel + self.copied / machine.copy_bandwidth + self.ops * machine.op_seconds
+
+
+def tile_work(rows: Ints, q_heads: int, kv_heads: int, dims: int, machine: Machine, direction: str) -> Work:
+    """The kernel work of `(n, 6)` bands, rounded up to tiles; `dims` is head_dim + v_head_dim."""
+    heads = np.full(len(rows), q_heads, dtype=np.int64), np.full(len(rows), kv_heads, dtype=np.int64)
+    flop, slots = (float(part.sum()) for part in _tiles(rows, *heads, dims, machine, direction))
+    return Work(flop, slots)
+
+
+def _tiles(
+    rows: Ints, q_heads: Ints, kv_heads: Ints, dims: int, machine: Machine, direction: str
+) -> tuple[Floats, Floats]:
+    """FLOP and tile slots of each band, for its own numbers of heads."""
+    q, kv = (rows[:, bd.Q1] - rows[:, bd.Q0]).astype(float), (rows[:, bd.K1] - rows[:, bd.K0]).astype(float)
+    pairs = bd.area(rows).astype(float)
+    group = np.ones(len(rows))
+    if direction == "forward":  # tiles hold queries and run over keys
+        tiling, outer, inner, flop = machine.forward_tiling, q, kv, 2.0
+        group = q_heads / kv_heads if tiling.packs_heads else group
+    else:  # tiles hold keys and run over queries
+        tiling, outer, inner, flop = machine.backward_tiling, kv, q, 5.0
+    heads = q_heads / group
+    tiles = np.ceil(outer * group / tiling.rows)
+    near, far = bd.borders(rows)
+    over = (tiling.rows / group + tiling.cut_width) / 2  # a tile ends with whole blocks
+    if tiling.far_rows:  # half of what a panel masks is worked on for nothing
+        masked = pairs + far * q * np.minimum(q, _panel_rows(rows, tiling)) / 2
+    else:
+        masked, over = pairs, over * np.where(near & far, 2.0, 1.0)
+    reach = np.maximum(masked / np.maximum(outer, 1) + over, tiling.cut_width)
+    full = np.ceil(inner / tiling.full_width) * tiling.full_width
+    cut = np.minimum(reach, np.ceil(inner / tiling.cut_width) * tiling.cut_width)
+    width = np.where(pairs >= q * kv, full, cut) / np.where(far, tiling.far_share, 1.0)
+    return tiles * width * heads * tiling.rows * flop * dims, tiles * heads
+
+
+def _panel_rows(rows: Ints, tiling: Tiling) -> Ints:
+    """Rows of the panels that a band with a far border is cut into: narrow windows go in smaller ones."""
+    narrow = rows[:, bd.HI] - rows[:, bd.LO] + 1 < 2 * tiling.far_rows  # an open bound is far away
+    return np.where(narrow, max(tiling.far_rows // 4, 1), tiling.far_rows)
+
+
+def steps_work(
+    steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str, later: bool = False
+) -> list[Work]:
+    """Each step's computes, merging into what earlier steps left, and packing of what the step sends and receives.
+
+    `later` says that there were computes before the first of these steps.
+    """
+    return _steps_work(steps, rank, sizes, machine, direction, later, traffic(steps, sizes))
+
+
+def _steps_work(
+    steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str, later: bool, moved: Ints
+) -> list[Work]:
+    number = np.array([i for i, step in enumerate(steps) for _ in step.computes], dtype=np.int64)
+    computes = [compute for step in steps for compute in step.computes]
+    merges = number > (-1 if later or not len(number) else number[0])
+    merges |= np.array([again for step in steps for again in _meets_again(step)], dtype=np.bool_)
+    works = _computes_work(computes, merges, sizes, machine, direction)
+    sums = [_sums(number, part, len(steps)) for part in works]
+    moved = moved[(moved[:, SRC] == rank) | (moved[:, DST] == rank)]
+    sums[2] += 2.0 * _sums(moved[:, STEP], moved[:, BYTES], len(steps))
+    sums[3] += [2.0 if step.transfers else 0.0 for step in steps]
+    return [Work(*one) for one in zip(*(part.tolist() for part in sums), strict=True)]
+
+
+def _meets_again(step: Step) -> list[bool]:
+    """For each compute, whether its rows met others in this very step, as they do where computes go chunk by chunk."""
+    met: set[Span] = set()
+    found: list[bool] = []
+    for compute in step.computes:
+        found.append(bool(compute.kv.apart) and not met.isdisjoint(compute.q.spans))
+        met.update(compute.q.spans if compute.kv.apart else ())
+    return found
+
+
+def _computes_work(
+    computes: list[Compute], merges: NDArray[np.bool_], sizes: Sizes, machine: Machine, direction: str
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """FLOP, tile slots, copied bytes and operations of each compute; `merges` where rows meet earlier results."""
+    bands = [(*compute.bands, *compute.maybe) for compute in computes]
+    facts = [
+        (len(part), len(c.q.heads), len(c.kv.heads), c.q.num_tokens, c.kv.num_tokens, _batch_rows(c, sizes))
+        for c, part in zip(computes, bands, strict=True)
+    ]
+    table = np.array(facts, dtype=np.int64).reshape(-1, 6)
+    count, q_heads, kv_heads, q_tokens, kv_tokens, rows = (table[:, column] for column in range(6))
+    each = np.repeat(np.arange(len(computes)), count)
+    band_rows, dims = bd.as_array(tuple(chain.from_iterable(bands))), sizes.head_dim + sizes.v_head_dim
+    tiles = _tiles(band_rows, q_heads[each], kv_heads[each], dims, machine, direction)
+    flop, slots = (_sums(each, part, len(computes)) for part in tiles)
+    # A float32 row is read, read again and written where partial results meet.
+    q_elements = q_tokens * q_heads * (sizes.v_head_dim if direction == "forward" else sizes.head_dim)
+    copied = np.where(merges, 12.0, 0.0 if direction == "forward" else 14.0) * q_elements.astype(np.float64)
+    if direction == "backward":
+        copied = copied + 10.0 * (kv_tokens * kv_heads * dims).astype(np.float64)
+    ops = np.full(len(computes), 5.0) if machine.one_launch else count.astype(np.float64)
+    batch = rows.astype(np.float64)
+    return flop * batch, slots * batch, copied * batch, ops
+
+
+def _sums(number: Ints, values: Ints | Floats, size: int) -> Floats:
+    """The values of each number added up, in their order."""
+    return np.bincount(number, values, size).astype(float)  # of nothing, bincount makes whole numbers
+
+
+def _batch_rows(compute: Compute, sizes: Sizes) -> int:
+    return sizes.batch if compute.q.rows is None else len(compute.q.rows)
+
+
+def step_work(step: Step, rank: int, sizes: Sizes, machine: Machine, direction: str, later: bool) -> Work:
+    """`steps_work` of one step."""
+    return steps_work((step,), rank, sizes, machine, direction, later)[0]
+
+
+def _move_seconds(num_steps: int, rank: int, machine: Machine, moved: Ints) -> Floats:
+    """How long the transfers of each step keep the rank's busiest link."""
+    sums = np.zeros((num_steps, len(machine.links), 2))
+    level = machine.levels(moved[:, SRC], moved[:, DST])
+    np.add.at(sums, (moved[:, STEP], level, (moved[:, DST] == rank).astype(np.int64)), moved[:, BYTES])
+    busiest = sums.max(axis=2)
+    latency = np.array([link.latency for link in machine.links])
+    bandwidth = np.array([link.bandwidth for link in machine.links])
+    return np.where(busiest > 0, latency + busiest / bandwidth, 0.0).max(axis=1)
+
+
+def move_seconds(step: Step, rank: int, sizes: Sizes, machine: Machine) -> float:
+    """How long the step's transfers keep the rank's busiest link."""
+    return float(_move_seconds(1, rank, machine, traffic((step,), sizes))[0])
+
+
+def rank_seconds(steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str) -> float:
+    """The rank's steps one after another, as if it never waited for others to be ready."""
+    moved = traffic(steps, sizes)
+    works = _steps_work(steps, rank, sizes, machine, direction, False, moved)
+    moves = _move_seconds(len(steps), rank, machine, moved).tolist()
+    return sum(map(max, (work.seconds(machine, direction) for work in works), moves), 0.0)

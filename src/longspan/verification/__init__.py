@@ -1,0 +1,120 @@
+"""Is it right? One device against all ranks, on the user's own call or model, with the likely cause of what is wrong.
+
+Importing this needs numpy alone; torch is loaded when something is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from longspan.layouts import Layout
+from longspan.masks import Mask
+from longspan.schedules.plan import Plan
+from longspan.verification.report import Check, Finding, Report, VerifyError
+
+__all__ = ["Check", "Finding", "Report", "VerifyError", "loopback_attention", "verify", "verify_model"]
+
+
+def verify(
+    fn: Callable[..., Any],
+    inputs: Any,
+    plan: Plan,
+    *,
+    group: Any = None,
+    scale: float | None = None,
+    score_mod: Any = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    alibi: Any = None,
+    relative_bias: Any = None,
+    bias: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    captured_grads: str = "sum",
+    probes: int = 3,
+    factor: float = 1.0,
+    draw: int = 0,
+    device: Any = None,
+) -> Report:
+    """Whether an attention call over the ranks of a plan gives what one device gives, forward and backward.
+
+    `fn(q, k, v)` is your call: local shards in, local output out (or output and lse). The truth is dense attention in
+    float64 under the plan's mask, over whole inputs that every rank makes itself: `inputs` is `(q, k, v)` of whole
+    sequences, equal on all ranks, or None for random ones. What else the call means is said in the words of
+    `longspan.attention`: `scale`, `score_mod`, `softcap`, `sinks` ... `captured_grads`. Gradients of q, k, v, sinks and
+    all captured tensors are compared for a random gradient of the output; then tokens that the mask hides are changed
+    (`probes` times), and nothing that cannot see them may move.
+
+    Budgets are what rounding does to the truth; `factor` multiplies them. `draw` chooses the random numbers. Without a
+    group one process stands for all ranks: `fn` gets whole tensors and returns the whole output.
+
+    >>> import torch
+    >>> from longspan import layouts, masks, plan
+    >>> mask = masks.documents([20, 12]) & masks.causal()
+    >>> made = plan(mask, layouts.zigzag(32, 2), q_heads=2, kv_heads=1, head_dim=8, dtype="float32", schedule="ring")
+    >>> verify(lambda q, k, v: loopback_attention(q, k, v, made), None, made).ok
+    True
+    >>> causal = lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
+    ...     q, k, v, is_causal=True, enable_gqa=True)
+    >>> verify(causal, None, made).causes
+    ('mask replaced by plain causal',)
+    """
+    from longspan.verification.attention.compare import CallSpec, verify_attention
+
+    asked = CallSpec(scale, score_mod, softcap, sinks, alibi, relative_bias, bias, dropout, seed, captured_grads)
+    return verify_attention(fn, inputs, plan, group, asked, probes, factor, draw, device)
+
+
+def verify_model(
+    model: Any,
+    batch: Mapping[str, Any],
+    *,
+    local: Callable[..., Any],
+    whole: Callable[..., Any],
+    layout: Layout,
+    group: Any = None,
+    mask: Mask | None = None,
+    gradients: str = "sum",
+    loss: str = "same",
+    reference: Any = None,
+    causes: Mapping[str, Callable[..., Any]] | None = None,
+    probes: int = 2,
+    factor: float = 1.0,
+) -> Report:
+    """Whether a training step over the ranks gives one device's loss, logits and gradients of every parameter.
+
+    - `local(model, batch)` is your step on this rank, up to the loss: it gets the whole batch and shards it itself. It
+      returns the loss, or `(loss, logits)` with logits (batch, local tokens, vocabulary), as `whole` does.
+    - `whole(model, batch, mask)` is the same on one device; `mask` is what you pass as `mask=`.
+    - `gradients` says what you do with gradients after backward, which verify then does for you: they are added up over
+      the group ("sum"), averaged as DDP does ("average"), or reduced already, as by FSDP ("done").
+    - `loss`: every rank reports the "same" loss of the whole batch, or its "share", and the shares add up.
+    - `reference`: the model for the one-device run, where `model` itself is sharded; the same names and weights.
+    - `causes`: more mistakes to recognise, by name, each a function like `whole`.
+
+    The truth is the one-device run in float64, of a copy of the model; where that fails, in the model's own precision.
+    Gradients that the model holds are put back afterwards.
+    """
+    from longspan.verification.model.compare import verify_step
+    from longspan.verification.model.step import ModelStep
+
+    step = ModelStep(model, dict(batch), local, whole, layout, mask, gradients, loss, reference, dict(causes or {}))
+    return verify_step(step, group, probes, factor)
+
+
+def loopback_attention(q: Any, k: Any, v: Any, plan: Plan, **options: Any) -> Any:
+    """Attention of whole tensors, computed by all ranks of the plan in this process; differentiable.
+
+    Options are those of `longspan.attention`. For trying plans and `verify` on one machine without a group.
+
+    >>> import torch
+    >>> from longspan import attention, layouts, masks, plan
+    >>> made = plan(masks.causal(), layouts.zigzag(8, 2), q_heads=2, kv_heads=2, head_dim=4, dtype="float64")
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64)
+    >>> torch.allclose(loopback_attention(q, k, v, made), attention(q, k, v, masks.causal()))
+    True
+    """
+    from longspan.verification.loopback import loopback_attention as run
+
+    return run(q, k, v, plan, **options)

@@ -1,0 +1,201 @@
+"""A whole training step over the ranks against one device: loss, logits, and the gradient of every parameter."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from longspan.errors import PlanError
+from longspan.verification.budgets import Budget, budgets, compared, unit
+from longspan.verification.model.causes import explain
+from longspan.verification.model.leaks import probe
+from longspan.verification.model.step import TOKENS, Each, ModelStep, Result, Truth, run_local, run_whole
+from longspan.verification.ranks import RankView, elsewhere, same_data
+from longspan.verification.report import Check, Finding, Report, spans_of
+
+SMALLEST = 2, 8
+"""Budgets are at least this many roundings of parameters, and of float32, of the whole tensor's norm: a loss is one
+number, and its samples may be lucky."""
+
+
+def verify_step(step: ModelStep, group: Any, probes: int, factor: float) -> Report:
+    """See `longspan.verification.verify_model`."""
+    ranks = RankView.of(step.layout, group)
+    subject = f"{type(step.model).__name__} over {step.layout!r}"
+    different = _different(step, ranks)
+    if different is not None:
+        return Report(subject, ranks.size, (), (different,))
+    _check_names(step)
+    truth = _truth(step, factor)
+    saved = [(p, p.grad) for p in step.model.parameters()]
+    try:
+        return _judged(step, truth, ranks, subject, probes)
+    finally:
+        for p, grad in saved:
+            p.grad = grad
+
+
+def _judged(step: ModelStep, truth: Truth, ranks: RankView, subject: str, probes: int) -> Report:
+    """The report on what the ranks gave."""
+    found, each = run_local(step, ranks, step.batch, truth)
+    if isinstance(found, Finding):
+        return Report(subject, ranks.size, (), (found,))
+    checks, wrong = _compare(truth, found, each, step)
+    findings: list[Finding] = []
+    if wrong:
+        causes = explain(step, truth, ranks, found, each, [check.tensor for check in wrong])
+        findings = [_finding(check, truth, found, each, step, causes[check.tensor]) for check in wrong]
+    leaky, notes = probe(step, truth, ranks, found, probes, findings)
+    findings += leaky
+    others = ranks.any(bool(findings))
+    if others and not findings:
+        findings.append(elsewhere(others))
+    return Report(subject, ranks.size, tuple(checks), tuple(findings), (*([truth.note] if truth.note else []), *notes))
+
+
+def _different(step: ModelStep, ranks: RankView) -> Finding | None:
+    """What all ranks must have alike: batch, layout, and whole parameters (sharded ones differ by design)."""
+    plain = {name: value for name, value in step.batch.items() if isinstance(value, Tensor | int | float | str)}
+    found = same_data({**plain, "layout": step.layout.fingerprint}, ranks)
+    if found is not None:
+        return found
+    weights = {n: p.detach() for n, p in step.model.named_parameters() if not isinstance(p, DTensor)}
+    found = same_data(weights, ranks)
+    if found is None:
+        return None
+    names = found.evidence.partition("but ")[2].partition(". Make")[0]
+    return replace(
+        found, tensor="parameters", what="are not the same on all ranks", cause="parameters differ between ranks",
+        evidence=f"Found: {names}.", advice="Seed every rank alike before the model is made, or broadcast from rank 0.",
+    )  # fmt: skip
+
+
+def _check_names(step: ModelStep) -> None:
+    """Refuses a reference whose parameters have other names or shapes: their gradients could not be compared."""
+    mine, right = (
+        {n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
+        for model in (step.model, step.one_device)
+    )
+    other = [name for name in (*mine, *(n for n in right if n not in mine)) if mine.get(name) != right.get(name)]
+    if not other:
+        return
+    said = [
+        f"{name} is {mine.get(name, 'missing')} in the model and {right.get(name, 'missing')} in reference="
+        for name in other[:3]
+    ]
+    raise PlanError(
+        f"parameters that want a gradient differ in {len(other)} names or shapes, so their gradients cannot be"
+        f" compared: {'; '.join(said)}. Pass a reference= with equal names, shapes and requires_grad: unwrap the model"
+        f" (as model.module of DDP, model._orig_mod of torch.compile), or wrap the reference alike."
+    )
+
+
+# -- one device --------------------------------------------------------------------------------------------------------
+
+
+def _truth(step: ModelStep, factor: float) -> Truth:
+    own = run_whole(step.whole, step.one_device, step.batch, step.mask)
+    logits = own.get("logits")
+    if logits is not None and (logits.ndim != 3 or logits.shape[TOKENS] != step.layout.seq_len):
+        raise PlanError(
+            f"the one-device step returned logits of shape {tuple(logits.shape)}, but they are compared token by token:"
+            f" (batch, {step.layout.seq_len} tokens, vocabulary). Return them so, or the loss alone from both steps."
+        )
+    again = run_whole(step.whole, step.one_device, step.batch, step.mask)
+    floats = [p.dtype for p in step.one_device.parameters() if p.is_floating_point()]
+    narrow = max((unit(dtype) for dtype in floats), default=unit(torch.float32))
+    moved = [n for n in own if not _near(own[n], again[n], narrow)]
+    if moved:
+        raise PlanError(
+            f"the one-device step gives other numbers when it runs again ({', '.join(moved[:3])}), so nothing can be"
+            f" compared with it. Turn dropout off (model.eval(), or p = 0), or fix the seed inside the step."
+        )
+    model, note = _in_float64(step)
+    batch = _doubled(step.batch) if not note else step.batch
+    result = run_whole(step.whole, model, batch, step.mask) if not note else own
+    played = [own] + [_jittered(step, model, batch, narrow, number) for number in range(2)]
+    floor = max(SMALLEST[0] * narrow, SMALLEST[1] * (unit(torch.float64) if narrow < 1e-12 else unit(torch.float32)))
+    made = budgets(result, played, TOKENS, floor, factor)
+    for name in made:
+        if name != "logits":
+            made[name] = Budget(made[name].total, None)
+    return Truth(model, batch, result, made, note)
+
+
+def _near(a: Tensor, b: Tensor, narrow: float) -> bool:
+    return bool((a - b).norm() <= 64 * narrow * a.norm() + 1e-30)
+
+
+def _in_float64(step: ModelStep) -> tuple[nn.Module, str]:
+    """A float64 copy of the model, if it can be made and run; else the model itself and a note."""
+    try:
+        model = copy.deepcopy(step.one_device).double()
+        run_whole(step.whole, model, _doubled(step.batch), step.mask)
+    except Exception as error:  # whatever the model's own code raises
+        text = str(error).splitlines()[0][:120] if str(error) else ""
+        return step.one_device, f"no float64 run ({type(error).__name__}: {text}); the truth is in the model's dtype"
+    return model, ""
+
+
+def _doubled(batch: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in batch.items()
+    }
+
+
+def _jittered(step: ModelStep, model: nn.Module, batch: dict[str, Any], narrow: float, number: int) -> Result:
+    """The truth with every parameter off by up to one rounding: what rounding does to this model."""
+    draw = torch.Generator().manual_seed(number)
+    saved = [p.detach().clone() for p in model.parameters()]
+    try:
+        with torch.no_grad():
+            for p in model.parameters():
+                noise = torch.rand(p.shape, generator=draw, dtype=torch.float64) * 2 - 1
+                p.copy_(p.double() * (1 + narrow * noise.to(p.device)))
+        return run_whole(step.whole, model, batch, step.mask)
+    finally:
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), saved, strict=True):
+                p.copy_(value)
+
+
+# -- the ranks ---------------------------------------------------------------------------------------------------------
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+
+def _compare(truth: Truth, found: Result, each: Each, step: ModelStep) -> tuple[list[Check], list[Check]]:
+    right = float(truth.result["loss"])
+    values = each.losses if step.loss == "same" else [math.fsum(each.losses)]
+    error = max((abs(value - right) if math.isfinite(value) else math.inf for value in values), default=0.0)
+    checks = [Check("loss", error, truth.budgets["loss"].total)]
+    for name, tensor in found.items():
+        if name in truth.result:
+            checks.append(compared(tensor, truth.result[name], truth.budgets[name], name, TOKENS)[0])
+    return checks, [check for check in checks if check.ratio > 1]
+
+
+def _finding(
+    check: Check, truth: Truth, found: Result, each: Each, step: ModelStep, cause: tuple[str, str, str]
+) -> Finding:
+    what = "is not finite" if math.isinf(check.error) else "differs"
+    made = Finding(check.tensor, what, check.error, check.budget, (), (), None, *cause)
+    if check.tensor == "loss" and step.loss == "same":
+        right, budget = float(truth.result["loss"]), check.budget
+        return replace(made, ranks=tuple(r for r, loss in enumerate(each.losses) if not abs(loss - right) <= budget))
+    if check.tensor == "logits":
+        ratio = compared(found["logits"], truth.result["logits"], truth.budgets["logits"], "logits", TOKENS)[1]
+        assert ratio is not None
+        at = (ratio > min(1.0, float(ratio.max()) / 2)).nonzero().flatten().numpy()
+        ranks = tuple(sorted(set(step.layout.owner(at).tolist())))
+        return replace(made, ranks=ranks, spans=spans_of(at), worst=int(ratio.argmax()))
+    apart = each.errors.get(check.tensor, [])
+    return replace(made, ranks=tuple(r for r, error in enumerate(apart) if not error <= check.budget))

@@ -1,0 +1,197 @@
+"""The user's training step, and how it is run: whole on one device, and local on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from longspan.errors import PlanError
+from longspan.layouts import Layout
+from longspan.masks import Mask
+from longspan.verification.budgets import Budget
+from longspan.verification.ranks import RankView
+from longspan.verification.report import Finding
+
+TOKENS = 1
+"""The dim of logits that counts tokens."""
+Result = dict[str, Tensor]
+"""loss, logits, and "gradient of NAME" for every parameter."""
+
+
+@dataclass(frozen=True, eq=False)
+class ModelStep:
+    """The user's step, on the ranks and on one device; see `longspan.verification.verify_model`."""
+
+    model: nn.Module
+    batch: dict[str, Any]
+    local: Callable[..., Any]
+    whole: Callable[..., Any]
+    layout: Layout
+    mask: Mask | None
+    gradients: str
+    loss: str
+    reference: nn.Module | None
+    causes: dict[str, Callable[..., Any]]
+
+    def __post_init__(self) -> None:
+        if self.gradients not in ("sum", "average", "done"):
+            raise PlanError(
+                f"gradients = {self.gradients!r} was asked for. Say what happens to gradients after backward: 'sum'"
+                f" (added up over the group), 'average' (as DDP does), 'done' (reduced already, as by FSDP)."
+            )
+        if self.loss not in ("same", "share"):
+            raise PlanError(
+                f"loss = {self.loss!r} was asked for. Every rank reports the 'same' loss of the whole batch, or its"
+                f" 'share' of it."
+            )
+
+    @property
+    def one_device(self) -> nn.Module:
+        """The model for the run on one device."""
+        return self.model if self.reference is None else self.reference
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """The one-device run, its budgets, and the model it ran on (float64 where that worked)."""
+
+    model: nn.Module
+    batch: dict[str, Any]
+    result: Result
+    budgets: dict[str, Budget]
+    note: str
+
+
+def run_whole(
+    call: Callable[..., Any], model: nn.Module, batch: dict[str, Any], mask: Any, *, graph: bool = False
+) -> Result:
+    """Loss, logits and gradients of one device; with `graph`, logits keep theirs."""
+    loss, logits = _split(call(model, batch, mask))
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=graph)
+    made: Result = {"loss": loss.detach().double().cpu()}
+    if logits is not None:
+        made["logits"] = logits if graph else logits.detach().double().cpu()
+    for (name, parameter), grad in zip(named.items(), grads, strict=True):
+        made[f"gradient of {name}"] = (torch.zeros_like(parameter) if grad is None else grad).detach().double().cpu()
+    return made
+
+
+def _split(result: Any) -> tuple[Tensor, Tensor | None]:
+    loss, logits = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if logits is not None and not isinstance(logits, Tensor):
+        raise PlanError(
+            f"a step returns the loss, or (loss, logits), but {type(logits).__name__} was returned in place of logits."
+        )
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise PlanError(
+            f"a step returns the loss, or (loss, logits), but {type(loss).__name__} was returned in place of the loss."
+        )
+    return loss.reshape(()), logits
+
+
+@dataclass(frozen=True, eq=False)
+class Each:
+    """What ranks have apart: their losses, and gradients before verify reduced them."""
+
+    losses: list[float]
+    total: Result
+    """Gradients, added up over the ranks."""
+    errors: dict[str, list[float]]
+    """How far each rank's own gradients are off, where they should be reduced already."""
+    missing: dict[str, tuple[int, ...]]
+
+
+def run_local(
+    step: ModelStep, ranks: RankView, batch: dict[str, Any], truth: Truth, *, backward: bool = True
+) -> tuple[Any, Each]:
+    """What the ranks gave together, reduced as the step says; a Finding in place of results that have another shape.
+
+    Gradients that are reduced already are those of the rank that is farthest off.
+    """
+    for p in step.model.parameters():
+        p.grad = None
+    loss, logits = _split(step.local(step.model, batch))
+    if backward:
+        loss.backward()
+    losses = [float(part) for part in ranks.each(loss.detach().double().reshape(1))]
+    made: Result = {}
+    _check_logits(ranks, logits, truth)
+    if logits is not None:
+        problem = _logits_problem(ranks, logits, truth.result["logits"])
+        if problem is not None:
+            return problem, Each(losses, {}, {}, {})
+        made["logits"] = ranks.gathered(logits, TOKENS).double().cpu()
+    if not backward:
+        return made, Each(losses, {}, {}, {})
+    mine, total, missing = _gradients(step, ranks)
+    errors: dict[str, list[float]] = {}
+    for name, grad in mine.items():
+        if step.gradients == "done":
+            parts = ranks.each(grad)
+            errors[name] = [_far(part, truth.result.get(name, part)) for part in parts]
+            made[name] = parts[max(range(len(parts)), key=errors[name].__getitem__)]
+        else:
+            size = ranks.size if step.gradients == "average" and ranks.group is not None else 1
+            made[name] = total[name] / size
+    for p in step.model.parameters():
+        p.grad = None
+    return made, Each(losses, total, errors, missing)
+
+
+def _far(found: Tensor, right: Tensor) -> float:
+    error = float((found - right).norm()) if found.shape == right.shape else math.inf
+    return error if math.isfinite(error) else math.inf
+
+
+def _gradients(step: ModelStep, ranks: RankView) -> tuple[Result, Result, dict[str, tuple[int, ...]]]:
+    """This rank's gradients, their sums over the group, and which ranks have none."""
+    named = {n: p for n, p in step.model.named_parameters() if p.requires_grad}
+    mine = {f"gradient of {n}": _plain(p.grad, p) for n, p in named.items()}
+    rows = ranks.numbers([int(p.grad is None) for p in named.values()])
+    missing = {
+        name: tuple(r for r, row in enumerate(rows) if row[i])
+        for i, name in enumerate(mine)
+        if any(row[i] for row in rows)
+    }
+    return mine, {name: ranks.summed(grad) for name, grad in mine.items()}, missing
+
+
+def _plain(grad: Tensor | None, parameter: Tensor) -> Tensor:
+    if grad is None:
+        grad = torch.zeros_like(parameter)
+    if isinstance(grad, DTensor):
+        grad = grad.full_tensor()
+    return grad.detach().double().cpu()
+
+
+def _check_logits(ranks: RankView, logits: Tensor | None, truth: Truth) -> None:
+    """Refuses logits from some steps only: they would be left out without a word."""
+    have = ranks.any(logits is not None)
+    wanted = list(range(1 if ranks.group is None else ranks.size)) if "logits" in truth.result else []
+    if have == wanted:
+        return
+    local = f"ranks {have} of {ranks.size}" if have and ranks.group is not None else "the local step" if have else ""
+    one = "the one-device step" if wanted else ""
+    raise PlanError(
+        f"logits were returned by {' and '.join(filter(None, (local, one)))} only, so they cannot be compared. Return"
+        f" (loss, logits) from local and whole, on every rank, or the loss alone from both."
+    )
+
+
+def _logits_problem(ranks: RankView, logits: Tensor, right: Tensor) -> Finding | None:
+    wanted = right.shape[0], ranks.slots_of(ranks.rank), right.shape[2]
+    wrong = ranks.any(tuple(logits.shape) != wanted)
+    if not wrong:
+        return None
+    return Finding(
+        "logits", f"do not have (batch {wanted[0]}, local tokens, vocabulary {wanted[2]}) on ranks {wrong}",
+        math.inf, 0.0, tuple(wrong), (), None, "logits of another shape", "No number was compared.",
+        "Return the logits of this rank's tokens.",
+    )  # fmt: skip

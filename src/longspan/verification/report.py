@@ -1,0 +1,173 @@
+"""What verify found: a frozen report that prints as text, as JSON-ready values, or as an error."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from longspan.errors import LongspanError
+
+UNKNOWN = "not recognised"
+"""The cause of a finding that matches none of the known mistakes."""
+SHOWN_SPANS = 4
+SHOWN_FINDINGS = 8
+SHOWN_CHECKS = 16
+
+
+class VerifyError(LongspanError, AssertionError):
+    """Results over the ranks are not those of one device."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: how far a tensor is from one device's, and how far rounding may take it."""
+
+    tensor: str
+    error: float
+    budget: float
+
+    @property
+    def ratio(self) -> float:
+        """The error over its budget; infinite for what is not finite."""
+        if not math.isfinite(self.error):
+            return math.inf
+        return self.error / self.budget if self.budget > 0 else (math.inf if self.error > 0 else 0.0)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong."""
+
+    tensor: str
+    what: str
+    """differs, leaks, is missing, is not finite, has another shape, is other data."""
+    error: float
+    budget: float
+    ranks: tuple[int, ...]
+    """RankView that hold the wrong rows."""
+    spans: tuple[tuple[int, int], ...]
+    """Wrong rows as (start, stop) in global positions; empty for what has no positions."""
+    worst: int | None
+    """The global position that is farthest off."""
+    cause: str
+    """A short name of the likely mistake, or "not recognised"."""
+    evidence: str
+    """What was seen that points to the cause."""
+    advice: str = ""
+
+    @property
+    def num_positions(self) -> int:
+        """How many positions are wrong."""
+        return sum(stop - start for start, stop in self.spans)
+
+    def where(self) -> str:
+        """What is wrong, how large, and where, in one line."""
+        parts = [f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {_listed(self.ranks)}"] * bool(self.ranks)
+        if self.spans:
+            spans = ", ".join(f"{a}:{b}" for a, b in self.spans[:SHOWN_SPANS])
+            more = f" and {len(self.spans) - SHOWN_SPANS} more" if len(self.spans) > SHOWN_SPANS else ""
+            count = f"{self.num_positions} position{'s' * (self.num_positions != 1)}"
+            parts.append(f"{count} {spans}{more}, worst at {self.worst}")
+        size = f": error {self.error:.2e}, budget {self.budget:.2e}" if self.budget > 0 else ""
+        return f"{self.tensor} {self.what}{size}" + "".join(f"; {part}" for part in parts)
+
+    def __str__(self) -> str:
+        return "\n".join((self.where(), *_explained([self])))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was compared, with which budgets, and what is wrong. The same on every rank."""
+
+    subject: str
+    world_size: int
+    checks: tuple[Check, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """The likely causes, each once."""
+        return tuple(dict.fromkeys(finding.cause for finding in self.findings))
+
+    def raise_if_wrong(self) -> Report:
+        """Itself; raises `VerifyError` with the whole text if anything is wrong."""
+        if not self.ok:
+            raise VerifyError(str(self))
+        return self
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; numbers that are not finite become None."""
+        made = {"ok": self.ok, "causes": list(self.causes), **asdict(self)}
+        for part in (*made["checks"], *made["findings"]):
+            part.update({key: None for key in ("error", "budget") if not math.isfinite(part[key])})
+        return made
+
+    def _table(self) -> list[str]:
+        """Checks in their order; of very many, those nearest to their budgets."""
+        shown = set(sorted(range(len(self.checks)), key=lambda i: -self.checks[i].ratio)[:SHOWN_CHECKS])
+        checks = [check for i, check in enumerate(self.checks) if i in shown]
+        width = max((len(check.tensor) for check in checks), default=0)
+        lines = [
+            f"  {c.tensor:<{width}}  error {c.error:8.2e}  budget {c.budget:8.2e}  {'' if c.ratio <= 1 else '<--'}"
+            for c in checks
+        ]
+        return lines + [f"  and {len(self.checks) - len(checks)} nearer to one device"] * (
+            len(checks) < len(self.checks)
+        )
+
+    def __str__(self) -> str:
+        verdict = "RIGHT" if self.ok else "WRONG"
+        lines = [f"{verdict}: {self.subject}, {self.world_size} rank{'s' * (self.world_size != 1)} against one device"]
+        lines += self._table()
+        for cause in self.causes:  # tensors that one mistake made wrong stand together
+            found = [finding for finding in self.findings if finding.cause == cause]
+            lines += [f"  {line}" for line in _explained(found)]
+            lines += [f"    {finding.where()}" for finding in found[:SHOWN_FINDINGS]]
+            rest = [finding.tensor for finding in found[SHOWN_FINDINGS:]]
+            lines += [f"    and {len(rest)} more: {_shortened(rest)}"] * bool(rest)
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _shortened(names: list[str]) -> str:
+    shown = ", ".join(names[:SHOWN_FINDINGS])
+    return shown if len(names) <= SHOWN_FINDINGS else f"{shown}, ..."
+
+
+def _explained(findings: list[Finding]) -> list[str]:
+    """Cause, evidence and advice of findings that share a cause."""
+    evidence = list(dict.fromkeys(finding.evidence for finding in findings if finding.evidence))
+    advice = next((finding.advice for finding in findings if finding.advice), "")
+    return [
+        f"likely cause: {findings[0].cause}",
+        *(f"  {text}" for text in evidence[:3]),
+        *([f"  What to do: {advice}"] if advice else []),
+    ]
+
+
+def spans_of(positions: ArrayLike) -> tuple[tuple[int, int], ...]:
+    """Sorted positions as (start, stop) stretches.
+
+    >>> spans_of([1, 2, 3, 7])
+    ((1, 4), (7, 8))
+    """
+    at = np.unique(np.asarray(positions, dtype=np.int64))
+    if not at.size:
+        return ()
+    breaks = np.flatnonzero(np.diff(at) > 1) + 1
+    return tuple((int(part[0]), int(part[-1]) + 1) for part in np.split(at, breaks))
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown}, ... ({len(ranks)} in all)" if len(ranks) > 8 else shown
