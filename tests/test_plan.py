@@ -4,9 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 import longspan as ls
 from longspan.schedules import MACHINES, Link, simulate, validate
+from longspan.testing import run_loopback
 
 MASK = ls.masks.documents([1500, 2000, 596]) & ls.masks.causal()
 LAYOUT = ls.layouts.balanced(MASK, world_size=8)
@@ -119,3 +121,21 @@ def test_wrong_kinds_of_arguments_are_named():
         ls.plan(MASK, LAYOUT, **SHAPE, schedule="ring").steps(8)
     with pytest.raises(ls.PlanError, match="'forward' or 'backward'"):
         ls.plan(MASK, LAYOUT, **SHAPE, schedule="ring").steps(0, "sideways")
+
+
+@pytest.mark.parametrize("schedule", ["auto", "ring", "exchange", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("seq_len", [0, 1])
+def test_sequences_of_no_and_of_one_token(schedule, seq_len):
+    for layout in (ls.layouts.zigzag, ls.layouts.contiguous, ls.layouts.striped):
+        plan = ls.plan(
+            ls.masks.causal(), layout(seq_len, 2), q_heads=2, kv_heads=1, head_dim=4, dtype="float32", schedule=schedule
+        )
+        assert f"{seq_len} tokens on 2 ranks" in str(plan)
+        tensors = [torch.randn(1, heads, seq_len, 4, requires_grad=True) for heads in (2, 1, 1)]
+        out = ls.attention(*tensors, ls.masks.causal())
+        dout = torch.randn_like(out)
+        out.backward(dout)
+        with torch.no_grad():
+            over, _, *gradients = run_loopback(plan, *tensors, dout)
+        assert torch.allclose(over, out)
+        assert all(torch.allclose(grad, t.grad) for grad, t in zip(gradients, tensors, strict=True))

@@ -88,6 +88,7 @@ def _from_line(line: Ints, stride: int) -> Ints:
 
 def staged(rows: Ints, held: Ints, seq_len: int, count: int) -> Ints:
     """(start, stop, taker, share): every taker's rows cut into `count` equal shares, going round from its own first."""
+    rows = rows[rows[:, 1] > rows[:, 0]]  # a sequence of no tokens needs nothing
     if not len(rows):
         return np.empty((0, 4), dtype=np.int64)
     takers = int(max(rows[:, 2].max(), held[:, 2].max())) + 1
