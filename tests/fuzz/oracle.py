@@ -69,7 +69,7 @@ def dense_mask(call: Call):
     rows = [
         torch.stack([allowed(call.mask, call.tokens, b, h) for h in range(call.q_heads)]) for b in range(call.batch)
     ]
-    return torch.stack(rows)
+    return torch.stack(rows) if rows else torch.zeros(0, call.q_heads, call.tokens, call.tokens, dtype=torch.bool)
 
 
 def leaf_shapes(call: Call):

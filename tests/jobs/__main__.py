@@ -6,6 +6,7 @@ import time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
+from .runner import TIMEOUT
 from .table import Job, chosen, complaints
 
 
@@ -25,8 +26,8 @@ def table(results: list) -> str:
     return "\n".join(lines)
 
 
-def run(job: Job, quiet: bool):
-    ended = job.run()
+def run(job: Job, timeout: float, quiet: bool):
+    ended = job.run(timeout)
     wrong = complaints(job, ended)
     print(f"{'ok  ' if not wrong else 'BAD '} {ended.seconds:5.1f} s  {job}  {'; '.join(wrong)}", flush=True)
     if wrong and not quiet:
@@ -40,12 +41,13 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only jobs whose kind and name contain this")
     parser.add_argument("--repeat", type=int, default=1, help="each job so many times")
     parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds after which a job hangs")
     parser.add_argument("--quiet", action="store_true", help="no output of jobs that ended badly")
     given = parser.parse_args()
     jobs = [job for job in chosen(given.count) if given.only in str(job)] * given.repeat
     begin = time.monotonic()
     with ThreadPoolExecutor(given.at_once) as pool:
-        results = list(pool.map(lambda job: run(job, given.quiet), jobs))
+        results = list(pool.map(lambda job: run(job, given.timeout, given.quiet), jobs))
     bad = sum(bool(wrong) for _, _, wrong in results)
     print(table(results))
     print(f"{len(results)} jobs, {bad} ended badly, {time.monotonic() - begin:.0f} s")

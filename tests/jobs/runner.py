@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = Path(sys.executable).parent / "torchrun"
-TIMEOUT = 60.0
+TIMEOUT = 120.0  # seconds; four ranks of two jobs at once on two shared cores take half a minute to import torch
 GRACE = 5.0  # seconds in which processes of a job may still end by themselves after torchrun did
 FAILURE = re.compile(r"rank +: (\d+) \(local_rank: \d+\)\n.*?exitcode +: (-?\d+) \(pid", re.DOTALL)
 NOISE = (

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from . import pages
-from .runner import ROOT, Ended, torchrun
+from .runner import ROOT, TIMEOUT, Ended, torchrun
 from .scripts import ENDINGS, SCHEMES, Ending, script
 
 
@@ -32,11 +32,11 @@ class Job:
     def __str__(self) -> str:
         return f"{self.kind}: {self.name}, {self.ranks} ranks"
 
-    def run(self) -> Ended:
+    def run(self, timeout: float = TIMEOUT) -> Ended:
         with TemporaryDirectory() as folder:
             if self.code is not None:
                 (Path(folder) / self.words[2]).write_text(self.code)
-            return torchrun(self.words, folder, interrupt_at=self.interrupt_at, **self.variables)
+            return torchrun(self.words, folder, interrupt_at=self.interrupt_at, timeout=timeout, **self.variables)
 
 
 def complaints(job: Job, ended: Ended) -> list[str]:
