@@ -49,7 +49,8 @@ def report(seed: int, tried: Case, found: Outcome, planted: str, folder: Path | 
     """Prints a failure, shrinks it, and prints the file that repeats it."""
     print(f"\nseed {seed}: {found.kind}\n{found.detail}\n{tried}", flush=True)
     if found.kind in ("wrong", "raised", "refused"):
-        tried = shrunk(tried, lambda smaller: outcome(smaller, planted).kind == found.kind)
+        most = 10 if found.kind == "raised" or planted else 40  # every try may cost a new pool
+        tried = shrunk(tried, lambda smaller: outcome(smaller, planted).kind == found.kind, most)
         found = outcome(tried, planted)
         print(f"smaller: {found.kind}\n{found.detail}\n{tried}", flush=True)
     text = script(tried, f"seed {seed}: {found.kind}\n{found.detail}")

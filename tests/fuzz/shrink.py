@@ -5,10 +5,10 @@ from dataclasses import fields, replace
 
 from .cases import Call, Case
 
-TRIES = 60
+TRIES = 40
 
 
-def shrunk(case: Case, fails: Callable[[Case], bool]) -> Case:
+def shrunk(case: Case, fails: Callable[[Case], bool], most: int = TRIES) -> Case:
     """The smallest case that was met on the way; `fails` says whether a case still fails in the same way."""
     tries = 0
     smaller = True
@@ -16,7 +16,7 @@ def shrunk(case: Case, fails: Callable[[Case], bool]) -> Case:
         smaller = False
         for candidate in simpler(case):
             tries += 1
-            if tries > TRIES:
+            if tries > most:
                 return case
             if fails(candidate):
                 case, smaller = candidate, True
