@@ -8,7 +8,8 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from ..pool import end_all
+from tests.pool import end_all
+
 from .cases import Case
 from .draw import case
 from .mutants import MUTANTS
@@ -49,7 +50,7 @@ def report(seed: int, tried: Case, found: Outcome, planted: str, folder: Path | 
     """Prints a failure, shrinks it, and prints the file that repeats it."""
     print(f"\nseed {seed}: {found.kind}\n{found.detail}\n{tried}", flush=True)
     if found.kind in ("wrong", "raised", "refused"):
-        most = 10 if found.kind == "raised" or planted else 40  # every try may cost a new pool
+        most = 10 if found.kind == "raised" else 40  # every try may cost a new pool
         tried = shrunk(tried, lambda smaller: outcome(smaller, planted).kind == found.kind, most)
         found = outcome(tried, planted)
         print(f"smaller: {found.kind}\n{found.detail}\n{tried}", flush=True)

@@ -3,7 +3,8 @@
 import re
 from dataclasses import dataclass
 
-from ..pool import pool
+from tests.pool import pool
+
 from .cases import Case
 from .work import on_a_rank
 
@@ -26,7 +27,7 @@ class Outcome:
 
 
 def outcome(case: Case, planted: str = "") -> Outcome:
-    """Runs a case. A pool that may hold half-finished messages, or a planted mistake, is made anew."""
+    """Runs a case. A pool that may hold half-finished messages is made anew; one with a planted mistake keeps it."""
     ranks = pool(case.world)
     try:
         found = ranks.run(on_a_rank, case, planted, timeout=TIMEOUT)
@@ -39,7 +40,7 @@ def outcome(case: Case, planted: str = "") -> Outcome:
         return Outcome("crashed", str(error), True)
     kinds = {kind for kind, _ in found}
     said = "\n".join(f"rank {rank}: {kind} {detail}" for rank, (kind, detail) in enumerate(found) if detail)
-    if planted or not (kinds == {"right"} or kinds == {"wrong", "right"} or kinds == {"refused"}):
+    if not (kinds <= {"right", "wrong"} or kinds == {"refused"}):
         ranks.end()
     return judge(case, kinds, found[0][1], said)
 

@@ -198,9 +198,13 @@ def repeat(case: Case) -> int:
     return int(outcome not in ("right", "refused"))
 
 
+_planted = {""}
+
+
 def on_a_rank(case: Case, planted: str = "") -> tuple[str, str]:
     """For a pool of ranks; `planted` is code that breaks Longspan in this process for good."""
     logging.disable(logging.CRITICAL)  # a compiler that fails says so at length; the error is in the answer
-    if planted:
+    if planted not in _planted:
+        _planted.add(planted)
         exec(planted, {})
     return run(case, dist.get_rank(), None if case.one_device else dist.group.WORLD)
