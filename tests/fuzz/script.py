@@ -5,7 +5,7 @@ from pathlib import Path
 
 from .cases import Case
 
-PARTS = ("cases", "oracle", "calls", "work")
+PARTS = ("cases", "oracle", "calls", "expected", "work")
 RELATIVE = re.compile(r"^from \.\w+ import (\([^)]*\)|[^\n]*)\n", re.MULTILINE)
 
 

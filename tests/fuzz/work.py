@@ -9,72 +9,10 @@ import torch.distributed as dist
 import longspan as ls
 from longspan.errors import RankError
 
-from .calls import compute, draw_tensors, make_mask, make_plan
+from .calls import compute, make_mask, make_plan
 from .cases import Call, Case
-from .oracle import attend, cut, dense_mask, leaf_shapes, plain_scale
-
-FACTOR = 4.0  # times the error of plain PyTorch in the same dtype
-FLOOR = 16.0  # roundings of the largest number there is, for tensors of few elements
-
-
-def grads_of(call: Call, case: Case, dtype, drawn):
-    """(out, lse, gradients by name) of the dense computation in a dtype; whole tensors."""
-    leaves, extras, upstream = drawn
-    leaves = {name: x.to(dtype, copy=True).requires_grad_() for name, x in leaves.items()}
-    extras = {name: x.to(dtype, copy=True).requires_grad_() for name, x in extras.items()}
-    out, lse = attend(call, leaves, extras, dense_mask(call))
-    names = [*leaves, *extras]
-    parts = losses(call, case, out, lse, upstream["out"], upstream["lse"])
-    found = torch.autograd.grad(sum(parts), [*leaves.values(), *extras.values()], allow_unused=True)
-    grads = {n: torch.zeros_like((leaves | extras)[n]) if g is None else g for n, g in zip(names, found, strict=True)}
-    return out.detach().double(), lse.detach().double(), {name: g.double() for name, g in grads.items()}
-
-
-def losses(call: Call, case: Case, out, lse, for_out, for_lse):
-    """One or two losses of a call: random weights of out and, if asked for, of lse."""
-    of_out = (out.double() * for_out).sum()
-    of_lse = (lse.double().masked_fill(lse.isneginf(), 0.0) * for_lse).sum() if call.lse else None
-    if case.losses == "two":
-        return [of_out, 0.5 * of_out if of_lse is None else of_lse]
-    return [of_out if of_lse is None else of_out + of_lse]
-
-
-class Expected:
-    """The truth of a call, and how far from it an answer may be."""
-
-    def __init__(self, case: Case, call: Call):
-        self.drawn = draw_tensors(call)
-        self.out, self.lse, self.grads = grads_of(call, case, torch.float64, self.drawn)
-        dtype = getattr(torch, call.dtype)
-        rough = (self.out, self.lse, self.grads)
-        if call.dtype != "float64":
-            rough = grads_of(call, case, dtype, self.drawn)
-        self.limits = {"out": self._limit(call, dtype, self.out, rough[0])}
-        self.limits["lse"] = self._limit(
-            call, torch.float64 if call.dtype == "float64" else torch.float32, self.lse, rough[1]
-        )
-        for name, truth in self.grads.items():
-            self.limits[name] = self._limit(call, dtype, truth, rough[2][name]) + self._cancelled(call, dtype)
-
-    def _sizes(self, call: Call):
-        """The largest score, and the largest gradient of one, before anything cancels."""
-        leaves, _, upstream = self.drawn
-        q, k, v = cut(call, leaves)
-        most = [float(x.abs().max()) if x.numel() else 0.0 for x in (q, k, v, upstream["out"], upstream["lse"])]
-        score = most[0] * most[1] * max(1, call.head_dim) * abs(plain_scale(call))
-        grad = most[3] * most[2] * max(1, call.v_head_dim) + most[4]
-        return score, grad, max(1.0, abs(plain_scale(call)) * max(most[0], most[1]))
-
-    def _limit(self, call: Call, dtype, truth, rough):
-        off = torch.where(truth.isfinite() & rough.isfinite(), rough - truth, 0.0).abs()
-        size = torch.where(truth.isfinite(), truth, 0.0).abs()
-        score = min(self._sizes(call)[0], 1e3)
-        natural = torch.finfo(dtype).eps * FLOOR * (1 + score)
-        return (FACTOR * float(off.max()) + natural * (1 + float(size.max()))) if truth.numel() else 0.0
-
-    def _cancelled(self, call: Call, dtype):
-        score, grad, by = self._sizes(call)
-        return torch.finfo(dtype).eps * FLOOR * grad * max(by, min(score, 1e3) if call.score else 1.0)
+from .expected import Expected, losses
+from .oracle import cut, leaf_shapes
 
 
 def shard(x, positions, dim, tokens):
@@ -171,10 +109,10 @@ def run(case: Case, rank: int, group) -> tuple[str, str]:
         wrong = {f"call {n}: {name}": how for n, each in enumerate(mine) for name, how in each.compare().items()}
     except ls.LongspanError as error:
         if isinstance(error, RankError):  # the group is lost
-            return "raised", traceback.format_exc()
+            return "raised", traceback.format_exc()[-2000:]
         return "refused", f"{type(error).__name__}: {error}"
     except Exception:
-        return "raised", traceback.format_exc()
+        return "raised", traceback.format_exc()[-2000:]
     finally:
         if any(call.compiled for call in case.calls):
             torch._dynamo.reset()
