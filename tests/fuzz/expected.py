@@ -57,13 +57,11 @@ class Expected:
         score, value, grad = self._sizes(call)
         inside = torch.finfo(dtype if call.dtype == "float64" else torch.float32).eps * FEW * (1 + score)
         natural = inside + ROUND * torch.finfo(dtype).eps
-        plain = not self.drawn[1]  # tensors beside q, k and v may be used in their own dtype
-        self.limits = {
-            "out": natural * value + FACTOR * largest(rough[0] - self.out),
-            "lse": inside
-            + (FAST if torch.finfo(dtype).bits == 16 else 0.0)
-            + (0.0 if plain else FACTOR * largest(rough[1] - self.lse)),
-        }
+        self.limits = {"out": natural * value + FACTOR * largest(rough[0] - self.out), "lse": inside}
+        if call.dtype in ("bfloat16", "float16"):
+            self.limits["lse"] += FAST
+        if self.drawn[1]:  # tensors beside q, k and v may be used in their own dtype
+            self.limits["lse"] += FACTOR * largest(rough[1] - self.lse)
         for name, truth in self.grads.items():
             self.limits[name] = natural * grad + FACTOR * largest(rough[2][name] - truth)
 
