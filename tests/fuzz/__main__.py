@@ -71,6 +71,7 @@ def main(words=None) -> int:
     parser.add_argument("--ranks", default="1,2,3,4")
     parser.add_argument("--stop-after", type=int, default=10, help="failures")
     parser.add_argument("--scripts", type=Path, default=None, help="a folder for files that repeat failures")
+    parser.add_argument("--skip", action="append", default=[], help="a feature, as the table names it, to leave out")
     parser.add_argument("--plant", choices=sorted(MUTANTS), default=None, help="a mistake to be found")
     given = parser.parse_args(words)
     first = time.time_ns() % 10**9 if given.seed is None else given.seed
@@ -82,6 +83,8 @@ def main(words=None) -> int:
         if time.monotonic() > end or tally.bad >= given.stop_after or seed - first == given.cases:
             break
         tried = case(seed, worlds)
+        if tried.features() & set(given.skip):
+            continue
         found = outcome(tried, planted)
         tally.add(tried, found)
         if found.bad:
