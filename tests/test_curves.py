@@ -1,9 +1,6 @@
 """Training curves, short: two ranks with FSDP2 against one process of plain PyTorch, and mistakes that must show."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from benchmarks import curves
 from benchmarks.curve_picture import draw
 from benchmarks.curve_text import packed_row
 from benchmarks.curves import Curve, Family
+from tests.jobs.runner import torchrun
 
 ROOT = Path(__file__).parents[1]
 STEPS, SEQ_LEN = 20, 128
@@ -98,15 +96,7 @@ def test_the_program_in_the_page_runs_as_printed(tmp_path):
     text = (ROOT / "docs" / "training.md").read_text()
     (code,) = re.findall(r"```python torchrun\n(.*?)```", text, re.DOTALL)
     (tmp_path / "train.py").write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "2", "train.py"],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=220,
-    )
-    assert done.returncode == 0, done.stderr
-    (error,) = re.findall(r"differ from one process by (\d\.\de[+-]\d+)", done.stdout)
+    done = torchrun(["--nproc-per-node", "2", "train.py"], tmp_path, timeout=220)
+    assert done.status == 0, done.report()
+    (error,) = re.findall(r"differ from one process by (\d\.\de[+-]\d+)", done.out)
     assert float(error) < 1e-5

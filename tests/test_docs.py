@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.jobs.runner import torchrun
+
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"```python ?([^\n]*)\n(.*?)```", re.DOTALL)
 
@@ -32,17 +34,9 @@ def test_readme_example_runs_as_printed(tmp_path):
 def test_readme_torchrun_example_runs_as_printed(tmp_path):
     (code,) = [code for kind, code in blocks("README.md") if kind == "torchrun"]
     (tmp_path / "example.py").write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "4", "example.py"],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    errors = [float(found) for found in re.findall(r"error (\d\.\de[+-]\d+)", done.stdout)]
+    done = torchrun(["--nproc-per-node", "4", "example.py"], tmp_path)
+    assert done.status == 0, done.report()
+    errors = [float(found) for found in re.findall(r"error (\d\.\de[+-]\d+)", done.out)]
     assert len(errors) == 4
     assert max(errors) < 1e-5
 

@@ -1,24 +1,22 @@
 """The documentation: it builds without a warning, its links lead somewhere, and what it quotes and prints is so.
 
-Blocks marked `python` run here in this process, those marked `python torchrun` on two ranks.
+Blocks marked `python` run here in this process, those marked `python torchrun` by torchrun (`python -m tests.jobs`).
 `python fragment` is for what needs files or models of the reader's own; it must at least be Python. Lines that `text`
 blocks show under a `$ longspan` command are lines that this command prints.
 """
 
-import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from test_docs import ROOT
 
 from longspan.cli import main
+from tests.jobs.table import chosen
 
 DOCS = ROOT / "docs"
 FENCE = re.compile(r"^```(\w+) ?([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -76,60 +74,12 @@ def test_pages_that_run_elsewhere_do():
         assert page in (ROOT / "tests" / test).read_text()
 
 
-# What torchrun gives a rank. torch is imported once; every block then has a process and a store of its own, and ends
-# itself when it hangs.
-DRIVER = """
-import faulthandler, json, os, sys
-import torch, torch.distributed, torch._dynamo, longspan.training
-torch.set_num_threads(1)
-for page, code, port in json.load(open("blocks.json")):
-    child = os.fork()
-    if not child:
-        faulthandler.dump_traceback_later(100, exit=True)
-        os.environ["MASTER_PORT"] = str(port)
-        exec(compile(code, f"docs/{page}", "exec"), {"__name__": "__main__"})
-        print(f"done {page}", flush=True)
-        sys.exit()
-    if os.waitpid(child, 0)[1]:
-        sys.exit(f"a block of docs/{page} failed")
-"""
-
-
-def free_ports(count):
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
-def test_torchrun_blocks_run_on_two_ranks(tmp_path):
-    found = [given.values for given in coded("torchrun")]
-    assert len(found) >= 4
-    ports = free_ports(len(found))
-    (tmp_path / "blocks.json").write_text(json.dumps([(*given, p) for given, p in zip(found, ports, strict=True)]))
-    (tmp_path / "driver.py").write_text(DRIVER)
-    shared = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "driver.py"],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=240) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for process, (out, err) in zip(ranks, said, strict=True):
-        assert process.returncode == 0, err
-        assert out.count("done ") == len(found)
+def test_torchrun_blocks_are_among_the_jobs():
+    """CI runs them by literal torchrun: `python -m tests.jobs`."""
+    jobs = {job.code.strip() for job in chosen(40) if job.kind == "page"}
+    found = [code.strip() for page in PAGES for kind, code in blocks(page) if kind == "torchrun"]
+    assert len(found) >= 8
+    assert set(found) <= jobs
 
 
 @pytest.mark.parametrize(("words", "lines"), commands())

@@ -1,10 +1,7 @@
 """Training glue: what a rank is fed, and losses, gradients and rows over Gloo ranks against one process."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +16,7 @@ import longspan as ls
 from longspan.training import BatchError, shard_batch, shift_tokens, token_loss
 from longspan.training.documents import document_numbers
 from longspan.training.relayout import moves
+from tests.jobs.runner import torchrun
 
 ROOT = Path(__file__).parents[1]
 WAIT = 200.0
@@ -293,22 +291,14 @@ def one_process_losses(example):
 def test_the_fsdp2_example_learns_as_one_process_does(tmp_path):
     path = ROOT / "examples" / "fsdp2.py"
     assert len(path.read_text().splitlines()) < 60
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "2", str(path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=220,
-    )
-    assert done.returncode == 0, done.stderr
+    done = torchrun(["--nproc-per-node", "2", str(path)], tmp_path, timeout=220)
+    assert done.status == 0, done.report()
     spec = importlib.util.spec_from_file_location("fsdp2_example", path)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     expected = list(one_process_losses(example))
     for rank in range(2):
-        found = [float(loss) for loss in re.findall(rf"rank {rank} step \d+ loss (\d+\.\d{{6}})", done.stdout)]
+        found = [float(loss) for loss in re.findall(rf"rank {rank} step \d+ loss (\d+\.\d{{6}})", done.out)]
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
     assert expected[-1] < 0.5 * expected[0]
 

@@ -1,0 +1,54 @@
+"""What the pages and the examples tell people to run."""
+
+import re
+import shlex
+
+from .runner import ROOT
+
+BLOCK = re.compile(r"^```python torchrun\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(
+    r"^(?:\$ )?torchrun --nproc-per-node ((?:[^\n]*\\\n)*[^\n]*)$|`torchrun --nproc-per-node ([^`]+)`", re.M
+)
+PAGES = ("README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")))
+# As the page says, or what its sizes allow; else 2 to 4.
+RANKS = {"README.md": (4,), "docs/training.md": (2, 4), "docs/trust.md": (2, 4)}
+# A line that shows the answer to be right, as a pattern. Pages that print nothing must still end with status 0.
+LINES = {
+    "README.md": r"error \d\.\de-0[6-9]",
+    "docs/functions.md": r"is off by \d\.\de-0[6-9]",
+    "docs/huggingface.md": r"error (0\.0e\+00|\d\.\de-0[6-9])",
+    "docs/packed.md": r"tokens, loss (\d\.\d{3})\d, one device \1",
+    "docs/start.md": r"differs from one device by \d\.\de-0[5-9]",
+    "docs/training.md": r"differ from one process by \d\.\de-0[6-9]",
+    "docs/verify.md": r"RIGHT",
+}
+EXAMPLES = {
+    "fsdp2": r"step 19 loss \d",
+    "hf_trainer": r"one process \d\.\de-\d\d",
+    "learned_bias": r"one process \d\.\de-\d\d",
+    "migration": r"one process \d\.\de-\d\d",
+    "windows": r"one process \d\.\de-\d\d",
+}
+# torchtitan's needs a registered config of a GPU run; the others in the pages are files, which are blocks above.
+LEFT_OUT = re.compile(r"torchtitan|\.py\b|^\d+$|machine\.json")
+
+
+def blocks() -> list[tuple[str, int, str]]:
+    """(page, number on it, code) of every block that is meant for torchrun."""
+    return [(page, n, code) for page in PAGES for n, code in enumerate(BLOCK.findall((ROOT / page).read_text()))]
+
+
+def examples() -> list[str]:
+    """The names of all files in examples."""
+    return sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(page, words after torchrun) of the commands that pages print, `-m longspan ...`."""
+    found = []
+    for page in PAGES:
+        for match in COMMAND.findall((ROOT / page).read_text()):
+            words = (match[0] or match[1]).replace("\\\n", " ")
+            if not LEFT_OUT.search(words):
+                found.append((page, ["--nproc-per-node", *shlex.split(words, comments=True)]))
+    return found
