@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import queue
 import sys
 import threading
 import time
@@ -21,8 +20,9 @@ from typing import Any
 import torch.distributed as dist
 
 from longspan.errors import RankError
-from longspan.execution._torch import JobStore
+from longspan.execution.job_store import Store
 from longspan.execution.records import Direction, Fault, Phase, Status
+from longspan.execution.waiter import SOON, Waiter, first_line
 
 BEAT = 0.25
 """Seconds between signs of life."""
@@ -42,7 +42,7 @@ ADVICE = "End this process, so that the launcher can start all ranks again (torc
 class Watch:
     """This rank's signs of life in one group, and its eye on the others."""
 
-    def __init__(self, store: JobStore, rank: int, names: Sequence[int], *, world_size: int, hosts_store: bool) -> None:
+    def __init__(self, store: Store, rank: int, names: Sequence[int], *, world_size: int, hosts_store: bool) -> None:
         self.store, self.rank, self.names, self.size = store, rank, tuple(names), len(names)
         self.patience, self._lag = 2.0, 0.0
         self.status = Status()
@@ -52,19 +52,17 @@ class Watch:
         self._interval = BEAT * max(1.0, world_size / MANY)  # all groups share one store
         self._waiting: tuple[int, ...] = ()
         self._wait_began = self._wait_until = self._current_since = 0.0
-        self._current = -1
+        self._watched_at, self._num_waits = 0.0, 0
         self._found: str | None = None
         self._seen: dict[int, tuple[Status | None, float]] = {}
         self._turn = self._beats = 0
         self._due = self._hurries = False
         self._last_beat = time.monotonic()
         self._stop, self._wake = threading.Event(), threading.Event()
-        self._asked: queue.SimpleQueue[Sequence[tuple[int, dist.Work]] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._beat()
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._live, self._serve)]
-        for thread in self._threads:
-            thread.start()
+        self._waiter = Waiter()
+        self._thread = threading.Thread(target=self._live, daemon=True, name="longspan lives")
+        self._thread.start()
         self._pid = os.getpid()
         atexit.register(self.end)
 
@@ -93,11 +91,17 @@ class Watch:
     def refuse(self, call: int, error: BaseException) -> None:
         """Writes down for those who entered a call that this rank refused it; nothing was sent."""
         text = f"{self._name(self.rank)} refused call {call}: {_said(error)}"
-        self._try(lambda: self.store.set(f"refused/{call}", Fault(self.rank, text).packed()))
+        self._tell(lambda store: store.set(f"refused/{call}", Fault(self.rank, text).packed()))
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
-    def wait(self, works: Sequence[tuple[int, dist.Work]], timeout: float, peers: Sequence[int] | None = None) -> None:
+    def wait(
+        self,
+        works: Sequence[tuple[int, dist.Work]],
+        group: dist.ProcessGroup,
+        timeout: float,
+        peers: Sequence[int] | None = None,
+    ) -> None:
         """Returns when all work, each with a peer, is done, or raises a `RankError` that names the rank to blame.
 
         A wait for Gloo can be neither polled nor ended, so another thread waits and this one watches.
@@ -105,35 +109,33 @@ class Watch:
         phase = self.status.phase
         self._begin_waiting([peer for peer, _ in works] if peers is None else peers, timeout)
         try:
-            self._asked.put(works)
-            began = self._wait_began
-            while True:
-                try:
-                    broken = self._answers.get(timeout=BEAT / 4)
-                    break
-                except queue.Empty:
-                    # If all of this process stood still, the thread that asks the store has not asked yet.
-                    now = time.monotonic()
-                    self._lag, began = max(self._lag, now - began - BEAT / 4), now
-                    self._raise_what_is_known(now)
+            broken = self._waiter.wait(works, group, self._watched, BEAT / 4)
             if broken is not None:
-                self._raise_broken(*broken)
+                self._raise_broken(self._waiter.current, broken)
         finally:
             self._waiting = ()
             self.at(phase=phase)
+
+    def _watched(self) -> None:
+        """If all of this process stood still, the thread that asks the store has not asked yet."""
+        now = time.monotonic()
+        self._lag, self._watched_at = max(self._lag, now - self._watched_at - BEAT / 4), now
+        if self._num_waits != self._waiter.num_waits:
+            self._num_waits, self._current_since = self._waiter.num_waits, now
+        self._raise_what_is_known(now)
 
     def broken(self, error: Exception, peers: Sequence[int]) -> None:
         """Raises a `RankError` for messages that could not even be started."""
         self._begin_waiting(peers, math.inf)
         try:
-            self._raise_broken(peers[0], _first_line(error))
+            self._raise_broken(peers[0], first_line(error))
         finally:
             self._waiting = ()
 
     def _begin_waiting(self, peers: Sequence[int], timeout: float) -> None:
         self._found, self._wait_began = None, time.monotonic()
         self._wait_until = self._wait_began + timeout
-        self._current, self._current_since = -1, self._wait_began
+        self._watched_at = self._current_since = self._wait_began
         self.at(phase=self.status.phase if self.status.phase is Phase.AGREEING else Phase.WAITING)
         self._waiting = tuple(dict.fromkeys(peers))
 
@@ -174,19 +176,6 @@ class Watch:
 
     # -- threads ----------------------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        """Waits for work, on behalf of the thread that watches meanwhile."""
-        while (works := self._asked.get()) is not None:
-            answer = None
-            for peer, work in works:
-                self._current, self._current_since = peer, time.monotonic()
-                try:
-                    work.wait()
-                except Exception as error:
-                    answer = (peer, _first_line(error))
-                    break
-            self._answers.put(answer)
-
     def _live(self) -> None:
         began = time.monotonic()
         while not self._stop.is_set():
@@ -205,7 +194,7 @@ class Watch:
             except Exception as error:
                 if not self._stop.is_set():
                     self._found = (
-                        f"the job's store is gone ({_first_line(error)}): its host (the launcher, or"
+                        f"the job's store is gone ({first_line(error)}): its host (the launcher, or"
                         f" global rank 0) has ended."
                         if not isinstance(error, RankError)
                         else str(error)
@@ -247,12 +236,12 @@ class Watch:
         if silence >= self._grants + LAGS * self._lag:
             return f"{who} is dead or stopped: no sign of life for {silence:.1f} s; last seen {found}."
         # Other peers may have delivered already and rightly gone on: which messages are done cannot be asked.
-        current = self._current in (peer, self.rank) and now - self._current_since > 2 * self._interval
+        current = self._waiter.current in (peer, self.rank) and now - self._current_since > 2 * self._interval
         if found.phase is Phase.ENDED:
             return f"{who} has ended; last seen {found}." if current else None
         if found.call == mine.call:
             return self._differs(who, mine, found)
-        if found.call > mine.call and peer == self._current and now - self._current_since > 5 * self.patience:
+        if found.call > mine.call and peer == self._waiter.current and now - self._current_since > 5 * self.patience:
             return f"{who} went on alone: it is {found}, while {self._name(self.rank)} is {mine}."
         return None
 
@@ -280,15 +269,17 @@ class Watch:
 
     def _fail(self, fault: Fault) -> None:
         self.failed = fault.text
-        self._try(
-            lambda: self.store.add("faults", 1) > 1 or self.store.set("fault", fault.packed())
-        )  # the first counts
+        self._tell(lambda store: store.claim("fault", fault.packed()))  # the first counts
 
-    def _try(self, act: Callable[[], object]) -> None:
-        """Telling others must not hide what happened here: a lost store is no new error."""
-        done = threading.Thread(target=_quietly, args=(act,), daemon=True)
-        done.start()
-        done.join(2 * BEAT)
+    def _tell(self, act: Callable[[Store], object]) -> None:
+        """Over a connection of its own. Telling others must not hide what happened here: a lost store is no new
+        error."""
+        with suppress(Exception):
+            store = self.store.again(2 * BEAT)
+            try:
+                act(store)
+            finally:
+                store.close()
 
     def _name(self, rank: int) -> str:
         return f"rank {rank}" if self.names[rank] == rank else f"rank {rank} (global rank {self.names[rank]})"
@@ -307,21 +298,18 @@ class Watch:
             self.tell(error)
         self._stop.set()
         self._wake.set()
-        self._asked.put(None)
         if self.failed is not None and self._hosts_store:
             time.sleep(GRACE + self._interval)
-        self._threads[0].join(2 * BEAT)
         self.at(phase=Phase.ENDED)
-        self._try(self._beat)
+        self._tell(lambda store: store.set(f"status/{self.rank}", replace(self.status, beat=self._beats + 1).packed()))
+        self.store.close()
+        for end in (self._waiter.end, lambda: _joined(self._thread)):
+            end()
 
 
-def _quietly(act: Callable[[], object]) -> None:
-    with suppress(Exception):
-        act()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n")[0][:200]
+def _joined(thread: threading.Thread) -> None:
+    if thread is not threading.current_thread():
+        thread.join(SOON)
 
 
 def _said(error: BaseException) -> str:

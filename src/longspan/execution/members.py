@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan.errors import AgreementError, RankError
-from longspan.execution import _torch, agreement
-from longspan.execution._torch import JobStore
+from longspan.execution import agreement
 from longspan.execution.agreement import Record
 from longspan.execution.headers import Header
+from longspan.execution.job_store import Store, job_store
 from longspan.execution.liveness import Watch, direction_named
 from longspan.execution.records import Phase
 from longspan.execution.safety import Safety, safety
@@ -74,7 +74,7 @@ class Members:
         if not safety.patience or self._no_store:
             return None
         if self._watch is None:
-            store = _torch.job_store(self.group)
+            store = job_store(self.group)
             self._no_store = store is None
             if store is None:
                 return None
@@ -227,7 +227,7 @@ class Running:
             for _, work in works:
                 work.wait()
         elif works:
-            self.watch.wait(works, self.call.safety.timeout, peers)
+            self.watch.wait(works, self.members.group, self.call.safety.timeout, peers)
 
     def tag(self, step: int) -> int:
         """Messages of different calls, or of different training steps, never meet where tags count (Gloo): what a rank
@@ -272,14 +272,15 @@ def message_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu") if found is None else found
 
 
-def _private(store: JobStore, members: Members) -> JobStore:
+def _private(store: Store, members: Members) -> Store:
     """A part of the job's store for this group, this attempt of the launcher, and this making of the group."""
     ranks = ",".join(map(str, dist.get_process_group_ranks(members.group)))
     group = hashlib.sha256(f"{members.group.group_name} {ranks}".encode()).hexdigest()[:16]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    part = store.part(f"longspan/{attempt}/{group}")
-    made = part.add(f"made/{members.rank}", 1)  # a group that is destroyed and made again starts anew on all ranks
-    return part.part(str(made))
+    made = store.add(f"{attempt}/{group}/made/{members.rank}", 1)  # destroyed and made again, it starts anew
+    found = store.part(f"{attempt}/{group}/{made}")
+    store.close()
+    return found
 
 
 def _hosts_store(rank: int) -> bool:
