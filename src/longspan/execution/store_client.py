@@ -42,6 +42,14 @@ class StoreClient:
     def set(self, key: str, value: bytes) -> None:
         self._ask(_SET, self._key(key) + _text(value))
 
+    def set_raw(self, key: bytes, value: bytes) -> None:
+        """Under a whole key, with nothing in front."""
+        self._ask(_SET, _text(key) + _text(value))
+
+    def whole_key(self, key: str) -> bytes:
+        """The key with all that is in front of it."""
+        return f"/{self.prefix}/{key}".encode()
+
     def get(self, key: str) -> bytes | None:
         """What is there; None if there is nothing."""
         if self._ask(_CHECK, struct.pack("<Q", 1) + self._key(key), 1) != b"\0":
@@ -81,7 +89,7 @@ class StoreClient:
         return found
 
     def _key(self, key: str) -> bytes:
-        return _text(f"/{self.prefix}/{key}".encode())
+        return _text(self.whole_key(key))
 
     def _ask(self, kind: int, what: bytes, size: int = 0) -> bytes:
         """An answer of so many bytes. A connection that broke is made anew once: a store that lives answers then."""

@@ -1,0 +1,63 @@
+"""A small process beside a rank: it looks at the rank and writes down what it sees, for ranks on other hosts.
+
+It is started as a program of its own (`python -I -S watcher.py HOST PORT PID START`), needs nothing of the rank, and
+so speaks also while the rank holds the interpreter's lock. Every line it reads is a key of the job's store that it
+writes signs of life to. It ends when it is told to (its input ends), when the rank is gone, and when the store is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import select
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+BEAT = 0.25
+"""Seconds between signs of life."""
+DEADLINE = 30.0
+"""Seconds after which a store that does not answer is given up."""
+
+
+def _beside(name: str) -> Any:
+    """A file of this folder, without the package around it, which would load PyTorch."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[name] = found
+    spec.loader.exec_module(found)
+    return found
+
+
+def watch(host: str, port: int, pid: int, start: int) -> None:
+    """Looks at the rank until it is gone, or until nobody wants to know any more."""
+    processes, clients = _beside("processes"), _beside("store_client")
+    store = clients.StoreClient((host, port), "", DEADLINE)
+    keys, begun, number = [], b"", 0
+    while True:
+        number += 1
+        sight = processes.seen(processes.Process(b"", pid, start))
+        record = processes.LIFE.pack(processes.LIFE_MARK, number, sight.state.encode(), sight.seconds)
+        for key in keys:
+            store.set_raw(key, record)
+        if sight.state == processes.GONE:
+            return
+        end = time.monotonic() + BEAT
+        while (left := end - time.monotonic()) > 0:
+            if not select.select([0], [], [], left)[0]:
+                break
+            more = os.read(0, 4096)
+            if not more:
+                return
+            *lines, begun = (begun + more).split(b"\n")
+            keys += lines
+
+
+if __name__ == "__main__":
+    try:
+        watch(sys.argv[1], *map(int, sys.argv[2:5]))
+    except Exception:  # nobody reads what it says
+        sys.exit(1)
