@@ -51,9 +51,12 @@ class Companion:
     def end(self) -> None:
         if os.getpid() != self.pid or self.process.stdin is None:  # a forked child has no companion
             return
-        self.process.stdin.close()
         try:
+            self.process.stdin.write(b"end\n")
+            self.process.stdin.close()
             self.process.wait(2.0)
+        except OSError:
+            self.process.wait()
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -248,7 +248,7 @@ class Detector:
         # Others may have delivered already and rightly gone on or ended: which messages are done cannot be asked.
         needed = self._current in (number, self.rank) and (broken or self._current_for >= DELIVERY)
         text = self._protocol(number, peer, needed)
-        if text is not None:
+        if text is not None or (peer.status is not None and peer.status.phase is Phase.ENDED):
             return text
         who, last = self.name(number), self.last(number)
         if peer.sight.state == GONE:

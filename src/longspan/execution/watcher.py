@@ -2,7 +2,8 @@
 
 It is started as a program of its own (`python -I -S watcher.py HOST PORT PID START`), needs nothing of the rank, and
 so speaks also while the rank holds the interpreter's lock. Every line it reads is a key of the job's store that it
-writes signs of life to. It ends when it is told to (its input ends), when the rank is gone, and when the store is.
+writes signs of life to. It ends when it is told to, when the rank is gone, and when the store is; if its input ends
+without a word, the rank is about to be gone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from typing import Any
 
 BEAT = 0.25
 """Seconds between signs of life."""
+AFTER = 2.0
+"""Seconds after the end of its input within which a rank that dies is gone."""
+END = b"end"
+"""The line that ends a watcher."""
 DEADLINE = 30.0
 """Seconds after which a store that does not answer is given up."""
 
@@ -36,24 +41,24 @@ def watch(host: str, port: int, pid: int, start: int) -> None:
     """Looks at the rank until it is gone, or until nobody wants to know any more."""
     processes, clients = _beside("processes"), _beside("store_client")
     store = clients.StoreClient((host, port), "", DEADLINE)
-    keys, begun, number = [], b"", 0
+    keys, begun, number, until = [], b"", 0, None
     while True:
         number += 1
         sight = processes.seen(processes.Process(b"", pid, start))
         record = processes.LIFE.pack(processes.LIFE_MARK, number, sight.state.encode(), sight.seconds)
         for key in keys:
             store.set_raw(key, record)
-        if sight.state == processes.GONE:
+        if sight.state == processes.GONE or (until is not None and time.monotonic() > until):
             return
-        end = time.monotonic() + BEAT
-        while (left := end - time.monotonic()) > 0:
-            if not select.select([0], [], [], left)[0]:
-                break
+        if until is not None:
+            time.sleep(BEAT / 10)
+        elif select.select([0], [], [], BEAT)[0]:
             more = os.read(0, 4096)
-            if not more:
-                return
             *lines, begun = (begun + more).split(b"\n")
+            if END in lines:
+                return
             keys += lines
+            until = None if more else time.monotonic() + AFTER
 
 
 if __name__ == "__main__":
