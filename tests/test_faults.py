@@ -21,14 +21,15 @@ AT_ONCE = 2
 BAR = 3.0
 LIMIT = 60.0
 
+FACTS = {KILL: "is dead: its process (pid ", STOP: "is stopped (SIGSTOP) for "}
 KILLS = [
-    Case(what, where, world, victim, scheme, named="dead or stopped")
+    Case(what, where, world, victim, scheme, named=FACTS[what])
     for what in (KILL, STOP)
     for where in ("idle", "forward", "backward", "between")
     for world, victim, scheme in ((3, 1, "exchange"), (4, 2, "ring"), (4, 3, "all_gather"))
 ]
 MESSAGES = [
-    Case(what, "message", 3, 1, scheme, megabytes, named="dead or stopped")
+    Case(what, "message", 3, 1, scheme, megabytes, named=FACTS[what])
     for what in (KILL, STOP)
     for megabytes in (1, 16, 100)
     for scheme in ("ring", "all_gather")
@@ -64,7 +65,7 @@ OTHERS = [
     Case(RAISE, "refused", 4, 2, "exchange", named="q has shape (1, 2, 63, 16)"),
     Case(LEAVE, "left", 3, 1, named="ended"),
     Case(RAISE, "late", 3, 2, "exchange", named="mask", kind="AgreementError", everyone=True),
-    Case(STOP, "forward", 3, 1, named="dead or stopped", settings={"interfaces": "lo,lo"}),
+    Case(STOP, "forward", 3, 1, named=FACTS[STOP], settings={"interfaces": "lo,lo"}),
     Case(RAISE, "damaged", 3, 1, named="checksum", everyone=True, settings={"watch": {"checked": True}}),
     Case(RAISE, "damaged", 4, 2, "exchange", named="checksum", everyone=True, settings={"watch": {"checked": True}}),
     Case(RAISE, "mislabelled", 3, 1, named="step differ", everyone=True, settings={"watch": {"checked": True}}),
@@ -259,7 +260,7 @@ def test_a_survivor_can_leave(launcher):
         assert pipes[0].poll(LIMIT), "the survivor said nothing"
         kind, _, text = pipes[0].recv()
         assert kind == "RankError", text
-        assert "rank 1 is dead or stopped" in text
+        assert "rank 1 is stopped (SIGSTOP)" in text
         processes[0].join(8)
         assert processes[0].exitcode is not None, "the survivor hangs"
     finally:

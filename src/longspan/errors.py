@@ -29,5 +29,9 @@ class AgreementError(LongspanError, ValueError):
     """Ranks of a group that were asked for different things."""
 
 
+class BusyError(LongspanError, RuntimeError):
+    """A group that another thread of this process is using."""
+
+
 class RankError(LongspanError, RuntimeError):
     """A rank that died, stopped, raised, or went another way than the others."""

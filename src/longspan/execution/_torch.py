@@ -249,32 +249,17 @@ def group_named(name: str) -> ProcessGroup:
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
-class JobStore:
-    """The store through which the job's ranks found each other, over a connection of its own, under a prefix."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def part(self, prefix: str) -> JobStore:
-        """The part of it whose keys begin with the prefix."""
-        return JobStore(distributed_c10d.PrefixStore(prefix, self._store))
-
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes | None:
-        """What is there; None if there is nothing."""
-        return self._store.get(key) if self._store.check([key]) else None
-
-    def add(self, key: str, number: int) -> int:
-        return self._store.add(key, number)
+def default_store() -> Any:
+    """The store through which the job's ranks found each other, as the job made it."""
+    return distributed_c10d._get_default_store()  # type: ignore[attr-defined]
 
 
-def job_store(group: ProcessGroup) -> JobStore | None:
-    """A new connection to the job's store; None where there is none to share."""
-    if "fake" in str(dist.get_backend_config(group)):
+def timeout_of(group: ProcessGroup) -> float | None:
+    """Seconds after which the group itself gives up a message; None if it does not say."""
+    try:
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
         return None
-    return JobStore(distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
 
 
 def attempt_store_of(timeout: timedelta) -> Any:

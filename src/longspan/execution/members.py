@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.errors import AgreementError, RankError
+from longspan.errors import AgreementError, BusyError, RankError
 from longspan.execution import _torch, agreement
-from longspan.execution._torch import JobStore
 from longspan.execution.agreement import Record
 from longspan.execution.headers import Header
+from longspan.execution.job_store import Store, job_store
 from longspan.execution.liveness import Watch, direction_named
 from longspan.execution.records import Phase
 from longspan.execution.safety import Safety, safety
@@ -62,6 +63,9 @@ class Members:
         self.agreed: dict[bytes, None] = {}
         self._watch: Watch | None = None
         self._no_store = False
+        self._inside = threading.RLock()
+        own = _torch.timeout_of(group) or 1800.0
+        self._timeout = own - min(0.5, 0.05 * own)  # before the group gives up, which would name nobody
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -74,22 +78,45 @@ class Members:
         if not safety.patience or self._no_store:
             return None
         if self._watch is None:
-            store = _torch.job_store(self.group)
+            store = job_store(self.group)
             self._no_store = store is None
             if store is None:
                 return None
             ranks = dist.get_process_group_ranks(self.group)
             world = dist.get_world_size()
-            hosts = _hosts_store(ranks[self.rank])
-            self._watch = Watch(_private(store, self), self.rank, ranks, world_size=world, hosts_store=hosts)
+            self._watch = Watch(_private(store, self), self.rank, ranks, world_size=world)
             finalize(self.group, self._watch.end)
             self._watch.at(training_step=self.training_step)
         self._watch.patience = safety.patience
         return self._watch
 
+    def timeout(self, safety: Safety) -> float:
+        """Seconds to wait for a rank that is alive."""
+        return self._timeout if safety.timeout is None else safety.timeout
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """One thread at a time. A second one is refused: which of the two calls comes first would be another one on
+        every rank, and their messages would meet."""
+        if not self._inside.acquire(blocking=False):
+            raise BusyError(
+                "a call over this group was asked for while another thread of this process is in one. Which of them"
+                " comes first may differ from rank to rank, so nothing was sent, and the other call goes on. Call from"
+                " one thread, or give each thread a group of its own (torch.distributed.new_group)."
+            )
+        try:
+            yield
+        finally:
+            self._inside.release()
+
     @contextmanager
     def call(self, call: Call) -> Iterator[Running]:
         """Numbers the call, compares what is new about it, and tells the others when it fails here."""
+        with self.entered(), self._called(call) as running:
+            yield running
+
+    @contextmanager
+    def _called(self, call: Call) -> Iterator[Running]:
         self.calls += 1
         watch = self.watch(call.safety)
         running = Running(self, call, self.calls, watch)
@@ -227,7 +254,7 @@ class Running:
             for _, work in works:
                 work.wait()
         elif works:
-            self.watch.wait(works, self.call.safety.timeout, peers)
+            self.watch.wait(works, self.members.group, self.members.timeout(self.call.safety), peers)
 
     def tag(self, step: int) -> int:
         """Messages of different calls, or of different training steps, never meet where tags count (Gloo): what a rank
@@ -248,13 +275,14 @@ class Running:
 def told(group: dist.ProcessGroup) -> Iterator[None]:
     """Others hear of what is refused inside, unless the call itself has begun and told them."""
     members = members_of(group)
-    before = members.calls
-    try:
-        yield
-    except Exception as error:
-        if members.calls == before:
-            members.refused(error, safety(members.settings))
-        raise
+    with members.entered():
+        before = members.calls
+        try:
+            yield
+        except Exception as error:
+            if members.calls == before:
+                members.refused(error, safety(members.settings))
+            raise
 
 
 def members_of(group: dist.ProcessGroup) -> Members:
@@ -272,15 +300,12 @@ def message_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu") if found is None else found
 
 
-def _private(store: JobStore, members: Members) -> JobStore:
+def _private(store: Store, members: Members) -> Store:
     """A part of the job's store for this group, this attempt of the launcher, and this making of the group."""
     ranks = ",".join(map(str, dist.get_process_group_ranks(members.group)))
     group = hashlib.sha256(f"{members.group.group_name} {ranks}".encode()).hexdigest()[:16]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    part = store.part(f"longspan/{attempt}/{group}")
-    made = part.add(f"made/{members.rank}", 1)  # a group that is destroyed and made again starts anew on all ranks
-    return part.part(str(made))
-
-
-def _hosts_store(rank: int) -> bool:
-    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") != "True"
+    made = store.add(f"{attempt}/{group}/made/{members.rank}", 1)  # destroyed and made again, it starts anew
+    found = store.part(f"{attempt}/{group}/{made}")
+    store.close()
+    return found

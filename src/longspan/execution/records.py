@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from longspan.errors import RankError
+from longspan.execution.processes import LIFE, LIFE_MARK, Process, Sight
 
 MAGIC = b"LSp1"
 MAX_TEXT = 1000
@@ -120,6 +121,37 @@ class Fault:
             raise RankError(_strange("fault", raw))
         text = raw[size:].decode(errors="replace")
         return cls(rank, "".join(c if c.isprintable() or c == "\n" else "?" for c in text))
+
+
+_PROCESS = struct.Struct("<4s16sIQ")
+
+
+def packed_process(process: Process) -> bytes:
+    return _PROCESS.pack(MAGIC, *process)
+
+
+def parsed_process(raw: bytes) -> Process:
+    """The process of such bytes.
+
+    >>> parsed_process(packed_process(Process(bytes(16), 7, 9))).pid
+    7
+    """
+    if len(raw) != _PROCESS.size or raw[:4] != MAGIC:
+        raise RankError(_strange("process", raw))
+    _, host, pid, start = _PROCESS.unpack(raw)
+    if not 0 < pid < 1 << 31:
+        raise RankError(_strange("process", raw))
+    return Process(host, pid, start)
+
+
+def parsed_life(raw: bytes) -> tuple[int, Sight]:
+    """How often a watcher has looked at its rank, and what it saw last."""
+    if len(raw) != LIFE.size or raw[:4] != LIFE_MARK:
+        raise RankError(_strange("sign of life", raw))
+    _, number, state, seconds = LIFE.unpack(raw)
+    if not state.isascii() or not state.decode().isprintable() or not 0 <= seconds < 1e12:
+        raise RankError(_strange("sign of life", raw))
+    return number, Sight(state.decode(), seconds)
 
 
 def _strange(kind: str, raw: bytes) -> str:

@@ -32,15 +32,16 @@ class Watching:
 
 @contextmanager
 def watch(
-    group: Any, *, enabled: bool = True, patience: float = 2.0, timeout: float = 600.0, checked: bool = False
+    group: Any, *, enabled: bool = True, patience: float = 2.0, timeout: float | None = None, checked: bool = False
 ) -> Iterator[Watching]:
     """Watches the ranks of a group while a training loop runs inside.
 
     Calls of attention are watched without this, too: a rank that dies, stops or raises inside of one is named on all
     others. What this adds: the others also hear of exceptions elsewhere in the loop, with their text; `step` finds
-    ranks that skipped one; and the settings. `patience` is the number of seconds without a sign of life after which a
-    rank counts as dead or stopped, `timeout` how long to wait for one that is alive, `checked` puts a header and a
-    checksum on every message. `enabled=False` turns watching off.
+    ranks that skipped one; and the settings. `patience` is the number of seconds for which a rank may be stopped, or
+    its host silent; `timeout` is how long to wait for one that is alive but busy (the group's own if None), with
+    warnings by the logger "longspan" meanwhile; `checked` puts a header and a checksum on every message.
+    `enabled=False` turns watching off.
     """
     members = members_of(process_group(group, "watch"))
     settings = Safety(patience if enabled else 0.0, timeout, checked)

@@ -1,0 +1,362 @@
+"""The failure detector: decides whether a rank that is waited for is dead, stopped, elsewhere, or only slow.
+
+It has no threads, no clock and no sockets of its own. `turn` is a conversation with the store (it yields questions and
+is sent the answers), `look` is a look at processes and at what the store said, with the time as an argument. `Watch`
+runs both in a real process, `longspan.testing.detection` in a simulated one.
+
+Time counts only as far as it was watched: between two looks at most `STRIDE` seconds. Who stood still for a minute, or
+whose clock jumped, has not seen the others silent for that long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from longspan.execution.processes import GONE, NOWHERE, STOPPED, UNKNOWN, Process, Sight
+from longspan.execution.records import Fault, Phase, Status, packed_process, parsed_life, parsed_process
+
+BEAT = 0.25
+"""Seconds between signs of life."""
+LOOK = 0.1
+"""Seconds between looks at others while waiting."""
+STRIDE = 0.5
+"""Seconds that one look counts for at most."""
+LOOKS = 64
+"""Ranks that are looked at in one go."""
+LAGS = 4.0
+"""How many times the store's own slowness is granted to who speaks through it."""
+SLOW_SIGNS = 30.0
+"""Seconds of silence that a rank on another host is granted while it has no watcher: a thread may lack the lock."""
+DELIVERY = 1.0
+"""Seconds within which the last message of a process arrives that has ended, and the store says why it has."""
+WARN = 10.0
+"""Seconds after which a wait is worth a warning; the next come after twice as long each."""
+
+Question = tuple[str, str, bytes]
+"""What to do with the store: "get", "set" or "claim", a key, a value."""
+Turn = Generator[Question, bytes | None, None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Why a wait cannot end well."""
+
+    rank: int
+    """Who is to blame; -1 if it is the store."""
+    text: str
+    is_told: bool = False
+    """Whether it was read in the store, so that all know it."""
+
+
+@dataclass
+class Peer:
+    """Another rank, as it was last seen and heard."""
+
+    process: Process | None = None
+    status: Status | None = None
+    heard: float = -1.0
+    """When the question was asked that its status answered."""
+    sight: Sight = field(default_factory=lambda: Sight(UNKNOWN))
+    number: int = -1
+    """How often its watcher has looked; -1 without one."""
+    silent: float = 0.0
+    stopped: float = 0.0
+    gone: float = 0.0
+    """For how long it has been gone while its message is waited for."""
+    left: float = -1.0
+    """When it was first seen to be gone."""
+    began: Sight | None = None
+    """The first sight of it in this wait."""
+
+
+class Detector:
+    """What one rank knows of the others of its group, and of the store."""
+
+    def __init__(
+        self,
+        rank: int,
+        names: Sequence[int],
+        me: Process,
+        store: Process | None,
+        look_at: Callable[[Process], Sight],
+    ) -> None:
+        self.rank, self.names, self.size = rank, tuple(names), len(names)
+        self.me, self.store = me, store
+        self.patience, self.status, self.num_beats = 2.0, Status(), 0
+        self.must_beat = False
+        """Whether others can tell only by its signs of life that this rank lives."""
+        self.is_alone = True
+        """Whether all ranks that were met so far are on this host."""
+        self.peers: dict[int, Peer] = {}
+        self.waiting: tuple[int, ...] = ()
+        self.lost: str | None = None
+        """Why the store cannot be asked any more."""
+        self.closes = False
+        """Whether the store's host has ended in good order, and took the store with it."""
+        self._look_at = look_at
+        self._told: Fault | None = None
+        self._published: Status | None = None
+        self._introduced = False
+        self._asked: float | None = None
+        self._lag = self._unanswered = self._store_stopped = 0.0
+        self._began = self._looked = self._waited = self._current_for = 0.0
+        self._timeout, self._warn = 0.0, WARN
+        self._current, self._num_waits, self._turn = -1, -1, 0
+
+    # -- the store --------------------------------------------------------------------------------------------------
+
+    def turn(self, now: Callable[[], float]) -> Turn:
+        """One conversation with the store: what this rank says, and, while it waits, what the others said."""
+        if not self._introduced:
+            yield from self._introduces()
+        if self.must_beat or self.status != self._published:
+            self.num_beats += 1
+            self._published = self.status
+            yield "set", f"status/{self.rank}", replace(self._published, beat=self.num_beats).packed()
+        if self.is_alone and (yield "get", "several", b"") is not None:
+            self.is_alone = False
+        if not self.closes and (yield "get", "closes", b"") is not None:
+            self.closes = True
+        waiting = self.waiting
+        if waiting:
+            yield from self._hear(waiting, now)
+
+    def _introduces(self) -> Turn:
+        """Says which process this is. The first of the group says where; who is elsewhere says that there are several
+        hosts."""
+        yield "set", f"process/{self.rank}", packed_process(self.me)
+        first = yield "claim", "host", self.me.host
+        if first != self.me.host or self.me.host == NOWHERE:
+            self.is_alone = False
+            yield "set", "several", b"1"
+        self._introduced = True
+
+    def _hear(self, waiting: tuple[int, ...], now: Callable[[], float]) -> Turn:
+        for key in ("fault", f"refused/{self.status.call}"):
+            raw = yield "get", key, b""
+            if raw is not None and self._told is None and self.waiting is waiting:
+                self._told = Fault.parsed(raw, self.size)
+        for number in self._some(waiting):
+            peer = self._peer(number)
+            if peer.process is None:
+                raw = yield "get", f"process/{number}", b""
+                peer.process = None if raw is None else parsed_process(raw)
+            if peer.process is not None and not self._is_near(peer):
+                raw = yield "get", f"life/{number}", b""
+                if raw is not None:
+                    counted, sight = parsed_life(raw)
+                    if counted != peer.number:
+                        peer.number, peer.sight, peer.silent = counted, sight, 0.0
+            asked = now()
+            raw = yield "get", f"status/{number}", b""
+            status = None if raw is None else Status.parsed(raw)
+            if status != peer.status:
+                peer.silent = 0.0
+            peer.status, peer.heard = status, asked
+
+    def asks(self, now: float) -> None:
+        """A question goes out."""
+        self._asked, self._unanswered = now, 0.0
+
+    def answered(self, now: float) -> None:
+        if self._asked is not None:
+            self._lag = max(0.9 * self._lag, now - self._asked)
+        self._asked = None
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def begin(self, now: float, peers: Sequence[int], timeout: float) -> None:
+        """A wait for these ranks begins."""
+        self._began = self._looked = now
+        self._waited = self._current_for = self._unanswered = 0.0
+        self._timeout, self._warn, self._num_waits = timeout, WARN, -1
+        waiting = tuple(dict.fromkeys(peers))
+        for peer in map(self._peer, waiting):
+            peer.silent = peer.stopped = peer.gone = 0.0
+            peer.left, peer.began = -1.0, None
+        self._told = None
+        self.waiting = waiting
+
+    def end(self) -> None:
+        self.waiting = ()
+
+    def look(self, now: float, current: int, num_waits: int, *, broken: bool = False) -> Finding | None:
+        """Why this wait cannot end well, if so. `current` is the rank whose message is waited for right now, the
+        `num_waits`-th one; `broken` if that failed."""
+        passed = min(max(now - self._looked, 0.0), STRIDE)
+        self._looked = now
+        self._waited += passed
+        self._current_for = self._current_for + passed if (current, num_waits) == self._at else 0.0
+        self._current, self._num_waits = current, num_waits
+        if self._told is not None:
+            return Finding(self._told.rank, self._told.text, True)
+        if self.lost is not None and not self.closes:
+            return Finding(-1, f"the job's store is gone ({self.lost}): its host{self._holder()} has ended.")
+        found = self._store_trouble(passed)
+        some = self._some(self.waiting) if found is None else ()
+        for number in some:
+            text = self._trouble(number, now, passed * len(self.waiting) / len(some), broken)
+            if text is not None:
+                return Finding(number, text)
+        if found is None and self._waited >= self._timeout:
+            late = "; ".join(f"{self.name(n)} was last seen {self.last(n)}" for n in self.waiting[:4])
+            found = Finding(self.waiting[0], f"no answer for {self._waited:.0f} s, though all are alive: {late}")
+        return found
+
+    @property
+    def _at(self) -> tuple[int, int]:
+        return self._current, self._num_waits
+
+    def _store_trouble(self, passed: float) -> Finding | None:
+        """Whether the store's host is gone or stopped; one that lives may be as slow as it likes."""
+        if self.closes or self.lost is not None:
+            return None
+        if self.store is not None:
+            state = self._look_at(self.store).state
+            self._store_stopped = self._store_stopped + passed if state == STOPPED else 0.0
+            if state == GONE:
+                return Finding(-1, f"the job's store is gone: its host{self._holder()} has ended.")
+            if self._store_stopped >= self.patience:
+                return Finding(
+                    -1,
+                    f"the job's store does not answer: its host{self._holder()} is stopped (SIGSTOP) for"
+                    f" {self._store_stopped:.1f} s.",
+                )
+            return None
+        self._unanswered = 0.0 if self._asked is None else self._unanswered + passed
+        if self._unanswered >= self.patience + LAGS * self._lag:
+            return Finding(
+                -1,
+                f"the job's store has not answered for {self._unanswered:.1f} s: its host (the launcher, or global rank"
+                f" 0) is dead or stopped.",
+            )
+        return None
+
+    def _trouble(self, number: int, now: float, passed: float, broken: bool) -> str | None:
+        """What is wrong with a rank that is waited for, if anything is."""
+        peer = self._peer(number)
+        if peer.process is None:
+            return None  # it never came so far; the timeout ends that
+        near = self._is_near(peer)
+        if near:
+            peer.sight = self._look_at(peer.process)
+        peer.began = peer.began or peer.sight
+        peer.stopped = peer.stopped + passed if peer.sight.state == STOPPED else 0.0
+        peer.silent += 0.0 if near or self.lost is not None else passed
+        # Others may have delivered already and rightly gone on or ended: which messages are done cannot be asked.
+        needed = self._current in (number, self.rank) and (broken or self._current_for >= DELIVERY)
+        text = self._protocol(number, peer, needed)
+        if text is not None or (peer.status is not None and peer.status.phase is Phase.ENDED):
+            return text
+        who, last = self.name(number), self.last(number)
+        if peer.sight.state == GONE:
+            peer.left, peer.gone = now if peer.left < 0 else peer.left, peer.gone + passed
+            certain = peer.gone >= DELIVERY or (broken and peer.heard > peer.left)
+            ended = f"{who} is dead: its process (pid {peer.process.pid}) has ended; last seen {last}."
+            return ended if needed and certain else None
+        if peer.stopped >= self.patience:
+            return f"{who} is stopped (SIGSTOP) for {peer.stopped:.1f} s; last seen {last}."
+        granted = SLOW_SIGNS if peer.number < 0 else self.patience + LAGS * self._lag
+        if not near and peer.silent >= granted:
+            return (
+                f"{who} is lost: its host, or the network to it, is dead or stopped: no sign of life for"
+                f" {peer.silent:.1f} s; last seen {last}."
+            )
+        return None
+
+    def _protocol(self, number: int, peer: Peer, needed: bool) -> str | None:
+        """What a rank says of itself that does not fit this wait, if anything does not."""
+        found, mine, who = peer.status, self.status, self.name(number)
+        if found is None or peer.heard < self._began:
+            return None
+        if found.phase is Phase.ENDED:
+            return f"{who} has ended; last seen {found}." if needed else None
+        if found.call == mine.call:
+            return self._differs(who, mine, found)
+        if found.call > mine.call and self._current == number and self._current_for > 5 * self.patience:
+            return f"{who} went on alone: it is {found}, while {self.name(self.rank)} is {mine}."
+        return None
+
+    def _differs(self, who: str, mine: Status, found: Status) -> str | None:
+        """How a rank in this very call is in another one than this rank, if it is."""
+        # All ranks remember the same agreements, so a call is new to all of them or to none.
+        if found.compares != mine.compares and (found.training_step, found.direction) == (
+            mine.training_step,
+            mine.direction,
+        ):
+            compares = who if found.compares else self.name(self.rank)
+            return (
+                f"{who} was asked for something else: it is {found}, while {self.name(self.rank)} is {mine}, and"
+                f" only {compares} was asked for something new."
+            )
+        if found.phase is Phase.IDLE:
+            return None
+        both = found.phase is Phase.AGREEING and mine.phase is Phase.AGREEING  # they will see it for themselves
+        for name in ("training_step", "direction") if both else ("training_step", "direction", "plan"):
+            if getattr(found, name) != getattr(mine, name):
+                return f"{who} does something else: it is {found}, while {self.name(self.rank)} is {mine}."
+        return None
+
+    # -- words ------------------------------------------------------------------------------------------------------
+
+    def warning(self) -> str | None:
+        """What to say of a wait that is long although nothing is wrong; after 10, 20, 40, ... seconds."""
+        if self._waited < self._warn or not self.waiting:
+            return None
+        self._warn *= 2
+        number = self._current if self._current in self.waiting else self.waiting[0]
+        peer = self._peer(number)
+        doing = "it has not come to this group yet" if peer.process is None else self._doing(peer)
+        slow = f" The job's store has not answered for {self._unanswered:.0f} s." if self._unanswered > 1 else ""
+        return (
+            f"{self.name(self.rank)} has waited {self._waited:.0f} s for {self.name(number)} {self.status}."
+            f" {self.name(number)} is alive, last seen {self.last(number)}: {doing}.{slow} It is waited for until"
+            f" {self._timeout:.0f} s have passed."
+        )
+
+    def _doing(self, peer: Peer) -> str:
+        used = peer.sight.seconds - (peer.began or peer.sight).seconds
+        if peer.sight.state == UNKNOWN:
+            return "what its process does cannot be seen from here"
+        share = f"{used:.1f} s of processor time in {self._waited:.1f} s"
+        return f"busy, {share}" if used > 0.1 * self._waited else f"asleep, {share}"
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank}" if self.names[rank] == rank else f"rank {rank} (global rank {self.names[rank]})"
+
+    def last(self, number: int) -> str:
+        found = self._peer(number).status
+        return "in no call over this group" if found is None else str(found)
+
+    def _holder(self) -> str:
+        if self.store is None:
+            return " (the launcher, or global rank 0)"
+        ranks = [n for n, peer in self.peers.items() if peer.process == self.store]
+        return f" ({self.name(ranks[0])}, pid {self.store.pid})" if ranks else f" (pid {self.store.pid})"
+
+    def _is_near(self, peer: Peer) -> bool:
+        return peer.process is not None and peer.process.host == self.me.host != NOWHERE
+
+    def _peer(self, number: int) -> Peer:
+        return self.peers.setdefault(number, Peer())
+
+    def _some(self, waiting: tuple[int, ...]) -> tuple[int, ...]:
+        """Those to look at now: a few at a time, in turn."""
+        if len(waiting) <= LOOKS:
+            return waiting
+        self._turn += LOOKS
+        first = self._turn % len(waiting)
+        return (waiting[first:] + waiting[:first])[:LOOKS]
+
+
+def answered_by(turn: Turn, ask: Callable[[Question], Any]) -> None:
+    """Runs a conversation to its end."""
+    answer = None
+    while True:
+        try:
+            question = turn.send(answer)
+        except StopIteration:
+            return
+        answer = ask(question)
