@@ -76,6 +76,7 @@ class Watch:
 
     def enter(self, **changes: Any) -> None:
         """A call begins: the others may know at once, not only with the next sign of life."""
+        self.status = self.status.entered(changes.pop("call"), changes.pop("identity"), changes.pop("name"))
         self.at(**changes)
         if time.monotonic() - self._last_beat > BEAT / 4:
             self._due = True
@@ -252,6 +253,11 @@ class Watch:
             return f"{who} has ended; last seen {found}." if current else None
         if found.call == mine.call:
             return self._differs(who, mine, found)
+        then = found.was_in(mine.call)
+        if then and then != mine.was_in(mine.call):
+            return (
+                f"{who} did something else in call {mine.call}: it is {found}, while {self._name(self.rank)} is {mine}."
+            )
         if found.call > mine.call and peer == self._current and now - self._current_since > 5 * self.patience:
             return f"{who} went on alone: it is {found}, while {self._name(self.rank)} is {mine}."
         return None
@@ -271,7 +277,9 @@ class Watch:
         if found.phase is Phase.IDLE:
             return None
         both = found.phase is Phase.AGREEING and mine.phase is Phase.AGREEING  # they will see it for themselves
-        for name in ("training_step", "direction") if both else ("training_step", "direction", "plan"):
+        for name in (
+            ("training_step", "direction") if both else ("training_step", "direction", "plan", "forward", "name")
+        ):
             if getattr(found, name) != getattr(mine, name):
                 return f"{who} does something else: it is {found}, while {self._name(self.rank)} is {mine}."
         return None
