@@ -272,7 +272,7 @@ def test_different_plans_are_refused_before_data_moves():
 
     plans = [small_plan(), small_plan(masks.full(32))]
     rows = [
-        agreement.record_of(plan, torch.device("cpu"), 0.5, None, None, True, True, Safety()).row()
+        agreement.record_of(Case(plan, 0).job(0), torch.device("cpu"), True, "", Safety()).row()
         for plan in (plans[0], plans[1], plans[0])
     ]
     with pytest.raises(AgreementError, match=r"no data was sent.*mask: .* on rank"):

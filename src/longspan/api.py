@@ -13,6 +13,7 @@ from longspan.schedules.cost.presets import H100, machine_named
 from longspan.schedules.plan import Plan, made_plan
 from longspan.schedules.steps import Sizes
 from longspan.span import shortened, whole
+from longspan.untraced import untraced
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -36,6 +37,7 @@ def attention(
     dropout: float = 0.0,
     seed: int | None = None,
     captured_grads: str = "sum",
+    name: str = "",
 ) -> Any:
     """Attention of `(batch, heads, tokens, features)` tensors, exact and differentiable.
 
@@ -49,6 +51,8 @@ def attention(
     probabilities; `seed` and global positions decide which. All tensors among these, and those that `score_mod`
     captured, get gradients, which are summed over the group; `captured_grads="share"` leaves each rank its own share,
     for trainers that reduce gradients themselves (FSDP, DDP). Score functions are called on hidden pairs, too.
+    Calls of one plan that could be mistaken for each other may get a `name`: ranks that are in calls of different names
+    are told so, and nothing is exchanged.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 2, 8, 16)
@@ -56,17 +60,15 @@ def attention(
     >>> torch.allclose(out[:, :, 5], v[:, :, 5])  # the first token of the second document sees itself only
     True
     """
-    from longspan.execution.call import attention as run, telling  # noqa: I001  (loads torch, here and not above)
+    from longspan.execution.call import Request, attention as run, telling  # noqa: I001  (loads torch, here and not above)
     from longspan.execution.extras import Extras
     from longspan.execution.inputs import check_inputs
 
     with telling(q, group):
-        check_inputs(q, k, v, scale, kernel, sinks)
+        check_inputs(q, k, v, scale, kernel, sinks, name)
         extras = Extras(score_mod, softcap, alibi, relative_bias, bias, dropout or 0.0, seed)
-        return run(
-            q, k, v, what, group=group, scale=scale, return_lse=return_lse, kernel=kernel, sinks=sinks,
-            extras=extras if extras.any() else None, captured_grads=captured_grads,
-        )  # fmt: skip
+        more = extras if extras.any() else None
+        return run(q, k, v, Request(what, group, scale, return_lse, kernel, sinks, more, captured_grads, name))
 
 
 def flex_attention(
@@ -84,6 +86,7 @@ def flex_attention(
     plan: Plan | None = None,
     group: Any = None,
     captured_grads: str = "sum",
+    name: str = "",
 ) -> Any:
     """`torch.nn.attention.flex_attention.flex_attention`, with a backward on every device and gradients of tensors that
     `score_mod` captured, on one device or, with `plan` and `group`, on this rank's shards.
@@ -105,7 +108,7 @@ def flex_attention(
     with telling(query, group):
         return run(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-            return_aux=return_aux, plan=plan, group=group, captured_grads=captured_grads,
+            return_aux=return_aux, plan=plan, group=group, captured_grads=captured_grads, name=name,
         )  # fmt: skip
 
 
@@ -125,6 +128,7 @@ def block_mask(
     return build(mask, layout, rank, kv=kv, block_size=block_size, device=device)
 
 
+@untraced
 def plan(
     mask: Mask,
     layout: Layout,

@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from longspan.errors import AgreementError
 from longspan.execution.safety import Safety
@@ -18,11 +20,14 @@ from longspan.execution.scores import Scoring
 from longspan.schedules.plan import Plan
 from longspan.version import VERSION
 
+if TYPE_CHECKING:
+    from longspan.execution.runner import Job
+
 WIDTH = 48
 """Bytes of a field; a longer text ends in its digest."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Record:
     """What must be the same on all ranks of a group."""
 
@@ -40,10 +45,12 @@ class Record:
     sinks: str
     gradients: str
     checked: str
+    name: str
 
     def row(self) -> bytes:
         return b"".join(_fixed(getattr(self, f.name)) for f in fields(self))
 
+    @cached_property
     def digest(self) -> bytes:
         """What to remember of it."""
         return hashlib.sha256(self.row()).digest()
@@ -52,38 +59,47 @@ class Record:
 SIZE = WIDTH * len(fields(Record))
 
 
-def record_of(
-    plan: Plan,
-    device: torch.device,
-    scale: float,
-    scoring: Scoring | None,
-    sinks: Tensor | None,
-    sums: bool,
-    saves: bool,
-    safety: Safety,
-) -> Record:
-    """What this rank was asked for."""
-    dropout = None if scoring is None else scoring.dropout
-    captured = [] if scoring is None else [tuple(t.shape) for t in scoring.captured]
-    functions = "none" if scoring is None else f"{len(scoring.functions)} of them, captured {captured}, {dropout}"
-    return Record(
-        longspan=VERSION,
-        torch=str(torch.__version__),
-        plan=plan.fingerprint[: WIDTH - 1],
-        mask=plan.mask.fingerprint[:16],
-        layout=plan.layout.fingerprint[:16],
-        shapes=plan.sizes.text(),
-        dtype=plan.dtype,
-        device=device.type,
-        scheme=plan.scheme.name
-        + (", keep" if plan.keep else "")
-        + ("" if plan.chunks is None else f", chunks = {plan.chunks}, threads = {torch.get_num_threads()}"),
-        scale=repr(scale),
-        scores=functions,
-        sinks="none" if sinks is None else f"{tuple(sinks.shape)}",
-        gradients=("sum" if sums else "share") if saves else "not wanted",
-        checked=str(safety.checked),
+MAX_OF_ONE = 64
+_records: WeakKeyDictionary[Plan, dict[tuple[str, ...], Record]] = WeakKeyDictionary()
+"""Those of a plan, by what may differ between its calls: a plan is called many times, and its parts are long."""
+
+
+def record_of(job: Job, device: torch.device, sums: bool | None, name: str, safety: Safety) -> Record:
+    """What this rank was asked for; `sums` is None where no gradients are wanted."""
+    rest = (
+        job.plan.fingerprint[: WIDTH - 1],
+        device.type,
+        _scheme(job.plan),
+        repr(job.scale),
+        _scores(job.scoring),
+        "none" if job.sinks is None else f"{tuple(job.sinks.shape)}",
+        "not wanted" if sums is None else "sum" if sums else "share",
+        str(safety.checked),
+        repr(name) if name else "none",
     )
+    known = _records.setdefault(job.plan, {})
+    if rest not in known:
+        while len(known) >= MAX_OF_ONE:
+            del known[next(iter(known))]
+        known[rest] = _made(job.plan, *rest)
+    return known[rest]
+
+
+def _made(plan: Plan, fingerprint: str, *rest: str) -> Record:
+    parts = plan.mask.fingerprint[:16], plan.layout.fingerprint[:16], plan.sizes.text(), plan.dtype
+    return Record(VERSION, str(torch.__version__), fingerprint, *parts, *rest)
+
+
+def _scheme(plan: Plan) -> str:
+    name = plan.scheme.name + (", keep" if plan.keep else "")
+    return name if plan.chunks is None else f"{name}, chunks = {plan.chunks}, threads = {torch.get_num_threads()}"
+
+
+def _scores(scoring: Scoring | None) -> str:
+    if scoring is None:
+        return "none"
+    captured = [tuple(t.shape) for t in scoring.captured]
+    return f"{len(scoring.functions)} of them, captured {captured}, {scoring.dropout}"
 
 
 def compare(rows: Sequence[bytes]) -> None:

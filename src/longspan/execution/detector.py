@@ -275,6 +275,11 @@ class Detector:
             return f"{who} has ended; last seen {found}." if needed else None
         if found.call == mine.call:
             return self._differs(who, mine, found)
+        then = found.was_in(mine.call)
+        if then and then != mine.was_in(mine.call):
+            return (
+                f"{who} did something else in call {mine.call}: it is {found}, while {self.name(self.rank)} is {mine}."
+            )
         if found.call > mine.call and self._current == number and self._current_for > 5 * self.patience:
             return f"{who} went on alone: it is {found}, while {self.name(self.rank)} is {mine}."
         return None
@@ -294,7 +299,9 @@ class Detector:
         if found.phase is Phase.IDLE:
             return None
         both = found.phase is Phase.AGREEING and mine.phase is Phase.AGREEING  # they will see it for themselves
-        for name in ("training_step", "direction") if both else ("training_step", "direction", "plan"):
+        for name in (
+            ("training_step", "direction") if both else ("training_step", "direction", "plan", "forward", "name")
+        ):
             if getattr(found, name) != getattr(mine, name):
                 return f"{who} does something else: it is {found}, while {self.name(self.rank)} is {mine}."
         return None

@@ -12,8 +12,9 @@ from torch.nn.functional import pad
 
 from longspan.errors import KernelError, PlanError
 from longspan.execution.block_masks import mask_of_block_mask
-from longspan.execution.call import attention, one_device_plan
+from longspan.execution.call import Request, attention
 from longspan.execution.extras import Extras
+from longspan.execution.fitting import one_device_plan
 from longspan.execution.forward import Forward
 from longspan.execution.inputs import check_inputs
 from longspan.execution.kernels import kernel_named
@@ -43,9 +44,10 @@ def flex_attention(
     plan: Plan | None = None,
     group: Any = None,
     captured_grads: str = "sum",
+    name: str = "",
 ) -> Any:
     """See `longspan.flex_attention`."""
-    check_inputs(query, key, value, scale)
+    check_inputs(query, key, value, scale, name=name)
     _check(query, key, value, enable_gqa, return_lse, return_aux, kernel_options)
     extras = None if score_mod is None else Extras(score_mod)
     wants_max = return_aux is not None and return_aux.max_scores
@@ -54,9 +56,8 @@ def flex_attention(
     else:
         _check_plan(plan, block_mask, wants_max)
         q, k, v, what = query, key, value, plan
-    out, lse = attention(
-        q, k, v, what, group=group, scale=scale, return_lse=True, extras=extras, captured_grads=captured_grads
-    )
+    asked = Request(what, group, scale, True, extras=extras, captured_grads=captured_grads, name=name)
+    out, lse = attention(q, k, v, asked)
     out, lse = out.narrow(2, 0, query.shape[2]), lse.narrow(2, 0, query.shape[2])
     if return_aux is None:
         return (out, lse) if return_lse else out

@@ -16,8 +16,8 @@ from torch import Tensor
 from longspan.errors import RankError
 from longspan.schedules.steps import Transfer
 
-MAGIC = b"LSh1"
-_FORM = struct.Struct("<4s8sQqBIHHIQ8sI")
+MAGIC = b"LSh2"
+_FORM = struct.Struct("<4s8sIqBIHHIQ8sIHI")
 SIZE = 64
 """Bytes in front of a message, a multiple of every item size."""
 assert _FORM.size <= SIZE
@@ -40,11 +40,16 @@ class Header:
     num_bytes: int
     dtype: bytes
     """The tensors' dtype, 8 letters of it."""
+    forward: int = 0
+    """Of a backward pass: the number of its forward."""
+    name: int = 0
+    """A checksum of the call's name."""
     checksum: int = 0
     """Of the message itself."""
 
     def __str__(self) -> str:
         way = {1: "forward", 2: "backward"}.get(self.direction, "?")
+        way += f" of call {self.forward}" if self.forward else ""
         return (
             f"call {self.call} {way} step {self.step + 1}, rank {self.src} to {self.dst}, {self.num_bytes} bytes of"
             f" {self.dtype.rstrip(bytes(1)).decode(errors='replace')}, plan {self.plan.hex()[:12]}"

@@ -14,7 +14,7 @@ from longspan.span import shortened
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_inputs(q: Any, k: Any, v: Any, scale: Any, kernel: Any = "auto", sinks: Any = None) -> None:
+def check_inputs(q: Any, k: Any, v: Any, scale: Any, kernel: Any = "auto", sinks: Any = None, name: Any = "") -> None:
     """Refuses what is no tensor of floating-point numbers, a scale that is no number, a kernel that is no name."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
@@ -36,6 +36,8 @@ def check_inputs(q: Any, k: Any, v: Any, scale: Any, kernel: Any = "auto", sinks
         raise KernelError(f"sinks are on {sinks.device}, but q is on {q.device}. Move them there.")
     if not isinstance(kernel, str):
         raise KernelError(f"kernel = {shortened(kernel)} was given. A kernel goes by its name, as in kernel='auto'.")
+    if not isinstance(name, str):
+        raise PlanError(f"name = {shortened(name)} was given. A call's name is a str, the same one on every rank.")
     if scale is not None and not is_number(scale):
         raise PlanError(
             f"scale = {shortened(scale)} was given. It multiplies scores: one finite number, or None for"

@@ -81,6 +81,8 @@ class Watch:
 
     def enter(self, **changes: Any) -> None:
         """A call begins: the others may know at once."""
+        entered = self.status.entered(changes.pop("call"), changes.pop("identity"), changes.pop("name"))
+        self.detector.status = entered
         self.at(**changes)
         if time.monotonic() - self._spoke > BEAT / 4:
             self._wake.set()

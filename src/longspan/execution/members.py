@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -27,8 +29,8 @@ from longspan.schedules.steps import MAX_BATCH
 
 T = TypeVar("T")
 MAX_AGREED = 1024
-ROWS, VERDICT, TABLE = 0xFFFF, 0xFFFE, 0xFFFD
-"""Steps that no schedule has, for the tags of what ranks compare."""
+ROWS, VERDICT, TABLE, ALIKE = 1023, 1022, 1021, 1020
+"""Steps that no tag of a schedule has, for what ranks compare."""
 _known: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
 
 
@@ -44,10 +46,20 @@ class Call:
     safety: Safety
     record: Record | None = None
     """What to compare before data moves; a backward pass is agreed on by its forward."""
+    name: str = ""
+    """What the user calls it, which tells apart calls of one plan."""
+    forward: int = 0
+    """Of a backward pass: the number of its forward."""
 
     @property
     def plan(self) -> bytes:
         return bytes.fromhex(self.fingerprint[:16])
+
+    @cached_property
+    def identity(self) -> int:
+        """A number that differs, but for one chance in 4 billion, when the plan, pass, name or forward does."""
+        text = f"{self.fingerprint} {self.direction} {self.forward} {self.name}"
+        return zlib.crc32(text.encode())
 
 
 class Members:
@@ -126,8 +138,9 @@ class Members:
             return
         watch.check()
         watch.enter(
-            call=self.calls, direction=direction_named(call.direction), step=0, num_steps=call.num_steps,
-            plan=call.plan, compares=running.is_new, phase=Phase.AGREEING if running.is_new else Phase.RUNNING,
+            call=self.calls, name=call.name, identity=call.identity, direction=direction_named(call.direction), step=0,
+            num_steps=call.num_steps, plan=call.plan, forward=call.forward, compares=running.is_new,
+            phase=Phase.AGREEING if running.is_new else Phase.RUNNING,
         )  # fmt: skip
         try:
             running.agree()
@@ -171,7 +184,7 @@ class Running:
 
     @property
     def is_new(self) -> bool:
-        return self.call.record is not None and self.call.record.digest() not in self.members.agreed
+        return self.call.record is not None and self.call.record.digest not in self.members.agreed
 
     def agree(self) -> None:
         """Compares what this call is with the other ranks, unless the same was agreed before."""
@@ -179,7 +192,7 @@ class Running:
             return
         agreement.compare(self._rows(self.call.record.row()))
         agreed = self.members.agreed
-        agreed[self.call.record.digest()] = None
+        agreed[self.call.record.digest] = None
         if len(agreed) > MAX_AGREED:  # all ranks made the same calls, so all forget the same one
             del agreed[next(iter(agreed))]
 
@@ -225,9 +238,19 @@ class Running:
         """Adds a tensor up over the group, in place."""
         others = [rank for rank in range(self.members.size) if rank != self.members.rank]
         group = self.members.group
+        self._check_alike()
         work = self.started(lambda: dist.all_reduce(tensor, group=group, async_op=True), others)
         assert work is not None
         self.wait([(self.members.rank, work)], others)
+
+    def _check_alike(self) -> None:
+        """Returns when the rank before this one is in the same call. Collectives have no tags: without this, sums of
+        different calls would meet. A collective is over when all have begun it, and then all were found alike."""
+        size, rank = self.members.size, self.members.rank
+        device = message_device(self.members.group)
+        token = torch.zeros(1, dtype=torch.uint8, device=device)
+        if size > 1:
+            self._exchange({(rank + 1) % size: token}, {(rank - 1) % size: token.clone()}, ALIKE, device)
 
     def started(self, start: Callable[[], T], peers: Sequence[int]) -> T:
         """What `start` gives. It raises when a connection is closed, which names nobody: the watch finds out who."""
@@ -258,17 +281,25 @@ class Running:
 
     def tag(self, step: int) -> int:
         """Messages of different calls, or of different training steps, never meet where tags count (Gloo): what a rank
-        skips is a wait, which the watch explains, and no mix-up."""
-        backward = self.call.direction == "backward"
-        number = self.number + 5003 * (self.members.training_step + 1)
-        return (number & 0x3FFF) << 17 | backward << 16 | step & 0xFFFF
+        skips or swaps is a wait, which the watch explains, and no mix-up.
+
+        Tags have 31 bits. The upper 21 tell calls apart: for one plan surely within two million calls, for different
+        ones, or backward passes of different forwards, but for one chance in two million. Only what ranks compare
+        before they agree on a plan is found by its number alone. Steps that share a tag arrive in their order.
+        """
+        which = 0 if step in (ROWS, VERDICT, TABLE) else self.call.identity
+        number = which + self.number * 0x9E3779B1 + self.members.training_step * 0x85EBCA77
+        return (number & 0x1FFFFF) << 10 | (step if step >= ALIKE else step % ALIKE)
 
     def header(self, src: int, dst: int, step: int, pieces: int, num_bytes: int) -> Header:
         """What a message of this call must say of itself."""
-        name = str(self.call.dtype).removeprefix("torch.").encode()[:8].ljust(8, b"\0")
-        way = direction_named(self.call.direction)
+        call = self.call
+        dtype = str(call.dtype).removeprefix("torch.").encode()[:8].ljust(8, b"\0")
+        way = direction_named(call.direction)
         where = (self.number, self.members.training_step, int(way), step, src, dst)
-        return Header(self.call.plan, *where, pieces, num_bytes, name)
+        return Header(
+            call.plan, *where, pieces, num_bytes, dtype, call.forward, zlib.crc32(call.name.encode()) & 0xFFFF
+        )
 
 
 @contextmanager

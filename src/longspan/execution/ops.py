@@ -1,16 +1,18 @@
 """The attention of one rank as `torch.library` operators: compiled graphs, checkpointing and autograd see plain ops.
 
-An operator takes strings and numbers beside tensors, so plans and groups go by name: a plan by its fingerprint, which
-every call makes known here before it runs, a group by the name PyTorch gave it.
+An operator takes strings and numbers beside tensors. A mask or plan goes as its handle, a tensor with a number, and is
+looked up when the operator runs; a group goes by the name PyTorch gave it. A forward pass answers with a ticket, a
+tensor with the number of what its backward needs to know, which lives as long as the ticket's memory does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from itertools import count
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from math import sqrt
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,69 +21,95 @@ from longspan.errors import PlanError
 from longspan.execution import _torch
 from longspan.execution.agreement import Record, record_of
 from longspan.execution.backward import Backward
+from longspan.execution.dtypes import wide
+from longspan.execution.fitting import fitting_plan
 from longspan.execution.forward import Forward
-from longspan.execution.kernels import kernel_named
+from longspan.execution.kernels import Asked, choose_kernel, kernel_named
 from longspan.execution.members import Call, members_of, told
 from longspan.execution.runner import Job
 from longspan.execution.safety import Safety, safety
 from longspan.execution.scores import Scoring
 from longspan.execution.transports import Loopback, ProcessGroup, Program
+from longspan.handles import found_under, number_of
+from longspan.masks import Mask
 from longspan.schedules.plan import Plan
 
-MAX_PLANS = 256
-MAX_OPAQUE = 64
-_plans: dict[str, Plan] = {}
-"""A lookup from names to values: it changes no result. The oldest of very many are forgotten."""
+
+class Kept(list[Tensor]):
+    """What a plan keeps of other ranks' rows, from forward to backward."""
 
 
-_numbers: WeakKeyDictionary[Plan, int] = WeakKeyDictionary()
-_count = count()
-_scorings: WeakValueDictionary[str, Scoring] = WeakValueDictionary()
-"""As above, for functions of scores. A call keeps its own alive until its backward has run."""
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A forward pass, as its backward needs to know it."""
+
+    job: Job
+    group: str
+    number: int
+    """Which call over the group it was; 0 without a group."""
+    name: str
+    sums: bool
+    """Whether gradients of what all ranks share are added up."""
+    kept: ref[Kept]
 
 
-def known_scoring(scoring: Scoring | None) -> str:
-    """The name under which operators find what happens to scores; "" for nothing."""
-    if scoring is None:
-        return ""
-    _scorings[str(id(scoring))] = scoring
-    return str(id(scoring))
+class _Memory(bytearray):
+    """A ticket's memory: tensors that share it keep alive what the ticket is for."""
+
+    held: tuple[Pass, Kept]
 
 
-def known(plan: Plan) -> str:
-    """The name under which operators find the plan."""
-    name = plan.fingerprint
-    if not plan.mask.is_structured:  # a fingerprint samples a function; here it must be this very one
-        name += f"#{_numbers.setdefault(plan, next(_count))}"
-    return _remembered(name, plan)
+def _ticket(made: Pass, kept: Kept) -> Tensor:
+    memory = _Memory(number_of(made).to_bytes(8, "little"))
+    memory.held = made, kept
+    return torch.frombuffer(memory, dtype=torch.int64)
 
 
-def _remembered(name: str, plan: Plan) -> str:
-    _plans[name] = _plans.pop(name, plan)
-    if len(_plans) > MAX_PLANS:
-        del _plans[next(iter(_plans))]
-    opaque = [other for other in _plans if "#" in other] if "#" in name else []
-    if len(opaque) > MAX_OPAQUE:  # their functions may hold large tensors
-        del _plans[opaque[0]]
-    return name
-
-
-def plan_named(name: str) -> Plan:
-    """The plan that was made known under this name."""
-    if name not in _plans:
+def _pass_of(ticket: Tensor) -> Pass:
+    found = found_under(int(ticket))
+    if not isinstance(found, Pass):
         raise PlanError(
-            f"plan {name[:12]} is not known in this process, or {MAX_PLANS} others were used since. Call"
-            f" longspan.attention with the plan again before running a graph that was compiled with it."
+            "a backward pass was started, but its forward pass is not known in this process any more: what compiled"
+            " code saved for it was copied, and the original let go. Compile without hooks that copy saved tensors"
+            " (torch.autograd.graph.save_on_cpu, saved_tensors_hooks), or let them pass integer tensors on."
         )
-    return _plans[name]
+    return found
 
 
-def _run(program: Program[Any], group: str, call: Call) -> Any:
+def number_of_scoring(scoring: Scoring | None) -> int:
+    """The number under which the operator finds what happens to scores; 0 for nothing."""
+    return 0 if scoring is None else number_of(scoring)
+
+
+def place_in(group: str) -> tuple[int, int] | None:
+    """This process's rank in the group and the group's size; None without a group."""
+    if not group:
+        return None
+    found = _torch.group_named(group)
+    return found.rank(), found.size()
+
+
+def _value_of(handle: Tensor) -> Mask | Plan:
+    found = found_under(int(handle))
+    if not isinstance(found, Mask | Plan):
+        raise PlanError(
+            "the mask or plan of this call is gone: compiled code was given its handle, but nobody holds it any more."
+            " Keep a reference to it as long as the call runs."
+        )
+    return found
+
+
+def _told(group: str) -> AbstractContextManager[None]:
+    return told(_torch.group_named(group)) if group else nullcontext()
+
+
+def _run(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
+    """What the program gives, and the number of the call over the group."""
     with torch.autocast(call.device.type, enabled=False):  # it would narrow the products of float32 inside
         if not group:
-            return Loopback().run([program])[0]
+            return Loopback().run([program])[0], 0
         with members_of(_torch.group_named(group)).call(call) as running:
-            return ProcessGroup(running).run(program)
+            return ProcessGroup(running).run(program), running.number
 
 
 def _settings(group: str, *, backward: bool = False) -> Safety:
@@ -94,9 +122,9 @@ def _settings(group: str, *, backward: bool = False) -> Safety:
     return members.settings or safety()
 
 
-def _call(job: Job, direction: str, device: torch.device, safety: Safety, record: Record | None = None) -> Call:
+def _call(job: Job, direction: str, device: torch.device, safety: Safety, **more: Any) -> Call:
     steps = job.plan.steps(job.rank, direction)
-    return Call(job.plan.fingerprint, direction, len(steps), job.dtype, device, safety, record)
+    return Call(job.plan.fingerprint, direction, len(steps), job.dtype, device, safety, **more)
 
 
 def _apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -110,8 +138,23 @@ def _apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     return made
 
 
-def _scoring(name: str) -> Scoring | None:
-    return _scorings[name] if name else None
+def _job(what: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...], learns: bool) -> Job:
+    """What this rank is asked to run, all of it known by now; what cannot be done is refused."""
+    group, kernel, scale, scoring, sinks = asked
+    place = place_in(group)
+    plan = fitting_plan(what, q, k, v, place)
+    functions: Scoring | None = found_under(scoring) if scoring else None
+    drops = functions is not None and functions.dropout is not None
+    honours = Asked(not plan.mask.is_structured, functions is not None, drops, plan.chunks is not None)
+    chosen = kernel_named(choose_kernel(kernel, q, k, v, honours))
+    if learns and plan.chunks is not None:
+        raise PlanError(
+            f"the plan has chunks = {plan.chunks}, which promises the same bits on any number of ranks, but sinks or a"
+            f" tensor that a score function uses needs a gradient, which is summed over ranks in an order that their"
+            f" number decides. Detach it, or plan without chunks."
+        )
+    scale = 1 / sqrt(q.shape[3]) if scale is None else scale
+    return Job(plan, 0 if place is None else place[0], chosen, scale, q.dtype, functions, sinks)
 
 
 @torch.library.custom_op("longspan::attention", mutates_args=())
@@ -121,36 +164,39 @@ def attention(
     v: Tensor,
     captured: list[Tensor],
     sinks: Tensor | None,
-    plan: str,
+    handle: Tensor,
     group: str,
-    rank: int,
     kernel: str,
-    scale: float,
-    scoring: str,
+    scale: float | None,
+    scoring: int,
     sums: bool,
     saves: bool,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output and lse of the rank's rows, and what its backward needs of other ranks' rows."""
-    job = Job(plan_named(plan), rank, kernel_named(kernel), scale, q.dtype, _scoring(scoring), sinks)
-    settings = _settings(group)
-    record = record_of(job.plan, q.device, scale, job.scoring, sinks, sums, saves, settings) if group else None
-    call = _call(job, "forward", q.device, settings, record)
-    out, lse, kept = _run(Forward(job, q, k, v, captured).program(saves=saves), group, call)
-    out, lse = _apart((out.contiguous(), lse.contiguous()), (q, k, v))
-    return out, lse, kept
+    learns: bool,
+    name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and lse of the rank's rows, and the ticket of this pass.
+
+    `saves` says that a backward may come, `learns` that it gives gradients to what all ranks share.
+    """
+    with _told(group):
+        job = _job(_value_of(handle), q, k, v, (group, kernel, scale, scoring, sinks), learns)
+        settings = _settings(group)
+        record: Record | None = None
+        if group:
+            record = record_of(job, q.device, sums if saves else None, name, settings)
+        call = _call(job, "forward", q.device, settings, record=record, name=name)
+        (out, lse, kept), number = _run(Forward(job, q, k, v, captured).program(saves=saves), group, call)
+        out, lse = _apart((out.contiguous(), lse.contiguous()), (q, k, v))
+        made = Kept(kept)
+        return out, lse, _ticket(Pass(replace(job, sinks=None), group, number, name, sums, ref(made)), made)
 
 
 @attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, captured: Any, sinks: Any, plan: str, group: str, rank: int, *rest: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    made = plan_named(plan)
-    kept = made.kept(rank) if rest[-1] else ()
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return (
         q.new_empty((*q.shape[:3], v.shape[3])),
-        q.new_empty(q.shape[:3], dtype=wide),
-        [q.new_empty(piece.num_bytes(made.sizes), dtype=torch.uint8) for piece in kept],
+        q.new_empty(q.shape[:3], dtype=wide(q.dtype)),
+        torch.empty(1, dtype=torch.int64, device="cpu"),
     )
 
 
@@ -165,30 +211,36 @@ def attention_backward(
     sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    ticket: Tensor,
     kept: list[Tensor],
-    plan: str,
-    group: str,
-    rank: int,
-    kernel: str,
-    scale: float,
-    scoring: str,
-    sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Gradients of the rank's rows, of captured tensors and, last, of the sinks."""
-    with told(_torch.group_named(group)) if group else nullcontext():
-        # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
-        chosen = kernel_named(kernel if dlse is None else "reference")
-        functions = _scoring(scoring)
-        if functions is not None:
-            functions.check_unchanged()
-        job = Job(plan_named(plan), rank, chosen, scale, q.dtype, functions, sinks)
+    """Gradients of the rank's rows, of captured tensors and, last, of the sinks.
+
+    `kept` are the rows that the plan keeps, where autograd has saved them; compiled code leaves them with the ticket.
+    """
+    forward = _pass_of(ticket)
+    kept = kept or forward.kept() or []
+    with _told(forward.group):
+        _check_unchanged(forward.job)
+        job = replace(forward.job, sinks=sinks)
+        if dlse is not None:
+            # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
+            job = replace(job, kernel=kernel_named("reference"))
         backward = Backward(job, q, k, v, out, lse, dout, dlse, kept, captured)
-        call = _call(job, "backward", q.device, _settings(group, backward=True))
-        dq, dk, dv = _apart(_run(backward.program(), group, call), (dout, q, k, v, out, lse, *kept))
+        settings = _settings(forward.group, backward=True)
+        call = _call(job, "backward", q.device, settings, name=forward.name, forward=forward.number)
+        gradients, _ = _run(backward.program(), forward.group, call)
+        dq, dk, dv = _apart(gradients, (dout, q, k, v, out, lse, *kept))
         shared = backward.shared_gradients()
-        if sums and group and shared:
-            shared = _summed(shared, group, call)
+        if forward.sums and forward.group and shared:
+            shared = _summed(shared, forward.group, call)
         return dq, dk, dv, [t.to(like.dtype) for t, like in zip(shared, _shared(captured, sinks), strict=True)]
+
+
+def _check_unchanged(job: Job) -> None:
+    """Refuses a backward that would not see what its forward saw: functions of masks and scores are called again."""
+    if job.scoring is not None:
+        job.scoring.check_unchanged()
 
 
 def _shared(captured: list[Tensor], sinks: Tensor | None) -> list[Tensor]:
@@ -213,27 +265,28 @@ def _(
     return dq, dk, dv, [t.new_empty(t.shape) for t in _shared(captured, sinks)]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    q, k, v, captured, sinks, *ctx.names, _ = inputs
-    out, lse, kept = output
-    ctx.scoring = _scorings.get(ctx.names[5])  # both kept alive until backward has run
-    ctx.plan = _plans[ctx.names[0]]
-    ctx.num_captured, ctx.has_sinks = len(captured), sinks is not None
-    ctx.save_for_backward(q, k, v, *_shared(captured, sinks), out, lse, *kept)
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, captured, sinks, *others = inputs
+    out, lse, ticket = output
+    kept: Sequence[Tensor] = ()
+    if type(ticket) is Tensor:  # not when traced: then there is no pass yet
+        ctx.forward_pass = _pass_of(ticket)  # hooks may copy what is saved, and the copy of a ticket holds nothing
+        kept = ctx.forward_pass.kept() or ()
+    ctx.num_kept, ctx.num_others, ctx.has_sinks = len(kept), len(others), sinks is not None
+    ctx.save_for_backward(q, k, v, out, lse, ticket, *kept, *_shared(captured, sinks))
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _kept: Any) -> tuple[Any, ...]:
-    q, k, v, *rest = ctx.saved_tensors
-    _remembered(ctx.names[0], ctx.plan)
-    captured, rest = rest[: ctx.num_captured], rest[ctx.num_captured :]
-    sinks = rest.pop(0) if ctx.has_sinks else None
-    out, lse, *kept = rest
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _ticket: Any) -> tuple[Any, ...]:
+    q, k, v, out, lse, ticket, *rest = ctx.saved_tensors
+    kept, captured = rest[: ctx.num_kept], rest[ctx.num_kept :]
+    sinks = captured.pop() if ctx.has_sinks else None
     if dout is None:
         dout = torch.zeros_like(out)
-    *gradients, shared = attention_backward(dout, dlse, q, k, v, captured, sinks, out, lse, kept, *ctx.names)
+    *gradients, shared = attention_backward(dout, dlse, q, k, v, captured, sinks, out, lse, ticket, kept)
     dsinks = shared.pop() if ctx.has_sinks else None
-    return (*gradients, shared, dsinks, *[None] * 8)
+    no_tensors = [None] * ctx.num_others
+    return (*gradients, shared, dsinks, *no_tensors)
 
 
 attention.register_autograd(_backward, setup_context=_setup)

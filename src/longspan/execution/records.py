@@ -6,15 +6,20 @@ They are read from the job's store, which anybody on the network may write: what
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from longspan.errors import RankError
 from longspan.execution.processes import LIFE, LIFE_MARK, Process, Sight
 
-MAGIC = b"LSp1"
+MAGIC = b"LSp2"
 MAX_TEXT = 1000
 """Bytes of an error's text that travel."""
+NAME = 32
+"""Bytes of a call's name that travel."""
+TRAIL = 8
+"""Calls that a status tells of."""
 
 
 class Phase(IntEnum):
@@ -50,13 +55,19 @@ class Status:
     training_step: int = -1
     plan: bytes = bytes(8)
     """The first bytes of the plan's fingerprint."""
+    forward: int = 0
+    """Of a backward pass: the call that was its forward."""
+    name: bytes = bytes(NAME)
+    """What the user calls the call."""
+    trail: tuple[int, ...] = (0,) * TRAIL
+    """Which call, plan, pass and forward each of the last calls was, this one last, as a number; 0: not known."""
 
-    _form = struct.Struct("<4sQQBIIBBq8s")
+    _form = struct.Struct(f"<4sQQBIIBBq8sQ{NAME}s{TRAIL}I")
 
     def packed(self) -> bytes:
         return self._form.pack(
             MAGIC, self.beat, self.call, self.direction, self.step, self.num_steps, self.phase, self.compares,
-            self.training_step, self.plan,
+            self.training_step, self.plan, self.forward, self.name, *self.trail,
         )  # fmt: skip
 
     @classmethod
@@ -68,10 +79,31 @@ class Status:
         """
         if len(raw) != cls._form.size or raw[:4] != MAGIC:
             raise RankError(_strange("status", raw))
-        _, beat, call, direction, step, num_steps, phase, compares, training_step, plan = cls._form.unpack(raw)
+        _, beat, call, direction, step, num_steps, phase, compares, training_step, plan, *rest = cls._form.unpack(raw)
         if direction > Direction.BACKWARD or phase > Phase.ENDED or compares > 1:
             raise RankError(_strange("status", raw))
-        return cls(beat, call, Direction(direction), step, num_steps, Phase(phase), bool(compares), training_step, plan)
+        way, phase, compares = Direction(direction), Phase(phase), bool(compares)
+        forward, name, *trail = rest
+        return cls(beat, call, way, step, num_steps, phase, compares, training_step, plan, forward, name, tuple(trail))
+
+    def entered(self, call: int, identity: int, name: str) -> Status:
+        """The same rank as it enters a call, under a name.
+
+        >>> status = Status().entered(1, 7, "").entered(3, 9, "vision")
+        >>> status.was_in(1), status.was_in(2), status.was_in(3), status.was_in(4)
+        (7, 0, 9, 0)
+        """
+        skipped = (0,) * min(TRAIL, max(0, call - self.call - 1))  # calls that this rank refused
+        trail = (*self.trail, *skipped, identity)[-TRAIL:]
+        raw = name.encode()
+        if len(raw) > NAME:  # as many letters as there is room for, and a checksum of all
+            raw = raw[: NAME - 9] + f"~{zlib.crc32(raw):08x}".encode()
+        return replace(self, call=call, trail=trail, name=raw.ljust(NAME, b"\0"))
+
+    def was_in(self, call: int) -> int:
+        """Which one a call was here; 0 if that is not known."""
+        back = self.call - call
+        return self.trail[-1 - back] if 0 <= back < TRAIL else 0
 
     def __str__(self) -> str:
         """Where the rank is.
@@ -82,7 +114,9 @@ class Status:
         training = "" if self.training_step < 0 else f", in training step {self.training_step}"
         if self.direction is Direction.NONE:
             return f"before its first call{training}"
-        call = f"call {self.call} ({self.direction.name.lower()}"
+        name = "".join(c if c.isprintable() else "?" for c in self.name.rstrip(b"\0").decode(errors="replace"))
+        call = f"call {self.call}{f' {name!r}' if name else ''} ({self.direction.name.lower()}"
+        call += f" of call {self.forward}" if self.forward else ""
         if self.phase in (Phase.IDLE, Phase.ENDED):
             return f"after {call}){training}"
         plan = f"plan {self.plan.hex()[:12]}"

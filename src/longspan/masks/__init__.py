@@ -10,6 +10,7 @@ from longspan.masks.mask import Mask, Plane, Predicate
 from longspan.masks.opaque import Classifier, from_mask_mod
 from longspan.masks.prefix import global_prefix, prefix_lm
 from longspan.masks.vary import per_head, per_row
+from longspan.untraced import untraced
 
 __all__ = [
     "Band",
@@ -29,3 +30,16 @@ __all__ = [
     "prefix_lm",
     "sliding_window",
 ]
+
+# Called inside of compiled code, they are not traced.
+causal = untraced(causal)
+chunked = untraced(chunked)
+documents = untraced(documents)
+from_cu_seqlens = untraced(from_cu_seqlens)
+from_mask_mod = untraced(from_mask_mod)
+full = untraced(full)
+global_prefix = untraced(global_prefix)
+per_head = untraced(per_head)
+per_row = untraced(per_row)
+prefix_lm = untraced(prefix_lm)
+sliding_window = untraced(sliding_window)

@@ -11,16 +11,19 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import MaskError
+from longspan.handles import handle_of
 from longspan.masks import bands as bd
 from longspan.masks.bands import LIMIT, Band
 from longspan.masks.keys import This
+from longspan.sealed import sealed
 from longspan.span import Ints, Span, whole
+from longspan.untraced import untraced
 
 Bools = NDArray[np.bool_]
 Grid = tuple[tuple["Plane", ...], ...]
@@ -163,7 +166,8 @@ def _same_pairs(a: Ints, b: Ints) -> bool:
     return not len(bd.subtract(a, b)) and not len(bd.subtract(b, a))
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@sealed
+@dataclass(frozen=True, eq=False, repr=False)
 class Mask:
     """What may attend to what. Combine with `&`, `|` and `~`; make one with the functions of `longspan.masks`."""
 
@@ -172,6 +176,14 @@ class Mask:
     name: str
     _hash: list[int] = field(default_factory=list[int], init=False)
     """The hash, once it was asked for: a cache of plans asks again and again."""
+    handle: Any = field(default=None, init=False)
+    """Under which operators find this very mask, see `longspan.handles`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", handle_of(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mask, (self.grid, self.seq_len, self.name)  # a copy has a handle of its own
 
     @staticmethod
     def of_bands(rows: Ints, seq_len: int | None, name: str) -> Mask:
@@ -295,12 +307,15 @@ class Mask:
 
     # -- algebra ----------------------------------------------------------------------------------------------------
 
+    @untraced
     def __and__(self, other: Mask) -> Mask:
         return self._combine(other, "&")
 
+    @untraced
     def __or__(self, other: Mask) -> Mask:
         return self._combine(other, "|")
 
+    @untraced
     def __invert__(self) -> Mask:
         side = LIMIT if self.seq_len is None else self.seq_len
         domain = np.array([[0, side, 0, side, -LIMIT, LIMIT]], dtype=np.int64)

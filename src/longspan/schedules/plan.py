@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from longspan.errors import PlanError
+from longspan.handles import handle_of
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.masks.keys import MaskKey
@@ -18,8 +20,10 @@ from longspan.schedules.planners import Scheme, scheme
 from longspan.schedules.problem import Problem
 from longspan.schedules.reversal import reverse
 from longspan.schedules.steps import Piece, Schedule, Sizes, Step
+from longspan.sealed import sealed
 
 
+@sealed
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """Mask + layout + schedule: a frozen value with a fingerprint, a text form and reasons. Make one with `plan`."""
@@ -33,6 +37,15 @@ class Plan:
     machine_assumed: bool
     keep: bool
     compared: tuple[Reason, ...] = ()
+    handle: Any = field(default=None, init=False)
+    """Under which operators find this very plan, see `longspan.handles`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", handle_of(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        head = self.mask, self.layout, self.sizes, self.dtype, self.scheme  # a copy has a handle of its own
+        return Plan, (*head, self.machine, self.machine_assumed, self.keep, self.compared)
 
     @cached_property
     def reasons(self) -> tuple[Reason, ...]:

@@ -1,0 +1,86 @@
+"""What a call's tensors must fit: the plan that was given, or the one that a mask has on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.errors import PlanError
+from longspan.layouts import contiguous
+from longspan.masks import Mask
+from longspan.schedules.cost.presets import CPU
+from longspan.schedules.plan import Plan, made_plan
+from longspan.schedules.steps import Sizes
+
+SEQ_DIM = 2
+Shape = tuple[int, ...]
+
+
+def fitting_plan(what: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, place: tuple[int, int] | None) -> Plan:
+    """The plan of a mask or plan for these tensors, `place` being this rank and the group's size. What does not fit is
+    refused."""
+    shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    _check_tensors(q, k, v)
+    if isinstance(what, Mask):
+        plan = one_device_plan(*shapes, q.dtype, what)
+    else:
+        plan = what
+        _check_place(plan, place)
+    _check_shapes(shapes, q.dtype, plan, 0 if place is None else place[0])
+    return plan
+
+
+def one_device_plan(q: Shape, k: Shape, v: Shape, dtype: Any, mask: Mask) -> Plan:
+    """The plan of tensors of these shapes on one device."""
+    sizes = Sizes(q[1], k[1], q[3], v[3], dtype.itemsize, q[0])
+    layout = contiguous(q[SEQ_DIM], 1)
+    name = str(dtype).removeprefix("torch.")
+    return made_plan(mask, layout, sizes, name, "exchange", CPU, True, False, None)
+
+
+def check_dims(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuses tensors that are not (batch, heads, tokens, features)."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise PlanError(
+                f"{name} must have 4 dims (batch, heads, tokens, features), but has shape {tuple(tensor.shape)}."
+            )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise PlanError(
+                f"q is {q.dtype} on {q.device}, but {name} is {tensor.dtype} on {tensor.device}. All three must agree."
+            )
+
+
+def _check_place(plan: Plan, place: tuple[int, int] | None) -> None:
+    size = plan.layout.world_size
+    if place is None and size > 1:
+        raise PlanError(
+            f"the plan is for {size} ranks, so it needs group= (a process group or a mesh axis), but NoneType was"
+            f" given."
+        )
+    if place is not None and place[1] != size:
+        raise PlanError(f"the plan is for {size} ranks, but the group has {place[1]}. Plan for the group's size.")
+
+
+def _check_shapes(shapes: tuple[Shape, Shape, Shape], dtype: torch.dtype, plan: Plan, rank: int) -> None:
+    sizes = plan.sizes
+    tokens = int(plan.layout.num_tokens[rank]) + plan.layout.num_padding(rank)
+    expected = (
+        (sizes.batch, sizes.q_heads, tokens, sizes.head_dim),
+        (sizes.batch, sizes.kv_heads, tokens, sizes.head_dim),
+        (sizes.batch, sizes.kv_heads, tokens, sizes.v_head_dim),
+    )
+    for name, found, wanted in zip("qkv", shapes, expected, strict=True):
+        if found != wanted:
+            raise PlanError(
+                f"{name} has shape {found}, but on rank {rank} the plan expects (batch, heads, tokens, features) ="
+                f" {wanted}. Shard with layout.shard(x, rank, dim=2), or plan for these shapes."
+            )
+    if str(dtype).removeprefix("torch.") != plan.dtype:
+        raise PlanError(f"q has dtype {dtype}, but the plan is for {plan.dtype}. Cast the tensors, or plan for it.")
