@@ -19,6 +19,7 @@ from longspan.execution._torch import version
 from longspan.execution.captured import Seen, found_in
 from longspan.execution.dropout import Dropout
 from longspan.execution.dtypes import wide
+from longspan.execution.inputs import check_no_tangent
 from longspan.masks.elementwise import Elementwise, check_signature, elementwise
 from longspan.masks.frozen import frozen
 
@@ -47,6 +48,8 @@ class Scoring:
         index = torch.zeros((), dtype=torch.int64, device=like.device)
         score = torch.zeros_like(index, dtype=wide(like.dtype))
         captured, seen = found_in(lambda mode: made.apply(score, index, index, index, index, mode))
+        for tensor, _ in seen:
+            check_no_tangent(**{f"a tensor of shape {tuple(tensor.shape)} that changes scores": tensor})
         return Scoring(made.functions, captured, dropout, seen)
 
     def check_unchanged(self) -> None:

@@ -221,3 +221,12 @@ class Kernel(Protocol):
         global lse is -inf add exact zeros.
         """
         ...
+
+
+def finite(x: Tensor) -> bool:
+    """Whether all numbers are finite. A sum that is finite says so; one that is not may have left the range.
+
+    >>> finite(torch.tensor([3e38, 3e38])), finite(torch.tensor([torch.inf, -torch.inf]))
+    (True, False)
+    """
+    return bool(x.sum().isfinite()) or bool(x.isfinite().all())
