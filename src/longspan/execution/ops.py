@@ -132,6 +132,7 @@ def attention(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output and lse of the rank's rows, and what its backward needs of other ranks' rows."""
     job = Job(plan_named(plan), rank, kernel_named(kernel), scale, q.dtype, _scoring(scoring), sinks)
+    job.plan.mask.read_anew()
     settings = _settings(group)
     record = record_of(job.plan, q.device, scale, job.scoring, sinks, sums, saves, settings) if group else None
     call = _call(job, "forward", q.device, settings, record)
@@ -182,6 +183,7 @@ def attention_backward(
         if functions is not None:
             functions.check_unchanged()
         job = Job(plan_named(plan), rank, chosen, scale, q.dtype, functions, sinks)
+        job.plan.mask.check_as_read()
         backward = Backward(job, q, k, v, out, lse, dout, dlse, kept, captured)
         call = _call(job, "backward", q.device, _settings(group, backward=True))
         dq, dk, dv = _apart(_run(backward.program(), group, call), (dout, q, k, v, out, lse, *kept))
@@ -218,6 +220,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list
     out, lse, kept = output
     ctx.scoring = _scorings.get(ctx.names[5])  # both kept alive until backward has run
     ctx.plan = _plans[ctx.names[0]]
+    ctx.reads = ctx.plan.mask.last_reads
     ctx.num_captured, ctx.has_sinks = len(captured), sinks is not None
     ctx.save_for_backward(q, k, v, *_shared(captured, sinks), out, lse, *kept)
     ctx.set_materialize_grads(False)
@@ -226,6 +229,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _kept: Any) -> tuple[Any, ...]:
     q, k, v, *rest = ctx.saved_tensors
     _remembered(ctx.names[0], ctx.plan)
+    if ctx.reads and not torch.compiler.is_compiling():  # compiled, only the operator looks
+        ctx.plan.mask.check_as_read(ctx.reads)
     captured, rest = rest[: ctx.num_captured], rest[ctx.num_captured :]
     sinks = rest.pop(0) if ctx.has_sinks else None
     out, lse, *kept = rest
