@@ -17,7 +17,6 @@ from longspan.execution.extras import RelativeBias
 from longspan.execution.kernels import reference
 from longspan.execution.merge import Accumulator
 from longspan.execution.pairs import TilePairs, Where
-from longspan.masks import opaque
 from longspan.masks.elementwise import Elementwise
 from longspan.masks.opaque import Function
 

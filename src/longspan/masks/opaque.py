@@ -84,8 +84,10 @@ class Reader:
         return b, h, torch.as_tensor(q, device=device), torch.as_tensor(kv, device=device)
 
     def _run(self, finder: Any, device: Any = None) -> None:
-        """One pair, at the beginning: every table has one there."""
-        arguments = self.arguments(0, 0, device)
+        """One pair, at the beginning: every table has one there. On other devices than CPUs in arrays of one, because a
+        table is looked up by a single number on the host, which would have to wait for it."""
+        b, h, q, kv = self.arguments(0, 0, device)
+        arguments = (b, h, q, kv) if q.device.type == "cpu" else (b, h, q.view(1), kv.view(1))
         given(finder, *arguments)
         with finder:
             self.call(*arguments)
@@ -170,15 +172,16 @@ class Function:
         import torch  # the function is written for torch tensors; this is the only place that needs them
 
         shape = np.broadcast_shapes(q.shape, kv.shape)
-        found = elementwise(self.mask_mod, self.call)(*self.reader.arguments(q.copy(), kv.copy()))
+        arguments = self.reader.arguments(q.copy(), kv.copy())
+        if arguments[2].device.type == "meta":
+            raise MaskError("mask_mod reads tensors on the meta device, which have no values. Give it real ones.")
+        found = elementwise(self.mask_mod, self.call)(*arguments)
         kind: str = type(cast(object, found)).__name__
         if isinstance(found, tuple | list | dict | None):
             raise MaskError(
                 f"mask_mod must return booleans (True: may attend), but it returned {kind}. Return one"
                 f" boolean tensor with an answer for every pair."
             )
-        if isinstance(found, torch.Tensor) and found.device.type == "meta":
-            raise MaskError("mask_mod reads tensors on the meta device, which have no values. Give it real ones.")
         found = np.asarray(found.cpu() if isinstance(found, torch.Tensor) else found)
         if found.dtype != np.bool_:
             raise MaskError(
