@@ -41,6 +41,13 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether forward-mode differentiation is on and the tensor takes part in it."""
+    if torch.autograd.forward_ad._current_level < 0:
+        return False
+    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def cpu_flash(
     q_BHQD: Tensor,
     k_BGKD: Tensor,

@@ -22,6 +22,7 @@ from longspan.masks import Mask, Plane
 from longspan.masks import bands as bd
 from longspan.masks.keys import MaskKey
 from longspan.masks.opaque import EMPTY, FULL, PARTIAL, Function
+from longspan.masks.reads import Noted, Reads, noted, same_tensors
 from longspan.span import Ints, whole
 
 Bools = NDArray[np.bool_]
@@ -42,8 +43,8 @@ def block_mask(
 
     Keys are the whole sequence in global order (`kv="global"`) or the rank's own rows in local order (`"local"`). An
     equal mask gives the same object again, so do not change it; a mask with a function in it gives the same object only
-    when it is the same mask, because what a function captured may have changed. Code compiled for one batch serves the
-    next as long as the local length is the same.
+    when it is the same mask and its function reads the same. Code compiled for one batch serves the next as long as
+    the local length is the same.
 
     >>> block_mask(causal(512), zigzag(512, 2), rank=0).kv_num_blocks.tolist()  # partial ones; others are full
     [[[1, 1]]]
@@ -62,7 +63,14 @@ def block_mask(
             f" the same sequence."
         )
     layout.span_rows(rank)  # refuses a rank that the layout does not have
-    return _built(MaskKey(mask), layout, rank, kv, block_size, _device_name(device))
+    rest = layout, rank, kv, block_size, _device_name(device)
+    if mask.is_structured:
+        return _built(MaskKey(mask), *rest)
+    mask.read_anew()
+    key = ("block_mask", *rest)
+    if key not in mask.known:
+        mask.known[key] = _built.__wrapped__(MaskKey(mask), *rest)
+    return mask.known[key]
 
 
 def _device_name(device: object) -> str:
@@ -166,8 +174,9 @@ def _ask(plane: Plane, rows: Ints, keys: Ints, size: int, maybe: Ints, pairs: In
 # -- the other direction --------------------------------------------------------------------------------------------
 
 _Asked = tuple[bool, bool, tuple[int, int]]
-_read: WeakKeyDictionary[BlockMask, dict[_Asked, tuple[object, Mask]]] = WeakKeyDictionary()
-"""What was read before: a model asks with the same BlockMask in every layer. People do replace its mask_mod."""
+_read: WeakKeyDictionary[BlockMask, dict[_Asked, tuple[object, tuple[Noted, ...], Reads, Mask]]] = WeakKeyDictionary()
+"""What was read before: a model asks with the same BlockMask in every layer. People do replace its mask_mod, fill its
+tensors anew, and bind anew what its mask_mod reads."""
 
 
 def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads: int | None = None) -> Mask:
@@ -190,10 +199,23 @@ def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads
             )
     known = _read.setdefault(block_mask, {})
     key = batch == 1, heads == 1, block_mask.seq_lengths
-    found = known.get(key)
-    if found is None or found[0] is not block_mask.mask_mod:
-        found = known[key] = block_mask.mask_mod, _read_planes(block_mask, one_row=key[0], one_head=key[1])
-    return found[1]
+    mask_mod, tensors, found = block_mask.mask_mod, _tensors(block_mask), known.get(key)
+    reads = Reads.of(mask_mod)  # variables; of tensors in there the mask itself takes care
+    if (
+        found is None
+        or found[0] is not mask_mod
+        or not same_tensors(found[1], tensors)
+        or found[2].difference(reads) is not None
+    ):
+        found = mask_mod, tensors, reads, _read_planes(block_mask, one_row=key[0], one_head=key[1])
+        known[key] = found
+    return found[3]
+
+
+def _tensors(block_mask: BlockMask) -> tuple[Noted, ...]:
+    """The tensors that say which blocks there are, and how often each was changed in place."""
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    return tuple(noted(held) for name in names if (held := getattr(block_mask, name)) is not None)
 
 
 def _dims(block_mask: BlockMask) -> tuple[int, int]:

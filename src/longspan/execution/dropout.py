@@ -6,6 +6,7 @@ No rank, scheme, tile or order of computation enters, so one device and a thousa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -27,12 +28,12 @@ class Dropout:
     seed: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+        if isinstance(self.seed, bool) or not isinstance(self.seed, Integral) or not 0 <= self.seed < 1 << 63:
             raise KernelError(f"dropout was given seed = {self.seed!r}. It is a whole number from 0 to 2**63 - 1.")
-        if not isinstance(self.p, int | float) or not 0.0 <= self.p < 1.0:
+        if isinstance(self.p, bool) or not isinstance(self.p, Real) or not 0.0 <= self.p < 1.0:
             raise KernelError(f"dropout = {self.p} was asked for. It is a probability, 0 or more and below 1.")
-        if not 0 <= self.seed < 1 << 63:
-            raise KernelError(f"dropout was given seed = {self.seed}. It is a whole number from 0 to 2**63 - 1.")
+        object.__setattr__(self, "p", float(self.p))  # numpy's numbers mean the same, and are written alike
+        object.__setattr__(self, "seed", int(self.seed))
 
     def keeps(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         """Which pairs stay.

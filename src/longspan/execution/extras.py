@@ -24,6 +24,8 @@ def soft_cap(cap: float) -> ScoreMod:
     if isinstance(cap, Tensor) or not is_number(cap) or cap <= 0:
         raise KernelError(f"softcap = {cap!r} was asked for. It is a bound on scores, above 0; leave it out for none.")
 
+    cap = float(cap)
+
     def softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG001
         return torch.tanh(score / cap) * cap
 

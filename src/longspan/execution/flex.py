@@ -173,7 +173,7 @@ def _max_scores(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
     shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     plan = one_device_plan(*shapes, q.dtype, mask)
     scoring = None if extras is None else extras.scoring(q, plan)
-    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     job = Job(plan, 0, kernel_named("reference"), scale, q.dtype, scoring)
     with torch.no_grad():
         run = _MaxScores(job, q.detach(), k.detach(), v.detach(), () if scoring is None else scoring.captured)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longspan.errors import KernelError, PlanError
+from longspan.execution._torch import has_tangent
 from longspan.span import shortened
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -32,6 +34,7 @@ def check_inputs(q: Any, k: Any, v: Any, scale: Any, kernel: Any = "auto", sinks
             raise PlanError(
                 f"{name} has dtype {tensor.dtype}, but attention takes {', '.join(map(str, DTYPES))}. Cast it first."
             )
+    check_no_tangent(q=q, k=k, v=v, sinks=sinks, scale=scale)
     if isinstance(sinks, Tensor) and sinks.device != q.device:
         raise KernelError(f"sinks are on {sinks.device}, but q is on {q.device}. Move them there.")
     if not isinstance(kernel, str):
@@ -48,9 +51,24 @@ def check_inputs(q: Any, k: Any, v: Any, scale: Any, kernel: Any = "auto", sinks
 def is_number(value: Any) -> bool:
     """Whether a value is one finite number.
 
-    >>> is_number(0.5), is_number(float("nan")), is_number("0.5"), is_number(True)
-    (True, False, False, False)
+    >>> is_number(0.5), is_number(float("nan")), is_number("0.5"), is_number(True), is_number(torch.tensor(0.5))
+    (True, False, False, False, True)
     """
     if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool or value.device.type == "meta":
+            return False
+        return math.isfinite(value.detach())
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_no_tangent(**tensors: Any) -> None:
+    """Refuses tensors that carry a forward-mode derivative, which would be lost on the way."""
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and has_tangent(tensor):
+            raise PlanError(
+                f"{name} carries a forward-mode derivative (torch.func.jvp, jacfwd, hessian or a dual number), which"
+                f" attention does not have. Differentiate by backward, as in torch.autograd.grad, or detach it if no"
+                f" derivative is meant."
+            )

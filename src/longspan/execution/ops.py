@@ -32,6 +32,7 @@ from longspan.execution.scores import Scoring
 from longspan.execution.transports import Loopback, ProcessGroup, Program
 from longspan.handles import found_under, number_of
 from longspan.masks import Mask
+from longspan.masks.reads import Reads
 from longspan.schedules.plan import Plan
 
 
@@ -50,6 +51,8 @@ class Pass:
     name: str
     sums: bool
     """Whether gradients of what all ranks share are added up."""
+    reads: tuple[Reads, ...]
+    """What functions of the mask had read."""
     kept: ref[Kept]
 
 
@@ -180,6 +183,7 @@ def attention(
     """
     with _told(group):
         job = _job(_value_of(handle), q, k, v, (group, kernel, scale, scoring, sinks), learns)
+        reads = job.plan.mask.read_anew()
         settings = _settings(group)
         record: Record | None = None
         if group:
@@ -188,7 +192,7 @@ def attention(
         (out, lse, kept), number = _run(Forward(job, q, k, v, captured).program(saves=saves), group, call)
         out, lse = _apart((out.contiguous(), lse.contiguous()), (q, k, v))
         made = Kept(kept)
-        return out, lse, _ticket(Pass(replace(job, sinks=None), group, number, name, sums, ref(made)), made)
+        return out, lse, _ticket(Pass(replace(job, sinks=None), group, number, name, sums, reads, ref(made)), made)
 
 
 @attention.register_fake
@@ -221,7 +225,7 @@ def attention_backward(
     forward = _pass_of(ticket)
     kept = kept or forward.kept() or []
     with _told(forward.group):
-        _check_unchanged(forward.job)
+        _check_unchanged(forward)
         job = replace(forward.job, sinks=sinks)
         if dlse is not None:
             # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
@@ -237,10 +241,12 @@ def attention_backward(
         return dq, dk, dv, [t.to(like.dtype) for t, like in zip(shared, _shared(captured, sinks), strict=True)]
 
 
-def _check_unchanged(job: Job) -> None:
+def _check_unchanged(forward: Pass) -> None:
     """Refuses a backward that would not see what its forward saw: functions of masks and scores are called again."""
-    if job.scoring is not None:
-        job.scoring.check_unchanged()
+    if forward.job.scoring is not None:
+        forward.job.scoring.check_unchanged()
+    if forward.reads:
+        forward.job.plan.mask.check_as_read(forward.reads)
 
 
 def _shared(captured: list[Tensor], sinks: Tensor | None) -> list[Tensor]:

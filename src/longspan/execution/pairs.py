@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,15 +65,23 @@ def _counted(span: Span) -> Ints:
 class TilePairs:
     """`Pairs` of one compute: knows where its rows lie in the sequence."""
 
-    def __init__(self, where: Where, scoring: Scoring | None, predicate: Predicate | None, totals: Totals) -> None:
+    def __init__(
+        self,
+        where: Where,
+        scoring: Scoring | None,
+        predicate: Predicate | None,
+        totals: Totals,
+        known: dict[Any, Any] | None = None,
+    ) -> None:
         self.where, self.scoring, self.predicate, self.totals = where, scoring, predicate, totals
+        self.known: dict[Any, Any] = {} if known is None else known
         dropout = scoring is not None and scoring.dropout is not None
         self.asked = Asked(predicate is not None, scoring is not None, dropout)
         self._answers: dict[Tile, Tensor] = {}
 
     def part(self, rows: Span, heads: Span) -> TilePairs:
         """Some of the batch rows and heads, counted from the first."""
-        made = TilePairs(self.where.part(rows, heads), self.scoring, self.predicate, self.totals)
+        made = TilePairs(self.where.part(rows, heads), self.scoring, self.predicate, self.totals, self.known)
         made._answers = self._answers  # of one plane, whatever the head
         return made
 

@@ -82,7 +82,9 @@ class Runner(ABC):
         tiles = tiles_for(self.job.plan, which, compute, plane, q, kv)
         if self.job.scoring is None and plane.predicate is None:
             return tiles, None
-        return tiles, TilePairs(Where.of(q, kv), self.job.scoring, plane.predicate, self.totals)
+        return tiles, TilePairs(
+            Where.of(q, kv), self.job.scoring, plane.predicate, self.totals, self.job.plan.mask.known
+        )
 
     # -- walking ----------------------------------------------------------------------------------------------------
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longspan.errors import KernelError
-from longspan.execution._torch import version
 from longspan.execution.captured import Seen, found_in
 from longspan.execution.dropout import Dropout
 from longspan.execution.dtypes import wide
+from longspan.execution.inputs import check_no_tangent
 from longspan.masks.elementwise import Elementwise, check_signature, elementwise
 from longspan.masks.frozen import frozen
+from longspan.masks.reads import Reads, given
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(score, b, h, q_idx, kv_idx) -> score."""
@@ -37,26 +39,53 @@ class Scoring:
     dropout: Dropout | None = None
     seen: tuple[Seen, ...] = ()
     """All tensors that the functions read, as far as one pair shows them."""
+    reads: tuple[Reads, ...] = ()
+    """All that the functions read, each."""
+    like: Tensor | None = None
+    """A score."""
 
     @staticmethod
     def of(functions: Sequence[ScoreMod], dropout: Dropout | None, like: Tensor) -> Scoring | None:
         """The functions in order; None if there is nothing to do."""
         if not functions and dropout is None:
             return None
-        made = Scoring(tuple(functions), (), dropout)
-        index = torch.zeros((), dtype=torch.int64, device=like.device)
-        score = torch.zeros_like(index, dtype=wide(like.dtype))
-        captured, seen = found_in(lambda mode: made.apply(score, index, index, index, index, mode))
-        return Scoring(made.functions, captured, dropout, seen)
+        score = torch.zeros((), dtype=wide(like.dtype), device=like.device)
+        made = Scoring(tuple(functions), (), dropout, like=score)
+        captured, seen = found_in(lambda mode: made.apply(score, *made._pair(), mode))
+        for tensor, _ in seen:
+            check_no_tangent(**{f"a tensor of shape {tuple(tensor.shape)} that changes scores": tensor})
+        return Scoring(made.functions, captured, dropout, seen, made._now(), score)
+
+    def _pair(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(b, h, q_idx, kv_idx) of the first pair."""
+        assert self.like is not None
+        index = torch.zeros((), dtype=torch.int64, device=self.like.device)
+        return index, index, index, index
+
+    def _now(self) -> tuple[Reads, ...]:
+        """What the functions read now, each."""
+        before = self.reads or (None,) * len(self.functions)
+        return tuple(
+            Reads.of(_called(function), partial(self._run, function), known)
+            for function, known in zip(self.functions, before, strict=True)
+        )
+
+    def _run(self, function: ScoreMod, finder: Any) -> None:
+        assert self.like is not None
+        arguments = self.like.clone(), *self._pair()
+        given(finder, *arguments)
+        with finder:
+            function(*arguments)
 
     def check_unchanged(self) -> None:
-        """Refuses when a tensor that the functions read was changed in place since forward."""
-        for tensor, known in self.seen:
-            if version(tensor) != known:
-                raise KernelError(
-                    f"a tensor of shape {tuple(tensor.shape)} that a score function reads was changed in place between"
-                    f" forward and backward, which calls the function again. Give the function a copy."
-                )
+        """Refuses when what the functions read has changed since forward: backward calls them again."""
+        told = next((told for a, b in zip(self.reads, self._now(), strict=True) if (told := a.difference(b))), None)
+        if told is not None:
+            raise KernelError(
+                f"what a score function reads has changed between forward and backward, which calls it again: {told}."
+                f" Backward would differentiate another attention. Run backward before the change, or give the function"
+                f" a copy of what it reads."
+            )
 
     def settled(self, score: Tensor, *index: Tensor) -> Scoring:
         """Itself, after finding out on a real tile how the user's functions want to be called."""
@@ -91,6 +120,11 @@ class Scoring:
             with mode:  # what is handed on was made here, not captured
                 score = found.expand(score.shape).to(score.dtype)
         return score
+
+
+def _called(function: ScoreMod) -> Any:
+    """The function itself, with the variables that it had when it was given."""
+    return function.elementwise.function if isinstance(function, ScoreFunction) else function
 
 
 def _fits(found: Tensor, score: Tensor) -> bool:

@@ -33,17 +33,21 @@ WORTH = 4
 Which = tuple[int, str, int]
 """Rank, direction, and which of its computes."""
 
-_known: WeakKeyDictionary[Plan, dict[Which, list[Tile]]] = WeakKeyDictionary()
-"""What was worked out before: a plan is run many times, and a compute's tiles are always the same."""
+_known: WeakKeyDictionary[Plan, tuple[object, dict[Which, list[Tile]]]] = WeakKeyDictionary()
+"""What was worked out before: a plan is run many times, and a compute's tiles are the same as long as the mask's
+functions read the same."""
 
 
 def tiles_for(plan: Plan, which: Which, compute: Compute, plane: Plane, q: Rows, kv: Rows) -> list[Tile]:
     """The tiles of one compute of a plan, remembered."""
-    known = _known.setdefault(plan, {})
+    reads, known = _known.get(plan, (None, {}))
+    if reads is not plan.mask.last_reads:
+        known = {}
+        _known[plan] = plan.mask.last_reads, known
     if which not in known:
         tiles = tiles_of(compute.bands, q, kv)
         if compute.maybe:
-            more = asking_tiles(compute.maybe, classifier(plane, plan.layout.seq_len, GRID), q, kv)
+            more = asking_tiles(compute.maybe, classifier(plane, plan.layout.seq_len, GRID, plan.mask.known), q, kv)
             tiles = sorted((*tiles, *more), key=lambda tile: (tile.q0, tile.k0))
         known[which] = tiles
     return known[which]

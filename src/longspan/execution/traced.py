@@ -190,7 +190,7 @@ Decide = Callable[[Tensor, Tensor], Tensor]
 
 def decider(predicate: Predicate, length: int) -> Decide:
     if isinstance(predicate, Function):
-        mask_mod, row, head = predicate.mask_mod, predicate.row or 0, predicate.head or 0
+        mask_mod, row, head = predicate.call, predicate.row or 0, predicate.head or 0
         return lambda q, kv: mask_mod(torch.full_like(q, row), torch.full_like(q, head), q, kv)
     if isinstance(predicate, Neither):
         inner = _plane(predicate.a, length)

@@ -6,12 +6,15 @@ device.
 
 What is routed: `torch.nn.functional.scaled_dot_product_attention`, however it is reached, and `flex_attention` of this
 module. PyTorch's own flex attention and `torch.nn.MultiheadAttention` cannot be routed without replacing functions of
-PyTorch; inside a context they are refused. Kernels of other packages are not seen at all.
+PyTorch; inside a context they are refused, as are PyTorch's fused operators called by name and attention that is
+written out with a softmax. Calls inside TorchScript, in other threads and of kernels of other packages are not seen: a
+context that computed something and routed no attention warns on its way out.
 """
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import Token
@@ -69,6 +72,12 @@ __all__ = [
     "set_rotate_method",
 ]
 
+UNSEEN = (
+    "buffers were sharded in a context of Longspan and results were computed in it, but no attention was routed. If"
+    " there was any, it attended to the tokens of this rank alone: calls inside TorchScript, in other threads and of"
+    " kernels of other packages are not seen. Call torch.nn.functional.scaled_dot_product_attention from Python, in"
+    " this thread."
+)
 _SCHEDULES = {"allgather": "all_gather", "alltoall": "ring"}
 
 
@@ -104,8 +113,11 @@ def context_parallel(
         if tensors:
             assert route.layout is not None
             _shard_in_place(stack, tensors, dims, keep, route.layout, mesh.get_local_rank())
+        route.buffers = {id(t) for t in tensors}
         stack.enter_context(Router(route))
         yield
+        if tensors and route.results and not route.calls and mesh.size() > 1:
+            warnings.warn(UNSEEN, stacklevel=3)
 
 
 def _common_length(tensors: list[Tensor], dims: list[int], seq_len: int | None) -> int | None:
@@ -196,6 +208,8 @@ def context_parallel_unshard(
     """
     _check_counts(buffers, seq_dims)
     route = current(check_mesh(mesh))
+    if route is not None and any(id(t) not in route.buffers for t in buffers):
+        route.results = True
     whole = []
     for tensor, dim in zip(buffers, seq_dims, strict=True):
         lengths = gathered_lengths(mesh, _length(tensor, dim), tensor.device)

@@ -6,6 +6,7 @@ belong to threads, so two threads may use two meshes. Nothing of PyTorch is repl
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from contextvars import ContextVar
 from typing import Any
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from longspan.api import attention
 from longspan.api import plan as made_plan
 from longspan.errors import KernelError, LayoutError, PlanError
+from longspan.execution import _torch
 from longspan.execution._torch import function_modes
 from longspan.execution.kernels import Asked, choose_kernel
 from longspan.integrations.torch_balancers import Balancer, balancer_of, known_length, layout_of_shards, slots
@@ -52,6 +54,17 @@ class Route:
             self.layout = balancer.layout(self.seq_len, mesh.size())
         self.schedule = rotation.get() or "auto"
         self.calls: Counter[str] = Counter()
+        self.buffers: set[int] = set()
+        """Tensors that the context sharded."""
+        self.results = False
+        """Whether something was differentiated or gathered in here that is no buffer."""
+
+    @property
+    def local_len(self) -> int:
+        """How many tokens this rank has; 0 if that is not known or it has them all."""
+        if self.layout is None or self.layout.world_size == 1:
+            return 0
+        return slots(self.layout)[self.mesh.get_local_rank()]
 
     def layout_of(self, local_len: int, device: torch.device) -> Layout:
         """The layout. If no one said how long the sequence is, the first call asks all ranks."""
@@ -218,7 +231,7 @@ def marked(query: Tensor) -> Tensor:
 
 # -- the mode -------------------------------------------------------------------------------------------------------
 
-_SDPA = ("scaled_dot_product_attention", "scaled_dot_product_attention.default")
+_SDPA = ("scaled_dot_product_attention",)
 _UNROUTED = {
     "flex_attention": "torch.nn.attention.flex_attention.flex_attention cannot be routed: call"
     " longspan.integrations.torch_api.flex_attention, which has its signature",
@@ -231,7 +244,20 @@ _UNROUTED = {
     "_transformer_encoder_layer_fwd": "the fused path of torch.nn.TransformerEncoderLayer cannot be routed: call"
     " torch.nn.functional.scaled_dot_product_attention in a module of your own",
 }
-_SPECIAL = frozenset((*_SDPA, *_UNROUTED, "backward", "grad"))
+_FUSED = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "_cudnn_attention_forward",
+)
+"""What `scaled_dot_product_attention` is made of; `_for_cpu.default` and the like are the same by another name."""
+_SPECIAL = frozenset((*_SDPA, *_UNROUTED, *_FUSED, "backward", "grad"))
+_SOFTMAX = frozenset(("softmax", "_softmax", "_safe_softmax", "special_softmax"))
 
 
 class Router(TorchFunctionMode):
@@ -240,12 +266,20 @@ class Router(TorchFunctionMode):
     def __init__(self, route: Route) -> None:
         super().__init__()
         self.route = route
+        self.local_len = route.local_len
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", None)
+        name = getattr(func, "__name__", "").partition(".")[0]
         if name in _SPECIAL:  # all that compilers see of this, for most calls
             return self._special(func, name, args, kwargs or {})
+        if name in _SOFTMAX and self._of_own_scores(args):
+            _refuse_written_out(self.local_len)
         return func(*args, **(kwargs or {}))
+
+    def _of_own_scores(self, args: tuple[Any, ...]) -> bool:
+        """Whether a softmax is over scores of this rank's tokens with each other: attention that is written out."""
+        x, size = args[0] if args else None, self.local_len
+        return size > 1 and isinstance(x, Tensor) and x.ndim >= 3 and x.shape[-1] == size and x.shape[-2] == size
 
     @torch.compiler.disable(
         reason="inside a context of Longspan, attention runs outside compiled graphs; instead of PyTorch's"
@@ -254,6 +288,14 @@ class Router(TorchFunctionMode):
     def _special(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _SDPA:
             return self.route.sdpa(*args, **kwargs)
+        if name in _FUSED:
+            if not _is_ours():
+                raise PlanError(
+                    f"torch.ops.aten.{name} was called inside a context of Longspan, where it would attend to the"
+                    f" tokens of this rank alone. Call torch.nn.functional.scaled_dot_product_attention, which is"
+                    f" routed, or longspan.attention with a plan."
+                )
+            return func(*args, **kwargs)
         if name in _UNROUTED and not any(isinstance(arg, GraphModule) for arg in args):  # those are our own kernel's
             raise PlanError(
                 f"inside a context of Longspan it would attend to the tokens of this rank alone: {_UNROUTED[name]}."
@@ -263,6 +305,7 @@ class Router(TorchFunctionMode):
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Backward with this mode on: checkpoints run forward again in there, and PyTorch switches a mode off for what
         its handler calls. Edges instead of tensors, because functions of tensors would come back here."""
+        self.route.results = True
         if func is Tensor.backward:
             tensor, *rest = args
             with self:
@@ -283,6 +326,27 @@ class Router(TorchFunctionMode):
                 tensor.retain_grad()  # as backward does for tensors
         with self:
             return func(roots, **(kwargs | {"inputs": edges}))
+
+
+@torch.compiler.disable(reason="it refuses the call")
+def _refuse_written_out(size: int) -> None:
+    raise PlanError(
+        f"attention was written out inside a context of Longspan: a softmax over scores of {size} x {size} tokens,"
+        f" those of this rank alone. Call torch.nn.functional.scaled_dot_product_attention, which is routed (in Hugging Face"
+        f" models, attn_implementation='sdpa'), or longspan.attention with a plan."
+    )
+
+
+def _is_ours() -> bool:
+    """Whether a kernel of Longspan is calling."""
+    frame = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == _torch.__name__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:

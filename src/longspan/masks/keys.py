@@ -26,8 +26,7 @@ class This(Generic[T]):
 class MaskKey:
     """A mask in a cache: by value when it is structured, by identity when a function decides.
 
-    Two functions cannot be compared, and one function may read a tensor that has been filled anew. So a new mask is a
-    new question, and a mask that was made is taken to stay as it is.
+    Two functions cannot be compared. What a function reads may change; `Mask.read_anew` looks.
 
     >>> from longspan.masks import causal, from_mask_mod
     >>> MaskKey(causal(8)) == MaskKey(causal().resized(8))

@@ -21,6 +21,8 @@ from longspan.handles import handle_of
 from longspan.masks import bands as bd
 from longspan.masks.bands import LIMIT, Band
 from longspan.masks.keys import This
+from longspan.masks.memo import Memo
+from longspan.masks.reads import Reads
 from longspan.sealed import sealed
 from longspan.span import Ints, Span, whole
 from longspan.untraced import untraced
@@ -176,6 +178,8 @@ class Mask:
     name: str
     _hash: list[int] = field(default_factory=list[int], init=False)
     """The hash, once it was asked for: a cache of plans asks again and again."""
+    _memo: Memo = field(default_factory=Memo, init=False)
+    """What was worked out for it, where functions decide: let go with the mask."""
     handle: Any = field(default=None, init=False)
     """Under which operators find this very mask, see `longspan.handles`."""
 
@@ -295,7 +299,8 @@ class Mask:
         """
         from longspan.masks.opaque import classifier
 
-        return classifier(self.plane(row, head), self.length(seq_len), tile).classify(q, kv)
+        self.read_anew()
+        return classifier(self.plane(row, head), self.length(seq_len), tile, self.known).classify(q, kv)
 
     def resized(self, seq_len: int) -> Mask:
         """The same mask for a sequence of this length; refuses when the mask has another length of its own."""
@@ -304,6 +309,55 @@ class Mask:
         seq_len = whole(seq_len, "seq_len", "resized()", MaskError)
         square = ((0, seq_len), (0, seq_len))
         return self._map(lambda plane: plane.cut(*square), seq_len, self.name)
+
+    # -- what functions read ----------------------------------------------------------------------------------------
+
+    @property
+    def known(self) -> dict[Any, Any]:
+        """What was worked out from answers of the mask's functions, until what they read changes."""
+        return self._memo.state.known
+
+    @property
+    def last_reads(self) -> tuple[Reads, ...]:
+        """What its functions read when they were last looked at; () where none decides."""
+        return self._memo.state.reads
+
+    @property
+    def plans(self) -> dict[Any, Any]:
+        """Plans that were made for this very mask, where functions decide."""
+        return self._memo.plans
+
+    def read_anew(self) -> tuple[Reads, ...]:
+        """What its functions read, looked at now; where that has changed, what was worked out before is forgotten.
+
+        The same object comes back as long as nothing changes, and at once where no function decides.
+        """
+        self._find_readers()
+        return self._memo.state.read_anew()
+
+    def check_as_read(self, reads: tuple[Reads, ...] | None = None) -> None:
+        """Refuses when what its functions read has changed since a forward pass (None: since every one of late)."""
+        self._find_readers()
+        told = self._memo.state.change_since(reads)
+        if told is not None:
+            raise MaskError(
+                f"what a function of {self} reads has changed between forward and backward, which calls it again:"
+                f" {told}. Backward would differentiate another attention. Run backward before the change, or give the"
+                f" function a copy of what it reads."
+            )
+
+    def _find_readers(self) -> None:
+        state = self._memo.state
+        if state.readers is None:
+            from longspan.masks.opaque import readers_of
+
+            state.readers = readers_of(self.distinct_planes())
+
+    def twin(self) -> Mask:
+        """An equal mask that shares what is known, but not the plans: a plan that holds it does not hold itself."""
+        made = Mask(self.grid, self.seq_len, self.name)
+        made._memo.state = self._memo.state
+        return made
 
     # -- algebra ----------------------------------------------------------------------------------------------------
 
@@ -363,9 +417,14 @@ class Mask:
     @property
     def fingerprint(self) -> str:
         """A hex digest that ranks compare: the same bands and functions give the same digest in every process."""
+        if "fingerprint" in self.known:
+            return self.known["fingerprint"]
         text = f"mask {self.seq_len} {self.num_rows}x{self.num_heads} "
         keys = {id(plane): plane.key() + plane.sample(self.seq_len) for plane in self.distinct_planes()}
-        return hashlib.sha256((text + " ".join(keys[id(plane)] for plane in self._planes())).encode()).hexdigest()
+        found = hashlib.sha256((text + " ".join(keys[id(plane)] for plane in self._planes())).encode()).hexdigest()
+        if self._memo.state.reads:  # of a structured one the plan remembers it
+            self.known["fingerprint"] = found
+        return found
 
     def __repr__(self) -> str:
         name = self.name[1:-1] if self.name.startswith("(") else self.name

@@ -22,6 +22,9 @@ from longspan.schedules.reversal import reverse
 from longspan.schedules.steps import Piece, Schedule, Sizes, Step
 from longspan.sealed import sealed
 
+MAX_PLANS = 16
+"""Plans that a mask with a function keeps."""
+
 
 @sealed
 @dataclass(frozen=True, eq=False, repr=False)
@@ -113,14 +116,30 @@ class Plan:
     def _chosen(self) -> Reason:
         return next(reason for reason in self.reasons if reason.chosen)
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """A hex digest that ranks compare: everything that decides who sends what."""
-        parts = (self.mask.fingerprint, self.layout.fingerprint, self.sizes.text(), self.dtype, self.scheme.name)
+        """A hex digest that ranks compare: everything that decides who sends what. Another one once a function of the
+        mask has been found to read other data."""
+        return self._fixed_fingerprint if self._is_fixed else self._digest()
+
+    @cached_property
+    def _is_fixed(self) -> bool:
+        return self.mask.is_structured
+
+    @cached_property
+    def _fixed_fingerprint(self) -> str:
+        return self._digest()
+
+    @cached_property
+    def _about_sending(self) -> str:
+        parts = (self.layout.fingerprint, self.sizes.text(), self.dtype, self.scheme.name)
         problem = self.scheme.problem
         rest = f"{problem.node} {problem.max_rows} {self.keep}"
         rest += "" if self.chunks is None else f" chunks {self.chunks}"
-        return hashlib.sha256(" ".join((*parts, rest)).encode()).hexdigest()
+        return " ".join((*parts, rest))
+
+    def _digest(self) -> str:
+        return hashlib.sha256(f"{self.mask.fingerprint} {self._about_sending}".encode()).hexdigest()
 
     def _about_chunks(self) -> list[str]:
         chunks = self.scheme.problem.chunks
@@ -167,8 +186,18 @@ def made_plan(
     max_rows: int | None,
     chunks: int | None = None,
 ) -> Plan:
-    """The plan of checked arguments; equal ones give the same object, masks with a function only the same mask."""
-    return _made(MaskKey(mask), layout, sizes, dtype, name, machine, assumed, keep, max_rows, chunks)
+    """The plan of checked arguments; equal ones give the same object, masks with a function only the same mask.
+
+    Those of a mask with a function are kept by the mask, and go with it and with what its function captured.
+    """
+    rest = layout, sizes, dtype, name, machine, assumed, keep, max_rows, chunks
+    if mask.is_structured:
+        return _made(MaskKey(mask), *rest)
+    if rest not in mask.plans:
+        while len(mask.plans) >= MAX_PLANS:
+            del mask.plans[next(iter(mask.plans))]
+        mask.plans[rest] = _made.__wrapped__(MaskKey(mask.twin()), *rest)
+    return mask.plans[rest]
 
 
 @lru_cache(maxsize=64)

@@ -8,23 +8,17 @@ from longspan.errors import KernelError
 from longspan.execution.kernels.contract import PLAIN, Asked, Kernel, Tile
 from longspan.execution.kernels.flash_cuda import Flash
 from longspan.execution.kernels.flex import Flex
+from longspan.execution.kernels.guarded import Guarded
 from longspan.execution.kernels.reference import Reference
 from longspan.execution.kernels.sdpa import CpuFlash
 from longspan.execution.kernels.sdpa_cuda import Cudnn, Efficient
 
 __all__ = ["Asked", "Kernel", "Tile", "choose_kernel", "kernel_named"]
 
+_FUSED = (CpuFlash(), Flash("varlen", grouped=True), Efficient(), Flash("flash", False), Cudnn(), Flex())
 _KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel
-    for kernel in (
-        CpuFlash(),
-        Flash("varlen", grouped=True),
-        Efficient(),
-        Flash("flash", False),
-        Cudnn(),
-        Flex(),
-        Reference(),
-    )
+    **{kernel.name: Guarded(kernel, Reference(), looks=kernel.name == "cpu_flash") for kernel in _FUSED},
+    "reference": Reference(),
 }
 
 # Asked in this order. `flash` and `cudnn` are left to those who name them: `varlen` does all that they do.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -122,7 +122,8 @@ ALL = Asked(True, True, True, True)
 class Pairs(Protocol):
     """The pairs of one compute, for kernels that honour functions of positions; q and k count the rows of a tile.
 
-    `where`, `scoring`, `predicate` and `totals` are for kernels that take functions themselves instead of asking here.
+    `where`, `scoring`, `predicate`, `totals` and `known` are for kernels that take functions themselves instead of
+    asking here.
     """
 
     @property
@@ -146,6 +147,11 @@ class Pairs(Protocol):
     @property
     def totals(self) -> Totals:
         """Values of captured tensors, and where their gradients are summed up."""
+        ...
+
+    @property
+    def known(self) -> dict[Any, Any]:
+        """What was worked out from the mask's functions, and is kept as long as they read the same."""
         ...
 
     def part(self, rows: Span, heads: Span) -> Pairs:
@@ -221,3 +227,12 @@ class Kernel(Protocol):
         global lse is -inf add exact zeros.
         """
         ...
+
+
+def finite(x: Tensor) -> bool:
+    """Whether all numbers are finite. A sum that is finite says so; one that is not may have left the range.
+
+    >>> finite(torch.tensor([3e38, 3e38])), finite(torch.tensor([torch.inf, -torch.inf]))
+    (True, False)
+    """
+    return bool(x.sum().isfinite()) or bool(x.isfinite().all())

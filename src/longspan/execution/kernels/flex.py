@@ -29,6 +29,7 @@ from longspan.execution.scores import Scoring
 from longspan.execution.traced import Program, decider, key_of, program
 from longspan.masks import Predicate
 from longspan.masks.keys import This
+from longspan.masks.opaque import device_of
 from longspan.span import Ints
 
 BLOCK = _torch.FLEX_BLOCK
@@ -137,7 +138,8 @@ class _Call:
         if predicate is None:
             mask = _bands_program(blocks.depths[0])
         else:
-            mask = _asking_program(This(predicate), blocks.depths, _length(pairs), like.device)
+            assert pairs is not None
+            mask = _asking_program(predicate, blocks.depths, _length(pairs), like.device, pairs.known)
         values = () if pairs is None else pairs.totals.values
         score_values = score.values(() if scoring is None else local, values)
         mask_values = mask.values((*blocks.tables, *(() if predicate is None else local[2:])), ())
@@ -267,10 +269,18 @@ def _bands_program(depth: int) -> Program:
     return program(mask, _zeros("cpu", 4), lines)
 
 
-@lru_cache(maxsize=64)
-def _asking_program(known: This[Predicate], depths: tuple[int, int], length: int, device: torch.device) -> Program:
-    """(b, h, local row, local key; the tables, positions of rows and keys)."""
-    decide = decider(known.value, length)
+def _asking_program(
+    predicate: Predicate, depths: tuple[int, int], length: int, device: torch.device, known: dict[Any, Any]
+) -> Program:
+    """(b, h, local row, local key; the tables, positions of rows and keys); remembered with the mask."""
+    key = ("flex", This(predicate), depths, length, device)
+    if key not in known:
+        known[key] = _made_asking_program(predicate, depths, length, device)
+    return known[key]
+
+
+def _made_asking_program(predicate: Predicate, depths: tuple[int, int], length: int, device: torch.device) -> Program:
+    decide = decider(predicate, length)
 
     def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor, *rest: Tensor) -> Tensor:  # noqa: ARG001
         start, stop, ask_start, ask_stop, q, kv = rest
@@ -282,7 +292,8 @@ def _asking_program(known: This[Predicate], depths: tuple[int, int], length: int
         positions = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)]
         return _zeros(device, 4), (*lines, *positions)
 
-    numbers, given = arguments("cpu")  # where masks are called otherwise; tensors they use are copied to the device
+    # called where masks are called otherwise; tensors they use are copied to the device
+    numbers, given = arguments(device_of(predicate))
     return program(mask, *arguments(device), (), (*numbers, *given))
 
 

@@ -1,5 +1,8 @@
 """Plain tensor maths: any dtype, any device, any score function, memory bounded by blocks.
 
+Where inputs are not finite it is `careful`: a hidden pair contributes nothing, whatever its numbers, where 0 * nan
+would be nan. This is looked for on CPUs only; on GPUs the host would have to wait.
+
 Shapes: see contract.py; R = H // G query heads share one key/value head, b is the rows of one block.
 """
 
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longspan.execution.dtypes import wide as widened
-from longspan.execution.kernels.contract import ALL, Pairs, Tile
+from longspan.execution.kernels.contract import ALL, Pairs, Tile, finite
 from longspan.span import Span
 
 ROWS, COLS = 256, 512
@@ -42,13 +45,14 @@ class Reference:
         pairs: Pairs | None = None,
     ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
         b, h, e = q_BHQD.shape[0], q_BHQD.shape[1], v_BGKE.shape[3]
+        careful = _strange(q_BHQD, k_BGKD, v_BGKE)
         for tile in tiles:
             out = q_BHQD.new_zeros((b, h, tile.rows, e), dtype=widened(q_BHQD.dtype))
             lse = out.new_full((b, h, tile.rows), -torch.inf)
             for rows in _row_blocks(tile):
                 at = slice(rows.q0 - tile.q0, rows.q1 - tile.q0)
                 for here, heads, q, k, v, mine in _chunks(rows, q_BHQD, k_BGKD, v_BGKE, pairs):
-                    out[here, heads, at], lse[here, heads, at] = _softmax(q, k, v, rows, scale, mine)
+                    out[here, heads, at], lse[here, heads, at] = _softmax(q, k, v, rows, scale, mine, careful)
             yield tile, out, lse
 
     def backward(
@@ -67,6 +71,7 @@ class Reference:
         wide, group = widened(q_BHQD.dtype), q_BHQD.shape[1] // k_BGKD.shape[1]
         # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for everybody it meets
         lse_BHQ = lse_BHQ.to(wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
+        careful = _strange(q_BHQD, k_BGKD, v_BGKE, dout_BHQE, delta_BHQ)
         for tile in tiles:
             dq = torch.zeros_like(q_BHQD[:, :, tile.q0 : tile.q1], dtype=wide)
             dk = torch.zeros_like(k_BGKD[:, :, tile.k0 : tile.k1], dtype=wide)
@@ -77,7 +82,7 @@ class Reference:
                     lse, delta = (_by_group(x[at].to(wide), groups) for x in (lse_BHQ, delta_BHQ))
                     dout = _grouped(dout_BHQE[at], groups)
                     keys = slice(heads.start // group, heads.stop // group)
-                    for block, *found in _gradients(q, k, v, dout, lse, delta, rows, scale, mine):
+                    for block, *found in _gradients(q, k, v, dout, lse, delta, rows, scale, mine, careful):
                         cols = slice(block.k0 - tile.k0, block.k1 - tile.k0)
                         dq[here, heads, rows.q0 - tile.q0 : rows.q1 - tile.q0] += found[0]
                         dk[here, keys, cols] += found[1]
@@ -137,13 +142,39 @@ def _gradients(
     rows: Tile,
     scale: float,
     pairs: Pairs | None,
+    careful: bool,
 ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
     """(block, dq, dk, dv) of a panel of rows with one block of keys after another."""
     q = _grouped(q_BHQD[:, :, rows.q0 : rows.q1], k_BGKD.shape[1])
     for block in _col_blocks(rows):
         k, v = _keys(k_BGKD, block), _keys(v_BGKE, block)
         ds, used = _score_gradient(q, k, lse, dout @ v.mT, delta, block, rows, scale, pairs)
-        yield block, (ds @ k).flatten(1, 2), (ds.mT @ q).sum(2), (used.mT @ dout).sum(2)
+        if not careful:
+            yield block, (ds @ k).flatten(1, 2), (ds.mT @ q).sum(2), (used.mT @ dout).sum(2)
+            continue
+        apart = _apart(ds, block, rows.q0, pairs)
+        back = None if apart is None else apart.mT
+        dq = _product(_hide(ds, apart, 0.0), k, apart)
+        yield block, dq.flatten(1, 2), _product(ds.mT, q, back).sum(2), _product(used.mT, dout, back).sum(2)
+
+
+def _strange(*tensors: Tensor) -> bool:
+    """Whether some number is not finite, as far as one may look."""
+    return tensors[0].device.type == "cpu" and not all(map(finite, tensors))
+
+
+def _product(weights: Tensor, x: Tensor, apart: Tensor | None) -> Tensor:
+    """weights @ x, without the pairs that may not meet, whose weights are 0, also where x is not finite.
+
+    >>> _product(torch.tensor([[0.0, 2.0]]), torch.tensor([[torch.nan], [3.0]]), torch.tensor([[True, False]]))
+    tensor([[6.]])
+    """
+    found = weights @ x.nan_to_num(0.0, 0.0, 0.0)
+    meet = torch.ones(weights.shape[-2:], dtype=x.dtype) if apart is None else (~apart).to(x.dtype)
+    up, down = (meet @ (x == value).to(x.dtype) > 0 for value in (torch.inf, -torch.inf))
+    neither = (meet @ x.isnan().to(x.dtype) > 0) | (up & down)
+    found = torch.where(up, torch.inf, torch.where(down, -torch.inf, found))
+    return torch.where(neither, torch.nan, found)
 
 
 def _grouped(x_BHbD: Tensor, groups: int) -> Tensor:
@@ -180,6 +211,7 @@ def _score_gradient(
         p = _exp(_hide(raw.sub_(lse), apart, -torch.inf))
         return dp.sub_(delta).mul_(p).mul_(scale), p
     panel = replace(block, q0=rows.q0, q1=rows.q1)
+    raw = _hide(raw, apart, 0.0)  # of what is hidden only the place matters: it may not be finite
     scores, pull = pairs.pull(raw.flatten(1, 2), panel)
     p = _exp(_hide(scores.detach().unflatten(1, raw.shape[1:3]) - lse, apart, -torch.inf))
     factor = pairs.factor(panel, p.dtype)
@@ -187,7 +219,7 @@ def _score_gradient(
     if factor is not None:
         factor = factor.view_as(p)
         dp, used = dp * factor, p * factor
-    ds = pull(dp.sub_(delta).mul_(p).flatten(1, 2)).view_as(p) * scale
+    ds = pull(_hide(dp.sub_(delta).mul_(p), apart, 0.0).flatten(1, 2)).view_as(p) * scale
     return _hide(ds, apart, 0.0), used  # a function may have no derivative where nobody looks
 
 
@@ -247,7 +279,7 @@ def _scores(q: Tensor, k_BGKD: Tensor, block: Tile, rows: Tile, scale: float, pa
 
 
 def _softmax(
-    q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, rows: Tile, scale: float, pairs: Pairs | None
+    q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, rows: Tile, scale: float, pairs: Pairs | None, careful: bool
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of one panel of rows."""
     q = _grouped(q_BHQD[:, :, rows.q0 : rows.q1], k_BGKD.shape[1])
@@ -262,7 +294,8 @@ def _softmax(
         total = total * shrink + p.sum(-1, keepdim=True)
         factor = None if pairs is None else pairs.factor(replace(block, q0=rows.q0, q1=rows.q1), p.dtype)
         p = p if factor is None else p.mul_(factor.view_as(p))
-        acc = acc * shrink + p @ _keys(v_BGKE, block)
+        v = _keys(v_BGKE, block)
+        acc = acc * shrink + (_product(p, v, _apart(p, block, rows.q0, pairs)) if careful else p @ v)
         top = new_top
     out = acc / total.clamp(min=torch.finfo(total.dtype).tiny)  # 0 where nothing was seen
     return out.flatten(1, 2), (top + total.log()).squeeze(-1).flatten(1, 2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import MASKS_IN_CHUNKS, Asked, Pairs, Tile
+from longspan.execution.kernels.contract import MASKS_IN_CHUNKS, Asked, Pairs, Tile, finite
 from longspan.execution.kernels.pieces import BackwardOp, ForwardOp, run_backward, run_forward
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -19,6 +19,9 @@ SHORT = 768
 rows, 3x at 128, 1.1x at 700 (H=8, D=64, causal), 0.8x at 1024. The operator takes larger blocks from 768 rows on. Head
 dims above 64 gain only in tiles of less than SHORT_WIDE rows and keys. Of float16 all gain, 1.2x still at 2048."""
 SHORT_WIDE = (192, 512)
+HUGE = 8192.0
+"""Beyond this lse, backward of bfloat16 stays in bfloat16: float32 sums a product in another order than forward did,
+and what rounds a score of 1e5 by 0.01 changes its probability by 1 %."""
 
 
 def _in_float32(q_BHQD: Tensor, k_BGKD: Tensor) -> bool:
@@ -26,6 +29,27 @@ def _in_float32(q_BHQD: Tensor, k_BGKD: Tensor) -> bool:
     if q_BHQD.dtype == torch.bfloat16:
         return rows < SHORT if q_BHQD.shape[3] <= 64 else rows < SHORT_WIDE[0] and cols < SHORT_WIDE[1]
     return q_BHQD.dtype == torch.float16
+
+
+def forward_op(
+    q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one piece. Where all scores of a row are nan, the operator says 0 for both; here it is nan."""
+    out, lse = _torch.cpu_flash(q_BHQD, k_BGKD, v_BGKD, bias, causal, scale)
+    zero = lse == 0
+    if bool(zero.any()) and not (finite(q_BHQD) and finite(k_BGKD)):
+        return out.masked_fill(zero.unsqueeze(-1), torch.nan), lse.masked_fill(zero, torch.nan)
+    return out, lse
+
+
+def _huge(lse_BHQ: Tensor, dtype: torch.dtype) -> bool:
+    """Whether scores are so large that rounding them otherwise than forward did would show. +inf: saw nothing."""
+    if dtype != torch.bfloat16 or not lse_BHQ.numel():
+        return False
+    low, high = (float(bound) for bound in lse_BHQ.aminmax())
+    if high == torch.inf:
+        high = float(lse_BHQ.masked_fill(lse_BHQ == torch.inf, 0.0).amax())
+    return max(-low, high) > HUGE
 
 
 def backward_op(
@@ -40,7 +64,7 @@ def backward_op(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of one piece, in the inputs' dtype or float32, whichever is faster."""
-    dtype = torch.float32 if _in_float32(q_BHQD, k_BGKD) else q_BHQD.dtype
+    dtype = torch.float32 if _in_float32(q_BHQD, k_BGKD) and not _huge(lse_BHQ, q_BHQD.dtype) else q_BHQD.dtype
     return _torch.cpu_flash_backward(
         dout_BHQD.to(dtype),
         q_BHQD.to(dtype),
@@ -59,7 +83,7 @@ class CpuFlash:
     """The CPU flash operator, tile by tile; any head dims, grouped heads, strided rows."""
 
     name: str = "cpu_flash"
-    op: ForwardOp = _torch.cpu_flash
+    op: ForwardOp = forward_op
     backward_op: BackwardOp = backward_op
     honours: Asked = MASKS_IN_CHUNKS
 

@@ -1,0 +1,75 @@
+"""What was worked out for a mask whose functions read data, as long as that data stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longspan.masks.reads import Reads
+
+PAST = 8
+"""Moments of which it is known what was read."""
+
+
+class State:
+    """What a mask's functions read when they were last looked at, and what was worked out from that."""
+
+    def __init__(self) -> None:
+        self.readers: tuple[Any, ...] | None = None
+        """How its functions are called, each once; none for a structured mask. None: not looked for yet."""
+        self.reads: tuple[Reads, ...] = ()
+        self.known: dict[Any, Any] = {}
+        self.past: list[tuple[Reads, ...]] = []
+
+    def read_anew(self) -> tuple[Reads, ...]:
+        """What functions read now: the same object as before if nothing changed; else all that is known is dropped."""
+        if not self.readers:
+            return ()
+        now = self._now(self.reads)
+        if not self.reads or difference(self.reads, now) is not None:
+            self._take(now)
+        if not any(reads is self.reads for reads in self.past):
+            self.past = [*self.past[1 - PAST :], self.reads]
+        return self.reads
+
+    def change_since(self, reads: tuple[Reads, ...] | None) -> str | None:
+        """What differs now from what was read then (None: in any forward pass of late), in words."""
+        if not self.readers:
+            return None
+        told, now = None, self._now(self.reads)
+        for then in self.past[::-1] if reads is None else (reads,):
+            told = difference(then, now)
+            if told is None:
+                if then is not self.reads:
+                    self._take(then)
+                return None
+        return told
+
+    def _now(self, before: tuple[Reads, ...]) -> tuple[Reads, ...]:
+        readers = self.readers or ()
+        befores = before or (None,) * len(readers)
+        return tuple(reader.reads(known) for reader, known in zip(readers, befores, strict=True))
+
+    def _take(self, reads: tuple[Reads, ...]) -> None:
+        self.reads = reads
+        self.known.clear()
+        for reader in self.readers or ():
+            reader.device = None
+
+
+class Memo:
+    """A mask's own: copies of the mask in its plans share the state, but not the plans, which would keep themselves
+    alive. It stays behind when a mask is copied or sent elsewhere."""
+
+    def __init__(self) -> None:
+        self.plans: dict[Any, Any] = {}
+        self.state = State()
+
+    def __reduce__(self) -> tuple[type[Memo], tuple[()]]:
+        return Memo, ()
+
+
+def difference(then: tuple[Reads, ...], now: tuple[Reads, ...]) -> str | None:
+    """What is not as it was, in words; None if nothing is."""
+    if then is now:
+        return None
+    return next((told for a, b in zip(then, now, strict=True) if (told := a.difference(b)) is not None), None)
