@@ -15,6 +15,7 @@ SRC = Path(longspan.__file__).parent
 # What each layer may import from the package; the order is that of ARCHITECTURE.md.
 LAYERS = {
     "errors": 0,
+    "sealed": 0,
     "span": 0,
     "version": 0,
     "masks": 1,

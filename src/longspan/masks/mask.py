@@ -20,6 +20,7 @@ from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.bands import LIMIT, Band
 from longspan.masks.keys import This
+from longspan.sealed import sealed
 from longspan.span import Ints, Span, whole
 
 Bools = NDArray[np.bool_]
@@ -163,6 +164,7 @@ def _same_pairs(a: Ints, b: Ints) -> bool:
     return not len(bd.subtract(a, b)) and not len(bd.subtract(b, a))
 
 
+@sealed
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Mask:
     """What may attend to what. Combine with `&`, `|` and `~`; make one with the functions of `longspan.masks`."""

@@ -18,8 +18,10 @@ from longspan.schedules.planners import Scheme, scheme
 from longspan.schedules.problem import Problem
 from longspan.schedules.steps import Piece, Schedule, Sizes, Step
 from longspan.schedules.traffic import received
+from longspan.sealed import sealed
 
 
+@sealed
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """Mask + layout + schedule: a frozen value with a fingerprint, a text form and reasons. Make one with `plan`."""
