@@ -22,6 +22,7 @@ from longspan.execution.block_masks import mask_of_block_mask
 from longspan.layouts import Layout, balanced, contiguous, round_robin_by_work, zigzag
 from longspan.masks import Mask, causal, chunked, documents, from_mask_mod, full, sliding_window
 from longspan.masks.vary import per_row
+from longspan.sealed import sealed
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 
@@ -46,6 +47,7 @@ def check_version(found: str | None) -> None:
         )
 
 
+@sealed
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
     """What attention of this rank's shards is about: the mask of the whole sequence, who holds what, and over which

@@ -17,11 +17,13 @@ from numpy.typing import ArrayLike
 
 from longspan.errors import LayoutError
 from longspan.masks import Mask
+from longspan.sealed import sealed
 from longspan.span import LIMIT, Ints, Span, as_spans, checked_text, parsed_number, shortened, whole
 
 MAX_RANKS = 1 << 20
 
 
+@sealed
 @dataclass(frozen=True, eq=False, repr=False)
 class Layout:
     """Who holds which tokens. Make one with the functions of `longspan.layouts`."""

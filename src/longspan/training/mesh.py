@@ -26,10 +26,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longspan.execution import _torch
+from longspan.sealed import sealed
 from longspan.span import LIMIT, whole
 from longspan.training.groups import BatchError
 
 
+@sealed
 @dataclass(frozen=True)
 class Mesh:
     """A mesh and its axes, each of one dimension."""
