@@ -78,6 +78,13 @@ def test_words_of_masks_mean_the_same_to_both_sides():
                 assert torch.equal(torch.as_tensor(seen), oracle.allowed(call.mask, 17, row, head)), call.mask
 
 
+def test_every_mistake_can_be_planted():
+    assert set(FOUND) <= set(MUTANTS)
+    assert len(MUTANTS) >= 6
+    for name, text in MUTANTS.items():
+        compile(text, name, "exec")
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FOUND)
 def test_planted_mistakes_are_found(name):

@@ -21,7 +21,9 @@ import longspan as ls
 original = ls.attention
 def attention(*args, **options):
     out, lse = original(*args, **options)
-    return out, lse.detach()
+    if lse.requires_grad:
+        lse.register_hook(lambda grad: grad * 0)
+    return out, lse
 ls.attention = attention
 """,
     "a window is one too wide": """
