@@ -62,11 +62,11 @@ class Peer:
     number: int = -1
     """How often its watcher has looked; -1 without one."""
     silent: float = 0.0
+    """For how long the store has shown no sign of it, as often as it was asked."""
     stopped: float = 0.0
-    gone: float = 0.0
-    """For how long it has been gone while its message is waited for."""
-    left: float = -1.0
-    """When it was first seen to be gone."""
+    over: float = 0.0
+    """For how long it has been known to have ended while its message is waited for."""
+    over_since: float = -1.0
     began: Sight | None = None
     """The first sight of it in this wait."""
 
@@ -96,7 +96,10 @@ class Detector:
         self.closes = False
         """Whether the store's host has ended in good order, and took the store with it."""
         self._look_at = look_at
-        self._told: Fault | None = None
+        self._fault: Fault | None = None
+        """What a rank has written down for all, for good."""
+        self._refused: Fault | None = None
+        """That a rank has refused this very call."""
         self._published: Status | None = None
         self._introduced = False
         self._asked: float | None = None
@@ -119,6 +122,9 @@ class Detector:
             self.is_alone = False
         if not self.closes and (yield "get", "closes", b"") is not None:
             self.closes = True
+        raw = None if self._fault is not None else (yield "get", "fault", b"")
+        if raw is not None:
+            self._fault = Fault.parsed(raw, self.size)
         waiting = self.waiting
         if waiting:
             yield from self._hear(waiting, now)
@@ -134,27 +140,25 @@ class Detector:
         self._introduced = True
 
     def _hear(self, waiting: tuple[int, ...], now: Callable[[], float]) -> Turn:
-        for key in ("fault", f"refused/{self.status.call}"):
-            raw = yield "get", key, b""
-            if raw is not None and self._told is None and self.waiting is waiting:
-                self._told = Fault.parsed(raw, self.size)
+        raw = yield "get", f"refused/{self.status.call}", b""
+        if raw is not None and self.waiting is waiting:
+            self._refused = Fault.parsed(raw, self.size)
         for number in self._some(waiting):
             peer = self._peer(number)
             if peer.process is None:
                 raw = yield "get", f"process/{number}", b""
                 peer.process = None if raw is None else parsed_process(raw)
+            before = peer.number, peer.status
             if peer.process is not None and not self._is_near(peer):
                 raw = yield "get", f"life/{number}", b""
                 if raw is not None:
-                    counted, sight = parsed_life(raw)
-                    if counted != peer.number:
-                        peer.number, peer.sight, peer.silent = counted, sight, 0.0
+                    peer.number, peer.sight = parsed_life(raw)
             asked = now()
             raw = yield "get", f"status/{number}", b""
-            status = None if raw is None else Status.parsed(raw)
-            if status != peer.status:
-                peer.silent = 0.0
-            peer.status, peer.heard = status, asked
+            peer.status = None if raw is None else Status.parsed(raw)
+            passed = min(max(asked - peer.heard, 0.0), STRIDE) * max(1.0, len(waiting) / LOOKS)
+            peer.silent = peer.silent + passed if (peer.number, peer.status) == before else 0.0
+            peer.heard = asked
 
     def asks(self, now: float) -> None:
         """A question goes out."""
@@ -174,9 +178,9 @@ class Detector:
         self._timeout, self._warn, self._num_waits = timeout, WARN, -1
         waiting = tuple(dict.fromkeys(peers))
         for peer in map(self._peer, waiting):
-            peer.silent = peer.stopped = peer.gone = 0.0
-            peer.left, peer.began = -1.0, None
-        self._told = None
+            peer.silent = peer.stopped = 0.0
+            peer.over_since, peer.began = -1.0, None
+        self._refused = None
         self.waiting = waiting
 
     def end(self) -> None:
@@ -190,8 +194,9 @@ class Detector:
         self._waited += passed
         self._current_for = self._current_for + passed if (current, num_waits) == self._at else 0.0
         self._current, self._num_waits = current, num_waits
-        if self._told is not None:
-            return Finding(self._told.rank, self._told.text, True)
+        told = self._fault or self._refused
+        if told is not None:
+            return Finding(told.rank, told.text, True)
         if self.lost is not None and not self.closes:
             return Finding(-1, f"the job's store is gone ({self.lost}): its host{self._holder()} has ended.")
         found = self._store_trouble(passed)
@@ -234,6 +239,13 @@ class Detector:
             )
         return None
 
+    @property
+    def _is_doubtful(self) -> bool:
+        """Whether the store may be in trouble: who has ended may have ended because of that."""
+        if self.store is not None:
+            return self._store_stopped > 0
+        return self._unanswered > BEAT + LAGS * self._lag
+
     def _trouble(self, number: int, now: float, passed: float, broken: bool) -> str | None:
         """What is wrong with a rank that is waited for, if anything is."""
         peer = self._peer(number)
@@ -244,18 +256,16 @@ class Detector:
             peer.sight = self._look_at(peer.process)
         peer.began = peer.began or peer.sight
         peer.stopped = peer.stopped + passed if peer.sight.state == STOPPED else 0.0
-        peer.silent += 0.0 if near or self.lost is not None else passed
-        # Others may have delivered already and rightly gone on or ended: which messages are done cannot be asked.
-        needed = self._current in (number, self.rank) and (broken or self._current_for >= DELIVERY)
-        text = self._protocol(number, peer, needed)
-        if text is not None or (peer.status is not None and peer.status.phase is Phase.ENDED):
-            return text
         who, last = self.name(number), self.last(number)
-        if peer.sight.state == GONE:
-            peer.left, peer.gone = now if peer.left < 0 else peer.left, peer.gone + passed
-            certain = peer.gone >= DELIVERY or (broken and peer.heard > peer.left)
-            ended = f"{who} is dead: its process (pid {peer.process.pid}) has ended; last seen {last}."
-            return ended if needed and certain else None
+        ended = peer.status is not None and peer.status.phase is Phase.ENDED
+        if ended or peer.sight.state == GONE:
+            if not self._is_needed(number, peer, now, passed, broken):
+                return None
+            what = "has ended" if ended else f"is dead: its process (pid {peer.process.pid}) has ended"
+            return f"{who} {what}; last seen {last}."
+        text = self._protocol(number, peer)
+        if text is not None:
+            return text
         if peer.stopped >= self.patience:
             return f"{who} is stopped (SIGSTOP) for {peer.stopped:.1f} s; last seen {last}."
         granted = SLOW_SIGNS if peer.number < 0 else self.patience + LAGS * self._lag
@@ -266,13 +276,22 @@ class Detector:
             )
         return None
 
-    def _protocol(self, number: int, peer: Peer, needed: bool) -> str | None:
+    def _is_needed(self, number: int, peer: Peer, now: float, passed: float, broken: bool) -> bool:
+        """Whether a rank that is over still owes this one a message. It may have delivered all and rightly ended:
+        which messages are done cannot be asked, only which one is waited for. So it is given time to arrive, and the
+        store to say why the rank ended."""
+        if self._current not in (number, self.rank):
+            peer.over_since = -1.0
+            return False
+        peer.over = peer.over + passed if peer.over_since >= 0 else 0.0
+        peer.over_since = now if peer.over_since < 0 else peer.over_since
+        return not self._is_doubtful and (peer.over >= DELIVERY or (broken and peer.heard > peer.over_since))
+
+    def _protocol(self, number: int, peer: Peer) -> str | None:
         """What a rank says of itself that does not fit this wait, if anything does not."""
         found, mine, who = peer.status, self.status, self.name(number)
         if found is None or peer.heard < self._began:
             return None
-        if found.phase is Phase.ENDED:
-            return f"{who} has ended; last seen {found}." if needed else None
         if found.call == mine.call:
             return self._differs(who, mine, found)
         then = found.was_in(mine.call)

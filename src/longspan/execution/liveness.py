@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from longspan.errors import RankError
 from longspan.execution.companion import companion_of
-from longspan.execution.detector import BEAT, LOOK, Detector, Finding, Question, answered_by
+from longspan.execution.detector import BEAT, DELIVERY, LOOK, Detector, Finding, Question, answered_by
 from longspan.execution.job_store import Store
 from longspan.execution.processes import Process, listener, seen, this_process
 from longspan.execution.records import Direction, Fault, Phase, Status
@@ -32,8 +32,10 @@ from longspan.execution.waiter import SOON, Waiter, first_line
 
 MANY = 2048
 """Ranks from which on signs of life become rarer: one store serves them all."""
-GRACE = 0.5
-"""Seconds for which a store host stays after it has said something, so that all can read it."""
+GRACE = 0.75
+"""Seconds for which a process that holds the store stays after a failure, so that all can read of it."""
+LAST = 5.0
+"""Seconds for which it stays, if all went well, until the others have ended as well."""
 ADVICE = "End this process, so that the launcher can start all ranks again (torchrun --max-restarts)."
 _log = logging.getLogger("longspan")
 
@@ -146,8 +148,7 @@ class Watch:
 
     def _raise_broken(self, peer: int, error: str) -> None:
         """A message failed. Who is to blame? The peer may be dead, or have left because of somebody else."""
-        end = time.monotonic() + self.patience
-        while time.monotonic() < end:
+        for _ in range(int((self.patience + DELIVERY) / (BEAT / 4))):  # looks, not seconds: all may have stood still
             self._wake.set()
             time.sleep(BEAT / 4)
             found = self.detector.look(time.monotonic(), peer, -2, broken=True)
@@ -221,7 +222,8 @@ class Watch:
         self.end(lingers=self._hosts_store)
 
     def _linger(self) -> None:
-        end, others = time.monotonic() + GRACE + self._interval, set(range(self.detector.size)) - {self.rank}
+        end = time.monotonic() + (LAST if self.failed is None else GRACE)
+        others = set(range(self.detector.size)) - {self.rank}
         while others and time.monotonic() < end:
             time.sleep(BEAT / 4)
             raws = {n: self._say(("get", f"status/{n}", b"")) for n in others}

@@ -1,0 +1,395 @@
+"""The production failure detector (`execution.detector`) in a simulated world of hosts, processes and a store.
+
+Ranks make calls of a few steps; each step sends, computes, and waits for messages. Every rank runs the very `Detector`
+that a real one runs, with the same turns and looks, on a clock of its own. Things happen: a rank is killed or stopped,
+holds the lock for minutes, everybody stands still, clocks jump, the store is slow or lost, a host goes. `World.run`
+gives how every rank ended. Everything comes from the seed. What is not simulated: threads, sockets, Gloo itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from longspan.execution.detector import BEAT, DELIVERY, LOOK, Detector, Finding, Question
+from longspan.execution.processes import GONE, LIFE, LIFE_MARK, STOPPED, Process, Sight
+from longspan.execution.records import Direction, Fault, Phase
+
+HARMLESS = ("nothing", "lock", "all stand still", "short stop", "clock", "slow store")
+STRIKES = ("kill", "stop", "host", "raise")
+KINDS = (*HARMLESS, *STRIKES, "two kills", "store killed", "store stopped")
+LAUNCHER = -1
+"""The number of the process that is no rank."""
+TIMEOUT = 3600.0
+
+
+@dataclass
+class Virtual:
+    """A process: it runs, stands still until some moment, or is gone."""
+
+    process: Process
+    state: str = "R"
+    until: float = 0.0
+
+
+class Rank:
+    """One rank: where it is in its program, what has arrived, and its detector."""
+
+    def __init__(self, number: int, world: World) -> None:
+        self.number, self.world = number, world
+        self.process = world.processes[number]
+        store = world.processes[world.holder]
+        near = store.process.host == self.process.process.host
+        names = range(world.size)
+        self.detector = Detector(number, names, self.process.process, store.process if near else None, world.look_at)
+        self.call = self.step = self.num_waits = 0
+        self.wait = -1
+        self.box: set[tuple[int, int, int]] = set()
+        self.left: list[int] = []
+        """Ranks whose messages are waited for, in order."""
+        self.broken: int | None = None
+        self.broken_looks = 0
+        self.jump = 0.0
+        self.waits_since = 0.0
+        self.watched = False
+        self.ended: float | None = None
+        self.finding: Finding | None = None
+
+    def clock(self) -> float:
+        return self.world.now + self.jump
+
+    # -- its program ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The next step, or the next call, or the end."""
+        world = self.world
+        self.step += 1
+        if self.call == 0 or self.step >= world.num_steps:
+            self.call, self.step = self.call + 1, 0
+        if self.call > world.num_calls:
+            return self.finish()
+        self.detector.status = replace(
+            self.detector.status, call=self.call, direction=Direction.FORWARD, step=self.step,
+            num_steps=world.num_steps, phase=Phase.RUNNING,
+        )  # fmt: skip
+        if world.kind == "raise" and self.number == world.victim and self.call == 2:
+            world.strike_time = world.now
+            return self.raises(Finding(self.number, f"rank {self.number} raised ValueError"))
+        if (self.number, self.call, self.step) == (max(world.victim, 0), world.strike_call, 0):
+            world.at(world.now + world.draw.random() * 2 * world.work, world.strike)
+        for dst in world.targets(self.number, self.step):
+            world.send(dst, (self.call, self.step, self.number))
+        return world.soon(self.number, world.drawn(world.work), self.waits)
+
+    def waits(self) -> None:
+        self.left = world_sources(self.world, self.number, self.step)
+        self.num_waits += 1
+        self.wait += 1
+        self.waits_since = self.world.now
+        self.detector.status = replace(self.detector.status, phase=Phase.WAITING)
+        self.detector.begin(self.clock(), self.left, TIMEOUT)
+        self.world.noted(self)
+        self.world.soon(self.number, BEAT / 4, self.look, self.wait)
+        self.progress()
+
+    def progress(self) -> None:
+        """Takes what has arrived, in the order in which it is waited for."""
+        if self.ended is not None or not self.detector.waiting:
+            return
+        while self.left and (self.call, self.step, self.left[0]) in self.box:
+            self.left.pop(0)
+            self.num_waits += 1
+            self.broken = None
+            self.world.noted(self)
+        if not self.left:
+            self.detector.end()
+            self.wait += 1
+            self.detector.status = replace(self.detector.status, phase=Phase.IDLE)
+            self.begin()
+
+    def look(self, wait: int) -> None:
+        if wait != self.wait or self.ended is not None:
+            return None
+        self.detector.warning()
+        broken = self.broken is not None and self.broken == self.left[0]
+        found = self.detector.look(self.clock(), self.left[0], self.num_waits, broken=broken)
+        self.broken_looks += broken
+        if found is None and self.broken_looks > (self.detector.patience + DELIVERY) / (BEAT / 4):
+            found = Finding(self.left[0], f"messages with rank {self.left[0]} failed")
+        if found is not None:
+            return self.raises(found)
+        return self.world.soon(self.number, BEAT / 4, self.look, wait)
+
+    def raises(self, found: Finding) -> None:
+        """The first finding counts for all, as far as the store can still be asked."""
+        world = self.world
+        if found.rank >= 0 and world.store_answers(2 * BEAT):
+            first = world.store.setdefault("fault", Fault(found.rank, found.text).packed())
+            found = replace(found, rank=Fault.parsed(first, world.size).rank)
+        self.finding, self.ended = found, world.now
+        self.detector.end()
+        if world.draw.random() < 0.5:  # others learn of it by the store, and by connections that are closed
+            world.soon(self.number, 0.75 if world.holder == self.number else 0.3, self.leave)
+
+    def finish(self) -> None:
+        self.ended = self.world.now
+        if self.world.holder == self.number:
+            self.world.store["closes"] = b"1"
+            return self.world.soon(self.number, 5.0, self.leave)
+        return self.leave()
+
+    def leave(self) -> None:
+        """The process ends in good order."""
+        if self.world.store_answers(2 * BEAT):
+            last = replace(self.detector.status, phase=Phase.ENDED, beat=self.detector.num_beats + 1)
+            self.world.store[f"status/{self.number}"] = last.packed()
+        self.process.state = GONE
+        self.world.connections_close(self.number)
+
+    # -- its thread and its watcher ---------------------------------------------------------------------------------
+
+    def live(self) -> None:
+        """A turn with the store, question by question."""
+        self.converse(self.detector.turn(self.clock), None)
+
+    def converse(self, turn: Any, answer: bytes | None) -> None:
+        try:
+            question = turn.send(answer)
+        except StopIteration:
+            if not self.detector.is_alone and not self.watched:
+                self.watched = True
+                self.world.at(self.world.now + self.world.draw.uniform(0.05, 1.0), self.watcher, 1)
+            return self.world.soon(self.number, LOOK if self.detector.waiting else BEAT, self.live)
+        self.detector.asks(self.clock())
+        return self.world.asked(self, question, turn)
+
+    def answered(self, turn: Any, answer: bytes | None) -> None:
+        self.detector.answered(self.clock())
+        self.converse(turn, answer)
+
+    def lost(self) -> None:
+        self.detector.lost = "connection reset"
+
+    def watcher(self, number: int) -> None:
+        """The process beside it, which its own troubles do not touch, but those of its host do."""
+        world = self.world
+        if self.process.process.host in world.lost_hosts:
+            return None
+        if world.watchers_until > world.now:
+            return world.at(world.watchers_until + world.draw.uniform(0, 0.2), self.watcher, number)
+        if not world.store_answers(math.inf):
+            return world.at(world.now + BEAT, self.watcher, number)
+        sight = world.look_at(self.process.process)
+        world.at(world.now + world.latency() / 2, self.written, number, sight)
+        if sight.state != GONE:
+            world.at(world.now + BEAT + world.latency(), self.watcher, number + 1)
+        return None
+
+    def written(self, number: int, sight: Sight) -> None:
+        self.world.store[f"life/{self.number}"] = LIFE.pack(LIFE_MARK, number, sight.state.encode(), sight.seconds)
+
+
+def world_sources(world: World, rank: int, step: int) -> list[int]:
+    return [src for src in range(world.size) if rank in world.targets(src, step)]
+
+
+class World:
+    """Hosts with processes, a store, and one thing that happens."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.draw = seed, random.Random(seed)  # noqa: S311  # nosec B311  # delays, not secrets
+        draw = self.draw
+        self.kind = KINDS[seed % len(KINDS)]
+        self.size = draw.choice((2, 3, 4, 6))
+        self.num_calls, self.num_steps = draw.randint(3, 6), draw.randint(1, 3)
+        self.to_all, self.work = draw.random() < 0.4, draw.choice((0.01, 0.2, 1.5))
+        if self.kind == "host":  # its watchers have begun when it goes
+            self.num_calls, self.work = 12, 1.5
+        self.strike_call = draw.randint(1, self.num_calls) if self.kind != "host" else 10
+        hosts = draw.randint(2, 3) if self.kind == "host" else draw.choice((1, 1, 2, 3))
+        self.victim = draw.randrange(self.size)
+        steady = self.kind not in ("lock", "all stand still", "short stop", "clock", "host", "slow store")
+        self.holder = 0 if steady and draw.random() < 0.3 else LAUNCHER
+        places = {rank: rank * hosts // self.size for rank in range(self.size)} | {LAUNCHER: 0}
+        self.processes = {
+            number: Virtual(Process(bytes([place + 1]) * 16, 100 + number, 7)) for number, place in places.items()
+        }
+        if self.kind == "host" and places[self.victim] == 0:
+            self.victim = self.size - 1
+        self.is_slow = self.kind == "slow store"
+        far = any(p.process.host != self.processes[self.holder].process.host for p in self.processes.values())
+        self.slowness = draw.uniform(0.1, 0.4) if far else draw.uniform(0.1, 20.0)
+        self.now, self.strike_time, self.watchers_until = 0.0, math.inf, 0.0
+        self.store: dict[str, bytes] = {}
+        self.store_end = math.inf
+        self.lost_hosts: set[bytes] = set()
+        self.was_watched = True
+        """Whether a watcher had begun to look at the victim when it was struck."""
+        self.direct = math.inf
+        """When a rank first waited for the victim itself, after the strike."""
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._numbers = count()
+        self.ranks = [Rank(number, self) for number in range(self.size)]
+
+    def run(self) -> list[Rank]:
+        """All ranks, when each has ended or nothing happens any more."""
+        for rank in self.ranks:
+            self.at(self.draw.random() * 0.5, rank.live)
+            self.at(0.5 + self.draw.random() * 0.5, rank.begin)
+        while self._heap and self.now < 4000 and not self._is_over():
+            self.now, _, act, arguments = heapq.heappop(self._heap)
+            act(*arguments)
+        return self.ranks
+
+    def _is_over(self) -> bool:
+        still = (GONE, STOPPED)
+        return all(r.ended is not None or (r.process.state in still and not r.process.until) for r in self.ranks)
+
+    # -- what happens -----------------------------------------------------------------------------------------------
+
+    def strike(self) -> None:
+        """The one thing of this seed."""
+        draw, victim, kind = self.draw, self.processes[self.victim], self.kind
+        if kind != "raise":
+            self.strike_time = self.now
+        self.was_watched = f"life/{self.victim}" in self.store
+        long = draw.choice((0.5, 3.0, 10.0, 10.0, draw.uniform(30, 200) if self.seed % 16 == 0 else 5.0))
+        if kind == "lock":
+            victim.until = self.now + long
+        elif kind == "short stop":
+            self.stop(self.victim, draw.uniform(0.1, 1.0))
+        elif kind == "all stand still":
+            seconds = long
+            for rank in self.ranks:
+                self.at(self.now + draw.uniform(0, 0.2), self.stop, rank.number, seconds + draw.uniform(-0.2, 0.2))
+            self.watchers_until = self.now + seconds
+        elif kind == "clock":
+            self.ranks[self.victim].jump += draw.uniform(0.1, 300)
+        elif kind in ("kill", "two kills"):
+            self.kill(self.victim)
+            if kind == "two kills":
+                self.kill((self.victim + 1) % self.size)
+        elif kind == "stop":
+            self.stop(self.victim, None)
+        elif kind == "host":
+            host = victim.process.host
+            self.lost_hosts.add(host)
+            for number, process in self.processes.items():
+                if process.process.host == host:
+                    self.kill(number, told=False)
+        elif kind.startswith("store"):
+            if self.holder == LAUNCHER or kind == "store stopped":
+                self.stop(self.holder, None)
+            if kind == "store killed":
+                self.kill(self.holder)
+            self.victim = self.holder
+        for rank in self.ranks:
+            self.noted(rank)
+
+    def stop(self, number: int, seconds: float | None) -> None:
+        process = self.processes[number]
+        if process.state == GONE:
+            return
+        process.state, process.until = STOPPED, 0.0 if seconds is None else self.now + seconds
+        if seconds is not None:
+            self.at(process.until, self.go_on, number)
+        elif number == self.holder:
+            self.store_end = self.now
+
+    def go_on(self, number: int) -> None:
+        if self.processes[number].state == STOPPED:
+            self.processes[number].state = "R"
+
+    def kill(self, number: int, *, told: bool = True) -> None:
+        """Ends a process; the others' connections break, unless its host went with it, or a message was half sent."""
+        self.processes[number].state, self.processes[number].until = GONE, 0.0
+        if number == self.holder:
+            self.store_end = self.now
+        if told and number >= 0:
+            self.connections_close(number)
+
+    def connections_close(self, number: int) -> None:
+        for rank in self.ranks:
+            if self.draw.random() < 0.8:
+                self.at(self.now + self.drawn(0.05) + 0.01, self.breaks, rank, number)
+
+    def breaks(self, rank: Rank, number: int) -> None:
+        """A connection is found closed; what had been sent before has arrived."""
+        if (rank.call, rank.step, number) not in rank.box:
+            rank.broken, rank.broken_looks = number, 0
+
+    def noted(self, rank: Rank) -> None:
+        """Keeps when a rank first needed the victim."""
+        if rank.ended is None and rank.left and rank.left[0] == self.victim and rank.detector.waiting:
+            self.direct = min(self.direct, max(self.now, self.strike_time))
+
+    # -- messages and time ------------------------------------------------------------------------------------------
+
+    def targets(self, rank: int, step: int) -> list[int]:
+        if self.to_all:
+            return [dst for dst in range(self.size) if dst != rank]
+        return [(rank + step % (self.size - 1) + 1) % self.size]
+
+    def send(self, dst: int, message: tuple[int, int, int]) -> None:
+        self.at(self.now + self.drawn(0.005), self.arrives, self.ranks[dst], message)
+
+    def arrives(self, rank: Rank, message: tuple[int, int, int]) -> None:
+        rank.box.add(message)
+        self.soon(rank.number, self.draw.random() * 0.01, rank.progress)
+
+    def soon(self, number: int, seconds: float, act: Callable[..., None], *arguments: Any) -> None:
+        """Something that a rank does itself: it needs its process for it."""
+        self.at(self.now + seconds, self._done_by, number, act, *arguments)
+
+    def _done_by(self, number: int, act: Callable[..., None], *arguments: Any) -> None:
+        process = self.processes[number]
+        if process.state == GONE or (process.state == STOPPED and not process.until):
+            return
+        if process.until > self.now:
+            self.at(process.until + self.draw.random() * 0.05, self._done_by, number, act, *arguments)
+            return
+        act(*arguments)
+
+    def at(self, time: float, act: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._heap, (time, next(self._numbers), act, arguments))
+
+    def drawn(self, mean: float) -> float:
+        return mean * self.draw.random() * (5 if self.draw.random() < 0.05 else 1)
+
+    # -- the store and processes ------------------------------------------------------------------------------------
+
+    def latency(self) -> float:
+        slow = self.is_slow and self.now > self.strike_time
+        return self.draw.random() * (self.slowness if slow else 0.002)
+
+    def store_answers(self, within: float) -> bool:
+        return self.now < self.store_end and not (
+            within < self.slowness and self.is_slow and self.now > self.strike_time
+        ) and self.processes[self.holder].state == "R"  # fmt: skip
+
+    def asked(self, rank: Rank, question: Question, turn: Any) -> None:
+        self.at(self.now + self.latency() / 2, self._served, rank, question, turn)
+
+    def _served(self, rank: Rank, question: Question, turn: Any) -> None:
+        holder = self.processes[self.holder]
+        if holder.state == GONE:
+            return self.soon(rank.number, 0.001, rank.lost)
+        if holder.state == STOPPED or self.now >= self.store_end:
+            return None  # no answer, ever
+        what, key, value = question
+        if what == "claim":
+            answer = self.store.setdefault(key, value)
+        elif what == "set":
+            self.store[key], answer = value, None
+        else:
+            answer = self.store.get(key)
+        return self.soon(rank.number, self.latency() / 2, rank.answered, turn, answer)
+
+    def look_at(self, process: Process) -> Sight:
+        found = next(p for p in self.processes.values() if p.process == process)
+        return Sight(found.state, self.now / 2)
