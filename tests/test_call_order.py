@@ -17,12 +17,11 @@ def _fresh_ranks():
 
 
 def refused(found, *says):
-    """All ranks were told, within 3 seconds, and all the same."""
+    """All ranks were told, within 3 seconds. Two that find out at once name each other."""
     for kind, text, seconds in found:
         assert kind == "RankError", (kind, text)
         assert all(word in text for word in says), text
         assert seconds < 3.0, (seconds, text)
-    assert len({text.split(". Meanwhile")[0] for _, text, _ in found}) == 1
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
