@@ -51,8 +51,7 @@ def attention(
     probabilities; `seed` and global positions decide which. All tensors among these, and those that `score_mod`
     captured, get gradients, which are summed over the group; `captured_grads="share"` leaves each rank its own share,
     for trainers that reduce gradients themselves (FSDP, DDP). Score functions are called on hidden pairs, too.
-    Calls of one plan that could be mistaken for each other may get a `name`: ranks that are in calls of different names
-    are told so, and nothing is exchanged.
+    A `name` tells apart calls of one plan: ranks that are in calls of different names are told so.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 2, 8, 16)

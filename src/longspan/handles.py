@@ -37,6 +37,20 @@ def found_under(number: int) -> Any:
     return _alive.get(number)
 
 
+class Handled:
+    """A frozen dataclass with a handle. A copy, in this process or another, gets one of its own."""
+
+    handle: Any
+    """None where it was made before torch was loaded, see `handle_of`."""
+    __match_args__: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", handle_of(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(getattr(self, name) for name in self.__match_args__)
+
+
 def handle_of(value: Any) -> Any:
     """A tensor with a new number for a value; None as long as torch is not loaded, which planning does without."""
     torch = sys.modules.get("torch")

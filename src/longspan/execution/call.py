@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from longspan.errors import PlanError
 from longspan.execution import ops
 from longspan.execution.extras import Extras, check_sinks
-from longspan.execution.fitting import SEQ_DIM, check_dims, fitting_plan
+from longspan.execution.fitting import SEQ_DIM, check_tensors, fitting_plan
 from longspan.execution.members import told
 from longspan.handles import handle_of
 from longspan.masks import Mask
@@ -67,7 +67,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, asked: Request) -> Any:
 
 def _run(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: Any = None) -> Any:
     """On plain tensors, over the group that was asked for, or over `group`, which is that of DTensors."""
-    check_dims(q, k, v)
+    check_tensors(q, k, v)
     group = _group_name(group if asked.group is None else asked.group, asked.what)
     if asked.sinks is not None:
         check_sinks(asked.sinks, q.shape[1])

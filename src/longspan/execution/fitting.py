@@ -22,7 +22,6 @@ def fitting_plan(what: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, place: tupl
     """The plan of a mask or plan for these tensors, `place` being this rank and the group's size. What does not fit is
     refused."""
     shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    _check_tensors(q, k, v)
     if isinstance(what, Mask):
         plan = one_device_plan(*shapes, q.dtype, what)
     else:
@@ -40,17 +39,13 @@ def one_device_plan(q: Shape, k: Shape, v: Shape, dtype: Any, mask: Mask) -> Pla
     return made_plan(mask, layout, sizes, name, "exchange", CPU, True, False, None)
 
 
-def check_dims(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuses tensors that are not (batch, heads, tokens, features)."""
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuses tensors that are not (batch, heads, tokens, features), or not of one kind."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4:
             raise PlanError(
                 f"{name} must have 4 dims (batch, heads, tokens, features), but has shape {tuple(tensor.shape)}."
             )
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise PlanError(
                 f"q is {q.dtype} on {q.device}, but {name} is {tensor.dtype} on {tensor.device}. All three must agree."

@@ -196,7 +196,11 @@ def attention(
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, _captured: Any, _sinks: Any, handle: Tensor, group: str, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    if type(handle) is Tensor:  # not traced: tensors without data, which must fit all the same
+        fitting_plan(_value_of(handle), q, k, v, place_in(group))
     return (
         q.new_empty((*q.shape[:3], v.shape[3])),
         q.new_empty(q.shape[:3], dtype=wide(q.dtype)),

@@ -11,13 +11,13 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import MaskError
-from longspan.handles import handle_of
+from longspan.handles import Handled
 from longspan.masks import bands as bd
 from longspan.masks.bands import LIMIT, Band
 from longspan.masks.keys import This
@@ -170,7 +170,7 @@ def _same_pairs(a: Ints, b: Ints) -> bool:
 
 @sealed
 @dataclass(frozen=True, eq=False, repr=False)
-class Mask:
+class Mask(Handled):
     """What may attend to what. Combine with `&`, `|` and `~`; make one with the functions of `longspan.masks`."""
 
     grid: Grid
@@ -180,14 +180,6 @@ class Mask:
     """The hash, once it was asked for: a cache of plans asks again and again."""
     _memo: Memo = field(default_factory=Memo, init=False)
     """What was worked out for it, where functions decide: let go with the mask."""
-    handle: Any = field(default=None, init=False)
-    """Under which operators find this very mask, see `longspan.handles`."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "handle", handle_of(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Mask, (self.grid, self.seq_len, self.name)  # a copy has a handle of its own
 
     @staticmethod
     def of_bands(rows: Ints, seq_len: int | None, name: str) -> Mask:
@@ -361,11 +353,9 @@ class Mask:
 
     # -- algebra ----------------------------------------------------------------------------------------------------
 
-    @untraced
     def __and__(self, other: Mask) -> Mask:
         return self._combine(other, "&")
 
-    @untraced
     def __or__(self, other: Mask) -> Mask:
         return self._combine(other, "|")
 
@@ -379,6 +369,7 @@ class Mask:
         changed = {id(plane): change(plane) for plane in self.distinct_planes()}
         return Mask(tuple(tuple(changed[id(plane)] for plane in row) for row in self.grid), seq_len, name)
 
+    @untraced
     def _combine(self, other: object, sign: str) -> Mask:
         if not isinstance(other, Mask):
             raise MaskError(

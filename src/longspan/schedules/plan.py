@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 from longspan.errors import PlanError
-from longspan.handles import handle_of
+from longspan.handles import Handled
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.masks.keys import MaskKey
@@ -28,7 +27,7 @@ MAX_PLANS = 16
 
 @sealed
 @dataclass(frozen=True, eq=False, repr=False)
-class Plan:
+class Plan(Handled):
     """Mask + layout + schedule: a frozen value with a fingerprint, a text form and reasons. Make one with `plan`."""
 
     mask: Mask
@@ -40,15 +39,6 @@ class Plan:
     machine_assumed: bool
     keep: bool
     compared: tuple[Reason, ...] = ()
-    handle: Any = field(default=None, init=False)
-    """Under which operators find this very plan, see `longspan.handles`."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "handle", handle_of(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        head = self.mask, self.layout, self.sizes, self.dtype, self.scheme  # a copy has a handle of its own
-        return Plan, (*head, self.machine, self.machine_assumed, self.keep, self.compared)
 
     @cached_property
     def reasons(self) -> tuple[Reason, ...]:
