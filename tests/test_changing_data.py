@@ -15,9 +15,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 import longspan as ls
 from longspan.errors import KernelError, LongspanError, MaskError
 from longspan.execution import ops
+from longspan.masks import elementwise
 from longspan.masks.opaque import Reader
 from longspan.masks.reads import Reads
-from longspan.testing import dense_attention, run_loopback
+from longspan.testing import run_loopback
 
 S = 192
 FIRST, SECOND = torch.arange(S) // 64, torch.arange(S) // 23
@@ -66,7 +67,7 @@ def helped(b, h, i, j):
 
 
 def rebind_global(ids):
-    global TABLE  # noqa: PLW0603
+    global TABLE
     TABLE = ids
 
 
@@ -151,12 +152,12 @@ def _numbers():
     """A number that stands for the documents: their length."""
     held = Holder(None)
     held.size = 64
-    return lambda b, h, i, j: i // held.size == j // held.size, lambda new: setattr(held, "size", 23)  # noqa: ARG005
+    return lambda b, h, i, j: i // held.size == j // held.size, lambda new: setattr(held, "size", 23)
 
 
 def _numbers_in_a_list():
     held = [1, 64]
-    return lambda b, h, i, j: i // held[1] == j // held[1], lambda new: held.__setitem__(1, 23)  # noqa: ARG005
+    return lambda b, h, i, j: i // held[1] == j // held[1], lambda new: held.__setitem__(1, 23)
 
 
 WAYS = {
@@ -196,7 +197,8 @@ def test_a_mask_that_is_given_again_is_read_anew(way):
         kinds = mask.classify(ls.Span(0, S), ls.Span(0, S), tile=32)
         marks.append((plan.fingerprint, kinds.tobytes()))
         change(SECOND)
-    assert marks[0][0] != marks[1][0] and marks[0][1] != marks[1][1]
+    assert marks[0][0] != marks[1][0]
+    assert marks[0][1] != marks[1][1]
 
 
 @pytest.mark.parametrize("way", list(WAYS))
@@ -262,7 +264,7 @@ def test_what_a_function_does_not_read_may_change():
         def sees(self, b, h, i, j):
             return (self.ids[i] == self.ids[j]) & (i - j >= -self.parts["a"])
 
-    model, calls = Model(), []
+    model = Model()
     tensors, mask = inputs(), causal_mask(model.sees)
     out = ls.attention(*tensors, mask)
     before = mask.read_anew()
@@ -273,7 +275,6 @@ def test_what_a_function_does_not_read_may_change():
     found = torch.autograd.grad(out.sum(), tensors)
     assert all(torch.allclose(a, b) for a, b in zip(found, want, strict=True))
     assert mask.read_anew() is before
-    del calls
 
 
 def test_a_repeated_call_asks_about_one_pair_and_no_tile():
@@ -290,8 +291,30 @@ def test_a_repeated_call_asks_about_one_pair_and_no_tile():
     assert any(isinstance(value, ls.masks.Classifier) for value in kinds.values())
     ls.attention(*tensors, mask)
     asked = [shape for shape in shapes if shape != ()]
-    assert len(shapes) - len(asked) <= 2
-    assert len(asked) <= 4, asked  # the few tiles that are asked in every run
+    assert len(shapes) - len(asked) == 1
+    assert len(asked) <= 3, asked  # the few tiles that are asked in every run
+
+
+def test_functions_that_count_their_own_calls_are_not_refused_for_that():
+    class Counting:
+        def __init__(self):
+            self.calls, self.notes, self.log, self.ids = 0, [], {"n": 0}, FIRST
+
+        def __call__(self, b, h, i, j):
+            self.calls += 1
+            self.log["n"] += 1
+            self.notes.append((i.shape, self.calls))
+            return self.ids[i] == self.ids[j]
+
+    held, tensors = Counting(), inputs()
+    mask = causal_mask(held)
+    out = ls.attention(*tensors, mask)
+    want = torch.autograd.grad(truth(tensors, FIRST).sum(), tensors)
+    found = torch.autograd.grad(out.sum(), tensors, retain_graph=True)
+    assert all(torch.allclose(a, b) for a, b in zip(found, want, strict=True))
+    held.ids = SECOND
+    with pytest.raises(MaskError, match="is another one"):
+        out.sum().backward()
 
 
 def test_looking_costs_little():
@@ -316,8 +339,9 @@ def test_masks_are_copied_and_sent_without_what_they_remember():
     held = Holder(FIRST)
     tensors, mask = inputs(), causal_mask(held)
     ls.attention(*tensors, mask)
-    again = pickle.loads(pickle.dumps(mask))  # noqa: S301
-    assert not again.known and not again.plans
+    again = pickle.loads(pickle.dumps(mask))
+    assert not again.known
+    assert not again.plans
     assert torch.equal(ls.attention(*tensors, again), ls.attention(*tensors, mask))
 
 
@@ -408,7 +432,7 @@ class Scores:
         return s + self.ids[(i - j).abs()]
 
     def change(self):
-        self.ids, self.alpha = torch.randn(S, dtype=torch.float64), 0.2
+        self.ids, self.alpha = torch.randn(S, dtype=torch.float64), self.alpha * 2
         self.array[:] = self.array[::-1].copy()
 
 
@@ -507,6 +531,7 @@ def test_mask_functions_get_positions_where_their_tensors_are(monkeypatch):
             return function(b, h, i, j)
 
         mask = ls.masks.from_mask_mod(noting, S)
+        elementwise._verdicts[noting] = True  # finding that out would need a device
         with monkeypatch.context() as patch:
             for name in real:
                 patch.setattr(torch, name, made(name))

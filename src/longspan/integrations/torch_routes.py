@@ -332,8 +332,8 @@ class Router(TorchFunctionMode):
 def _refuse_written_out(size: int) -> None:
     raise PlanError(
         f"attention was written out inside a context of Longspan: a softmax over scores of {size} x {size} tokens,"
-        f" those of this rank alone. Call torch.nn.functional.scaled_dot_product_attention, which is routed (in Hugging Face"
-        f" models, attn_implementation='sdpa'), or longspan.attention with a plan."
+        f" those of this rank alone. Call torch.nn.functional.scaled_dot_product_attention, which is routed (in Hugging"
+        f" Face models, attn_implementation='sdpa'), or longspan.attention with a plan."
     )
 
 
