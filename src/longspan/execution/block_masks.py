@@ -179,6 +179,7 @@ _read: WeakKeyDictionary[BlockMask, dict[_Asked, tuple[object, tuple[Noted, ...]
 tensors anew, and bind anew what its mask_mod reads."""
 
 
+@torch.compiler.disable(reason="what is in a BlockMask decides what is computed")
 def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads: int | None = None) -> Mask:
     """What a BlockMask says, for tensors of this batch size and so many query heads.
 

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -408,12 +408,14 @@ class Mask(Handled):
     @property
     def fingerprint(self) -> str:
         """A hex digest that ranks compare: the same bands and functions give the same digest in every process."""
+        if not self.is_structured and not self.last_reads:
+            self.read_anew()
         if "fingerprint" in self.known:
             return self.known["fingerprint"]
         text = f"mask {self.seq_len} {self.num_rows}x{self.num_heads} "
         keys = {id(plane): plane.key() + plane.sample(self.seq_len) for plane in self.distinct_planes()}
         found = hashlib.sha256((text + " ".join(keys[id(plane)] for plane in self._planes())).encode()).hexdigest()
-        if self._memo.state.reads:  # of a structured one the plan remembers it
+        if self.last_reads:  # of a structured one the plan remembers it
             self.known["fingerprint"] = found
         return found
 

@@ -48,25 +48,34 @@ class Reads:
     'model.width was 3 and is 4'
     """
 
-    def __init__(self, tensors: tuple[Noted, ...] | None, fresh: frozenset[int], values: dict[str, Any]) -> None:
-        self.tensors, self.fresh, self.values = tensors, fresh, values
+    def __init__(
+        self,
+        tensors: tuple[Noted, ...] | None,
+        values: dict[str, Any],
+        fresh: frozenset[int] = frozenset(),
+        own: tuple[str, ...] = (),
+    ) -> None:
+        self.tensors, self.values = tensors, values
+        self.fresh, self.own = fresh, own
+        """Which tensors every run makes anew, and how paths to what every run changes, a counter say, begin."""
 
     @staticmethod
     def of(function: Any, run: Run | None = None, before: Reads | None = None) -> Reads:
-        """What it reads now. Tensors that it makes anew in every run, of numpy arrays say, are told apart by running it
-        twice, the first time."""
-        tensors = None if run is None else tensors_of(run)
-        fresh: frozenset[int] = frozenset()
-        if run is not None and tensors is not None:
-            if before is not None:
-                fresh = before.fresh
-            else:
-                again = tensors_of(run) or ()
-                pairs = enumerate(zip(tensors, again, strict=False))
-                fresh = frozenset(i for i, (a, b) in pairs if a.tensor() is None or a.tensor() is not b.tensor())
-        walk = _Walk(tensors is None)
-        walk.function(function, "", 0)
-        return Reads(tensors, fresh, walk.found)
+        """What it reads now. What it makes anew or changes itself in every run is told apart by running it once more,
+        the first time."""
+        if run is None:
+            return Reads(None, _values(function, with_tensors=True))
+        tensors = tensors_of(run)
+        values = _values(function, with_tensors=tensors is None)
+        if before is not None or tensors is None:
+            fresh, own = (before.fresh, before.own) if before is not None else (frozenset[int](), ())
+            return Reads(tensors, values, fresh, own)
+        again = tensors_of(run) or ()
+        pairs = enumerate(zip(tensors, again, strict=False))
+        fresh = frozenset(i for i, (a, b) in pairs if a.tensor() is None or a.tensor() is not b.tensor())
+        later = _values(function, with_tensors=False)
+        changed = [path for path in {**values, **later} if not _same(values.get(path), later.get(path))]
+        return Reads(tensors, later, fresh, tuple(path.removesuffix("len]") for path in changed))
 
     def difference(self, now: Reads) -> str | None:
         """What is not as it was, in words; None if nothing is."""
@@ -89,12 +98,11 @@ class Reads:
         return None
 
     def _of_values(self, now: Reads) -> str | None:
-        for path, old in self.values.items():
-            new = now.values.get(path, _GONE)
-            if not _same(old, new):
-                return f"{path} {_told(old, new)}"
-        added = next((path for path in now.values if path not in self.values), None)
-        return None if added is None else f"{added} was not there"
+        for path in {**self.values, **now.values}:
+            old, new = self.values.get(path, _GONE), now.values.get(path, _GONE)
+            if not _same(old, new) and not path.startswith(self.own):
+                return f"{path} was not there" if old is _GONE else f"{path} {_told(old, new)}"
+        return None
 
 
 class _Gone:
@@ -129,6 +137,13 @@ def _same(old: Any, new: Any) -> bool:
     if isinstance(old, _Object) and isinstance(old.at, ref) and isinstance(new.at, ref):
         return old.at() is new.at() is not None
     return bool(old == new) or (old != old and new != new)  # nan
+
+
+def _values(function: Any, *, with_tensors: bool) -> dict[str, Any]:
+    """What a function's code names, by path."""
+    walk = _Walk(with_tensors)
+    walk.function(function, "", 0)
+    return walk.found
 
 
 def same_tensors(then: tuple[Noted, ...], now: tuple[Noted, ...]) -> bool:
@@ -344,7 +359,7 @@ class _Walk:
         if all(isinstance(item, _PLAIN) for item in value):
             self.found[path] = tuple(value) if isinstance(value, list | tuple) else frozenset(value)
             return
-        self.found[f"len({path})"] = len(value)
+        self.found[f"{path}[len]"] = len(value)
         for number, item in enumerate(value):
             if number == MANY:
                 return
