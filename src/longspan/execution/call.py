@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from longspan.errors import PlanError
 from longspan.execution import ops
 from longspan.execution.extras import Extras, check_sinks
+from longspan.execution.handed import check_cut, group_handed
 from longspan.execution.kernels import Asked, choose_kernel
 from longspan.execution.members import told
 from longspan.layouts import contiguous
@@ -188,7 +189,7 @@ def _place(plan: Plan, group: Any) -> tuple[str, int]:
     if not isinstance(group, dist.ProcessGroup):
         raise PlanError(
             f"the plan is for {size} ranks, so it needs group= (a process group or a mesh axis), but"
-            f" {type(group).__name__} was given."
+            f" {group_handed(group)}."
         )
     if group.size() != size:
         raise PlanError(f"the plan is for {size} ranks, but the group has {group.size()}. Plan for the group's size.")
@@ -233,6 +234,7 @@ def _of_dtensors(q: Any, k: Any, v: Any, what: Any, group: Any, scale: Any, retu
                 f"{name} is placed {tensor.placements} on {tensor.device_mesh}. A DTensor must be placed"
                 f" (Shard({SEQ_DIM}),), along its tokens, on the one-dimensional mesh of q."
             )
+    check_cut(q, what)
     mesh = q.device_mesh
     group = mesh if group is None else group
     local = _run(q.to_local(), k.to_local(), v.to_local(), what, group, scale, return_lse, *rest)
