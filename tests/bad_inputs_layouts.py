@@ -8,7 +8,12 @@ from longspan import LayoutError, MaskError, layouts, masks
 from longspan.layouts import Layout
 
 NO_RANKS = (0, -1, 2.5, "2", True, NAN, [2], None, (1 << 20) + 1, 10**30)
-PATTERNS = {"contiguous": layouts.contiguous, "zigzag": layouts.zigzag, "striped": layouts.striped}
+PATTERNS = {
+    "contiguous": layouts.contiguous,
+    "zigzag": layouts.zigzag,
+    "striped": layouts.striped,
+    "like_dtensor": layouts.like_dtensor,
+}
 WORLDS = {
     **{name: lambda n, make=make: make(8, n) for name, make in PATTERNS.items()},
     "per_document": lambda n: layouts.per_document([4, 4], n),

@@ -300,7 +300,7 @@ def test_a_window_that_the_mask_does_not_know():
 
 MESSAGES = {
     "other attention": "which knows nothing of other ranks",
-    "no model": "takes a model of transformers or its config, but int came",
+    "no model": "takes a model of transformers, but int came",
     "untried model": "'qwen2' models have not been tried over ranks",
     "linear layers": "layers linear_attention, in which tokens meet by other means",
     "moving rope": "of type 'dynamic' depend on the largest position",
@@ -328,13 +328,14 @@ MESSAGES = {
     "loss_mask": "Put -100 into labels where it is 0",
     "unnamed tensor": "token_type_ids of shape (2, 52) has a dim as long as the sequence",
     "cache_position": "Take it out of the batch if the model computes the same without it",
-    "mask beside longspan": "attention_mask was given to the model beside longspan=",
+    "mask beside longspan": "a mask of padding reached the layer beside longspan=",
+    "config alone": "LlamaConfig came without its model",
     "cache beside longspan": "the layer has a cache",
     "labels shifted late": "to match target batch_size (0)",
     "shards of another layout": "the plan expects",
     "dropout without seed": "pass shard_inputs(..., dropout_seed=)",
     "dropout without layer": "by LlamaAttention, which has no layer_idx",
-    "loss of nothing": "no attention layer has seen longspan=",
+    "loss of nothing": "no attention layer of the model has seen longspan=",
     "loss of other inputs": "full_loss takes a loss, the dict of shard_inputs",
     "mesh of two axes": "mesh of 2 axes",
 }

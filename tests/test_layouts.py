@@ -19,6 +19,7 @@ def every(total, world, seed=0):
     mask = masks.documents(lengths) & masks.causal()
     return [
         layouts.contiguous(total, world),
+        layouts.like_dtensor(total, world),
         layouts.contiguous(total, world, equal_tokens=True),
         layouts.zigzag(total, world),
         layouts.zigzag(total, world, equal_tokens=True),

@@ -20,6 +20,7 @@ from longspan.errors import PlanError
 from longspan.execution import ops
 from longspan.execution.extras import Extras, check_sinks
 from longspan.execution.fitting import SEQ_DIM, check_tensors, fitting_plan
+from longspan.execution.handed import check_cut, group_handed
 from longspan.execution.members import told
 from longspan.handles import handle_of
 from longspan.masks import Mask
@@ -129,7 +130,7 @@ def _group_name(group: Any, what: Mask | Plan) -> str:
     if name is None:
         raise PlanError(
             f"the plan is for {what.layout.world_size} ranks, so it needs group= (a process group or a mesh axis), but"
-            f" {type(group).__name__} was given."
+            f" {group_handed(group)}."
         )
     return name
 
@@ -156,6 +157,8 @@ def _of_dtensors(q: Any, k: Any, v: Any, asked: Request) -> Any:
                 f"{name} is placed {tensor.placements} on {tensor.device_mesh}. A DTensor must be placed"
                 f" (Shard({SEQ_DIM}),), along its tokens, on the one-dimensional mesh of q."
             )
+    if not torch.compiler.is_compiling():  # compiled, the operator refuses other shapes
+        check_cut(q, asked.what)
     mesh = q.device_mesh
     local = _run(q.to_local(), k.to_local(), v.to_local(), asked, mesh)
     parts: tuple[Tensor, ...] = local if isinstance(local, tuple) else (local,)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longspan.errors import KernelError
 from longspan.execution.dropout import Dropout
+from longspan.execution.handed import check_plain
 from longspan.execution.inputs import is_number
 from longspan.execution.scores import ScoreFunction, ScoreMod, Scoring
 from longspan.schedules.plan import Plan
@@ -186,12 +187,14 @@ class Extras:
 
 
 def _check_device(name: str, tensor: object, like: Tensor) -> None:
+    check_plain(name, tensor)
     if isinstance(tensor, Tensor) and tensor.device != like.device:
         raise KernelError(f"{name} is on {tensor.device}, but q is on {like.device}. Move it there.")
 
 
 def check_sinks(sinks: Tensor, heads: int) -> None:
     """Refuses sinks that are not one number per head."""
+    check_plain("sinks", sinks)
     _check_shape("sinks", sinks, {"heads": heads})
 
 

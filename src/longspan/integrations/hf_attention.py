@@ -177,7 +177,9 @@ def check_layer_mask(given: Any, asked: Asked) -> None:
             f" longspan.attention as masks.from_mask_mod(lambda b, h, q, kv: mask[b, h, q, kv], ...)."
         )
     window = window_in(given.term)
-    if asked.window is not None and asked.window != window:
+    # Windows to both sides count the own token in the layer (ModernBERT) or not; functions may hold any window.
+    same = asked.window is not None and asked.window - has(given.term, "around") == window
+    if asked.window not in (None, window) and not same and not has(given.term, "function"):
         raise MaskError(
             f"the layer asks for sliding_window = {asked.window}, but its mask has "
             f"{'no window' if window is None else f'a window of {window}'}. One of them would be dropped."

@@ -32,6 +32,16 @@ from longspan.masks import Mask
 _SAMPLES = 64
 
 
+_NO_TENSOR = (
+    "the model computes with its mask as with a tensor (to choose keys, or to add biases to it), and Longspan's is"
+    " none: no tensor of all pairs is made. Use attn_implementation='eager' for this model."
+)
+
+
+class _NoTensorError(MaskError, AttributeError):
+    """So that `hasattr` says no."""
+
+
 class LayerMask:
     """What transformers asked for one kind of layer, as values; layers of that kind are all handed this object.
 
@@ -59,6 +69,18 @@ class LayerMask:
 
     def contiguous(self) -> LayerMask:
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise _NoTensorError(_NO_TENSOR)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise MaskError(_NO_TENSOR)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise MaskError(_NO_TENSOR)
 
     @property
     def is_square(self) -> bool:

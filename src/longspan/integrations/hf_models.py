@@ -13,20 +13,21 @@ import torch
 
 from longspan.integrations.hf_attention import NAME
 from longspan.integrations.hf_masks import LayerMask
+from longspan.integrations.hf_structure import check_structure, text_model
 from longspan.integrations.hf_terms import Kind
 from longspan.training import BatchError
 
 TRIED = frozenset({"llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"})
 """Model types whose loss and gradients over ranks were compared with one device."""
-ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 
 
 def check_model(model: Any, batch: Mapping[str, Any], any_model: bool) -> Any:
-    """The config of the model's text part; what would go wrong over ranks is refused."""
-    model = getattr(model, "module", model)  # of DDP
-    config = getattr(model, "config", model)
+    """The model of transformers inside of `model`; what would go wrong over ranks is refused."""
+    inner = text_model(model)
+    config = getattr(model if inner is None else inner, "config", model)
     if not hasattr(config, "get_text_config"):
-        raise BatchError(f"shard_inputs takes a model of transformers or its config, but {type(model).__name__} came.")
+        raise BatchError(f"shard_inputs takes a model of transformers, but {type(model).__name__} came.")
     text = config.get_text_config()
     found = text._attn_implementation
     if found != NAME:
@@ -42,11 +43,18 @@ def check_model(model: Any, batch: Mapping[str, Any], any_model: bool) -> Any:
     _check_layers(text)
     _check_rope(text)
     _check_arguments(text, batch)
-    return text
+    if inner is None:
+        raise BatchError(
+            f"{type(model).__name__} came without its model. What a model does beside attention is looked at, and its"
+            f" layers are counted: pass the model itself."
+        )
+    check_structure(inner, text, batch, config.model_type in TRIED, any_model)
+    return inner
 
 
 def _check_layers(config: Any) -> None:
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
+    named = (getattr(config, name, None) or () for name in ("layer_types", "layers_block_type", "block_types"))
+    other = sorted({str(kind) for kinds in named for kind in kinds} - ATTENTION)
     if other:
         raise BatchError(
             f"the model has layers {', '.join(other)}, in which tokens meet by other means than attention. Over ranks"

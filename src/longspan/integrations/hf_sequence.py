@@ -22,6 +22,7 @@ from longspan.integrations.hf_terms import Frame, Kind, Term, mask_of, per_row_a
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules.plan import Plan
+from longspan.training import BatchError
 
 _STEP = 0x9E3779B97F4A7C15
 
@@ -71,6 +72,10 @@ class ShardedSequence:
         self.schedule, self.dropout_seed = schedule, dropout_seed
         self.calls = 0
         """How many layers have asked so far."""
+        self.num_layers = 0
+        """How many must ask in one forward pass; 0 where nobody knows."""
+        self.calls_before: dict[int, int] = {}
+        """What `calls` was when a module began its forward pass, by the module's id."""
         self._plans: dict[Any, Plan] = {}
 
     def __repr__(self) -> str:
@@ -100,6 +105,22 @@ class ShardedSequence:
         plan = self.plan(kind, q, k, v)
         return run(q, k, v, plan, asked, self._seed(module, asked), self.group)
 
+    def check_seen(self, name: str, before: int = 0) -> None:
+        """Refuses what a model has computed without its layers having asked here; they asked `before` times before."""
+        found, wanted = self.calls - before, max(self.num_layers, 1)
+        if found >= wanted:
+            return
+        if not found:
+            raise BatchError(
+                f"no attention layer of {name} has seen longspan=: the model did not hand it down, and each rank"
+                f" attended to its own tokens alone. Such a model cannot be used on parts of sequences."
+            )
+        raise BatchError(
+            f"only {found} of the {wanted} layers of {name} have seen longspan=. In the others each rank saw its own"
+            f" tokens alone: the model did not hand it down to them, or they are no attention layers. Such a model"
+            f" cannot be used on parts of sequences."
+        )
+
     def _seed(self, module: Any, asked: Asked) -> int | None:
         if not asked.dropout:
             return None
@@ -122,10 +143,11 @@ class ShardedSequence:
 def _local_kind(given: LayerMask) -> Kind:
     """The kind of layer that a mask of local tokens stands for. Packing in it is none: where a rank's tokens have a
     gap, transformers takes them for two documents."""
-    if given.padding is not None:
+    if given.padding is not None and not given.padding.all():  # some models make a mask of ones, which says nothing
         raise MaskError(
-            "attention_mask was given to the model beside longspan=. It is about whole sequences and inside longspan="
-            " already: call model(**shard_inputs(...)) without it."
+            "a mask of padding reached the layer beside longspan=: attention_mask= was given to the model, or the model"
+            " made one from this rank's tokens. Padding is inside longspan= already: call model(**shard_inputs(...))"
+            " without attention_mask; a model that makes its own cannot be used over ranks."
         )
     if not given.is_square:
         raise MaskError(

@@ -85,9 +85,7 @@ class ContextParallelTrainer(_Base):
             if torch.is_grad_enabled():
                 raise BatchError(_no_count(inputs))
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)  # TRL does not count here
-        found = super().compute_loss(model, self._part(model, inputs), return_outputs, num_items_in_batch)
-        self._check_seen()
-        return found
+        return super().compute_loss(model, self._part(model, inputs), return_outputs, num_items_in_batch)
 
     def _part(self, model: nn.Module, inputs: Any) -> dict[str, Any]:
         """This rank's part of a batch that all ranks of the sequence have whole."""
@@ -119,13 +117,6 @@ class ContextParallelTrainer(_Base):
         numbers = f"{self.args.seed} {self.state.global_step} {self._num_micro_batches} {place}"
         return int.from_bytes(hashlib.sha256(numbers.encode()).digest()[:7], "big")
 
-    def _check_seen(self) -> None:
-        if not self._sequence.calls:
-            raise BatchError(
-                f"no attention layer of {type(self.model).__name__} has seen longspan=: each rank attended to its own"
-                f" tokens alone. Such a model cannot be trained on parts of sequences."
-            )
-
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
@@ -135,7 +126,6 @@ class ContextParallelTrainer(_Base):
         if not names or any(inputs.get(name) is None for name in names):
             inputs = self._part(model, self._prepare_inputs(inputs))  # no loss: the trainer calls the model itself
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self._check_seen()
         if loss is not None:
             dist.all_reduce(loss, group=self._ranks.cp.get_group())
             loss = loss / self._ranks.cp.size()

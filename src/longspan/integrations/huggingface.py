@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longspan import layouts
-from longspan.integrations.hf_attention import NAME, longspan_attention, numbers_of, restarts
+from longspan.integrations.hf_attention import BLIND, NAME, longspan_attention, numbers_of, restarts
 from longspan.integrations.hf_masks import LayerMask, layer_mask
 from longspan.integrations.hf_models import check_model, layer_kinds
+from longspan.integrations.hf_seen import listen
 from longspan.integrations.hf_sequence import ShardedSequence, Whole
+from longspan.integrations.hf_structure import check_packing, num_layers
 from longspan.integrations.hf_terms import Kind, runs
 from longspan.layouts import Layout
 from longspan.training import BatchError, shard_batch, shift_tokens
@@ -61,7 +63,7 @@ def shard_inputs(
 ) -> dict[str, Any]:
     """This rank's arguments: `model(**shard_inputs(model, batch, mesh["cp"]))`.
 
-    `model` is the model or its config; `batch` is what the model would get on one device, the same on every rank.
+    `model` is the model, wrapped or not; `batch` is what the model would get on one device, the same on every rank.
     Documents are found as transformers finds them: in `position_ids` that do not go on by one (without an
     `attention_mask`), in `cu_seq_lens_q`, or in `seq_idx`; `positions` ("sequence" or "document") is for the latter two
     where there are no `position_ids`. The result has
@@ -79,14 +81,20 @@ def shard_inputs(
     or counts positions itself, would go wrong unnoticed.
     """
     members = process_group(group, "shard_inputs")
-    config = check_model(model, batch, any_model)
+    inner = check_model(model, batch, any_model)
+    config = inner.config.get_text_config()
     rows, seq_len = _shape(batch)
     _check_others(batch, seq_len)
     padding, documents = _padding(batch, rows, seq_len), _documents(batch, rows, seq_len)
+    kinds = layer_kinds(config)
+    if documents is not None and all(batch.get(name) is None for name in PACKED) and config.model_type not in BLIND:
+        check_packing(inner, all("causal" in repr(kind) for kind in kinds))
     whole = Whole(rows, seq_len, padding, documents)
-    dealt = _layout(layout, whole, layer_kinds(config), members.size())
+    dealt = _layout(layout, whole, kinds, members.size())
     part = _part(batch, dealt, members.rank(), _positions(batch, rows, seq_len, documents, positions))
     part[NAME] = ShardedSequence(whole, dealt, members, schedule, dropout_seed)
+    part[NAME].num_layers = num_layers(inner, config)
+    listen(model, inner, inner.base_model)
     return part
 
 
@@ -103,11 +111,7 @@ def full_loss(loss: Tensor, inputs: Mapping[str, Any], *, gradients: str = "sum"
             f"full_loss takes a loss, the dict of shard_inputs that it was computed from, and gradients='sum' or"
             f" 'average', but {type(sequence).__name__} was found under {NAME!r}, and gradients = {gradients!r}."
         )
-    if not sequence.calls:
-        raise BatchError(
-            "no attention layer has seen longspan=: the model did not hand it down, and attended to this rank's tokens"
-            " alone. Such a model cannot be used over ranks."
-        )
+    sequence.check_seen("the model")
     value = loss.detach().clone()
     dist.all_reduce(value, group=sequence.group)
     share = loss * sequence.group.size() if gradients == "average" else loss

@@ -2,6 +2,15 @@
 
 from longspan.layouts.balance.solver import balanced
 from longspan.layouts.layout import Layout
-from longspan.layouts.patterns import contiguous, per_document, round_robin_by_work, striped, zigzag
+from longspan.layouts.patterns import contiguous, like_dtensor, per_document, round_robin_by_work, striped, zigzag
 
-__all__ = ["Layout", "balanced", "contiguous", "per_document", "round_robin_by_work", "striped", "zigzag"]
+__all__ = [
+    "Layout",
+    "balanced",
+    "contiguous",
+    "like_dtensor",
+    "per_document",
+    "round_robin_by_work",
+    "striped",
+    "zigzag",
+]

@@ -43,6 +43,20 @@ def contiguous(seq_len: int, world_size: int, *, equal_tokens: bool = False) -> 
     return Layout.from_rows(seq_len, world_size, rows, "contiguous", slots)
 
 
+def like_dtensor(seq_len: int, world_size: int) -> Layout:
+    """Rank r holds the r-th stretch of the sequence, cut where DTensor and `torch.chunk` cut: all but the last are
+    equally long, and for few tokens the last ranks hold none. `contiguous` cuts more evenly.
+
+    >>> like_dtensor(7, 2).spans(0), like_dtensor(5, 4).num_tokens.tolist()
+    ((0:4,), [2, 2, 1, 0])
+    """
+    check_sizes(seq_len, world_size, "like_dtensor")
+    size = -(-seq_len // world_size)
+    edges = np.minimum(np.arange(world_size + 1, dtype=np.int64) * size, seq_len)
+    rows = np.stack((edges[:-1], edges[1:], np.arange(world_size, dtype=np.int64)), axis=1)
+    return Layout.from_rows(seq_len, world_size, rows, "like_dtensor", None)
+
+
 def zigzag(seq_len: int, world_size: int, *, equal_tokens: bool = False) -> Layout:
     """Rank r holds chunks r and 2 * world_size - 1 - r of 2 * world_size: one early, one late.
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from longspan.span import Ints
 from longspan.training.groups import BatchError, check_batch, message_device, process_group
@@ -55,6 +56,8 @@ def _digest(name: str, value: Any) -> Ints | None:
     if isinstance(value, np.ndarray) and value.dtype != object:
         value = torch.as_tensor(value)
     if isinstance(value, Tensor):
+        if value.layout != torch.strided or isinstance(value, DTensor):
+            return None  # equal ones may be stored differently, or each rank has a part
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         head = f"{name} {value.dtype} {tuple(value.shape)} "
         digest = hashlib.sha256(head.encode())
@@ -86,12 +89,18 @@ def _gathered(row: Ints, group: dist.ProcessGroup) -> Ints:
 
 
 def _no_digest(batch: Mapping[str, Any], contents: list[Ints | None], ranks: list[int]) -> str:
-    found = [f"{n!r} ({type(batch[n]).__name__})" for n, c in zip(sorted(batch), contents, strict=True) if c is None]
+    found = [f"{n!r} ({_kind(batch[n])})" for n, c in zip(sorted(batch), contents, strict=True) if c is None]
     here = f" Here these are {', '.join(found)}." if found else ""
     return (
-        f"check_same compares tensors, arrays, numbers, texts and lists of these, but on ranks {ranks} the batch has"
-        f" values of other types.{here} Leave them out: check_same({{...}}, group) takes any part of a batch."
+        f"check_same compares dense tensors, arrays, numbers, texts and lists of these, but on ranks {ranks} the batch"
+        f" has values of other types.{here} Leave them out: check_same({{...}}, group) takes any part of a batch."
     )
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    sparse = isinstance(value, Tensor) and value.layout != torch.strided
+    return f"{name} of layout {value.layout}" if sparse else name
 
 
 def _difference(tables: Ints, counts: list[int]) -> str:

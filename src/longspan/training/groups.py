@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.errors import LongspanError
+from longspan.execution.handed import group_handed
 from longspan.execution.members import message_device
 from longspan.layouts import Layout
 
@@ -45,7 +46,7 @@ def process_group(group: Any, what: str) -> dist.ProcessGroup:
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise BatchError(
-            f"{what} needs a process group or a mesh of one axis, but {type(group).__name__} was given. The group of"
-            f" all ranks is torch.distributed.group.WORLD."
+            f"{what} needs a process group or a mesh of one axis, but {group_handed(group)}. The group of all ranks is"
+            f" torch.distributed.group.WORLD."
         )
     return group

@@ -1,0 +1,48 @@
+"""What callers hand over that is almost right: groups they are no member of, DTensors where none can be taken, or cut
+elsewhere than the plan cuts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from longspan.errors import KernelError, PlanError
+from longspan.schedules.plan import Plan
+
+
+def group_handed(group: Any) -> str:
+    """What was given as a group and is none, as the end of an error.
+
+    >>> group_handed(3)
+    'int was given'
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return (
+            "this process is no member of the group that was given: torch.distributed.new_group gave it a number"
+            " instead. Call this on the group's members alone"
+        )
+    return f"{type(group).__name__} was given"
+
+
+def check_plain(name: str, tensor: object) -> None:
+    """Refuses a DTensor among tensors that every rank passes whole."""
+    if isinstance(tensor, DTensor):
+        raise KernelError(
+            f"{name} is a DTensor, placed {tensor.placements}, but every rank passes a plain tensor with all query"
+            f" heads that it computes. Pass {name}.to_local() where it is replicated, or {name}.full_tensor()."
+        )
+
+
+def check_cut(q: DTensor, what: Any) -> None:
+    """Refuses a DTensor whose parts are not those of the plan's layout."""
+    if not isinstance(what, Plan) or q.device_mesh.size() != what.layout.world_size:
+        return  # which is refused elsewhere
+    rank, layout = q.device_mesh.get_local_rank(), what.layout
+    found, wanted = q.to_local().shape[2], int(layout.num_tokens[rank]) + layout.num_padding(rank)
+    if found != wanted and q.shape[2] == layout.seq_len:
+        raise PlanError(
+            f"rank {rank} holds {found} tokens of a DTensor of {layout.seq_len}, but {layout} gives it {wanted}."
+            f" DTensor cuts as torch.chunk does: plan with layouts.like_dtensor({layout.seq_len}, {layout.world_size})."
+        )
