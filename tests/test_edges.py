@@ -14,6 +14,7 @@ from longspan.errors import LongspanError, PlanError
 from longspan.execution.kernels import kernel_named
 from longspan.integrations.torch_api import flex_attention as flex_in_context
 from longspan.testing import allowed, dense_attention, run_loopback
+from longspan.training import gather_outputs, relayout, token_loss
 
 S = 48
 IDS = torch.tensor([0] * 17 + [1] * 20 + [2] * 11)
@@ -222,6 +223,24 @@ def test_forward_mode_derivatives_are_refused(name, grad):
         call(forward_ad.make_dual(q, tangent))
     with forward_ad.dual_level():  # nothing in here depends on a dual number
         assert torch.equal(call(q), call(q.detach()))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_training_helpers_refuse_forward_mode_derivatives():
+    logits, tangent = torch.randn(2, 8, 5)
+    labels = torch.randint(0, 5, (8,))
+    layout = ls.layouts.contiguous(8, 1)
+    calls = (
+        lambda x: token_loss(x, labels, group=None, gradients="sum"),
+        lambda x: relayout(x, layout, layout, None, 0),
+        lambda x: gather_outputs(x, layout, None, 0),
+    )
+    for call in calls:
+        with pytest.raises(PlanError, match="forward-mode derivative"):
+            torch.func.jvp(call, (logits,), (tangent,))
+        with forward_ad.dual_level(), pytest.raises(PlanError, match="forward-mode derivative"):
+            call(forward_ad.make_dual(logits, tangent))
+    assert token_loss(logits, labels, group=None, gradients="sum").isfinite()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")

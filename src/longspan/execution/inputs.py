@@ -57,7 +57,7 @@ def is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool or value.device.type == "meta":
             return False
-        return math.isfinite(value.detach())
+        return torch.compiler.is_compiling() or math.isfinite(value.detach())  # compiled, the operator looks
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -69,6 +69,6 @@ def check_no_tangent(**tensors: Any) -> None:
         if isinstance(tensor, Tensor) and has_tangent(tensor):
             raise PlanError(
                 f"{name} carries a forward-mode derivative (torch.func.jvp, jacfwd, hessian or a dual number), which"
-                f" attention does not have. Differentiate by backward, as in torch.autograd.grad, or detach it if no"
+                f" Longspan does not compute. Differentiate by backward, as in torch.autograd.grad, or detach it if no"
                 f" derivative is meant."
             )

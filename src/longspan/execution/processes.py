@@ -74,14 +74,20 @@ def seen(process: Process) -> Sight:
     return Sight(STOPPED if state in "Tt" else state, seconds)
 
 
-def _read(pid: int) -> tuple[str, float, int] | None:
-    """(state, processor seconds, start) of a process, or None where nothing can be read."""
+def _read(pid: int | str) -> tuple[str, float, int] | None:
+    """(state, processor seconds, start) of a process or thread, or None where nothing can be read."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # plain: it is read many times a second
             fields = file.read().rpartition(b")")[2].split()
         return fields[0].decode(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(fields[19])
     except (OSError, IndexError, ValueError):
         return None
+
+
+def is_asleep(thread: int | None) -> bool:
+    """Whether a thread of this process waits for something other than a processor; so also where that cannot be seen."""
+    found = None if thread is None else _read(f"self/task/{thread}")
+    return found is None or found[0] != "R"
 
 
 def _answers(pid: int) -> bool:

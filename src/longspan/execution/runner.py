@@ -6,6 +6,7 @@ so that the same code runs in loopback and on a process group.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from longspan.errors import PlanError
 from longspan.execution.captured import Totals
 from longspan.execution.kernels.contract import Kernel, Pairs, Tile
 from longspan.execution.observe import mark
@@ -39,6 +41,10 @@ class Job:
     dtype: torch.dtype
     scoring: Scoring | None = None
     sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise PlanError(f"scale = {self.scale} was given. It multiplies scores: one finite number.")
 
     @property
     def format(self) -> Format:

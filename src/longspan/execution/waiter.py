@@ -16,10 +16,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from longspan.execution.processes import is_asleep
+
 CLOSING_TAG = 0x7FFFFFF0
 """A tag that no message has."""
-SOON = 2.0
-"""Seconds within which a thread ends whose connections were closed."""
+DEAF = 2.0
+"""Seconds of sleep after which a thread whose connections were closed was not told so."""
 
 Works = Sequence[tuple[int, dist.Work]]
 
@@ -59,10 +61,19 @@ class Waiter:
             return
         if self._left is not None:
             _close(self._left)
-        # What does not end now is deaf: Gloo never tells a message that its peer died in the middle of. It sleeps until
-        # the group's timeout, long after this process has ended.
-        self._thread.join(SOON)
+        self._join()
         self._left = None
+
+    def _join(self) -> None:
+        """Waits until the thread has ended, or is found to be deaf: Gloo never tells a message that its peer died in the
+        middle of it. That one sleeps until the group's timeout, long after this process has ended.
+
+        On a crowded machine a thread that was woken may get no processor for seconds. It is not asleep then.
+        """
+        asleep, slept = 0.0, DEAF / 40
+        while self._thread.is_alive() and asleep < DEAF:
+            self._thread.join(slept)
+            asleep = asleep + slept if is_asleep(self._thread.native_id) else 0.0
 
     def _serve(self) -> None:
         while self._served():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from longspan.execution.inputs import is_number
+from longspan.execution.inputs import check_no_tangent, is_number
 from longspan.span import shortened
 from longspan.training.groups import BatchError, process_group
 
@@ -43,6 +43,7 @@ def token_loss(
     >>> round(loss.item(), 4)  # log(8), a mean over two labels
     2.0794
     """
+    check_no_tangent(logits=logits)
     _check(logits, labels, gradients, reduction, num_tokens)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     flat = labels.reshape(-1)

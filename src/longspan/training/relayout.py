@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.execution.inputs import check_no_tangent
 from longspan.layouts import Layout
 from longspan.span import Ints
 from longspan.training.groups import BatchError, check_layout, process_group
@@ -61,6 +62,7 @@ def relayout(x_local: Tensor, source: Layout, target: Layout, group: Any, dim: i
     """
     for layout in (source, target):
         check_layout(layout, "relayout")
+    check_no_tangent(x_local=x_local)
     members = process_group(group, "relayout")
     if (source.seq_len, source.world_size) != (target.seq_len, target.world_size):
         raise BatchError(f"relayout from {source} to {target}: both must be of one sequence on the same ranks.")
@@ -104,6 +106,7 @@ def gather_outputs(x_local: Tensor, layout: Layout, group: Any, dim: int, *, to:
     group rank `to` alone (None on the others). For evaluation: no gradients.
     """
     check_layout(layout, "gather_outputs")
+    check_no_tangent(x_local=x_local)
     members = process_group(group, "gather_outputs")
     _check_group(layout, members, "gather_outputs")
     rank, size = members.rank(), members.size()
