@@ -85,7 +85,7 @@ def _read(pid: int | str) -> tuple[str, float, int] | None:
 
 
 def is_asleep(thread: int | None) -> bool:
-    """Whether a thread of this process waits for something other than a processor; so also where that cannot be seen."""
+    """Whether a thread of this process waits for anything but a processor; so, too, where that cannot be seen."""
     found = None if thread is None else _read(f"self/task/{thread}")
     return found is None or found[0] != "R"
 

@@ -65,8 +65,8 @@ class Waiter:
         self._left = None
 
     def _join(self) -> None:
-        """Waits until the thread has ended, or is found to be deaf: Gloo never tells a message that its peer died in the
-        middle of it. That one sleeps until the group's timeout, long after this process has ended.
+        """Waits until the thread has ended, or is found to be deaf: Gloo never tells a message that its peer died in
+        the middle of it. That one sleeps until the group's timeout, long after this process has ended.
 
         On a crowded machine a thread that was woken may get no processor for seconds. It is not asleep then.
         """
