@@ -28,7 +28,7 @@ from longspan.execution.job_store import Store
 from longspan.execution.processes import Process, listener, seen, this_process
 from longspan.execution.records import Direction, Fault, Phase, Status
 from longspan.execution.store_client import StoreClient
-from longspan.execution.waiter import SOON, Waiter, first_line
+from longspan.execution.waiter import Waiter, first_line, join_unless_asleep
 
 MANY = 2048
 """Ranks from which on signs of life become rarer: one store serves them all."""
@@ -248,7 +248,7 @@ class Watch:
         self.store.close()
         self._waiter.end()
         if self._thread is not threading.current_thread():
-            self._thread.join(SOON)
+            join_unless_asleep(self._thread)
 
 
 def _ask(store: Store, question: Question) -> bytes | None:

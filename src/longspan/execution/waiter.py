@@ -20,8 +20,8 @@ from longspan.execution.processes import is_asleep
 
 CLOSING_TAG = 0x7FFFFFF0
 """A tag that no message has."""
-DEAF = 2.0
-"""Seconds of sleep after which a thread whose connections were closed was not told so."""
+ASLEEP = 2.0
+"""Seconds of sleep after which a thread whose connections were closed will not wake."""
 
 Works = Sequence[tuple[int, dist.Work]]
 
@@ -61,19 +61,10 @@ class Waiter:
             return
         if self._left is not None:
             _close(self._left)
-        self._join()
+        # What is asleep now is deaf: Gloo never tells a message that its peer died in the middle of. It sleeps until the
+        # group's timeout, long after this process has ended.
+        join_unless_asleep(self._thread)
         self._left = None
-
-    def _join(self) -> None:
-        """Waits until the thread has ended, or is found to be deaf: Gloo never tells a message that its peer died in
-        the middle of it. That one sleeps until the group's timeout, long after this process has ended.
-
-        On a crowded machine a thread that was woken may get no processor for seconds. It is not asleep then.
-        """
-        asleep, slept = 0.0, DEAF / 40
-        while self._thread.is_alive() and asleep < DEAF:
-            self._thread.join(slept)
-            asleep = asleep + slept if is_asleep(self._thread.native_id) else 0.0
 
     def _serve(self) -> None:
         while self._served():
@@ -98,6 +89,17 @@ class Waiter:
             except Exception as error:
                 return peer, first_line(error)
         return None
+
+
+def join_unless_asleep(thread: threading.Thread) -> None:
+    """Waits until the thread has ended, or has slept for `ASLEEP` seconds on end.
+
+    On a crowded machine a thread that was woken may get no processor for seconds. It is not asleep then.
+    """
+    slept, pause = 0.0, ASLEEP / 40
+    while thread.is_alive() and slept < ASLEEP:
+        thread.join(pause)
+        slept = slept + pause if is_asleep(thread.native_id) else 0.0
 
 
 def _close(group: dist.ProcessGroup) -> None:
