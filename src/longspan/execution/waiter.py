@@ -61,8 +61,8 @@ class Waiter:
             return
         if self._left is not None:
             _close(self._left)
-        # What is asleep now is deaf: Gloo never tells a message that its peer died in the middle of. It sleeps until the
-        # group's timeout, long after this process has ended.
+        # What is asleep now is deaf: Gloo never tells a message that its peer died in the middle of. It sleeps until
+        # the group's timeout, long after this process has ended.
         join_unless_asleep(self._thread)
         self._left = None
 
@@ -103,11 +103,16 @@ def join_unless_asleep(thread: threading.Thread) -> None:
 
 
 def _close(group: dist.ProcessGroup) -> None:
-    """Closes all connections of a group: what Gloo does when somebody gives up waiting for a message."""
-    other = (group.rank() + 1) % group.size()
+    """Closes all connections of a group: what Gloo does when somebody gives up waiting for a message.
+
+    Every rank is tried, since nothing can be waited for from one whose own connection is closed already; after the
+    first that is, the others answer at once.
+    """
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
     for tag in range(CLOSING_TAG, CLOSING_TAG + 8):  # with several interfaces, each has connections of its own
-        with suppress(RuntimeError):
-            group.recv([torch.empty(1, dtype=torch.uint8)], other, tag).wait(timedelta(milliseconds=1))
+        for other in others:
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1, dtype=torch.uint8)], other, tag).wait(timedelta(milliseconds=1))
 
 
 def first_line(error: BaseException) -> str:
