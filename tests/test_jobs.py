@@ -1,5 +1,6 @@
 """How jobs by torchrun are run and judged: each kind of bad end is seen. The jobs: `python -m tests.jobs`."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -47,6 +48,13 @@ def test_pages_say_what_their_jobs_are_asked_for():
     """Every example is listed with a line, and every page with a line exists."""
     assert set(pages.EXAMPLES) == set(pages.examples())
     assert {page for page, _, _ in pages.blocks()} >= set(pages.LINES)
+
+
+def test_small_errors_are_small():
+    for text in ("0.0e+00", "3.1e-07", "9.9e-05", "1.0e-16"):
+        assert re.fullmatch(pages.SMALL, text)
+    for text in ("1.0e+00", "1.2e-04", "nan", "2.0e-01"):
+        assert not re.fullmatch(pages.SMALL, text)
 
 
 @pytest.mark.timeout(300)
