@@ -256,23 +256,22 @@ class Detector:
             peer.sight = self._look_at(peer.process)
         peer.began = peer.began or peer.sight
         peer.stopped = peer.stopped + passed if peer.sight.state == STOPPED else 0.0
-        who, last = self.name(number), self.last(number)
         ended = peer.status is not None and peer.status.phase is Phase.ENDED
         if ended or peer.sight.state == GONE:
             if not self._is_needed(number, peer, now, passed, broken):
                 return None
             what = "has ended" if ended else f"is dead: its process (pid {peer.process.pid}) has ended"
-            return f"{who} {what}; last seen {last}."
+            return f"{self.name(number)} {what}; last seen {self.last(number)}."
         text = self._protocol(number, peer)
         if text is not None:
             return text
         if peer.stopped >= self.patience:
-            return f"{who} is stopped (SIGSTOP) for {peer.stopped:.1f} s; last seen {last}."
+            return f"{self.name(number)} is stopped (SIGSTOP) for {peer.stopped:.1f} s; last seen {self.last(number)}."
         granted = SLOW_SIGNS if peer.number < 0 else self.patience + LAGS * self._lag
         if not near and peer.silent >= granted:
             return (
-                f"{who} is lost: its host, or the network to it, is dead or stopped: no sign of life for"
-                f" {peer.silent:.1f} s; last seen {last}."
+                f"{self.name(number)} is lost: its host, or the network to it, is dead or stopped: no sign of life for"
+                f" {peer.silent:.1f} s; last seen {self.last(number)}."
             )
         return None
 
