@@ -38,8 +38,9 @@ def judged(world):
         assert names <= ({world.victim, -1} if world.victim == world.holder else {world.victim}), texts
     far = len({rank.process.process.host for rank in ranks}) > 1
     granted = detector.SLOW_SIGNS if far and not world.was_watched else 3.0
+    needs = [rank.needs_since for rank in raised if rank.left[:1] and rank.left[0] in gone]
     for rank in raised:
-        begin = max(world.strike_time, rank.waits_since, 0.0 if -1 in names else world.direct)
+        begin = max(world.strike_time, rank.waits_since, 0.0 if -1 in names else min(needs, default=math.inf))
         if math.isfinite(begin):
             assert rank.ended - begin < granted + SLACK, f"named after {rank.ended - begin:.1f} s: {rank.finding}"
     return f"{world.kind}: {'named' if raised else 'fine'}"
@@ -60,3 +61,75 @@ def test_there_are_enough_seeds_and_all_kinds_are_met():
     assert NUM_SEEDS >= 2000
     found = {judged(World(seed)) for seed in range(20 * len(KINDS))}
     assert {f"{kind}: {'fine' if kind in HARMLESS else 'named'}" for kind in KINDS} <= found
+
+
+# -- mutants: each breaks one thing, and the seeds must notice ------------------------------------------------------
+
+
+def unpatient(patch):
+    """Time in which this rank stood still counts as silence of the others."""
+    patch.setattr(detector, "STRIDE", math.inf)
+
+
+def hasty(patch):
+    """Who has ended is named at once, though its last message is on its way."""
+    patch.setattr(detector, "DELIVERY", 0.0)
+
+
+def blind_to_death(patch):
+    """A process that is gone is waited for."""
+    patch.setattr(detector, "GONE", "none")
+
+
+def blind_to_stops(patch):
+    """A process that is stopped is waited for."""
+    patch.setattr(detector, "STOPPED", "none")
+
+
+def blind_to_the_store(patch):
+    """The store's host is not looked at; whoever does not answer at once is lost."""
+    original = detector.Detector.__init__
+    patch.setattr(detector.Detector, "__init__", lambda self, a, b, c, d, e: original(self, a, b, c, None, e))
+
+
+def all_are_near(patch):
+    """Processes of other hosts are looked for on this one."""
+    patch.setattr(detector.Detector, "_is_near", lambda self, peer: peer.process is not None)
+
+
+def deaf(patch):
+    """What others wrote down is not read."""
+    patch.setattr(detector.Fault, "parsed", classmethod(lambda cls, raw, size: None))
+
+
+def without_watchers(patch):
+    """Ranks of other hosts are judged by their own signs of life, which need the interpreter's lock."""
+    patch.setattr(detector, "SLOW_SIGNS", 2.0)
+    patch.setattr(detector, "parsed_life", lambda raw: (-1, detector.Sight("R")))
+
+
+MUTANTS = {
+    unpatient: ("all stand still",),
+    hasty: ("nothing", "lock", "all stand still"),
+    blind_to_death: ("kill", "two kills"),
+    blind_to_stops: ("stop",),
+    blind_to_the_store: ("slow store",),
+    all_are_near: ("host",),
+    deaf: ("raise",),
+    without_watchers: ("lock",),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
+def test_mutants_are_noticed(mutate, monkeypatch):
+    seeds = [seed for seed in range(150 * len(KINDS)) if KINDS[seed % len(KINDS)] in MUTANTS[mutate]]
+    for seed in seeds[:8]:
+        judged(World(seed))  # as it is, all is well
+    mutate(monkeypatch)
+    for seed in seeds:
+        try:
+            judged(World(seed))
+        except (AssertionError, AttributeError):
+            return
+    pytest.fail(f"{mutate.__doc__} {len(seeds)} seeds did not notice")

@@ -64,7 +64,7 @@ class Companion:
 
 def companion_of(store: Store, me: Process, key: str) -> bool:
     """Whether a watcher shows that this process lives, under this key of the store; started when first asked for."""
-    if not isinstance(store, StoreClient) or me.host == NOWHERE:
+    if not isinstance(store, StoreClient) or me.host == NOWHERE or not sys.executable:
         return False
     with _lock:
         found = _companions.get(store.address)

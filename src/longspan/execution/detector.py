@@ -46,8 +46,6 @@ class Finding:
     rank: int
     """Who is to blame; -1 if it is the store."""
     text: str
-    is_told: bool = False
-    """Whether it was read in the store, so that all know it."""
 
 
 @dataclass
@@ -93,6 +91,8 @@ class Detector:
         self.waiting: tuple[int, ...] = ()
         self.lost: str | None = None
         """Why the store cannot be asked any more."""
+        self.strange: str | None = None
+        """What was read in the store that no rank of this job can have written."""
         self.closes = False
         """Whether the store's host has ended in good order, and took the store with it."""
         self._look_at = look_at
@@ -196,7 +196,9 @@ class Detector:
         self._current, self._num_waits = current, num_waits
         told = self._fault or self._refused
         if told is not None:
-            return Finding(told.rank, told.text, True)
+            return Finding(told.rank, told.text)
+        if self.strange is not None:
+            return Finding(-1, self.strange)
         if self.lost is not None and not self.closes:
             return Finding(-1, f"the job's store is gone ({self.lost}): its host{self._holder()} has ended.")
         found = self._store_trouble(passed)
@@ -256,23 +258,22 @@ class Detector:
             peer.sight = self._look_at(peer.process)
         peer.began = peer.began or peer.sight
         peer.stopped = peer.stopped + passed if peer.sight.state == STOPPED else 0.0
-        who, last = self.name(number), self.last(number)
         ended = peer.status is not None and peer.status.phase is Phase.ENDED
         if ended or peer.sight.state == GONE:
             if not self._is_needed(number, peer, now, passed, broken):
                 return None
             what = "has ended" if ended else f"is dead: its process (pid {peer.process.pid}) has ended"
-            return f"{who} {what}; last seen {last}."
+            return f"{self.name(number)} {what}; last seen {self.last(number)}."
         text = self._protocol(number, peer)
         if text is not None:
             return text
         if peer.stopped >= self.patience:
-            return f"{who} is stopped (SIGSTOP) for {peer.stopped:.1f} s; last seen {last}."
+            return f"{self.name(number)} is stopped (SIGSTOP) for {peer.stopped:.1f} s; last seen {self.last(number)}."
         granted = SLOW_SIGNS if peer.number < 0 else self.patience + LAGS * self._lag
         if not near and peer.silent >= granted:
             return (
-                f"{who} is lost: its host, or the network to it, is dead or stopped: no sign of life for"
-                f" {peer.silent:.1f} s; last seen {last}."
+                f"{self.name(number)} is lost: its host, or the network to it, is dead or stopped: no sign of life for"
+                f" {peer.silent:.1f} s; last seen {self.last(number)}."
             )
         return None
 
@@ -347,7 +348,9 @@ class Detector:
         if peer.sight.state == UNKNOWN:
             return "what its process does cannot be seen from here"
         share = f"{used:.1f} s of processor time in {self._waited:.1f} s"
-        return f"busy, {share}" if used > 0.1 * self._waited else f"asleep, {share}"
+        if used > 0.1 * self._waited:
+            return f"busy, {share}"
+        return f"held up by other processes, {share}" if peer.sight.state == "R" else f"asleep, {share}"
 
     def name(self, rank: int) -> str:
         return f"rank {rank}" if self.names[rank] == rank else f"rank {rank} (global rank {self.names[rank]})"

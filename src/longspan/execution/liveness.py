@@ -25,7 +25,7 @@ from longspan.errors import RankError
 from longspan.execution.companion import companion_of
 from longspan.execution.detector import BEAT, DELIVERY, LOOK, Detector, Finding, Question, answered_by
 from longspan.execution.job_store import Store
-from longspan.execution.processes import Process, listener, seen, this_process
+from longspan.execution.processes import GONE, Process, listener, seen, this_process
 from longspan.execution.records import Direction, Fault, Phase, Status
 from longspan.execution.store_client import StoreClient
 from longspan.execution.waiter import Waiter, first_line, join_unless_asleep
@@ -37,6 +37,7 @@ GRACE = 0.75
 LAST = 5.0
 """Seconds for which it stays, if all went well, until the others have ended as well."""
 ADVICE = "End this process, so that the launcher can start all ranks again (torchrun --max-restarts)."
+_holders: dict[tuple[str, int], Process | None] = {}
 _log = logging.getLogger("longspan")
 
 
@@ -50,7 +51,7 @@ class Watch:
         self.failed: str | None = None
         """Why this group cannot be used any more."""
         me = this_process() if me is None else me
-        host = listener(store.address[1]) if isinstance(store, StoreClient) and store.is_local else None
+        host = _holder(store) if isinstance(store, StoreClient) and store.is_local else None
         self.detector = Detector(rank, names, me, host, seen)
         self._hosts_store = host is not None and host.pid == os.getpid()
         self._interval = BEAT * max(1.0, world_size / MANY)  # all groups share one store
@@ -173,6 +174,9 @@ class Watch:
         while not self._stop.is_set():
             try:
                 self._converse()
+            except RankError as error:
+                self.detector.strange = str(error)
+                return
             except Exception as error:
                 if not self._stop.is_set():
                     self.detector.lost = first_line(error)
@@ -249,6 +253,14 @@ class Watch:
         self._waiter.end()
         if self._thread is not threading.current_thread():
             join_unless_asleep(self._thread)
+
+
+def _holder(store: StoreClient) -> Process | None:
+    """The process that holds the store; looked for once, as long as it lives."""
+    found = _holders.get(store.address)
+    if found is None or seen(found).state == GONE:
+        found = _holders[store.address] = listener(store.address[1])
+    return found
 
 
 def _ask(store: Store, question: Question) -> bytes | None:

@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -26,6 +27,8 @@ KINDS = (*HARMLESS, *STRIKES, "two kills", "store killed", "store stopped")
 LAUNCHER = -1
 """The number of the process that is no rank."""
 TIMEOUT = 3600.0
+FIRST = 100
+"""The number of rank 0's process."""
 
 
 @dataclass
@@ -46,7 +49,8 @@ class Rank:
         store = world.processes[world.holder]
         near = store.process.host == self.process.process.host
         names = range(world.size)
-        self.detector = Detector(number, names, self.process.process, store.process if near else None, world.look_at)
+        look_at = partial(world.look_from, self.process.process.host)
+        self.detector = Detector(number, names, self.process.process, store.process if near else None, look_at)
         self.call = self.step = self.num_waits = 0
         self.wait = -1
         self.box: set[tuple[int, int, int]] = set()
@@ -55,7 +59,8 @@ class Rank:
         self.broken: int | None = None
         self.broken_looks = 0
         self.jump = 0.0
-        self.waits_since = 0.0
+        self.waits_since = self.needs_since = 0.0
+        """Since when it waits, and since when for the rank that it waits for now."""
         self.watched = False
         self.ended: float | None = None
         self.finding: Finding | None = None
@@ -93,7 +98,7 @@ class Rank:
         self.waits_since = self.world.now
         self.detector.status = replace(self.detector.status, phase=Phase.WAITING)
         self.detector.begin(self.clock(), self.left, TIMEOUT)
-        self.world.noted(self)
+        self.needs_since = self.world.now
         self.world.soon(self.number, BEAT / 4, self.look, self.wait)
         self.progress()
 
@@ -105,7 +110,7 @@ class Rank:
             self.left.pop(0)
             self.num_waits += 1
             self.broken = None
-            self.world.noted(self)
+            self.needs_since = self.world.now
         if not self.left:
             self.detector.end()
             self.wait += 1
@@ -209,15 +214,15 @@ class World:
         self.num_calls, self.num_steps = draw.randint(3, 6), draw.randint(1, 3)
         self.to_all, self.work = draw.random() < 0.4, draw.choice((0.01, 0.2, 1.5))
         if self.kind == "host":  # its watchers have begun when it goes
-            self.num_calls, self.work = 12, 1.5
-        self.strike_call = draw.randint(1, self.num_calls) if self.kind != "host" else 10
+            self.num_calls, self.work = 9, 1.2
+        self.strike_call = draw.randint(1, self.num_calls) if self.kind != "host" else 7
         hosts = draw.randint(2, 3) if self.kind == "host" else draw.choice((1, 1, 2, 3))
         self.victim = draw.randrange(self.size)
         steady = self.kind not in ("lock", "all stand still", "short stop", "clock", "host", "slow store")
         self.holder = 0 if steady and draw.random() < 0.3 else LAUNCHER
         places = {rank: rank * hosts // self.size for rank in range(self.size)} | {LAUNCHER: 0}
         self.processes = {
-            number: Virtual(Process(bytes([place + 1]) * 16, 100 + number, 7)) for number, place in places.items()
+            number: Virtual(Process(bytes([place + 1]) * 16, FIRST + number, 7)) for number, place in places.items()
         }
         if self.kind == "host" and places[self.victim] == 0:
             self.victim = self.size - 1
@@ -230,8 +235,6 @@ class World:
         self.lost_hosts: set[bytes] = set()
         self.was_watched = True
         """Whether a watcher had begun to look at the victim when it was struck."""
-        self.direct = math.inf
-        """When a rank first waited for the victim itself, after the strike."""
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = count()
         self.ranks = [Rank(number, self) for number in range(self.size)]
@@ -242,8 +245,9 @@ class World:
             self.at(self.draw.random() * 0.5, rank.live)
             self.at(0.5 + self.draw.random() * 0.5, rank.begin)
         while self._heap and self.now < 4000 and not self._is_over():
-            self.now, _, act, arguments = heapq.heappop(self._heap)
-            act(*arguments)
+            for _ in range(min(16, len(self._heap))):
+                self.now, _, act, arguments = heapq.heappop(self._heap)
+                act(*arguments)
         return self.ranks
 
     def _is_over(self) -> bool:
@@ -255,6 +259,8 @@ class World:
     def strike(self) -> None:
         """The one thing of this seed."""
         draw, victim, kind = self.draw, self.processes[self.victim], self.kind
+        if kind.startswith("store") and self.holder >= 0 and self.ranks[self.holder].ended is not None:
+            return  # it has said goodbye
         if kind != "raise":
             self.strike_time = self.now
         self.was_watched = f"life/{self.victim}" in self.store
@@ -288,8 +294,6 @@ class World:
             if kind == "store killed":
                 self.kill(self.holder)
             self.victim = self.holder
-        for rank in self.ranks:
-            self.noted(rank)
 
     def stop(self, number: int, seconds: float | None) -> None:
         process = self.processes[number]
@@ -322,11 +326,6 @@ class World:
         """A connection is found closed; what had been sent before has arrived."""
         if (rank.call, rank.step, number) not in rank.box:
             rank.broken, rank.broken_looks = number, 0
-
-    def noted(self, rank: Rank) -> None:
-        """Keeps when a rank first needed the victim."""
-        if rank.ended is None and rank.left and rank.left[0] == self.victim and rank.detector.waiting:
-            self.direct = min(self.direct, max(self.now, self.strike_time))
 
     # -- messages and time ------------------------------------------------------------------------------------------
 
@@ -390,6 +389,9 @@ class World:
             answer = self.store.get(key)
         return self.soon(rank.number, self.latency() / 2, rank.answered, turn, answer)
 
+    def look_from(self, host: bytes, process: Process) -> Sight:
+        """A look at a process of one's own host; what has its number elsewhere is another one."""
+        return self.look_at(process) if process.host == host else Sight("R")
+
     def look_at(self, process: Process) -> Sight:
-        found = next(p for p in self.processes.values() if p.process == process)
-        return Sight(found.state, self.now / 2)
+        return Sight(self.processes[process.pid - FIRST].state, self.now / 2)
