@@ -1,4 +1,4 @@
-"""What ranks of a pool do for tests of the order of calls. Each has a group of its own: one that failed stays failed."""
+"""What ranks of a pool do for tests of the order of calls. Each has a group of its own: a failed one stays failed."""
 
 import time
 
