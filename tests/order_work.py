@@ -1,4 +1,4 @@
-"""What ranks of a pool do for tests of the order of calls. Each case has its own group: one that failed stays so."""
+"""What ranks of a pool do for tests of the order of calls. Each has a group of its own: a failed one stays failed."""
 
 import time
 

@@ -1,9 +1,16 @@
 """Ranks that make the same calls in the same order get right answers; in another order they are told, and none is mixed
 up."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import order_work
 import pytest
-from pool import pool
+import torch
+from pool import end_all, pool
+
+from longspan.execution.members import ALIKE, ROWS, TABLE, VERDICT, Call, Running
+from longspan.execution.safety import Safety
 
 SCHEMES = ("ring", "all_gather", "exchange", "all_to_all", "hybrid(2)")
 
@@ -12,8 +19,7 @@ SCHEMES = ("ring", "all_gather", "exchange", "all_to_all", "hybrid(2)")
 def _fresh_ranks():
     """Calls that were refused leave messages under way that nobody finishes."""
     yield
-    for world in (2, 3, 4):
-        pool(world).end()
+    end_all()
 
 
 def refused(found, *says):
@@ -78,3 +84,30 @@ def test_sums_over_ranks_of_different_calls_do_not_meet():
 
 def test_sums_over_ranks_in_one_order_are_right():
     assert all(pool(3).run(order_work.summed_twice))
+
+
+CALL = Call("ab" * 32, "forward", 3, torch.float32, torch.device("cpu"), Safety())
+CHANGES = {"fingerprint": "ac" * 32, "direction": "backward", "forward": 4, "name": "text"}
+
+
+def tags(call, number=7, training_step=3):
+    running = Running(SimpleNamespace(training_step=training_step), call, number, None)
+    return [running.tag(step) for step in range(ALIKE)], [running.tag(step) for step in (ROWS, VERDICT, TABLE)]
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_tags_tell_calls_apart(field):
+    """Whatever differs, no two tags are the same; what is compared before a plan is agreed on has the same ones."""
+    mine, compared = tags(CALL)
+    others, alike = tags(replace(CALL, **{field: CHANGES[field]}))
+    assert not {*mine, *compared} & {*others}
+    assert compared == alike
+    assert all(0 <= tag < 1 << 31 for tag in (*mine, *others, *alike))
+
+
+def test_tags_of_neighbours_differ():
+    found = [tag for number in range(100) for part in tags(CALL, number) for tag in part]
+    found += [tag for step in range(10) for part in tags(CALL, 200, step) for tag in part]
+    assert len(set(found)) == len(found)
+    same = tags(replace(CALL))
+    assert same == tags(CALL)

@@ -55,7 +55,20 @@ def blind_to(field):
     return mutate
 
 
-for _field in ("plan", "call", "training_step", "direction", "step", "src", "dst", "pieces", "num_bytes", "dtype"):
+for _field in (
+    "plan",
+    "call",
+    "training_step",
+    "direction",
+    "step",
+    "src",
+    "dst",
+    "pieces",
+    "num_bytes",
+    "dtype",
+    "forward",
+    "name",
+):
     MUTANTS[f"header_blind_to_{_field}"] = blind_to(_field)
 
 
@@ -166,7 +179,20 @@ def silent_about(field):
     return mutate
 
 
-for _field in ("plan", "mask", "layout", "shapes", "dtype", "device", "scheme", "scale", "scores", "torch", "longspan"):
+for _field in (
+    "plan",
+    "mask",
+    "layout",
+    "shapes",
+    "dtype",
+    "device",
+    "scheme",
+    "scale",
+    "scores",
+    "torch",
+    "longspan",
+    "name",
+):
     MUTANTS[f"agreement_silent_about_{_field}"] = silent_about(_field)
 
 
@@ -296,7 +322,7 @@ def refuses(call, error, *says):
 HEADER = Header(b"abcdefgh", 3, 5, 1, 2, 0, 1, 77, 40, b"float32\0")
 OTHERS = {
     "plan": b"abcdefgx", "call": 4, "training_step": 6, "direction": 2, "step": 3, "src": 2, "dst": 3, "pieces": 78,
-    "num_bytes": 41, "dtype": b"bfloat16",
+    "num_bytes": 41, "dtype": b"bfloat16", "forward": 9, "name": 7,
 }  # fmt: skip
 
 

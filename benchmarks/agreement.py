@@ -1,0 +1,64 @@
+"""What agreement costs a call that was made before: making its record, and looking it up.
+
+    python -m benchmarks.agreement
+
+Fails above 50 microseconds, for any number of documents and for a mask that a function decides.
+"""
+
+import statistics
+import sys
+import time
+
+import torch
+
+import longspan as ls
+from longspan.execution.agreement import record_of
+from longspan.execution.kernels import kernel_named
+from longspan.execution.runner import Job
+from longspan.execution.safety import Safety
+from longspan.masks import Mask
+
+BAR, ROUNDS, TOKENS = 50e-6, 2000, 65536
+
+
+def job_of(mask: Mask) -> Job:
+    """A rank's job under a plan for two ranks."""
+    layout = ls.layouts.zigzag(TOKENS, 2)
+    plan = ls.plan(mask, layout, q_heads=8, kv_heads=8, head_dim=64, dtype="float32", schedule="exchange")
+    return Job(plan, 0, kernel_named("reference"), 0.125, torch.float32)
+
+
+def seconds(job: Job) -> float:
+    """Of one repeated call: the median."""
+    agreed, times = {record_of(job, torch.device("cpu"), True, "", Safety()).digest}, []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        known = record_of(job, torch.device("cpu"), True, "", Safety()).digest in agreed
+        times.append(time.perf_counter() - begin)
+        assert known
+    return statistics.median(times)
+
+
+def masks() -> dict[str, Mask]:
+    """Those that are measured; the function counts how often it is asked."""
+    ids = torch.arange(TOKENS) // 1000
+    documents = {
+        f"{n:,} documents": [TOKENS // n] * (n - 1) + [TOKENS - TOKENS // n * (n - 1)] for n in (100, 1000, 10000)
+    }
+    found = {name: ls.masks.documents(lengths) & ls.masks.causal() for name, lengths in documents.items()}
+    function = ls.masks.from_mask_mod(lambda b, h, q, kv: ids[q] == ids[kv], TOKENS, within=ls.masks.causal())
+    return {**found, "a function at 64k": function}
+
+
+def main() -> int:
+    worst = 0.0
+    for name, mask in masks().items():
+        took = seconds(job_of(mask))
+        worst = max(worst, took)
+        print(f"{name:20} {took * 1e6:6.1f} us")
+    print(f"the bar is {BAR * 1e6:.0f} us")
+    return int(worst > BAR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
