@@ -58,6 +58,20 @@ def test_inner_contexts_and_modules_inherit():
         assert max(errors) < 1e-12
 
 
+def test_attention_that_goes_around_a_context_is_refused_or_warned_about():
+    for found in run(work.unseen):
+        for name in ("eager", "softmax"):
+            assert "written out inside a context" in found[name]
+        for name in ("operator", "overload"):
+            assert "aten._scaled_dot_product_flash_attention_for_cpu was called inside a context" in found[name]
+        for name in ("in_a_thread", "traced"):
+            (warning,) = found[name]
+            assert "no attention was routed" in warning
+        assert found["other_softmax"], "results without attention are worth a warning"
+        for name in ("nothing", "planned"):
+            assert found[name] == []
+
+
 def test_what_else_may_happen_in_a_context():
     for errors in run(work.beside):
         assert max(errors) < 2e-5

@@ -425,6 +425,67 @@ def refused(call):
     return "not refused"
 
 
+def unseen():
+    """What a context says of attention that goes around it, and that it is silent where nothing does: (case, what)."""
+    mesh, length = mesh_of_all(), 64
+    found = {}
+
+    def eager(q, k, v):
+        return (q @ k.mT / 8**0.5).softmax(-1) @ v
+
+    def other_softmax(q, k, v):
+        return (
+            (q @ k[:, :, :5].mT).softmax(-1) @ v[:, :, :5]
+            + torch.softmax(q, -1).sum()
+            + eager(q[0, 0], k[0, 0], v[0, 0])
+        )
+
+    def planned(q, k, v):
+        layout = ls.layouts.zigzag(length, mesh.size())
+        plan = ls.plan(ls.masks.causal(), layout, q_heads=2, kv_heads=2, head_dim=8, dtype="float32")
+        return ls.attention(q.requires_grad_(), k, v, plan, group=mesh)
+
+    def operator(q, k, v):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
+
+    def overload(q, k, v):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, True)[0]
+
+    def in_a_thread(q, k, v):
+        results = []
+        thread = threading.Thread(target=lambda: results.append(F.scaled_dot_product_attention(q, k, v)))
+        thread.start()
+        thread.join()
+        return results[0]
+
+    def nothing(q, k, v):
+        return None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch, about TorchScript
+        traced = torch.jit.trace(F.scaled_dot_product_attention, tuple(torch.randn(3, 1, 2, 9, 8)))
+    for case in (eager, F.softmax, other_softmax, planned, operator, overload, in_a_thread, traced, nothing):
+        q, k, v = torch.randn(3, 1, 2, length, 8).unbind()
+        q, k, v = q.clone(), k.clone(), v.clone()
+        name = getattr(case, "__name__", "traced")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                with api.context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+                    out = F.softmax(q @ k.mT, dim=-1) if case is F.softmax else case(q, k, v)
+                    if out is not None:
+                        api.context_parallel_unshard(mesh, [out], [2])
+                        if out.requires_grad:
+                            out.sum().backward()
+                    else:
+                        api.context_parallel_unshard(mesh, [q], [2])
+                found[name] = [str(w.message) for w in caught if "context of Longspan" in str(w.message)]
+            except ls.LongspanError as error:
+                found[name] = str(error)
+        dist.barrier()
+    return found
+
+
 def refusals():
     """What each refused call says, by name."""
     mesh, (q, k, v, _) = mesh_of_all(), whole(dtype=torch.float32)

@@ -17,8 +17,8 @@ from torch import Tensor
 from longspan.errors import MaskError
 from longspan.masks import Mask, Plane
 from longspan.masks import bands as bd
-from longspan.masks.mask import Both, Either, Neither
 from longspan.masks.opaque import Function, MaskMod
+from longspan.masks.plane import Both, Either, Neither
 from longspan.span import Ints
 
 Bools = NDArray[np.bool_]

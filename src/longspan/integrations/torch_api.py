@@ -116,7 +116,7 @@ def context_parallel(
         route.buffers = {id(t) for t in tensors}
         stack.enter_context(Router(route))
         yield
-        if tensors and route.results and not route.calls and mesh.size() > 1:
+        if tensors and route.results and not (route.calls or route.planned) and mesh.size() > 1:
             warnings.warn(UNSEEN, stacklevel=3)
 
 

@@ -58,6 +58,8 @@ class Route:
         """Tensors that the context sharded."""
         self.results = False
         """Whether something was differentiated or gathered in here that is no buffer."""
+        self.planned = False
+        """Whether attention was called that needs no route."""
 
     @property
     def local_len(self) -> int:
@@ -274,6 +276,8 @@ class Router(TorchFunctionMode):
             return self._special(func, name, args, kwargs or {})
         if name in _SOFTMAX and self._of_own_scores(args):
             _refuse_written_out(self.local_len)
+        if name == "attention":  # Longspan's own operator, over a plan of the caller's
+            self.route.planned = True
         return func(*args, **(kwargs or {}))
 
     def _of_own_scores(self, args: tuple[Any, ...]) -> bool:

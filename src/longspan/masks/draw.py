@@ -6,7 +6,7 @@ import numpy as np
 
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
-from longspan.masks.mask import Plane
+from longspan.masks.plane import Plane
 from longspan.span import Ints, whole
 
 _OPAQUE_LIMIT = 4096

@@ -9,8 +9,9 @@ import numpy as np
 
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
-from longspan.masks.mask import Both, Either, Mask, Neither, Plane
+from longspan.masks.mask import Mask
 from longspan.masks.opaque import Function, MaskMod
+from longspan.masks.plane import Both, Either, Neither, Plane
 from longspan.span import Ints
 
 if TYPE_CHECKING:

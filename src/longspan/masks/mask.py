@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,150 +22,13 @@ from longspan.masks import bands as bd
 from longspan.masks.bands import LIMIT, Band
 from longspan.masks.keys import This
 from longspan.masks.memo import Memo
+from longspan.masks.plane import Bools, Plane
 from longspan.masks.reads import Reads
 from longspan.sealed import sealed
 from longspan.span import Ints, Span, whole
 from longspan.untraced import untraced
 
-Bools = NDArray[np.bool_]
 Grid = tuple[tuple["Plane", ...], ...]
-
-
-class Predicate(Protocol):
-    """Decides the pairs that closed form leaves open."""
-
-    def allows(self, q: Ints, kv: Ints) -> Bools: ...
-    def key(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Both:
-    """Allowed by both planes."""
-
-    a: Plane
-    b: Plane
-
-    def allows(self, q: Ints, kv: Ints) -> Bools:
-        return self.a.allows(q, kv) & self.b.allows(q, kv)
-
-    def key(self) -> str:
-        return f"({self.a.key()}&{self.b.key()})"
-
-
-@dataclass(frozen=True, slots=True)
-class Either:
-    """Allowed by either plane."""
-
-    a: Plane
-    b: Plane
-
-    def allows(self, q: Ints, kv: Ints) -> Bools:
-        return self.a.allows(q, kv) | self.b.allows(q, kv)
-
-    def key(self) -> str:
-        return f"({self.a.key()}|{self.b.key()})"
-
-
-@dataclass(frozen=True, slots=True)
-class Neither:
-    """Allowed where the plane does not."""
-
-    a: Plane
-
-    def allows(self, q: Ints, kv: Ints) -> Bools:
-        return ~self.a.allows(q, kv)
-
-    def key(self) -> str:
-        return f"~{self.a.key()}"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Plane:
-    """One head of one batch row: `sure` pairs, and `maybe` pairs on which `predicate` decides."""
-
-    sure: Ints
-    maybe: Ints = field(default_factory=bd.empty)
-    predicate: Predicate | None = None
-
-    def __post_init__(self) -> None:
-        if not len(self.maybe):
-            object.__setattr__(self, "predicate", None)
-        for rows in (self.sure, self.maybe):
-            rows.flags.writeable = False
-
-    @property
-    def region(self) -> Ints:
-        """Bands outside which nothing is allowed: all of the mask when it is structured."""
-        return np.concatenate((self.sure, self.maybe)) if len(self.maybe) else self.sure
-
-    def allows(self, q: Ints, kv: Ints) -> Bools:
-        """Whether each pair is allowed; `q` and `kv` broadcast against each other."""
-        wide_q, wide_kv = np.broadcast_arrays(q, kv)
-        found = bd.contains(self.sure, wide_q, wide_kv)
-        if self.predicate is not None:
-            # A function is asked about nothing outside its bands: its tables may end there.
-            low, high = self.maybe[:, [bd.Q0, bd.K0]].min(axis=0), self.maybe[:, [bd.Q1, bd.K1]].max(axis=0) - 1
-            near = np.clip(q, low[0], high[0]), np.clip(kv, low[1], high[1])
-            found |= bd.contains(self.maybe, wide_q, wide_kv) & self.predicate.allows(*near)
-        return found
-
-    def cut(self, q: tuple[int, int], kv: tuple[int, int]) -> Plane:
-        """The part inside a rectangle."""
-        return Plane(bd.cut(self.sure, q, kv), bd.cut(self.maybe, q, kv), self.predicate)
-
-    def key(self) -> str:
-        """A text that differs when the plane does (as far as a predicate can be told apart)."""
-        digest = hashlib.sha256(bd.coalesce(self.sure).tobytes() + b"?" + bd.coalesce(self.maybe).tobytes())
-        if self.predicate is not None:
-            digest.update(self.predicate.key().encode())
-        return digest.hexdigest()[:32]
-
-    def sample(self, seq_len: int | None) -> str:
-        """A digest of an opaque plane's answers to fixed pairs: functions that captured other tensors differ there."""
-        side = 4096 if seq_len is None else seq_len
-        if self.predicate is None or side == 0:
-            return ""
-        step = np.arange(512, dtype=np.int64)
-        q = step * 0x9E3779B1 % side
-        answers = np.packbits(self.allows(q, np.maximum(q - step * 7919 % side, 0))).tobytes()
-        return hashlib.sha256(answers).hexdigest()[:32]
-
-    def __eq__(self, other: object) -> bool:
-        # Same pairs, however they are cut into bands; opaque parts must be the same functions over the same pairs.
-        if not isinstance(other, Plane):
-            return NotImplemented
-        if self is other:
-            return True
-        if self.predicate != other.predicate:
-            return False
-        return _same_pairs(self.sure, other.sure) and _same_pairs(self.maybe, other.maybe)
-
-    def __hash__(self) -> int:
-        return int(bd.area(self.sure).sum())  # no cutting into bands changes it
-
-    def __and__(self, other: Plane) -> Plane:
-        sure = bd.intersect(self.sure, other.sure)
-        if self.predicate is None and other.predicate is None:
-            return Plane(sure)
-        maybe = bd.subtract(bd.intersect(self.region, other.region), sure)
-        return Plane(sure, maybe, Both(self, other))
-
-    def __or__(self, other: Plane) -> Plane:
-        sure = bd.unite(self.sure, other.sure)
-        if self.predicate is None and other.predicate is None:
-            return Plane(sure)
-        maybe = bd.subtract(bd.unite(self.maybe, other.maybe), sure)
-        return Plane(sure, maybe, Either(self, other))
-
-    def minus_from(self, domain: Ints) -> Plane:
-        sure = bd.subtract(domain, self.region)
-        return Plane(sure, self.maybe, None if self.predicate is None else Neither(self))
-
-
-def _same_pairs(a: Ints, b: Ints) -> bool:
-    if a.shape == b.shape and np.array_equal(a, b):
-        return True
-    return not len(bd.subtract(a, b)) and not len(bd.subtract(b, a))
 
 
 @sealed

@@ -22,7 +22,8 @@ from longspan.masks.causal import full
 from longspan.masks.elementwise import check_signature, elementwise
 from longspan.masks.frozen import frozen
 from longspan.masks.keys import This
-from longspan.masks.mask import Bools, Both, Either, Mask, Neither, Plane, Predicate
+from longspan.masks.mask import Mask
+from longspan.masks.plane import Bools, Both, Either, Neither, Plane, Predicate
 from longspan.masks.reads import Reads, given, tried
 from longspan.span import Ints, Span, union, whole
 

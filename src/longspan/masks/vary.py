@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from longspan.errors import MaskError
-from longspan.masks.mask import Grid, Mask, Plane
+from longspan.masks.mask import Grid, Mask
+from longspan.masks.plane import Plane
 
 
 def _common_length(what: str, masks: tuple[Mask, ...]) -> tuple[tuple[Mask, ...], int | None]:

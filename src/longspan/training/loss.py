@@ -43,7 +43,6 @@ def token_loss(
     >>> round(loss.item(), 4)  # log(8), a mean over two labels
     2.0794
     """
-    check_no_tangent(logits=logits)
     _check(logits, labels, gradients, reduction, num_tokens)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     flat = labels.reshape(-1)
@@ -85,6 +84,7 @@ class Reported(torch.autograd.Function):
 
 
 def _check(logits: Tensor, labels: Tensor, gradients: str, reduction: str, num_tokens: Any) -> None:
+    check_no_tangent(logits=logits)
     if gradients not in ("sum", "average"):
         raise BatchError(
             f"gradients = {gradients!r} was asked for. Say what happens to gradients over the group after backward:"
