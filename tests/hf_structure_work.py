@@ -310,4 +310,8 @@ def deaf_types():
         "stablelm": ("StableLmForCausalLM", hf.StableLmConfig(**SIZES)),
         "nemotron": ("NemotronForCausalLM", hf.NemotronConfig(**SIZES)),
     }
-    return {name: _message(partial(_step, made(*kind, True))) for name, kind in kinds.items()}
+    found = {name: _message(partial(_step, made(*kind, True))) for name, kind in kinds.items()}
+    fnet = made("FNetForMaskedLM", hf.FNetConfig(**ENCODER))
+    inputs = shard(fnet, {"input_ids": text()})
+    inputs.pop("use_cache")
+    return {**found, "fnet": _message(lambda: fnet(**inputs))}

@@ -33,7 +33,7 @@ MESSAGES = {
     "answers": ("compares all tokens of a sequence with each other", "gather_outputs"),
     "token classes": ("divides its loss by the labels of one rank", "token_loss"),
     "unlisted head": ("Mine is not among the classes", "any_model=True"),
-    "pooling layer": ("BertModel pools", "without a pooling layer"),
+    "pooling layer": ("BertModel has a pooling layer", "add_pooling_layer=False"),
     "masked tokens": ("BertForMaskedLM divides its loss by the labels of one rank",),
     "encoder and decoder": ("has an encoder and a decoder",),
     "no position_ids": ("BartForCausalLM takes no position_ids",),

@@ -80,12 +80,18 @@ def _heads() -> dict[str, str]:
 
 def _check_head(model: Any, name: str, batch: Mapping[str, Any], any_model: bool) -> None:
     head = next((found for kind in type(model).__mro__ if (found := _heads().get(kind.__name__))), None)
-    if head in POOLED or getattr(model.base_model, "pooler", None) is not None:
+    if getattr(model.base_model, "pooler", None) is not None:
+        raise BatchError(
+            f"{name} has a pooling layer, which takes the first token of each sequence, and over ranks each would take"
+            f" one of its own part. Build it with add_pooling_layer=False, and pool what"
+            f" longspan.training.gather_outputs puts together."
+        )
+    if head in POOLED:
         raise BatchError(
             f"{name} pools: it computes with one token of each sequence, the first or the last, and over ranks each"
-            f" would take one of its own part. Call the model below it ({type(model.base_model).__name__}, without a"
-            f" pooling layer), put its hidden states together with longspan.training.gather_outputs (relayout in"
-            f" training), and apply the head to those."
+            f" would take one of its own part. Call the model below it ({type(model.base_model).__name__}), put its"
+            f" hidden states together with longspan.training.gather_outputs (relayout in training), and apply the head"
+            f" to those."
         )
     if head is None and not any_model:
         raise BatchError(
