@@ -110,10 +110,14 @@ def struck(rank, world, port, what):
     """Ranks on different hosts, as it seems: rank 1 is killed or stopped, or its host is lost with its watcher."""
     found = Rank(rank, world, port, f"struck {what}", True)
     found.step()
-    time.sleep(1.0)  # watchers have begun
     if rank == 1:
         from longspan.execution.companion import _companions
+        from longspan.execution.members import members_of
 
+        store = members_of(found.group)._watch.store.again(20.0)
+        while store.get("life/1") is None:  # its watcher has not begun
+            time.sleep(0.1)
+        time.sleep(0.5)
         watcher = next(iter(_companions.values())).process.pid
         found.pipe.send(("struck", time.time(), watcher))
         if what == "lost":

@@ -68,7 +68,7 @@ def ran(store, name, world, args):
         job.end()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", ["kill", "stop", "lost"])
 def test_who_is_struck_on_another_host_is_named(what, store):
     job = Job(store, "struck", 3, (what,))
@@ -95,7 +95,7 @@ def test_who_is_struck_on_another_host_is_named(what, store):
             os.kill(watcher, signal.SIGCONT)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_second_thread_is_refused_and_the_first_goes_on(store):
     for kind, _, refused in ran(store, "threads", 2, ()):
         assert kind == "fine", refused

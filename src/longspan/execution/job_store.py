@@ -35,7 +35,7 @@ class TorchStore:
 
     def __init__(self, store: Any, prefix: str) -> None:
         self._inner, self._prefix = store, prefix
-        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        self._store: Any = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
     def part(self, prefix: str) -> TorchStore:
         """The part of it whose keys begin with the prefix."""
@@ -46,7 +46,7 @@ class TorchStore:
         return TorchStore(self._inner, self._prefix)
 
     def set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]
+        self._store.set(key, value)
 
     def get(self, key: str) -> bytes | None:
         """What is there; None if there is nothing."""
@@ -64,7 +64,7 @@ class TorchStore:
 
     def close(self) -> None:
         """Lets go of PyTorch's client."""
-        self._store = self._inner = None  # type: ignore[assignment]
+        self._store = self._inner = None
 
 
 def job_store(group: dist.ProcessGroup) -> Store | None:
@@ -75,18 +75,28 @@ def job_store(group: dist.ProcessGroup) -> Store | None:
     """
     if "fake" in str(dist.get_backend_config(group)):
         return None
-    store = default_store()
+    store: Any = default_store()
     name = store.compare_set(f"{ROOT}/name", "", secrets.token_hex(16)).decode(errors="replace")
     if len(name) != 32 or not name.isalnum():
         raise RankError(
             f"the job's store holds {len(name)} characters where the name of this job should be. Another version or"
             f" another program writes there: run one version on all ranks, on a network of your own."
         )
+    inner: Any = _innermost(store)
+    prefix = f"{ROOT}/{name}"
+    client = _client(inner, prefix) if isinstance(inner, dist.TCPStore) else None  # type: ignore[attr-defined]
+    return client or _through_torch(inner, prefix)
+
+
+def _innermost(store: Any) -> Any:
+    """The store itself, without the prefixes around it."""
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
-    prefix = f"{ROOT}/{name}"
-    client = _client(store, prefix) if isinstance(store, dist.TCPStore) else None  # type: ignore[attr-defined]
-    return client or TorchStore(store.clone(), prefix)
+    return store
+
+
+def _through_torch(store: Any, prefix: str) -> TorchStore:
+    return TorchStore(store.clone(), prefix)
 
 
 def _client(store: Any, prefix: str) -> StoreClient | None:
