@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from exact_cases import DTYPES, KINDS, NAMES, SCHEMES, WORLDS, Oracle, assert_exact, exact_case, fused
+from exact_cases import DTYPES, KINDS, NAMES, SCHEMES, WORLDS, Oracle, anew, assert_exact, exact_case, fused
 
 from longspan import layouts, masks
 from longspan.execution.merge import Accumulator, Sum
@@ -197,7 +197,7 @@ def test_same_bits_whatever_arrives_first(kernel, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(loopback, "Loopback", Shuffled)
             runs += [run_loopback(plan, *inputs, kernel=kernel) for _ in range(2)]
-        fresh = dataclasses.replace(plan)  # planned anew, not from the steps remembered above
+        fresh = anew(plan)  # planned anew, not from the steps remembered above
         runs.append(run_loopback(fresh, *inputs, kernel=kernel))
         for run in runs[1:]:
             assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True)), str(case)

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from exact_cases import NAMES, Oracle, assert_exact, fused
+from exact_cases import NAMES, Oracle, anew, assert_exact, fused
 
 import longspan
 from longspan import layouts, masks
@@ -914,7 +914,7 @@ def first_failure(problems):
     try:
         for plan, inputs, oracle, baseline in problems:
             for kernel in ("reference", "auto"):
-                fresh = dataclasses.replace(plan)  # what was remembered about a plan is of no use to mutants of it
+                fresh = anew(plan)  # what was remembered about a plan is of no use to mutants of it
                 fresh._steps.update(plan._steps)
                 found = loopback.run_loopback(fresh, *inputs, kernel=kernel, scale=8**-0.5)
                 assert_exact(oracle, found, baseline, f"{kernel}, {plan!r}")
@@ -980,7 +980,7 @@ def test_the_usual_inputs_let_mutants_live(monkeypatch, capsys):
 def _usual_run(plan, q, k, v):
     """Output and gradients, or None if the run failed."""
     try:
-        out, _, *gradients = loopback.run_loopback(dataclasses.replace(plan), q, k, v, torch.ones_like(q))
+        out, _, *gradients = loopback.run_loopback(anew(plan), q, k, v, torch.ones_like(q))
     except (AssertionError, RuntimeError):
         return None
     return out, *gradients

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from exact_cases import anew
 from score_cases import made_plan, problem
 
 import longspan as ls
@@ -427,7 +428,7 @@ def first_failure(problems):
     """What the battery has to say: None, or the first thing that went wrong."""
     try:
         for given, plan in problems:
-            fresh = dataclasses.replace(plan)  # what was remembered about a plan is of no use to mutants of it
+            fresh = anew(plan)  # what was remembered about a plan is of no use to mutants of it
             fresh._steps.update(plan._steps)
             given.check(fresh)
     except (AssertionError, RuntimeError, IndexError, ls.LongspanError) as error:  # any other is the mutant's mistake
