@@ -192,14 +192,16 @@ def refusals():
         ls.masks.causal(32), ls.layouts.zigzag(32, world), q_heads=2, kv_heads=1, head_dim=8, dtype="float32",
         schedule="ring",
     )  # fmt: skip
+    more = ls.plan(
+        ls.masks.causal(32), ls.layouts.zigzag(32, world + 1), q_heads=2, kv_heads=1, head_dim=8, dtype="float32",
+        schedule="ring",
+    )  # fmt: skip
     q, k = torch.randn(1, 2, 32 // world, 8), torch.randn(1, 1, 32 // world, 8)
     bad = {
         "no group": lambda: ls.attention(q, k, k, plan),
         "tokens": lambda: ls.attention(q[:, :, 1:], k, k, plan, group=dist.group.WORLD),
         "dtype": lambda: ls.attention(q.double(), k.double(), k.double(), plan, group=dist.group.WORLD),
-        "size": lambda: ls.attention(
-            q, k, k, replace(plan, layout=ls.layouts.zigzag(32, world + 1)), group=dist.group.WORLD
-        ),
+        "size": lambda: ls.attention(q, k, k, more, group=dist.group.WORLD),
     }
     messages = {}
     for name, call in bad.items():

@@ -53,8 +53,8 @@ class Handled:
 
 def handle_of(value: Any) -> Any:
     """A tensor with a new number for a value; None as long as torch is not loaded, which planning does without."""
-    torch = sys.modules.get("torch")
-    if getattr(torch, "inference_mode", None) is None:
+    torch: Any = sys.modules.get("torch")
+    if not hasattr(torch, "inference_mode"):
         return None
     with torch.inference_mode(False):  # compiled code tells tensors of inference mode from others
         return torch.tensor(number_of(value), device="cpu")
