@@ -22,8 +22,8 @@ def listen(*modules: Any) -> None:
     """Checks these modules' forward passes from now on. Several of one model: wrappers call one or another of them."""
     for module in modules:
         if isinstance(module, nn.Module) and module not in _LISTENING:
-            module.register_forward_pre_hook(_begin, with_kwargs=True)
-            module.register_forward_hook(_check, with_kwargs=True)
+            module.register_forward_pre_hook(_begin, with_kwargs=True)  # type: ignore[arg-type]
+            module.register_forward_hook(_check, with_kwargs=True)  # type: ignore[arg-type]
             _LISTENING.add(module)
 
 

@@ -80,7 +80,7 @@ def _heads() -> dict[str, str]:
 
 def _check_head(model: Any, name: str, batch: Mapping[str, Any], any_model: bool) -> None:
     head = next((found for kind in type(model).__mro__ if (found := _heads().get(kind.__name__))), None)
-    if getattr(model.base_model, "pooler", None) is not None:
+    if model.base_model is model and getattr(model, "pooler", None) is not None:
         raise BatchError(
             f"{name} has a pooling layer, which takes the first token of each sequence, and over ranks each would take"
             f" one of its own part. Build it with add_pooling_layer=False, and pool what"
@@ -204,13 +204,20 @@ def _shows_positions(kind: type) -> bool:
     except SyntaxError:
         return False
     nodes = list(ast.walk(tree))
-    makers = {name for node in nodes if _MAKER.fullmatch(name := getattr(node, "id", ""))}
+    makers = {name for name in _names(tree) if _MAKER.fullmatch(name)}
     for node in nodes:  # make = create_causal_mask if ... else create_sliding_window_causal_mask
-        renamed = isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.IfExp)
-        if renamed and makers & {getattr(part, "id", "") for part in ast.walk(node.value)}:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Name | ast.IfExp)
+            and _names(node.value) & makers
+        ):
             makers |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") in makers]
     held = {getattr(key, "value", "") for node in nodes if isinstance(node, ast.Dict) for key in node.keys}
     given = {word.arg for call in calls for word in call.keywords}
     given |= {getattr(value, "id", "") for call in calls for value in call.args}
     return "position_ids" in given or (None in given and "position_ids" in held)
+
+
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
