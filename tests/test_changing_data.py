@@ -14,7 +14,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import longspan as ls
 from longspan.errors import KernelError, LongspanError, MaskError
-from longspan.execution import ops
 from longspan.masks import elementwise
 from longspan.masks.opaque import Reader
 from longspan.masks.reads import Reads
@@ -583,7 +582,6 @@ def test_masks_that_nobody_holds_are_let_go_with_what_they_captured(way):
             dense |= torch.eye(S, dtype=torch.bool)
             alive.append(weakref.ref(dense))
             _use(way, dense, tensors)
-            ops._plans.clear()  # the registry by name of plans
             del dense
     finally:
         gc.enable()

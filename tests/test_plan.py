@@ -137,5 +137,5 @@ def test_sequences_of_no_and_of_one_token(schedule, seq_len):
         out.backward(dout)
         with torch.no_grad():
             over, _, *gradients = run_loopback(plan, *tensors, dout)
-        assert torch.allclose(over, out)
-        assert all(torch.allclose(grad, t.grad) for grad, t in zip(gradients, tensors, strict=True))
+        assert torch.allclose(over, out, atol=1e-6)
+        assert all(torch.allclose(grad, t.grad, atol=1e-6) for grad, t in zip(gradients, tensors, strict=True))
