@@ -1,4 +1,8 @@
-"""Who waits for whom, and who is the one that everybody, in the end, waits for."""
+"""Who waits for whom, and who is the one that everybody, in the end, waits for.
+
+The virtual network sees all ranks at once, so it can say this without finding out: it is about the runner and its
+messages. How real ranks find out, each by itself, is the detector's work, which `detection.py` simulates.
+"""
 
 from __future__ import annotations
 
