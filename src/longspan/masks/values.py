@@ -203,7 +203,8 @@ class _Walk:
 
     def _parts(self, value: Any, path: str, depth: int) -> None:
         if isinstance(value, FunctionType | MethodType | partial):
-            code: Any = getattr(getattr(cast(Any, value), "__func__", value), "__code__", None)
+            known = cast(Any, value)
+            code: Any = getattr(getattr(known, "__func__", known), "__code__", None)
             self.found[path] = None if code is None else _identity(code)
             self.function(value, path, depth)
         elif isinstance(value, list | tuple | set | frozenset):
@@ -218,7 +219,8 @@ class _Walk:
 
     def _list(self, value: Any, path: str, depth: int) -> None:
         if all(isinstance(item, _PLAIN) for item in value):
-            self.found[path] = tuple(value) if isinstance(value, list | tuple) else frozenset(value)
+            ordered = isinstance(value, list | tuple)
+            self.found[path] = (tuple if ordered else frozenset)(cast("list[Any]", value))
             return
         self.found[f"{path}[len]"] = len(value)
         for number, item in enumerate(cast("list[Any]", value)):
@@ -234,7 +236,7 @@ class _Walk:
     def _object(self, value: Any, path: str, depth: int) -> None:
         """Attributes that the code names, of the object or of its class; of an object without any, which one it is."""
         size = len(self.found)
-        held: dict[str, Any] = dict(vars(value)) if hasattr(value, "__dict__") else {}
+        held: dict[str, Any] = dict(getattr(value, "__dict__", {}))
         self._attributes(held, path, depth)
         if not isinstance(value, type):  # a module of PyTorch keeps its tensors and parts in three dicts
             for name in ("_parameters", "_buffers", "_modules"):
