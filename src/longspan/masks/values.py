@@ -61,7 +61,7 @@ def same(old: Any, new: Any) -> bool:
         return old.tensor() is new.tensor() is not None and old.version == new.version
     if type(old) is not type(new):
         return False
-    if isinstance(old, _Object) and isinstance(old.at, ref) and isinstance(new.at, ref):
+    if isinstance(old, _Object) and callable(old.at) and callable(new.at):
         return old.at() is new.at() is not None
     return bool(old == new) or (old != old and new != new)  # nan
 
@@ -93,7 +93,8 @@ def noted(tensor: Any) -> Noted:
 
 def checksum(array: Any) -> int:
     """Of all that is in an array."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    flat: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return zlib.crc32(flat)
 
 
 class _Names(NamedTuple):
@@ -194,14 +195,17 @@ class _Walk:
             if self._with_tensors:
                 self.found[path] = noted(value)
         elif isinstance(value, np.ndarray):
-            self.found[path] = _Array(value.shape, str(value.dtype), checksum(value) if value.dtype.kind != "O" else 0)
+            array: Any = cast(Any, value)
+            self.found[path] = _Array(array.shape, str(array.dtype), checksum(array) if array.dtype.kind != "O" else 0)
         elif depth <= DEPTH and (id(value), id(self._names)) not in self._seen:
             self._seen.add((id(value), id(self._names)))
             self._parts(value, path, depth)
 
     def _parts(self, value: Any, path: str, depth: int) -> None:
         if isinstance(value, FunctionType | MethodType | partial):
-            self.found[path] = _identity(getattr(value, "__func__", value).__code__) if _has_code(value) else None
+            known = cast(Any, value)
+            code: Any = getattr(getattr(known, "__func__", known), "__code__", None)
+            self.found[path] = None if code is None else _identity(code)
             self.function(value, path, depth)
         elif isinstance(value, list | tuple | set | frozenset):
             self._list(cast("list[Any]", value), path, depth)
@@ -215,10 +219,11 @@ class _Walk:
 
     def _list(self, value: Any, path: str, depth: int) -> None:
         if all(isinstance(item, _PLAIN) for item in value):
-            self.found[path] = tuple(value) if isinstance(value, list | tuple) else frozenset(value)
+            ordered = isinstance(value, list | tuple)
+            self.found[path] = (tuple if ordered else frozenset)(cast("list[Any]", value))
             return
         self.found[f"{path}[len]"] = len(value)
-        for number, item in enumerate(value):
+        for number, item in enumerate(cast("list[Any]", value)):
             if number == MANY:
                 return
             self.value(item, f"{path}[{number}]", depth + 1)
@@ -231,16 +236,14 @@ class _Walk:
     def _object(self, value: Any, path: str, depth: int) -> None:
         """Attributes that the code names, of the object or of its class; of an object without any, which one it is."""
         size = len(self.found)
-        places = [vars(value)] if hasattr(value, "__dict__") else []
-        if not isinstance(value, type):
-            # a module of PyTorch keeps its tensors and parts in three dicts
-            places += [
-                held for name in ("_parameters", "_buffers", "_modules") if (held := places and places[0].get(name))
-            ]
-        for place in places:
-            self._attributes(place, path, depth)
-        hidden = set(places[0]) if places else set[str]()
-        for kind in type(value).__mro__[:-1]:
+        held: dict[str, Any] = dict(getattr(value, "__dict__", {}))
+        self._attributes(held, path, depth)
+        if not isinstance(value, type):  # a module of PyTorch keeps its tensors and parts in three dicts
+            for name in ("_parameters", "_buffers", "_modules"):
+                self._attributes(held.get(name) or {}, path, depth)
+        hidden = set(held)
+        kinds: tuple[type, ...] = type(cast(object, value)).__mro__
+        for kind in kinds[:-1]:
             if getattr(builtins, kind.__name__, None) is not kind and not _of_library(kind.__module__):
                 self._class(value, kind, hidden, path, depth)
             hidden |= set(vars(kind))
@@ -266,10 +269,6 @@ class _Walk:
                 self.value(getattr(owner, name, None), f"{path}.{name}", depth + 1)
             else:
                 self.value(held, f"{path}.{name}", depth + 1)
-
-
-def _has_code(value: Any) -> bool:
-    return isinstance(getattr(value, "__func__", value), FunctionType)
 
 
 def _of_library(module: Any) -> bool:

@@ -18,14 +18,14 @@ class Guarded:
     """A kernel whose operators hide pairs by adding -inf, and multiply probabilities of 0 with whatever is there.
 
     They take a scale above 0 only: some multiply the -inf by it. The sign belongs to q as well, and so does a 0.
-    Where inputs are not finite, `careful` computes in its place: there hidden pairs contribute nothing, whatever their
-    numbers. Looking at inputs costs a pass over them, on CPUs; on GPUs it would make the host wait, and is left.
+    Where a tile's result is not finite, `careful` computes it again: there hidden pairs contribute nothing, whatever
+    their numbers. Looking at results costs a pass over them, on CPUs; on GPUs it would make the host wait, and is left.
     """
 
     kernel: Kernel
     careful: Kernel
     looks: bool
-    """Whether inputs are looked at."""
+    """Whether results are looked at."""
 
     @property
     def name(self) -> str:
@@ -47,11 +47,13 @@ class Guarded:
         scale: float,
         pairs: Pairs | None = None,
     ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        if self.looks and not all(map(finite, (q_BHQD, k_BGKD, v_BGKE))):
-            return self.careful.forward(q_BHQD, k_BGKD, v_BGKE, tiles, scale, pairs)
         sign, above = signed(scale)
         signed_q = q_BHQD if sign == 1.0 else q_BHQD * sign
-        return self.kernel.forward(signed_q, k_BGKD, v_BGKE, tiles, above, pairs)
+        for tile, out, lse in self.kernel.forward(signed_q, k_BGKD, v_BGKE, tiles, above, pairs):
+            if self.looks and not finite(out):
+                yield from self.careful.forward(q_BHQD, k_BGKD, v_BGKE, [tile], scale, pairs)
+            else:
+                yield tile, out, lse
 
     def backward(
         self,
@@ -66,14 +68,14 @@ class Guarded:
         delta_BHQ: Tensor,
         pairs: Pairs | None = None,
     ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
-        rest, last = (k_BGKD, v_BGKE, out_BHQE, lse_BHQ, tiles), (delta_BHQ, pairs)
-        if self.looks and not all(map(finite, (q_BHQD, k_BGKD, v_BGKE, dout_BHQE, delta_BHQ))):
-            yield from self.careful.backward(dout_BHQE, q_BHQD, *rest, scale, *last)
-            return
         sign, above = signed(scale)
         signed_q = q_BHQD if sign == 1.0 else q_BHQD * sign
-        for tile, dq, dk, dv in self.kernel.backward(dout_BHQE, signed_q, *rest, above, *last):
-            yield tile, dq if sign == 1.0 else dq * sign, dk, dv
+        rest = k_BGKD, v_BGKE, out_BHQE, lse_BHQ
+        for tile, dq, dk, dv in self.kernel.backward(dout_BHQE, signed_q, *rest, tiles, above, delta_BHQ, pairs):
+            if self.looks and not (finite(dq) and finite(dk) and finite(dv)):
+                yield from self.careful.backward(dout_BHQE, q_BHQD, *rest, [tile], scale, delta_BHQ, pairs)
+            else:
+                yield tile, dq if sign == 1.0 else dq * sign, dk, dv
 
 
 def signed(scale: float) -> tuple[float, float]:

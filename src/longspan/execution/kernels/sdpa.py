@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import MASKS_IN_CHUNKS, Asked, Pairs, Tile
+from longspan.execution.kernels.contract import MASKS_IN_CHUNKS, Asked, Pairs, Tile, finite
 from longspan.execution.kernels.pieces import BackwardOp, ForwardOp, run_backward, run_forward
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -29,6 +29,17 @@ def _in_float32(q_BHQD: Tensor, k_BGKD: Tensor) -> bool:
     if q_BHQD.dtype == torch.bfloat16:
         return rows < SHORT if q_BHQD.shape[3] <= 64 else rows < SHORT_WIDE[0] and cols < SHORT_WIDE[1]
     return q_BHQD.dtype == torch.float16
+
+
+def forward_op(
+    q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one piece. Where all scores of a row are nan, the operator says 0 for both; here it is nan."""
+    out, lse = _torch.cpu_flash(q_BHQD, k_BGKD, v_BGKD, bias, causal, scale)
+    zero = lse == 0
+    if bool(zero.any()) and not (finite(q_BHQD) and finite(k_BGKD)):
+        return out.masked_fill(zero.unsqueeze(-1), torch.nan), lse.masked_fill(zero, torch.nan)
+    return out, lse
 
 
 def _huge(lse_BHQ: Tensor, dtype: torch.dtype) -> bool:
@@ -72,7 +83,7 @@ class CpuFlash:
     """The CPU flash operator, tile by tile; any head dims, grouped heads, strided rows."""
 
     name: str = "cpu_flash"
-    op: ForwardOp = _torch.cpu_flash
+    op: ForwardOp = forward_op
     backward_op: BackwardOp = backward_op
     honours: Asked = MASKS_IN_CHUNKS
 
