@@ -123,16 +123,15 @@ LENGTHS = (64, 80, 96, 33, 65, 48, 72, 17, 50, 90, 3, 2, 1, 64)
     ("backend", "dynamic", "most"),
     [("aot_eager", True, 3), ("aot_eager", None, 4), ("aot_eager", False, 13), ("inductor", True, 3)],
 )
-def test_lengths_may_change(backend, dynamic, most, monkeypatch):
+def test_lengths_may_change(backend, dynamic, most):
     """Lengths 1 and, on their way to a general graph, the first are compiled for themselves, as PyTorch has it."""
-    if dynamic is False:
-        monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 32)
     compiler = Counting(backend)
     mask = ls.masks.causal()
     call = torch.compile(lambda q, k, v: attend(q, k, v, mask) * 1.0, backend=compiler, fullgraph=True, dynamic=dynamic)
-    for length in LENGTHS:
-        inputs, dout = tensors(length, length)
-        assert worst_error(call(*inputs), inputs, dout, mask) < LIMIT
+    with torch._dynamo.config.patch(recompile_limit=32 if dynamic is False else 8):
+        for length in LENGTHS:
+            inputs, dout = tensors(length, length)
+            assert worst_error(call(*inputs), inputs, dout, mask) < LIMIT
     assert compiler.made <= most
 
 
