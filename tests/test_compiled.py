@@ -135,6 +135,22 @@ def test_lengths_may_change(backend, dynamic, most):
     assert compiler.made <= most
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_strides_of_a_model_are_taken(backend):
+    """Heads that come from one projection, as models have them, lie side by side in every token."""
+    mask = documents(20)
+
+    def block(x):
+        q, k, v = x.unflatten(-1, (3, 2, D)).permute(2, 0, 3, 1, 4)
+        return ls.attention(q, k, v, mask).transpose(1, 2).flatten(2)
+
+    call = torch.compile(block, backend=backend, fullgraph=True)
+    x = torch.randn(1, 64, 6 * D, dtype=torch.float64).requires_grad_()
+    dout = torch.randn(1, 64, 2 * D, dtype=torch.float64)
+    found, expected = (torch.autograd.grad(run(x), x, dout)[0] for run in (call, block))
+    assert float((found - expected).abs().max()) < LIMIT
+
+
 def test_batches_and_lengths_may_change():
     mask = ls.masks.sliding_window(9)
     call = torch.compile(lambda q, k, v: attend(q, k, v, mask), backend="aot_eager")
@@ -254,16 +270,18 @@ def test_numbers_are_not_used_again():
     del mask
     others = [ls.masks.sliding_window(n) for n in range(100)]
     with pytest.raises(PlanError, match="the mask or plan of this call is gone"):
-        ops.attention(q, k, v, [], None, handle, "", "auto", None, 0, True, True, False, "")
+        ops.attention(q, k, v, [], None, handle, "", "auto", None, 0, True, True, False, "", ops.FORM)
     assert found_under(int(handle)) is None
-    out, lse, ticket = ops.attention(q, k, v, [], None, others[50].handle, "", "auto", None, 0, True, True, False, "")
-    assert len(ops.attention_backward(dout, None, q, k, v, [], None, out, lse, ticket, [])) == 4
+    out, lse, ticket = ops.attention(
+        q, k, v, [], None, others[50].handle, "", "auto", None, 0, True, True, False, "", ops.FORM
+    )
+    assert len(ops.attention_backward(dout, None, q, k, v, [], None, out, lse, ticket, [], False)) == 4
     copied = ticket.clone()
     out, lse = out.detach(), lse.detach()  # their graph holds the pass, too
     del ticket
     gc.collect()
     with pytest.raises(PlanError, match="its forward pass is not known in this process any more"):
-        ops.attention_backward(dout, None, q, k, v, [], None, out, lse, copied, [])
+        ops.attention_backward(dout, None, q, k, v, [], None, out, lse, copied, [], False)
 
 
 def test_what_does_not_fit_is_refused_from_compiled_code():
@@ -304,7 +322,7 @@ def test_operators_hold_on_to_nothing():
 
 def test_the_operators_keep_what_they_promise_to_torch():
     (q, k, v), _ = tensors(8, dtype=torch.float32)
-    rest = ([], None, documents(3, 8).handle, "", "auto", None, 0, True, True, False, "")
+    rest = ([], None, documents(3, 8).handle, "", "auto", None, 0, True, True, False, "", ops.FORM)
     mask = documents(3, 8)
     rest = ([], None, mask.handle, *rest[3:])
     torch.library.opcheck(

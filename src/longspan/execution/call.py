@@ -83,7 +83,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: Any = None) -> 
     scale = None if asked.scale is None else float(asked.scale)
     out, lse, _ = ops.attention(
         q, k, v, captured, asked.sinks, _handle(asked.what), group, asked.kernel, scale, ops.number_of_scoring(scoring),
-        asked.captured_grads == "sum", saves, learns, asked.name,
+        asked.captured_grads == "sum", saves, learns, asked.name, ops.FORM,
     )  # fmt: skip
     return (out, lse) if asked.return_lse else out
 

@@ -35,6 +35,10 @@ from longspan.masks import Mask
 from longspan.masks.reads import Reads
 from longspan.schedules.plan import Plan
 
+FORM = 2
+"""The form of both operators. PyTorch keeps compiled code on disk and finds it by the arguments of the forward: a new
+signature of the backward needs a new number, or code of an older version would call it."""
+
 
 class Kept(list[Tensor]):
     """What a plan keeps of other ranks' rows, from forward to backward."""
@@ -176,12 +180,14 @@ def attention(
     saves: bool,
     learns: bool,
     name: str,
+    form: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output and lse of the rank's rows, and the ticket of this pass.
 
     `saves` says that a backward may come, `learns` that it gives gradients to what all ranks share.
     """
     with _told(group):
+        assert form == FORM, "compiled code of another version"
         job = _job(_value_of(handle), q, k, v, (group, kernel, scale, scoring, sinks), learns)
         reads = job.plan.mask.read_anew()
         settings = _settings(group)
@@ -221,10 +227,12 @@ def attention_backward(
     lse: Tensor,
     ticket: Tensor,
     kept: list[Tensor],
+    plain: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of the rank's rows, of captured tensors and, last, of the sinks.
 
     `kept` are the rows that the plan keeps, where autograd has saved them; compiled code leaves them with the ticket.
+    It also wants `plain` strides, which it has to know beforehand; elsewhere a copy would be for nothing.
     """
     forward = _pass_of(ticket)
     kept = kept or forward.kept() or []
@@ -238,6 +246,7 @@ def attention_backward(
         settings = _settings(forward.group, backward=True)
         call = _call(job, "backward", q.device, settings, name=forward.name, forward=forward.number)
         gradients, _ = _run(backward.program(), forward.group, call)
+        gradients = [t.contiguous() for t in gradients] if plain else gradients
         dq, dk, dv = _apart(gradients, (dout, q, k, v, out, lse, *kept))
         shared = backward.shared_gradients()
         if forward.sums and forward.group and shared:
@@ -279,7 +288,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
     q, k, v, captured, sinks, *others = inputs
     out, lse, ticket = output
     kept: Sequence[Tensor] = ()
-    if type(ticket) is Tensor:  # not when traced: then there is no pass yet
+    ctx.is_traced = type(ticket) is not Tensor
+    if not ctx.is_traced:  # when it is, there is no pass yet
         ctx.forward_pass = _pass_of(ticket)  # hooks may copy what is saved, and the copy of a ticket holds nothing
         kept = ctx.forward_pass.kept() or ()
     ctx.num_kept, ctx.num_others, ctx.has_sinks = len(kept), len(others), sinks is not None
@@ -293,7 +303,8 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _ticket: Any) 
     sinks = captured.pop() if ctx.has_sinks else None
     if dout is None:
         dout = torch.zeros_like(out)
-    *gradients, shared = attention_backward(dout, dlse, q, k, v, captured, sinks, out, lse, ticket, kept)
+    saved = captured, sinks, out, lse, ticket, kept
+    *gradients, shared = attention_backward(dout, dlse, q, k, v, *saved, ctx.is_traced)
     dsinks = shared.pop() if ctx.has_sinks else None
     no_tensors = [None] * ctx.num_others
     return (*gradients, shared, dsinks, *no_tensors)
