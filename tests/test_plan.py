@@ -139,3 +139,13 @@ def test_sequences_of_no_and_of_one_token(schedule, seq_len):
             over, _, *gradients = run_loopback(plan, *tensors, dout)
         assert torch.allclose(over, out, atol=1e-6)
         assert all(torch.allclose(grad, t.grad, atol=1e-6) for grad, t in zip(gradients, tensors, strict=True))
+
+
+def test_functions_are_not_asked_about_sequences_of_no_tokens():
+    q, k, v = (torch.randn(1, 2, 0, 4, requires_grad=True) for _ in range(3))
+    table = torch.randn(1, 0)
+    out = ls.attention(q, k, v, ls.masks.causal(), score_mod=lambda s, b, h, i, j: s + table[b, i])
+    out.sum().backward()
+    assert out.shape == q.grad.shape == (1, 2, 0, 4)
+    with pytest.raises(ls.KernelError, match="without a seed"):
+        ls.attention(q, k, v, ls.masks.causal(), dropout=0.5)

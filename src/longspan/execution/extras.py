@@ -172,7 +172,9 @@ class Extras:
             functions.append(additive_bias(self.bias, batch, heads, plan.layout.seq_len))
         if self.score_mod is not None:
             functions.append(ScoreFunction(self.score_mod))
-        return Scoring.of(functions, self._dropout(), like)
+        dropout = self._dropout()
+        # Functions are asked about the first pair, which a sequence of no tokens does not have.
+        return None if plan.layout.seq_len == 0 else Scoring.of(functions, dropout, like)
 
     def _dropout(self) -> Dropout | None:
         if self.dropout != 0.0 and self.seed is None:
