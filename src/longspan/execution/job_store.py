@@ -106,8 +106,10 @@ def _client(store: Any, prefix: str) -> StoreClient | None:
     try:
         client = StoreClient((store.host, store.port), prefix, deadline=30.0)
         store.set(f"{prefix}/{key}", proof)
+        store.get(f"{prefix}/{key}")  # nobody is told when a value is set: what is asked next comes after it
         if client.get(key) == proof.encode():
             client.set(key, proof[::-1].encode())
+            client.get(key)
             if store.get(f"{prefix}/{key}") == proof[::-1].encode():
                 return client.again(None)
     except LostError:

@@ -204,7 +204,16 @@ class Watch:
 
     def _say(self, question: Question) -> bytes | None:
         """Over a connection of its own. Telling others must not hide what happened here: a lost store is no new
-        error."""
+        error, and PyTorch's own clients, which may wait for ever, are asked by a thread that is left then."""
+        if isinstance(self.store, StoreClient):
+            return self._said_at_once(question)
+        answers: list[bytes | None] = []
+        asks = threading.Thread(target=lambda: answers.append(self._said_at_once(question)), daemon=True)
+        asks.start()
+        asks.join(2 * BEAT)
+        return answers[0] if answers else None
+
+    def _said_at_once(self, question: Question) -> bytes | None:
         with suppress(Exception):
             store = self.store.again(2 * BEAT)
             try:
