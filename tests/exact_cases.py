@@ -62,7 +62,7 @@ class Case:
 
     def plan(self, dtype: str) -> Plan:
         """The plan for a dtype. Who computes what does not depend on it, so steps are planned once."""
-        made = replace(self._plan, sizes=replace(self.sizes, itemsize=ITEMSIZE[dtype]), dtype=dtype)
+        made = anew(self._plan, sizes=replace(self.sizes, itemsize=ITEMSIZE[dtype]), dtype=dtype)
         made._steps.update({rank: self._plan._rank(rank) for rank in range(self.layout.world_size)})
         return made
 
@@ -229,6 +229,6 @@ def assert_exact(oracle: Oracle, found: Five, baseline: tuple[float, ...] | None
         assert error <= limit, f"{name} is off by {error:.3e}, the limit is {limit:.3e}: {what}"
 
 
-def anew(plan):
+def anew(plan, **changes):
     """The same plan with nothing remembered about it: of what one run remembered, mutants of the code see nothing."""
-    return Plan(*(getattr(plan, name) for name in Plan.__match_args__))
+    return Plan(*(changes.get(name, getattr(plan, name)) for name in Plan.__match_args__))
