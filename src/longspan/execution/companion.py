@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import subprocess
+import subprocess  # nosec B404  # the watcher beside the rank
 import sys
 import threading
 from pathlib import Path
