@@ -173,12 +173,13 @@ class Detector:
 
     def begin(self, now: float, peers: Sequence[int], timeout: float) -> None:
         """A wait for these ranks begins."""
+        goes_on = 0 <= now - self._looked <= STRIDE  # a rank that was stopped in the last wait may be so still
         self._began = self._looked = now
         self._waited = self._current_for = self._unanswered = 0.0
         self._timeout, self._warn, self._num_waits = timeout, WARN, -1
         waiting = tuple(dict.fromkeys(peers))
         for peer in map(self._peer, waiting):
-            peer.silent = peer.stopped = 0.0
+            peer.silent, peer.stopped = 0.0, peer.stopped if goes_on else 0.0
             peer.over_since, peer.began = -1.0, None
         self._refused = None
         self.waiting = waiting
