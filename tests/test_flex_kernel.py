@@ -358,8 +358,7 @@ def test_gpu_calls_have_the_right_form(dtype, monkeypatch):
     monkeypatch.setattr(flex, "has_triton", lambda: True)
     monkeypatch.setattr(flex._torch, "compiled", compiled)
     monkeypatch.setattr(flex, "_compiled", {})
-    for cached in (flex._blocks_of, flex._asking_program):
-        cached.cache_clear()
+    flex._blocks_of.cache_clear()
     tiles = [Tile(0, 40, 0, 40, lo=0), Tile(40, 200, 40, 150, lo=0, asks=True), Tile(0, 200, 150, 300)]
     with FakeTensorMode(allow_non_fake_inputs=True):
         new = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device="cuda")  # noqa: E731
@@ -378,7 +377,6 @@ def test_gpu_calls_have_the_right_form(dtype, monkeypatch):
             assert [x.shape for x in (dq, dk, dv)] == [q.shape, k.shape, v.shape]
             assert {(x.dtype, x.device.type) for x in (dq, dk, dv)} == {(dtype, "cuda")}
     flex._blocks_of.cache_clear()
-    flex._asking_program.cache_clear()
     operators = [next(n.target for n in g.graph.nodes if n.op == "call_function") for g in calls]
     assert operators == [torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward]
     assert all("aten.item" not in g.code for g in calls)

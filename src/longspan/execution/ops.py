@@ -189,7 +189,7 @@ def attention(
     with _told(group):
         assert form == FORM, "compiled code of another version"
         job = _job(_value_of(handle), q, k, v, (group, kernel, scale, scoring, sinks), learns)
-        reads = job.plan.mask.read_anew()
+        job.plan.mask.read_anew()
         settings = _settings(group)
         record: Record | None = None
         if group:
@@ -197,7 +197,9 @@ def attention(
         call = _call(job, "forward", q.device, settings, record=record, name=name)
         (out, lse, kept), number = _run(Forward(job, q, k, v, captured).program(saves=saves), group, call)
         out, lse = _apart((out.contiguous(), lse.contiguous()), (q, k, v))
-        made = Kept(kept)
+        made, reads = Kept(kept), job.plan.mask.settled_reads()
+        if job.scoring is not None:
+            job.scoring.settle()
         return out, lse, _ticket(Pass(replace(job, sinks=None), group, number, name, sums, reads, ref(made)), made)
 
 

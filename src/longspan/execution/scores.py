@@ -77,6 +77,11 @@ class Scoring:
         with finder:
             function(*arguments)
 
+    def settle(self) -> None:
+        """After forward: what functions changed themselves is no reason to refuse backward."""
+        pairs = zip(self.reads, self.functions, strict=False)
+        object.__setattr__(self, "reads", tuple(reads.settled(_called(function)) for reads, function in pairs))
+
     def check_unchanged(self) -> None:
         """Refuses when what the functions read has changed since forward: backward calls them again."""
         told = next((told for a, b in zip(self.reads, self._now(), strict=True) if (told := a.difference(b))), None)

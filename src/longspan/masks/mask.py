@@ -190,6 +190,10 @@ class Mask(Handled):
         self._find_readers()
         return self._memo.state.read_anew()
 
+    def settled_reads(self) -> tuple[Reads, ...]:
+        """What its functions have read in the forward pass that has just run."""
+        return self._memo.state.settled()
+
     def check_as_read(self, reads: tuple[Reads, ...] | None = None) -> None:
         """Refuses when what its functions read has changed since a forward pass (None: since every one of late)."""
         self._find_readers()

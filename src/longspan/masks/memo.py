@@ -27,9 +27,20 @@ class State:
         now = self._now(self.reads)
         if not self.reads or difference(self.reads, now) is not None:
             self._take(now)
+        self._note()
+        return self.reads
+
+    def settled(self) -> tuple[Reads, ...]:
+        """What was read, after a pass in which functions ran; see `Reads.settled`."""
+        after = tuple(reads.settled(reader.call) for reads, reader in zip(self.reads, self.readers or (), strict=False))
+        if any(a is not b for a, b in zip(after, self.reads, strict=False)):
+            self.reads = after
+            self._note()
+        return self.reads
+
+    def _note(self) -> None:
         if not any(reads is self.reads for reads in self.past):
             self.past = [*self.past[1 - PAST :], self.reads]
-        return self.reads
 
     def change_since(self, reads: tuple[Reads, ...] | None) -> str | None:
         """What differs now from what was read then (None: in any forward pass of late), in words."""

@@ -58,6 +58,26 @@ class Reads:
         changed = [path for path in {**values, **later} if not same(values.get(path), later.get(path))]
         return Reads(tensors, later, fresh, tuple(path.removesuffix("len]") for path in changed))
 
+    def settled(self, function: Any) -> Reads:
+        """The same after a pass in which the function ran: what has changed meanwhile, a list of what it has seen say,
+        it changed itself, and backward may do so as well.
+
+        >>> seen = []
+        >>> def counts(b, h, q, kv): return seen.append(q) is None
+        >>> before = Reads.of(counts, lambda finder: None)
+        >>> counts(0, 0, 1, 1)
+        True
+        >>> now = Reads.of(counts, lambda finder: None)
+        >>> before.difference(now), before.settled(counts).difference(now)
+        ('seen has changed', None)
+        """
+        if self.tensors is None:
+            return self
+        later = values_of(function, with_tensors=False)
+        changed = [path for path in {**self.values, **later} if not same(self.values.get(path), later.get(path))]
+        own = tuple(path.removesuffix("len]") for path in changed)
+        return Reads(self.tensors, later, self.fresh, self.own + own) if own else self
+
     def difference(self, now: Reads) -> str | None:
         """What is not as it was, in words; None if nothing is."""
         if self is now:
