@@ -56,10 +56,12 @@ def messages():
     plain = [even.layout.shard(t, rank, 2) for t in _tensors(8)]
     heads = distribute_tensor(torch.randn(4, dtype=torch.float64), mesh, [Replicate()])
     odd = [distribute_tensor(t, mesh, [Shard(2)]) for t in _tensors(7)]
+    learned = heads.detach().requires_grad_()
     tries = {
         "odd": lambda: ls.attention(*odd, plan),
         "sinks": lambda: ls.attention(*plain, even, group=mesh, sinks=heads),
         "alibi": lambda: ls.attention(*plain, even, group=mesh, alibi=heads),
+        "captured": lambda: ls.attention(*plain, even, group=mesh, score_mod=lambda s, b, h, i, j: s + learned.sum()),
         "sparse": lambda: check_same({"a": torch.eye(2).to_sparse(), "b": torch.ones(2)}, dist.group.WORLD),
         "dtensor": lambda: check_same({"a": heads}, dist.group.WORLD),
     }

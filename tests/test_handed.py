@@ -25,6 +25,7 @@ MESSAGES = {
     "odd": ("DTensor of 7, but", "layouts.like_dtensor(7, 2)"),
     "sinks": ("sinks is a DTensor, placed (Replicate(),)", "sinks.to_local()"),
     "alibi": ("alibi is a DTensor, placed (Replicate(),)", "alibi.to_local()"),
+    "captured": ("score function", "DTensor"),
     "sparse": ("compares dense tensors", "'a' (Tensor of layout torch.sparse_coo)", "Leave them out"),
     "dtensor": ("'a' (DTensor)", "Leave them out"),
     "stranger": ("no member of the group that was given", "on the group's members alone"),

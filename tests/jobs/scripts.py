@@ -176,7 +176,7 @@ ENDINGS = {
         FAILING_SCORE.replace("WHERE", '"all"') + "step(score_mod=failing)", (None, 1)
     ),
     "error between forward and backward": Ending(
-        f"out = forward()\nif rank == 0:\n    {RAISE}\nout.square().sum().backward()\nstep()", (0, 1)
+        f"out = forward()\nif rank == 0:\n    {RAISE}\nout.square().sum().backward()\nstep()", (None, 1)
     ),
     "error between forward and backward on all ranks": Ending(f"out = forward()\n{RAISE}", (None, 1)),
     "error while watched": Ending(

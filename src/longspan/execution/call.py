@@ -20,7 +20,7 @@ from longspan.errors import PlanError
 from longspan.execution import ops
 from longspan.execution.extras import Extras, check_sinks
 from longspan.execution.fitting import SEQ_DIM, check_tensors, fitting_plan
-from longspan.execution.handed import check_cut, group_handed
+from longspan.execution.handed import check_captured, check_cut, group_handed
 from longspan.execution.members import told
 from longspan.handles import handle_of
 from longspan.masks import Mask
@@ -76,6 +76,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: Any = None) -> 
     if asked.extras is not None:  # only outside of compiled code
         scoring = asked.extras.scoring(q, fitting_plan(asked.what, q, k, v, ops.place_in(group)))
     captured = [] if scoring is None else list(scoring.captured)
+    check_captured(captured)
     shared = captured if asked.sinks is None else [*captured, asked.sinks]
     records = torch.is_grad_enabled()
     learns = records and any(t.requires_grad for t in shared)

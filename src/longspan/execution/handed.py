@@ -3,6 +3,7 @@ elsewhere than the plan cuts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +34,17 @@ def check_plain(name: str, tensor: object) -> None:
             f"{name} is a DTensor, placed {tensor.placements}, but every rank passes a plain tensor with all query"
             f" heads that it computes. Pass {name}.to_local() where it is replicated, or {name}.full_tensor()."
         )
+
+
+def check_captured(tensors: Sequence[object]) -> None:
+    """Refuses DTensors among what score functions use."""
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            raise KernelError(
+                f"a score function uses a DTensor of shape {tuple(tensor.shape)}, placed {tensor.placements}, but q, k"
+                f" and v are handed to it as plain tensors. Let it use tensor.to_local() where that is replicated, or"
+                f" tensor.full_tensor()."
+            )
 
 
 def check_cut(q: DTensor, what: Any) -> None:
