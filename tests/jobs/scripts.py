@@ -153,7 +153,8 @@ ENDINGS = {
     ),
     "python -O": Ending("step()\ndist.destroy_process_group()", optimised=True),
     # -- exceptions ----------------------------------------------------------------------------------------------------
-    "error on the first rank, others wait": Ending(f"if rank == 0:\n    {RAISE}\nstep()", (0, 1)),
+    # Who waits hears of an error at once and may be gone before the rank that raised it is: any of them comes first.
+    "error on the first rank, others wait": Ending(f"if rank == 0:\n    {RAISE}\nstep()", (None, 1)),
     "error on the last rank, others wait": Ending(f"if rank == last:\n    {RAISE}\nstep()", (None, 1)),
     "error on the last rank, others sleep": Ending(f"if rank == last:\n    {RAISE}\ntime.sleep(20)", ("last", 1)),
     "error on all ranks": Ending(RAISE, (None, 1)),
