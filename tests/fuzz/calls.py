@@ -117,6 +117,7 @@ def compute(case: Case, call: Call, what, group, q_k_v, extras):
 
     if call.compiled:
         backend, _, dynamic = call.compiled.partition(" ")
+        torch._functorch.config.donated_buffer = False  # else PyTorch refuses retain_graph in compiled code
         run = torch.compile(run, backend=backend, dynamic=True if dynamic else None)
     with torch.autocast("cpu", torch.bfloat16, enabled=call.autocast):
         if call.checkpoint and any(x.requires_grad for x in q_k_v):
