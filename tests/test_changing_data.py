@@ -606,3 +606,20 @@ def _use(way, dense, tensors):
     else:
         block_mask = create_block_mask(lambda b, h, i, j: dense[i, j], None, None, S, S, device="cpu")
         ls.flex_attention(*tensors, None, block_mask)
+
+
+def test_what_functions_change_themselves_is_noted_once():
+    """Else every call would forget what is known of the mask, and remember one more path."""
+    seen = []
+
+    def sees(b, h, i, j):
+        if i.ndim:  # not on the one pair that is tried
+            seen.append(1)
+        return FIRST[i] == FIRST[j]
+
+    tensors, mask, noted = inputs(), causal_mask(sees), []
+    for _ in range(3):
+        ls.attention(*tensors, mask).sum().backward()
+        noted.append(mask.plans[next(iter(mask.plans))].mask.last_reads)
+    assert noted[0] is noted[1] is noted[2]
+    assert noted[0][0].own

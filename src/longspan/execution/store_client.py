@@ -105,7 +105,7 @@ class StoreClient:
                     raise LostError(str(error)) from None
                 self._socket.close()
                 self._socket = self._connected()
-        raise AssertionError
+        raise AssertionError("the second try has returned or raised")
 
     def _value(self, kind: int, what: bytes) -> bytes:
         size = struct.unpack("<Q", self._ask(kind, what, 8))[0]

@@ -55,8 +55,7 @@ class Reads:
         pairs = enumerate(zip(tensors, again, strict=False))
         fresh = frozenset(i for i, (a, b) in pairs if a.tensor() is None or a.tensor() is not b.tensor())
         later = values_of(function, with_tensors=False)
-        changed = [path for path in {**values, **later} if not same(values.get(path), later.get(path))]
-        return Reads(tensors, later, fresh, tuple(path.removesuffix("len]") for path in changed))
+        return Reads(tensors, later, fresh, _changed(values, later))
 
     def settled(self, function: Any) -> Reads:
         """The same after a pass in which the function ran: what has changed meanwhile, a list of what it has seen say,
@@ -74,9 +73,8 @@ class Reads:
         if self.tensors is None:
             return self
         later = values_of(function, with_tensors=False)
-        changed = [path for path in {**self.values, **later} if not same(self.values.get(path), later.get(path))]
-        own = tuple(path.removesuffix("len]") for path in changed)
-        return Reads(self.tensors, later, self.fresh, self.own + own) if own else self
+        new = tuple(path for path in _changed(self.values, later) if not path.startswith(self.own))
+        return Reads(self.tensors, later, self.fresh, self.own + new) if new else self
 
     def difference(self, now: Reads) -> str | None:
         """What is not as it was, in words; None if nothing is."""
@@ -104,6 +102,12 @@ class Reads:
             if not same(old, new) and not path.startswith(self.own):
                 return f"{path} was not there" if old is GONE else f"{path} {told(old, new)}"
         return None
+
+
+def _changed(values: dict[str, Any], later: dict[str, Any]) -> tuple[str, ...]:
+    """How paths to what is not the same later begin."""
+    paths = (path for path in {**values, **later} if not same(values.get(path), later.get(path)))
+    return tuple(path.removesuffix("len]") for path in paths)
 
 
 def same_tensors(then: tuple[Noted, ...], now: tuple[Noted, ...]) -> bool:
