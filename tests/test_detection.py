@@ -108,7 +108,18 @@ def without_watchers(patch):
     patch.setattr(detector, "parsed_life", lambda raw: (-1, detector.Sight("R")))
 
 
+def blames_the_first(patch):
+    """Of several ranks whose messages could not be begun, only the first is looked at."""
+    look = detector.Detector.look
+
+    def looks(self, now, current, num_waits, **options):
+        return look(self, now, self.waiting[0] if current == self.rank else current, num_waits, **options)
+
+    patch.setattr(detector.Detector, "look", looks)
+
+
 MUTANTS = {
+    blames_the_first: ("kill", "two kills"),
     unpatient: ("all stand still",),
     hasty: ("nothing", "lock", "all stand still"),
     blind_to_death: ("kill", "two kills"),

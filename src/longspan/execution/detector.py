@@ -189,7 +189,7 @@ class Detector:
 
     def look(self, now: float, current: int, num_waits: int, *, broken: bool = False) -> Finding | None:
         """Why this wait cannot end well, if so. `current` is the rank whose message is waited for right now, the
-        `num_waits`-th one; `broken` if that failed."""
+        `num_waits`-th one, or this rank itself for anyone's; `broken` if that failed."""
         passed = min(max(now - self._looked, 0.0), STRIDE)
         self._looked = now
         self._waited += passed
@@ -212,6 +212,12 @@ class Detector:
             late = "; ".join(f"{self.name(n)} was last seen {self.last(n)}" for n in self.waiting[:4])
             found = Finding(self.waiting[0], f"no answer for {self._waited:.0f} s, though all are alive: {late}")
         return found
+
+    def unexplained(self, current: int, error: str) -> Finding:
+        """That a message failed though all that it may have been with are alive."""
+        peers = self.waiting if current == self.rank else (current,)
+        who = " or ".join(f"{self.name(n)}, last seen {self.last(n)}," for n in peers[:4])
+        return Finding(peers[0], f"messages with {who} failed: {error}")
 
     @property
     def _at(self) -> tuple[int, int]:
@@ -261,7 +267,9 @@ class Detector:
         peer.stopped = peer.stopped + passed if peer.sight.state == STOPPED else 0.0
         ended = peer.status is not None and peer.status.phase is Phase.ENDED
         if ended or peer.sight.state == GONE:
-            if not self._is_needed(number, peer, now, passed, broken):
+            # If it may be anyone's message, who said goodbye is doubted after who did not.
+            sure = broken and not (ended and self._current == self.rank)
+            if not self._is_needed(number, peer, now, passed, sure):
                 return None
             what = "has ended" if ended else f"is dead: its process (pid {peer.process.pid}) has ended"
             return f"{self.name(number)} {what}; last seen {self.last(number)}."

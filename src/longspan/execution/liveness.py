@@ -128,10 +128,10 @@ class Watch:
             self.at(phase=phase)
 
     def broken(self, error: Exception, peers: Sequence[int]) -> None:
-        """Raises a `RankError` for messages that could not even be started."""
+        """Raises a `RankError` for messages that could not even be started: with any of these ranks."""
         self._begin(peers, math.inf)
         try:
-            self._raise_broken(peers[0], first_line(error))
+            self._raise_broken(self.rank, first_line(error))
         finally:
             self.detector.end()
 
@@ -148,15 +148,15 @@ class Watch:
             _log.warning(warning)
 
     def _raise_broken(self, peer: int, error: str) -> None:
-        """A message failed. Who is to blame? The peer may be dead, or have left because of somebody else."""
+        """A message failed, of this peer or (if it is this rank) of anyone waited for. Who is to blame? The peer may
+        be dead, or have left because of somebody else."""
         for _ in range(int((self.patience + DELIVERY) / (BEAT / 4))):  # looks, not seconds: all may have stood still
             self._wake.set()
             time.sleep(BEAT / 4)
             found = self.detector.look(time.monotonic(), peer, -2, broken=True)
             if found is not None:
                 self._raise(found)
-        last, who = self.detector.last(peer), self.detector.name(peer)
-        self._raise(Finding(peer, f"messages with {who} failed, last seen {last}: {error}"))
+        self._raise(self.detector.unexplained(peer, error))
 
     def _raise(self, found: Finding) -> None:
         """The first finding of all ranks counts: everybody names the same one."""

@@ -58,6 +58,10 @@ class Rank:
         """Ranks whose messages are waited for, in order."""
         self.broken: int | None = None
         self.broken_looks = 0
+        self.closed: set[int] = set()
+        """Ranks whose connection is known to be closed: nothing can be begun with them."""
+        self.unstarted: tuple[int, ...] = ()
+        """The ranks of messages that could not be begun, because of one of them."""
         self.jump = 0.0
         self.waits_since = self.needs_since = 0.0
         """Since when it waits, and since when for the rank that it waits for now."""
@@ -87,7 +91,10 @@ class Rank:
             return self.raises(Finding(self.number, f"rank {self.number} raised ValueError"))
         if (self.number, self.call, self.step) == (max(world.victim, 0), world.strike_call, 0):
             world.at(world.now + world.draw.random() * 2 * world.work, world.strike)
-        for dst in world.targets(self.number, self.step):
+        targets = world.targets(self.number, self.step)
+        peers = (*world_sources(world, self.number, self.step), *targets)
+        self.unstarted = peers if any(self.lacks(peer) for peer in peers) else ()
+        for dst in () if self.unstarted else targets:
             world.send(dst, (self.call, self.step, self.number))
         return world.soon(self.number, world.drawn(world.work), self.waits)
 
@@ -97,14 +104,14 @@ class Rank:
         self.wait += 1
         self.waits_since = self.world.now
         self.detector.status = replace(self.detector.status, phase=Phase.WAITING)
-        self.detector.begin(self.clock(), self.left, TIMEOUT)
+        self.detector.begin(self.clock(), self.unstarted or self.left, TIMEOUT)
         self.needs_since = self.world.now
         self.world.soon(self.number, BEAT / 4, self.look, self.wait)
         self.progress()
 
     def progress(self) -> None:
         """Takes what has arrived, in the order in which it is waited for."""
-        if self.ended is not None or not self.detector.waiting:
+        if self.ended is not None or not self.detector.waiting or self.unstarted:
             return
         while self.left and (self.call, self.step, self.left[0]) in self.box:
             self.left.pop(0)
@@ -117,15 +124,20 @@ class Rank:
             self.detector.status = replace(self.detector.status, phase=Phase.IDLE)
             self.begin()
 
+    def lacks(self, peer: int) -> bool:
+        """Whether messages with a rank cannot be begun; what it sent before has arrived."""
+        return peer in self.closed and (self.call, self.step, peer) not in self.box
+
     def look(self, wait: int) -> None:
         if wait != self.wait or self.ended is not None:
             return None
         self.detector.warning()
-        broken = self.broken is not None and self.broken == self.left[0]
-        found = self.detector.look(self.clock(), self.left[0], self.num_waits, broken=broken)
+        current = self.number if self.unstarted else self.left[0]
+        broken = bool(self.unstarted) or self.broken == current
+        found = self.detector.look(self.clock(), current, self.num_waits, broken=broken)
         self.broken_looks += broken
         if found is None and self.broken_looks > (self.detector.patience + DELIVERY) / (BEAT / 4):
-            found = Finding(self.left[0], f"messages with rank {self.left[0]} failed")
+            found = self.detector.unexplained(current, "connection closed")
         if found is not None:
             return self.raises(found)
         return self.world.soon(self.number, BEAT / 4, self.look, wait)
@@ -324,6 +336,7 @@ class World:
 
     def breaks(self, rank: Rank, number: int) -> None:
         """A connection is found closed; what had been sent before has arrived."""
+        rank.closed.add(number)
         if (rank.call, rank.step, number) not in rank.box:
             rank.broken, rank.broken_looks = number, 0
 
