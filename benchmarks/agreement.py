@@ -12,10 +12,10 @@ import time
 import torch
 
 import longspan as ls
-from longspan.execution.agreement import record_of
+from longspan.execution.engine.runner import Job
 from longspan.execution.kernels import kernel_named
-from longspan.execution.runner import Job
-from longspan.execution.safety import Safety
+from longspan.execution.trust.agreement import record_of
+from longspan.execution.trust.settings import Safety
 from longspan.masks import Mask
 
 BAR, ROUNDS, TOKENS = 50e-6, 2000, 65536

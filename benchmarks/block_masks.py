@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from benchmarks.layouts import best_ms
 from benchmarks.workloads import document_lengths
 from longspan import layouts, masks
-from longspan.execution import block_masks
+from longspan.execution.flex.flex_attention import block_masks
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.masks.opaque import MaskMod

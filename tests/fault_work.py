@@ -252,7 +252,7 @@ class Rank:
 
     def damaged(self):
         """The victim's messages change on their way; checked mode finds it."""
-        from longspan.execution import headers
+        from longspan.execution.trust import headers
 
         sealed = headers.sealed
 
@@ -270,7 +270,7 @@ class Rank:
         """The victim sends the message of another step."""
         from dataclasses import replace
 
-        from longspan.execution import headers
+        from longspan.execution.trust import headers
 
         sealed = headers.sealed
 

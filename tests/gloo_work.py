@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import longspan as ls
-from longspan.execution.observe import observe
+from longspan.execution.engine.observe import observe
 from longspan.schedules import Sizes
 from longspan.testing import dense_gradients
 

@@ -36,7 +36,7 @@ def launched():
     """This process as torchrun would have started it; accelerate keeps its state in globals, which end here, too."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    from longspan.execution.safety import Safety, safely
+    from longspan.execution.trust.settings import Safety, safely
 
     world, rank = dist.get_world_size(), dist.get_rank()
     os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import longspan as ls
 from longspan import masks
-from longspan.execution.dropout import Dropout
-from longspan.execution.extras import Extras, RelativeBias
+from longspan.execution.scoring.biases import Extras, RelativeBias
+from longspan.execution.scoring.dropout import Dropout
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules.plan import Plan

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 from longspan import layouts, masks
 from longspan.errors import LayoutError, MaskError
-from longspan.execution.block_masks import block_mask, mask_of_block_mask
+from longspan.execution.flex.block_masks import block_mask, mask_of_block_mask
 from longspan.layouts import Layout
 from longspan.masks.opaque import Function
 from longspan.testing import dense_attention

@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import longspan as ls
-from longspan.execution.backward import Backward
-from longspan.execution.forward import Forward
+from longspan.execution.engine.backward import Backward
+from longspan.execution.engine.forward import Forward
+from longspan.execution.engine.observe import observe
+from longspan.execution.engine.runner import Job
+from longspan.execution.engine.transports import Loopback, ProcessGroup
 from longspan.execution.kernels import kernel_named
-from longspan.execution.observe import observe
-from longspan.execution.runner import Job
-from longspan.execution.transports import Loopback, ProcessGroup
 from longspan.schedules.cost.machine import Link
 from longspan.schedules.cost.presets import CPU
 

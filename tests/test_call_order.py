@@ -9,8 +9,8 @@ import pytest
 import torch
 from pool import end_all, pool
 
-from longspan.execution.members import ALIKE, ROWS, TABLE, VERDICT, Call, Running
-from longspan.execution.safety import Safety
+from longspan.execution.trust.group import ALIKE, ROWS, TABLE, VERDICT, Call, Running
+from longspan.execution.trust.settings import Safety
 
 SCHEMES = ("ring", "all_gather", "exchange", "all_to_all", "hybrid(2)")
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from longspan.execution import detector
+from longspan.execution.liveness.watch import detector
 from longspan.testing.detection import HARMLESS, KINDS, World
 
 NUM_SEEDS, CHUNK = 2080, 260

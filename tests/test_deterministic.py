@@ -23,9 +23,9 @@ from pool import end_all, pool
 import longspan as ls
 from longspan import layouts, masks, plan
 from longspan.errors import KernelError, PlanError, ScheduleError
-from longspan.execution import backward as run_backward
-from longspan.execution import terms
-from longspan.execution.extras import Extras
+from longspan.execution.engine import backward as run_backward
+from longspan.execution.engine import chunk_sums as terms
+from longspan.execution.scoring.biases import Extras
 from longspan.layouts import Layout
 from longspan.schedules import Problem, Schedule, Sizes, validate
 from longspan.schedules import backward as reversal

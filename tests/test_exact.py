@@ -10,8 +10,8 @@ import torch
 from exact_cases import DTYPES, KINDS, NAMES, SCHEMES, WORLDS, Oracle, anew, assert_exact, exact_case, fused
 
 from longspan import layouts, masks
-from longspan.execution.merge import Accumulator, Sum
-from longspan.execution.transports import Loopback
+from longspan.execution.engine.merge import Accumulator, Sum
+from longspan.execution.engine.transports import Loopback
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules import Problem, Sizes, scheme

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex
 import longspan as ls
 from longspan import layouts, masks
 from longspan.errors import LongspanError
-from longspan.execution.extras import Extras
+from longspan.execution.scoring.biases import Extras
 from longspan.scores import RelativeBias
 from longspan.testing import run_loopback
 

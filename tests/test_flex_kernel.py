@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import longspan as ls
 from longspan.errors import KernelError
 from longspan.execution import _torch
-from longspan.execution.captured import Totals
-from longspan.execution.extras import Extras, RelativeBias
-from longspan.execution.kernels import Asked, choose_kernel, flex, kernel_named
-from longspan.execution.kernels.contract import Tile
-from longspan.execution.pairs import TilePairs, Where
-from longspan.execution.scores import Scoring
+from longspan.execution.kernels import Features, choose_kernel, flex, kernel_named
+from longspan.execution.scoring.biases import Extras, RelativeBias
+from longspan.execution.scoring.captured import Totals
+from longspan.execution.scoring.pairs import TilePairs, Where
+from longspan.execution.scoring.pipeline import Scoring
+from longspan.execution.tile import Tile
 from longspan.layouts import balanced, contiguous, striped, zigzag
 from longspan.masks import causal, documents, from_mask_mod, sliding_window
 from longspan.masks.opaque import Function
@@ -314,7 +314,7 @@ def test_functions_that_cannot_be_traced_are_refused():
 
 def test_on_cpus_it_runs_when_named(monkeypatch):
     q = (torch.zeros(1, 2, 8, 16),) * 3
-    scores = Asked(score_function=True)
+    scores = Features(score_function=True)
     assert choose_kernel("auto", *q, scores) == "reference"
     assert choose_kernel("flex", *q, scores) == choose_kernel("flex", *q) == "flex"
     with pytest.raises(KernelError, match=r"Use 'reference', or 'auto'"):
@@ -324,7 +324,7 @@ def test_on_cpus_it_runs_when_named(monkeypatch):
 
 
 def test_on_gpus_auto_chooses_it_for_score_functions(monkeypatch):
-    scores, dropout = Asked(score_function=True), Asked(score_function=True, dropout=True)
+    scores, dropout = Features(score_function=True), Features(score_function=True, dropout=True)
     with FakeTensorMode():
         new = lambda dim, dtype: (torch.empty(1, 2, 8, dim, dtype=dtype, device="cuda"),) * 3  # noqa: E731
         monkeypatch.setattr(flex, "has_triton", lambda: False)
@@ -363,7 +363,7 @@ def test_gpu_calls_have_the_right_form(dtype, monkeypatch):
     with FakeTensorMode(allow_non_fake_inputs=True):
         new = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device="cuda")  # noqa: E731
         q, k, v, dout = new(2, 6, 200, 20), new(2, 2, 300, 20), new(2, 2, 300, 24), new(2, 6, 200, 24)
-        kernel = kernel_named(choose_kernel("flex", q, k, v, Asked(True, True)))
+        kernel = kernel_named(choose_kernel("flex", q, k, v, Features(True, True)))
         table = new(9, 6, dtype=torch.float32).requires_grad_()
         scoring = Scoring((lambda s, b, h, q, kv: s + table[(q - kv) % 9, h],), (table,))
         pairs = pairs_of(200, 300, scoring, (table,))

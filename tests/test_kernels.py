@@ -15,12 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.errors import KernelError
 from longspan.execution import _torch
-from longspan.execution.kernels import choose_kernel, kernel_named, pieces, reference, sdpa
-from longspan.execution.kernels.contract import Tile
-from longspan.execution.kernels.flash_cuda import Flash, launches
+from longspan.execution.kernels import choose_kernel, kernel_named, reference
+from longspan.execution.kernels import cpu_flash as sdpa
+from longspan.execution.kernels import panels as pieces
+from longspan.execution.kernels.cpu_flash import CpuFlash
+from longspan.execution.kernels.cuda_flash import Flash, launches
+from longspan.execution.kernels.cuda_sdpa import Cudnn, Efficient
 from longspan.execution.kernels.reference import Reference
-from longspan.execution.kernels.sdpa import CpuFlash
-from longspan.execution.kernels.sdpa_cuda import Cudnn, Efficient
+from longspan.execution.tile import Tile
 
 INF = math.inf
 WIDE = {torch.float64: torch.float64}
@@ -598,7 +600,7 @@ def test_names_are_obeyed_or_refused():
 
 def test_no_kernel_imports_another():
     folder = Path(reference.__file__).parent
-    shared = {"longspan.execution.kernels.contract", "longspan.execution.kernels.pieces"}
+    shared = {"longspan.execution.kernels.contract", "longspan.execution.kernels.panels"}
     for path in folder.glob("*.py"):
         if path.name in ("__init__.py",):
             continue

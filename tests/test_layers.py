@@ -115,7 +115,7 @@ def test_private_torch_names_live_in_one_file():
 
 def test_no_kernel_imports_another():
     kernels = SRC / "execution" / "kernels"
-    names = {path.stem for path in kernels.glob("*.py")} - {"__init__", "contract", "pieces"}
+    names = {path.stem for path in kernels.glob("*.py")} - {"__init__", "contract", "panels"}
     for path in kernels.glob("*.py"):
         if path.stem in names:
             found = {m.rsplit(".", 1)[-1] for _, m, _ in imports(path) if m.startswith("longspan.execution.kernels")}

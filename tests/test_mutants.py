@@ -15,10 +15,10 @@ from exact_cases import NAMES, Oracle, anew, assert_exact, fused
 
 import longspan
 from longspan import layouts, masks
-from longspan.execution import backward, forward, merge, rows, runner
+from longspan.execution.engine import backward, forward, merge, runner, token_store
+from longspan.execution.engine.merge import Accumulator, Sum
+from longspan.execution.engine.transports import Loopback
 from longspan.execution.kernels import kernel_named
-from longspan.execution.merge import Accumulator, Sum
-from longspan.execution.transports import Loopback
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules.plan import Plan
@@ -94,7 +94,7 @@ def steps(patch, change):
 def remote(run, compute):
     """Whether a compute works on keys of other ranks."""
     key = compute.kv.heads, run.form.rows(compute.kv)
-    own = rows.Rows.of(run.job.plan.layout.span_rows(run.job.rank), *key, ())
+    own = token_store.TokenStore.of(run.job.plan.layout.span_rows(run.job.rank), *key, ())
     return not own.covers(as_rows(compute.kv.spans), *key)
 
 
@@ -783,9 +783,9 @@ def first_step_dropped_in_backward(patch):
 @mutant
 def shards_taken_to_be_sorted(patch):
     """Local rows are taken to lie in the order of their positions."""
-    of = rows.Rows.of
+    of = token_store.TokenStore.of
     patch.setattr(
-        rows.Rows,
+        token_store.TokenStore,
         "of",
         staticmethod(lambda spans, heads, some, tensors: of(spans[np.argsort(spans[:, 0])], heads, some, tensors)),
     )

@@ -12,12 +12,12 @@ from exact_cases import NAMES, Oracle, unit
 
 import longspan
 from longspan import layouts, masks
-from longspan.execution.backward import Backward, stand_in
-from longspan.execution.forward import Forward
+from longspan.execution.engine.backward import Backward, stand_in
+from longspan.execution.engine.forward import Forward
+from longspan.execution.engine.merge import Accumulator, Sum
+from longspan.execution.engine.runner import Job
+from longspan.execution.engine.transports import Loopback
 from longspan.execution.kernels import choose_kernel, kernel_named
-from longspan.execution.merge import Accumulator, Sum
-from longspan.execution.runner import Job
-from longspan.execution.transports import Loopback
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.testing import run_loopback

@@ -15,7 +15,7 @@ from refusal_oracle import LIMIT, TOKENS, assert_exact, assert_same, by_ranks, d
 
 import longspan as ls
 from longspan import layouts, masks
-from longspan.execution.extras import RelativeBias
+from longspan.execution.scoring.biases import RelativeBias
 from longspan.training import shard_batch
 
 PAGE = Path(__file__).parents[1] / "docs" / "refusals.md"

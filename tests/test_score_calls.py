@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
 from longspan import masks
-from longspan.execution.extras import RelativeBias
+from longspan.execution.scoring.biases import RelativeBias
 
 S = 12
 MASK = masks.documents([5, 7]) & masks.causal()

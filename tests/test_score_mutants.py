@@ -12,12 +12,15 @@ from score_cases import made_plan, problem
 
 import longspan as ls
 from longspan import layouts
-from longspan.execution import backward, captured, extras, forward, scores
-from longspan.execution.dropout import Dropout
-from longspan.execution.extras import RelativeBias
+from longspan.execution.engine import backward, forward
+from longspan.execution.engine.merge import Accumulator
 from longspan.execution.kernels import reference
-from longspan.execution.merge import Accumulator
-from longspan.execution.pairs import TilePairs, Where
+from longspan.execution.scoring import biases as extras
+from longspan.execution.scoring import captured
+from longspan.execution.scoring import pipeline as scores
+from longspan.execution.scoring.biases import RelativeBias
+from longspan.execution.scoring.dropout import Dropout
+from longspan.execution.scoring.pairs import TilePairs, Where
 from longspan.masks.elementwise import Elementwise
 from longspan.masks.opaque import Function
 

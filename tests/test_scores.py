@@ -32,8 +32,8 @@ from score_cases import (
 
 import longspan as ls
 from longspan import layouts, masks
-from longspan.execution.dropout import Dropout
-from longspan.execution.extras import RelativeBias, alibi_slopes
+from longspan.execution.scoring.biases import RelativeBias, alibi_slopes
+from longspan.execution.scoring.dropout import Dropout
 from longspan.testing import run_loopback
 
 WORLDS = (2, 3, 4)

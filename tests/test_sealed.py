@@ -17,7 +17,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from torch.utils import _pytree as pytree
 
 import longspan as ls
-from longspan.execution.extras import RelativeBias
+from longspan.execution.scoring.biases import RelativeBias
 from longspan.integrations.titan_masks import Shards
 
 WAIT = 200.0

@@ -47,7 +47,7 @@ CALLS = {
 OBJECTS = re.compile(r"\w+_object(_list)?$")
 HOSTS = re.compile(r"\b(?:https?|ftp|tcp|wss?)://(?!www\.w3\.org/)", re.IGNORECASE)
 INDEXES = re.compile(r"--?(extra-)?index-url|--find-links|--trusted-host|PIP_(EXTRA_)?INDEX_URL", re.IGNORECASE)
-CLIENTS = {("execution/store_client.py", "import socket: connects")}
+CLIENTS = {("execution/liveness/store_client.py", "import socket: connects")}
 """To the job's own store, whose address PyTorch has."""
 
 

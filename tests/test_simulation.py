@@ -16,11 +16,11 @@ from cases import LAYOUTS, random_layout, random_mask
 
 from longspan import layouts, masks
 from longspan.errors import AgreementError, RankError
-from longspan.execution.backward import Backward
-from longspan.execution.forward import Forward
+from longspan.execution.engine.backward import Backward
+from longspan.execution.engine.forward import Forward
+from longspan.execution.engine.runner import Job
+from longspan.execution.engine.transports import Loopback
 from longspan.execution.kernels import kernel_named
-from longspan.execution.runner import Job
-from longspan.execution.transports import Loopback
 from longspan.schedules import Problem, Sizes, scheme
 from longspan.schedules.cost.presets import CPU
 from longspan.schedules.plan import Plan
@@ -267,8 +267,8 @@ def test_ranks_with_different_plans_are_named(seed, other):
 
 
 def test_different_plans_are_refused_before_data_moves():
-    from longspan.execution import agreement
-    from longspan.execution.safety import Safety
+    from longspan.execution.trust import agreement
+    from longspan.execution.trust.settings import Safety
 
     plans = [small_plan(), small_plan(masks.full(32))]
     rows = [

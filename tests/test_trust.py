@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from pool import pool
 
 from longspan.errors import AgreementError, PlanError, RankError
-from longspan.execution import agreement, headers
-from longspan.execution.headers import Header
-from longspan.execution.records import Direction, Fault, Phase, Status
-from longspan.execution.safety import Safety, safely, safety
+from longspan.execution.liveness.records import Direction, Fault, Phase, Status
+from longspan.execution.trust import agreement, headers
+from longspan.execution.trust.headers import Header
+from longspan.execution.trust.settings import Safety, safely, safety
 
 HEADER = Header(b"12345678", 3, -1, 1, 2, 0, 1, 77, 24, b"float32\0")
 STATUS = Status(9, 3, Direction.BACKWARD, 1, 4, Phase.WAITING, True, 12, b"abcdefgh")

@@ -14,9 +14,9 @@ from test_simulation import Case, ended, judged, small_plan
 
 from longspan import masks
 from longspan.errors import AgreementError, RankError
-from longspan.execution import agreement, headers
-from longspan.execution.agreement import Record
-from longspan.execution.headers import Header
+from longspan.execution.trust import agreement, headers
+from longspan.execution.trust.agreement import Record
+from longspan.execution.trust.headers import Header
 from longspan.testing import faults, network, waits
 from longspan.testing.faults import Fault
 from longspan.testing.network import Network

@@ -27,7 +27,7 @@ from longspan.cli import main
 from longspan.cli.commands.verify import _group as joined_group
 from longspan.cli.commands.verify import add_arguments, run
 from longspan.errors import LongspanError, PlanError
-from longspan.execution.extras import RelativeBias
+from longspan.execution.scoring.biases import RelativeBias
 from longspan.testing import allowed
 from longspan.verification import Finding, Report, VerifyError, loopback_attention, verify, verify_model
 from longspan.verification.model.causes import dense_mask

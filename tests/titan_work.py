@@ -229,7 +229,7 @@ def main():
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{out}.store", rank=rank, world_size=world)
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan does where it makes the group itself
-    from longspan.execution.safety import Safety, safely
+    from longspan.execution.trust.settings import Safety, safely
     from tests.titan_checks import CHECKS
 
     with safely(Safety(patience=30.0)):  # many ranks share two cores here: a slow one is not a dead one

@@ -60,7 +60,7 @@ def attention(
     True
     """
     from longspan.execution.call import Request, attention as run, telling  # noqa: I001  (loads torch, here and not above)
-    from longspan.execution.extras import Extras
+    from longspan.execution.scoring.biases import Extras
     from longspan.execution.inputs import check_inputs
 
     with telling(q, group):
@@ -102,7 +102,7 @@ def flex_attention(
     torch.Size([2])
     """
     from longspan.execution.call import telling
-    from longspan.execution.flex import flex_attention as run
+    from longspan.execution.flex.flex_attention import flex_attention as run
 
     with telling(query, group):
         return run(
@@ -122,7 +122,7 @@ def block_mask(
     >>> block_mask(masks.causal(), zigzag(1024, 2), rank=0).shape
     (1, 1, 512, 1024)
     """
-    from longspan.execution.block_masks import block_mask as build
+    from longspan.execution.flex.block_masks import block_mask as build
 
     return build(mask, layout, rank, kv=kv, block_size=block_size, device=device)
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from longspan.errors import PlanError
 from longspan.execution import ops
-from longspan.execution.extras import Extras, check_sinks
 from longspan.execution.fitting import SEQ_DIM, check_tensors, fitting_plan
 from longspan.execution.handed import check_captured, check_cut, group_handed
-from longspan.execution.members import told
+from longspan.execution.scoring.biases import Extras, check_sinks
+from longspan.execution.trust.group import told
 from longspan.handles import handle_of
 from longspan.masks import Mask
 from longspan.schedules.plan import Plan

@@ -19,17 +19,18 @@ from torch import Tensor
 
 from longspan.errors import PlanError
 from longspan.execution import _torch
-from longspan.execution.agreement import Record, record_of
-from longspan.execution.backward import Backward
-from longspan.execution.dtypes import wide
+from longspan.execution.call_record import record_of
+from longspan.execution.engine.backward import Backward
+from longspan.execution.engine.forward import Forward
+from longspan.execution.engine.runner import Job
+from longspan.execution.engine.transports import Loopback, ProcessGroup, Program
 from longspan.execution.fitting import fitting_plan
-from longspan.execution.forward import Forward
-from longspan.execution.kernels import Asked, choose_kernel, kernel_named
-from longspan.execution.members import Call, members_of, told
-from longspan.execution.runner import Job
-from longspan.execution.safety import Safety, safety
-from longspan.execution.scores import Scoring
-from longspan.execution.transports import Loopback, ProcessGroup, Program
+from longspan.execution.kernels import Features, choose_kernel, kernel_named
+from longspan.execution.scoring.pipeline import Scoring
+from longspan.execution.tile import wide
+from longspan.execution.trust.agreement import Record
+from longspan.execution.trust.group import Call, members_of, told
+from longspan.execution.trust.settings import Safety, safety
 from longspan.handles import found_under, number_of
 from longspan.masks import Mask
 from longspan.masks.reads import Reads
@@ -152,7 +153,7 @@ def _job(what: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, .
     plan = fitting_plan(what, q, k, v, place)
     functions: Scoring | None = found_under(scoring) if scoring else None
     drops = functions is not None and functions.dropout is not None
-    honours = Asked(not plan.mask.is_structured, functions is not None, drops, plan.chunks is not None)
+    honours = Features(not plan.mask.is_structured, functions is not None, drops, plan.chunks is not None)
     chosen = kernel_named(choose_kernel(kernel, q, k, v, honours))
     if learns and plan.chunks is not None:
         raise PlanError(

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, and_masks
 
 from longspan.errors import LongspanError
-from longspan.execution.block_masks import mask_of_block_mask
+from longspan.execution.flex.block_masks import mask_of_block_mask
 from longspan.layouts import Layout, balanced, contiguous, round_robin_by_work, zigzag
 from longspan.masks import Mask, causal, chunked, documents, from_mask_mod, full, sliding_window
 from longspan.masks.vary import per_row

@@ -30,7 +30,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from longspan.api import flex_attention as flex_of_shards
 from longspan.errors import LayoutError, PlanError
-from longspan.execution.block_masks import mask_of_block_mask
+from longspan.execution.flex.block_masks import mask_of_block_mask
 from longspan.integrations.torch_balancers import (
     Balanced,
     Balancer,

@@ -25,7 +25,7 @@ from longspan.api import plan as made_plan
 from longspan.errors import KernelError, LayoutError, PlanError
 from longspan.execution import _torch
 from longspan.execution._torch import function_modes
-from longspan.execution.kernels import Asked, choose_kernel
+from longspan.execution.kernels import Features, choose_kernel
 from longspan.integrations.torch_balancers import Balancer, balancer_of, known_length, layout_of_shards, slots
 from longspan.layouts import Layout
 from longspan.masks import Mask, causal, full
@@ -203,7 +203,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, opaque: bool) -> str:
     for name in names:
         try:
             named = "cpu_flash" if name == "flash" and q.device.type == "cpu" else name
-            return choose_kernel(named, _local(q), _local(k), _local(v), Asked(opaque, False, False))
+            return choose_kernel(named, _local(q), _local(k), _local(v), Features(opaque, False, False))
         except KernelError as error:
             why = str(error)
     raise KernelError(f"sdpa_kernel allows {', '.join(names) or 'nothing'}, but none of these will do: {why}")

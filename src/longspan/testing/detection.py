@@ -17,9 +17,9 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from longspan.execution.detector import BEAT, DELIVERY, LOOK, Detector, Finding, Question
-from longspan.execution.processes import GONE, LIFE, LIFE_MARK, STOPPED, Process, Sight
-from longspan.execution.records import Direction, Fault, Phase
+from longspan.execution.liveness.detector import BEAT, DELIVERY, LOOK, Detector, Finding, Question
+from longspan.execution.liveness.processes import GONE, LIFE, LIFE_MARK, STOPPED, Process, Sight
+from longspan.execution.liveness.records import Direction, Fault, Phase
 
 HARMLESS = ("nothing", "lock", "all stand still", "short stop", "clock", "slow store")
 STRIKES = ("kill", "stop", "host", "raise")

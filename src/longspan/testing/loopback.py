@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from longspan.execution.backward import Backward
-from longspan.execution.extras import Extras
-from longspan.execution.forward import Forward
-from longspan.execution.kernels import Asked, choose_kernel, kernel_named
-from longspan.execution.runner import Job
-from longspan.execution.transports import Loopback, Program
+from longspan.execution.engine.backward import Backward
+from longspan.execution.engine.forward import Forward
+from longspan.execution.engine.runner import Job
+from longspan.execution.engine.transports import Loopback, Program
+from longspan.execution.kernels import Features, choose_kernel, kernel_named
+from longspan.execution.scoring.biases import Extras
 from longspan.schedules.plan import Plan
 
 SEQ_DIM = 2
@@ -51,7 +51,7 @@ def run_loopback(
     scoring = None if extras is None else extras.scoring(q, plan)
     captured = () if scoring is None else scoring.captured
     drops = scoring is not None and scoring.dropout is not None
-    asked = Asked(not plan.mask.is_structured, scoring is not None, drops, plan.chunks is not None)
+    asked = Features(not plan.mask.is_structured, scoring is not None, drops, plan.chunks is not None)
     chosen = kernel_named(choose_kernel(kernel, q, k, v, asked))
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     jobs = [Job(plan, rank, chosen, scale, q.dtype, scoring, sinks) for rank in range(layout.world_size)]

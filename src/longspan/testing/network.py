@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from longspan.errors import RankError
-from longspan.execution import headers
-from longspan.execution.headers import Header
-from longspan.execution.transports import Exchange, Program
+from longspan.execution.engine.transports import Exchange, Program
+from longspan.execution.trust import headers
+from longspan.execution.trust.headers import Header
 from longspan.testing.faults import Fault, KilledError, spoiled
 from longspan.testing.waits import Graph, State, WaitError
 

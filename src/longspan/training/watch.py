@@ -10,8 +10,8 @@ from datetime import timedelta
 from typing import Any
 
 from longspan.execution._torch import attempt_store_of
-from longspan.execution.members import Members, members_of
-from longspan.execution.safety import Safety, safely
+from longspan.execution.trust.group import Members, members_of
+from longspan.execution.trust.settings import Safety, safely
 from longspan.training.groups import BatchError, process_group
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.execution.dtypes import wide
+from longspan.execution.tile import wide
 from longspan.verification.report import Check
 
 TOTAL, ROW = 4.0, 16.0

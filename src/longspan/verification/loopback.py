@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.execution.extras import Extras
+from longspan.execution.scoring.biases import Extras
 from longspan.schedules.plan import Plan
 from longspan.testing import run_loopback
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.execution.captured import Swap
-from longspan.execution.dropout import Dropout
-from longspan.execution.scores import Scoring
+from longspan.execution.scoring.captured import Swap
+from longspan.execution.scoring.dropout import Dropout
+from longspan.execution.scoring.pipeline import Scoring
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """Whole q, k, v, and the gradient of the output."""

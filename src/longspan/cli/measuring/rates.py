@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longspan.cli.launch import JobRanks
 from longspan.execution.kernels import choose_kernel, kernel_named
-from longspan.execution.kernels.contract import Tile
+from longspan.execution.tile import Tile
 from longspan.masks.bands import LIMIT
 from longspan.schedules.cost.machine import Machine, tile_work
 from longspan.schedules.steps import Sizes

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from longspan.api import attention
 from longspan.cli.launch import JobRanks, clocks
 from longspan.cli.measuring.trace_file import COMPUTE, MESSAGE, WAIT, Slice
-from longspan.execution.observe import observe
+from longspan.execution.engine.observe import observe
 from longspan.schedules.plan import Plan
 
 DIRECTIONS = ("forward", "backward")

@@ -5,15 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from longspan.errors import KernelError
-from longspan.execution.kernels.contract import PLAIN, Asked, Kernel, Tile
-from longspan.execution.kernels.flash_cuda import Flash
+from longspan.execution.kernels.contract import Kernel
+from longspan.execution.kernels.cpu_flash import CpuFlash
+from longspan.execution.kernels.cuda_flash import Flash
+from longspan.execution.kernels.cuda_sdpa import Cudnn, Efficient
 from longspan.execution.kernels.flex import Flex
 from longspan.execution.kernels.guarded import Guarded
 from longspan.execution.kernels.reference import Reference
-from longspan.execution.kernels.sdpa import CpuFlash
-from longspan.execution.kernels.sdpa_cuda import Cudnn, Efficient
+from longspan.execution.tile import PLAIN, Features, Tile
 
-__all__ = ["Asked", "Kernel", "Tile", "choose_kernel", "kernel_named"]
+__all__ = ["Features", "Kernel", "Tile", "choose_kernel", "kernel_named"]
 
 _FUSED = (CpuFlash(), Flash("varlen", grouped=True), Efficient(), Flash("flash", False), Cudnn(), Flex())
 _KERNELS: dict[str, Kernel] = {
@@ -21,7 +22,7 @@ _KERNELS: dict[str, Kernel] = {
     "reference": Reference(),
 }
 
-# Asked in this order. `flash` and `cudnn` are left to those who name them: `varlen` does all that they do.
+# Features in this order. `flash` and `cudnn` are left to those who name them: `varlen` does all that they do.
 _CHOICES = {
     "sdpa": ("cpu_flash", "varlen", "efficient"),
     "auto": ("cpu_flash", "varlen", "efficient", "flex", "reference"),
@@ -43,7 +44,7 @@ def kernel_named(name: str) -> Kernel:
     return _KERNELS[name]
 
 
-def choose_kernel(name: str, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, asked: Asked = PLAIN) -> str:
+def choose_kernel(name: str, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, asked: Features = PLAIN) -> str:
     """The name of the kernel to use: the one asked for, or the first of the choice that does this for these tensors."""
 
     def refusal(kernel: Kernel) -> str | None:

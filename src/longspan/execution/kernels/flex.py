@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import Asked, Pairs, Tile
-from longspan.execution.scores import Scoring
-from longspan.execution.traced import Program, decider, key_of, program
+from longspan.execution.kernels.contract import Pairs
+from longspan.execution.scoring.pipeline import Scoring
+from longspan.execution.scoring.traced import Program, decider, key_of, program
+from longspan.execution.tile import Features, Tile
 from longspan.masks import Predicate
 from longspan.masks.keys import This
 from longspan.masks.opaque import device_of
@@ -45,7 +46,7 @@ class Flex:
     """One call for all tiles: what comes back is one result over all rows (and keys) from the first to the last."""
 
     name = "flex"
-    honours = Asked(mask_function=True, score_function=True)
+    honours = Features(mask_function=True, score_function=True)
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
         device, dtype = q_BHQD.device.type, q_BHQD.dtype
@@ -185,7 +186,7 @@ def _positions(cover: Tile, pairs: Pairs | None, device: torch.device) -> tuple[
     """First batch row, first head, position of every query row and of every key."""
     assert pairs is not None
     where = pairs.where
-    first = (torch.full((), start, device=device) for start in (where.rows.start, where.heads.start))
+    first = (torch.full((), start, device=device) for start in (where.batch.start, where.heads.start))
     return *first, _on(device, where.q[cover.q0 : cover.q1]), _on(device, where.kv[cover.k0 : cover.k1])
 
 

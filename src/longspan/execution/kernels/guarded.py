@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from longspan.execution.kernels.contract import Asked, Kernel, Pairs, Tile, finite
+from longspan.execution.kernels.contract import Kernel, Pairs, finite
+from longspan.execution.tile import Features, Tile
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Guarded:
         return self.kernel.name
 
     @property
-    def honours(self) -> Asked:
+    def honours(self) -> Features:
         return self.kernel.honours
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:

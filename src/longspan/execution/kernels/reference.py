@@ -16,8 +16,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from longspan.execution.dtypes import wide as widened
-from longspan.execution.kernels.contract import ALL, Pairs, Tile, finite
+from longspan.execution.kernels.contract import Pairs, finite
+from longspan.execution.tile import ALL, Tile
+from longspan.execution.tile import wide as widened
 from longspan.span import Span
 
 ROWS, COLS = 256, 512
@@ -207,7 +208,7 @@ def _score_gradient(
     """The gradient of q @ k, and the probabilities by which values were weighted."""
     raw = (q @ k.mT).mul_(scale)
     apart = _apart(raw, block, rows.q0, pairs)
-    if pairs is None or not pairs.asked.score_function:
+    if pairs is None or not pairs.features.score_function:
         p = _exp(_hide(raw.sub_(lse), apart, -torch.inf))
         return dp.sub_(delta).mul_(p).mul_(scale), p
     panel = replace(block, q0=rows.q0, q1=rows.q1)
@@ -271,7 +272,7 @@ def _scores(q: Tensor, k_BGKD: Tensor, block: Tile, rows: Tile, scale: float, pa
     """Scores of a panel's rows with one block of keys after all functions, -inf where a pair may not meet."""
     scores = (q @ _keys(k_BGKD, block).mT).mul_(scale)
     apart = _apart(scores, block, rows.q0, pairs)
-    if pairs is not None and pairs.asked.score_function:
+    if pairs is not None and pairs.features.score_function:
         changed = pairs.change(scores.flatten(1, 2), replace(block, q0=rows.q0, q1=rows.q1))
         changed = changed.unflatten(1, scores.shape[1:3])
         return changed if apart is None else changed.masked_fill(apart, -torch.inf)  # it may be the user's own tensor

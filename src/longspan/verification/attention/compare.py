@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from longspan.errors import PlanError
-from longspan.execution.dtypes import wide
-from longspan.execution.extras import Extras
-from longspan.execution.scores import Scoring
+from longspan.execution.scoring.biases import Extras
+from longspan.execution.scoring.pipeline import Scoring
+from longspan.execution.tile import wide
 from longspan.schedules.plan import Plan
 from longspan.testing import allowed
 from longspan.verification.attention import leaks

@@ -1,0 +1,56 @@
+"""A call as the record that ranks compare (`trust.agreement`): what this rank was asked for."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+
+from longspan.execution.engine.runner import Job
+from longspan.execution.scoring.pipeline import Scoring
+from longspan.execution.trust.agreement import WIDTH, Record
+from longspan.execution.trust.settings import Safety
+from longspan.schedules.plan import Plan
+from longspan.version import VERSION
+
+MAX_OF_ONE = 64
+_records: WeakKeyDictionary[Plan, dict[tuple[str, ...], Record]] = WeakKeyDictionary()
+"""Those of a plan, by what may differ between its calls: a plan is called many times, and its parts are long."""
+
+
+def record_of(job: Job, device: torch.device, sums: bool | None, name: str, safety: Safety) -> Record:
+    """What this rank was asked for; `sums` is None where no gradients are wanted."""
+    rest = (
+        job.plan.fingerprint[: WIDTH - 1],
+        device.type,
+        _scheme(job.plan),
+        repr(job.scale),
+        _scores(job.scoring),
+        "none" if job.sinks is None else f"{tuple(job.sinks.shape)}",
+        "not wanted" if sums is None else "sum" if sums else "share",
+        str(safety.checked),
+        repr(name) if name else "none",
+    )
+    known = _records.setdefault(job.plan, {})
+    if rest not in known:
+        while len(known) >= MAX_OF_ONE:
+            del known[next(iter(known))]
+        known[rest] = _made(job.plan, *rest)
+    return known[rest]
+
+
+def _made(plan: Plan, fingerprint: str, *rest: str) -> Record:
+    parts = plan.mask.fingerprint[:16], plan.layout.fingerprint[:16], plan.sizes.text(), plan.dtype
+    return Record(VERSION, str(torch.__version__), fingerprint, *parts, *rest)
+
+
+def _scheme(plan: Plan) -> str:
+    name = plan.scheme.name + (", keep" if plan.keep else "")
+    return name if plan.chunks is None else f"{name}, chunks = {plan.chunks}, threads = {torch.get_num_threads()}"
+
+
+def _scores(scoring: Scoring | None) -> str:
+    if scoring is None:
+        return "none"
+    captured = [tuple(t.shape) for t in scoring.captured]
+    return f"{len(scoring.functions)} of them, captured {captured}, {scoring.dropout}"

@@ -1,0 +1,162 @@
+"""The one runner: walks a rank's steps, whatever planner made them. Forward and backward fill in what a step does.
+
+What the rank holds is kept in a `TokenStore`; messages are handed to a transport by yielding them (see
+`transports.Program`), so that the same code runs in loopback and on a process group.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from longspan.errors import PlanError
+from longspan.execution.engine.observe import mark
+from longspan.execution.engine.tiles import tiles_for
+from longspan.execution.engine.token_store import TokenStore, gather
+from longspan.execution.engine.transports import Exchange, Program
+from longspan.execution.engine.wire import Format
+from longspan.execution.kernels.contract import Kernel, Pairs
+from longspan.execution.scoring.captured import Totals
+from longspan.execution.scoring.pairs import TilePairs, TilePositions
+from longspan.execution.scoring.pipeline import Scoring
+from longspan.execution.tile import Tile
+from longspan.schedules.plan import Plan
+from longspan.schedules.steps import Compute, Piece, Role, Step, Transfer
+from longspan.span import Span, as_rows
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank runs: a plan, its place in it, a kernel, a scale, and what happens to scores."""
+
+    plan: Plan
+    rank: int
+    kernel: Kernel
+    scale: float
+    dtype: torch.dtype
+    scoring: Scoring | None = None
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise PlanError(f"scale = {self.scale} was given. It multiplies scores: one finite number.")
+
+    @property
+    def format(self) -> Format:
+        return Format(self.plan.sizes, self.dtype)
+
+
+class Runner(ABC):
+    """One rank's run in one direction."""
+
+    direction = "forward"
+
+    def __init__(self, job: Job, device: torch.device, captured: Sequence[Tensor] = ()) -> None:
+        self.job, self.sizes, self.form, self.device = job, job.plan.sizes, job.format, device
+        self.steps = job.plan.steps(job.rank, self.direction)
+        self.never = len(self.steps) + 2
+        self.num_computes = 0
+        self.held: dict[Role, list[tuple[int, TokenStore]]] = {}
+        self.totals = Totals(captured)
+
+    # -- what a direction fills in ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def compute(self, compute: Compute) -> None:
+        """Works on the pairs of one compute."""
+
+    def fill(self, piece: Piece, targets: Sequence[Tensor]) -> None:
+        """Writes a piece to be sent into the tensors of a message."""
+        self.get(piece).write(piece, targets)
+
+    def arrived(self, transfer: Transfer, rows: TokenStore) -> None:
+        self.hold(transfer.piece.role, rows, transfer.until)
+
+    def tiles(self, compute: Compute, q: TokenStore, kv: TokenStore) -> tuple[list[Tile], Pairs | None]:
+        """The compute as tiles of local rows, and its pairs where more than bands matters.
+
+        To be asked once for each compute, in their order.
+        """
+        self.num_computes += 1
+        which = (self.job.rank, self.direction, self.num_computes)
+        plane = self.job.plan.mask.plane(q.batch.start, q.heads.start)
+        tiles = tiles_for(self.job.plan, which, compute, plane, q, kv)
+        if self.job.scoring is None and plane.predicate is None:
+            return tiles, None
+        where = TilePositions.of(q.batch, q.heads, q.positions(), kv.positions(), self.device)
+        return tiles, TilePairs(where, self.job.scoring, plane.predicate, self.totals, self.job.plan.mask.known)
+
+    # -- walking ----------------------------------------------------------------------------------------------------
+
+    def walk(self) -> Program[None]:
+        """Every step: start its messages, compute while they travel, take in what arrived."""
+        for number, step in enumerate(self.steps):
+            sends, receives = self._messages(step)
+            outgoing = {peer: self._packed(transfers) for peer, transfers in sends.items()}
+            expected = {peer: self.form.num_bytes(transfers) for peer, transfers in receives.items()}
+            pieces = {(self.job.rank, peer): made for peer, made in sends.items()}
+            pieces |= {(peer, self.job.rank): made for peer, made in receives.items()}
+            yield Exchange(number, outgoing, expected, self.device, pieces)
+            del outgoing  # the transport lets go of the messages when they are delivered
+            with mark(self.direction, self.job.rank, number):
+                for compute in step.computes:
+                    self.compute(compute)
+            found = yield None
+            self._drop_after(number)
+            for peer, transfers in receives.items():
+                assert found is not None
+                self._unpack(transfers, found.pop(peer))
+
+    def _messages(self, step: Step) -> tuple[dict[int, list[Transfer]], dict[int, list[Transfer]]]:
+        """The step's transfers by the peer they go to or come from, in the order in which both ends list them."""
+        sends: dict[int, list[Transfer]] = {}
+        receives: dict[int, list[Transfer]] = {}
+        for t in step.transfers:
+            if t.src == self.job.rank:
+                sends.setdefault(t.dst, []).append(t)
+            else:
+                receives.setdefault(t.src, []).append(t)
+        for lists in (sends, receives):
+            for transfers in lists.values():
+                transfers.sort(key=lambda t: (t.piece.role, t.piece.heads, t.piece.spans, t.piece.apart))
+        return sends, receives
+
+    def _packed(self, transfers: list[Transfer]) -> Tensor:
+        message = torch.empty(self.form.num_bytes(transfers), dtype=torch.uint8, device=self.device)
+        offset = 0
+        for t in transfers:
+            offset = self.form.pack(t.piece, message, offset, partial(self.fill, t.piece))
+        return message
+
+    def _unpack(self, transfers: list[Transfer], message: Tensor) -> None:
+        offset = 0
+        for t in transfers:
+            tensors, offset = self.form.tensors(t.piece, message, offset)
+            self.arrived(t, TokenStore.of(as_rows(t.piece.spans), t.piece.heads, self.form.rows(t.piece), tensors))
+
+    # -- holding ----------------------------------------------------------------------------------------------------
+
+    def own(self, role: Role, tensors: Sequence[Tensor]) -> TokenStore:
+        """Holds the rank's own shard of a role for good."""
+        heads = self.sizes.kv_heads if role is Role.KV else self.sizes.q_heads
+        spans = self.job.plan.layout.span_rows(self.job.rank)
+        rows = TokenStore.of(spans, Span(0, heads), Span(0, self.sizes.batch), tensors)
+        self.hold(role, rows, self.never)
+        return rows
+
+    def hold(self, role: Role, rows: TokenStore, until: int) -> None:
+        self.held.setdefault(role, []).append((until, rows))
+
+    def get(self, piece: Piece) -> TokenStore:
+        """The piece's rows, from what is held."""
+        return gather([rows for _, rows in self.held.get(piece.role, [])], piece, self.form.rows(piece))
+
+    def _drop_after(self, step: int) -> None:
+        for role, stores in self.held.items():
+            self.held[role] = [(until, rows) for until, rows in stores if until > step]

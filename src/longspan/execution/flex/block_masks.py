@@ -1,0 +1,285 @@
+"""FlexAttention's BlockMask: made from a mask for the rows of one rank, and read as a mask.
+
+Whatever bands a mask has, one query row sees a few spans of keys. Counted per block, these tell empty, partial and full
+blocks apart at a cost that grows with the rows and the blocks, never with the pairs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+from longspan.errors import MaskError
+from longspan.execution.flex.row_tables import Spans, local_mask_mod, row_spans, steps_within
+from longspan.layouts import Layout
+from longspan.masks import Mask, Plane
+from longspan.masks import bands as bd
+from longspan.masks.keys import MaskKey
+from longspan.masks.opaque import EMPTY, FULL, PARTIAL, Function
+from longspan.masks.reads import Noted, Reads, noted, same_tensors
+from longspan.span import Ints, whole
+
+Bools = NDArray[np.bool_]
+
+KV = ("global", "local")
+
+
+def block_mask(
+    mask: Mask,
+    layout: Layout,
+    rank: int,
+    *,
+    kv: str = "global",
+    block_size: int = 128,
+    device: torch.device | str = "cpu",
+) -> BlockMask:
+    """The BlockMask of the rank's own query rows, in local order; padding rows see nothing.
+
+    Keys are the whole sequence in global order (`kv="global"`) or the rank's own rows in local order (`"local"`). An
+    equal mask gives the same object again, so do not change it; a mask with a function in it gives the same object only
+    when it is the same mask and its function reads the same. Code compiled for one batch serves the next as long as
+    the local length is the same.
+
+    >>> block_mask(causal(512), zigzag(512, 2), rank=0).kv_num_blocks.tolist()  # partial ones; others are full
+    [[[1, 1]]]
+    """
+    if not isinstance(mask, Mask) or not isinstance(layout, Layout):
+        raise MaskError(
+            f"block_mask(mask, layout, rank) takes a mask and a layout, but {type(mask).__name__} and"
+            f" {type(layout).__name__} were given. See longspan.masks and longspan.layouts."
+        )
+    if kv not in KV:
+        raise MaskError(f"block_mask(kv={kv!r}) was asked for. Keys are {' or '.join(map(repr, KV))}.")
+    block_size = whole(block_size, "block_size", "block_mask()", MaskError, low=1)
+    if mask.seq_len not in (None, layout.seq_len):
+        raise MaskError(
+            f"block_mask was given {mask} for {mask.seq_len} tokens and {layout} for {layout.seq_len}. Build both for"
+            f" the same sequence."
+        )
+    layout.span_rows(rank)  # refuses a rank that the layout does not have
+    rest = layout, rank, kv, block_size, _device_name(device)
+    if mask.is_structured:
+        return _built(MaskKey(mask), *rest)
+    mask.read_anew()
+    key = ("block_mask", *rest)
+    if key not in mask.known:
+        mask.known[key] = _built.__wrapped__(MaskKey(mask), *rest)
+    return mask.known[key]
+
+
+def _device_name(device: object) -> str:
+    try:
+        return str(torch.device(device))  # type: ignore[arg-type]
+    except (RuntimeError, TypeError) as error:
+        raise MaskError(
+            f"block_mask(device={device!r}) was asked for, which torch does not know: use 'cpu'."
+        ) from error
+
+
+@lru_cache(maxsize=16)
+def _built(known: MaskKey, layout: Layout, rank: int, kv: str, block_size: int, device: str) -> BlockMask:
+    mask = known.mask.resized(layout.seq_len)
+    rows = _local_rows(layout, rank)
+    keys = np.arange(layout.seq_len, dtype=np.int64) if kv == "global" else rows
+    planes = mask.distinct_planes()
+    number = {id(plane): i for i, plane in enumerate(planes)}
+    which = np.array([[number[id(plane)] for plane in line] for line in mask.grid])
+    kinds = np.stack([_kinds(plane, rows, keys, block_size) for plane in planes])[which]
+    mask_mod = local_mask_mod(mask, which, rows, None if kv == "global" else rows, torch.device(device))
+    return BlockMask.from_kv_blocks(
+        *_ordered(kinds == PARTIAL, device),
+        *_ordered(kinds == FULL, device),
+        BLOCK_SIZE=block_size,
+        mask_mod=mask_mod,
+        seq_lengths=(len(rows), len(keys)),
+    )
+
+
+def _local_rows(layout: Layout, rank: int) -> Ints:
+    """The position of every local slot, and -1 for padding, which no span holds."""
+    starts, stops = layout.span_rows(rank).T
+    sizes = stops - starts
+    padding = np.full(layout.num_padding(rank), -1, dtype=np.int64)
+    return np.concatenate((np.repeat(starts, sizes) + steps_within(sizes), padding))
+
+
+def _ordered(listed: Bools, device: str) -> tuple[Tensor, Tensor]:
+    """How many blocks of every block row are listed, and all blocks with those first."""
+    order = np.argsort(~listed, axis=-1, kind="stable").astype(np.int32)
+    return torch.as_tensor(listed.sum(axis=-1, dtype=np.int32)).to(device), torch.as_tensor(order).to(device)
+
+
+# -- which blocks are empty, partial or full ------------------------------------------------------------------------
+
+
+def _num_pairs(spans: Spans, num_rows: int, keys: Ints, size: int) -> Ints:
+    """How many pairs of every block the spans hold.
+
+    A row whose keys end at column c of block t has `size` keys in each block before t and c - t * size in t itself;
+    what begins at a column is taken off in the same way. So only the blocks of the ends are written to.
+    """
+    row, start, stop = spans
+    height, width = -(-num_rows // size), -(-len(keys) // size) + 1
+    ends, rest = np.zeros(height * width), np.zeros(height * width)
+    for offset, chain in _chains(keys):
+        for edge, sign in ((start, -1), (stop, 1)):
+            column = offset + np.searchsorted(chain, edge)
+            place = row // size * width + column // size
+            ends += sign * np.bincount(place, minlength=height * width)
+            rest += sign * np.bincount(place, weights=column % size, minlength=height * width)
+    before = np.cumsum(ends.reshape(height, width), axis=1)  # as many spans begin as end: what is not before is after
+    return (rest.reshape(height, width) - size * before)[:, :-1].astype(np.int64)
+
+
+def _chains(keys: Ints) -> list[tuple[int, Ints]]:
+    """The columns as stretches of ascending positions, each with its first column: a span of keys is one in each."""
+    real = keys[keys >= 0]  # padding comes last
+    cuts = np.flatnonzero(real[1:] < real[:-1]) + 1
+    return list(zip([0, *cuts.tolist()], np.split(real, cuts), strict=True))
+
+
+def _kinds(plane: Plane, rows: Ints, keys: Ints, size: int) -> NDArray[np.int8]:
+    """EMPTY, PARTIAL or FULL for every block. Blocks that stick out over the end are never full, as in PyTorch."""
+    pairs = _num_pairs(row_spans(plane.sure, rows), len(rows), keys, size)
+    if plane.predicate is not None:
+        maybe = _num_pairs(row_spans(plane.maybe, rows), len(rows), keys, size)
+        _ask(plane, rows, keys, size, maybe, pairs)
+    return np.where(pairs == size * size, FULL, np.where(pairs > 0, PARTIAL, EMPTY)).astype(np.int8)
+
+
+def _ask(plane: Plane, rows: Ints, keys: Ints, size: int, maybe: Ints, pairs: Ints) -> None:
+    """Counts the pairs of those blocks in which the plane's function has a say, and of no others."""
+    assert plane.predicate is not None
+    for i in np.flatnonzero(maybe.any(axis=1)).tolist():
+        q = rows[i * size : (i + 1) * size]
+        q = q[q >= 0][:, None]
+        whole = maybe[i] == size * size  # here the function alone decides, and no band need be looked up
+        for chosen, allows in ((whole, plane.predicate.allows), (~whole & (maybe[i] > 0), plane.allows)):
+            listed = np.flatnonzero(chosen)
+            for first in range(0, len(listed), 64):  # 64 blocks at a time keep the temporaries at a few megabytes
+                blocks = listed[first : first + 64]
+                column = (blocks[:, None] * size + np.arange(size)).ravel()
+                column = column[column < len(keys)]
+                column = column[keys[column] >= 0]
+                seen = allows(q, keys[column][None, :]).sum(axis=0)
+                pairs[i, blocks] = np.bincount(column // size, weights=seen, minlength=int(blocks[-1]) + 1)[blocks]
+
+
+# -- the other direction --------------------------------------------------------------------------------------------
+
+_Asked = tuple[bool, bool, tuple[int, int]]
+_read: WeakKeyDictionary[BlockMask, dict[_Asked, tuple[object, tuple[Noted, ...], Reads, Mask]]] = WeakKeyDictionary()
+"""What was read before: a model asks with the same BlockMask in every layer. People do replace its mask_mod, fill its
+tensors anew, and bind anew what its mask_mod reads."""
+
+
+@torch.compiler.disable(reason="what is in a BlockMask decides what is computed")
+def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads: int | None = None) -> Mask:
+    """What a BlockMask says, for tensors of this batch size and so many query heads.
+
+    Full blocks are sure; in partial ones `mask_mod` decides. Where the BlockMask has one plane for several rows or
+    heads, a `mask_mod` that tells them apart is refused once it is asked. The mask is for as many tokens as the longer
+    of queries and keys.
+
+    >>> mask = mask_of_block_mask(block_mask(causal(512), contiguous(512, 1), rank=0))
+    >>> mask.allows([300, 300], [200, 301]).tolist()
+    [True, False]
+    """
+    num_rows, num_heads = _dims(block_mask)
+    for what, size, asked in (("batch rows", num_rows, batch), ("heads", num_heads, heads)):
+        if asked is not None and size not in (1, asked):
+            raise MaskError(
+                f"the BlockMask has {size} {what}, but the tensors have {asked}. Create it for {asked}, or for None,"
+                f" which serves all."
+            )
+    known = _read.setdefault(block_mask, {})
+    key = batch == 1, heads == 1, block_mask.seq_lengths
+    mask_mod, tensors, found = block_mask.mask_mod, _tensors(block_mask), known.get(key)
+    reads = Reads.of(mask_mod)  # variables; of tensors in there the mask itself takes care
+    if (
+        found is None
+        or found[0] is not mask_mod
+        or not same_tensors(found[1], tensors)
+        or found[2].difference(reads) is not None
+    ):
+        found = mask_mod, tensors, reads, _read_planes(block_mask, one_row=key[0], one_head=key[1])
+        known[key] = found
+    return found[3]
+
+
+def _tensors(block_mask: BlockMask) -> tuple[Noted, ...]:
+    """The tensors that say which blocks there are, and how often each was changed in place."""
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    return tuple(noted(held) for name in names if (held := getattr(block_mask, name)) is not None)
+
+
+def _dims(block_mask: BlockMask) -> tuple[int, int]:
+    shapes = [x.shape[:-2] for x in (block_mask.kv_indices, block_mask.full_kv_indices) if x is not None]
+    rows, heads = np.broadcast_shapes((1, 1), *(tuple(shape) for shape in shapes))
+    return rows, heads
+
+
+def _read_planes(block_mask: BlockMask, one_row: bool, one_head: bool) -> Mask:
+    mask_mod = block_mask.mask_mod
+    num_rows, num_heads = _dims(block_mask)
+    full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, block_mask)
+    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask)
+    if (full & partial).any():
+        raise MaskError("the BlockMask lists a block as full and as partial. List every block once.")
+    if mask_mod is noop_mask:
+        full, partial = full | partial, np.zeros_like(partial)
+    made: dict[tuple[object, ...], Plane] = {}
+
+    def plane(row: int, head: int) -> Plane:
+        sure, maybe = full[row, head], partial[row, head]
+        b = row if num_rows > 1 or one_row else None
+        h = head if num_heads > 1 or one_head else None
+        key = sure.tobytes(), maybe.tobytes(), *((b, h) if maybe.any() else ())
+        if key not in made:
+            made[key] = Plane(_bands_of(sure, block_mask), _bands_of(maybe, block_mask), Function(mask_mod, b, h))
+        return made[key]
+
+    grid = tuple(tuple(plane(row, head) for head in range(num_heads)) for row in range(num_rows))
+    name = f"block_mask({getattr(mask_mod, '__name__', type(mask_mod).__name__)})"
+    return Mask(grid, max(block_mask.seq_lengths), name)
+
+
+def _listed(counts: Tensor | None, indices: Tensor | None, block_mask: BlockMask) -> Bools:
+    """Which blocks are listed: (batch rows, heads, block rows, block columns)."""
+    width = max(block_mask.kv_indices.shape[-1], -(-block_mask.seq_lengths[1] // _sizes(block_mask)[1]))
+    shape = (*_dims(block_mask), block_mask.kv_indices.shape[-2], width)
+    if counts is None or indices is None:
+        return np.zeros(shape, dtype=np.bool_)
+    blocks, counts_of = indices.detach().cpu().numpy(), counts.detach().cpu().numpy()
+    some = np.arange(blocks.shape[-1]) < counts_of[..., None]
+    if blocks[some].size and not 0 <= int(blocks[some].min()) <= int(blocks[some].max()) < width:
+        raise MaskError(f"the BlockMask lists a block of keys outside 0 to {width - 1}. Those are the blocks it has.")
+    listed = np.zeros((*blocks.shape[:-1], width + 1), dtype=np.bool_)
+    np.put_along_axis(listed, np.where(some, blocks, width).astype(np.int64), True, axis=-1)  # the last: not listed
+    listed = listed[..., :width]
+    if int(listed.sum()) != int(some.sum()):
+        raise MaskError("the BlockMask lists a block of keys twice in one row. List each block once.")
+    return np.broadcast_to(listed, shape)
+
+
+def _sizes(block_mask: BlockMask) -> tuple[int, int]:
+    size: int | tuple[int, int] = block_mask.BLOCK_SIZE
+    return (size, size) if isinstance(size, int) else size
+
+
+def _bands_of(listed: Bools, block_mask: BlockMask) -> Ints:
+    """Blocks as bands: neighbouring columns joined, then equal neighbouring rows, cut where the sequences end."""
+    size_q, size_k = _sizes(block_mask)
+    edges = np.diff(listed.astype(np.int8), axis=1, prepend=0, append=0)
+    row, start = np.nonzero(edges > 0)
+    stop = np.nonzero(edges < 0)[1]
+    limit = np.full(len(row), bd.LIMIT, dtype=np.int64)
+    columns = (row * size_q, (row + 1) * size_q, start * size_k, stop * size_k, -limit, limit)
+    q_len, kv_len = block_mask.seq_lengths
+    return bd.cut(bd.coalesce(np.stack(columns, axis=1).astype(np.int64)), (0, q_len), (0, kv_len))

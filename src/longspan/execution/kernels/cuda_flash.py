@@ -1,0 +1,294 @@
+"""`flash` and `varlen`: CUDA flash attention, one launch per tile or one launch for many. Not run on a GPU.
+
+Where this was written there is none: calls are checked with fake `cuda` tensors (signatures, shapes, dtypes), meaning
+with a CPU stand-in of the same contract. Shapes: see contract.py; T counts the packed rows of many slices.
+
+The operator aligns its diagonal to the bottom-right corner and takes a window (left, right) beside it. A tight tile of
+`rows` x `cols` is such a window: row i sees columns i - hi to i - lo, and with `shift = cols - rows` that is left =
+hi + shift and right = -lo - shift, neither of which can be negative when no row and no column is without a partner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longspan.execution import _torch
+from longspan.execution.kernels.contract import Pairs
+from longspan.execution.tile import PLAIN, Features, Tile
+
+MULTIPLE = 8
+WIDEST = 256
+
+Window = tuple[int, int]
+
+
+class FlashOp(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts_q: Tensor | None,
+        starts_k: Tensor | None,
+        longest: tuple[int, int],
+        window: Window,
+        scale: float,
+        /,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class FlashBackwardOp(Protocol):
+    def __call__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        starts_q: Tensor | None,
+        starts_k: Tensor | None,
+        longest: tuple[int, int],
+        window: Window,
+        scale: float,
+        /,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Flash:
+    """CUDA flash attention; `grouped` runs tiles of one window in one launch. Not run on a GPU."""
+
+    name: str = "varlen"
+    grouped: bool = True
+    op: FlashOp = _torch.flash
+    backward_op: FlashBackwardOp = _torch.flash_backward
+    honours: Features = PLAIN
+
+    def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
+        widest = max(q_BHQD.shape[3], v_BGKE.shape[3])
+        if q_BHQD.device.type != "cuda":
+            return f"it runs on GPUs, and the tensors are on {q_BHQD.device}"
+        if q_BHQD.dtype not in (torch.bfloat16, torch.float16):
+            return f"it takes bfloat16 and float16, and the tensors are {q_BHQD.dtype}"
+        if widest > WIDEST:
+            return f"it takes head dims up to {WIDEST}, and one here is {widest}"
+        return None
+
+    def forward(
+        self,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        tiles: Sequence[Tile],
+        scale: float,
+        pairs: Pairs | None = None,  # noqa: ARG002
+    ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+        q, k, v = (_padded(x, _width(q_BHQD, v_BGKE)) for x in (q_BHQD, k_BGKD, v_BGKE))
+        done: dict[int, tuple[Tensor, Tensor]] = {}
+        launches = self._launches(q, k, tiles)
+        for index, tile in enumerate(tiles):
+            if index not in done:
+                launch = launches[index]
+                out, lse = self.op(
+                    launch.queries(q),
+                    launch.keys(k),
+                    launch.keys(v),
+                    *launch.starts(q),
+                    launch.longest,
+                    launch.window,
+                    scale,
+                )
+                parts = zip(launch.split_queries(out), launch.split_lse(lse), strict=True)
+                done.update(zip(launch.members, parts, strict=True))
+            out, lse = done.pop(index)
+            tight = _tight(tile)
+            at = tight.q0 - tile.q0, tile.q1 - tight.q1
+            out = out.narrow(3, 0, v_BGKE.shape[3])
+            yield tile, _with_rows(out, at, 2, 0.0), _with_rows(lse, at, 2, -torch.inf)
+
+    def backward(
+        self,
+        dout_BHQE: Tensor,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        out_BHQE: Tensor,
+        lse_BHQ: Tensor,
+        tiles: Sequence[Tile],
+        scale: float,
+        delta_BHQ: Tensor,  # noqa: ARG002
+        pairs: Pairs | None = None,  # noqa: ARG002
+    ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+        width, dtype = _width(q_BHQD, v_BGKE), q_BHQD.dtype
+        dout, q, k, v, out = (_padded(x.to(dtype), width) for x in (dout_BHQE, q_BHQD, k_BGKD, v_BGKE, out_BHQE))
+        # +inf is what the operator itself writes into rows that are not there: they add exact zeros
+        lse = lse_BHQ.float().masked_fill(lse_BHQ.isneginf(), torch.inf)
+        done: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        launches = self._launches(q, k, tiles)
+        for index, tile in enumerate(tiles):
+            if index not in done:
+                launch = launches[index]
+                dq, dk, dv = self.backward_op(
+                    launch.queries(dout),
+                    launch.queries(q),
+                    launch.keys(k),
+                    launch.keys(v),
+                    launch.queries(out),
+                    launch.lse(lse),
+                    *launch.starts(q),
+                    launch.longest,
+                    launch.window,
+                    scale,
+                )
+                parts = zip(launch.split_queries(dq), launch.split_keys(dk), launch.split_keys(dv), strict=True)
+                done.update(zip(launch.members, parts, strict=True))
+            dq, dk, dv = done.pop(index)
+            tight = _tight(tile)
+            rows, cols = (tight.q0 - tile.q0, tile.q1 - tight.q1), (tight.k0 - tile.k0, tile.k1 - tight.k1)
+            d, e = q_BHQD.shape[3], v_BGKE.shape[3]
+            yield (
+                tile,
+                _with_rows(dq.narrow(3, 0, d), rows, 2, 0.0),
+                _with_rows(dk.narrow(3, 0, d), cols, 2, 0.0),
+                _with_rows(dv.narrow(3, 0, e), cols, 2, 0.0),
+            )
+
+    def _launches(self, q: Tensor, k: Tensor, tiles: Sequence[Tile]) -> dict[int, Launch]:
+        """The launch each tile belongs to, by the tile's number."""
+        room = (q.shape[2], k.shape[2]) if self.grouped else (0, 0)
+        return {i: launch for launch in launches(tiles, *room) for i in launch.members}
+
+
+@dataclass(slots=True)
+class Launch:
+    """Tight tiles of one window, packed batch row by batch row; alone, a tile keeps its batch dim."""
+
+    window: Window
+    tiles: list[Tile]
+    members: list[int]
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        return max(tile.rows for tile in self.tiles), max(tile.cols for tile in self.tiles)
+
+    def queries(self, x_BHQD: Tensor) -> Tensor:
+        return self._packed(x_BHQD.transpose(1, 2), [(tile.q0, tile.rows) for tile in self.tiles])
+
+    def keys(self, x_BGKD: Tensor) -> Tensor:
+        return self._packed(x_BGKD.transpose(1, 2), [(tile.k0, tile.cols) for tile in self.tiles])
+
+    def lse(self, x_BHQ: Tensor) -> Tensor:
+        """(B, H, q) for a tile alone, (H, T) for many."""
+        packed = self._packed(x_BHQ.transpose(1, 2), [(tile.q0, tile.rows) for tile in self.tiles])
+        return packed.transpose(-1, -2).contiguous()
+
+    def _packed(self, x_BTHD: Tensor, runs: list[tuple[int, int]]) -> Tensor:
+        first, num = runs[0]
+        if len(runs) == 1:
+            return x_BTHD.narrow(1, first, num)
+        follows = all(a + n == b for (a, n), (b, _) in pairwise(runs))
+        if x_BTHD.shape[0] == 1 and follows:  # neighbours in memory: nothing to copy
+            return x_BTHD.select(0, 0).narrow(0, first, sum(n for _, n in runs))
+        return torch.cat([x_BTHD.narrow(1, a, n).flatten(0, 1) for a, n in runs])
+
+    def starts(self, like_BHQD: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Where each slice starts among the packed queries and keys, and where the last one ends."""
+        if len(self.tiles) == 1:
+            return None, None
+        b, device = like_BHQD.shape[0], like_BHQD.device
+        both = ([tile.rows for tile in self.tiles], [tile.cols for tile in self.tiles])
+        starts: list[Tensor] = []
+        for sizes in both:
+            ends = torch.tensor([0, *(n for n in sizes for _ in range(b))]).cumsum(0)
+            starts.append(ends.to(device=device, dtype=torch.int32))
+        return starts[0], starts[1]
+
+    def split_queries(self, x: Tensor) -> Iterator[Tensor]:
+        return self._split(x, [tile.rows for tile in self.tiles])
+
+    def split_keys(self, x: Tensor) -> Iterator[Tensor]:
+        return self._split(x, [tile.cols for tile in self.tiles])
+
+    def split_lse(self, lse: Tensor) -> Iterator[Tensor]:
+        return (part.transpose(1, 2) for part in self._split_rows(lse.transpose(-1, -2), [t.rows for t in self.tiles]))
+
+    def _split(self, x: Tensor, sizes: list[int]) -> Iterator[Tensor]:
+        return (part.transpose(1, 2) for part in self._split_rows(x, sizes))
+
+    def _split_rows(self, x: Tensor, sizes: list[int]) -> Iterator[Tensor]:
+        """(B, rows, H, ...) of each tile."""
+        if len(sizes) == 1:
+            yield x
+            return
+        b, first = x.shape[0] // sum(sizes), 0
+        for num in sizes:
+            yield x.narrow(0, first, b * num).unflatten(0, (b, num))
+            first += b * num
+
+
+def launches(tiles: Sequence[Tile], max_rows: int, max_cols: int) -> list[Launch]:
+    """Tiles of equal windows put together, in order; a launch takes no further tile when it would pack more rows or
+    keys than there are, so that overlapping tiles cost at most one copy of the tensors."""
+    made: list[Launch] = []
+    open_at: dict[Window, tuple[Launch, int, int]] = {}
+    for index, tile in enumerate(tiles):
+        tight = _tight(tile)
+        window = window_of(tight)
+        launch, rows, cols = open_at.get(window, (None, 0, 0))
+        rows, cols = rows + tight.rows, cols + tight.cols
+        if launch is None or rows > max_rows or cols > max_cols:
+            launch, rows, cols = Launch(window, [], []), tight.rows, tight.cols
+            made.append(launch)
+        launch.tiles.append(tight)
+        launch.members.append(index)
+        open_at[window] = launch, rows, cols
+    return made
+
+
+def window_of(tight: Tile) -> Window:
+    """Keys left and right of a diagonal that ends in the bottom-right corner; -1 is open.
+
+    >>> window_of(Tile(0, 4, 0, 6, lo=-2)), window_of(Tile(0, 4, 0, 4, lo=0, hi=1))
+    ((-1, 0), (1, 0))
+    """
+    shift = tight.cols - tight.rows
+    left = -1 if tight.hi is None else tight.hi + shift
+    right = -1 if tight.lo is None else -tight.lo - shift
+    assert left >= -1, f"{tight} is not tight"
+    assert right >= -1, f"{tight} is not tight"
+    return left, right
+
+
+def _tight(tile: Tile) -> Tile:
+    tight = tile.tight()
+    assert tight is not None, f"{tile} has no pair"
+    return tight
+
+
+def _width(q: Tensor, v: Tensor) -> int:
+    return -(-max(q.shape[3], v.shape[3]) // MULTIPLE) * MULTIPLE
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    if x.shape[3] < width:
+        return torch.nn.functional.pad(x, (0, width - x.shape[3]))
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _with_rows(x: Tensor, around: tuple[int, int], dim: int, value: float) -> Tensor:
+    """Rows that no pair of the tile touches, put back before and after."""
+    if around == (0, 0):
+        return x
+    before, after = around
+    shape = list(x.shape)
+    shape[dim] += before + after
+    full = x.new_full(shape, value)
+    full.narrow(dim, before, x.shape[dim]).copy_(x)
+    return full

@@ -1,0 +1,194 @@
+"""`efficient` and `cudnn`: PyTorch's fused GPU operators that know no band, driven piece by piece. Not run on a GPU.
+
+Where this was written there is none: calls are checked with fake `cuda` tensors (signatures, shapes, dtypes), meaning
+with CPU stand-ins of the same contract. Shapes: see contract.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan.execution import _torch
+from longspan.execution.kernels.contract import Pairs
+from longspan.execution.kernels.panels import BackwardOp, ForwardOp, run_backward, run_forward
+from longspan.execution.tile import MASKS, Features, Tile
+
+MULTIPLE = 8  # head dims that every one of these operators reads in whole vectors
+LSE_MULTIPLE = 32  # memory-efficient attention keeps whole warps of lse rows
+
+
+@dataclass(frozen=True)
+class Efficient:
+    """Memory-efficient attention: float32 too. Not run on a GPU."""
+
+    name: str = "efficient"
+    op: ForwardOp = _torch.efficient
+    backward_op: BackwardOp = _torch.efficient_backward
+    honours: Features = MASKS
+
+    def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
+        return _refuses(q_BHQD, (torch.float32, torch.bfloat16, torch.float16))
+
+    def forward(
+        self,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        tiles: Sequence[Tile],
+        scale: float,
+        pairs: Pairs | None = None,
+    ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+        return run_forward(self._forward, q_BHQD, k_BGKD, v_BGKE, tiles, scale, MULTIPLE, pairs)
+
+    def backward(
+        self,
+        dout_BHQE: Tensor,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        out_BHQE: Tensor,
+        lse_BHQ: Tensor,
+        tiles: Sequence[Tile],
+        scale: float,
+        delta_BHQ: Tensor,  # noqa: ARG002
+        pairs: Pairs | None = None,
+    ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+        return run_backward(
+            self._backward, dout_BHQE, q_BHQD, k_BGKD, v_BGKE, out_BHQE, lse_BHQ, tiles, scale, MULTIPLE, pairs
+        )
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
+    ) -> tuple[Tensor, Tensor]:
+        heads = q.shape[1]
+        out, lse_BHR = self.op(q, _spread(k, heads), _spread(v, heads), _expanded(bias, q), causal, scale)
+        return out, lse_BHR.narrow(2, 0, q.shape[2])
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
+        /,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads, groups, rows = q.shape[1], k.shape[1], q.shape[2]
+        room = -rows % LSE_MULTIPLE
+        lse_BHR = torch.nn.functional.pad(lse, (0, room), value=torch.inf).contiguous()
+        dq, dk, dv = self.backward_op(
+            dout.to(q.dtype),
+            q,
+            _spread(k, heads),
+            _spread(v, heads),
+            out.to(q.dtype),
+            lse_BHR,
+            _expanded(bias, q),
+            causal,
+            scale,
+        )
+        return dq, _gathered(dk, groups), _gathered(dv, groups)
+
+
+@dataclass(frozen=True)
+class Cudnn:
+    """cuDNN attention. Not run on a GPU."""
+
+    name: str = "cudnn"
+    op: ForwardOp = _torch.cudnn
+    backward_op: BackwardOp = _torch.cudnn_backward
+    honours: Features = MASKS
+
+    def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
+        widest = max(q_BHQD.shape[3], v_BGKE.shape[3])
+        if widest > 128:
+            return f"it takes head dims up to 128 on every GPU that has it, and one here is {widest}"
+        return _refuses(q_BHQD, (torch.bfloat16, torch.float16))
+
+    def forward(
+        self,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        tiles: Sequence[Tile],
+        scale: float,
+        pairs: Pairs | None = None,
+    ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+        return run_forward(self._forward, q_BHQD, k_BGKD, v_BGKE, tiles, scale, MULTIPLE, pairs)
+
+    def backward(
+        self,
+        dout_BHQE: Tensor,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        out_BHQE: Tensor,
+        lse_BHQ: Tensor,
+        tiles: Sequence[Tile],
+        scale: float,
+        delta_BHQ: Tensor,  # noqa: ARG002
+        pairs: Pairs | None = None,
+    ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+        return run_backward(
+            self._backward, dout_BHQE, q_BHQD, k_BGKD, v_BGKE, out_BHQE, lse_BHQ, tiles, scale, MULTIPLE, pairs
+        )
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
+    ) -> tuple[Tensor, Tensor]:
+        out, lse_BHQ1 = self.op(q, k, v, _expanded(bias, q), causal, scale)
+        return out, lse_BHQ1.squeeze(3)
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
+        /,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # cuDNN takes lse for densely packed whatever its strides say, and gradients go wrong without a word.
+        dense = lse.contiguous().unsqueeze(3)
+        upstream, out = dout.to(q.dtype).contiguous(), out.to(q.dtype).contiguous()  # it wants their strides alike
+        return self.backward_op(upstream, q, k, v, out, dense, _expanded(bias, q), causal, scale)
+
+
+def _refuses(q: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    if q.device.type != "cuda":
+        return f"it runs on GPUs, and the tensors are on {q.device}"
+    if q.dtype not in dtypes:
+        names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        return f"it takes {' and '.join(names)}, and the tensors are {q.dtype}"
+    return None
+
+
+def _expanded(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    return None if bias is None else bias.expand(q.shape[0], q.shape[1], *bias.shape)
+
+
+def _spread(x_BGKD: Tensor, heads: int) -> Tensor:
+    """One copy of each key/value head per query head: the operator knows no groups."""
+    b, groups, rows, dim = x_BGKD.shape
+    if groups == heads:
+        return x_BGKD
+    return x_BGKD.unsqueeze(2).expand(b, groups, heads // groups, rows, dim).reshape(b, heads, rows, dim)
+
+
+def _gathered(dx_BHKD: Tensor, groups: int) -> Tensor:
+    """Gradients of the copies summed, in float32."""
+    if dx_BHKD.shape[1] == groups:
+        return dx_BHKD
+    return dx_BHKD.unflatten(1, (groups, -1)).sum(2, dtype=torch.float32)

@@ -1,0 +1,303 @@
+"""Tiles cut into the pieces that a fused operator knows (full, top-left causal, additive bias) and put together again.
+
+Not a kernel: the driver of those kernels whose operator has no notion of a band. Shapes: see contract.py.
+
+How to cut was measured (CPU flash operator, 1 thread, H=8, D=64, bfloat16 and float32; ms forward, backward):
+
+    causal, rows see `t` keys before the diagonal      rectangle + triangle    one call with a bias
+      256 rows, t = 64,   bfloat16                           1.2    7.4             0.9    4.4
+      512 rows, t = 512,  bfloat16                           5.9   25.4             4.7   24.3
+     1024 rows, t = 1024, bfloat16                          16.0   67.2            21.2   74.3
+     4096 rows, t = 4096, bfloat16                         208   1041             406   1329
+     4096 rows, t = 256,  float32                          185    480             404    991
+
+    window of w keys, 4096 rows        panels of 256 rows with a bias    panels of 1024 rows, bias on the far border
+      w = 512,  bfloat16                     37   176                          (wider than the window)
+      w = 1024, bfloat16                     53   280                          68   276
+      w = 1280, float32                     120   295                         142   313
+      w = 2048, bfloat16                     81   458                          85   354
+      w = 2048, float32                     158   407                         168   370
+
+Turning the far border into a causal triangle by reversing rows was no faster (8192 rows, w = 4096: 230 / 1023 against
+242 / 1027).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longspan.execution.kernels.contract import Pairs
+from longspan.execution.tile import Tile
+
+SMALL = (512, 1024)  # rows x columns up to which one call with a bias beats cutting
+NARROW = 2048  # bands narrower than this go in panels of NARROW_ROWS with a bias, wider ones in panels of WIDE_ROWS
+NARROW_ROWS = 256
+WIDE_ROWS = 1024  # <= NARROW, or the borders would overlap; also bounds the bias, a triangle of that size
+
+
+class ForwardOp(Protocol):
+    """(out, lse) of one piece; `bias` is None or an additive (q, k) mask in the inputs' dtype."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class BackwardOp(Protocol):
+    """(dq, dk, dv) of one piece from dout, q, k, v, out, lse; the first and the fifth may come in another dtype."""
+
+    def __call__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
+        /,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def split(tile: Tile) -> Iterator[Tile]:
+    """Disjoint tight tiles with the same pairs, each of them full, causal (lo == 0) or small enough for a bias.
+
+    >>> [(piece.k0, piece.k1, piece.lo) for piece in split(Tile(0, 4096, 0, 5120, lo=-1024))]
+    [(0, 1024, None), (1024, 5120, 0)]
+    """
+    tight = tile.tight()
+    if tight is None:
+        return
+    lo, hi = tight.lo, tight.hi
+    if tight.asks:
+        yield from _blocks(tight)
+    elif (hi is None and lo in (None, 0)) or (tight.rows <= SMALL[0] and tight.cols <= SMALL[1]):
+        yield tight
+    elif hi is None:
+        yield from _borders(tight)
+    elif lo is not None and hi - lo + 1 < NARROW:
+        yield from _panels(tight, NARROW_ROWS)
+    elif tight.rows <= WIDE_ROWS or (lo is None and tight.rows - 1 - hi < tight.cols):
+        yield from _borders(tight)
+    else:
+        for panel in _panels(tight, WIDE_ROWS):
+            yield from _borders(panel)
+
+
+def _blocks(tile: Tile) -> Iterator[Tile]:
+    """Blocks that one bias serves each."""
+    for panel in _panels(tile, SMALL[0]):
+        for k0 in range(panel.k0, panel.k1, SMALL[1]):
+            block = panel.part(panel.q0, panel.q1, k0, min(k0 + SMALL[1], panel.k1))
+            if block is not None:
+                yield block
+
+
+def _panels(tile: Tile, rows: int) -> Iterator[Tile]:
+    for q0 in range(tile.q0, tile.q1, rows):
+        panel = tile.part(q0, min(q0 + rows, tile.q1), tile.k0, tile.k1)
+        if panel is not None:
+            yield panel
+
+
+def _borders(tile: Tile) -> Iterator[Tile]:
+    """Columns that all rows see, then the triangle at the diagonal, then the far border of a window."""
+    far = 0 if tile.hi is None else min(max(tile.rows - 1 - tile.hi, 0), tile.cols)
+    near = tile.cols if tile.lo is None else -tile.lo
+    assert far <= near, f"the borders of {tile} overlap"
+    q0, q1, k0, k1 = tile.q0, tile.q1, tile.k0, tile.k1
+    for first, last in ((k0 + far, k0 + near), (k0 + near, k1), (k0, k0 + far)):
+        piece = tile.part(q0, q1, first, last) if first < last else None
+        if piece is None:
+            continue
+        if piece.hi is None or piece.rows <= WIDE_ROWS:
+            yield piece
+        else:
+            for panel in _panels(piece, WIDE_ROWS):
+                yield from _borders(panel)
+
+
+class _Biases:
+    """Additive masks; only the last is kept, because the panels of one window follow each other and share it."""
+
+    def __init__(self, like: Tensor, pairs: Pairs | None) -> None:
+        self._like, self._pairs = like, pairs
+        self._shape: tuple[int, int, int | None, int | None] | None = None
+        self._bias: Tensor | None = None
+        self.blind: Tensor | None = None
+        """(q, 1) rows of the last piece that see none of its keys, where a function decided; None if there are none."""
+
+    def of(self, piece: Tile) -> tuple[Tensor | None, bool]:
+        """(bias, causal) that say which pairs of the piece may meet."""
+        self.blind = None
+        if piece.asks:
+            return self._answers(piece), False
+        if piece.hi is None and piece.lo in (None, 0):
+            return None, piece.lo == 0
+        shape = (piece.rows, piece.cols, piece.lo, piece.hi)
+        if shape != self._shape:
+            self._shape, self._bias = shape, additive(*shape, like=self._like)
+        return self._bias, False
+
+    def _answers(self, piece: Tile) -> Tensor:
+        assert self._pairs is not None
+        bias = additive(piece.rows, piece.cols, piece.lo, piece.hi, like=self._like)
+        bias.masked_fill_(~self._pairs.allowed(piece), -torch.inf)
+        blind = bias.isneginf().all(1, keepdim=True)
+        self.blind = blind if bool(blind.any()) else None
+        return bias
+
+
+def additive(rows: int, cols: int, lo: int | None, hi: int | None, like: Tensor) -> Tensor:
+    """0 where row i and column j may meet, -inf elsewhere, in the dtype of `like`."""
+    # Memory-efficient attention on GPUs reads the bias in runs of 16, so every row has room for whole runs.
+    room = -(-cols // 16) * 16
+    bias = like.new_full((rows, room), -torch.inf) if lo is not None else like.new_zeros((rows, room))
+    if lo is not None:
+        bias.triu_(1 - lo)
+    if hi is not None:
+        bias += like.new_full((rows, room), -torch.inf).tril_(-hi - 1)
+    return bias.narrow(1, 0, cols)
+
+
+def run_forward(
+    op: ForwardOp,
+    q_BHQD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    tiles: Sequence[Tile],
+    scale: float,
+    multiple: int,
+    pairs: Pairs | None,
+) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+    """Kernel.forward by pieces. Head dims are padded with zeros to the larger of the two and to a `multiple`."""
+    biases, e, pad = _Biases(q_BHQD, pairs), v_BGKE.shape[3], _padding(q_BHQD, v_BGKE, multiple)
+    for tile in tiles:
+        state: tuple[Tensor, Tensor] | None = None
+        seen: list[Tile] = []
+        for piece in split(tile):
+            rows, keys = (2, piece.q0, piece.rows), (2, piece.k0, piece.cols)
+            part, part_lse = op(
+                pad(q_BHQD.narrow(*rows)),
+                pad(k_BGKD.narrow(*keys)),
+                pad(v_BGKE.narrow(*keys)),
+                *biases.of(piece),
+                scale,
+            )
+            part = _cut(part, e)
+            if biases.blind is not None:  # operators write finite numbers there
+                part, part_lse = (
+                    part.masked_fill(biases.blind, 0.0),
+                    part_lse.masked_fill(biases.blind[:, 0], -torch.inf),
+                )
+            if state is None and piece.rows == tile.rows:
+                state = part, part_lse
+            else:
+                state = (
+                    _nothing(tile.rows, part, part_lse) if state is None else (state[0].to(part_lse.dtype), state[1])
+                )
+                at = (2, piece.q0 - tile.q0, piece.rows)
+                fresh = all(piece.q0 >= other.q1 or other.q0 >= piece.q1 for other in seen)
+                (_write if fresh else merge)(state[0].narrow(*at), state[1].narrow(*at), part, part_lse)
+            seen.append(piece)
+        assert state is not None, f"{tile} has no pair"
+        yield tile, *state
+
+
+def _nothing(rows: int, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Wide (0, -inf) for all rows of a tile."""
+    b, h, _, e = part.shape
+    return part.new_zeros((b, h, rows, e), dtype=part_lse.dtype), part_lse.new_full((b, h, rows), -torch.inf)
+
+
+def _write(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    out.copy_(part)
+    lse.copy_(part_lse)
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Folds a partial result over other keys into (out, lse), in place.
+
+    The two weights are made to sum to one by dividing, not by subtracting a rounded lse: with |lse| of 1e4 that keeps
+    three more digits. A row that neither has seen stays (0, -inf).
+    """
+    top = torch.maximum(lse, part_lse)
+    base = top.masked_fill(top.isneginf(), 0.0)  # -inf minus -inf is nan, not "nothing"
+    mine, other = (lse - base).exp_(), (part_lse - base).exp_()
+    total = mine + other
+    lse.copy_(top + total.log())
+    total.clamp_(min=0.5)  # at least 1 wherever something was seen
+    out.mul_((mine / total).unsqueeze(-1)).add_(part * (other / total).unsqueeze(-1))
+
+
+def run_backward(
+    op: BackwardOp,
+    dout_BHQE: Tensor,
+    q_BHQD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    out_BHQE: Tensor,
+    lse_BHQ: Tensor,
+    tiles: Sequence[Tile],
+    scale: float,
+    multiple: int,
+    pairs: Pairs | None,
+) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+    """Kernel.backward by pieces, whose gradients are summed in float32 (float64 for float64)."""
+    dtype, d, e = q_BHQD.dtype, q_BHQD.shape[3], v_BGKE.shape[3]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    biases, pad = _Biases(q_BHQD, pairs), _padding(q_BHQD, v_BGKE, multiple)
+    # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for everybody it meets
+    lse_BHQ = lse_BHQ.to(wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
+    for tile in tiles:
+        sums: tuple[Tensor, Tensor, Tensor] | None = None
+        for piece in split(tile):
+            rows, keys = (2, piece.q0, piece.rows), (2, piece.k0, piece.cols)
+            dq, dk, dv = op(
+                pad(dout_BHQE.narrow(*rows)),
+                pad(q_BHQD.narrow(*rows)),
+                pad(k_BGKD.narrow(*keys)),
+                pad(v_BGKE.narrow(*keys)),
+                pad(out_BHQE.narrow(*rows)),
+                lse_BHQ.narrow(*rows),
+                *biases.of(piece),
+                scale,
+            )
+            found = _cut(dq, d), _cut(dk, d), _cut(dv, e)
+            if sums is None and (piece.rows, piece.cols) == (tile.rows, tile.cols):
+                sums = found
+                continue
+            if sums is None:
+                sums = _zeros(q_BHQD, tile.rows, wide), _zeros(k_BGKD, tile.cols, wide), _zeros(v_BGKE, tile.cols, wide)
+            starts = piece.q0 - tile.q0, piece.k0 - tile.k0, piece.k0 - tile.k0
+            for total, start, part in zip(sums, starts, found, strict=True):
+                total.narrow(2, start, part.shape[2]).add_(part)
+        assert sums is not None, f"{tile} has no pair"
+        yield tile, *sums
+
+
+def _zeros(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    b, heads, _, dim = like.shape
+    return like.new_zeros((b, heads, rows, dim), dtype=dtype)
+
+
+def _cut(x: Tensor, dim: int) -> Tensor:
+    return x if x.shape[3] == dim else x.narrow(3, 0, dim)
+
+
+def _padding(q: Tensor, v: Tensor, multiple: int) -> Callable[[Tensor], Tensor]:
+    """Makes last dims equal, contiguous and a multiple: operators read them as if they were, without looking."""
+    width = -(-max(q.shape[3], v.shape[3]) // multiple) * multiple
+
+    def pad(x: Tensor) -> Tensor:
+        if x.shape[3] < width:
+            return torch.nn.functional.pad(x, (0, width - x.shape[3]))
+        return x if x.stride(3) == 1 else x.contiguous()
+
+    return pad

@@ -1,0 +1,287 @@
+"""Liveness: says where this rank is, and finds out why another one does not come.
+
+Ranks of one host are looked at directly, those of others through a watcher process beside each rank; where a rank is,
+and what went wrong, it says in the job's own store, in records of fixed layout. Who finds a fault writes it down for
+all, so that everybody raises the same message. The `Detector` decides; here are the threads, the clock and the store.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from longspan.errors import RankError
+from longspan.execution.liveness.companion import companion_of
+from longspan.execution.liveness.detector import BEAT, DELIVERY, LOOK, Detector, Finding, Question, answered_by
+from longspan.execution.liveness.job_store import Store
+from longspan.execution.liveness.processes import GONE, Process, listener, seen, this_process
+from longspan.execution.liveness.records import Direction, Fault, Phase, Status
+from longspan.execution.liveness.store_client import StoreClient
+from longspan.execution.liveness.waiter import Waiter, first_line, join_unless_asleep
+
+MANY = 2048
+"""Ranks from which on signs of life become rarer: one store serves them all."""
+GRACE = 0.75
+"""Seconds for which a process that holds the store stays after a failure, so that all can read of it."""
+LAST = 5.0
+"""Seconds for which it stays, if all went well, until the others have ended as well."""
+ADVICE = "End this process, so that the launcher can start all ranks again (torchrun --max-restarts)."
+_holders: dict[tuple[str, int], Process | None] = {}
+_log = logging.getLogger("longspan")
+
+
+class Watch:
+    """This rank in one group, and its eye on the others."""
+
+    def __init__(
+        self, store: Store, rank: int, names: Sequence[int], *, world_size: int, me: Process | None = None
+    ) -> None:
+        self.store, self.rank = store, rank
+        self.failed: str | None = None
+        """Why this group cannot be used any more."""
+        me = this_process() if me is None else me
+        host = _holder(store) if isinstance(store, StoreClient) and store.is_local else None
+        self.detector = Detector(rank, names, me, host, seen)
+        self._hosts_store = host is not None and host.pid == os.getpid()
+        self._interval = BEAT * max(1.0, world_size / MANY)  # all groups share one store
+        self._spoke = time.monotonic()
+        self._stop, self._wake = threading.Event(), threading.Event()
+        self._converse()  # others see this rank from here on
+        self._waiter = Waiter()
+        self._thread = threading.Thread(target=self._live, daemon=True, name="longspan lives")
+        self._thread.start()
+        self._pid = os.getpid()
+        atexit.register(self._exit)
+
+    # -- what a call says -------------------------------------------------------------------------------------------
+
+    @property
+    def patience(self) -> float:
+        return self.detector.patience
+
+    @patience.setter
+    def patience(self, seconds: float) -> None:
+        self.detector.patience = seconds
+
+    @property
+    def status(self) -> Status:
+        return self.detector.status
+
+    def at(self, **changes: Any) -> None:
+        """Where this rank is from now on; the others can read it soon."""
+        self.detector.status = replace(self.detector.status, **changes)
+
+    def enter(self, **changes: Any) -> None:
+        """A call begins: the others may know at once."""
+        entered = self.status.entered(changes.pop("call"), changes.pop("identity"), changes.pop("name"))
+        self.detector.status = entered
+        self.at(**changes)
+        if time.monotonic() - self._spoke > BEAT / 4:
+            self._wake.set()
+
+    def check(self) -> None:
+        """Refuses once the group has failed: its messages may be half sent."""
+        if self.failed is not None:
+            raise RankError(f"this group failed before, and cannot be used any more: {self.failed}")
+
+    def tell(self, error: BaseException) -> None:
+        """Writes down for all ranks that this one raised; the group has failed."""
+        self._fail(Fault(self.rank, f"{self._name} raised {self.status}: {_said(error)}"))
+
+    def refuse(self, call: int, error: BaseException) -> None:
+        """Writes down for those who entered a call that this rank refused it; nothing was sent."""
+        text = f"{self._name} refused call {call}: {_said(error)}"
+        self._say(("set", f"refused/{call}", Fault(self.rank, text).packed()))
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def wait(
+        self,
+        works: Sequence[tuple[int, dist.Work]],
+        group: dist.ProcessGroup,
+        timeout: float,
+        peers: Sequence[int] | None = None,
+    ) -> None:
+        """Returns when all work, each with a peer, is done, or raises a `RankError` that names the rank to blame.
+
+        A wait for Gloo can be neither polled nor ended, so another thread waits and this one watches.
+        """
+        phase = self.status.phase
+        self._begin([peer for peer, _ in works] if peers is None else peers, timeout)
+        try:
+            broken = self._waiter.wait(works, group, self._look, BEAT / 4)
+            if broken is not None:
+                self._raise_broken(self._waiter.current, broken)
+        finally:
+            self.detector.end()
+            self.at(phase=phase)
+
+    def broken(self, error: Exception, peers: Sequence[int]) -> None:
+        """Raises a `RankError` for messages that could not even be started: with any of these ranks."""
+        self._begin(peers, math.inf)
+        try:
+            self._raise_broken(self.rank, first_line(error))
+        finally:
+            self.detector.end()
+
+    def _begin(self, peers: Sequence[int], timeout: float) -> None:
+        self.at(phase=self.status.phase if self.status.phase is Phase.AGREEING else Phase.WAITING)
+        self.detector.begin(time.monotonic(), peers, timeout)
+
+    def _look(self) -> None:
+        found = self.detector.look(time.monotonic(), self._waiter.current, self._waiter.num_waits)
+        if found is not None:
+            self._raise(found)
+        warning = self.detector.warning()
+        if warning is not None:
+            _log.warning(warning)
+
+    def _raise_broken(self, peer: int, error: str) -> None:
+        """A message failed, of this peer or (if it is this rank) of anyone waited for. Who is to blame? The peer may
+        be dead, or have left because of somebody else."""
+        for _ in range(int((self.patience + DELIVERY) / (BEAT / 4))):  # looks, not seconds: all may have stood still
+            self._wake.set()
+            time.sleep(BEAT / 4)
+            found = self.detector.look(time.monotonic(), peer, -2, broken=True)
+            if found is not None:
+                self._raise(found)
+        self._raise(self.detector.unexplained(peer, error))
+
+    def _raise(self, found: Finding) -> None:
+        """The first finding of all ranks counts: everybody names the same one."""
+        if found.rank >= 0:
+            self._fail(Fault(found.rank, found.text))
+        else:
+            self.failed = found.text
+        text = str(self.failed).rstrip(".")
+        raise RankError(f"{text}. Meanwhile {self._name} was waiting {self.status}. {ADVICE}")
+
+    # -- the store --------------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        """Speaks and listens, until the store is lost or this rank ends."""
+        while not self._stop.is_set():
+            try:
+                self._converse()
+            except RankError as error:
+                self.detector.strange = str(error)
+                return
+            except Exception as error:
+                if not self._stop.is_set():
+                    self.detector.lost = first_line(error)
+                return
+            self._wake.wait(min(LOOK, self._interval) if self.detector.waiting else self._interval)
+            self._wake.clear()
+
+    def _converse(self) -> None:
+        self._spoke = time.monotonic()
+        answered_by(self.detector.turn(time.monotonic), self._asked)
+        if not self.detector.is_alone and not self.detector.must_beat:
+            self.detector.must_beat = not companion_of(self.store, self.detector.me, f"life/{self.rank}")
+
+    def _asked(self, question: Question) -> bytes | None:
+        self.detector.asks(time.monotonic())
+        answer = _ask(self.store, question)
+        self.detector.answered(time.monotonic())
+        return answer
+
+    def _fail(self, fault: Fault) -> None:
+        self.failed = fault.text
+        raw = self._say(("claim", "fault", fault.packed()))
+        with suppress(RankError):  # who came first counts; what is no record does not
+            self.failed = Fault.parsed(raw, self.detector.size).text if raw else fault.text
+
+    def _say(self, question: Question) -> bytes | None:
+        """Over a connection of its own. Telling others must not hide what happened here: a lost store is no new
+        error, and PyTorch's own clients, which may wait for ever, are asked by a thread that is left then."""
+        if isinstance(self.store, StoreClient):
+            return self._said_at_once(question)
+        answers: list[bytes | None] = []
+        asks = threading.Thread(target=lambda: answers.append(self._said_at_once(question)), daemon=True)
+        asks.start()
+        asks.join(2 * BEAT)
+        return answers[0] if answers else None
+
+    def _said_at_once(self, question: Question) -> bytes | None:
+        with suppress(Exception):
+            store = self.store.again(2 * BEAT)
+            try:
+                return _ask(store, question)
+            finally:
+                store.close()
+        return None
+
+    @property
+    def _name(self) -> str:
+        return self.detector.name(self.rank)
+
+    def _exit(self) -> None:
+        """The interpreter ends. A process that holds the store stays until all could read what it said last."""
+        if os.getpid() != self._pid:  # a child that was forked is not this rank
+            return
+        if self._hosts_store and self.failed is None and getattr(sys, "last_value", None) is None:
+            self._say(("set", "closes", b"1"))
+        self.end(lingers=self._hosts_store)
+
+    def _linger(self) -> None:
+        end = time.monotonic() + (LAST if self.failed is None else GRACE)
+        others = set(range(self.detector.size)) - {self.rank}
+        while others and time.monotonic() < end:
+            time.sleep(BEAT / 4)
+            raws = {n: self._say(("get", f"status/{n}", b"")) for n in others}
+            with suppress(RankError):
+                others = {n for n, raw in raws.items() if raw and Status.parsed(raw).phase is not Phase.ENDED}
+
+    def end(self, *, lingers: bool = False) -> None:
+        """Says goodbye and ends the threads; with the text of the error that ends the process, if one does."""
+        if self._stop.is_set() or os.getpid() != self._pid:
+            return
+        atexit.unregister(self._exit)
+        error = getattr(sys, "last_value", None)
+        if error is not None and self.failed is None:
+            self.tell(error)
+        self._stop.set()
+        self._wake.set()
+        self.at(phase=Phase.ENDED)
+        last = replace(self.status, beat=self.detector.num_beats + 1)
+        self._say(("set", f"status/{self.rank}", last.packed()))
+        if lingers:
+            self._linger()
+        self.store.close()
+        self._waiter.end()
+        if self._thread is not threading.current_thread():
+            join_unless_asleep(self._thread)
+
+
+def _holder(store: StoreClient) -> Process | None:
+    """The process that holds the store; looked for once, as long as it lives."""
+    found = _holders.get(store.address)
+    if found is None or seen(found).state == GONE:
+        found = _holders[store.address] = listener(store.address[1])
+    return found
+
+
+def _ask(store: Store, question: Question) -> bytes | None:
+    what, key, value = question
+    if what == "get":
+        return store.get(key)
+    return store.set(key, value) if what == "set" else store.claim(key, value)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def direction_named(name: str) -> Direction:
+    return Direction[name.upper()]

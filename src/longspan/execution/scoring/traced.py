@@ -1,0 +1,242 @@
+"""Functions of single numbers as graphs, for kernels that run them inside: score functions and what decides on pairs.
+
+Every tensor that a function uses becomes an argument of its graph, so that graphs with equal code are one graph, and
+gradients of captured tensors come back by argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
+
+from longspan.errors import KernelError
+from longspan.execution import _torch
+from longspan.masks import Plane, Predicate
+from longspan.masks import bands as bd
+from longspan.masks.opaque import Function
+from longspan.masks.plane import Both, Either, Neither
+from longspan.span import Ints
+
+
+def key_of(graph: GraphModule) -> tuple[object, ...]:
+    """Graphs with equal keys do the same: the code, and the constants in it."""
+    constants = [(name, getattr(graph, name)) for name in sorted(vars(graph)) if name.startswith("_tensor_constant")]
+    constants += sorted(graph.named_buffers(), key=lambda item: item[0])
+    return graph.code, *((name, str(value.dtype), str(value.tolist())) for name, value in constants)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A function of single numbers as a graph (numbers, given tensors, tensors that it uses)."""
+
+    function: Callable[..., Tensor]
+    examples: tuple[Tensor, ...]
+    """One of every argument of the graph."""
+    num_given: int
+    used: tuple[Tensor | int, ...]
+    """Tensors that come from outside; of those that were captured, the number."""
+
+    @cached_property
+    def graph(self) -> GraphModule:
+        return _refused(lambda: _torch.traced(self.function, [x.detach() for x in self.examples]))
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        return key_of(self.graph)
+
+    @cached_property
+    def gradient(self) -> GraphModule:
+        """(score, b, h, i, j, gradient, buffers) -> their gradients; captured tensors by index only."""
+        found = _refused(lambda: _torch.traced_gradient(self.function, self.examples, 4))
+        if False in _torch.adds_by_index(found):
+            raise KernelError(
+                "kernel 'flex' adds gradients of captured tensors up by index, but the score function uses one of them"
+                " as a whole. Take elements out of it, as in table[h], and compute with those, or use"
+                " kernel='reference'."
+            )
+        return found
+
+    def values(self, given: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Tensor]:
+        """What the graph takes after the numbers."""
+        assert len(given) == self.num_given
+        return [*given, *(_element(captured[use]) if isinstance(use, int) else use for use in self.used)]
+
+    def marked(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The same, those marked that get a gradient."""
+        kinds = _torch.adds_by_index(self.gradient)
+        return [x if kind is None else x.detach().requires_grad_() for x, kind in zip(values, kinds, strict=True)]
+
+    def captured(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
+        """(number of a captured tensor, gradient), from the gradients of all that the graph takes after the numbers."""
+        for use, gradient in zip(self.used, gradients[self.num_given :], strict=True):
+            if isinstance(use, int) and gradient is not None:
+                yield use, gradient
+
+
+def _element(captured: Tensor) -> Tensor:
+    """Single numbers as element 0 of a tensor: gradients are added up by index."""
+    return captured.detach().view(1) if captured.ndim == 0 else captured.detach()
+
+
+def _refused(trace: Callable[[], GraphModule]) -> GraphModule:
+    try:
+        with torch.no_grad():
+            return trace()
+    except KernelError:
+        raise
+    except Exception as error:  # whatever the user's function raises when it cannot be traced
+        why = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
+        raise KernelError(
+            f"kernel 'flex' runs functions inside a kernel, so they are traced with single numbers in tensors, but"
+            f" tracing one failed: {why}. Write it with tensor operations and without looking at values, or use"
+            f" kernel='reference'."
+        ) from error
+
+
+def program(
+    function: Callable[..., Tensor],
+    numbers: tuple[Tensor, ...],
+    given: tuple[Tensor, ...],
+    captured: Sequence[Tensor] = (),
+    trial: tuple[Tensor, ...] | None = None,
+) -> Program:
+    """A function (numbers, given tensors) as a program; `trial` are arguments to find out which tensors it uses."""
+    device, order = (*numbers, *given)[0].device, {id(t): i for i, t in enumerate(captured)}
+    trial = (*numbers, *given) if trial is None else trial
+    finder = Outside(trial, None, order)
+    try:
+        with torch.no_grad(), _torch.indexing(), finder:
+            function(*trial)
+    except KernelError:
+        raise
+    except Exception:  # noqa: S110  # tracing meets it again, and says what to do
+        pass
+    used = tuple(order[id(t)] if id(t) in order else t.detach().to(device) for t in finder.used)
+    examples = tuple(_element(captured[use]).requires_grad_() if isinstance(use, int) else use for use in used)
+    size = len(numbers) + len(given)
+
+    def swapped(*arguments: Tensor) -> Tensor:
+        with _torch.indexing(), Outside(arguments[:size], arguments[size:], order):
+            return function(*arguments[:size])
+
+    return Program(swapped, (*numbers, *given, *examples), len(given), used)
+
+
+def _plain(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+    """A call by operations that kernels have for single numbers: none that writes tensors into the code, or that only
+    repeats a number."""
+    if func is torch.tensor and isinstance(args[0], bool | int | float):
+        dtype = kwargs.get("dtype") or torch.tensor(args[0]).dtype
+        return torch.full((), args[0], dtype=dtype, device=kwargs.get("device") or device)
+    if func is Tensor.__getitem__:
+        table, at = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+        if any(isinstance(i, Tensor) for i in at) or table.ndim == len(at):
+            at = tuple(torch.full((), i, device=table.device) if type(i) is int else i for i in at)
+        return func(table, at)
+    result = func(*args, **kwargs)
+    return args[0] if func is Tensor.expand and result.shape == args[0].shape else result
+
+
+class Outside(TorchFunctionMode):
+    """Notes the tensors from outside that a function uses, or puts others, in the same order, in their place.
+
+    Every use of a captured tensor counts as another one: PyTorch takes gradients of one index for each.
+    """
+
+    def __init__(self, arguments: Sequence[Tensor], others: Sequence[Tensor] | None, captured: dict[int, int]) -> None:
+        super().__init__()
+        self.used: list[Tensor] = []
+        self._others, self._captured, self._device = others, captured, arguments[0].device
+        self._inside = {id(t): t for t in arguments}  # kept, so that an id is not used again
+        self._slots: dict[int, int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "__get__" and not isinstance(found := func(*args, **kwargs), Tensor):
+            return found  # a shape or the like, which is no use of what is in the tensor
+        args, kwargs = _torch.tree_map(self._taken, (args, kwargs))
+        result = _plain(func, args, kwargs, self._device)
+        _torch.tree_map(self._made, result)
+        return result
+
+    def _made(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._inside[id(value)] = value
+
+    def _taken(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or id(value) in self._inside:
+            return value
+        slot = self._slots.get(id(value))
+        if slot is None or id(value) in self._captured:
+            slot = self._slots[id(value)] = len(self.used)
+            self.used.append(value)
+        if self._others is None:
+            return value
+        other = self._others[slot]
+        return _plain(Tensor.__getitem__, (other, 0), {}, self._device) if other.ndim > value.ndim else other
+
+
+Decide = Callable[[Tensor, Tensor], Tensor]
+"""(position of the query, position of the key) -> may attend."""
+
+
+def decider(predicate: Predicate, length: int) -> Decide:
+    if isinstance(predicate, Function):
+        mask_mod, row, head = predicate.call, predicate.row or 0, predicate.head or 0
+        return lambda q, kv: mask_mod(torch.full_like(q, row), torch.full_like(q, head), q, kv)
+    if isinstance(predicate, Neither):
+        inner = _plane(predicate.a, length)
+        return lambda q, kv: ~inner(q, kv)
+    if isinstance(predicate, Both | Either):
+        one, other = _plane(predicate.a, length), _plane(predicate.b, length)
+        if isinstance(predicate, Both):
+            return lambda q, kv: one(q, kv) & other(q, kv)
+        return lambda q, kv: one(q, kv) | other(q, kv)
+    raise KernelError(
+        f"kernel 'flex' cannot run a predicate of type {type(predicate).__name__}. Give it a function in"
+        f" execution/scoring/traced.py, or use kernel='reference'."
+    )
+
+
+def _plane(plane: Plane, length: int) -> Decide:
+    sure = _bands(plane.sure, length)
+    if plane.predicate is None:
+        return sure
+    maybe, decide = _bands(plane.maybe, length), decider(plane.predicate, length)
+    return lambda q, kv: sure(q, kv) | (maybe(q, kv) & decide(q, kv))
+
+
+def _bands(bands: Ints, length: int) -> Decide:
+    """Looks up the query's slab, then compares with the few bands that cross it."""
+    bands = bd.cut(bands, (0, length), (0, length))
+    if not len(bands):
+        return lambda q, kv: (q < 0) & (kv < 0)
+    slabs = bd.slabs_of(bands)
+    band, first, count = bd.by_slab(bands, slabs)
+    depth = int(count.max())
+    bounds = np.zeros((len(slabs) + 1, depth, 4), dtype=np.int64)  # the last, and what is left over: no key
+    for k in range(depth):
+        at = np.flatnonzero(count > k)
+        bounds[at, k] = bands[band[first[at] + k]][:, [bd.K0, bd.K1, bd.LO, bd.HI]]
+    slab_of = np.full(length, len(slabs), dtype=np.int64)
+    for number, (start, stop) in enumerate(slabs.tolist()):
+        slab_of[start:stop] = number
+    lookup, table = torch.from_numpy(slab_of), torch.from_numpy(bounds.reshape(-1))
+
+    def inside(q: Tensor, kv: Tensor) -> Tensor:
+        slab, found = lookup[q], q < 0
+        for k in range(depth):
+            at = (slab * depth + k) * 4
+            near = (q - kv >= table[at + 2]) & (q - kv <= table[at + 3])
+            found = found | (near & (kv >= table[at]) & (kv < table[at + 1]))
+        return found
+
+    return inside

@@ -1,0 +1,113 @@
+"""Tile: what a kernel is given to work on, what else it may have to honour, and the dtype in which sums are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Query rows q0:q1 against key rows k0:k1 of the given tensors; row i and column j, counted inside the tile, may
+    meet iff `lo <= i - j <= hi` (None: open) and, where the tile `asks`, the mask's function agrees.
+
+    >>> Tile(0, 4, 8, 12, lo=0).rows
+    4
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    lo: int | None = None
+    hi: int | None = None
+    asks: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.q1 - self.q0
+
+    @property
+    def cols(self) -> int:
+        return self.k1 - self.k0
+
+    def part(self, q0: int, q1: int, k0: int, k1: int) -> Tile | None:
+        """The pairs inside a rectangle (same coordinates as q0..k1), tight; None where there is no pair.
+
+        >>> Tile(0, 8, 0, 8, lo=0).part(4, 8, 0, 8)
+        Tile(q0=4, q1=8, k0=0, k1=8, lo=-4, hi=None, asks=False)
+        """
+        shift = (q0 - self.q0) - (k0 - self.k0)
+        lo = None if self.lo is None else self.lo - shift
+        hi = None if self.hi is None else self.hi - shift
+        return replace(self, q0=q0, q1=q1, k0=k0, k1=k1, lo=lo, hi=hi).tight()
+
+    def tight(self) -> Tile | None:
+        """The same pairs without rows and columns that meet nothing and without bounds that exclude nothing.
+
+        Rows that see nothing come first (i < lo) or last (i > cols - 1 + hi), never in between, and so do columns:
+        a tight tile has no row and no column without a partner, and `lo <= 0`.
+
+        >>> Tile(0, 8, 0, 8, lo=2, hi=99).tight()
+        Tile(q0=2, q1=8, k0=0, k1=6, lo=0, hi=None, asks=False)
+        """
+        q0, q1, k0, k1, lo, hi = self.q0, self.q1, self.k0, self.k1, self.lo, self.hi
+        if lo is None and hi is None:
+            return self if q1 > q0 and k1 > k0 else None
+        if lo is not None and hi is not None and lo > hi:
+            return None
+        origin = q0 - k0
+        if lo is not None:
+            q0, k1 = max(q0, self.q0 + lo), min(k1, k0 + q1 - self.q0 - lo)
+        if hi is not None:
+            k0, q1 = max(k0, self.k0 + q0 - self.q0 - hi), min(q1, self.q0 + k1 - self.k0 + hi)
+        if q1 <= q0 or k1 <= k0:
+            return None
+        shift = q0 - k0 - origin
+        if lo is not None:
+            lo = lo - shift if lo - shift > k0 - k1 + 1 else None
+        if hi is not None:
+            hi = hi - shift if hi - shift < q1 - q0 - 1 else None
+        return replace(self, q0=q0, q1=q1, k0=k0, k1=k1, lo=lo, hi=hi)
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What is asked of a kernel beside plain attention over bands."""
+
+    mask_function: bool = False
+    """Some tiles ask: a function decides on their pairs."""
+    score_function: bool = False
+    """Scores are changed before the softmax, or probabilities after it."""
+    dropout: bool = False
+    """Probabilities are struck out after the softmax."""
+    chunks: bool = False
+    """A tile's bits must not depend on what lies beside it, or on the run."""
+
+    def beyond(self, honoured: Features) -> str | None:
+        """What of this a kernel that honours so much does not do, or None."""
+        if self.score_function and not honoured.score_function:
+            return "it changes no scores, and a score function, a bias, a soft cap or dropout was given"
+        if self.mask_function and not honoured.mask_function:
+            return "it knows bands only, and the mask is decided by a function"
+        if self.dropout and not honoured.dropout:
+            return "it has no place for factors after the softmax, and dropout was given"
+        if self.chunks and not honoured.chunks:
+            return "nothing shows that its bits depend on the tile alone, which the plan's chunks promise"
+        return None
+
+
+PLAIN = Features()
+MASKS = Features(mask_function=True)
+MASKS_IN_CHUNKS = Features(mask_function=True, chunks=True)
+ALL = Features(True, True, True, True)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for all others.
+
+    >>> wide(torch.bfloat16)
+    torch.float32
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32

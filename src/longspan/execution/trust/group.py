@@ -1,0 +1,343 @@
+"""Members: what this process knows about a group. How many calls it made, what was agreed, who watches whom."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+from weakref import WeakKeyDictionary, finalize, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.errors import AgreementError, BusyError, RankError
+from longspan.execution import _torch
+from longspan.execution.liveness.job_store import Store, job_store
+from longspan.execution.liveness.records import Phase
+from longspan.execution.liveness.watch import Watch, direction_named
+from longspan.execution.trust import agreement
+from longspan.execution.trust.agreement import Record
+from longspan.execution.trust.headers import Header
+from longspan.execution.trust.settings import Safety, safety
+from longspan.schedules.steps import MAX_BATCH
+
+T = TypeVar("T")
+MAX_AGREED = 1024
+ROWS, VERDICT, TABLE, ALIKE = 1023, 1022, 1021, 1020
+"""Steps that no tag of a schedule has, for what ranks compare."""
+_known: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One pass over one plan."""
+
+    fingerprint: str
+    direction: str
+    num_steps: int
+    dtype: torch.dtype
+    device: torch.device
+    safety: Safety
+    record: Record | None = None
+    """What to compare before data moves; a backward pass is agreed on by its forward."""
+    name: str = ""
+    """What the user calls it, which tells apart calls of one plan."""
+    forward: int = 0
+    """Of a backward pass: the number of its forward."""
+
+    @property
+    def plan(self) -> bytes:
+        return bytes.fromhex(self.fingerprint[:16])
+
+    @cached_property
+    def identity(self) -> int:
+        """A number that differs, but for one chance in 4 billion, when the plan, pass, name or forward does."""
+        text = f"{self.fingerprint} {self.direction} {self.forward} {self.name}"
+        return zlib.crc32(text.encode())
+
+
+class Members:
+    """A group, seen from one of its ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = ref(group)  # not held: a group that is destroyed must be let go
+        self.rank, self.size = group.rank(), group.size()
+        self.calls = 0
+        self.settings: Safety | None = None
+        """Those of the last forward call."""
+        self.training_step = -1
+        self.agreed: dict[bytes, None] = {}
+        self._watch: Watch | None = None
+        self._no_store = False
+        self._inside = threading.RLock()
+        own = _torch.timeout_of(group) or 1800.0
+        self._timeout = own - min(0.5, 0.05 * own)  # before the group gives up, which would name nobody
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        found = self._group()
+        assert found is not None, "a group outlives the calls over it"
+        return found
+
+    def watch(self, safety: Safety) -> Watch | None:
+        """The watch of this group, started when first asked for; None if nobody watches."""
+        if not safety.patience or self._no_store:
+            return None
+        if self._watch is None:
+            store = job_store(self.group)
+            self._no_store = store is None
+            if store is None:
+                return None
+            ranks = dist.get_process_group_ranks(self.group)
+            world = dist.get_world_size()
+            self._watch = Watch(_private(store, self), self.rank, ranks, world_size=world)
+            finalize(self.group, self._watch.end)
+            self._watch.at(training_step=self.training_step)
+        self._watch.patience = safety.patience
+        return self._watch
+
+    def timeout(self, safety: Safety) -> float:
+        """Seconds to wait for a rank that is alive."""
+        return self._timeout if safety.timeout is None else safety.timeout
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """One thread at a time. A second one is refused: which of the two calls comes first would be another one on
+        every rank, and their messages would meet."""
+        if not self._inside.acquire(blocking=False):
+            raise BusyError(
+                "a call over this group was asked for while another thread of this process is in one. Which of them"
+                " comes first may differ from rank to rank, so nothing was sent, and the other call goes on. Call from"
+                " one thread, or give each thread a group of its own (torch.distributed.new_group)."
+            )
+        try:
+            yield
+        finally:
+            self._inside.release()
+
+    @contextmanager
+    def call(self, call: Call) -> Iterator[Running]:
+        """Numbers the call, compares what is new about it, and tells the others when it fails here."""
+        with self.entered(), self._called(call) as running:
+            yield running
+
+    @contextmanager
+    def _called(self, call: Call) -> Iterator[Running]:
+        self.calls += 1
+        watch = self.watch(call.safety)
+        running = Running(self, call, self.calls, watch)
+        if watch is None:
+            running.agree()
+            yield running
+            return
+        watch.check()
+        watch.enter(
+            call=self.calls, name=call.name, identity=call.identity, direction=direction_named(call.direction), step=0,
+            num_steps=call.num_steps, plan=call.plan, forward=call.forward, compares=running.is_new,
+            phase=Phase.AGREEING if running.is_new else Phase.RUNNING,
+        )  # fmt: skip
+        try:
+            running.agree()
+            watch.at(phase=Phase.RUNNING)
+            yield running
+        except AgreementError:
+            raise  # on all ranks alike
+        except BaseException as error:
+            if not (isinstance(error, RankError) and watch.failed):
+                watch.tell(error)
+            raise
+        finally:
+            watch.at(phase=Phase.IDLE)
+
+    def tell_step(self) -> None:
+        if self._watch is not None:
+            self._watch.at(training_step=self.training_step)
+
+    def tell(self, error: BaseException, safety: Safety) -> None:
+        """This rank leaves its loop because of an error, which the others hear of unless they have it from a call."""
+        watch = self.watch(safety)
+        if watch is not None and watch.failed is None:
+            watch.tell(error)
+
+    def refused(self, error: BaseException, safety: Safety) -> None:
+        """This rank refused a call that others may have entered."""
+        self.calls += 1
+        watch = self.watch(safety)
+        if watch is not None:
+            watch.refuse(self.calls, error)
+
+
+@dataclass(frozen=True)
+class Running:
+    """One call under way."""
+
+    members: Members
+    call: Call
+    number: int
+    watch: Watch | None
+
+    @property
+    def is_new(self) -> bool:
+        return self.call.record is not None and self.call.record.digest not in self.members.agreed
+
+    def agree(self) -> None:
+        """Compares what this call is with the other ranks, unless the same was agreed before."""
+        if self.call.record is None or not self.is_new:
+            return
+        agreement.compare(self._rows(self.call.record.row()))
+        agreed = self.members.agreed
+        agreed[self.call.record.digest] = None
+        if len(agreed) > MAX_AGREED:  # all ranks made the same calls, so all forget the same one
+            del agreed[next(iter(agreed))]
+
+    def _rows(self, row: bytes) -> list[bytes]:
+        """Every rank's row where they differ, this rank's alone where not.
+
+        By messages through rank 0, not by a collective: a process that leaves one unfinished cannot end.
+        """
+        device = message_device(self.members.group)
+        mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
+        others = [rank for rank in range(self.members.size) if rank != self.members.rank]
+        if self.members.rank == 0:
+            rows = {rank: torch.empty_like(mine) for rank in others}
+            self._exchange({}, rows, ROWS, device)
+            same = all(torch.equal(found, mine) for found in rows.values())
+            self._exchange(
+                dict.fromkeys(others, torch.tensor([same], dtype=torch.uint8, device=device)), {}, VERDICT, device
+            )
+            table = torch.stack([mine, *rows.values()]) if not same else mine[None]
+            if not same:
+                self._exchange(dict.fromkeys(others, table), {}, TABLE, device)
+        else:
+            same = torch.empty(1, dtype=torch.uint8, device=device)
+            self._exchange({0: mine}, {}, ROWS, device)
+            self._exchange({}, {0: same}, VERDICT, device)
+            table = mine[None]
+            if not same.item():
+                table = torch.empty(self.members.size, len(row), dtype=torch.uint8, device=device)
+                self._exchange({}, {0: table}, TABLE, device)
+        return [found.tobytes() for found in table.cpu().numpy()]
+
+    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor], step: int, device: torch.device) -> None:
+        group, tag = self.members.group, self.tag(step)
+        ops = [dist.P2POp(dist.isend, t, group=group, group_peer=peer, tag=tag) for peer, t in sends.items()]
+        ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer, tag=tag) for peer, t in receives.items()]
+        for first in range(0, len(ops), MAX_BATCH):
+            batch = ops[first : first + MAX_BATCH]
+            peers = [op.group_peer for op in batch]
+            works = self.started(lambda batch=batch: dist.batch_isend_irecv(batch), peers)
+            self.wait(list(zip(peers, works, strict=False)), peers, device)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Adds a tensor up over the group, in place."""
+        others = [rank for rank in range(self.members.size) if rank != self.members.rank]
+        group = self.members.group
+        self._check_alike()
+        work = self.started(lambda: dist.all_reduce(tensor, group=group, async_op=True), others)
+        assert work is not None
+        self.wait([(self.members.rank, work)], others)
+
+    def _check_alike(self) -> None:
+        """Returns when the rank before this one is in the same call. Collectives have no tags: without this, sums of
+        different calls would meet. A collective is over when all have begun it, and then all were found alike."""
+        size, rank = self.members.size, self.members.rank
+        device = message_device(self.members.group)
+        token = torch.zeros(1, dtype=torch.uint8, device=device)
+        if size > 1:
+            self._exchange({(rank + 1) % size: token}, {(rank - 1) % size: token.clone()}, ALIKE, device)
+
+    def started(self, start: Callable[[], T], peers: Sequence[int]) -> T:
+        """What `start` gives. It raises when a connection is closed, which names nobody: the watch finds out who."""
+        try:
+            return start()
+        except RuntimeError as error:
+            if self.watch is None or not peers:
+                raise
+            self.watch.broken(error, peers)
+            raise
+
+    def at(self, step: int) -> None:
+        if self.watch is not None:
+            self.watch.at(step=step)
+
+    def wait(
+        self,
+        works: Sequence[tuple[int, dist.Work]],
+        peers: Sequence[int] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Returns when all is done. Work of a GPU is only put in order here, so nobody needs to watch it."""
+        if self.watch is None or (device or self.call.device).type != "cpu":
+            for _, work in works:
+                work.wait()
+        elif works:
+            self.watch.wait(works, self.members.group, self.members.timeout(self.call.safety), peers)
+
+    def tag(self, step: int) -> int:
+        """Messages of different calls, or of different training steps, never meet where tags count (Gloo): what a rank
+        skips or swaps is a wait, which the watch explains, and no mix-up.
+
+        Tags have 31 bits. The upper 21 tell calls apart: for one plan surely within two million calls, for different
+        ones, or backward passes of different forwards, but for one chance in two million. Only what ranks compare
+        before they agree on a plan is found by its number alone. Steps that share a tag arrive in their order.
+        """
+        which = 0 if step in (ROWS, VERDICT, TABLE) else self.call.identity
+        number = which + self.number * 0x9E3779B1 + self.members.training_step * 0x85EBCA77
+        return (number & 0x1FFFFF) << 10 | (step if step >= ALIKE else step % ALIKE)
+
+    def header(self, src: int, dst: int, step: int, pieces: int, num_bytes: int) -> Header:
+        """What a message of this call must say of itself."""
+        call = self.call
+        dtype = str(call.dtype).removeprefix("torch.").encode()[:8].ljust(8, b"\0")
+        way = direction_named(call.direction)
+        where = (self.number, self.members.training_step, int(way), step, src, dst)
+        return Header(
+            call.plan, *where, pieces, num_bytes, dtype, call.forward, zlib.crc32(call.name.encode()) & 0xFFFF
+        )
+
+
+@contextmanager
+def told(group: dist.ProcessGroup) -> Iterator[None]:
+    """Others hear of what is refused inside, unless the call itself has begun and told them."""
+    members = members_of(group)
+    with members.entered():
+        before = members.calls
+        try:
+            yield
+        except Exception as error:
+            if members.calls == before:
+                members.refused(error, safety(members.settings))
+            raise
+
+
+def members_of(group: dist.ProcessGroup) -> Members:
+    """What this process knows about the group."""
+    if group not in _known:
+        _known[group] = Members(group)
+    return _known[group]
+
+
+def message_device(group: dist.ProcessGroup) -> torch.device:
+    """A device whose tensors this group can send."""
+    if "cpu:" in str(dist.get_backend_config(group)):
+        return torch.device("cpu")
+    found = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if found is None else found
+
+
+def _private(store: Store, members: Members) -> Store:
+    """A part of the job's store for this group, this attempt of the launcher, and this making of the group."""
+    ranks = ",".join(map(str, dist.get_process_group_ranks(members.group)))
+    group = hashlib.sha256(f"{members.group.group_name} {ranks}".encode()).hexdigest()[:16]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    made = store.add(f"{attempt}/{group}/made/{members.rank}", 1)  # destroyed and made again, it starts anew
+    found = store.part(f"{attempt}/{group}/{made}")
+    store.close()
+    return found
