@@ -10,7 +10,7 @@ import pytest
 from longspan import layouts, masks
 
 # Importing it imports torchtitan, which replaces functions of torch: only in processes of their own (test_torchtitan).
-collect_ignore = ["src/longspan/integrations/torchtitan.py", "tests/titan_checks.py"]
+collect_ignore = ["src/longspan/integrations/torchtitan/hooks.py", "tests/titan_checks.py"]
 collect_ignore += ["tests/exit_work.py"]  # a program, which torchrun starts
 
 

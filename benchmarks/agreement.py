@@ -12,9 +12,9 @@ import time
 import torch
 
 import longspan as ls
+from longspan.execution.call_record import record_of
 from longspan.execution.engine.runner import Job
 from longspan.execution.kernels import kernel_named
-from longspan.execution.trust.agreement import record_of
 from longspan.execution.trust.settings import Safety
 from longspan.masks import Mask
 

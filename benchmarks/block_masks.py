@@ -17,10 +17,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 from benchmarks.layouts import best_ms
 from benchmarks.workloads import document_lengths
 from longspan import layouts, masks
-from longspan.execution.flex.flex_attention import block_masks
+from longspan.execution.flex import block_masks
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.masks.opaque import MaskMod
+from longspan.masks.functions.predicate import MaskMod
 
 SEQ_LEN, WORLD_SIZE, BAR_MS = 1 << 17, 8, 100.0
 SHORT_LEN = 1 << 14

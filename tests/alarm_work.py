@@ -33,7 +33,7 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        from longspan.execution.liveness.watch import watch as liveness
+        from longspan.execution.liveness import watch as liveness
 
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

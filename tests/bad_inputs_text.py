@@ -6,7 +6,8 @@ from bad_inputs import bad
 
 from longspan import LayoutError, LongspanError, ScheduleError, layouts, masks, plan
 from longspan.layouts import Layout
-from longspan.schedules import Schedule, validate
+from longspan.schedules import validate
+from longspan.schedules.text_parser import parse_schedule
 
 LAYOUT = "layout zigzag seq_len=8 world_size=2\n0: 0:2 6:8\n1: 2:6"
 
@@ -126,7 +127,7 @@ def rows():
         yield bad(f"layout {name}", lambda g=given: Layout.parse(g), error, *says)
     for name, (make, *says) in SCHEDULES.items():
         error = LongspanError if "layout" in says[0] else ScheduleError
-        yield bad(f"schedule {name}", lambda m=make: Schedule.parse(m()), error, *says)
+        yield bad(f"schedule {name}", lambda m=make: parse_schedule(m()), error, *says)
     for name, change in LIES.items():
-        call = lambda c=change: validate(Schedule.parse(spoiled(*c)), masks.causal())  # noqa: E731
+        call = lambda c=change: validate(parse_schedule(spoiled(*c)), masks.causal())  # noqa: E731
         yield bad(f"schedule {name}", call, ScheduleError, "ring forward: rank", "step")

@@ -159,7 +159,7 @@ def curve(trainer, names=("loss", "grad_norm")):
 def trainer_class(base, split):
     if not split:
         return base
-    from longspan.integrations.hf_trainer import ContextParallelTrainer
+    from longspan.integrations.huggingface.trainer import ContextParallelTrainer
 
     return type("MyTrainer", (ContextParallelTrainer, base), {})
 
@@ -250,7 +250,7 @@ def accelerate_loop(family="gemma3"):
         ranks = None
         if world > 1:
             from longspan.integrations import huggingface
-            from longspan.integrations.hf_accelerate import split_sequences
+            from longspan.integrations.huggingface.accelerate import split_sequences
 
             ranks = split_sequences(accelerator)
         model = model_of(family, "eager" if ranks is None else "longspan")
@@ -417,7 +417,7 @@ def _requests():
     import transformers as hf
     from torch.utils.data import DataLoader, IterableDataset
 
-    from longspan.integrations.hf_trainer import ContextParallelTrainer
+    from longspan.integrations.huggingface.trainer import ContextParallelTrainer
 
     class Mine(ContextParallelTrainer, hf.Trainer):
         pass

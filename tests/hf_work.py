@@ -221,7 +221,7 @@ def _asked_without(name):
 
 
 def mistakes():
-    from longspan.integrations import hf_sequence
+    from longspan.integrations.huggingface import sequence as hf_sequence
 
     return {
         "none": ("mistral", "plain", Mistake()),
@@ -386,7 +386,7 @@ def _nameless(model):
 
 
 def _other(inputs, ls):
-    from longspan.integrations.hf_sequence import ShardedSequence
+    from longspan.integrations.huggingface.sequence import ShardedSequence
 
     own = inputs["longspan"]
     spans = [[(0, 3)], [(3, TOKENS)]]

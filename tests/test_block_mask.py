@@ -11,7 +11,7 @@ from longspan import layouts, masks
 from longspan.errors import LayoutError, MaskError
 from longspan.execution.flex.block_masks import block_mask, mask_of_block_mask
 from longspan.layouts import Layout
-from longspan.masks.opaque import Function
+from longspan.masks.functions.predicate import Function
 from longspan.testing import dense_attention
 from tests.cases import LAYOUTS, MASKS, random_case
 

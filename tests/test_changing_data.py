@@ -14,9 +14,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import longspan as ls
 from longspan.errors import KernelError, LongspanError, MaskError
-from longspan.masks import elementwise
-from longspan.masks.opaque import Reader
-from longspan.masks.reads import Reads
+from longspan.masks.functions import elementwise
+from longspan.masks.functions.predicate import Reader
+from longspan.masks.functions.reads import Reads
 from longspan.testing import run_loopback
 
 S = 192

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from longspan.execution.liveness.watch import detector
-from longspan.testing.detection import HARMLESS, KINDS, World
+from longspan.execution.liveness import detector
+from tests.simulation.detection import HARMLESS, KINDS, World
 
 NUM_SEEDS, CHUNK = 2080, 260
 SLACK = 1.0

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import longspan as ls
 from longspan.errors import LongspanError, PlanError
 from longspan.execution.kernels import kernel_named
-from longspan.integrations.torch_api import flex_attention as flex_in_context
+from longspan.integrations.pytorch.api import flex_attention as flex_in_context
 from longspan.testing import allowed, dense_attention, run_loopback
 from longspan.training import gather_outputs, relayout, token_loss
 

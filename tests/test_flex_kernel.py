@@ -20,12 +20,12 @@ from longspan.execution import _torch
 from longspan.execution.kernels import Features, choose_kernel, flex, kernel_named
 from longspan.execution.scoring.biases import Extras, RelativeBias
 from longspan.execution.scoring.captured import Totals
-from longspan.execution.scoring.pairs import TilePairs, Where
+from longspan.execution.scoring.pairs import TilePairs, TilePositions
 from longspan.execution.scoring.pipeline import Scoring
 from longspan.execution.tile import Tile
 from longspan.layouts import balanced, contiguous, striped, zigzag
 from longspan.masks import causal, documents, from_mask_mod, sliding_window
-from longspan.masks.opaque import Function
+from longspan.masks.functions.predicate import Function
 from longspan.span import Span
 from longspan.testing.loopback import run_loopback
 
@@ -201,7 +201,7 @@ def pairs_of(num_q, num_k, scoring=None, captured=()):
     q, kv = np.arange(num_q) + 5, np.arange(num_k)
     index = torch.zeros(1, 1, 1, 1), torch.arange(2)[:, None, None], torch.tensor(q)[:, None], torch.tensor(kv)
     index = tuple(x.expand([1] * (4 - x.ndim) + list(x.shape)) for x in index)
-    where = Where(Span(0, 1), Span(0, 2), q, kv, index)
+    where = TilePositions(Span(0, 1), Span(0, 2), q, kv, index)
     return TilePairs(where, scoring, Function(dense_answers, None, None), Totals(captured))
 
 

@@ -72,7 +72,7 @@ def test_types_that_do_not_hand_it_down_are_refused():
 
 
 def test_masks_are_no_tensors_and_say_so():
-    from longspan.integrations.hf_masks import LayerMask, layer_mask
+    from longspan.integrations.huggingface.masks import LayerMask, layer_mask
 
     made = layer_mask(1, 8, 8)
     assert isinstance(made, LayerMask)

@@ -19,7 +19,7 @@ from longspan.cli import main
 from longspan.cli.lengths import drawn_lengths
 from longspan.schedules.cost.presets import H100
 from longspan.viz import report_html
-from longspan.viz.axes import bytes_text, seconds_text
+from longspan.viz.drawing.axes import bytes_text, seconds_text
 from longspan.viz.runs import runs
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"

@@ -15,7 +15,6 @@ from longspan.schedules import (
     Piece,
     Problem,
     Role,
-    Schedule,
     Sizes,
     Step,
     backward,
@@ -27,6 +26,7 @@ from longspan.schedules import (
 )
 from longspan.schedules.cost.machine import rank_seconds
 from longspan.schedules.cost.memory import live_bytes
+from longspan.schedules.text_parser import parse_schedule
 from longspan.span import Span
 
 NUM_PLANS = 2000
@@ -51,7 +51,7 @@ def test_random_plans_are_proved(chunk):
                 pruned = prune(forward)
                 validate(pruned, case.mask)
                 validate(backward(pruned, keep=False), case.mask)
-                assert Schedule.parse(forward.text()) == forward
+                assert parse_schedule(forward.text()) == forward
         except Exception as error:
             raise AssertionError(f"seed {seed}: {case}\n{error}") from error
 
@@ -63,7 +63,7 @@ def test_text_form_parses_back(name):
     )
     forward = made(name, mask, layouts.zigzag(64, 4), replace(SIZES, batch=2))
     for schedule in (forward, backward(forward, keep=False), backward(forward, keep=True)):
-        assert Schedule.parse(schedule.text()) == schedule
+        assert parse_schedule(schedule.text()) == schedule
 
 
 # -- bytes ----------------------------------------------------------------------------------------------------------
@@ -381,10 +381,10 @@ def test_large_batches_are_cut_alike_at_both_ends():
             lambda: backward(backward(made("ring", masks.causal(), layouts.zigzag(64, 4)), keep=True), keep=True),
             "already",
         ),
-        (lambda: Schedule.parse("plan x"), "begins 'schedule"),
+        (lambda: parse_schedule("plan x"), "begins 'schedule"),
         (lambda: Piece.parse("kv 0:4"), "written role"),
         (
-            lambda: Schedule.parse(made("ring", masks.causal(), layouts.zigzag(64, 2)).text().replace("until", "til")),
+            lambda: parse_schedule(made("ring", masks.causal(), layouts.zigzag(64, 2)).text().replace("until", "til")),
             "line",
         ),
     ],

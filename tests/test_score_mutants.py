@@ -20,9 +20,9 @@ from longspan.execution.scoring import captured
 from longspan.execution.scoring import pipeline as scores
 from longspan.execution.scoring.biases import RelativeBias
 from longspan.execution.scoring.dropout import Dropout
-from longspan.execution.scoring.pairs import TilePairs, Where
-from longspan.masks.elementwise import Elementwise
-from longspan.masks.opaque import Function
+from longspan.execution.scoring.pairs import TilePairs, TilePositions
+from longspan.masks.functions.elementwise import Elementwise
+from longspan.masks.functions.predicate import Function
 
 MUTANTS = {}
 
@@ -38,8 +38,8 @@ def mutant(function):
 
 def indices(patch, change):
     """Functions of scores and dropout see other indices: change(b, h, q, kv) -> the four of them."""
-    index = Where.index
-    patch.setattr(Where, "index", lambda self, tile: change(*index(self, tile)))
+    index = TilePositions.index
+    patch.setattr(TilePositions, "index", lambda self, tile: change(*index(self, tile)))
 
 
 def counted(x, dim):

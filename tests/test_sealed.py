@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 import longspan as ls
 from longspan.execution.scoring.biases import RelativeBias
-from longspan.integrations.titan_masks import Shards
+from longspan.integrations.torchtitan.masks import Shards
 
 WAIT = 200.0
 MASK = ls.masks.documents([5, 11]) & ls.masks.causal()

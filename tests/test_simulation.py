@@ -16,6 +16,7 @@ from cases import LAYOUTS, random_layout, random_mask
 
 from longspan import layouts, masks
 from longspan.errors import AgreementError, RankError
+from longspan.execution.call_record import record_of
 from longspan.execution.engine.backward import Backward
 from longspan.execution.engine.forward import Forward
 from longspan.execution.engine.runner import Job
@@ -24,9 +25,9 @@ from longspan.execution.kernels import kernel_named
 from longspan.schedules import Problem, Sizes, scheme
 from longspan.schedules.cost.presets import CPU
 from longspan.schedules.plan import Plan
-from longspan.testing.faults import MESSAGE_FAULTS, RANK_FAULTS, Fault, KilledError
-from longspan.testing.network import PATIENCE, TIMEOUT, Network
-from longspan.testing.waits import State, WaitError
+from tests.simulation.faults import MESSAGE_FAULTS, RANK_FAULTS, Fault, KilledError
+from tests.simulation.network import PATIENCE, TIMEOUT, Network
+from tests.simulation.waits import State, WaitError
 
 torch.set_num_threads(1)
 KINDS = ("causal", "full", "documents", "window", "prefix", "chunked", "sinks", "per_head", "per_row")
@@ -272,7 +273,7 @@ def test_different_plans_are_refused_before_data_moves():
 
     plans = [small_plan(), small_plan(masks.full(32))]
     rows = [
-        agreement.record_of(Case(plan, 0).job(0), torch.device("cpu"), True, "", Safety()).row()
+        record_of(Case(plan, 0).job(0), torch.device("cpu"), True, "", Safety()).row()
         for plan in (plans[0], plans[1], plans[0])
     ]
     with pytest.raises(AgreementError, match=r"no data was sent.*mask: .* on rank"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longspan.integrations.titan_masks import BALANCERS, layout_of
+from longspan.integrations.torchtitan.masks import BALANCERS, layout_of
 from longspan.masks import causal, documents, sliding_window
 
 pytestmark = [

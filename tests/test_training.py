@@ -14,8 +14,8 @@ from pool import end_all, pool
 
 import longspan as ls
 from longspan.training import BatchError, shard_batch, shift_tokens, token_loss
-from longspan.training.documents import document_numbers
-from longspan.training.relayout import moves
+from longspan.training.document_numbers import document_numbers
+from longspan.training.relayouts import moves
 from tests.jobs.runner import torchrun
 
 ROOT = Path(__file__).parents[1]

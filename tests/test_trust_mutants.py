@@ -17,10 +17,10 @@ from longspan.errors import AgreementError, RankError
 from longspan.execution.trust import agreement, headers
 from longspan.execution.trust.agreement import Record
 from longspan.execution.trust.headers import Header
-from longspan.testing import faults, network, waits
-from longspan.testing.faults import Fault
-from longspan.testing.network import Network
-from longspan.testing.waits import State, WaitError
+from tests.simulation import faults, network, waits
+from tests.simulation.faults import Fault
+from tests.simulation.network import Network
+from tests.simulation.waits import State, WaitError
 
 MUTANTS = {}
 

@@ -29,10 +29,10 @@ from longspan.viz import (
     traffic_picture,
     write_png,
 )
-from longspan.viz.axes import bytes_text, three
-from longspan.viz.colors import ROLES, SERIES, ramp, rank_color
+from longspan.viz.drawing.axes import bytes_text, three
+from longspan.viz.drawing.colors import ROLES, SERIES, ramp, rank_color
+from longspan.viz.drawing.scene import Area, Line, Rect, Text, text_width
 from longspan.viz.runs import runs
-from longspan.viz.scene import Area, Line, Rect, Text, text_width
 from longspan.viz.tiles import even_edges, owner_edges, owners, row_work, stretches, tile_pairs
 
 SIZES = {"q_heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}

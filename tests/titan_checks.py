@@ -27,7 +27,7 @@ from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 import longspan.integrations.torchtitan as titan
-from longspan.integrations.titan_masks import Shards, TitanError, check_version, layout_of, mask_of, mask_of_mods
+from longspan.integrations.torchtitan.masks import Shards, TitanError, check_version, layout_of, mask_of, mask_of_mods
 from longspan.layouts import contiguous
 from longspan.masks import causal
 from tests.titan_work import OVERRIDES

@@ -193,7 +193,7 @@ def embeddings(config):
 
 def windowed():
     """Every second layer sees 20 tokens back and itself, as a user's config file would say it."""
-    from longspan.integrations.torchtitan import with_longspan
+    from longspan.integrations.torchtitan.hooks import with_longspan
 
     config = llama3_debugmodel_varlen_attn()
     for layer in config.model_spec.model.layers[::2]:

@@ -19,8 +19,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
-from longspan.integrations import torch_api as api
-from longspan.integrations.torch_routes import current, rotation, routes
+from longspan.integrations.pytorch import api
+from longspan.integrations.pytorch.routes import current, rotation, routes
 from longspan.testing import dense_gradients
 
 LENGTHS = [9, 17, 4, 7]

@@ -33,7 +33,7 @@ from longspan.execution.trust.group import Call, members_of, told
 from longspan.execution.trust.settings import Safety, safety
 from longspan.handles import found_under, number_of
 from longspan.masks import Mask
-from longspan.masks.reads import Reads
+from longspan.masks.functions.reads import Reads
 from longspan.schedules.plan import Plan
 
 FORM = 2

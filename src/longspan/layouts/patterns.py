@@ -13,7 +13,7 @@ from longspan.errors import LayoutError
 from longspan.layouts.balance.segments import profile_of
 from longspan.layouts.layout import Layout, check_masks, check_sizes
 from longspan.masks import Mask
-from longspan.masks.documents import document_edges
+from longspan.masks.document_masks import document_edges
 from longspan.span import Ints, whole
 
 

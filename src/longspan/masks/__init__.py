@@ -4,10 +4,11 @@ One file per idea; `mask.py` holds the type and its algebra, `bands.py` the clos
 """
 
 from longspan.masks.bands import Band
-from longspan.masks.causal import causal, full, sliding_window
-from longspan.masks.documents import chunked, documents, from_cu_seqlens
+from longspan.masks.causal_masks import causal, full, sliding_window
+from longspan.masks.classifier import Classifier
+from longspan.masks.document_masks import chunked, documents, from_cu_seqlens
 from longspan.masks.mask import Mask
-from longspan.masks.opaque import Classifier, from_mask_mod
+from longspan.masks.opaque import from_mask_mod
 from longspan.masks.plane import Plane, Predicate
 from longspan.masks.prefix import global_prefix, prefix_lm
 from longspan.masks.vary import per_head, per_row

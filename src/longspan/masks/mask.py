@@ -20,10 +20,13 @@ from longspan.errors import MaskError
 from longspan.handles import Handled
 from longspan.masks import bands as bd
 from longspan.masks.bands import LIMIT, Band
-from longspan.masks.keys import This
-from longspan.masks.memo import Memo
+from longspan.masks.classifier import classifier
+from longspan.masks.draw import draw
+from longspan.masks.functions.memo import ByIdentity, Memo
+from longspan.masks.functions.predicate import readers_of
+from longspan.masks.functions.reads import Reads
+from longspan.masks.mask_mods import to_mask_mod
 from longspan.masks.plane import Bools, Plane
-from longspan.masks.reads import Reads
 from longspan.sealed import sealed
 from longspan.span import Ints, Span, whole
 from longspan.untraced import untraced
@@ -152,8 +155,6 @@ class Mask(Handled):
         >>> masks.causal(6).classify(Span(2, 6), Span(0, 6), tile=2).tolist()
         [[2, 1, 0], [2, 2, 1]]
         """
-        from longspan.masks.opaque import classifier
-
         self.read_anew()
         return classifier(self.plane(row, head), self.length(seq_len), tile, self.known).classify(q, kv)
 
@@ -208,8 +209,6 @@ class Mask(Handled):
     def _find_readers(self) -> None:
         state = self._memo.state
         if state.readers is None:
-            from longspan.masks.opaque import readers_of
-
             state.readers = readers_of(self.distinct_planes())
 
     def twin(self) -> Mask:
@@ -245,7 +244,7 @@ class Mask(Handled):
             )
         # Functions are not remembered: they may hold on to large tensors.
         combine = _combined if self.is_structured and other.is_structured else _combined.__wrapped__
-        return combine(This(self), This(other), sign)
+        return combine(ByIdentity(self), ByIdentity(other), sign)
 
     # -- identity ---------------------------------------------------------------------------------------------------
 
@@ -294,19 +293,16 @@ class Mask(Handled):
 
     def draw(self, seq_len: int | None = None, *, width: int = 32, row: int = 0, head: int = 0) -> str:
         """A text picture: one character per square of pairs, filled, partly filled or empty."""
-        from longspan.masks.draw import draw
-
         return draw(self.plane(row, head), self.length(seq_len), width)
 
     def to_mask_mod(self, seq_len: int | None = None) -> Callable[[object, object, object, object], object]:
         """A function (b, h, q_idx, kv_idx) on torch tensors, as FlexAttention takes it."""
-        from longspan.masks.interop import to_mask_mod
-
-        return to_mask_mod(self.resized(self.length(seq_len)))
+        mask = self.resized(self.length(seq_len))
+        return to_mask_mod(mask.grid, mask.length())
 
 
 @lru_cache(maxsize=256)
-def _combined(these: This[Mask], those: This[Mask], sign: str) -> Mask:
+def _combined(these: ByIdentity[Mask], those: ByIdentity[Mask], sign: str) -> Mask:
     """Two masks joined; the same two objects give the same object."""
     a, b = these.value, those.value
     meet = Plane.__and__ if sign == "&" else Plane.__or__

@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 
 from longspan.errors import MaskError
 from longspan.masks.bands import LIMIT, length_or_none
-from longspan.masks.documents import document_edges, flat_numbers
+from longspan.masks.document_masks import document_edges, flat_numbers
 from longspan.masks.mask import Mask
 from longspan.span import shortened, whole
 

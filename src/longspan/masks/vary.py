@@ -56,7 +56,7 @@ def per_head(*masks: Mask) -> Mask:
 def per_row(*masks: Mask) -> Mask:
     """Batch row b uses `masks[b]`, all over one layout; their number must be the batch size.
 
-    >>> from longspan.masks.documents import documents
+    >>> from longspan.masks.document_masks import documents
     >>> mask = per_row(documents([2, 4]), documents([5, 1]))
     >>> mask.allows(4, 1, row=0).item(), mask.allows(4, 1, row=1).item()
     (False, True)

@@ -10,7 +10,7 @@ from longspan.errors import PlanError
 from longspan.handles import Handled
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.masks.keys import MaskKey
+from longspan.masks.mask_key import MaskKey
 from longspan.schedules.choose import REASON_HEAD, Reason, choose, judge
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.cost.memory import peak_bytes

@@ -255,7 +255,7 @@ class Schedule:
         return sum(t.piece.num_bytes(self.sizes) for s in self.ranks[rank] for t in s.transfers if t.dst == rank)
 
     def text(self) -> str:
-        """A text that `Schedule.parse` reads back."""
+        """A text that `text_parser.parse_schedule` reads back."""
         lines = [f"schedule {self.scheme} {self.direction} {self.sizes.text()}", self.layout.text()]
         for rank, steps in enumerate(self.ranks):
             lines.append(f"rank {rank}")
@@ -264,10 +264,3 @@ class Schedule:
                 lines.append(f"  step {number}")
                 lines += [f"    {item!r}" for item in (*step.transfers, *step.computes)]
         return "\n".join(lines)
-
-    @staticmethod
-    def parse(text: str) -> Schedule:
-        """The schedule that `text` wrote."""
-        from longspan.schedules.text_parser import parse
-
-        return parse(text)

@@ -19,7 +19,7 @@ MAX_LINE = 1 << 20
 MAX_STEPS = 1 << 16
 HEAD = "a schedule text begins 'schedule SCHEME DIRECTION SIZES'"
 
-__all__ = ["MAX_LINE", "MAX_STEPS", "MAX_TEXT", "parse"]
+__all__ = ["MAX_LINE", "MAX_STEPS", "MAX_TEXT", "parse_schedule"]
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class _Lines:
         return tuple(Step(tuple(transfers), tuple(computes)) for transfers, computes in both)
 
 
-def parse(text: str) -> Schedule:
+def parse_schedule(text: str) -> Schedule:
     """The schedule that `Schedule.text` wrote."""
     lines = checked_text(text, "a schedule", ScheduleError).strip("\n").split("\n")
     long = next((i for i, line in enumerate(lines) if len(line) > MAX_LINE), None)

@@ -42,7 +42,7 @@ def run_loopback(
 ) -> tuple[Tensor, ...]:
     """Output, lse, dq, dk and dv of whole tensors, computed by all ranks of the plan together.
 
-    The ranks take turns, unless a transport says otherwise (see `longspan.testing.network`). Then, in the
+    The ranks take turns, unless a transport says otherwise (see `tests.simulation.network`). Then, in the
     order of their first use, the gradients of tensors that score functions captured, and that of sinks: summed over the
     ranks.
     """

@@ -8,12 +8,12 @@ failed.
 
 from longspan.training.agree import check_same
 from longspan.training.batch import shard_batch
-from longspan.training.documents import shift_tokens
+from longspan.training.document_numbers import shift_tokens
 from longspan.training.groups import BatchError
 from longspan.training.loss import token_loss
 from longspan.training.mesh import Mesh, make_mesh
-from longspan.training.relayout import gather_outputs, relayout
-from longspan.training.watch import Watching, attempt_store, watch
+from longspan.training.relayouts import gather_outputs, relayout
+from longspan.training.watching import Watching, attempt_store, watch
 
 __all__ = [
     "BatchError",

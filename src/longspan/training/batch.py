@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longspan.layouts import Layout
 from longspan.span import whole
-from longspan.training.documents import check_rows, document_numbers, positions_within, shifted
+from longspan.training.document_numbers import check_rows, document_numbers, positions_within, shifted
 from longspan.training.groups import BatchError, check_batch, check_layout
 
 KNOWN = ("input_ids", "labels", "shift_labels", "loss_mask", "position_ids")
@@ -44,7 +44,7 @@ def shard_batch(
       back telling which `shift_labels` count.
     - `position_ids` are (B, S), or (3, B, S) as for images and video, and are obeyed. Without them `positions` says
       what to make: "sequence" counts through, "document" starts again with every document.
-    - `documents`: lengths, a list of lengths per batch row, or a mask; see `longspan.training.documents`.
+    - `documents`: lengths, a list of lengths per batch row, or a mask; see `longspan.training.document_numbers`.
     - Other tensors are cut along the dim that `dims` names, or come back whole where it names None. One that is as long
       as the sequence somewhere and is not named is refused. All else comes back unchanged.
 

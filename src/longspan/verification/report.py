@@ -48,7 +48,7 @@ class Finding:
     error: float
     budget: float
     ranks: tuple[int, ...]
-    """RankView that hold the wrong rows."""
+    """Ranks that hold the wrong rows."""
     spans: tuple[tuple[int, int], ...]
     """Wrong rows as (start, stop) in global positions; empty for what has no positions."""
     worst: int | None

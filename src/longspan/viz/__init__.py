@@ -3,15 +3,15 @@
 Every picture is a `Scene`: plain data that is drawn as SVG by the standard library and as PNG by matplotlib.
 """
 
+from longspan.viz.drawing.page import picture_page
+from longspan.viz.drawing.png import write_png
+from longspan.viz.drawing.scene import Scene
 from longspan.viz.layout import layout_picture
 from longspan.viz.mask import mask_picture
 from longspan.viz.memory import memory_picture
 from longspan.viz.notebook import notebook_html
-from longspan.viz.page import picture_page
-from longspan.viz.png import write_png
 from longspan.viz.report import report_html
 from longspan.viz.scaling import ScalingPoint, scaling_picture, scaling_points
-from longspan.viz.scene import Scene
 from longspan.viz.timeline import timeline_picture
 from longspan.viz.traffic_table import traffic, traffic_picture
 

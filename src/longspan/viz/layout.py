@@ -7,7 +7,7 @@ import numpy as np
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.span import Ints, join
-from longspan.viz.axes import (
+from longspan.viz.drawing.axes import (
     MARGIN,
     SMALL,
     WIDTH,
@@ -19,8 +19,8 @@ from longspan.viz.axes import (
     position_ticks,
     shown_ranks,
 )
-from longspan.viz.colors import MIXED, rank_color
-from longspan.viz.scene import Line, Rect, Scene, Text
+from longspan.viz.drawing.colors import MIXED, rank_color
+from longspan.viz.drawing.scene import Line, Rect, Scene, Text
 from longspan.viz.tiles import equal_runs, even_edges, stretches
 
 _BINS = 620

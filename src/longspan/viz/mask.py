@@ -6,7 +6,7 @@ import numpy as np
 
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.viz.axes import (
+from longspan.viz.drawing.axes import (
     MARGIN,
     SMALL,
     Scale,
@@ -18,8 +18,8 @@ from longspan.viz.axes import (
     position_ticks,
     rank_legend,
 )
-from longspan.viz.colors import FORWARD, MIXED, rank_color
-from longspan.viz.scene import Rect, Scene, Text, wrapped
+from longspan.viz.drawing.colors import FORWARD, MIXED, rank_color
+from longspan.viz.drawing.scene import Rect, Scene, Text, wrapped
 from longspan.viz.tiles import document_edges, equal_runs, even_edges, mask_name, owner_edges, owners, row_work, shares
 
 SIDE = 520.0

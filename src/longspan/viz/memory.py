@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from longspan.schedules.plan import Plan
-from longspan.viz.axes import (
+from longspan.viz.drawing.axes import (
     BYTE_UNITS,
     MARGIN,
     SECOND_UNITS,
@@ -22,9 +22,9 @@ from longspan.viz.axes import (
     nice_ticks,
     unit_of,
 )
-from longspan.viz.colors import FAR, FORWARD, rank_color
+from longspan.viz.drawing.colors import FAR, FORWARD, rank_color
+from longspan.viz.drawing.scene import Area, Line, Point, Rect, Scene, Text
 from longspan.viz.runs import SimulatedPass, runs
-from longspan.viz.scene import Area, Line, Point, Rect, Scene, Text
 
 _TALL = 260.0
 _LANE = 46.0

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from longspan.schedules.choose import Reason, busiest
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.plan import Plan
-from longspan.viz.axes import bytes_text, count_text, seconds_text, three
+from longspan.viz.drawing.axes import bytes_text, count_text, seconds_text, three
+from longspan.viz.drawing.page import Bar, cards, code, facts_table, figure, heading, page, paragraph, table
+from longspan.viz.drawing.scene import escaped
 from longspan.viz.layout import layout_picture
 from longspan.viz.mask import mask_picture
 from longspan.viz.memory import memory_picture
-from longspan.viz.page import Bar, cards, code, facts_table, figure, heading, page, paragraph, table
 from longspan.viz.runs import MAX_RANKS, runs
-from longspan.viz.scene import escaped
 from longspan.viz.tiles import mask_name, stretches
 from longspan.viz.timeline import timeline_picture
 from longspan.viz.traffic_table import traffic_picture

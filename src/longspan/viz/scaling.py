@@ -11,9 +11,9 @@ from longspan.api import plan
 from longspan.errors import PlanError
 from longspan.layouts import Layout, balanced
 from longspan.masks import Mask
-from longspan.viz.axes import MARGIN, SMALL, Scale, bottom_axis, bytes_text, frame, headed, seconds_text
-from longspan.viz.colors import SERIES
-from longspan.viz.scene import Line, Rect, Scene, Text
+from longspan.viz.drawing.axes import MARGIN, SMALL, Scale, bottom_axis, bytes_text, frame, headed, seconds_text
+from longspan.viz.drawing.colors import SERIES
+from longspan.viz.drawing.scene import Line, Rect, Scene, Text
 
 SCHEMES = ("auto", "exchange", "all_to_all", "ring", "all_gather")
 _TALL, _WIDE = 300.0, 320.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.cost.simulator import Event
 from longspan.schedules.plan import Plan
-from longspan.viz.axes import (
+from longspan.viz.drawing.axes import (
     MARGIN,
     SECOND_UNITS,
     SMALL,
@@ -23,9 +23,9 @@ from longspan.viz.axes import (
     shown_ranks,
     unit_of,
 )
-from longspan.viz.colors import BACKWARD, FAR, FORWARD, NEAR
+from longspan.viz.drawing.colors import BACKWARD, FAR, FORWARD, NEAR
+from longspan.viz.drawing.scene import Rect, Scene, Text, text_width
 from longspan.viz.runs import SimulatedPass, runs
-from longspan.viz.scene import Rect, Scene, Text, text_width
 
 _LANES = 64
 _GAP = 28.0

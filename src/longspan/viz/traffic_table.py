@@ -6,7 +6,7 @@ import numpy as np
 
 from longspan.schedules.plan import Plan
 from longspan.span import Ints
-from longspan.viz.axes import (
+from longspan.viz.drawing.axes import (
     BYTE_UNITS,
     MARGIN,
     NORMAL,
@@ -18,9 +18,9 @@ from longspan.viz.axes import (
     three,
     unit_of,
 )
-from longspan.viz.colors import HEAT
+from longspan.viz.drawing.colors import HEAT
+from longspan.viz.drawing.scene import Line, Rect, Scene, Text
 from longspan.viz.runs import SimulatedPass, runs
-from longspan.viz.scene import Line, Rect, Scene, Text
 
 _SIDE = 330.0
 _NUMBERS = 8

@@ -193,7 +193,7 @@ def _rows(entries: list[Entry]) -> Iterator[Row]:
 
 def plot(entries: list[Entry], workload: Workload, path: Path) -> None:
     """Writes curves over the numbers of ranks: the quickest, PyTorch's, and each scheme over its quickest layout."""
-    from longspan.viz.png import write_png
+    from longspan.viz.drawing.png import write_png
     from longspan.viz.scaling import ScalingPoint, scaling_picture
 
     points: list[ScalingPoint] = []

@@ -23,13 +23,13 @@ from longspan.layouts import Layout
 from longspan.schedules.plan import Plan
 from longspan.schedules.text_table import table
 from longspan.span import join
+from longspan.viz.drawing.page import picture_page
+from longspan.viz.drawing.png import write_png
+from longspan.viz.drawing.scene import Scene
 from longspan.viz.layout import layout_picture
 from longspan.viz.mask import mask_picture
 from longspan.viz.memory import memory_picture
-from longspan.viz.page import picture_page
-from longspan.viz.png import write_png
 from longspan.viz.runs import runs
-from longspan.viz.scene import Scene
 from longspan.viz.tiles import even_edges, row_work
 from longspan.viz.timeline import timeline_picture
 from longspan.viz.traffic_table import traffic, traffic_picture

@@ -17,7 +17,7 @@ from longspan.execution.engine.token_store import TokenStore
 from longspan.execution.tile import Tile
 from longspan.masks import Band, Classifier, Plane
 from longspan.masks import bands as bd
-from longspan.masks.opaque import EMPTY, FULL, classifier, runs_of
+from longspan.masks.classifier import EMPTY, FULL, classifier, runs_of
 from longspan.schedules.plan import Plan
 from longspan.schedules.problem import cells, in_rows
 from longspan.schedules.steps import Compute

@@ -20,9 +20,10 @@ from longspan.execution.flex.row_tables import Spans, local_mask_mod, row_spans,
 from longspan.layouts import Layout
 from longspan.masks import Mask, Plane
 from longspan.masks import bands as bd
-from longspan.masks.keys import MaskKey
-from longspan.masks.opaque import EMPTY, FULL, PARTIAL, Function
-from longspan.masks.reads import Noted, Reads, noted, same_tensors
+from longspan.masks.classifier import EMPTY, FULL, PARTIAL
+from longspan.masks.functions.predicate import Function
+from longspan.masks.functions.reads import Noted, Reads, noted, same_tensors
+from longspan.masks.mask_key import MaskKey
 from longspan.span import Ints, whole
 
 Bools = NDArray[np.bool_]

@@ -17,7 +17,7 @@ from torch import Tensor
 from longspan.errors import MaskError
 from longspan.masks import Mask, Plane
 from longspan.masks import bands as bd
-from longspan.masks.opaque import Function, MaskMod
+from longspan.masks.functions.predicate import Function, MaskMod
 from longspan.masks.plane import Both, Either, Neither
 from longspan.span import Ints
 

@@ -29,8 +29,8 @@ from longspan.execution.scoring.pipeline import Scoring
 from longspan.execution.scoring.traced import Program, decider, key_of, program
 from longspan.execution.tile import Features, Tile
 from longspan.masks import Predicate
-from longspan.masks.keys import This
-from longspan.masks.opaque import device_of
+from longspan.masks.functions.memo import ByIdentity
+from longspan.masks.functions.predicate import device_of
 from longspan.span import Ints
 
 BLOCK = _torch.FLEX_BLOCK
@@ -274,7 +274,7 @@ def _asking_program(
     predicate: Predicate, depths: tuple[int, int], length: int, device: torch.device, known: dict[Any, Any]
 ) -> Program:
     """(b, h, local row, local key; the tables, positions of rows and keys); remembered with the mask."""
-    key = ("flex", This(predicate), depths, length, device)
+    key = ("flex", ByIdentity(predicate), depths, length, device)
     if key not in known:
         known[key] = _made_asking_program(predicate, depths, length, device)
     return known[key]

@@ -2,7 +2,7 @@
 
 It has no threads, no clock and no sockets of its own. `turn` is a conversation with the store (it yields questions and
 is sent the answers), `look` is a look at processes and at what the store said, with the time as an argument. `Watch`
-runs both in a real process, `longspan.testing.detection` in a simulated one.
+runs both in a real process, `tests.simulation.detection` in a simulated one.
 
 Time counts only as far as it was watched: between two looks at most `STRIDE` seconds. Who stood still for a minute, or
 whose clock jumped, has not seen the others silent for that long.
@@ -40,7 +40,7 @@ Turn = Generator[Question, bytes | None, None]
 
 
 @dataclass(frozen=True)
-class Finding:
+class Verdict:
     """Why a wait cannot end well."""
 
     rank: int
@@ -187,7 +187,7 @@ class Detector:
     def end(self) -> None:
         self.waiting = ()
 
-    def look(self, now: float, current: int, num_waits: int, *, broken: bool = False) -> Finding | None:
+    def look(self, now: float, current: int, num_waits: int, *, broken: bool = False) -> Verdict | None:
         """Why this wait cannot end well, if so. `current` is the rank whose message is waited for right now, the
         `num_waits`-th one, or this rank itself for anyone's; `broken` if that failed."""
         passed = min(max(now - self._looked, 0.0), STRIDE)
@@ -197,33 +197,33 @@ class Detector:
         self._current, self._num_waits = current, num_waits
         told = self._fault or self._refused
         if told is not None:
-            return Finding(told.rank, told.text)
+            return Verdict(told.rank, told.text)
         if self.strange is not None:
-            return Finding(-1, self.strange)
+            return Verdict(-1, self.strange)
         if self.lost is not None and not self.closes:
-            return Finding(-1, f"the job's store is gone ({self.lost}): its host{self._holder()} has ended.")
+            return Verdict(-1, f"the job's store is gone ({self.lost}): its host{self._holder()} has ended.")
         found = self._store_trouble(passed)
         some = self._some(self.waiting) if found is None else ()
         for number in some:
             text = self._trouble(number, now, passed * len(self.waiting) / len(some), broken)
             if text is not None:
-                return Finding(number, text)
+                return Verdict(number, text)
         if found is None and self._waited >= self._timeout:
             late = "; ".join(f"{self.name(n)} was last seen {self.last(n)}" for n in self.waiting[:4])
-            found = Finding(self.waiting[0], f"no answer for {self._waited:.0f} s, though all are alive: {late}")
+            found = Verdict(self.waiting[0], f"no answer for {self._waited:.0f} s, though all are alive: {late}")
         return found
 
-    def unexplained(self, current: int, error: str) -> Finding:
+    def unexplained(self, current: int, error: str) -> Verdict:
         """That a message failed though all that it may have been with are alive."""
         peers = self.waiting if current == self.rank else (current,)
         who = " or ".join(f"{self.name(n)}, last seen {self.last(n)}," for n in peers[:4])
-        return Finding(peers[0], f"messages with {who} failed: {error}")
+        return Verdict(peers[0], f"messages with {who} failed: {error}")
 
     @property
     def _at(self) -> tuple[int, int]:
         return self._current, self._num_waits
 
-    def _store_trouble(self, passed: float) -> Finding | None:
+    def _store_trouble(self, passed: float) -> Verdict | None:
         """Whether the store's host is gone or stopped; one that lives may be as slow as it likes."""
         if self.closes or self.lost is not None:
             return None
@@ -231,9 +231,9 @@ class Detector:
             state = self._look_at(self.store).state
             self._store_stopped = self._store_stopped + passed if state == STOPPED else 0.0
             if state == GONE:
-                return Finding(-1, f"the job's store is gone: its host{self._holder()} has ended.")
+                return Verdict(-1, f"the job's store is gone: its host{self._holder()} has ended.")
             if self._store_stopped >= self.patience:
-                return Finding(
+                return Verdict(
                     -1,
                     f"the job's store does not answer: its host{self._holder()} is stopped (SIGSTOP) for"
                     f" {self._store_stopped:.1f} s.",
@@ -241,7 +241,7 @@ class Detector:
             return None
         self._unanswered = 0.0 if self._asked is None else self._unanswered + passed
         if self._unanswered >= self.patience + LAGS * self._lag:
-            return Finding(
+            return Verdict(
                 -1,
                 f"the job's store has not answered for {self._unanswered:.1f} s: its host (the launcher, or global rank"
                 f" 0) is dead or stopped.",

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from longspan.errors import RankError
 from longspan.execution.liveness.companion import companion_of
-from longspan.execution.liveness.detector import BEAT, DELIVERY, LOOK, Detector, Finding, Question, answered_by
+from longspan.execution.liveness.detector import BEAT, DELIVERY, LOOK, Detector, Question, Verdict, answered_by
 from longspan.execution.liveness.job_store import Store
 from longspan.execution.liveness.processes import GONE, Process, listener, seen, this_process
 from longspan.execution.liveness.records import Direction, Fault, Phase, Status
@@ -158,7 +158,7 @@ class Watch:
                 self._raise(found)
         self._raise(self.detector.unexplained(peer, error))
 
-    def _raise(self, found: Finding) -> None:
+    def _raise(self, found: Verdict) -> None:
         """The first finding of all ranks counts: everybody names the same one."""
         if found.rank >= 0:
             self._fail(Fault(found.rank, found.text))

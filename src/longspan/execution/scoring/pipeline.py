@@ -20,9 +20,9 @@ from longspan.execution.inputs import check_no_tangent
 from longspan.execution.scoring.captured import Seen, found_in
 from longspan.execution.scoring.dropout import Dropout
 from longspan.execution.tile import wide
-from longspan.masks.elementwise import Elementwise, check_signature, elementwise
-from longspan.masks.frozen import frozen
-from longspan.masks.reads import Reads, given
+from longspan.masks.functions.elementwise import Elementwise, check_signature, elementwise
+from longspan.masks.functions.frozen import frozen
+from longspan.masks.functions.reads import Reads, given
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(score, b, h, q_idx, kv_idx) -> score."""

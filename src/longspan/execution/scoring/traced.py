@@ -21,7 +21,7 @@ from longspan.errors import KernelError
 from longspan.execution import _torch
 from longspan.masks import Plane, Predicate
 from longspan.masks import bands as bd
-from longspan.masks.opaque import Function
+from longspan.masks.functions.predicate import Function
 from longspan.masks.plane import Both, Either, Neither
 from longspan.span import Ints
 

@@ -1,26 +1,8 @@
-"""Masks and their parts as keys of caches."""
+"""Masks as keys of caches."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from longspan.masks.mask import Mask
-
-T = TypeVar("T")
-
-
-class This(Generic[T]):
-    """An object as a key: this one, not an equal one, so that looking it up costs nothing."""
-
-    def __init__(self, value: T) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, This) and self.value is other.value  # pyright: ignore[reportUnknownMemberType]
-
-    def __hash__(self) -> int:
-        return id(self.value)
+from longspan.masks.mask import Mask
 
 
 class MaskKey:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from longspan.api import attention
 from longspan.errors import KernelError, MaskError, PlanError
-from longspan.integrations.hf_masks import LayerMask
-from longspan.integrations.hf_terms import has, per_row_alike, window_in
+from longspan.integrations.huggingface.masks import LayerMask
+from longspan.integrations.huggingface.terms import has, per_row_alike, window_in
 from longspan.masks import Mask, causal, full
 
 NAME = "longspan"

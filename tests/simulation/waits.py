@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from longspan.errors import RankError
 
 if TYPE_CHECKING:
-    from longspan.testing.network import Rank
+    from tests.simulation.network import Rank
 
 
 class State(Enum):

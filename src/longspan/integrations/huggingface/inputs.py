@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longspan import layouts
-from longspan.integrations.hf_attention import BLIND, NAME, longspan_attention, numbers_of, restarts
-from longspan.integrations.hf_masks import LayerMask, layer_mask
-from longspan.integrations.hf_models import check_model, layer_kinds
-from longspan.integrations.hf_seen import listen
-from longspan.integrations.hf_sequence import ShardedSequence, Whole
-from longspan.integrations.hf_structure import check_packing, num_layers
-from longspan.integrations.hf_terms import Kind, runs
+from longspan.integrations.huggingface.attention import BLIND, NAME, longspan_attention, numbers_of, restarts
+from longspan.integrations.huggingface.masks import LayerMask, layer_mask
+from longspan.integrations.huggingface.models import check_model, layer_kinds
+from longspan.integrations.huggingface.seen import listen
+from longspan.integrations.huggingface.sequence import ShardedSequence, Whole
+from longspan.integrations.huggingface.structure import check_packing, num_layers
+from longspan.integrations.huggingface.terms import Kind, runs
 from longspan.layouts import Layout
 from longspan.training import BatchError, shard_batch, shift_tokens
 from longspan.training.groups import process_group

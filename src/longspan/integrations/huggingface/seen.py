@@ -12,8 +12,8 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from longspan.integrations.hf_attention import NAME
-from longspan.integrations.hf_sequence import ShardedSequence
+from longspan.integrations.huggingface.attention import NAME
+from longspan.integrations.huggingface.sequence import ShardedSequence
 
 _LISTENING: WeakSet[nn.Module] = WeakSet()
 

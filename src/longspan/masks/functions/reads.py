@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, cast
 
-from longspan.masks.values import GONE, Noted, noted, same, told, values_of
+from longspan.masks.functions.values import GONE, Noted, noted, same, told, values_of
 
 Run = Callable[[Any], object]
 """Runs the function on one pair under the given mode."""

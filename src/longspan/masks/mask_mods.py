@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
-from longspan.masks.mask import Mask
-from longspan.masks.opaque import Function, MaskMod
+from longspan.masks.functions.predicate import Function, MaskMod
 from longspan.masks.plane import Both, Either, Neither, Plane
 from longspan.span import Ints
 
@@ -20,17 +19,20 @@ if TYPE_CHECKING:
 PlaneMod = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
-def to_mask_mod(mask: Mask) -> MaskMod:
-    """A function (b, h, q_idx, kv_idx) that only indexes and compares tensors, so it traces, vmaps and compiles."""
+def to_mask_mod(grid: Sequence[Sequence[Plane]], seq_len: int) -> MaskMod:
+    """A function (b, h, q_idx, kv_idx) that only indexes and compares tensors, so it traces, vmaps and compiles.
+
+    `grid` has a plane for every batch row and head that differ.
+    """
     import torch
 
-    planes = mask.distinct_planes()
-    mods = [_plane_mod(plane, mask.length()) for plane in planes]
+    planes = list({id(plane): plane for row in grid for plane in row}.values())
+    mods = [_plane_mod(plane, seq_len) for plane in planes]
     if len(mods) == 1:
         return mods[0]
     number = {id(plane): i for i, plane in enumerate(planes)}
-    table = torch.tensor([[number[id(plane)] for plane in row] for row in mask.grid])
-    many_rows, many_heads = mask.num_rows > 1, mask.num_heads > 1
+    table = torch.tensor([[number[id(plane)] for plane in row] for row in grid])
+    many_rows, many_heads = len(grid) > 1, len(grid[0]) > 1
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         which = table.to(q_idx.device)[b if many_rows else 0, h if many_heads else 0]
@@ -61,7 +63,9 @@ def _predicate_mod(predicate: object, seq_len: int) -> PlaneMod:
         if isinstance(predicate, Both):
             return lambda b, h, q, kv: a(b, h, q, kv) & other(b, h, q, kv)
         return lambda b, h, q, kv: a(b, h, q, kv) | other(b, h, q, kv)
-    raise MaskError(f"a predicate of type {type(predicate).__name__} has no mask_mod. Give it one in masks/interop.py.")
+    raise MaskError(
+        f"a predicate of type {type(predicate).__name__} has no mask_mod. Give it one in masks/mask_mods.py."
+    )
 
 
 def _function_mod(predicate: Function) -> PlaneMod:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from longspan.viz.scene import FONT, Scene, escaped
+from longspan.viz.drawing.scene import FONT, Scene, escaped
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 

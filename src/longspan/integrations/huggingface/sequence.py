@@ -16,9 +16,9 @@ from torch import Tensor
 
 from longspan.api import plan as make_plan
 from longspan.errors import KernelError, MaskError
-from longspan.integrations.hf_attention import Asked, check_layer_mask, run
-from longspan.integrations.hf_masks import LayerMask
-from longspan.integrations.hf_terms import Frame, Kind, Term, mask_of, per_row_alike, term_of_kind
+from longspan.integrations.huggingface.attention import Asked, check_layer_mask, run
+from longspan.integrations.huggingface.masks import LayerMask
+from longspan.integrations.huggingface.terms import Frame, Kind, Term, mask_of, per_row_alike, term_of_kind
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules.plan import Plan

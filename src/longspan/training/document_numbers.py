@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.masks import Mask
-from longspan.masks.documents import document_edges
+from longspan.masks.document_masks import document_edges
 from longspan.span import Ints, shortened, whole
 from longspan.training.groups import BatchError
 

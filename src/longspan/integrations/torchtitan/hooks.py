@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan.api import flex_attention
 from longspan.api import plan as made_plan
-from longspan.integrations.titan_masks import (
+from longspan.integrations.torchtitan.masks import (
     Shards,
     TitanError,
     check_balancer,
@@ -304,7 +304,10 @@ def __getattr__(name: str) -> Callable[[], LongspanTrainer.Config]:
     """torchtitan's config of this name, with Longspan: torchtitan looks `--config` up as an attribute of `--module`."""
     made = None if name.startswith("_") else _configs().get(name)
     if made is None:
-        raise AttributeError(f"{__name__} has no attribute, and torchtitan's {', '.join(MODELS)} no config, {name!r}")
+        raise AttributeError(
+            f"longspan.integrations.torchtitan has no attribute, and torchtitan's {', '.join(MODELS)} no config,"
+            f" {name!r}"
+        )
     return lambda: with_longspan(made())
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from longspan.integrations.hf_attention import NAME
-from longspan.integrations.hf_masks import LayerMask
-from longspan.integrations.hf_structure import check_structure, text_model
-from longspan.integrations.hf_terms import Kind
+from longspan.integrations.huggingface.attention import NAME
+from longspan.integrations.huggingface.masks import LayerMask
+from longspan.integrations.huggingface.structure import check_structure, text_model
+from longspan.integrations.huggingface.terms import Kind
 from longspan.training import BatchError
 
 TRIED = frozenset({"llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"})

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from longspan.execution.liveness.detector import BEAT, DELIVERY, LOOK, Detector, Finding, Question
+from longspan.execution.liveness.detector import BEAT, DELIVERY, LOOK, Detector, Question, Verdict
 from longspan.execution.liveness.processes import GONE, LIFE, LIFE_MARK, STOPPED, Process, Sight
 from longspan.execution.liveness.records import Direction, Fault, Phase
 
@@ -67,7 +67,7 @@ class Rank:
         """Since when it waits, and since when for the rank that it waits for now."""
         self.watched = False
         self.ended: float | None = None
-        self.finding: Finding | None = None
+        self.finding: Verdict | None = None
 
     def clock(self) -> float:
         return self.world.now + self.jump
@@ -88,7 +88,7 @@ class Rank:
         )  # fmt: skip
         if world.kind == "raise" and self.number == world.victim and self.call == 2:
             world.strike_time = world.now
-            return self.raises(Finding(self.number, f"rank {self.number} raised ValueError"))
+            return self.raises(Verdict(self.number, f"rank {self.number} raised ValueError"))
         if (self.number, self.call, self.step) == (max(world.victim, 0), world.strike_call, 0):
             world.at(world.now + world.draw.random() * 2 * world.work, world.strike)
         targets = world.targets(self.number, self.step)
@@ -142,7 +142,7 @@ class Rank:
             return self.raises(found)
         return self.world.soon(self.number, BEAT / 4, self.look, wait)
 
-    def raises(self, found: Finding) -> None:
+    def raises(self, found: Verdict) -> None:
         """The first finding counts for all, as far as the store can still be asked."""
         world = self.world
         if found.rank >= 0 and world.store_answers(2 * BEAT):
@@ -219,7 +219,7 @@ class World:
     """Hosts with processes, a store, and one thing that happens."""
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.draw = seed, random.Random(seed)  # noqa: S311  # nosec B311  # delays, not secrets
+        self.seed, self.draw = seed, random.Random(seed)  # nosec B311  # delays, not secrets
         draw = self.draw
         self.kind = KINDS[seed % len(KINDS)]
         self.size = draw.choice((2, 3, 4, 6))

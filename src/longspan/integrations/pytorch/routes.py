@@ -26,7 +26,7 @@ from longspan.errors import KernelError, LayoutError, PlanError
 from longspan.execution import _torch
 from longspan.execution._torch import function_modes
 from longspan.execution.kernels import Features, choose_kernel
-from longspan.integrations.torch_balancers import Balancer, balancer_of, known_length, layout_of_shards, slots
+from longspan.integrations.pytorch.balancers import Balancer, balancer_of, known_length, layout_of_shards, slots
 from longspan.layouts import Layout
 from longspan.masks import Mask, causal, full
 from longspan.schedules.plan import Plan

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.errors import LongspanError
-from longspan.viz.colors import light
-from longspan.viz.scene import Area, Line, Rect, Scene, Text
+from longspan.viz.drawing.colors import light
+from longspan.viz.drawing.scene import Area, Line, Rect, Scene, Text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from longspan.viz.colors import rank_color
-from longspan.viz.scene import Line, Rect, Scene, Text, clipped, text_width, wrapped
+from longspan.viz.drawing.colors import rank_color
+from longspan.viz.drawing.scene import Line, Rect, Scene, Text, clipped, text_width, wrapped
 
 WIDTH = 860.0
 MARGIN = 20.0

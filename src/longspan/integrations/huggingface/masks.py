@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longspan.errors import MaskError
-from longspan.integrations.hf_terms import (
+from longspan.integrations.huggingface.terms import (
     Frame,
     Kind,
     Term,

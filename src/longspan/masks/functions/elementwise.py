@@ -151,7 +151,7 @@ class Elementwise:
                 single, can_map = self._one_by_one(*arguments), False
         except Exception:
             return True  # written for arrays and nothing else: there is no other reading
-        watch = _watch()(arguments)
+        watch = _mixing()(arguments)
         try:
             with watch:
                 found = self.function(*arguments)
@@ -174,12 +174,12 @@ def _verdict(function: Callable[..., Any]) -> bool | None:
 
 
 @cache
-def _watch() -> Any:
+def _mixing() -> Any:
     """A context that notes whether operations on a tile may mix its elements. Torch is imported when first used."""
     import torch
     from torch.overrides import TorchFunctionMode
 
-    class Watch(TorchFunctionMode):
+    class Mixing(TorchFunctionMode):
         def __init__(self, arguments: tuple[Any, ...]) -> None:
             super().__init__()
             self.mixes = False
@@ -213,7 +213,7 @@ def _watch() -> Any:
                 or isinstance(result, torch.Size)
             )
 
-    return Watch
+    return Mixing
 
 
 def _flat(value: Any) -> list[Any]:

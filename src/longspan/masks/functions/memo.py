@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from longspan.masks.reads import Reads
+from longspan.masks.functions.reads import Reads
 
+T = TypeVar("T")
 PAST = 8
 """Moments of which it is known what was read."""
 
 
-class State:
+class Knowledge:
     """What a mask's functions read when they were last looked at, and what was worked out from that."""
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ class Memo:
 
     def __init__(self) -> None:
         self.plans: dict[Any, Any] = {}
-        self.state = State()
+        self.state = Knowledge()
 
     def __reduce__(self) -> tuple[type[Memo], tuple[()]]:
         return Memo, ()
@@ -84,3 +85,16 @@ def difference(then: tuple[Reads, ...], now: tuple[Reads, ...]) -> str | None:
     if then is now:
         return None
     return next((told for a, b in zip(then, now, strict=True) if (told := a.difference(b)) is not None), None)
+
+
+class ByIdentity(Generic[T]):
+    """An object as a key: this one, not an equal one, so that looking it up costs nothing."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByIdentity) and self.value is other.value  # pyright: ignore[reportUnknownMemberType]
+
+    def __hash__(self) -> int:
+        return id(self.value)

@@ -22,7 +22,7 @@ from torch import Tensor
 from longspan.errors import MaskError
 from longspan.masks import Mask, causal, documents, from_mask_mod, full, per_row, sliding_window
 from longspan.masks.bands import LIMIT
-from longspan.masks.causal import diagonal
+from longspan.masks.causal_masks import diagonal
 from longspan.span import Ints
 
 Kind = tuple[Any, ...]

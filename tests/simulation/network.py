@@ -25,8 +25,8 @@ from longspan.errors import RankError
 from longspan.execution.engine.transports import Exchange, Program
 from longspan.execution.trust import headers
 from longspan.execution.trust.headers import Header
-from longspan.testing.faults import Fault, KilledError, spoiled
-from longspan.testing.waits import Graph, State, WaitError
+from tests.simulation.faults import Fault, KilledError, spoiled
+from tests.simulation.waits import Graph, State, WaitError
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class Network:
         checked: bool = True,
         slow: float = 1.0,
     ) -> None:
-        self.random = random.Random(seed)  # noqa: S311  # nosec B311  # delays, not secrets
+        self.random = random.Random(seed)  # nosec B311  # delays, not secrets
         self.seed, self.faults, self.checked, self.slow = seed, tuple(faults), checked, slow
         self.plans, self.dtype = plans, dtype.encode()[:8].ljust(8, b"\0")
         self.now, self.calls, self.num_events = 0.0, 0, 0

@@ -1,0 +1,283 @@
+"""Hugging Face's Trainer over split sequences: `class MyTrainer(ContextParallelTrainer, Trainer)`.
+
+What is overridden, and why: the accelerator (which ranks get the same batch), the loss (sharded inputs in), predictions
+(whole sequences out, each sample once), and counters that would count a token once per rank. Everything else is the
+Trainer's: it counts labels over all ranks and DDP or FSDP2 average over them, which together is one mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from longspan.integrations import huggingface
+from longspan.integrations.huggingface.accelerate import Ranks, split_sequences
+from longspan.integrations.huggingface.models import check_model
+from longspan.training import BatchError, check_same, gather_outputs
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+
+    from longspan.layouts import Layout
+else:
+    _Base = object
+
+
+class ContextParallelTrainer(_Base):
+    """A mixin for `transformers.Trainer` and its subclasses (`trl.SFTTrainer`); name it first among the bases.
+
+    `cp_size` neighbouring ranks hold parts of each sequence, the others other samples; all ranks unless given.
+    `layout`, `schedule` and `any_model` are those of `huggingface.shard_inputs`. Losses, gradients, evaluation and
+    predictions are those of one process with the same batches. On one process it is the plain trainer.
+    """
+
+    own_loss_takes_shards = False
+    """Say True in a class whose `compute_loss` takes this rank's part of the batch, with labels already shifted, and
+    divides by `num_items_in_batch`."""
+
+    def __init__(
+        self,
+        *args: Any,
+        cp_size: int | None = None,
+        layout: str | Layout = "balanced",
+        schedule: str = "auto",
+        any_model: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._cp_size, self._sharding = cp_size, {"layout": layout, "schedule": schedule, "any_model": any_model}
+        self._ranks: Ranks | None = None
+        self._sequence: Any = None
+        self._unchecked = True
+        self._num_micro_batches = 0
+        super().__init__(*args, **kwargs)
+        if self._ranks is not None:
+            _check_arguments(self)
+            if self.model is not None:  # else model_init makes it later, and the first batch finds out
+                check_model(self.model, {}, any_model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self._ranks = split_sequences(self.accelerator, self._cp_size)
+
+    def get_cp_size(self) -> int:
+        return 1 if self._ranks is None else self._ranks.cp.size()
+
+    def _prepare_context_parallel_inputs(
+        self,
+        model: nn.Module,  # noqa: ARG002
+        inputs: Any,
+    ) -> tuple[Callable[..., Any], Any]:
+        """Nothing: inputs are sharded where the loss is computed, which is where all trainers pass."""
+        return contextlib.nullcontext, inputs
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if self._ranks is None or huggingface.NAME in inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if num_items_in_batch is None:
+            if torch.is_grad_enabled():
+                raise BatchError(_no_count(inputs))
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)  # TRL does not count here
+        return super().compute_loss(model, self._part(model, inputs), return_outputs, num_items_in_batch)
+
+    def _part(self, model: nn.Module, inputs: Any) -> dict[str, Any]:
+        """This rank's part of a batch that all ranks of the sequence have whole."""
+        assert self._ranks is not None
+        if self._unchecked:
+            _check_batch(inputs, self._ranks)
+            self._unchecked = False
+        part = huggingface.shard_inputs(
+            self.accelerator.unwrap_model(model),
+            inputs,
+            self._ranks.cp,
+            dropout_seed=self._dropout_seed(model.training),
+            **self._sharding,
+        )
+        part.pop("num_items_in_batch", None)  # the trainer's counts all micro-batches of a step
+        self._sequence = part[huggingface.NAME]
+        return part
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        self._num_micro_batches = 0  # the Trainer asks for all micro-batches of a step at once
+        return super().get_batch_samples(*args, **kwargs)
+
+    def _dropout_seed(self, training: bool) -> int:
+        """Another one for every batch, and the same for all parts of it. It is known from the step and the place in it
+        alone, so that a run that is resumed, or evaluates in between, drops the same pairs."""
+        assert self._ranks is not None
+        self._num_micro_batches += int(training)
+        place = 0 if self._ranks.dp is None else self._ranks.dp.get_local_rank()
+        numbers = f"{self.args.seed} {self.state.global_step} {self._num_micro_batches} {place}"
+        return int.from_bytes(hashlib.sha256(numbers.encode()).digest()[:7], "big")
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        if self._ranks is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        names = self.label_names
+        if not names or any(inputs.get(name) is None for name in names):
+            inputs = self._part(model, self._prepare_inputs(inputs))  # no loss: the trainer calls the model itself
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None:
+            dist.all_reduce(loss, group=self._ranks.cp.get_group())
+            loss = loss / self._ranks.cp.size()
+        return loss, _whole(logits, self._sequence, self._ranks), labels
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self._ranks is not None:
+            self._unchecked = True  # another data loader
+            self.gather_function = self._gather_samples
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _gather_samples(self, data: Any) -> Any:
+        """Every sample once, in order: ranks of one sequence all have it, and the last batch may repeat some."""
+        assert self._ranks is not None
+        state = self.accelerator.gradient_state
+        last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        return _gathered(data, self._ranks.dp, last)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_cp_size()
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return super().floating_point_ops(inputs) // self.get_cp_size()
+
+
+def _whole(outputs: Any, sequence: Any, ranks: Ranks) -> Any:
+    """Outputs of all tokens in global order, on every rank of the sequence."""
+    if outputs is None:
+        return None
+    if isinstance(outputs, tuple | list):
+        return type(outputs)(_whole(item, sequence, ranks) for item in outputs)
+    slots = len(sequence.layout.positions(ranks.cp.get_local_rank()))
+    if not isinstance(outputs, Tensor) or outputs.ndim < 2 or outputs.shape[1] != slots:
+        shape = tuple(getattr(outputs, "shape", ()))
+        raise BatchError(
+            f"the model returned {type(outputs).__name__} of shape {shape} beside logits, but only what has one row per"
+            f" token in dim 1 ({slots} on this rank) can be put together again. Name it in ignore_keys."
+        )
+    return gather_outputs(outputs, sequence.layout, ranks.cp, 1)
+
+
+def _gathered(data: Any, group: Any, last: int | None) -> Any:
+    if isinstance(data, tuple | list):
+        return type(data)(_gathered(item, group, last) for item in data)
+    if isinstance(data, dict):
+        return {name: _gathered(item, group, last) for name, item in data.items()}
+    if group is not None:
+        parts = [torch.empty_like(data) for _ in range(group.size())]
+        dist.all_gather(parts, data.contiguous(), group=group.get_group())
+        data = torch.cat([part[None] if part.ndim == 0 else part for part in parts])
+    return data if last is None else data[:last]
+
+
+def _check_batch(inputs: Any, ranks: Ranks) -> None:
+    try:
+        check_same(inputs, ranks.cp)
+    except BatchError as error:
+        raise BatchError(
+            f"{error} With the Trainer: leave data loaders to it (get_train_dataloader prepares them), and give"
+            f" accelerator_config={{'dispatch_batches': False}} for iterable datasets."
+        ) from error
+
+
+def _no_count(inputs: Any) -> str:
+    return (
+        f"the Trainer counted no labels for this batch ({', '.join(inputs)}), so each rank would take the mean of its"
+        f" own part. Give 'labels' in every batch, not shifted: they are counted over all ranks and micro-batches."
+    )
+
+
+def _check_arguments(trainer: Any) -> None:
+    """Refuses what would be computed on a rank's part as if it were the whole sequence."""
+    for asked, found, advice in (*_refused_losses(trainer), *_refused_setups(trainer)):
+        if found:
+            raise BatchError(
+                f"{asked} was asked for, with sequences split over {trainer.get_cp_size()} ranks. {advice}"
+            )
+
+
+def _refused_losses(trainer: Any) -> list[tuple[str, bool, str]]:
+    """(what was asked, whether it was, what to do) of losses that parts of sequences would change."""
+    args = trainer.args
+    own = _own_loss(type(trainer))
+    return [
+        (
+            f"label_smoothing_factor = {args.label_smoothing_factor}",
+            trainer.label_smoother is not None,
+            "The Trainer smooths labels that it shifts itself, within a rank's part. Set it to 0.",
+        ),
+        (
+            "compute_loss_func",
+            trainer.compute_loss_func is not None,
+            "It would get a rank's part without labels. Override compute_loss in a class with own_loss_takes_shards.",
+        ),
+        (
+            f"compute_loss of {own}",
+            own is not None and not trainer.own_loss_takes_shards,
+            "It gets a rank's part: shift_labels instead of labels to shift, and num_items_in_batch labels in all."
+            " If it does with these what it should, set own_loss_takes_shards = True in the class.",
+        ),
+        (
+            "average_tokens_across_devices = False",
+            not args.average_tokens_across_devices,
+            "Ranks hold different numbers of labels, so their means must be weighed by these. Leave it at True.",
+        ),
+        (
+            f"neftune_noise_alpha = {args.neftune_noise_alpha}",
+            args.neftune_noise_alpha is not None,
+            "Its noise is scaled by the length that a rank sees. Leave it out.",
+        ),
+        (
+            "use_liger_kernel = True",
+            args.use_liger_kernel,
+            "Its losses have not been tried on parts of sequences. Leave it out.",
+        ),
+        (
+            f"a model of class {type(trainer.model).__name__}, which takes no loss arguments,",
+            trainer.model is not None and not trainer.model_accepts_loss_kwargs,
+            "Its loss would be the mean of a rank's own labels. Use a model whose forward takes num_items_in_batch.",
+        ),
+    ]
+
+
+def _refused_setups(trainer: Any) -> list[tuple[str, bool, str]]:
+    """The same, of ways to run it."""
+    args = trainer.args
+    return [
+        (
+            "eval_use_gather_object = True",
+            args.eval_use_gather_object,
+            "Objects are gathered from all ranks, so each sample would count once per rank. Leave it out.",
+        ),
+        ("DeepSpeed", trainer.is_deepspeed_enabled, "It is not supported here: use DDP or FSDP2."),
+        (
+            "tensor parallelism",
+            trainer.get_tp_size() > 1,
+            "Use longspan.training.make_mesh in a loop of your own, which has the recipe.",
+        ),
+        (
+            "a collator that packs without position_ids",
+            getattr(trainer.data_collator, "return_position_ids", True) is False
+            and type(trainer.data_collator).__name__ == "DataCollatorWithFlattening",
+            "Documents could not be told apart. Use DataCollatorWithFlattening(return_position_ids=True).",
+        ),
+    ]
+
+
+def _own_loss(kind: type) -> str | None:
+    """The class, neither of this package nor of transformers or TRL, that says how the loss is computed."""
+    for base in kind.__mro__:
+        if "compute_loss" in vars(base) and base.__module__.split(".")[0] not in ("longspan", "transformers", "trl"):
+            return base.__name__
+    return None

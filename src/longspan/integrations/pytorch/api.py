@@ -1,0 +1,401 @@
+"""PyTorch's words for context parallelism, with Longspan underneath: any length, any mask, forward and backward on any
+device.
+
+    with context_parallel(mesh["cp"], buffers=[tokens, labels], buffer_seq_dims=[1, 1]):
+        loss(model(tokens), labels).backward()
+
+What is routed: `torch.nn.functional.scaled_dot_product_attention`, however it is reached, and `flex_attention` of this
+module. PyTorch's own flex attention and `torch.nn.MultiheadAttention` cannot be routed without replacing functions of
+PyTorch; inside a context they are refused, as are PyTorch's fused operators called by name and attention that is
+written out with a softmax. Calls inside TorchScript, in other threads and of kernels of other packages are not seen: a
+context that computed something and routed no attention warns on its way out.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import Token
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.attention.flex_attention import BlockMask
+
+from longspan.api import flex_attention as flex_of_shards
+from longspan.errors import LayoutError, PlanError
+from longspan.execution.flex.block_masks import mask_of_block_mask
+from longspan.integrations.pytorch.balancers import (
+    Balanced,
+    Balancer,
+    Contiguous,
+    HeadTail,
+    PerDocument,
+    RoundRobin,
+    balancer_of,
+    known_length,
+    layout_of_shards,
+)
+from longspan.integrations.pytorch.routes import (
+    Route,
+    Router,
+    check_heads,
+    check_mesh,
+    current,
+    gathered_lengths,
+    marked,
+    rotation,
+    route_for,
+)
+from longspan.layouts import Layout
+from longspan.masks import Mask
+from longspan.span import whole
+
+__all__ = [
+    "Balanced",
+    "Balancer",
+    "ContextParallel",
+    "Contiguous",
+    "HeadTail",
+    "PerDocument",
+    "RoundRobin",
+    "context_parallel",
+    "context_parallel_shard",
+    "context_parallel_unshard",
+    "flex_attention",
+    "set_rotate_method",
+]
+
+UNSEEN = (
+    "buffers were sharded in a context of Longspan and results were computed in it, but no attention was routed. If"
+    " there was any, it attended to the tokens of this rank alone: calls inside TorchScript, in other threads and of"
+    " kernels of other packages are not seen. Call torch.nn.functional.scaled_dot_product_attention from Python, in"
+    " this thread."
+)
+_SCHEDULES = {"allgather": "all_gather", "alltoall": "ring"}
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: Sequence[Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: set[Tensor] | None = None,
+    load_balancer: Balancer | Layout | None = None,
+    mask: Mask | None = None,
+    seq_len: int | None = None,
+) -> Iterator[None]:
+    """In here `buffers` are this rank's shards, and attention is that of the whole sequence.
+
+    Buffers are the same tensors as before, with other contents and another length; on the way out, also by an
+    exception, they get their memory back, except those in `no_restore_buffers`. Shards need not be equally long. The
+    default balancer is `HeadTail()`. `mask` is in global positions; a call with `is_causal=True` sees what `mask` and
+    causality both allow. Without buffers, `seq_len` saves asking the other ranks how much they hold. A context in a
+    context over the same mesh has its balancer and its mask, unless it says otherwise.
+
+    Backward belongs inside: afterwards buffers are whole again, so autograd refuses where it saved one of them, and
+    checkpoints cannot run forward again.
+    """
+    tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    keep = {id(t) for t in no_restore_buffers or ()}
+    length = _common_length(tensors, dims, seq_len)
+    if not keep <= {id(t) for t in tensors}:
+        raise PlanError("no_restore_buffers has tensors that are not among buffers. List the same tensor objects.")
+    route = route_for(mesh, load_balancer, HeadTail(), mask, length)
+    with ExitStack() as stack:
+        if tensors:
+            assert route.layout is not None
+            _shard_in_place(stack, tensors, dims, keep, route.layout, mesh.get_local_rank())
+        route.buffers = {id(t) for t in tensors}
+        stack.enter_context(Router(route))
+        yield
+        if tensors and route.results and not (route.calls or route.planned) and mesh.size() > 1:
+            warnings.warn(UNSEEN, stacklevel=3)
+
+
+def _common_length(tensors: list[Tensor], dims: list[int], seq_len: int | None) -> int | None:
+    """The one length of all buffers along their sequence dims."""
+    _check_counts(tensors, dims)
+    if len({id(t) for t in tensors}) != len(tensors):
+        raise PlanError("a buffer is listed twice, and would be sharded twice. List it once.")
+    lengths: set[int] = set() if seq_len is None else {seq_len}
+    for tensor, dim in zip(tensors, dims, strict=True):
+        _length(tensor, dim)
+        if tensor.requires_grad:
+            raise PlanError(
+                f"a buffer of shape {tuple(tensor.shape)} requires grad: changing it in place would leave its gradient"
+                f" in another shape. Shard it with context_parallel_shard, which autograd can follow, or detach it."
+            )
+        lengths.add(_length(tensor, dim))
+    if len(lengths) > 1:
+        raise PlanError(f"buffers have {sorted(lengths)} tokens along their sequence dims. Cut all to one length.")
+    return next(iter(lengths), None)
+
+
+def _length(tensor: Any, dim: Any) -> int:
+    """How many tokens a buffer has along its sequence dim."""
+    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+        raise PlanError(f"a buffer is a plain tensor, but {type(tensor).__name__} was given. Convert it first.")
+    dim = whole(dim, "a sequence dim", "context parallelism", PlanError, low=-64, high=64)
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise PlanError(f"a buffer of shape {tuple(tensor.shape)} has no dim {dim} to hold the sequence.")
+    return tensor.shape[dim]
+
+
+def _check_counts(buffers: Sequence[Tensor], dims: Sequence[int]) -> None:
+    if len(buffers) != len(dims):
+        raise PlanError(f"there are {len(buffers)} buffers, but {len(dims)} sequence dims. Give one dim for each.")
+
+
+@torch.no_grad()
+def _shard_in_place(
+    stack: ExitStack, tensors: list[Tensor], dims: list[int], keep: set[int], layout: Layout, rank: int
+) -> None:
+    """Tensors get other memory, not other contents in theirs: inputs and labels are often views of one batch, and
+    what the one writes must not reach the other. So restoring is exact and copies nothing."""
+    if layout.local_len is not None and layout.local_len * layout.world_size != layout.seq_len:
+        raise LayoutError(
+            f"{layout} has padding, and what to fill labels or masks with is not known here. Use a layout without"
+            f" equal_tokens (shards need not be equally long), or shard by layout.shard(x, rank, dim, fill=...)."
+        )
+    shards = [layout.shard(tensor, rank, dim) for tensor, dim in zip(tensors, dims, strict=True)]
+    for tensor, shard in zip(tensors, shards, strict=True):
+        if id(tensor) not in keep:
+            home = tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+            stack.callback(_set, tensor, home)
+        tensor.set_(shard)
+
+
+@torch.no_grad()
+def _set(tensor: Tensor, home: tuple[Any, ...]) -> None:
+    tensor.set_(*home)
+
+
+def context_parallel_shard(
+    mesh: DeviceMesh,
+    buffers: Sequence[Tensor],
+    seq_dims: Sequence[int],
+    load_balancer: Balancer | Layout | None = None,
+) -> list[Tensor]:
+    """This rank's shards of whole tensors, as new tensors; without a balancer, stretches of the sequence."""
+    balancer = balancer_of(Contiguous() if load_balancer is None else load_balancer)
+    _check_counts(buffers, seq_dims)
+    made = []
+    for tensor, dim in zip(buffers, seq_dims, strict=True):
+        layout = balancer.layout(_length(tensor, dim), check_mesh(mesh).size())
+        made.append(layout.shard(tensor, mesh.get_local_rank(), dim))
+    return made
+
+
+@torch.no_grad()
+def context_parallel_unshard(
+    mesh: DeviceMesh,
+    buffers: Sequence[Tensor],
+    seq_dims: Sequence[int],
+    load_balancer: Balancer | Layout | None = None,
+) -> list[Tensor]:
+    """Whole tensors, in order and without padding, on every rank; not differentiable, as in PyTorch.
+
+    Without a balancer it is that of the context over `mesh` we are in, or else `HeadTail()`, PyTorch's default. Shards
+    do not tell how they were cut: pass the balancer that cut them.
+    """
+    _check_counts(buffers, seq_dims)
+    route = current(check_mesh(mesh))
+    if route is not None and any(id(t) not in route.buffers for t in buffers):
+        route.results = True
+    whole = []
+    for tensor, dim in zip(buffers, seq_dims, strict=True):
+        lengths = gathered_lengths(mesh, _length(tensor, dim), tensor.device)
+        layout = _layout_to_unshard(route, load_balancer, lengths)
+        whole.append(layout.unshard(_gathered(mesh, tensor, dim, lengths), dim))
+    return whole
+
+
+def _layout_to_unshard(route: Route | None, asked: Balancer | Layout | None, lengths: list[int]) -> Layout:
+    if asked is not None:
+        balancer = balancer_of(asked)
+        return layout_of_shards(balancer, lengths, known_length(balancer, None))
+    if route is None:
+        return layout_of_shards(HeadTail(), lengths, None)
+    if route.layout is None:
+        return layout_of_shards(route.balancer, lengths, route.seq_len)
+    return layout_of_shards(balancer_of(route.layout), lengths, route.layout.seq_len)
+
+
+def _gathered(mesh: DeviceMesh, tensor: Tensor, dim: int, lengths: list[int]) -> list[Tensor]:
+    """Every rank's shard. As bytes, because backends differ in the dtypes they carry, and padded, because they gather
+    equal messages only."""
+    shape = list(tensor.shape)
+    shape[dim] = max(lengths)
+    padded = tensor.new_zeros(shape)
+    padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    mine = padded.flatten().view(torch.uint8)
+    found = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(found, mine, group=mesh.get_group())
+    parts = [part.view(tensor.dtype).view(shape) for part in found]
+    return [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
+
+
+class _Rotation(AbstractContextManager["_Rotation"]):
+    """What `set_rotate_method` gives back: as a context manager it ends the choice."""
+
+    def __init__(self, before: Token[str | None]) -> None:
+        self.before = before
+
+    def __exit__(self, *_: object) -> None:
+        rotation.reset(self.before)
+
+
+def set_rotate_method(rotate_method: str) -> _Rotation:
+    """How keys and values travel from here on in this thread: "allgather" at once, "alltoall" around a ring.
+
+    Until it is called, the plan chooses ("auto"). `with set_rotate_method("alltoall"):` ends the choice again.
+
+    >>> with set_rotate_method("alltoall"):
+    ...     pass
+    """
+    if rotate_method not in _SCHEDULES:
+        raise PlanError(
+            f"rotate method {rotate_method!r} was asked for. There are {' and '.join(map(repr, _SCHEDULES))}; other"
+            f" schedules are named in longspan.plan(..., schedule=)."
+        )
+    return _Rotation(rotation.set(_SCHEDULES[rotate_method]))
+
+
+@torch.compiler.disable(reason="functions of scores are called tile by tile, outside compiled graphs")
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: BlockMask | Mask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+    captured_grads: str = "sum",
+) -> Any:
+    """PyTorch's `flex_attention`: over the whole sequence inside a context or a wrapped module, on one device outside.
+
+    `block_mask` is the one for the whole sequence, a BlockMask of PyTorch or a mask of longspan.masks, and both it and
+    the mask of the context hold. Functions get global positions. Where FSDP or DDP reduces gradients over the mesh, say
+    `captured_grads="share"`, or those of captured tensors are summed twice.
+    """
+    route = current()
+    if route is None:
+        return flex_of_shards(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+            return_aux=return_aux, captured_grads=captured_grads,
+        )  # fmt: skip
+    check_heads(query, key, enable_gqa)
+    plan = route.plan(query, key, value, _mask_of(block_mask, query, route))
+    route.count("flex")
+    return flex_of_shards(
+        marked(query), key, value, score_mod, None, scale, enable_gqa, return_lse, kernel_options,
+        return_aux=return_aux, plan=plan, group=route.mesh, captured_grads=captured_grads,
+    )  # fmt: skip
+
+
+def _mask_of(block_mask: Any, query: Tensor, route: Route) -> Mask | None:
+    if block_mask is None or isinstance(block_mask, Mask):
+        return block_mask
+    if not isinstance(block_mask, BlockMask):
+        raise PlanError(
+            f"block_mask is a BlockMask of PyTorch or a mask of longspan.masks, but {type(block_mask).__name__} was"
+            f" given."
+        )
+    local = query.to_local() if isinstance(query, DTensor) else query
+    total = route.layout_of(local.shape[2], query.device).seq_len
+    if tuple(block_mask.seq_lengths) != (total, total):
+        raise PlanError(
+            f"block_mask was made for {tuple(block_mask.seq_lengths)} queries and keys, but the whole sequence has"
+            f" {total} tokens. Make it for the whole sequence, in global positions: ranks take their part themselves."
+        )
+    return mask_of_block_mask(block_mask, batch=query.shape[0], heads=query.shape[1])
+
+
+class ContextParallel(ParallelStyle):
+    """For `parallelize_module`: attention in the module's forward is that of the whole sequence.
+
+    Inputs are shards along `seq_dim` already (see `context_parallel_shard`), plain or DTensors. Without a balancer they
+    are stretches of the sequence, or what the context we are in made of them. Whatever says the length (`seq_len`, a
+    mask or balancer made for one) saves a small message per forward. `attention_type` is what the module must call:
+    "sdpa", or "flex" for `flex_attention` of this module; one that does not is refused, as it would have attended to
+    this rank's tokens alone.
+    """
+
+    def __init__(
+        self,
+        seq_dim: int = 2,
+        attention_type: str = "sdpa",
+        *,
+        mask: Mask | None = None,
+        load_balancer: Balancer | Layout | None = None,
+        seq_len: int | None = None,
+    ) -> None:
+        super().__init__()
+        if attention_type not in ("sdpa", "flex"):
+            raise PlanError(f"attention_type = {attention_type!r} was asked for. There are 'sdpa' and 'flex'.")
+        self.seq_dim, self.attention_type = seq_dim, attention_type
+        self.mask, self.seq_len = mask, seq_len
+        self.load_balancer = None if load_balancer is None else balancer_of(load_balancer)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        hooks = _Hooks(self, device_mesh)
+        module.register_forward_pre_hook(hooks.enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hooks.check)
+        module.register_forward_hook(hooks.leave, always_call=True)
+        return module
+
+
+class _Hooks:
+    """A module's forward inside a route. Each thread has its own stack, for modules that call themselves."""
+
+    def __init__(self, style: ContextParallel, mesh: DeviceMesh) -> None:
+        self.style, self.mesh, self.open = style, mesh, threading.local()
+        self.layout = self._route(None).layout  # made once, if the length is known
+
+    def _route(self, layout: Layout | None) -> Route:
+        style = self.style
+        return route_for(self.mesh, style.load_balancer, Contiguous(), style.mask, style.seq_len, layout)
+
+    def __deepcopy__(self, memo: Any) -> _Hooks:
+        return _Hooks(self.style, self.mesh)  # copies of a module run on the same ranks
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not hasattr(self.open, "stack"):
+            self.open.stack = []
+        scope = ExitStack()
+        self.open.stack.append((None, scope))  # there must be something to leave, also after a refusal
+        style = self.style
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, DTensor) and tuple(value.placements) != (Shard(style.seq_dim),):
+                raise PlanError(
+                    f"an input of {type(module).__name__} is placed {tuple(value.placements)}, but ContextParallel"
+                    f" takes DTensors placed (Shard({style.seq_dim}),). Redistribute it, or pass its local part."
+                )
+        route = self._route(self.layout)
+        scope.enter_context(Router(route))
+        self.open.stack[-1] = route, scope
+
+    def check(self, module: nn.Module, *_: Any) -> None:
+        route, _ = self.open.stack[-1]
+        if not route.calls[self.style.attention_type]:
+            name = {"sdpa": "torch.nn.functional.scaled_dot_product_attention", "flex": "torch_api.flex_attention"}
+            raise PlanError(
+                f"{type(module).__name__} was given ContextParallel(attention_type={self.style.attention_type!r}), but"
+                f" its forward never called {name[self.style.attention_type]}, so its attention, if any, saw the tokens"
+                f" of this rank alone. Apply it to the module that calls attention, or name the other type."
+            )
+
+    def leave(self, *_: Any) -> None:
+        self.open.stack.pop()[1].close()

@@ -1,0 +1,17 @@
+"""torchtitan with attention by Longspan: `with_longspan`, and every config of torchtitan's models by its name.
+
+All of it is in `hooks.py`, which imports torchtitan and is loaded when first asked for: `masks.py` works without.
+"""
+
+from importlib import import_module
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(import_module("longspan.integrations.torchtitan.hooks"), name)
+
+
+def __dir__() -> list[str]:
+    return dir(import_module("longspan.integrations.torchtitan.hooks"))
