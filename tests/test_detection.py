@@ -74,6 +74,12 @@ def unpatient(patch):
 def hasty(patch):
     """Who has ended is named at once, though its last message is on its way."""
     patch.setattr(detector, "DELIVERY", 0.0)
+    patch.setattr(detector, "LATE", 0.0)
+
+
+def impatient(patch):
+    """Who has ended is named after a second, though it had finished the call."""
+    patch.setattr(detector, "LATE", detector.DELIVERY)
 
 
 def blind_to_death(patch):
@@ -121,6 +127,7 @@ def blames_the_first(patch):
 MUTANTS = {
     blames_the_first: ("kill", "two kills"),
     unpatient: ("all stand still",),
+    impatient: ("late messages",),
     hasty: ("nothing", "lock", "all stand still"),
     blind_to_death: ("kill", "two kills"),
     blind_to_stops: ("stop",),

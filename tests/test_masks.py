@@ -312,3 +312,12 @@ def test_functions_mean_on_tiles_what_they_mean_on_pairs():
         mixing.allows(position[:, None], position[None, :]), plain.allows(position[:, None], position[None, :])
     )
     assert mixing.allows(5, 8).tolist() is True
+
+
+@pytest.mark.parametrize("lengths", [[0], [0, 0, 0]])
+def test_masks_of_no_tokens_have_an_algebra_too(lengths):
+    """Found by the fuzzer: taking one empty domain from another met numpy's maximum of nothing."""
+    mask = masks.documents(lengths)
+    for found in (~mask, ~~mask, mask & ~mask, mask | ~mask):
+        assert found.area() == 0
+        assert not found.allows([], []).any()

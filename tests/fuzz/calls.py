@@ -43,7 +43,7 @@ def _of_function(kind, number, call: Call):
     if kind == "labels":
         label = labels_of(number, tokens)
         return make(lambda b, h, i, j: label[i] <= label[j], tokens, within=ls.masks.causal())
-    by = {"rows": call.batch, "heads": call.q_heads}
+    by = {"rows": max(call.batch, 1), "heads": call.q_heads}
     return make(lambda b, h, i, j: (i - j + b + 2 * h) % number != 0, tokens, **by)
 
 

@@ -53,6 +53,8 @@ class Mine:
         self.losses = losses(call, self.case, self.out, self.lse, *parts)
 
     def needs_backward(self):
+        if not any(loss.requires_grad for loss in self.losses) and not self.call.tokens:
+            return False  # no pair, so no score function was called, and none of its tensors are known
         return any(x.requires_grad for x in (*self.leaves.values(), *self.extras.values()))
 
     def compare(self) -> dict[str, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ from longspan.execution.liveness.detector import BEAT, DELIVERY, LOOK, Detector,
 from longspan.execution.liveness.processes import GONE, LIFE, LIFE_MARK, STOPPED, Process, Sight
 from longspan.execution.liveness.records import Direction, Fault, Phase
 
-HARMLESS = ("nothing", "lock", "all stand still", "short stop", "clock", "slow store")
+HARMLESS = ("nothing", "lock", "all stand still", "short stop", "clock", "slow store", "late messages")
 STRIKES = ("kill", "stop", "host", "raise")
 KINDS = (*HARMLESS, *STRIKES, "two kills", "store killed", "store stopped")
 LAUNCHER = -1
@@ -82,9 +83,11 @@ class Rank:
             self.call, self.step = self.call + 1, 0
         if self.call > world.num_calls:
             return self.finish()
+        if self.step == 0:
+            self.detector.status = self.detector.status.entered(self.call, 1, "")
         self.detector.status = replace(
-            self.detector.status, call=self.call, direction=Direction.FORWARD, step=self.step,
-            num_steps=world.num_steps, phase=Phase.RUNNING,
+            self.detector.status, direction=Direction.FORWARD, step=self.step, num_steps=world.num_steps,
+            phase=Phase.RUNNING,
         )  # fmt: skip
         if world.kind == "raise" and self.number == world.victim and self.call == 2:
             world.strike_time = world.now
@@ -230,7 +233,8 @@ class World:
         self.strike_call = draw.randint(1, self.num_calls) if self.kind != "host" else 7
         hosts = draw.randint(2, 3) if self.kind == "host" else draw.choice((1, 1, 2, 3))
         self.victim = draw.randrange(self.size)
-        steady = self.kind not in ("lock", "all stand still", "short stop", "clock", "host", "slow store")
+        # A rank that holds the store closes it at its end: others cannot tell any more then that they have finished.
+        steady = self.kind not in (*HARMLESS[1:], "host")
         self.holder = 0 if steady and draw.random() < 0.3 else LAUNCHER
         places = {rank: rank * hosts // self.size for rank in range(self.size)} | {LAUNCHER: 0}
         self.processes = {
@@ -243,6 +247,8 @@ class World:
         self.slowness = draw.uniform(0.1, 0.4) if far else draw.uniform(0.1, 20.0)
         self.now, self.strike_time, self.watchers_until = 0.0, math.inf, 0.0
         self.store: dict[str, bytes] = {}
+        self.flying: Counter[tuple[int, int]] = Counter()
+        """Messages on their way, by source and target."""
         self.store_end = math.inf
         self.lost_hosts: set[bytes] = set()
         self.was_watched = True
@@ -336,9 +342,12 @@ class World:
 
     def breaks(self, rank: Rank, number: int) -> None:
         """A connection is found closed; what had been sent before has arrived."""
+        if self.flying[number, rank.number]:
+            return self.at(self.now + 0.01, self.breaks, rank, number)
         rank.closed.add(number)
         if (rank.call, rank.step, number) not in rank.box:
             rank.broken, rank.broken_looks = number, 0
+        return None
 
     # -- messages and time ------------------------------------------------------------------------------------------
 
@@ -348,10 +357,14 @@ class World:
         return [(rank + step % (self.size - 1) + 1) % self.size]
 
     def send(self, dst: int, message: tuple[int, int, int]) -> None:
-        self.at(self.now + self.drawn(0.005), self.arrives, self.ranks[dst], message)
+        late = self.kind == "late messages" and self.draw.random() < 0.3  # a crowded machine: nobody reads them yet
+        delay = self.draw.uniform(0, 20) if late else self.drawn(0.005)
+        self.flying[message[2], dst] += 1
+        self.at(self.now + delay, self.arrives, self.ranks[dst], message)
 
     def arrives(self, rank: Rank, message: tuple[int, int, int]) -> None:
         rank.box.add(message)
+        self.flying[message[2], rank.number] -= 1
         self.soon(rank.number, self.draw.random() * 0.01, rank.progress)
 
     def soon(self, number: int, seconds: float, act: Callable[..., None], *arguments: Any) -> None:

@@ -215,9 +215,9 @@ def subtract(a: Ints, b: Ints) -> Ints:
     `b` in a slab is taken from every piece of that slab at once, for k = 0, 1, ... The loop runs as often as bands of
     `b` overlap in one row, which is a handful for any mask people write.
     """
-    if not len(a) or not len(b):
+    slabs = slabs_of(a, b) if len(a) and len(b) else empty()
+    if not len(slabs):  # there is nothing to take away, or nowhere to take it from
         return a
-    slabs = slabs_of(a, b)
     a_band, slab = join(a[:, :2], slabs)
     b_band, first, count = by_slab(b, slabs)
     pieces = a[a_band]
@@ -279,9 +279,9 @@ def contains(rows: Ints, q: Ints, kv: Ints) -> NDArray[np.bool_]:
     """Whether each pair of two equally shaped arrays is allowed."""
     flat_q, flat_kv = q.ravel(), kv.ravel()
     found = np.zeros(flat_q.shape, dtype=np.bool_)
-    if not len(rows) or not len(flat_q):
+    slabs = slabs_of(rows) if len(rows) else empty()
+    if not len(slabs) or not len(flat_q):
         return found.reshape(q.shape)
-    slabs = slabs_of(rows)
     band, first, count = by_slab(rows, slabs)
     slab = np.clip(np.searchsorted(slabs[:, 0], flat_q, side="right") - 1, 0, None)
     inside = (flat_q >= slabs[slab, 0]) & (flat_q < slabs[slab, 1])

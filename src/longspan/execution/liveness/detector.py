@@ -31,6 +31,8 @@ SLOW_SIGNS = 30.0
 """Seconds of silence that a rank on another host is granted while it has no watcher: a thread may lack the lock."""
 DELIVERY = 1.0
 """Seconds within which the last message of a process arrives that has ended, and the store says why it has."""
+LATE = 30.0
+"""The same for one that had finished this very call when it ended: all it owed is on its way, on a crowded machine."""
 WARN = 10.0
 """Seconds after which a wait is worth a warning; the next come after twice as long each."""
 
@@ -295,7 +297,9 @@ class Detector:
             return False
         peer.over = peer.over + passed if peer.over_since >= 0 else 0.0
         peer.over_since = now if peer.over_since < 0 else peer.over_since
-        return not self._is_doubtful and (peer.over >= DELIVERY or (broken and peer.heard > peer.over_since))
+        finished = peer.status is not None and peer.status.has_finished(self.status.call)
+        granted = LATE if finished else DELIVERY
+        return not self._is_doubtful and (peer.over >= granted or (broken and peer.heard > peer.over_since))
 
     def _protocol(self, number: int, peer: Peer) -> str | None:
         """What a rank says of itself that does not fit this wait, if anything does not."""
@@ -309,7 +313,9 @@ class Detector:
             return (
                 f"{who} did something else in call {mine.call}: it is {found}, while {self.name(self.rank)} is {mine}."
             )
-        if found.call > mine.call and self._current == number and self._current_for > 5 * self.patience:
+        # Whose trail shows this call has been in it, so that its message is on the way, however late.
+        ahead = found.call > mine.call and not then
+        if ahead and self._current == number and self._current_for > 5 * self.patience:
             return f"{who} went on alone: it is {found}, while {self.name(self.rank)} is {mine}."
         return None
 

@@ -105,6 +105,14 @@ class Status:
         back = self.call - call
         return self.trail[-1 - back] if 0 <= back < TRAIL else 0
 
+    def has_finished(self, call: int) -> bool:
+        """Whether the rank has left a call behind: all it had to send in it is sent.
+
+        >>> Status(call=3, phase=Phase.ENDED).has_finished(3), Status(call=3, phase=Phase.WAITING).has_finished(3)
+        (True, False)
+        """
+        return self.call > call or (self.call == call and self.phase in (Phase.IDLE, Phase.ENDED))
+
     def __str__(self) -> str:
         """Where the rank is.
 
