@@ -45,8 +45,8 @@ def count(layout: Layout, mask: Mask) -> Score:
     """The score of a layout under a mask, in closed form."""
     seq_len, world_size = layout.seq_len, layout.world_size
     view = View.of(mask, seq_len)
-    pairs = profile_of(view.bands, seq_len, view.weights).of_spans(layout.rows[:, :2])
-    work = np.bincount(layout.rows[:, 2], weights=pairs, minlength=world_size)
+    pairs = profile_of(view.bands, seq_len, view.weights).of_spans(layout.table[:, :2])
+    work = np.bincount(layout.table[:, 2], weights=pairs, minlength=world_size)
     remote = remote_rows(view.bands, layout.by_position, world_size, seq_len)
     return Score(
         float(work.max() / work.mean()),
@@ -87,7 +87,7 @@ def heaviest_first(mask: Mask, world_size: int, block: int = 512) -> Layout:
         rows.append((int(blocks[index, 0]), int(blocks[index, 1]), rank))
         if held + 1 < room:
             heapq.heappush(heap, (load + int(work[index]), rank, held + 1))
-    return Layout.from_rows(seq_len, world_size, np.array(sorted(rows), dtype=np.int64), "heaviest first")
+    return Layout.from_table(seq_len, world_size, np.array(sorted(rows), dtype=np.int64), "heaviest first")
 
 
 def fresh(mask: Mask, world_size: int) -> Layout:
@@ -121,7 +121,7 @@ def main() -> int:
         solver_ms = best_ms(lambda mask=mask, size=world_size: fresh(mask, size))
         for layout in (balanced(mask, world_size=world_size), *others):
             score = judged(judge, layout, workload) if judge else count(layout, mask)
-            spans = np.bincount(layout.rows[:, 2], minlength=world_size).mean()
+            spans = np.bincount(layout.table[:, 2], minlength=world_size).mean()
             line = (
                 f"{workload.name:16} {layout.name:15} {score.imbalance:9.4f} {score.tokens:7.4f}"
                 f" {score.rows_mean:9.5f} {score.rows_max:8.5f} {spans:6.1f}"

@@ -83,7 +83,7 @@ def padded_problem(lengths: Ints, world_size: int) -> Problem:
     rank = np.broadcast_to(np.minimum(number, num - 1 - number), begin.shape)
     rows = np.stack((begin, begin + chunk[:, None], rank), axis=2).reshape(-1, 3)
     seq_len = int((chunk * num).sum())
-    layout = Layout.from_rows(seq_len, world_size, rows, "padded")
+    layout = Layout.from_table(seq_len, world_size, rows, "padded")
     stops = starts + np.asarray(lengths, dtype=np.int64)
     zero = np.zeros_like(starts)
     bands = np.stack((starts, stops, starts, stops, zero, zero + bd.LIMIT), axis=1)

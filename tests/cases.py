@@ -75,7 +75,7 @@ def random_layout(rng, kind, mask, total, world):
         edges = np.unique(np.concatenate(([0, total], rng.integers(0, total + 1, size=rng.integers(0, 3 * world)))))
         owner = rng.integers(0, world, size=len(edges) - 1)
         rows = np.stack((edges[:-1], edges[1:], owner), axis=1)
-        return Layout.from_rows(total, world, rows[rng.permutation(len(rows))], "scattered")
+        return Layout.from_table(total, world, rows[rng.permutation(len(rows))], "scattered")
     make = {
         "contiguous": lambda: layouts.contiguous(total, world),
         "zigzag": lambda: layouts.zigzag(total, world),

@@ -96,7 +96,7 @@ def exact_case(seed: int) -> Case:
     sizes = Sizes(kv_heads * int(rng.choice([1, 2])), kv_heads, head_dim, v_head_dim, 8, int(rng.integers(1, 3)))
     mask = random_mask(rng, kind, total, sizes)
     layout = random_layout(rng, str(rng.choice(LAYOUTS)), mask, total, world)
-    if len(layout.rows) > MANY and rng.random() < 0.9:
+    if len(layout.table) > MANY and rng.random() < 0.9:
         layout = random_layout(rng, "contiguous", mask, total, world)
     return Case(
         seed,

@@ -374,7 +374,7 @@ def any_layout(rng: np.random.Generator, mask: Mask, tokens: int, world: int, mo
     """A random layout of few spans: with many of them, time goes into bookkeeping that test_exact.py tests."""
     for _ in range(5):
         made = random_layout(rng, str(rng.choice(LAYOUTS)), mask, tokens, world)
-        if len(made.rows) <= most * world:
+        if len(made.table) <= most * world:
             return made
     return random_layout(rng, "contiguous", mask, tokens, world)
 

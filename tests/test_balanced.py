@@ -99,19 +99,19 @@ def test_counts_as_the_judge_does(workload: Workload) -> None:
 def test_one_causal_document_is_the_zigzag_fold() -> None:
     for world_size in (2, 8, 64):
         layout = balanced(causal(1 << 16), world_size=world_size)
-        assert np.array_equal(layout.rows, zigzag(1 << 16, world_size).rows)
+        assert np.array_equal(layout.table, zigzag(1 << 16, world_size).table)
 
 
 def test_one_window_is_contiguous() -> None:
     mask = causal(1 << 20) & sliding_window(4095)
-    assert np.array_equal(balanced(mask, world_size=8).rows, contiguous(1 << 20, 8).rows)
+    assert np.array_equal(balanced(mask, world_size=8).table, contiguous(1 << 20, 8).table)
 
 
 def test_spans_are_few_and_long() -> None:
     for workload in WORKLOADS:
         layout = balanced(workload.mask(), world_size=workload.world_size)
-        assert len(layout.rows) <= 15 * workload.world_size
-        sizes = layout.rows[:, 1] - layout.rows[:, 0]
+        assert len(layout.table) <= 15 * workload.world_size
+        sizes = layout.table[:, 1] - layout.table[:, 0]
         assert (sizes < 64).sum() <= 0.02 * len(sizes) + (workload.lengths() < 64).sum()
 
 

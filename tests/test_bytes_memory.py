@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import longspan as ls
-from longspan.execution.engine.backward import Backward
+from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.forward import Forward
 from longspan.execution.engine.observe import observe
 from longspan.execution.engine.runner import Job
@@ -135,7 +135,7 @@ def test_bytes_sent_are_those_planned(scheme, dtype):
             with observe() as backward:
                 Loopback().run(
                     [
-                        Backward(j, *t[:3], out, lse, t[3], None, kept).program()
+                        Backward(j, Saved(*t[:3], out, lse, kept), t[3]).program()
                         for j, t, (out, lse, kept) in zip(jobs, inputs, done, strict=True)
                     ]
                 )
@@ -273,7 +273,7 @@ def _measured(plan):
             out, lse, kept = ledger.run(lambda job: Forward(job, q, k, v).program(saves=True), job, boxes)
             peaks[rank, "forward"] = ledger.peak((out, lse))
             ledger = Ledger((q, k, v, out, lse, dout, *kept))
-            grads = ledger.run(lambda job: Backward(job, q, k, v, out, lse, dout, None, kept).program(), job, boxes)
+            grads = ledger.run(lambda job: Backward(job, Saved(q, k, v, out, lse, kept), dout).program(), job, boxes)
             peaks[rank, "backward"] = ledger.peak(grads) + sum(message.numel() for message in kept)
         except BaseException as error:
             errors.append((rank, error))

@@ -31,7 +31,7 @@ from longspan.schedules import Problem, Sizes, validate
 from longspan.schedules import backward as reversal
 from longspan.schedules.planners import chunked, scheme
 from longspan.schedules.text_parser import parse_schedule
-from longspan.span import as_rows, intersect
+from longspan.span import as_table, intersect
 from longspan.testing import run_loopback
 from tests.simulation.network import Network
 
@@ -256,8 +256,8 @@ def exact_rows(lane, pairs, chunks, rank, whole=chunked._transfers):
     seen = {r: [c.kv.spans for _, c in chunked._computes(lane, chunks, r)] for r in ranks}
     made = []
     for t in whole(lane, pairs, chunks, rank):
-        rows = chunked.union(as_rows(span for spans in seen[t.dst] for span in spans))
-        kept = chunked.as_spans(intersect(as_rows(t.piece.spans), rows))
+        rows = chunked.union(as_table(span for spans in seen[t.dst] for span in spans))
+        kept = chunked.as_spans(intersect(as_table(t.piece.spans), rows))
         made.append(replace(t, piece=replace(t.piece, spans=kept)))
     return made
 

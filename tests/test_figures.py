@@ -131,7 +131,7 @@ def positions(piece):
 
 
 def weight(piece):
-    return len(piece.heads) * (SIZES.batch if piece.rows is None else len(piece.rows))
+    return len(piece.heads) * (SIZES.batch if piece.batch is None else len(piece.batch))
 
 
 def live_by_position(steps, rank, layout, direction, kept):
@@ -153,7 +153,7 @@ def live_by_position(steps, rank, layout, direction, kept):
         for number, step in enumerate(steps):
             for compute in step.computes:
                 piece = getattr(compute, side)
-                uses.setdefault((piece.heads, piece.rows), []).append((number, piece))
+                uses.setdefault((piece.heads, piece.batch), []).append((number, piece))
         for key, found in uses.items():
             add = _add_queries if side == "q" else _add_keys
             if side == "q" or direction == "backward":
@@ -198,7 +198,7 @@ def _add_keys(live, steps, rank, own, key, found, direction):
         seen |= positions(piece) - own
     for number, step in enumerate(steps):
         for t in step.transfers:
-            if t.src == rank and t.piece.role is Role.DKV and (t.piece.heads, t.piece.rows) == key:
+            if t.src == rank and t.piece.role is Role.DKV and (t.piece.heads, t.piece.batch) == key:
                 live[number + 1 :] -= len(positions(t.piece) & seen) * each
 
 

@@ -18,6 +18,7 @@ import longspan as ls
 from longspan.errors import KernelError
 from longspan.execution import _torch
 from longspan.execution.kernels import Features, choose_kernel, flex, kernel_named
+from longspan.execution.kernels.contract import TileWork, Upstream
 from longspan.execution.scoring.biases import Extras, RelativeBias
 from longspan.execution.scoring.captured import Totals
 from longspan.execution.scoring.pairs import TilePairs, TilePositions
@@ -228,7 +229,7 @@ def test_many_tiles_in_one_call():
         plain = torch.stack([allowed(t, num_q, num_k) & torch.tensor(not t.asks) for t in tiles]).any(0)
         mask = plain | (asks & dense_answers(0, 0, torch.arange(num_q)[:, None] + 5, torch.arange(num_k)))
         scores = (q @ k.mT * 0.3).masked_fill(~mask, -math.inf)
-        ((cover, out, lse),) = FLEX.forward(q, k, v, tiles, 0.3, pairs)
+        ((cover, out, lse),) = FLEX.forward(TileWork(q, k, v, tiles, 0.3, pairs))
         rows, keys = slice(cover.q0, cover.q1), slice(cover.k0, cover.k1)
         assert (cover.q0, cover.q1) == (min(t.q0 for t in tiles), max(t.q1 for t in tiles))
         same([lse], [scores.logsumexp(-1)[:, :, rows]], torch.float64)  # natural logarithms
@@ -238,9 +239,12 @@ def test_many_tiles_in_one_call():
         whole, delta = lse.new_full((1, 2, num_q), 3.0), torch.randn(1, 2, num_q, dtype=torch.float64)
         whole[:, :, ::7] = -math.inf
         wrong = torch.full_like(dout, math.nan)  # `out` is not looked at
-        ((_, dq, dk, dv),) = FLEX.backward(dout, q, k, v, wrong, whole, tiles, 0.3, delta, pairs)
+        work, upstream = TileWork(q, k, v, tiles, 0.3, pairs), Upstream(dout, wrong, whole, delta)
+        ((_, dq, dk, dv),) = FLEX.backward(work, upstream)
         sums = [torch.zeros_like(x) for x in (q, k, v)]
-        for tile, *parts in REFERENCE.backward(dout, q, k, v, wrong, whole, tiles, 0.3, delta, pairs):
+        for tile, *parts in REFERENCE.backward(
+            TileWork(q, k, v, tiles, 0.3, pairs), Upstream(dout, wrong, whole, delta)
+        ):
             for total, part, (a, b) in zip(sums, parts, ((tile.q0, tile.q1), *[(tile.k0, tile.k1)] * 2), strict=True):
                 total[:, :, a:b] += part
         same([dq, dk, dv], [sums[0][:, :, rows], sums[1][:, :, keys], sums[2][:, :, keys]], torch.float64)
@@ -266,8 +270,8 @@ def test_blocks_are_told_apart():
 
 def test_nothing_to_do():
     q, k, v, dout = drawn(4, 4)
-    assert not list(FLEX.forward(q, k, v, [], 1.0))
-    assert not list(FLEX.backward(dout, q, k, v, dout, dout[..., 0], [], 1.0, dout[..., 0]))
+    assert not list(FLEX.forward(TileWork(q, k, v, [], 1.0)))
+    assert not list(FLEX.backward(TileWork(q, k, v, [], 1.0), Upstream(dout, dout, dout[..., 0], dout[..., 0])))
 
 
 @pytest.mark.parametrize("mutant", ["LN2", "table", "full"])
@@ -368,12 +372,12 @@ def test_gpu_calls_have_the_right_form(dtype, monkeypatch):
         scoring = Scoring((lambda s, b, h, q, kv: s + table[(q - kv) % 9, h],), (table,))
         pairs = pairs_of(200, 300, scoring, (table,))
         for _ in range(2):  # the second time nothing is compiled
-            ((tile, out, lse),) = kernel.forward(q, k, v, tiles, 0.1, pairs)
+            ((tile, out, lse),) = kernel.forward(TileWork(q, k, v, tiles, 0.1, pairs))
             assert (tile.rows, tile.cols) == (200, 300)
             assert (out.shape, out.dtype, out.device.type) == ((2, 6, 200, 24), dtype, "cuda")
             assert (lse.shape, lse.dtype, lse.device.type) == ((2, 6, 200), torch.float32, "cuda")
             bare = pairs_of(200, 300)  # autograd of fake cuda tensors ends the process
-            ((tile, dq, dk, dv),) = kernel.backward(dout, q, k, v, dout, lse, tiles, 0.1, lse, bare)
+            ((tile, dq, dk, dv),) = kernel.backward(TileWork(q, k, v, tiles, 0.1, bare), Upstream(dout, dout, lse, lse))
             assert [x.shape for x in (dq, dk, dv)] == [q.shape, k.shape, v.shape]
             assert {(x.dtype, x.device.type) for x in (dq, dk, dv)} == {(dtype, "cuda")}
     flex._blocks_of.cache_clear()
@@ -431,6 +435,6 @@ def test_compiled_forward(monkeypatch):
         return out, lse
 
     monkeypatch.setattr(flex, "_run", compiled)
-    list(FLEX.forward(q, k, v, tiles, 0.25, pairs_of(200, 300, scoring)))
+    list(FLEX.forward(TileWork(q, k, v, tiles, 0.25, pairs_of(200, 300, scoring))))
     ((eager, fused),) = seen
     same([fused], [eager], torch.float32)

@@ -18,6 +18,7 @@ from longspan.execution import _torch
 from longspan.execution.kernels import choose_kernel, kernel_named, reference
 from longspan.execution.kernels import cpu_flash as sdpa
 from longspan.execution.kernels import panels as pieces
+from longspan.execution.kernels.contract import TileWork, Upstream
 from longspan.execution.kernels.cpu_flash import CpuFlash
 from longspan.execution.kernels.cuda_flash import Flash, launches
 from longspan.execution.kernels.cuda_sdpa import Cudnn, Efficient
@@ -107,7 +108,7 @@ def check(kernel, case, tensors=None):
     theirs = one_call(q, k, v, mask, scale, dout)
     wide = WIDE.get(case.dtype, torch.float32)
 
-    found = list(kernel.forward(q, k, v, case.tiles, scale))
+    found = list(kernel.forward(TileWork(q, k, v, case.tiles, scale)))
     assert [tile for tile, _, _ in found] == list(case.tiles), "one result per tile, in order"
     merged = torch.zeros_like(out)
     for (tile, part, part_lse), m in zip(found, masks, strict=True):
@@ -129,7 +130,8 @@ def check(kernel, case, tensors=None):
 
     delta = (dout.double() * out).sum(-1).to(wide)
     sums = [torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v)]
-    back = kernel.backward(dout, q, k, v, out.to(case.dtype), lse.to(wide), case.tiles, scale, delta)
+    upstream = Upstream(dout, out.to(case.dtype), lse.to(wide), delta)
+    back = kernel.backward(TileWork(q, k, v, case.tiles, scale), upstream)
     seen = []
     for tile, dq, dk, dv in back:
         seen.append(tile)
@@ -359,14 +361,13 @@ def test_logits_of_ten_thousand(name, small_blocks):
         tiles = cut(random.Random(seed), 40, 50, 3, 30)
         case = Case(dtype, tiles, 40, 50, seed=seed, gain=2500.0)
         q, k, v, dout = case.tensors()
-        found = list(KERNELS[name].forward(q, k, v, tiles, 1.0))
+        found = list(KERNELS[name].forward(TileWork(q, k, v, tiles, 1.0)))
         mask = torch.stack([allowed(t, 40, 50) for t in tiles]).any(0)
         out, lse, *_ = dense(q, k, v, mask, 1.0, dout)
         assert all(part.isfinite().all() and not part_lse.isnan().any() for _, part, part_lse in found)
         wide = WIDE.get(dtype, torch.float32)
-        for tile, *grads in KERNELS[name].backward(
-            dout, q, k, v, out.to(dtype), lse.to(wide), tiles, 1.0, (dout.double() * out).sum(-1).to(wide)
-        ):
+        upstream = Upstream(dout, out.to(dtype), lse.to(wide), (dout.double() * out).sum(-1).to(wide))
+        for tile, *grads in KERNELS[name].backward(TileWork(q, k, v, tiles, 1.0), upstream):
             assert all(x.isfinite().all() for x in grads), (name, seed, dtype, tile)
 
 
@@ -378,11 +379,12 @@ def test_rows_without_a_key_anywhere_add_exact_zeros(name, small_blocks):
     out, lse, *_ = (x.float() for x in dense(q, k, v, mask, 0.25, dout))
     lse[:, :, 3] = -INF  # as the runner would say of a row that saw nothing, here one that this tile could see
     delta = (dout * out).sum(-1)
-    with_it = list(KERNELS[name].backward(dout, q, k, v, out, lse, case.tiles, 0.25, delta))
+    work = TileWork(q, k, v, case.tiles, 0.25)
+    with_it = list(KERNELS[name].backward(work, Upstream(dout, out, lse, delta)))
     silent = dout.clone()
     silent[:, :, 3] = 0
     lse[:, :, 3] = 1e30
-    without = list(KERNELS[name].backward(silent, q, k, v, out, lse, case.tiles, 0.25, (silent * out).sum(-1)))
+    without = list(KERNELS[name].backward(work, Upstream(silent, out, lse, (silent * out).sum(-1))))
     for (_, dq, dk, dv), (_, _, dk0, dv0) in zip(with_it, without, strict=True):
         assert not dq[:, :, 3].any()
         assert dq.isfinite().all()
@@ -464,12 +466,14 @@ class Dead(CpuFlash):
 
 
 class LocalLse(CpuFlash):
-    def backward(self, dout, q, k, v, out, lse, tiles, scale, delta):
-        for tile in tiles:
-            ((_, _, local),) = self.forward(q, k, v, [tile], scale)
-            lse = lse.clone()
+    def backward(self, work, upstream):
+        for tile in work.tiles:
+            alone = replace(work, tiles=[tile])
+            ((_, _, local),) = self.forward(alone)
+            lse = upstream.lse_BHQ.clone()
             lse[:, :, tile.q0 : tile.q1] = local
-            yield from super().backward(dout, q, k, v, out, lse, [tile], scale, delta)
+            upstream = replace(upstream, lse_BHQ=lse)
+            yield from super().backward(alone, upstream)
 
 
 def _wrapped(op, change):
@@ -552,13 +556,13 @@ def test_gpu_calls_have_the_right_form(name, operator, dtype, monkeypatch):
         kernel = kernel_named(choose_kernel(name, q, k, v))
         assert kernel.name == name
         lse = new(2, 6, 100, dtype=torch.float32)
-        for tile, out, part_lse in kernel.forward(q, k, v, tiles, 0.1):
+        for tile, out, part_lse in kernel.forward(TileWork(q, k, v, tiles, 0.1)):
             assert out.shape == (2, 6, tile.rows, 12)
             assert part_lse.shape == out.shape[:3]
             assert part_lse.dtype == torch.float32
             assert out.device.type == part_lse.device.type == "cuda"
             assert out.dtype in (dtype, torch.float32)
-        for tile, dq, dk, dv in kernel.backward(dout, q, k, v, dout, lse, tiles, 0.1, lse):
+        for tile, dq, dk, dv in kernel.backward(TileWork(q, k, v, tiles, 0.1), Upstream(dout, dout, lse, lse)):
             assert dq.shape == (2, 6, tile.rows, 20)
             assert dk.shape == (2, 2, tile.cols, 20)
             assert dv.shape == (2, 2, tile.cols, 12)

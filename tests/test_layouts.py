@@ -134,7 +134,7 @@ def test_balanced_remembers_equal_masks():
         (lambda: Layout.from_spans(4, [[(0, 2)], [(3, 4)]]), "nobody holds position 2"),
         (lambda: Layout.from_spans(4, [[(0, 3)], [(2, 4)]]), "two ranks hold position 2"),
         (lambda: Layout.from_spans(4, [[(0, 4)], []], local_len=3), "rank 0 holds 4 tokens"),
-        (lambda: Layout.from_rows(4, 1, np.array([[0, 4, 1]]), "x"), "names ranks 1 to 1"),
+        (lambda: Layout.from_table(4, 1, np.array([[0, 4, 1]]), "x"), "names ranks 1 to 1"),
         (lambda: Layout.parse("zigzag"), "begins 'layout"),
         (lambda: Layout.parse("layout x seq_len=4 world_size=2\n0: 0:4"), "has lines for 1"),
         (lambda: layouts.balanced(world_size=2), "given no mask"),

@@ -19,11 +19,12 @@ from longspan.execution.engine import backward, forward, merge, runner, token_st
 from longspan.execution.engine.merge import Accumulator, Sum
 from longspan.execution.engine.transports import Loopback
 from longspan.execution.kernels import kernel_named
+from longspan.execution.kernels.contract import TileWork, Upstream
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules.plan import Plan
 from longspan.schedules.steps import Role
-from longspan.span import as_rows
+from longspan.span import as_table
 from longspan.testing import allowed, dense_attention, loopback
 
 MUTANTS = {}
@@ -44,9 +45,25 @@ class Wrapped:
     def __init__(self, kernel, forward=None, backward=None):
         self.kernel, self.name, self.refuses = kernel, kernel.name, kernel.refuses
         self.honours = kernel.honours
-        # without the last argument, the pairs of functions: masks here have none
-        self.forward = kernel.forward if forward is None else lambda *args: forward(kernel.forward, *args[:-1])
-        self.backward = kernel.backward if backward is None else lambda *args: backward(kernel.backward, *args[:-1])
+        # Written out for mutants, and without the pairs of functions: masks here have none.
+        self.forward = kernel.forward if forward is None else lambda work: forward(self._forward, *spread(work))
+        self.backward = (
+            kernel.backward
+            if backward is None
+            else lambda work, up: backward(self._backward, up.dout_BHQE, *spread(work, up), up.delta_BHQ)
+        )
+
+    def _forward(self, *args):
+        return self.kernel.forward(TileWork(*args))
+
+    def _backward(self, dout, q, k, v, out, lse, tiles, scale, delta):
+        return self.kernel.backward(TileWork(q, k, v, tiles, scale), Upstream(dout, out, lse, delta))
+
+
+def spread(work, up=None):
+    """(q, k, v, tiles, scale), with out and lse in their midst for backward."""
+    more = () if up is None else (up.out_BHQE, up.lse_BHQ)
+    return work.q_BHQD, work.k_BGKD, work.v_BGKE, *more, work.tiles, work.scale
 
 
 def kernels(patch, forward=None, backward=None):
@@ -93,9 +110,9 @@ def steps(patch, change):
 
 def remote(run, compute):
     """Whether a compute works on keys of other ranks."""
-    key = compute.kv.heads, run.form.rows(compute.kv)
-    own = token_store.TokenStore.of(run.job.plan.layout.span_rows(run.job.rank), *key, ())
-    return not own.covers(as_rows(compute.kv.spans), *key)
+    key = compute.kv.heads, run.form.batch(compute.kv)
+    own = token_store.TokenStore.of(run.job.plan.layout.span_table(run.job.rank), *key, ())
+    return not own.covers(as_table(compute.kv.spans), *key)
 
 
 def gradients_of(patch, change):
@@ -350,7 +367,7 @@ def delta_doubled(patch):
 def _local(run, q, k, v, found, scale):
     """Each tile's own (out, lse)."""
     reference = kernel_named("reference").forward
-    return {tile: (out, lse) for tile, out, lse in reference(q, k, v, found, scale)}
+    return {tile: (out, lse) for tile, out, lse in reference(TileWork(q, k, v, found, scale))}
 
 
 @mutant
@@ -889,7 +906,7 @@ def _with_gradient_of_lse():
     pairs = list(zip(jobs, shards, strict=True))
     run = loopback.Loopback().run([forward.Forward(job, *own[:3]).program(saves=True) for job, own in pairs])
     programs = [
-        backward.Backward(job, *own[:3], out, lse, *own[3:], kept).program()
+        backward.Backward(job, backward.Saved(*own[:3], out, lse, kept), *own[3:]).program()
         for (job, own), (out, lse, kept) in zip(pairs, run, strict=True)
     ]
     found = zip(*loopback.Loopback().run(programs), strict=True)

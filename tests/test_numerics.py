@@ -12,7 +12,7 @@ from exact_cases import NAMES, Oracle, unit
 
 import longspan
 from longspan import layouts, masks
-from longspan.execution.engine.backward import Backward, stand_in
+from longspan.execution.engine.backward import Backward, Saved, stand_in
 from longspan.execution.engine.forward import Forward
 from longspan.execution.engine.merge import Accumulator, Sum
 from longspan.execution.engine.runner import Job
@@ -123,7 +123,7 @@ def _run_shards(plan, shards, kernel, scale):
     pairs = list(zip(jobs, shards, strict=True))
     forward = Loopback().run([Forward(job, *own[:3]).program(saves=True) for job, own in pairs])
     programs = [
-        Backward(job, *own[:3], out, lse, own[3], None, kept).program()
+        Backward(job, Saved(*own[:3], out, lse, kept), own[3]).program()
         for (job, own), (out, lse, kept) in zip(pairs, forward, strict=True)
     ]
     gradients = Loopback().run(programs)

@@ -17,7 +17,7 @@ from cases import LAYOUTS, random_layout, random_mask
 from longspan import layouts, masks
 from longspan.errors import AgreementError, RankError
 from longspan.execution.call_record import record_of
-from longspan.execution.engine.backward import Backward
+from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.forward import Forward
 from longspan.execution.engine.runner import Job
 from longspan.execution.engine.transports import Loopback
@@ -68,7 +68,7 @@ class Case:
         if direction == "forward":
             return Forward(self.job(rank), q, k, v).program(saves=True)
         out, lse, kept = self.forward[rank]
-        return Backward(self.job(rank), q, k, v, out, lse, dout, None, list(kept)).program()
+        return Backward(self.job(rank), Saved(q, k, v, out, lse, list(kept)), dout).program()
 
     def programs(self, direction):
         return [self.program(rank, direction) for rank in self.ranks]

@@ -201,7 +201,7 @@ def test_layout_strips_hold_every_token():
     layout = ls.layouts.zigzag(1000, 4)
     scene = layout_picture(layout)
     spans = [item for item in scene.items if isinstance(item, Rect) and item.note.startswith("rank ")]
-    assert len(spans) == len(layout.rows)
+    assert len(spans) == len(layout.table)
     widths = {rank: sum(r.width for r in spans if r.note.startswith(f"rank {rank}:")) for rank in range(4)}
     assert list(widths.values()) == pytest.approx([sum(widths.values()) / 4] * 4)
     layout = ls.layouts.striped(1600, 4, stripe=20)

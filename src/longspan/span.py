@@ -123,7 +123,7 @@ def as_spans(rows: Ints) -> tuple[Span, ...]:
     return tuple(Span(start, stop) for start, stop in rows.tolist())
 
 
-def as_rows(spans: Iterable[Span]) -> Ints:
+def as_table(spans: Iterable[Span]) -> Ints:
     """Objects as the rows of an `(n, 2)` array."""
     return np.array([(span.start, span.stop) for span in spans], dtype=np.int64).reshape(-1, 2)
 

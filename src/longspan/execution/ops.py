@@ -20,7 +20,7 @@ from torch import Tensor
 from longspan.errors import PlanError
 from longspan.execution import _torch
 from longspan.execution.call_record import record_of
-from longspan.execution.engine.backward import Backward
+from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.forward import Forward
 from longspan.execution.engine.runner import Job
 from longspan.execution.engine.transports import Loopback, ProcessGroup, Program
@@ -245,7 +245,7 @@ def attention_backward(
         if dlse is not None:
             # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
             job = replace(job, kernel=kernel_named("reference"))
-        backward = Backward(job, q, k, v, out, lse, dout, dlse, kept, captured)
+        backward = Backward(job, Saved(q, k, v, out, lse, kept, captured), dout, dlse)
         settings = _settings(forward.group, backward=True)
         call = _call(job, "backward", q.device, settings, name=forward.name, forward=forward.number)
         gradients, _ = _run(backward.program(), forward.group, call)

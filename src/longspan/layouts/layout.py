@@ -31,13 +31,13 @@ class Layout:
     seq_len: int
     world_size: int
     name: str
-    rows: Ints
+    table: Ints
     """(start, stop, rank) of every span, by rank and then in local order; together each position exactly once."""
     local_len: int | None = None
     """The number of slots every rank has, when all have the same (the rest is padding); None when lengths differ."""
 
     def __post_init__(self) -> None:
-        self.rows.flags.writeable = False
+        self.table.flags.writeable = False
         self._check_cover()
         if self.local_len is not None and self.seq_len and int(self.num_tokens.max()) > self.local_len:
             rank = int(self.num_tokens.argmax())
@@ -47,7 +47,7 @@ class Layout:
             )
 
     def _check_cover(self) -> None:
-        starts, stops = self._by_start[:, 0], self._by_start[:, 1]
+        starts, stops = self.by_position[:, 0], self.by_position[:, 1]
         edges = np.concatenate(([0], stops)), np.concatenate((starts, [self.seq_len]))
         if not np.array_equal(*edges):
             wrong = int(np.flatnonzero(edges[0] != edges[1])[0])
@@ -78,53 +78,49 @@ class Layout:
                 start, stop = (span.start, span.stop) if isinstance(span, Span) else _ends(span, rank, name)
                 if stop > start:
                     rows.append((start, stop, rank))
-        return Layout.from_rows(seq_len, rank + 1, np.array(rows, dtype=np.int64).reshape(-1, 3), name, local_len)
+        return Layout.from_table(seq_len, rank + 1, np.array(rows, dtype=np.int64).reshape(-1, 3), name, local_len)
 
     @staticmethod
-    def from_rows(seq_len: int, world_size: int, rows: Ints, name: str, local_len: int | None = None) -> Layout:
+    def from_table(seq_len: int, world_size: int, table: Ints, name: str, local_len: int | None = None) -> Layout:
         """The layout of (start, stop, rank) rows in any rank order; neighbours on one rank become one span."""
         check_sizes(seq_len, world_size, name)
         if local_len is not None:
             local_len = whole(local_len, "local_len", f"layout {name}", LayoutError)
-        if len(rows) and (int(rows[:, 2].min()) < 0 or int(rows[:, 2].max()) >= world_size):
+        if len(table) and (int(table[:, 2].min()) < 0 or int(table[:, 2].max()) >= world_size):
             raise LayoutError(
-                f"layout {name} names ranks {int(rows[:, 2].min())} to {int(rows[:, 2].max())}, but there are"
+                f"layout {name} names ranks {int(table[:, 2].min())} to {int(table[:, 2].max())}, but there are"
                 f" {world_size} ranks: 0 to {world_size - 1}."
             )
-        rows = rows[rows[:, 1] > rows[:, 0]]
-        rows = rows[np.argsort(rows[:, 2], kind="stable")]
-        touching = (rows[1:, 0] == rows[:-1, 1]) & (rows[1:, 2] == rows[:-1, 2])
-        merged = rows[np.concatenate(([True], ~touching))[: len(rows)]].copy()
-        merged[:, 1] = rows[np.concatenate((~touching, [True]))[: len(rows)], 1]
+        table = table[table[:, 1] > table[:, 0]]
+        table = table[np.argsort(table[:, 2], kind="stable")]
+        touching = (table[1:, 0] == table[:-1, 1]) & (table[1:, 2] == table[:-1, 2])
+        merged = table[np.concatenate(([True], ~touching))[: len(table)]].copy()
+        merged[:, 1] = table[np.concatenate((~touching, [True]))[: len(table)], 1]
         return Layout(seq_len, world_size, name, merged, local_len)
 
     # -- who holds what ---------------------------------------------------------------------------------------------
 
     @cached_property
     def _first(self) -> Ints:
-        return np.searchsorted(self.rows[:, 2], np.arange(self.world_size + 1, dtype=np.int64))
-
-    @cached_property
-    def _by_start(self) -> Ints:
-        return self.rows[np.argsort(self.rows[:, 0], kind="stable")]
+        return np.searchsorted(self.table[:, 2], np.arange(self.world_size + 1, dtype=np.int64))
 
     @cached_property
     def num_tokens(self) -> Ints:
         """How many real tokens each rank holds."""
-        sizes = (self.rows[:, 1] - self.rows[:, 0]).astype(np.float64)
-        return np.bincount(self.rows[:, 2], weights=sizes, minlength=self.world_size).astype(np.int64)
+        sizes = (self.table[:, 1] - self.table[:, 0]).astype(np.float64)
+        return np.bincount(self.table[:, 2], weights=sizes, minlength=self.world_size).astype(np.int64)
 
     @cached_property
     def by_position(self) -> Ints:
         """(start, stop, rank) of every span, sorted by position."""
-        rows = self._by_start
-        rows.flags.writeable = False
-        return rows
+        table = self.table[np.argsort(self.table[:, 0], kind="stable")]
+        table.flags.writeable = False
+        return table
 
-    def span_rows(self, rank: int) -> Ints:
+    def span_table(self, rank: int) -> Ints:
         """The rank's spans as (start, stop) rows, in local order."""
         self._check_rank(rank)
-        return self.rows[self._first[rank] : self._first[rank + 1], :2]
+        return self.table[self._first[rank] : self._first[rank + 1], :2]
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """The rank's spans, in local order.
@@ -132,7 +128,7 @@ class Layout:
         >>> zigzag(8, 2).spans(0)
         (0:2, 6:8)
         """
-        return as_spans(self.span_rows(rank))
+        return as_spans(self.span_table(rank))
 
     def num_padding(self, rank: int) -> int:
         """Slots of the rank that hold no token."""
@@ -145,7 +141,7 @@ class Layout:
         >>> zigzag(8, 2).positions(0).tolist()
         [0, 1, 6, 7]
         """
-        spans = self.span_rows(rank)
+        spans = self.span_table(rank)
         parts = [np.arange(start, stop, dtype=np.int64) for start, stop in spans.tolist()]
         if self.local_len is not None:
             before = rank * self.local_len - int(self.num_tokens[:rank].sum())
@@ -171,12 +167,12 @@ class Layout:
                 f"positions of this layout run from 0 to {self.seq_len - 1}, but {int(wanted.min())} to"
                 f" {int(wanted.max())} were asked for."
             )
-        order = np.argsort(self.rows[:, 0], kind="stable")
-        sizes = self.rows[:, 1] - self.rows[:, 0]
+        order = np.argsort(self.table[:, 0], kind="stable")
+        sizes = self.table[:, 1] - self.table[:, 0]
         before = np.cumsum(sizes) - sizes
-        slot = before - (np.cumsum(self.num_tokens) - self.num_tokens)[self.rows[:, 2]]
-        row = order[np.searchsorted(self.rows[order, 0], wanted, side="right") - 1]
-        return self.rows[row, 2], slot[row] + wanted - self.rows[row, 0]
+        slot = before - (np.cumsum(self.num_tokens) - self.num_tokens)[self.table[:, 2]]
+        row = order[np.searchsorted(self.table[order, 0], wanted, side="right") - 1]
+        return self.table[row, 2], slot[row] + wanted - self.table[row, 0]
 
     # -- index maps -------------------------------------------------------------------------------------------------
 
@@ -293,13 +289,13 @@ class Layout:
     def fingerprint(self) -> str:
         """A hex digest that ranks compare."""
         head = f"layout {self.seq_len} {self.world_size} {self.local_len} "
-        return hashlib.sha256(head.encode() + self.rows.tobytes()).hexdigest()
+        return hashlib.sha256(head.encode() + self.table.tobytes()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
             return NotImplemented
         mine = (self.seq_len, self.world_size, self.local_len)
-        return mine == (other.seq_len, other.world_size, other.local_len) and np.array_equal(self.rows, other.rows)
+        return mine == (other.seq_len, other.world_size, other.local_len) and np.array_equal(self.table, other.table)
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)

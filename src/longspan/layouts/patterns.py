@@ -40,7 +40,7 @@ def contiguous(seq_len: int, world_size: int, *, equal_tokens: bool = False) -> 
     else:  # full ranks first, so that the padding is one stretch at the end
         edges = np.minimum(np.arange(world_size + 1, dtype=np.int64) * slots, seq_len)
     rows = np.stack((edges[:-1], edges[1:], np.arange(world_size, dtype=np.int64)), axis=1)
-    return Layout.from_rows(seq_len, world_size, rows, "contiguous", slots)
+    return Layout.from_table(seq_len, world_size, rows, "contiguous", slots)
 
 
 def like_dtensor(seq_len: int, world_size: int) -> Layout:
@@ -54,7 +54,7 @@ def like_dtensor(seq_len: int, world_size: int) -> Layout:
     size = -(-seq_len // world_size)
     edges = np.minimum(np.arange(world_size + 1, dtype=np.int64) * size, seq_len)
     rows = np.stack((edges[:-1], edges[1:], np.arange(world_size, dtype=np.int64)), axis=1)
-    return Layout.from_rows(seq_len, world_size, rows, "like_dtensor", None)
+    return Layout.from_table(seq_len, world_size, rows, "like_dtensor", None)
 
 
 def zigzag(seq_len: int, world_size: int, *, equal_tokens: bool = False) -> Layout:
@@ -68,7 +68,7 @@ def zigzag(seq_len: int, world_size: int, *, equal_tokens: bool = False) -> Layo
     rows = _fold(np.array([0, seq_len], dtype=np.int64), world_size)
     if slots is not None:
         rows = _levelled(rows, world_size, slots)
-    return Layout.from_rows(seq_len, world_size, rows, "zigzag", slots)
+    return Layout.from_table(seq_len, world_size, rows, "zigzag", slots)
 
 
 def _fold(edges: Ints, world_size: int) -> Ints:
@@ -117,7 +117,7 @@ def striped(seq_len: int, world_size: int, *, stripe: int = 1) -> Layout:
     starts = np.arange(0, seq_len, stripe, dtype=np.int64)
     stops = np.minimum(starts + stripe, seq_len)
     rank = np.arange(len(starts), dtype=np.int64) % world_size
-    return Layout.from_rows(seq_len, world_size, np.stack((starts, stops, rank), axis=1), "striped")
+    return Layout.from_table(seq_len, world_size, np.stack((starts, stops, rank), axis=1), "striped")
 
 
 def per_document(lengths: ArrayLike, world_size: int, *, equal_tokens: bool = False) -> Layout:
@@ -134,7 +134,7 @@ def per_document(lengths: ArrayLike, world_size: int, *, equal_tokens: bool = Fa
     rows = rows[rows[:, 1] > rows[:, 0]]
     if slots is not None:
         rows = _levelled(rows, world_size, slots)
-    return Layout.from_rows(seq_len, world_size, rows, "per_document", slots)
+    return Layout.from_table(seq_len, world_size, rows, "per_document", slots)
 
 
 def round_robin_by_work(mask: Mask, world_size: int, *, seq_len: int | None = None, block: int = 128) -> Layout:
@@ -155,4 +155,4 @@ def round_robin_by_work(mask: Mask, world_size: int, *, seq_len: int | None = No
     turn = np.arange(len(starts), dtype=np.int64) % (2 * world_size)
     rank = np.empty(len(starts), dtype=np.int64)
     rank[order] = np.where(turn < world_size, turn, 2 * world_size - 1 - turn)
-    return Layout.from_rows(length, world_size, np.stack((starts, stops, rank), axis=1), "round_robin_by_work")
+    return Layout.from_table(length, world_size, np.stack((starts, stops, rank), axis=1), "round_robin_by_work")

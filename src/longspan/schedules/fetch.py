@@ -34,7 +34,7 @@ class Fetch:
 
 def plan_fetch(needed: Ints, layout: Layout, node: int, stages: int) -> Fetch:
     """The fetches of (start, stop, rank) rows that ranks need and do not hold, in `stages` stages."""
-    rows, seq_len = layout.rows, layout.seq_len
+    rows, seq_len = layout.table, layout.seq_len
     if node >= layout.world_size:
         return Fetch(staged(needed, rows, seq_len, stages), np.empty((0, 5), dtype=np.int64), needed[:0])
     around = np.repeat(rows, node, axis=0)  # what a rank's whole node holds, for every rank

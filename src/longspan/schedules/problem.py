@@ -37,13 +37,13 @@ class Part:
 class Lane:
     """Key/value heads of some batch rows, and the query heads that use them."""
 
-    rows: Span | None
+    batch: Span | None
     kv_heads: Span
     parts: tuple[Part, ...]
 
     def kv(self, rows: Ints) -> Piece:
         """The piece of K and V with these (start, stop) rows."""
-        return Piece(Role.KV, as_spans(rows), self.kv_heads, self.rows)
+        return Piece(Role.KV, as_spans(rows), self.kv_heads, self.batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class Problem:
     def needed(self) -> tuple[Ints, ...]:
         """For each lane, (start, stop, rank) of the K/V rows that a rank's queries see and the rank does not hold."""
         seq_len = self.layout.seq_len
-        return tuple(without(needed_rows(lane, seq_len), self.layout.rows, seq_len) for lane in self.lanes)
+        return tuple(without(needed_rows(lane, seq_len), self.layout.table, seq_len) for lane in self.lanes)
 
     @cached_property
     def needed_fetches(self) -> tuple[Fetch, ...]:
@@ -109,7 +109,7 @@ class Problem:
         rows = np.zeros(self.layout.world_size)
         for lane, needed in zip(self.lanes, self.needed, strict=True):
             share = len(lane.kv_heads) / self.sizes.kv_heads
-            share *= 1.0 if lane.rows is None else len(lane.rows) / self.sizes.batch
+            share *= 1.0 if lane.batch is None else len(lane.batch) / self.sizes.batch
             np.add.at(rows, needed[:, 2], (needed[:, 1] - needed[:, 0]) * share)
         return num_stages(rows, self.node, self.max_rows)
 
@@ -119,7 +119,7 @@ class Problem:
         size, seq_len = self.layout.world_size, self.layout.seq_len
         ranks = np.arange(size, dtype=np.int64)
         everything = np.stack((np.zeros_like(ranks), np.full_like(ranks, seq_len), ranks), axis=1)
-        return plan_fetch(without(everything, self.layout.rows, seq_len), self.layout, self.node, stages=1)
+        return plan_fetch(without(everything, self.layout.table, seq_len), self.layout, self.node, stages=1)
 
     @cached_property
     def chunk_pairs(self) -> tuple[Ints, ...]:
@@ -132,7 +132,7 @@ class Problem:
         """Allowed pairs that each rank computes, all heads and batch rows together (opaque masks: at most)."""
         pairs = np.zeros(self.layout.world_size, dtype=np.int64)
         for lane in self.lanes:
-            rows = self.sizes.batch if lane.rows is None else len(lane.rows)
+            rows = self.sizes.batch if lane.batch is None else len(lane.batch)
             for part in lane.parts:
                 q_rows = part.q_rows[np.argsort(part.q_rows[:, 0], kind="stable")]
                 pieces, row = in_rows(part.plane.region, q_rows)
@@ -141,7 +141,7 @@ class Problem:
 
     def held(self, rank: int) -> Ints:
         """The rank's (start, stop) rows, sorted by position."""
-        rows = self.layout.span_rows(rank)
+        rows = self.layout.span_table(rank)
         return rows[np.argsort(rows[:, 0], kind="stable")]
 
     @cached_property
@@ -179,8 +179,8 @@ class Problem:
                 step,
                 Compute(
                     rank,
-                    Piece(Role.Q, spans[0][q0:q1], part.q_heads, lane.rows),
-                    Piece(Role.KV, spans[1][kv0:kv1], lane.kv_heads, lane.rows),
+                    Piece(Role.Q, spans[0][q0:q1], part.q_heads, lane.batch),
+                    Piece(Role.KV, spans[1][kv0:kv1], lane.kv_heads, lane.batch),
                     bands[0][sure0:sure1],
                     bands[1][maybe0:maybe1],
                 ),
@@ -262,17 +262,17 @@ def _row_groups(mask: Mask) -> Iterator[tuple[Span | None, int]]:
             start = row
 
 
-def _lanes(mask: Mask, rows: Span | None, row: int, layout: Layout, sizes: Sizes) -> Iterator[Lane]:
-    q_rows = layout.rows[np.lexsort((layout.rows[:, 0], layout.rows[:, 2]))]
+def _lanes(mask: Mask, batch: Span | None, row: int, layout: Layout, sizes: Sizes) -> Iterator[Lane]:
+    q_rows = layout.table[np.lexsort((layout.table[:, 0], layout.table[:, 2]))]
     if mask.num_heads == 1:
         part = Part(Span(0, sizes.q_heads), mask.plane(row, 0), q_rows)
-        yield Lane(rows, Span(0, sizes.kv_heads), (part,))
+        yield Lane(batch, Span(0, sizes.kv_heads), (part,))
         return
     parts = [Part(Span(h, h + 1), mask.plane(row, h), q_rows) for h in range(sizes.q_heads)]
-    yield from lanes_of(parts, rows, sizes)
+    yield from lanes_of(parts, batch, sizes)
 
 
-def lanes_of(parts: list[Part], rows: Span | None, sizes: Sizes) -> Iterator[Lane]:
+def lanes_of(parts: list[Part], batch: Span | None, sizes: Sizes) -> Iterator[Lane]:
     """Parts of single heads, in head order, as the fewest lanes: equal neighbours join."""
     by_kv: dict[int, list[Part]] = {}
     for part in parts:
@@ -283,12 +283,12 @@ def lanes_of(parts: list[Part], rows: Span | None, sizes: Sizes) -> Iterator[Lan
             mine.append(piece)
     run: Lane | None = None
     for head, mine in sorted(by_kv.items()):
-        lane = Lane(rows, Span(head, head + 1), tuple(mine))
+        lane = Lane(batch, Span(head, head + 1), tuple(mine))
         if run and run.kv_heads.stop == head and _whole(run, sizes) and _whole(lane, sizes):
             last, part = run.parts[0], mine[0]
             if _alike(last, part):
                 joined = Part(Span(last.q_heads.start, part.q_heads.stop), part.plane, part.q_rows)
-                run = Lane(rows, Span(run.kv_heads.start, head + 1), (joined,))
+                run = Lane(batch, Span(run.kv_heads.start, head + 1), (joined,))
                 continue
         if run:
             yield run

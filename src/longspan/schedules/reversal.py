@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from longspan.errors import ScheduleError
 from longspan.schedules.steps import GRADIENT, Compute, Piece, Recall, Role, Schedule, Step, Transfer
-from longspan.span import Ints, Span, as_rows, as_spans, subtract, union
+from longspan.span import Ints, Span, as_spans, as_table, subtract, union
 
 
 def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[Step, ...], tuple[Piece, ...]]:
@@ -67,19 +67,19 @@ class _HandedOn:
         pieces = frozenset(t.piece for t in transfers if t.src == rank and t.recall is Recall.RETURN)
         found: dict[_Kind, list[Span]] = {}
         for piece in pieces:
-            found.setdefault((piece.role, piece.heads, piece.rows), []).extend(piece.spans)
-        return _HandedOn(pieces, {kind: union(as_rows(spans)) for kind, spans in found.items()})
+            found.setdefault((piece.role, piece.heads, piece.batch), []).extend(piece.spans)
+        return _HandedOn(pieces, {kind: union(as_table(spans)) for kind, spans in found.items()})
 
 
 def _staying(t: Transfer, handed_on: _HandedOn) -> list[Piece]:
     """The rows of a received piece that nobody brings back, so that they must be kept."""
     if t.recall is Recall.AGAIN or t.piece in handed_on.pieces:
         return []
-    rows = as_rows(t.piece.spans)
-    returning = handed_on.rows.get((t.piece.role, t.piece.heads, t.piece.rows))
+    rows = as_table(t.piece.spans)
+    returning = handed_on.rows.get((t.piece.role, t.piece.heads, t.piece.batch))
     if returning is not None:
         rows = subtract(rows, returning)
-    return [Piece(t.piece.role, as_spans(rows), t.piece.heads, t.piece.rows)] if len(rows) else []
+    return [Piece(t.piece.role, as_spans(rows), t.piece.heads, t.piece.batch)] if len(rows) else []
 
 
 def backward(schedule: Schedule, *, keep: bool) -> Schedule:

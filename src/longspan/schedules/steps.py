@@ -96,21 +96,21 @@ class Piece:
     role: Role
     spans: tuple[Span, ...]
     heads: Span
-    rows: Span | None = None
+    batch: Span | None = None
     apart: tuple[Span, ...] = ()
-    """Of keys: query rows whose gradients of these keys are added up apart from others; none where all are one sum."""
+    """KV pieces only: query spans whose dK/dV contributions are summed separately (bit-exact plans). Empty: one sum."""
 
     @property
     def num_tokens(self) -> int:
         return sum([span.stop - span.start for span in self.spans])
 
     def num_bytes(self, sizes: Sizes) -> int:
-        rows = sizes.batch if self.rows is None else len(self.rows)
-        return self.num_tokens * len(self.heads) * rows * sizes.row_bytes(self.role)
+        batch = sizes.batch if self.batch is None else len(self.batch)
+        return self.num_tokens * len(self.heads) * batch * sizes.row_bytes(self.role)
 
     def to(self, role: Role) -> Piece:
         """The same rows in another role."""
-        return Piece(role, self.spans, self.heads, self.rows, self.apart)
+        return Piece(role, self.spans, self.heads, self.batch, self.apart)
 
     def gradients(self) -> tuple[Piece, ...]:
         """What comes back for the piece: one sum, or one for each stretch of queries that is kept apart."""
@@ -118,9 +118,9 @@ class Piece:
         return tuple(replace(gradient, apart=(span,)) for span in self.apart) or (gradient,)
 
     def __repr__(self) -> str:
-        rows = "" if self.rows is None else f"b{self.rows}"
+        batch = "" if self.batch is None else f"b{self.batch}"
         apart = f"q{','.join(map(repr, self.apart))}" if self.apart else ""
-        return f"{self.role}[{' '.join(map(repr, self.spans))}]h{self.heads}{rows}{apart}"
+        return f"{self.role}[{' '.join(map(repr, self.spans))}]h{self.heads}{batch}{apart}"
 
     @staticmethod
     def parse(text: str) -> Piece:
@@ -128,7 +128,7 @@ class Piece:
         role, _, rest = text.partition("[")
         spans, _, rest = rest.partition("]h")
         rest, _, apart = rest.partition("q")
-        heads, _, rows = rest.partition("b")
+        heads, _, batch = rest.partition("b")
         if role not in set(Role) or not heads:
             raise ScheduleError(
                 f"a piece is written role[spans]hHEADS, as in kv[0:4]h0:2, but {shortened(text)} was found."
@@ -137,7 +137,7 @@ class Piece:
             Role(role),
             tuple(map(Span.parse, spans.split())),
             Span.parse(heads),
-            Span.parse(rows) if rows else None,
+            Span.parse(batch) if batch else None,
             tuple(map(Span.parse, apart.split(","))) if apart else (),
         )
 

@@ -115,7 +115,7 @@ class _Reader:
         self._within(piece.apart, self.layout.seq_len, "queries that are added up apart")
         if piece.apart and piece.role not in (Role.KV, Role.DKV):
             raise ScheduleError(f"queries are added up apart for keys, but {piece!r} was found.")
-        self._within(() if piece.rows is None else (piece.rows,), self.sizes.batch, "batch rows")
+        self._within(() if piece.batch is None else (piece.batch,), self.sizes.batch, "batch rows")
         return piece
 
     def _transfer(self, transfer: Transfer) -> Transfer:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from longspan.execution.engine.backward import Backward
+from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.forward import Forward
 from longspan.execution.engine.runner import Job
 from longspan.execution.engine.transports import Loopback, Program
@@ -62,7 +62,7 @@ def run_loopback(
     runs: list[Backward] = []
     for r in ranks:
         (q, k, v), (out, lse, kept) = own[r], forward[r]
-        runs.append(Backward(jobs[r], q, k, v, out, lse, upstream[r], None, kept, captured))
+        runs.append(Backward(jobs[r], Saved(q, k, v, out, lse, kept, captured), upstream[r]))
     gradients = carry.run([run.program() for run in runs])
     shared = [run.shared_gradients() for run in runs]
     parts = [(*forward[r][:2], *gradients[r]) for r in ranks]

@@ -66,7 +66,7 @@ _ABOUT = "One strip per rank, filled where the rank holds tokens of the sequence
 
 
 def _remarks(layout: Layout, parts: Ints, num_shown: int) -> list[str]:
-    words = f"{count_text(layout.seq_len)} tokens on {layout.world_size} ranks in {count_text(len(layout.rows))} spans"
+    words = f"{count_text(layout.seq_len)} tokens on {layout.world_size} ranks in {count_text(len(layout.table))} spans"
     if layout.local_len is not None:
         padding = sum(layout.num_padding(rank) for rank in range(layout.world_size))
         words += f", {count_text(layout.local_len)} slots each ({count_text(padding)} of padding)"
@@ -89,7 +89,7 @@ def _documents(scene: Scene, x: Scale, y: float, parts: Ints) -> None:
 
 def _strip(scene: Scene, layout: Layout, rank: int, x: Scale, y: float, height: float) -> None:
     """The rank's spans as they are where they can be seen, else how much of each pixel they fill."""
-    color, rows = rank_color(rank, layout.world_size), layout.span_rows(rank)
+    color, rows = rank_color(rank, layout.world_size), layout.span_table(rank)
     if len(rows) <= 400:
         for start, stop in rows.tolist():
             note = f"rank {rank}: {start:,} to {stop:,}"

@@ -122,7 +122,7 @@ def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "sequence", f"{count_text(plan.layout.seq_len)} tokens, batch {sizes.batch}"
     dims = str(sizes.head_dim) if sizes.head_dim == sizes.v_head_dim else f"{sizes.head_dim} and {sizes.v_head_dim}"
     yield "heads", f"{sizes.q_heads} query and {sizes.kv_heads} key/value heads of {dims} features, {plan.dtype}"
-    yield "layout", f"{plan.layout.name}, {count_text(len(plan.layout.rows))} spans on {plan.layout.world_size} ranks"
+    yield "layout", f"{plan.layout.name}, {count_text(len(plan.layout.table))} spans on {plan.layout.world_size} ranks"
     yield "remote K/V", "kept for backward" if plan.keep else "fetched again in backward"
 
 

@@ -65,7 +65,7 @@ def even_edges(seq_len: int, num: int) -> Ints:
 
 def owner_edges(layout: Layout, edges: Ints, most: int = 520) -> Ints:
     """The edges, and those between owners where there are few enough to be seen."""
-    cuts = np.unique(layout.rows[:, 0])
+    cuts = np.unique(layout.table[:, 0])
     return np.unique(np.concatenate((edges, cuts))) if len(cuts) + len(edges) <= most else edges
 
 
@@ -95,10 +95,10 @@ def mask_name(mask: Mask) -> str:
 
 def owners(layout: Layout, edges: Ints) -> Ints:
     """The rank that holds more than half of the tokens between neighbouring edges; -1 where none does."""
-    i, j = join(layout.rows[:, :2], np.stack((edges[:-1], edges[1:]), axis=1))
-    held = np.minimum(layout.rows[i, 1], edges[j + 1]) - np.maximum(layout.rows[i, 0], edges[j])
+    i, j = join(layout.table[:, :2], np.stack((edges[:-1], edges[1:]), axis=1))
+    held = np.minimum(layout.table[i, 1], edges[j + 1]) - np.maximum(layout.table[i, 0], edges[j])
     most = np.full(len(edges) - 1, -1, dtype=np.int64)
-    key, where = np.unique(j * layout.world_size + layout.rows[i, 2], return_inverse=True)
+    key, where = np.unique(j * layout.world_size + layout.table[i, 2], return_inverse=True)
     total = np.bincount(where.ravel(), weights=held.astype(np.float64), minlength=len(key))
     place, rank = key // layout.world_size, key % layout.world_size
     clear = 2 * total > np.diff(edges)[place]
@@ -108,7 +108,7 @@ def owners(layout: Layout, edges: Ints) -> Ints:
 
 def row_work(mask: Mask, layout: Layout, row: int, head: int) -> Ints:
     """Pairs in the query rows of each rank, in one plane (of a function's pairs: at most)."""
-    by_start = layout.rows[np.argsort(layout.rows[:, 0], kind="stable")]
+    by_start = layout.table[np.argsort(layout.table[:, 0], kind="stable")]
     i, j = join(mask.plane(row, head).region[:, :2], by_start[:, :2])
     pieces = mask.plane(row, head).region[i].copy()
     pieces[:, bd.Q0] = np.maximum(pieces[:, bd.Q0], by_start[j, 0])

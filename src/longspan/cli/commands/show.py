@@ -115,7 +115,7 @@ class _Shown:
             area = self.mask.area(self.layout.seq_len)
             return {"mask": self.mask.name, "allowed_pairs": area, "pairs_by_rank": work.tolist()}
         if self.what == "layout":
-            rows = self.layout.rows
+            rows = self.layout.table
             tokens = self.layout.num_tokens.tolist()
             return {"layout": self.layout.name, "num_spans": len(rows), "tokens_by_rank": tokens}
         plan = self.plan()
@@ -164,7 +164,7 @@ def strips(layout: Layout, width: int) -> list[str]:
     wide = len(str(layout.world_size - 1))
     lines: list[str] = []
     for rank in range(layout.world_size):
-        rows = layout.span_rows(rank)
+        rows = layout.span_table(rank)
         i, j = join(rows, cells)
         size = np.minimum(rows[i, 1], edges[j + 1]) - np.maximum(rows[i, 0], edges[j])
         held = np.bincount(j, weights=size.astype(np.float64), minlength=len(cells))

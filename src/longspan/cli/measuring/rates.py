@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longspan.cli.launch import JobRanks
 from longspan.execution.kernels import choose_kernel, kernel_named
+from longspan.execution.kernels.contract import TileWork, Upstream
 from longspan.execution.tile import Tile
 from longspan.masks.bands import LIMIT
 from longspan.schedules.cost.machine import Machine, tile_work
@@ -73,13 +74,11 @@ class Tensors:
         """A forward and a backward of one tile."""
         q, k, v, dout = self.q[:, :, :q_rows], self.k[:, :, :k_rows], self.v[:, :, :k_rows], self.dout[:, :, :q_rows]
         tiles, scale = [Tile(0, q_rows, 0, k_rows, lo=0 if causal else None)], q.shape[-1] ** -0.5
-        ((_, out, lse),) = list(self.kernel.forward(q, k, v, tiles, scale))
+        work = TileWork(q, k, v, tiles, scale)
+        ((_, out, lse),) = list(self.kernel.forward(work))
         out = out.to(q.dtype)
-        delta = (dout.float() * out.float()).sum(-1)
-        return (
-            lambda: list(self.kernel.forward(q, k, v, tiles, scale)),
-            lambda: list(self.kernel.backward(dout, q, k, v, out, lse, tiles, scale, delta)),
-        )
+        upstream = Upstream(dout, out, lse, (dout.float() * out.float()).sum(-1))
+        return lambda: list(self.kernel.forward(work)), lambda: list(self.kernel.backward(work, upstream))
 
 
 def kernel_times(ranks: JobRanks, tensors: Tensors, rounds: int, advance: Callable[[str], None]) -> Kernels:

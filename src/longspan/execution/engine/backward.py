@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +16,21 @@ from longspan.execution.engine.merge import Key, Stretch, Sum, SumByHeads
 from longspan.execution.engine.runner import Job, Runner
 from longspan.execution.engine.token_store import TokenStore, copies
 from longspan.execution.engine.transports import Program
+from longspan.execution.kernels.contract import Upstream
 from longspan.schedules.steps import Compute, Piece, Role, Transfer
-from longspan.span import as_rows
+from longspan.span import as_table
+
+
+class Saved(NamedTuple):
+    """What a rank's forward leaves for backward: its own rows, messages that are kept, values of captured tensors."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    kept: list[Tensor]
+    captured: Sequence[Tensor] = ()
 
 
 class Backward(Runner):
@@ -24,19 +38,8 @@ class Backward(Runner):
 
     direction = "backward"
 
-    def __init__(
-        self,
-        job: Job,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        kept: list[Tensor],
-        captured: Sequence[Tensor] = (),
-    ) -> None:
+    def __init__(self, job: Job, saved: Saved, dout: Tensor, dlse: Tensor | None = None) -> None:
+        q, k, v, out, lse, kept, captured = saved
         super().__init__(job, q.device, captured)
         wide = self.form.wide
         delta = (dout * out if dout.dtype == wide else dout.to(wide).mul_(out)).sum(-1, keepdim=True)
@@ -48,7 +51,7 @@ class Backward(Runner):
         self.out = TokenStore(self.rows.runs, self.rows.heads, self.rows.batch, (out,))
         for piece, message in zip(job.plan.kept(job.rank), kept, strict=True):
             tensors, _ = self.form.tensors(piece, message, 0)
-            rows = TokenStore.of(as_rows(piece.spans), piece.heads, self.form.rows(piece), tensors)
+            rows = TokenStore.of(as_table(piece.spans), piece.heads, self.form.batch(piece), tensors)
             self.hold(piece.role, rows, self.never)
         self.computed = computed_rows(self.steps, self)
         self.queries: dict[Key, tuple[TokenStore, TokenStore, Tensor, Sum]] = {}
@@ -76,23 +79,11 @@ class Backward(Runner):
         return *self.home_q.result(self.job.dtype), *keys  # type: ignore[return-value]
 
     def compute(self, compute: Compute) -> None:
-        q, dout, out, dq = self._query((compute.q.heads, self.form.rows(compute.q)))
+        q, dout, out, dq = self._query((compute.q.heads, self.form.batch(compute.q)))
         kv = self.get(compute.kv)
-        upstream, lse, delta = dout.tensors
-        k, v = kv.tensors
-        tiles, pairs = self.tiles(compute, q, kv)
-        found = self.job.kernel.backward(
-            upstream,
-            q.tensors[0],
-            k,
-            v,
-            out,
-            lse.squeeze(-1),
-            tiles,
-            self.job.scale,
-            delta.squeeze(-1),
-            pairs,
-        )
+        from_above, lse, delta = dout.tensors
+        upstream = Upstream(from_above, out, lse.squeeze(-1), delta.squeeze(-1))
+        found = self.job.kernel.backward(self.work(compute, q, kv), upstream)
         target = self._target(kv) if self.terms is None else Sum(kv.tensors, self.form.wide)
         for tile, dq_tile, dk_tile, dv_tile in found:
             dq.add(tile.q0, tile.q1, dq_tile)
@@ -127,8 +118,8 @@ class Backward(Runner):
     def fill(self, piece: Piece, targets: Sequence[Tensor]) -> None:
         if piece.role not in (Role.DQ, Role.DKV):
             return super().fill(piece, targets)
-        key = (piece.heads, self.form.rows(piece))
-        wanted = TokenStore.of(as_rows(piece.spans), *key, targets)
+        key = (piece.heads, self.form.batch(piece))
+        wanted = TokenStore.of(as_table(piece.spans), *key, targets)
         whole = Sum(wanted.tensors, self.form.wide)
         if piece.role is Role.DQ:
             q, _, _, dq = next(found for found in self.queries.values() if found[0].covers(wanted.runs[:, :2], *key))

@@ -14,7 +14,7 @@ from longspan.execution.engine.runner import Job, Runner
 from longspan.execution.engine.token_store import TokenStore, copies
 from longspan.execution.engine.transports import Program
 from longspan.schedules.steps import Compute, Piece, Role, Step, Transfer
-from longspan.span import Span, as_rows, as_spans, union
+from longspan.span import Span, as_spans, as_table, union
 
 
 class Forward(Runner):
@@ -39,11 +39,9 @@ class Forward(Runner):
         return out, lse, self._kept_messages() if self.saves else []
 
     def compute(self, compute: Compute) -> None:
-        q, accumulator = self._result((compute.q.heads, self.form.rows(compute.q)))
+        q, accumulator = self._result((compute.q.heads, self.form.batch(compute.q)))
         kv = self.get(compute.kv)
-        k, v = kv.tensors
-        tiles, pairs = self.tiles(compute, q, kv)
-        for tile, out, lse in self.job.kernel.forward(q.tensors[0], k, v, tiles, self.job.scale, pairs):
+        for tile, out, lse in self.job.kernel.forward(self.work(compute, q, kv)):
             accumulator.add(tile.q0, tile.q1, out, lse)
 
     def _result(self, key: Key) -> tuple[TokenStore, Accumulator]:
@@ -56,9 +54,9 @@ class Forward(Runner):
     def fill(self, piece: Piece, targets: Sequence[Tensor]) -> None:
         if piece.role is not Role.OUT:
             return super().fill(piece, targets)
-        rows = self.form.rows(piece)
+        rows = self.form.batch(piece)
         for key, (q, accumulator) in self.results.items():
-            if TokenStore(q.runs, *key, ()).covers(as_rows(piece.spans), piece.heads, rows):
+            if TokenStore(q.runs, *key, ()).covers(as_table(piece.spans), piece.heads, rows):
                 out, lse = accumulator.result()
                 store = TokenStore(q.runs, *key, (out, lse.unsqueeze(-1)))
                 return TokenStore(q.runs, piece.heads, rows, store.part(piece.heads, rows)).write(piece, targets)
@@ -118,7 +116,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 def place(source: TokenStore, target: TokenStore, spans: tuple[Span, ...]) -> None:
     """Copies rows that both have from one store into the other."""
     parts = target.part(source.heads, source.batch)
-    for here, there in copies(source, target, as_rows(spans)):
+    for here, there in copies(source, target, as_table(spans)):
         for part, tensor in zip(parts, source.tensors, strict=True):
             part[:, :, there] = tensor[:, :, here]
 
@@ -127,5 +125,5 @@ def computed_rows(steps: tuple[Step, ...], runner: Runner) -> dict[Key, tuple[Sp
     """For each set of heads and batch rows, the query rows that the steps compute."""
     found: dict[Key, list[np.ndarray]] = {}
     for compute in (c for step in steps for c in step.computes):
-        found.setdefault((compute.q.heads, runner.form.rows(compute.q)), []).append(as_rows(compute.q.spans))
+        found.setdefault((compute.q.heads, runner.form.batch(compute.q)), []).append(as_table(compute.q.spans))
     return {key: as_spans(union(np.concatenate(rows))) for key, rows in found.items()}

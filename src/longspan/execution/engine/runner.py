@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,14 +21,13 @@ from longspan.execution.engine.tiles import tiles_for
 from longspan.execution.engine.token_store import TokenStore, gather
 from longspan.execution.engine.transports import Exchange, Program
 from longspan.execution.engine.wire import Format
-from longspan.execution.kernels.contract import Kernel, Pairs
+from longspan.execution.kernels.contract import Kernel, TileWork
 from longspan.execution.scoring.captured import Totals
 from longspan.execution.scoring.pairs import TilePairs, TilePositions
 from longspan.execution.scoring.pipeline import Scoring
-from longspan.execution.tile import Tile
 from longspan.schedules.plan import Plan
 from longspan.schedules.steps import Compute, Piece, Role, Step, Transfer
-from longspan.span import Span, as_rows
+from longspan.span import Span, as_table
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,8 @@ class Runner(ABC):
     def arrived(self, transfer: Transfer, rows: TokenStore) -> None:
         self.hold(transfer.piece.role, rows, transfer.until)
 
-    def tiles(self, compute: Compute, q: TokenStore, kv: TokenStore) -> tuple[list[Tile], Pairs | None]:
-        """The compute as tiles of local rows, and its pairs where more than bands matters.
+    def work(self, compute: Compute, q: TokenStore, kv: TokenStore) -> TileWork:
+        """The compute as tiles of local rows, with its pairs where more than bands matters.
 
         To be asked once for each compute, in their order.
         """
@@ -87,10 +86,13 @@ class Runner(ABC):
         which = (self.job.rank, self.direction, self.num_computes)
         plane = self.job.plan.mask.plane(q.batch.start, q.heads.start)
         tiles = tiles_for(self.job.plan, which, compute, plane, q, kv)
+        k, v = kv.tensors
+        work = TileWork(q.tensors[0], k, v, tiles, self.job.scale)
         if self.job.scoring is None and plane.predicate is None:
-            return tiles, None
+            return work
         where = TilePositions.of(q.batch, q.heads, q.positions(), kv.positions(), self.device)
-        return tiles, TilePairs(where, self.job.scoring, plane.predicate, self.totals, self.job.plan.mask.known)
+        known = self.job.plan.mask.known
+        return replace(work, pairs=TilePairs(where, self.job.scoring, plane.predicate, self.totals, known))
 
     # -- walking ----------------------------------------------------------------------------------------------------
 
@@ -138,14 +140,14 @@ class Runner(ABC):
         offset = 0
         for t in transfers:
             tensors, offset = self.form.tensors(t.piece, message, offset)
-            self.arrived(t, TokenStore.of(as_rows(t.piece.spans), t.piece.heads, self.form.rows(t.piece), tensors))
+            self.arrived(t, TokenStore.of(as_table(t.piece.spans), t.piece.heads, self.form.batch(t.piece), tensors))
 
     # -- holding ----------------------------------------------------------------------------------------------------
 
     def own(self, role: Role, tensors: Sequence[Tensor]) -> TokenStore:
         """Holds the rank's own shard of a role for good."""
         heads = self.sizes.kv_heads if role is Role.KV else self.sizes.q_heads
-        spans = self.job.plan.layout.span_rows(self.job.rank)
+        spans = self.job.plan.layout.span_table(self.job.rank)
         rows = TokenStore.of(spans, Span(0, heads), Span(0, self.sizes.batch), tensors)
         self.hold(role, rows, self.never)
         return rows
@@ -155,7 +157,7 @@ class Runner(ABC):
 
     def get(self, piece: Piece) -> TokenStore:
         """The piece's rows, from what is held."""
-        return gather([rows for _, rows in self.held.get(piece.role, [])], piece, self.form.rows(piece))
+        return gather([rows for _, rows in self.held.get(piece.role, [])], piece, self.form.batch(piece))
 
     def _drop_after(self, step: int) -> None:
         for role, stores in self.held.items():

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from longspan.schedules.steps import Piece
-from longspan.span import Ints, Span, as_rows, intersect, join, total
+from longspan.span import Ints, Span, as_table, intersect, join, total
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class TokenStore:
     def write(self, piece: Piece, targets: Sequence[Tensor]) -> None:
         """Copies the piece's rows, in its order, into tensors that have these rows only."""
         at = 0
-        for start, stop, local in self.pieces(as_rows(piece.spans)):
+        for start, stop, local in self.pieces(as_table(piece.spans)):
             size = stop - start
             for target, tensor in zip(targets, self.tensors, strict=True):
                 target[:, :, at : at + size] = tensor[:, :, local : local + size]
@@ -81,7 +81,7 @@ def gather(stores: Sequence[TokenStore], piece: Piece, batch: Span) -> TokenStor
 
     That the rows are there is what the validator proves of every schedule, so a gap here is our own bug.
     """
-    spans = as_rows(piece.spans)
+    spans = as_table(piece.spans)
     for store in stores:
         if store.covers(spans, piece.heads, batch):
             return TokenStore(store.runs, piece.heads, batch, store.part(piece.heads, batch))

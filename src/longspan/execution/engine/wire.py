@@ -37,15 +37,15 @@ class Format:
             Role.DKV: [(qk, wide), (v, wide)],
         }[role]
 
-    def rows(self, piece: Piece) -> Span:
-        return Span(0, self.sizes.batch) if piece.rows is None else piece.rows
+    def batch(self, piece: Piece) -> Span:
+        return Span(0, self.sizes.batch) if piece.batch is None else piece.batch
 
     def num_bytes(self, transfers: Sequence[Transfer]) -> int:
         return sum(t.piece.num_bytes(self.sizes) for t in transfers)
 
     def tensors(self, piece: Piece, message: Tensor, offset: int) -> tuple[list[Tensor], int]:
         """The piece's tensors as views of a message, and where the next piece begins."""
-        shape = (len(self.rows(piece)), len(piece.heads), piece.num_tokens)
+        shape = (len(self.batch(piece)), len(piece.heads), piece.num_tokens)
         found: list[Tensor] = []
         for features, dtype in self.fields(piece.role):
             size = shape[0] * shape[1] * shape[2] * features * dtype.itemsize

@@ -63,7 +63,7 @@ def block_mask(
             f"block_mask was given {mask} for {mask.seq_len} tokens and {layout} for {layout.seq_len}. Build both for"
             f" the same sequence."
         )
-    layout.span_rows(rank)  # refuses a rank that the layout does not have
+    layout.span_table(rank)  # refuses a rank that the layout does not have
     rest = layout, rank, kv, block_size, _device_name(device)
     if mask.is_structured:
         return _built(MaskKey(mask), *rest)
@@ -104,7 +104,7 @@ def _built(known: MaskKey, layout: Layout, rank: int, kv: str, block_size: int, 
 
 def _local_rows(layout: Layout, rank: int) -> Ints:
     """The position of every local slot, and -1 for padding, which no span holds."""
-    starts, stops = layout.span_rows(rank).T
+    starts, stops = layout.span_table(rank).T
     sizes = stops - starts
     padding = np.full(layout.num_padding(rank), -1, dtype=np.int64)
     return np.concatenate((np.repeat(starts, sizes) + steps_within(sizes), padding))

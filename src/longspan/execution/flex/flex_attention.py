@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -159,14 +160,14 @@ class _MaxScores(Forward):
         self.top = torch.full(q.shape[:3], -torch.inf, dtype=self.form.wide, device=q.device)
 
     def compute(self, compute: Compute) -> None:
-        rows, heads = self.form.rows(compute.q), compute.q.heads
-        q, _ = self._result((heads, rows))
+        batch, heads = self.form.batch(compute.q), compute.q.heads
+        q, _ = self._result((heads, batch))
         kv = self.get(compute.kv)
-        tiles, pairs = self.tiles(compute, q, kv)
-        part = self.top[rows.start : rows.stop, heads.start : heads.stop]
-        for tile in tiles:
+        work = self.work(compute, q, kv)
+        part = self.top[batch.start : batch.stop, heads.start : heads.stop]
+        for tile in work.tiles:
             at = part[:, :, tile.q0 : tile.q1]
-            at.copy_(torch.maximum(at, highest(q.tensors[0], kv.tensors[0], tile, self.job.scale, pairs)))
+            at.copy_(torch.maximum(at, highest(replace(work, tiles=[tile]))))
 
 
 def _max_scores(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, extras: Extras | None) -> Tensor:

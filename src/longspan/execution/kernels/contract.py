@@ -7,6 +7,7 @@ q or k counts the rows of one tile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -79,6 +80,30 @@ class Pairs(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class TileWork:
+    """What a kernel is given: tiles, and the tensors whose rows they count."""
+
+    q_BHQD: Tensor
+    k_BGKD: Tensor
+    v_BGKE: Tensor
+    tiles: Sequence[Tile]
+    scale: float
+    pairs: Pairs | None = None
+    """None where nothing but bands matters."""
+
+
+@dataclass(frozen=True, eq=False)
+class Upstream:
+    """What backward begins with. `out` and `lse` are global, merged over all tiles and ranks."""
+
+    dout_BHQE: Tensor
+    out_BHQE: Tensor
+    lse_BHQ: Tensor
+    delta_BHQ: Tensor
+    """rowsum(dout * out)."""
+
+
 class Kernel(Protocol):
     """Attention of many tiles on one device. Tensors may be strided views; q, k and v share a dtype."""
 
@@ -94,40 +119,19 @@ class Kernel(Protocol):
         """Why it cannot take these tensors, or None."""
         ...
 
-    def forward(
-        self,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        tiles: Sequence[Tile],
-        scale: float,
-        pairs: Pairs | None = None,
-    ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+    def forward(self, work: TileWork) -> Iterator[tuple[Tile, Tensor, Tensor]]:
         """(tile, out_BHqE, lse_BHq) in the order given.
 
         `out` is normalised within the tile, in the inputs' dtype or a wider one. `lse` is a natural logarithm in
         float32 (float64 for float64), -inf exactly where the tile's geometry, or the mask's function, leaves a row
-        without a key; `out` is 0 there. `pairs` is None where nothing but bands matters.
+        without a key; `out` is 0 there.
         """
         ...
 
-    def backward(
-        self,
-        dout_BHQE: Tensor,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        out_BHQE: Tensor,
-        lse_BHQ: Tensor,
-        tiles: Sequence[Tile],
-        scale: float,
-        delta_BHQ: Tensor,
-        pairs: Pairs | None = None,
-    ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
         """(tile, dq_BHqD, dk_BGkD, dv_BGkE): what each tile adds to the gradients, in the order given.
 
-        `out` and `lse` are global, merged over all tiles and ranks, and `delta = rowsum(dout * out)`. Rows whose
-        global lse is -inf add exact zeros.
+        Rows whose global lse is -inf add exact zeros.
         """
         ...
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import Pairs, finite
-from longspan.execution.kernels.panels import BackwardOp, ForwardOp, run_backward, run_forward
-from longspan.execution.tile import MASKS_IN_CHUNKS, Features, Tile
+from longspan.execution.kernels.contract import finite
+from longspan.execution.kernels.panels import BackwardOp, ForwardOp, PanelKernel
+from longspan.execution.tile import MASKS_IN_CHUNKS, Features
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,6 +62,7 @@ def backward_op(
     bias: Tensor | None,
     causal: bool,
     scale: float,
+    /,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of one piece, in the inputs' dtype or float32, whichever is faster."""
     dtype = torch.float32 if _in_float32(q_BHQD, k_BGKD) and not _huge(lse_BHQ, q_BHQD.dtype) else q_BHQD.dtype
@@ -80,7 +80,7 @@ def backward_op(
 
 
 @dataclass(frozen=True)
-class CpuFlash:
+class CpuFlash(PanelKernel):
     """The CPU flash operator, tile by tile; any head dims, grouped heads, strided rows."""
 
     name: str = "cpu_flash"
@@ -94,31 +94,3 @@ class CpuFlash:
         if q_BHQD.dtype not in DTYPES:
             return f"it takes float64, float32, bfloat16 and float16, and the tensors are {q_BHQD.dtype}"
         return None
-
-    def forward(
-        self,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        tiles: Sequence[Tile],
-        scale: float,
-        pairs: Pairs | None = None,
-    ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        return run_forward(self.op, q_BHQD, k_BGKD, v_BGKE, tiles, scale, 1, pairs)
-
-    def backward(
-        self,
-        dout_BHQE: Tensor,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        out_BHQE: Tensor,
-        lse_BHQ: Tensor,
-        tiles: Sequence[Tile],
-        scale: float,
-        delta_BHQ: Tensor,  # noqa: ARG002
-        pairs: Pairs | None = None,
-    ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
-        return run_backward(
-            self.backward_op, dout_BHQE, q_BHQD, k_BGKD, v_BGKE, out_BHQE, lse_BHQ, tiles, scale, 1, pairs
-        )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import Pairs
+from longspan.execution.kernels.contract import TileWork, Upstream
 from longspan.execution.tile import PLAIN, Features, Tile
 
 MULTIPLE = 8
@@ -81,19 +81,12 @@ class Flash:
             return f"it takes head dims up to {WIDEST}, and one here is {widest}"
         return None
 
-    def forward(
-        self,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        tiles: Sequence[Tile],
-        scale: float,
-        pairs: Pairs | None = None,  # noqa: ARG002
-    ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        q, k, v = (_padded(x, _width(q_BHQD, v_BGKE)) for x in (q_BHQD, k_BGKD, v_BGKE))
+    def forward(self, work: TileWork) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+        width = _width(work)
+        q, k, v = (_padded(x, width) for x in (work.q_BHQD, work.k_BGKD, work.v_BGKE))
         done: dict[int, tuple[Tensor, Tensor]] = {}
-        launches = self._launches(q, k, tiles)
-        for index, tile in enumerate(tiles):
+        launches = self._launches(q, k, work.tiles)
+        for index, tile in enumerate(work.tiles):
             if index not in done:
                 launch = launches[index]
                 out, lse = self.op(
@@ -103,36 +96,25 @@ class Flash:
                     *launch.starts(q),
                     launch.longest,
                     launch.window,
-                    scale,
+                    work.scale,
                 )
                 parts = zip(launch.split_queries(out), launch.split_lse(lse), strict=True)
                 done.update(zip(launch.members, parts, strict=True))
             out, lse = done.pop(index)
             tight = _tight(tile)
             at = tight.q0 - tile.q0, tile.q1 - tight.q1
-            out = out.narrow(3, 0, v_BGKE.shape[3])
+            out = out.narrow(3, 0, work.v_BGKE.shape[3])
             yield tile, _with_rows(out, at, 2, 0.0), _with_rows(lse, at, 2, -torch.inf)
 
-    def backward(
-        self,
-        dout_BHQE: Tensor,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        out_BHQE: Tensor,
-        lse_BHQ: Tensor,
-        tiles: Sequence[Tile],
-        scale: float,
-        delta_BHQ: Tensor,  # noqa: ARG002
-        pairs: Pairs | None = None,  # noqa: ARG002
-    ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
-        width, dtype = _width(q_BHQD, v_BGKE), q_BHQD.dtype
-        dout, q, k, v, out = (_padded(x.to(dtype), width) for x in (dout_BHQE, q_BHQD, k_BGKD, v_BGKE, out_BHQE))
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+        width, dtype = _width(work), work.q_BHQD.dtype
+        dout, out = (_padded(x.to(dtype), width) for x in (upstream.dout_BHQE, upstream.out_BHQE))
+        q, k, v = (_padded(x, width) for x in (work.q_BHQD, work.k_BGKD, work.v_BGKE))
         # +inf is what the operator itself writes into rows that are not there: they add exact zeros
-        lse = lse_BHQ.float().masked_fill(lse_BHQ.isneginf(), torch.inf)
+        lse = upstream.lse_BHQ.float().masked_fill(upstream.lse_BHQ.isneginf(), torch.inf)
         done: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        launches = self._launches(q, k, tiles)
-        for index, tile in enumerate(tiles):
+        launches = self._launches(q, k, work.tiles)
+        for index, tile in enumerate(work.tiles):
             if index not in done:
                 launch = launches[index]
                 dq, dk, dv = self.backward_op(
@@ -145,14 +127,14 @@ class Flash:
                     *launch.starts(q),
                     launch.longest,
                     launch.window,
-                    scale,
+                    work.scale,
                 )
                 parts = zip(launch.split_queries(dq), launch.split_keys(dk), launch.split_keys(dv), strict=True)
                 done.update(zip(launch.members, parts, strict=True))
             dq, dk, dv = done.pop(index)
             tight = _tight(tile)
             rows, cols = (tight.q0 - tile.q0, tile.q1 - tight.q1), (tight.k0 - tile.k0, tile.k1 - tight.k1)
-            d, e = q_BHQD.shape[3], v_BGKE.shape[3]
+            d, e = work.q_BHQD.shape[3], work.v_BGKE.shape[3]
             yield (
                 tile,
                 _with_rows(dq.narrow(3, 0, d), rows, 2, 0.0),
@@ -272,8 +254,8 @@ def _tight(tile: Tile) -> Tile:
     return tight
 
 
-def _width(q: Tensor, v: Tensor) -> int:
-    return -(-max(q.shape[3], v.shape[3]) // MULTIPLE) * MULTIPLE
+def _width(work: TileWork) -> int:
+    return -(-max(work.q_BHQD.shape[3], work.v_BGKE.shape[3]) // MULTIPLE) * MULTIPLE
 
 
 def _padded(x: Tensor, width: int) -> Tensor:

@@ -6,69 +6,40 @@ with CPU stand-ins of the same contract. Shapes: see contract.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import Pairs
-from longspan.execution.kernels.panels import BackwardOp, ForwardOp, run_backward, run_forward
-from longspan.execution.tile import MASKS, Features, Tile
+from longspan.execution.kernels.panels import BackwardOp, ForwardOp, PanelKernel
+from longspan.execution.tile import MASKS, Features
 
 MULTIPLE = 8  # head dims that every one of these operators reads in whole vectors
 LSE_MULTIPLE = 32  # memory-efficient attention keeps whole warps of lse rows
 
 
 @dataclass(frozen=True)
-class Efficient:
+class Efficient(PanelKernel):
     """Memory-efficient attention: float32 too. Not run on a GPU."""
 
     name: str = "efficient"
     op: ForwardOp = _torch.efficient
     backward_op: BackwardOp = _torch.efficient_backward
     honours: Features = MASKS
+    multiple: int = MULTIPLE
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
         return _refuses(q_BHQD, (torch.float32, torch.bfloat16, torch.float16))
 
-    def forward(
-        self,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        tiles: Sequence[Tile],
-        scale: float,
-        pairs: Pairs | None = None,
-    ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        return run_forward(self._forward, q_BHQD, k_BGKD, v_BGKE, tiles, scale, MULTIPLE, pairs)
-
-    def backward(
-        self,
-        dout_BHQE: Tensor,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        out_BHQE: Tensor,
-        lse_BHQ: Tensor,
-        tiles: Sequence[Tile],
-        scale: float,
-        delta_BHQ: Tensor,  # noqa: ARG002
-        pairs: Pairs | None = None,
-    ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
-        return run_backward(
-            self._backward, dout_BHQE, q_BHQD, k_BGKD, v_BGKE, out_BHQE, lse_BHQ, tiles, scale, MULTIPLE, pairs
-        )
-
-    def _forward(
+    def run(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
     ) -> tuple[Tensor, Tensor]:
         heads = q.shape[1]
         out, lse_BHR = self.op(q, _spread(k, heads), _spread(v, heads), _expanded(bias, q), causal, scale)
         return out, lse_BHR.narrow(2, 0, q.shape[2])
 
-    def _backward(
+    def run_backward(
         self,
         dout: Tensor,
         q: Tensor,
@@ -99,13 +70,14 @@ class Efficient:
 
 
 @dataclass(frozen=True)
-class Cudnn:
+class Cudnn(PanelKernel):
     """cuDNN attention. Not run on a GPU."""
 
     name: str = "cudnn"
     op: ForwardOp = _torch.cudnn
     backward_op: BackwardOp = _torch.cudnn_backward
     honours: Features = MASKS
+    multiple: int = MULTIPLE
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
         widest = max(q_BHQD.shape[3], v_BGKE.shape[3])
@@ -113,41 +85,13 @@ class Cudnn:
             return f"it takes head dims up to 128 on every GPU that has it, and one here is {widest}"
         return _refuses(q_BHQD, (torch.bfloat16, torch.float16))
 
-    def forward(
-        self,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        tiles: Sequence[Tile],
-        scale: float,
-        pairs: Pairs | None = None,
-    ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        return run_forward(self._forward, q_BHQD, k_BGKD, v_BGKE, tiles, scale, MULTIPLE, pairs)
-
-    def backward(
-        self,
-        dout_BHQE: Tensor,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        out_BHQE: Tensor,
-        lse_BHQ: Tensor,
-        tiles: Sequence[Tile],
-        scale: float,
-        delta_BHQ: Tensor,  # noqa: ARG002
-        pairs: Pairs | None = None,
-    ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
-        return run_backward(
-            self._backward, dout_BHQE, q_BHQD, k_BGKD, v_BGKE, out_BHQE, lse_BHQ, tiles, scale, MULTIPLE, pairs
-        )
-
-    def _forward(
+    def run(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
     ) -> tuple[Tensor, Tensor]:
         out, lse_BHQ1 = self.op(q, k, v, _expanded(bias, q), causal, scale)
         return out, lse_BHQ1.squeeze(3)
 
-    def _backward(
+    def run_backward(
         self,
         dout: Tensor,
         q: Tensor,

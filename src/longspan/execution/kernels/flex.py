@@ -24,10 +24,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import Pairs
+from longspan.execution.kernels.contract import Pairs, TileWork, Upstream
 from longspan.execution.scoring.pipeline import Scoring
 from longspan.execution.scoring.traced import Program, decider, key_of, program
 from longspan.execution.tile import Features, Tile
+from longspan.execution.tile import wide as widened
 from longspan.masks import Predicate
 from longspan.masks.functions.memo import ByIdentity
 from longspan.masks.functions.predicate import device_of
@@ -62,47 +63,27 @@ class Flex:
             return "PyTorch compiles it with Triton, and Triton is not installed"
         return None
 
-    def forward(
-        self,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        tiles: Sequence[Tile],
-        scale: float,
-        pairs: Pairs | None = None,
-    ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        if not tiles:
+    def forward(self, work: TileWork) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+        if not work.tiles:
             return
-        call = _Call.of(tiles, q_BHQD, scale, pairs)
-        inputs = [call.rows(q_BHQD), call.keys(k_BGKD), call.keys(v_BGKE)]
+        call = _Call.of(work)
+        inputs = [call.rows(work.q_BHQD), call.keys(work.k_BGKD), call.keys(work.v_BGKE)]
         inputs += [*call.blocks.tensors, *call.score_values, *call.mask_values]
         with torch.no_grad():
             out, lse = _run(call.forward_key, call.forward_graph, inputs)
         yield call.blocks.cover, out, lse.mul_(LN2)
 
-    def backward(
-        self,
-        dout_BHQE: Tensor,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        out_BHQE: Tensor,  # noqa: ARG002
-        lse_BHQ: Tensor,
-        tiles: Sequence[Tile],
-        scale: float,
-        delta_BHQ: Tensor,
-        pairs: Pairs | None = None,
-    ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
-        if not tiles:
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+        if not work.tiles:
             return
-        call = _Call.of(tiles, q_BHQD, scale, pairs)
-        dout = call.rows(dout_BHQE)
+        call = _Call.of(work)
+        dout, lse = call.rows(upstream.dout_BHQE), call.rows(upstream.lse_BHQ)
         # exp(score - inf) is 0 for a row that saw nothing
-        lse = call.rows(lse_BHQ).masked_fill(call.rows(lse_BHQ).isneginf(), torch.inf).div_(LN2).contiguous()
+        lse = lse.masked_fill(lse.isneginf(), torch.inf).div_(LN2).contiguous()
         # The operator works out rowsum(dout * out) - dlse / log(2). With `out` of zeros this is any delta we like, in
         # full precision, and the output of rows from other ranks need not be known.
-        nothing, dlse = dout.new_zeros(()).expand(dout.shape), (call.rows(delta_BHQ) * -LN2).contiguous()
-        three = call.rows(q_BHQD), call.keys(k_BGKD), call.keys(v_BGKE)
+        nothing, dlse = dout.new_zeros(()).expand(dout.shape), (call.rows(upstream.delta_BHQ) * -LN2).contiguous()
+        three = call.rows(work.q_BHQD), call.keys(work.k_BGKD), call.keys(work.v_BGKE)
         buffers = *call.blocks.tensors, *call.score.marked(call.score_values), *call.mask_values
         with torch.no_grad():
             inputs = [*three, nothing, lse, dout, dlse, *buffers]
@@ -129,9 +110,9 @@ class _Call:
     pairs: Pairs | None
 
     @staticmethod
-    def of(tiles: Sequence[Tile], like: Tensor, scale: float, pairs: Pairs | None) -> _Call:
-        blocks = _blocks_of(tuple(tiles), like.device)
-        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    def of(work: TileWork) -> _Call:
+        like, pairs = work.q_BHQD, work.pairs
+        blocks, wide = _blocks_of(tuple(work.tiles), like.device), widened(like.dtype)
         scoring = None if pairs is None else pairs.scoring
         predicate = pairs.predicate if pairs is not None and blocks.depths[1] else None
         local = _positions(blocks.cover, pairs, like.device) if scoring is not None or predicate is not None else ()
@@ -144,7 +125,7 @@ class _Call:
         values = () if pairs is None else pairs.totals.values
         score_values = score.values(() if scoring is None else local, values)
         mask_values = mask.values((*blocks.tables, *(() if predicate is None else local[2:])), ())
-        return _Call(blocks, scale, score, score_values, mask, mask_values, pairs)
+        return _Call(blocks, work.scale, score, score_values, mask, mask_values, pairs)
 
     @property
     def forward_key(self) -> tuple[object, ...]:

@@ -5,12 +5,12 @@ Shapes: see contract.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from longspan.execution.kernels.contract import Kernel, Pairs, finite
+from longspan.execution.kernels.contract import Kernel, TileWork, Upstream, finite
 from longspan.execution.tile import Features, Tile
 
 
@@ -39,44 +39,27 @@ class Guarded:
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:
         return self.kernel.refuses(q_BHQD, k_BGKD, v_BGKE)
 
-    def forward(
-        self,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        tiles: Sequence[Tile],
-        scale: float,
-        pairs: Pairs | None = None,
-    ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        sign, above = signed(scale)
-        signed_q = q_BHQD if sign == 1.0 else q_BHQD * sign
-        for tile, out, lse in self.kernel.forward(signed_q, k_BGKD, v_BGKE, tiles, above, pairs):
+    def forward(self, work: TileWork) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+        _, above = _above(work)
+        for tile, out, lse in self.kernel.forward(above):
             if self.looks and not finite(out):
-                yield from self.careful.forward(q_BHQD, k_BGKD, v_BGKE, [tile], scale, pairs)
+                yield from self.careful.forward(replace(work, tiles=[tile]))
             else:
                 yield tile, out, lse
 
-    def backward(
-        self,
-        dout_BHQE: Tensor,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        out_BHQE: Tensor,
-        lse_BHQ: Tensor,
-        tiles: Sequence[Tile],
-        scale: float,
-        delta_BHQ: Tensor,
-        pairs: Pairs | None = None,
-    ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
-        sign, above = signed(scale)
-        signed_q = q_BHQD if sign == 1.0 else q_BHQD * sign
-        rest = k_BGKD, v_BGKE, out_BHQE, lse_BHQ
-        for tile, dq, dk, dv in self.kernel.backward(dout_BHQE, signed_q, *rest, tiles, above, delta_BHQ, pairs):
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+        sign, above = _above(work)
+        for tile, dq, dk, dv in self.kernel.backward(above, upstream):
             if self.looks and not (finite(dq) and finite(dk) and finite(dv)):
-                yield from self.careful.backward(dout_BHQE, q_BHQD, *rest, [tile], scale, delta_BHQ, pairs)
+                yield from self.careful.backward(replace(work, tiles=[tile]), upstream)
             else:
                 yield tile, dq if sign == 1.0 else dq * sign, dk, dv
+
+
+def _above(work: TileWork) -> tuple[float, TileWork]:
+    """A factor of q, and the same work with q so multiplied and a scale above 0."""
+    sign, scale = signed(work.scale)
+    return sign, work if sign == 1.0 else replace(work, q_BHQD=work.q_BHQD * sign, scale=scale)
 
 
 def signed(scale: float) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Tiles cut into the pieces that a fused operator knows (full, top-left causal, additive bias) and put together again.
 
-Not a kernel: the driver of those kernels whose operator has no notion of a band. Shapes: see contract.py.
+The driver of those kernels whose operator has no notion of a band. Shapes: see contract.py.
 
 How to cut was measured (CPU flash operator, 1 thread, H=8, D=64, bfloat16 and float32; ms forward, backward):
 
@@ -24,14 +24,17 @@ Turning the far border into a causal triangle by reversing rows was no faster (8
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from longspan.execution.kernels.contract import Pairs
-from longspan.execution.tile import Tile
+from longspan.execution.kernels.contract import Pairs, TileWork, Upstream
+from longspan.execution.tile import Features, Tile
+from longspan.execution.tile import wide as widened
 
 SMALL = (512, 1024)  # rows x columns up to which one call with a bias beats cutting
 NARROW = 2048  # bands narrower than this go in panels of NARROW_ROWS with a bias, wider ones in panels of WIDE_ROWS
@@ -63,6 +66,49 @@ class BackwardOp(Protocol):
         scale: float,
         /,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class PanelKernel(ABC):
+    """A kernel made of a fused operator that knows full, causal and biased attention, and no band."""
+
+    name: str
+    op: ForwardOp
+    backward_op: BackwardOp
+    honours: Features
+    multiple: int = 1
+    """Head dims are padded to a multiple of this."""
+
+    @abstractmethod
+    def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None: ...
+
+    def forward(self, work: TileWork) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+        return run_forward(self.run, work, self.multiple)
+
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+        return run_backward(self.run_backward, work, upstream, self.multiple)
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of one piece."""
+        return self.op(q, k, v, bias, causal, scale)
+
+    def run_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
+        /,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of one piece."""
+        return self.backward_op(dout, q, k, v, out, lse, bias, causal, scale)
 
 
 def split(tile: Tile) -> Iterator[Tile]:
@@ -166,19 +212,11 @@ def additive(rows: int, cols: int, lo: int | None, hi: int | None, like: Tensor)
     return bias.narrow(1, 0, cols)
 
 
-def run_forward(
-    op: ForwardOp,
-    q_BHQD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKE: Tensor,
-    tiles: Sequence[Tile],
-    scale: float,
-    multiple: int,
-    pairs: Pairs | None,
-) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+def run_forward(op: ForwardOp, work: TileWork, multiple: int) -> Iterator[tuple[Tile, Tensor, Tensor]]:
     """Kernel.forward by pieces. Head dims are padded with zeros to the larger of the two and to a `multiple`."""
-    biases, e, pad = _Biases(q_BHQD, pairs), v_BGKE.shape[3], _padding(q_BHQD, v_BGKE, multiple)
-    for tile in tiles:
+    q_BHQD, k_BGKD, v_BGKE = work.q_BHQD, work.k_BGKD, work.v_BGKE
+    biases, e, pad = _Biases(q_BHQD, work.pairs), v_BGKE.shape[3], _padding(q_BHQD, v_BGKE, multiple)
+    for tile in work.tiles:
         state: tuple[Tensor, Tensor] | None = None
         seen: list[Tile] = []
         for piece in split(tile):
@@ -188,7 +226,7 @@ def run_forward(
                 pad(k_BGKD.narrow(*keys)),
                 pad(v_BGKE.narrow(*keys)),
                 *biases.of(piece),
-                scale,
+                work.scale,
             )
             part = _cut(part, e)
             if biases.blind is not None:  # operators write finite numbers there
@@ -237,37 +275,27 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def run_backward(
-    op: BackwardOp,
-    dout_BHQE: Tensor,
-    q_BHQD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKE: Tensor,
-    out_BHQE: Tensor,
-    lse_BHQ: Tensor,
-    tiles: Sequence[Tile],
-    scale: float,
-    multiple: int,
-    pairs: Pairs | None,
+    op: BackwardOp, work: TileWork, upstream: Upstream, multiple: int
 ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
     """Kernel.backward by pieces, whose gradients are summed in float32 (float64 for float64)."""
-    dtype, d, e = q_BHQD.dtype, q_BHQD.shape[3], v_BGKE.shape[3]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    biases, pad = _Biases(q_BHQD, pairs), _padding(q_BHQD, v_BGKE, multiple)
+    q_BHQD, k_BGKD, v_BGKE, lse_BHQ = work.q_BHQD, work.k_BGKD, work.v_BGKE, upstream.lse_BHQ
+    wide, d, e = widened(q_BHQD.dtype), q_BHQD.shape[3], v_BGKE.shape[3]
+    biases, pad = _Biases(q_BHQD, work.pairs), _padding(q_BHQD, v_BGKE, multiple)
     # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for everybody it meets
     lse_BHQ = lse_BHQ.to(wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
-    for tile in tiles:
+    for tile in work.tiles:
         sums: tuple[Tensor, Tensor, Tensor] | None = None
         for piece in split(tile):
             rows, keys = (2, piece.q0, piece.rows), (2, piece.k0, piece.cols)
             dq, dk, dv = op(
-                pad(dout_BHQE.narrow(*rows)),
+                pad(upstream.dout_BHQE.narrow(*rows)),
                 pad(q_BHQD.narrow(*rows)),
                 pad(k_BGKD.narrow(*keys)),
                 pad(v_BGKE.narrow(*keys)),
-                pad(out_BHQE.narrow(*rows)),
+                pad(upstream.out_BHQE.narrow(*rows)),
                 lse_BHQ.narrow(*rows),
                 *biases.of(piece),
-                scale,
+                work.scale,
             )
             found = _cut(dq, d), _cut(dk, d), _cut(dv, e)
             if sums is None and (piece.rows, piece.cols) == (tile.rows, tile.cols):

@@ -9,14 +9,14 @@ Shapes: see contract.py; R = H // G query heads share one key/value head, b is t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from longspan.execution.kernels.contract import Pairs, finite
+from longspan.execution.kernels.contract import Pairs, TileWork, Upstream, finite
 from longspan.execution.tile import ALL, Tile
 from longspan.execution.tile import wide as widened
 from longspan.span import Span
@@ -36,54 +36,36 @@ class Reference:
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
         return None
 
-    def forward(
-        self,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        tiles: Sequence[Tile],
-        scale: float,
-        pairs: Pairs | None = None,
-    ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+    def forward(self, work: TileWork) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+        q_BHQD, v_BGKE = work.q_BHQD, work.v_BGKE
         b, h, e = q_BHQD.shape[0], q_BHQD.shape[1], v_BGKE.shape[3]
-        careful = _strange(q_BHQD, k_BGKD, v_BGKE)
-        for tile in tiles:
+        careful = _strange(q_BHQD, work.k_BGKD, v_BGKE)
+        for tile in work.tiles:
             out = q_BHQD.new_zeros((b, h, tile.rows, e), dtype=widened(q_BHQD.dtype))
             lse = out.new_full((b, h, tile.rows), -torch.inf)
             for rows in _row_blocks(tile):
                 at = slice(rows.q0 - tile.q0, rows.q1 - tile.q0)
-                for here, heads, q, k, v, mine in _chunks(rows, q_BHQD, k_BGKD, v_BGKE, pairs):
-                    out[here, heads, at], lse[here, heads, at] = _softmax(q, k, v, rows, scale, mine, careful)
+                for here, heads, panel in _panels(rows, work, careful):
+                    out[here, heads, at], lse[here, heads, at] = _softmax(panel)
             yield tile, out, lse
 
-    def backward(
-        self,
-        dout_BHQE: Tensor,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        out_BHQE: Tensor,  # noqa: ARG002
-        lse_BHQ: Tensor,
-        tiles: Sequence[Tile],
-        scale: float,
-        delta_BHQ: Tensor,
-        pairs: Pairs | None = None,
-    ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+        q_BHQD, k_BGKD, v_BGKE, lse_BHQ = work.q_BHQD, work.k_BGKD, work.v_BGKE, upstream.lse_BHQ
         wide, group = widened(q_BHQD.dtype), q_BHQD.shape[1] // k_BGKD.shape[1]
         # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for everybody it meets
         lse_BHQ = lse_BHQ.to(wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
-        careful = _strange(q_BHQD, k_BGKD, v_BGKE, dout_BHQE, delta_BHQ)
-        for tile in tiles:
+        careful = _strange(q_BHQD, k_BGKD, v_BGKE, upstream.dout_BHQE, upstream.delta_BHQ)
+        for tile in work.tiles:
             dq = torch.zeros_like(q_BHQD[:, :, tile.q0 : tile.q1], dtype=wide)
             dk = torch.zeros_like(k_BGKD[:, :, tile.k0 : tile.k1], dtype=wide)
             dv = torch.zeros_like(v_BGKE[:, :, tile.k0 : tile.k1], dtype=wide)
             for rows in _row_blocks(tile):
-                for here, heads, q, k, v, mine in _chunks(rows, q_BHQD, k_BGKD, v_BGKE, pairs):
-                    at, groups = (here, heads, slice(rows.q0, rows.q1)), k.shape[1]
-                    lse, delta = (_by_group(x[at].to(wide), groups) for x in (lse_BHQ, delta_BHQ))
-                    dout = _grouped(dout_BHQE[at], groups)
+                for here, heads, panel in _panels(rows, work, careful):
+                    at, groups = (here, heads, slice(rows.q0, rows.q1)), panel.k_BGKD.shape[1]
+                    lse, delta = (_by_group(x[at].to(wide), groups) for x in (lse_BHQ, upstream.delta_BHQ))
+                    dout = _grouped(upstream.dout_BHQE[at], groups)
                     keys = slice(heads.start // group, heads.stop // group)
-                    for block, *found in _gradients(q, k, v, dout, lse, delta, rows, scale, mine, careful):
+                    for block, *found in _gradients(panel, dout, lse, delta):
                         cols = slice(block.k0 - tile.k0, block.k1 - tile.k0)
                         dq[here, heads, rows.q0 - tile.q0 : rows.q1 - tile.q0] += found[0]
                         dk[here, keys, cols] += found[1]
@@ -109,11 +91,32 @@ def _col_blocks(rows: Tile) -> Iterator[Tile]:
                 yield block
 
 
-Chunk = tuple[slice, slice, Tensor, Tensor, Tensor, Pairs | None]
+@dataclass(frozen=True, eq=False)
+class _Panel:
+    """Some rows of a tile, for some batch rows and heads: what is worked on at once."""
+
+    q_BHQD: Tensor
+    k_BGKD: Tensor
+    v_BGKE: Tensor
+    rows: Tile
+    scale: float
+    pairs: Pairs | None
+    careful: bool
+    """Whether some number is not finite."""
+
+    @property
+    def q(self) -> Tensor:
+        """Its queries beside the key/value head they share."""
+        return _grouped(self.q_BHQD[:, :, self.rows.q0 : self.rows.q1], self.k_BGKD.shape[1])
+
+    def beside(self, block: Tile) -> Tile:
+        """All its rows with one block of keys."""
+        return replace(block, q0=self.rows.q0, q1=self.rows.q1)
 
 
-def _chunks(rows: Tile, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, pairs: Pairs | None) -> Iterator[Chunk]:
+def _panels(rows: Tile, work: TileWork, careful: bool) -> Iterator[tuple[slice, slice, _Panel]]:
     """Batch rows and query heads in parts that bound memory, with their tensors and pairs."""
+    q_BHQD, k_BGKD, v_BGKE, pairs = work.q_BHQD, work.k_BGKD, work.v_BGKE, work.pairs
     batch, heads, groups = q_BHQD.shape[0], q_BHQD.shape[1], k_BGKD.shape[1]
     group = heads // groups
     room = max(CACHED // (rows.rows * min(rows.cols, COLS)), 1) if q_BHQD.device.type == "cpu" else batch * heads
@@ -121,39 +124,25 @@ def _chunks(rows: Tile, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, pairs: P
     step_b = min(max(room // heads, 1), batch)
     for b in range(0, batch, step_b):
         for g in range(0, groups, step):
-            here, keys = Span(b, min(b + step_b, batch)), Span(g, min(g + step, groups))
-            mine = Span(keys.start * group, keys.stop * group)
-            yield (
-                slice(here.start, here.stop),
-                slice(mine.start, mine.stop),
-                q_BHQD[here.start : here.stop, mine.start : mine.stop],
-                k_BGKD[here.start : here.stop, keys.start : keys.stop],
-                v_BGKE[here.start : here.stop, keys.start : keys.stop],
-                None if pairs is None else pairs.part(here, mine),
-            )
+            here, keys = slice(b, min(b + step_b, batch)), slice(g, min(g + step, groups))
+            mine = slice(keys.start * group, keys.stop * group)
+            asked = None if pairs is None else pairs.part(Span(here.start, here.stop), Span(mine.start, mine.stop))
+            tensors = q_BHQD[here, mine], k_BGKD[here, keys], v_BGKE[here, keys]
+            yield here, mine, _Panel(*tensors, rows, work.scale, asked, careful)
 
 
 def _gradients(
-    q_BHQD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKE: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    rows: Tile,
-    scale: float,
-    pairs: Pairs | None,
-    careful: bool,
+    panel: _Panel, dout: Tensor, lse: Tensor, delta: Tensor
 ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
     """(block, dq, dk, dv) of a panel of rows with one block of keys after another."""
-    q = _grouped(q_BHQD[:, :, rows.q0 : rows.q1], k_BGKD.shape[1])
-    for block in _col_blocks(rows):
-        k, v = _keys(k_BGKD, block), _keys(v_BGKE, block)
-        ds, used = _score_gradient(q, k, lse, dout @ v.mT, delta, block, rows, scale, pairs)
-        if not careful:
+    q = panel.q
+    for block in _col_blocks(panel.rows):
+        k, v = _keys(panel.k_BGKD, block), _keys(panel.v_BGKE, block)
+        ds, used = _score_gradient(panel, block, (q @ k.mT).mul_(panel.scale), lse, dout @ v.mT, delta)
+        if not panel.careful:
             yield block, (ds @ k).flatten(1, 2), (ds.mT @ q).sum(2), (used.mT @ dout).sum(2)
             continue
-        apart = _apart(ds, block, rows.q0, pairs)
+        apart = _apart(ds, block, panel)
         back = None if apart is None else apart.mT
         dq = _product(_hide(ds, apart, 0.0), k, apart)
         yield block, dq.flatten(1, 2), _product(ds.mT, q, back).sum(2), _product(used.mT, dout, back).sum(2)
@@ -195,27 +184,19 @@ def _keys(x_BGKD: Tensor, block: Tile) -> Tensor:
 
 
 def _score_gradient(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    dp: Tensor,
-    delta: Tensor,
-    block: Tile,
-    rows: Tile,
-    scale: float,
-    pairs: Pairs | None,
+    panel: _Panel, block: Tile, raw: Tensor, lse: Tensor, dp: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of q @ k, and the probabilities by which values were weighted."""
-    raw = (q @ k.mT).mul_(scale)
-    apart = _apart(raw, block, rows.q0, pairs)
+    """The gradient of q @ k from the scaled scores, and the probabilities by which values were weighted."""
+    pairs, scale = panel.pairs, panel.scale
+    apart = _apart(raw, block, panel)
     if pairs is None or not pairs.features.score_function:
         p = _exp(_hide(raw.sub_(lse), apart, -torch.inf))
         return dp.sub_(delta).mul_(p).mul_(scale), p
-    panel = replace(block, q0=rows.q0, q1=rows.q1)
+    whole = panel.beside(block)
     raw = _hide(raw, apart, 0.0)  # of what is hidden only the place matters: it may not be finite
-    scores, pull = pairs.pull(raw.flatten(1, 2), panel)
+    scores, pull = pairs.pull(raw.flatten(1, 2), whole)
     p = _exp(_hide(scores.detach().unflatten(1, raw.shape[1:3]) - lse, apart, -torch.inf))
-    factor = pairs.factor(panel, p.dtype)
+    factor = pairs.factor(whole, p.dtype)
     used = p
     if factor is not None:
         factor = factor.view_as(p)
@@ -229,15 +210,15 @@ def _hide(x: Tensor, apart: Tensor | None, value: float) -> Tensor:
     return x if apart is None else x.masked_fill_(apart, value)
 
 
-def _apart(scores: Tensor, block: Tile, first_row: int, pairs: Pairs | None) -> Tensor | None:
+def _apart(scores: Tensor, block: Tile, panel: _Panel) -> Tensor | None:
     """Which pairs of a panel's rows with one block of keys may not meet; None if all may."""
-    rows, first = scores.shape[-2], block.q0 - first_row
+    rows, first = scores.shape[-2], block.q0 - panel.rows.q0
     apart = None
     if block.rows != rows or block.lo is not None or block.hi is not None:
         apart = _outside(rows, first, block.rows, block.cols, block.lo, block.hi, scores.device)
     if block.asks:
-        assert pairs is not None
-        hidden = ~pairs.allowed(block)
+        assert panel.pairs is not None
+        hidden = ~panel.pairs.allowed(block)
         if apart is None:
             return hidden
         apart = apart.clone()
@@ -268,47 +249,45 @@ def _exp(x: Tensor) -> Tensor:
     return torch.threshold_(x.clamp_(min=math.log(2 * tiny)).exp_(), 3 * tiny, 0.0)
 
 
-def _scores(q: Tensor, k_BGKD: Tensor, block: Tile, rows: Tile, scale: float, pairs: Pairs | None) -> Tensor:
+def _scores(panel: _Panel, q: Tensor, block: Tile) -> Tensor:
     """Scores of a panel's rows with one block of keys after all functions, -inf where a pair may not meet."""
-    scores = (q @ _keys(k_BGKD, block).mT).mul_(scale)
-    apart = _apart(scores, block, rows.q0, pairs)
-    if pairs is not None and pairs.features.score_function:
-        changed = pairs.change(scores.flatten(1, 2), replace(block, q0=rows.q0, q1=rows.q1))
+    scores = (q @ _keys(panel.k_BGKD, block).mT).mul_(panel.scale)
+    apart = _apart(scores, block, panel)
+    if panel.pairs is not None and panel.pairs.features.score_function:
+        changed = panel.pairs.change(scores.flatten(1, 2), panel.beside(block))
         changed = changed.unflatten(1, scores.shape[1:3])
         return changed if apart is None else changed.masked_fill(apart, -torch.inf)  # it may be the user's own tensor
     return scores if apart is None else scores.masked_fill_(apart, -torch.inf)
 
 
-def _softmax(
-    q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, rows: Tile, scale: float, pairs: Pairs | None, careful: bool
-) -> tuple[Tensor, Tensor]:
+def _softmax(panel: _Panel) -> tuple[Tensor, Tensor]:
     """(out, lse) of one panel of rows."""
-    q = _grouped(q_BHQD[:, :, rows.q0 : rows.q1], k_BGKD.shape[1])
+    q, pairs = panel.q, panel.pairs
     top = q.new_full((*q.shape[:-1], 1), -torch.inf)
     total = torch.zeros_like(top)
-    acc = q.new_zeros((*q.shape[:-1], v_BGKE.shape[3]))
-    for block in _col_blocks(rows):
-        scores = _scores(q, k_BGKD, block, rows, scale, pairs)
+    acc = q.new_zeros((*q.shape[:-1], panel.v_BGKE.shape[3]))
+    for block in _col_blocks(panel.rows):
+        scores = _scores(panel, q, block)
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         base = new_top.masked_fill(new_top.isneginf(), 0.0)  # -inf minus -inf is nan, not "nothing yet"
         p, shrink = _exp(scores - base), (top - base).exp_()
         total = total * shrink + p.sum(-1, keepdim=True)
-        factor = None if pairs is None else pairs.factor(replace(block, q0=rows.q0, q1=rows.q1), p.dtype)
+        factor = None if pairs is None else pairs.factor(panel.beside(block), p.dtype)
         p = p if factor is None else p.mul_(factor.view_as(p))
-        v = _keys(v_BGKE, block)
-        acc = acc * shrink + (_product(p, v, _apart(p, block, rows.q0, pairs)) if careful else p @ v)
+        v = _keys(panel.v_BGKE, block)
+        acc = acc * shrink + (_product(p, v, _apart(p, block, panel)) if panel.careful else p @ v)
         top = new_top
     out = acc / total.clamp(min=torch.finfo(total.dtype).tiny)  # 0 where nothing was seen
     return out.flatten(1, 2), (top + total.log()).squeeze(-1).flatten(1, 2)
 
 
-def highest(q_BHQD: Tensor, k_BGKD: Tensor, tile: Tile, scale: float, pairs: Pairs | None) -> Tensor:
-    """The highest score of every row of a tile, (B, H, q); -inf for rows that see nothing."""
+def highest(work: TileWork) -> Tensor:
+    """The highest score of every row of the one tile, (B, H, q); -inf for rows that see nothing."""
+    (tile,), q_BHQD = work.tiles, work.q_BHQD
     top = q_BHQD.new_full((*q_BHQD.shape[:2], tile.rows), -torch.inf, dtype=widened(q_BHQD.dtype))
     for rows in _row_blocks(tile):
-        q = _grouped(q_BHQD[:, :, rows.q0 : rows.q1], k_BGKD.shape[1])
-        at = top[:, :, rows.q0 - tile.q0 : rows.q1 - tile.q0]
+        panel = _Panel(q_BHQD, work.k_BGKD, work.v_BGKE, rows, work.scale, work.pairs, careful=False)
+        q, at = panel.q, top[:, :, rows.q0 - tile.q0 : rows.q1 - tile.q0]
         for block in _col_blocks(rows):
-            scores = _scores(q, k_BGKD, block, rows, scale, pairs)
-            at.copy_(torch.maximum(at, scores.amax(-1).flatten(1, 2)))
+            at.copy_(torch.maximum(at, _scores(panel, q, block).amax(-1).flatten(1, 2)))
     return top

@@ -82,7 +82,7 @@ def solved(masks: tuple[Mask, ...], length: int, world_size: int, equal_tokens: 
     """`balanced` with its arguments checked; equal masks give the same layout without solving again."""
     rows = solve([View.of(mask, length) for mask in masks], length, world_size, equal_tokens)
     slots = -(-length // world_size) if equal_tokens else None
-    return Layout.from_rows(length, world_size, rows, "balanced", slots)
+    return Layout.from_table(length, world_size, rows, "balanced", slots)
 
 
 def _length_of(masks: tuple[Mask, ...], seq_len: int | None) -> int:

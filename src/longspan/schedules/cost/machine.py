@@ -253,7 +253,7 @@ def _sums(number: Ints, values: Ints | Floats, size: int) -> Floats:
 
 
 def _batch_rows(compute: Compute, sizes: Sizes) -> int:
-    return sizes.batch if compute.q.rows is None else len(compute.q.rows)
+    return sizes.batch if compute.q.batch is None else len(compute.q.batch)
 
 
 def step_work(step: Step, rank: int, sizes: Sizes, machine: Machine, direction: str, later: bool) -> Work:

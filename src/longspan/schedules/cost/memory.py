@@ -26,7 +26,7 @@ def live_bytes(
     change[0] = sum(piece_bytes(list(kept), sizes))
     once = np.zeros(size, dtype=np.int64)  # what is there in a step only
     if len(steps):
-        own = union(layout.span_rows(rank))
+        own = union(layout.span_table(rank))
         _add_transfers(change, once, traffic(steps, sizes), rank)
         once += _gathered(steps, rank, own, layout.seq_len, sizes, kept)
         queries, keys = (uses_of(steps, role, own, layout.seq_len) for role in (Role.Q, Role.KV))

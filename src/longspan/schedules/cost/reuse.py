@@ -132,7 +132,7 @@ def uses_of(steps: tuple[Step, ...], role: Role, own: Ints, seq_len: int) -> lis
 
 
 def key_of(piece: Piece) -> Key:
-    return piece.heads, piece.rows, piece.apart
+    return piece.heads, piece.batch, piece.apart
 
 
 def labelled(pieces: list[Piece]) -> Ints:

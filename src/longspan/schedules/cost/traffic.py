@@ -27,7 +27,7 @@ def piece_bytes(pieces: list[Piece], sizes: Sizes) -> list[int]:
         spans = piece.spans
         if id(spans) not in tokens:
             tokens[id(spans)] = sum([span.stop - span.start for span in spans])
-        rows, heads = piece.rows, piece.heads
+        rows, heads = piece.batch, piece.heads
         weight = (heads.stop - heads.start) * (sizes.batch if rows is None else rows.stop - rows.start)
         found.append(tokens[id(spans)] * weight * row_bytes[piece.role])
     return found

@@ -45,7 +45,7 @@ def _transfers(lane: Lane, pairs: Ints, chunks: Chunks, rank: int) -> list[Trans
     for (s, d, _), (start, stop, branches) in sorted(seen.items()):
         alike.setdefault((s, d, tuple(sorted(branches))), []).append((start, stop))
     return [
-        Transfer(s, d, Piece(Role.KV, as_spans(union(np.array(rows))), lane.kv_heads, lane.rows, apart), until=1)
+        Transfer(s, d, Piece(Role.KV, as_spans(union(np.array(rows))), lane.kv_heads, lane.batch, apart), until=1)
         for (s, d, apart), rows in alike.items()
     ]
 
@@ -56,8 +56,8 @@ def _computes(lane: Lane, chunks: Chunks, rank: int) -> list[tuple[tuple[int, in
     for part in lane.parts:
         for (q, kv), (sure, maybe) in _bands(part, chunks, rank).items():
             both = np.concatenate((sure, maybe))
-            rows = Piece(Role.Q, as_spans(union(both[:, :2])), part.q_heads, lane.rows)
-            keys = Piece(Role.KV, as_spans(union(both[:, 2:4])), lane.kv_heads, lane.rows, (chunks.branch(q),))
+            rows = Piece(Role.Q, as_spans(union(both[:, :2])), part.q_heads, lane.batch)
+            keys = Piece(Role.KV, as_spans(union(both[:, 2:4])), lane.kv_heads, lane.batch, (chunks.branch(q),))
             found.append(((q, kv), Compute(rank, rows, keys, bd.as_bands(sure), bd.as_bands(maybe))))
     # Reversed, which is backward, this is ascending in queries for the keys of one chunk and one branch.
     return sorted(found, key=lambda pair: (pair[0][1] > pair[0][0], -pair[0][1], -pair[0][0]))

@@ -45,10 +45,10 @@ class Slices:
     def groups(self) -> Layout:
         """The layout with a whole group in the place of a rank."""
         layout = self.problem.layout
-        rows = layout.rows.copy()
+        rows = layout.table.copy()
         rows[:, 2] //= self.heads
         rows = rows[np.lexsort((rows[:, 0], rows[:, 2]))]
-        return Layout.from_rows(layout.seq_len, layout.world_size // self.heads, rows, layout.name)
+        return Layout.from_table(layout.seq_len, layout.world_size // self.heads, rows, layout.name)
 
     @cached_property
     def _made(self) -> dict[int, Problem]:
@@ -66,7 +66,7 @@ class Slices:
     def kind(self, number: int) -> object:
         """What decides how much a slice computes and moves: equally many heads of the same rows are alike."""
         return tuple(
-            (lane.rows, len(lane.kv_heads), tuple((len(p.q_heads), id(p.plane), id(p.q_rows)) for p in lane.parts))
+            (lane.batch, len(lane.kv_heads), tuple((len(p.q_heads), id(p.plane), id(p.q_rows)) for p in lane.parts))
             for lane in self.slice(number).lanes
         )
 
@@ -74,7 +74,7 @@ class Slices:
     def _whole(self) -> Problem:
         """All heads over the groups. No slice needs more rows, so its number of stages serves all of them alike."""
         lanes = [
-            Lane(lane.rows, lane.kv_heads, tuple(Part(p.q_heads, p.plane, self._group_rows) for p in lane.parts))
+            Lane(lane.batch, lane.kv_heads, tuple(Part(p.q_heads, p.plane, self._group_rows) for p in lane.parts))
             for lane in self.problem.lanes
         ]
         node, size = self.problem.node, self.problem.layout.world_size
@@ -93,7 +93,7 @@ class Slices:
         """The parts of all lanes, batch rows by batch rows, in head order."""
         found: dict[Span | None, list[Part]] = {}
         for lane in self.problem.lanes:
-            found.setdefault(lane.rows, []).extend(lane.parts)
+            found.setdefault(lane.batch, []).extend(lane.parts)
         return [(rows, sorted(parts, key=lambda part: part.q_heads.start)) for rows, parts in found.items()]
 
     def _parts(self, base: list[Part], number: int) -> list[Part]:
@@ -133,7 +133,7 @@ class Slices:
 
     @cached_property
     def _group_rows(self) -> Ints:
-        rows = self.groups.rows
+        rows = self.groups.table
         return rows[np.lexsort((rows[:, 0], rows[:, 2]))]
 
     def _share_of_rows(self, plane: Plane, first: Fraction, last: Fraction) -> Ints:
@@ -214,7 +214,7 @@ def _inputs(slices: Slices, taker: int) -> list[Piece]:
     for lane in problem.lanes:
         for part in lane.parts:
             bands = bd.tighten(np.concatenate(problem.rank_bands(part, group)))  # rows that see nothing stay at home
-            pieces.append(Piece(Role.Q, as_spans(union(bands[:, :2])), part.q_heads, lane.rows))
+            pieces.append(Piece(Role.Q, as_spans(union(bands[:, :2])), part.q_heads, lane.batch))
         alone = slices.groups.world_size == 1
         pieces.append(lane.kv(needed_rows(lane, problem.layout.seq_len)[:, :2] if alone else problem.held(group)))
     return pieces
@@ -224,7 +224,7 @@ def _held_part(piece: Piece, problem: Problem, rank: int) -> Piece | None:
     """The part of a piece that a rank holds from the start; None when that is nothing."""
     rows = np.array([(span.start, span.stop) for span in piece.spans], dtype=np.int64).reshape(-1, 2)
     rows = intersect(rows, problem.held(rank))
-    return Piece(piece.role, as_spans(rows), piece.heads, piece.rows) if len(rows) else None
+    return Piece(piece.role, as_spans(rows), piece.heads, piece.batch) if len(rows) else None
 
 
 def _shifted(step: Step, heads: int, number: int) -> Step:

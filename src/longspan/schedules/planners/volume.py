@@ -50,7 +50,7 @@ class Volume:
 
 
 def _weight(lane: Lane, sizes: Sizes) -> int:
-    return len(lane.kv_heads) * (sizes.batch if lane.rows is None else len(lane.rows))
+    return len(lane.kv_heads) * (sizes.batch if lane.batch is None else len(lane.batch))
 
 
 def ring_volume(problem: Problem) -> Volume:
@@ -110,7 +110,7 @@ def _relayed(fetch: Fetch, node: int, seq_len: int) -> tuple[Ints, Ints, Ints]:
 
 def lent(needed: Ints, layout: Layout) -> Ints:
     """How many rows others take of each rank, of (start, stop, ...) rows that are taken; a row counts each time."""
-    segments = layout.rows
+    segments = layout.table
     covered = _rows_before(needed, segments[:, 1]) - _rows_before(needed, segments[:, 0])
     found = np.zeros(layout.world_size, dtype=np.int64)
     np.add.at(found, segments[:, 2], covered)
@@ -158,9 +158,9 @@ def _gathered(slices: Slices, problem: Problem) -> tuple[Ints, Ints]:
     size, seq_len = slices.problem.layout.world_size, problem.layout.seq_len
     q, kv = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
     for lane in problem.lanes:
-        rows = needed_rows(lane, seq_len) if problem.layout.world_size == 1 else problem.layout.rows
+        rows = needed_rows(lane, seq_len) if problem.layout.world_size == 1 else problem.layout.table
         kv += _weight(lane, problem.sizes) * _held(slices, rows)
-        batch = problem.sizes.batch if lane.rows is None else len(lane.rows)
+        batch = problem.sizes.batch if lane.batch is None else len(lane.batch)
         for part in lane.parts:
             q += len(part.q_heads) * batch * _held(slices, _seeing(part, seq_len))
     return q, kv
@@ -180,9 +180,9 @@ def _held(slices: Slices, rows: Ints) -> Ints:
     """How many of its group's (start, stop, group) rows each rank holds."""
     layout = slices.problem.layout
     stride = layout.seq_len + 1
-    owners = layout.rows[:, :2] + (layout.rows[:, 2] // slices.heads * stride)[:, None]
+    owners = layout.table[:, :2] + (layout.table[:, 2] // slices.heads * stride)[:, None]
     order = np.argsort(owners[:, 0], kind="stable")
-    owners, owner = owners[order], layout.rows[order, 2]
+    owners, owner = owners[order], layout.table[order, 2]
     line = rows[:, :2] + (rows[:, 2] * stride)[:, None]
     i, j = join(line, owners)
     found = np.zeros(layout.world_size, dtype=np.int64)

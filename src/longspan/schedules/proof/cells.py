@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from longspan.schedules.steps import Compute, Piece, Role, Schedule
-from longspan.span import Ints, Span, as_rows
+from longspan.span import Ints, Span, as_table
 
 Key = tuple[int, int]
 """Head atom and batch-row atom."""
@@ -27,19 +27,19 @@ class Board:
             span for c in _computes(schedule) for band in (*c.bands, *c.maybe) for span in (band.q, band.kv)
         ]
         ends = [value for span in spans for value in (span.start, span.stop)]
-        self.edges = np.unique(np.array([0, schedule.layout.seq_len, *schedule.layout.rows[:, 0], *ends]))
+        self.edges = np.unique(np.array([0, schedule.layout.seq_len, *schedule.layout.table[:, 0], *ends]))
         self.num_cells = len(self.edges) - 1
         self.sizes = np.diff(self.edges)
         self._q = _edges((p.heads for p in pieces if p.role not in (Role.KV, Role.DKV)), sizes.q_heads)
         self._kv = _edges((p.heads for p in pieces if p.role in (Role.KV, Role.DKV)), sizes.kv_heads)
-        self._rows = _edges((p.rows for p in pieces if p.rows is not None), sizes.batch)
+        self._rows = _edges((p.batch for p in pieces if p.batch is not None), sizes.batch)
         self._seen: dict[Piece, tuple[Ints, list[Key]]] = {}
 
     def cells(self, spans: tuple[Span, ...]) -> Ints:
         """The numbers of the cells that the spans cover."""
         if not spans:
             return np.empty(0, dtype=np.int64)
-        ends = np.searchsorted(self.edges, as_rows(spans))
+        ends = np.searchsorted(self.edges, as_table(spans))
         return np.concatenate([np.arange(low, high, dtype=np.int64) for low, high in ends.tolist()])
 
     def place(self, piece: Piece) -> tuple[Ints, list[Key]]:
@@ -48,7 +48,7 @@ class Board:
             heads = self._kv if piece.role in (Role.KV, Role.DKV) else self._q
             self._seen[piece] = (
                 self.cells(piece.spans),
-                [(h, b) for h in _atoms(heads, piece.heads) for b in _atoms(self._rows, piece.rows)],
+                [(h, b) for h in _atoms(heads, piece.heads) for b in _atoms(self._rows, piece.batch)],
             )
         return self._seen[piece]
 

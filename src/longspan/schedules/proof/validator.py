@@ -18,7 +18,7 @@ from longspan.masks import bands as bd
 from longspan.schedules.proof.cells import Board, Key
 from longspan.schedules.steps import GRADIENT, MAX_BATCH, Compute, Piece, Role, Schedule, Step, Transfer
 from longspan.schedules.text_table import table
-from longspan.span import Ints, Span, as_rows, union
+from longspan.span import Ints, Span, as_table, union
 
 Term = tuple[int, int, *tuple[Span, ...]]
 """A board's key, and the queries that are added up apart, if any are."""
@@ -162,11 +162,11 @@ class _Proof:
         aligned = (q.start, q.stop) == (kv.start * group, kv.stop * group)
         if not aligned and not (len(kv) == 1 and kv.start * group <= q.start and q.stop <= kv.stop * group):
             self.fail(rank, number, f"query heads {q} do not use key/value heads {kv} in step.")
-        if c.kv.apart and (len(c.kv.apart) > 1 or not _inside(as_rows(c.q.spans), as_rows(c.kv.apart)).all()):
+        if c.kv.apart and (len(c.kv.apart) > 1 or not _inside(as_table(c.q.spans), as_table(c.kv.apart)).all()):
             self.fail(rank, number, f"{c!r} is not of the queries that are added up apart.")
         bands = bd.as_array((*c.bands, *c.maybe))
         for piece, spans in ((c.q, bands[:, :2]), (c.kv, bands[:, 2:4])):
-            reaching = np.flatnonzero(~_inside(spans, union(as_rows(piece.spans))))
+            reaching = np.flatnonzero(~_inside(spans, union(as_table(piece.spans))))
             if len(reaching):
                 band = (*c.bands, *c.maybe)[int(reaching[0])]
                 self.fail(rank, number, f"band {band!r} reaches outside {piece!r}.")
