@@ -36,6 +36,6 @@ python_maximum_signature_line_length = 100
 # Names of other packages, and of classes that annotations mention but that are not public.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|collections|pathlib|typing)\..*"),
-    ("py:class", r"longspan\.masks\.reads\.Reads"),
-    ("py:class", r"longspan\.(schedules|execution|testing|viz|integrations)\.[a-z_]+\._?[A-Z]\w+"),
+    ("py:class", r"longspan\.masks\.functions\.reads\.Reads"),
+    ("py:class", r"longspan\.(schedules|execution|testing|viz|integrations)(\.[a-z_]+)+\._?[A-Z]\w+"),
 ]

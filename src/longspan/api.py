@@ -10,7 +10,7 @@ from longspan.masks import Mask
 from longspan.schedules.chunks import MAX_CHUNKS
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.cost.presets import H100, machine_named
-from longspan.schedules.plan import Plan, made_plan
+from longspan.schedules.plan import Plan, PlanRequest, planned
 from longspan.schedules.steps import Sizes
 from longspan.span import shortened, whole
 from longspan.untraced import untraced
@@ -177,7 +177,7 @@ def plan(
     max_rows = None if fetch_bytes is None else _rows_within(fetch_bytes, sizes)
     hardware = H100 if machine is None else machine_named(machine) if isinstance(machine, str) else machine
     scheme, cut = schedule.replace(" ", ""), _cut(chunks, fetch_bytes)
-    return made_plan(mask, layout, sizes, name, scheme, hardware, machine is None, keep, max_rows, cut)
+    return planned(mask, PlanRequest(layout, sizes, name, scheme, hardware, machine is None, keep, max_rows, cut))
 
 
 def _cut(chunks: int | None, fetch_bytes: int | None) -> int | None:

@@ -11,7 +11,7 @@ from longspan.errors import PlanError
 from longspan.layouts import contiguous
 from longspan.masks import Mask
 from longspan.schedules.cost.presets import CPU
-from longspan.schedules.plan import Plan, made_plan
+from longspan.schedules.plan import Plan, PlanRequest, planned
 from longspan.schedules.steps import Sizes
 
 SEQ_DIM = 2
@@ -36,7 +36,7 @@ def one_device_plan(q: Shape, k: Shape, v: Shape, dtype: Any, mask: Mask) -> Pla
     sizes = Sizes(q[1], k[1], q[3], v[3], dtype.itemsize, q[0])
     layout = contiguous(q[SEQ_DIM], 1)
     name = str(dtype).removeprefix("torch.")
-    return made_plan(mask, layout, sizes, name, "exchange", CPU, True, False, None)
+    return planned(mask, PlanRequest(layout, sizes, name, "exchange", CPU, assumed=True))
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -164,51 +164,45 @@ class Plan(Handled):
         return "\n".join((*lines, *map(str, self.reasons)))
 
 
-def made_plan(
-    mask: Mask,
-    layout: Layout,
-    sizes: Sizes,
-    dtype: str,
-    name: str,
-    machine: Machine,
-    assumed: bool,
-    keep: bool,
-    max_rows: int | None,
-    chunks: int | None = None,
-) -> Plan:
-    """The plan of checked arguments; equal ones give the same object, masks with a function only the same mask.
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a plan is asked for beside its mask, checked."""
+
+    layout: Layout
+    sizes: Sizes
+    dtype: str
+    scheme: str
+    machine: Machine
+    assumed: bool
+    """Whether nobody named the machine."""
+    keep: bool = False
+    max_rows: int | None = None
+    chunks: int | None = None
+
+
+def planned(mask: Mask, request: PlanRequest) -> Plan:
+    """The plan of a request; equal ones give the same object, masks with a function only the same mask.
 
     Those of a mask with a function are kept by the mask, and go with it and with what its function captured.
     """
-    rest = layout, sizes, dtype, name, machine, assumed, keep, max_rows, chunks
     if mask.is_structured:
-        return _made(MaskKey(mask), *rest)
-    if rest not in mask.plans:
+        return _made(MaskKey(mask), request)
+    if request not in mask.plans:
         while len(mask.plans) >= MAX_PLANS:
             del mask.plans[next(iter(mask.plans))]
-        mask.plans[rest] = _made.__wrapped__(MaskKey(mask.twin()), *rest)
-    return mask.plans[rest]
+        mask.plans[request] = _made.__wrapped__(MaskKey(mask.twin()), request)
+    return mask.plans[request]
 
 
 @lru_cache(maxsize=64)
-def _made(
-    key: MaskKey,
-    layout: Layout,
-    sizes: Sizes,
-    dtype: str,
-    name: str,
-    machine: Machine,
-    assumed: bool,
-    keep: bool,
-    max_rows: int | None,
-    chunks: int | None,
-) -> Plan:
-    mask = key.mask
-    problem = Problem.make(mask, layout, sizes, node=machine.node, max_rows=max_rows, chunks=chunks)
-    if name == "auto" and chunks is not None:
-        name = "exchange"  # the one scheme that computes in chunks: nothing to compare
+def _made(key: MaskKey, request: PlanRequest) -> Plan:
+    mask, layout, machine, chunks = key.mask, request.layout, request.machine, request.chunks
+    problem = Problem.make(mask, layout, request.sizes, node=machine.node, max_rows=request.max_rows, chunks=chunks)
+    # With chunks there is one scheme that computes in them: nothing to compare.
+    name = "exchange" if request.scheme == "auto" and chunks is not None else request.scheme
     if name == "auto":
-        chosen, reasons = choose(problem, machine, keep=keep)
+        chosen, reasons = choose(problem, machine, keep=request.keep)
     else:
         chosen, reasons = scheme(name, problem), ()
-    return Plan(mask.resized(layout.seq_len), layout, sizes, dtype, chosen, machine, assumed, keep, reasons)
+    whole = mask.resized(layout.seq_len)
+    return Plan(whole, layout, request.sizes, request.dtype, chosen, machine, request.assumed, request.keep, reasons)

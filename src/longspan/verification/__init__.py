@@ -60,10 +60,10 @@ def verify(
     >>> verify(causal, None, made).causes
     ('mask replaced by plain causal',)
     """
-    from longspan.verification.attention.compare import CallSpec, verify_attention
+    from longspan.verification.attention.compare import CallSpec, Effort, verify_attention
 
     asked = CallSpec(scale, score_mod, softcap, sinks, alibi, relative_bias, bias, dropout, seed, captured_grads)
-    return verify_attention(fn, inputs, plan, group, asked, probes, factor, draw, device)
+    return verify_attention(fn, inputs, plan, group, asked, Effort(probes, factor, draw, device))
 
 
 def verify_model(

@@ -88,7 +88,7 @@ def answer(meaning: Meaning, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, jitt
     captured = () if scoring is None else scoring.captured
     swap = Swap(captured, [t.detach().double() for t in captured], by_element=False)
     sinks = None if meaning.sinks is None else meaning.sinks.detach().double().requires_grad_()
-    out, lse = _forward(meaning, q, k, v, sinks, swap, jitter, dout.double())
+    out, lse = _forward(meaning, (q, k, v), sinks, swap, jitter, dout.double())
     shared = [leaf for _, _, leaf in swap.taken] + ([] if sinks is None else [sinks])
     found = torch.autograd.grad(out, [*leaves, *shared], dout.double(), allow_unused=True)
     grads = [torch.zeros_like(t) if g is None else g for g, t in zip(found, [*leaves, *shared], strict=True)]
@@ -101,8 +101,9 @@ def answer(meaning: Meaning, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, jitt
 
 
 def _forward(
-    meaning: Meaning, q: Tensor, k: Tensor, v: Tensor, sinks: Any, swap: Swap, jitter: Jitter | None, dout: Tensor
+    meaning: Meaning, inputs: tuple[Tensor, Tensor, Tensor], sinks: Any, swap: Swap, jitter: Jitter | None, dout: Tensor
 ) -> tuple[Tensor, Tensor]:
+    q, k, v = inputs
     group = q.shape[1] // k.shape[1]
     wide_k, wide_v = (
         t.repeat(1, group, 1, 1) if meaning.is_tiled else t.repeat_interleave(group, dim=1) for t in (k, v)

@@ -65,7 +65,7 @@ def mask_picture(
     count = lambda tick: count_text(int(tick))  # noqa: E731
     bottom_axis(scene, x, y.stop, ticks, "key position (tokens)", count)
     left_axis(scene, y, left - (18 if owner is not None else 4), ticks, "query position (tokens)", count)
-    _legend(scene, left + SIDE + 24, y(0) + 10, mask, layout, row, head, bool(is_open.any()), owner)
+    _legend(scene, (left + SIDE + 24, y(0) + 10), mask, layout, (row, head), bool(is_open.any()), owner)
     scene.height = y.stop + 52
     return scene
 
@@ -128,18 +128,17 @@ def _owner_strip(scene: Scene, x: float, y: Scale, edges: np.ndarray, owner: np.
 
 def _legend(
     scene: Scene,
-    x: float,
-    y: float,
+    corner: tuple[float, float],
     mask: Mask,
     layout: Layout | None,
-    row: int,
-    head: int,
+    plane: tuple[int, int],
     is_open: bool,
     owner: np.ndarray | None,
 ) -> None:
+    x, y = corner
     color = MIXED if layout is not None else FORWARD
     if layout is not None:
-        work = row_work(mask, layout, row, head).astype(np.float64)
+        work = row_work(mask, layout, *plane).astype(np.float64)
         part = work / (work.sum() or 1.0)
         scene.add(Text(x, y, "query rows held by", SMALL, bold=True))
         words = [f"rank {rank}: {100 * value:.1f} % of pairs" for rank, value in enumerate(part.tolist())]

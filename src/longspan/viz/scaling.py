@@ -67,7 +67,7 @@ def scaling_picture(
     for number, (label, value, text) in enumerate(sides):
         left = MARGIN + 62 + number * (_WIDE + 106)
         scene.add(Text(left, top - 8, label, SMALL, bold=True))
-        _panel(scene, points, names, value, text, left, top, ideal=number == 0)
+        _panel(scene, (left, top), points, names, value, text, ideal=number == 0)
     _legend(scene, names, top + _TALL + 64)
     scene.height = top + _TALL + 90
     return scene
@@ -75,14 +75,14 @@ def scaling_picture(
 
 def _panel(
     scene: Scene,
+    corner: tuple[float, float],
     points: Sequence[ScalingPoint],
     names: list[str],
     value: Callable[[ScalingPoint], float],
     text: Callable[[float], str],
-    left: float,
-    top: float,
     ideal: bool,
 ) -> None:
+    left, top = corner
     some = [value(point) for point in points if value(point) > 0] or [1.0]
     low, high = _outwards(min(some), max(some))
     ranks = sorted({point.ranks for point in points})

@@ -76,34 +76,41 @@ class CallSpec:
         return tuple(f"gradient of {name}" for name in names)
 
 
+@dataclass(frozen=True)
+class Effort:
+    """How hard to look: probes for leaks, tolerance, the seed of random inputs, and where they are made."""
+
+    probes: int
+    factor: float
+    draw: int
+    device: Any
+
+
 def verify_attention(
     fn: Callable[..., Any],
     inputs: Any,
     plan: Plan,
     group: Any,
     asked: CallSpec,
-    probes: int,
-    factor: float,
-    draw: int,
-    device: Any,
+    effort: Effort,
 ) -> Report:
     """See `longspan.verify`."""
     ranks = RankView.of(_checked(fn, plan).layout, group)
-    tensors = _inputs(inputs, plan, draw, device)
+    tensors = _inputs(inputs, plan, effort.draw, effort.device)
     subject = f"attention of {plan!r}"
     given = {"plan": plan.fingerprint, "asked": [*asked.given(), repr(asked.scale), asked.seed, asked.captured_grads]}
     given |= dict(zip(("q", "k", "v"), tensors, strict=False)) if inputs is not None else {}
     different = same_data(given, ranks)
     if different is not None:
         return Report(subject, ranks.size, (), (different,))
-    work = _Work(plan, ranks, asked, tensors, factor)
+    work = _Work(plan, ranks, asked, tensors, effort.factor)
     shared = dict(zip(work.right.names, work.captured(), strict=True))
     found = run_call(fn, ranks, tensors, shared, plan.sizes.v_head_dim)
     if isinstance(found, Finding):
         return Report(subject, ranks.size, (), (replace(found, advice=found.advice or ADVICE.get(found.cause, "")),))
     checks, findings = work.compare(found)
     notes: list[str] = []
-    leaky, said = _probe(work, fn, shared, found, probes, draw, findings)
+    leaky, said = _probe(work, fn, shared, found, effort.probes, effort.draw, findings)
     notes += said
     findings += leaky
     others = ranks.any(bool(findings))
