@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from sphinx.ext.napoleon import GoogleDocstring
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
@@ -39,3 +41,13 @@ nitpick_ignore_regex = [
     ("py:class", r"longspan\.masks\.functions\.reads\.Reads"),
     ("py:class", r"longspan\.(schedules|execution|testing|viz|integrations)(\.[a-z_]+)+\._?[A-Z]\w+"),
 ]
+
+
+def lists_of_arguments(app, what, name, obj, options, lines):  # noqa: ARG001 - Sphinx's own signature
+    """`Args:` and `Returns:` as lists. Functions only: napoleon takes "word: text" of an attribute for its type."""
+    if what in ("function", "method"):
+        lines[:] = GoogleDocstring(lines).lines()
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", lists_of_arguments)

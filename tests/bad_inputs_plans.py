@@ -28,7 +28,7 @@ def _arguments():
     yield from counts("Sizes", lambda n: Sizes(4, 2, 8, 8, n), ScheduleError, "itemsize", 1, NO_SIZES)
     yield bad("heads", lambda: planned(kv_heads=3), ScheduleError, "q_heads = 4", "leaves 1 over", "multiple of")
     for dtype in ("float8", torch.int64, "int8", None, 4, torch.complex64, "FLOAT32"):
-        says = "was asked for. There are float64, float32, bfloat16, float16", repr(dtype)
+        says = "was asked for. Choose one of float64, float32, bfloat16, float16", repr(dtype)
         yield bad(f"dtype {dtype!r}", lambda d=dtype: planned(dtype=d), PlanError, *says)
     for name in (
         "rings",

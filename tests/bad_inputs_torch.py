@@ -68,7 +68,7 @@ def _contexts():
     two = lambda: context_parallel(mesh("dp", "cp")).__enter__()  # noqa: E731
     yield bad("two axes", two, PlanError, "a mesh of axes ('dp', 'cp')", "mesh['cp']")
     for value in ("ring", None, "all_gather", 3):
-        says = f"rotate method {value!r}", "'allgather' and 'alltoall'"
+        says = f"rotate method {value!r}", "'allgather' or 'alltoall'"
         yield bad(f"rotate {value!r}", lambda v=value: set_rotate_method(v), PlanError, *says)
 
 
@@ -102,7 +102,7 @@ def _attention():
     masked = lambda: inside(lambda: flex_attention(Q, Q, Q, None, masks.causal(9)))  # noqa: E731
     yield bad("inside mask length", masked, MaskError, "is for 9 tokens")
     for value in ("eager", None, 3):
-        says = f"attention_type = {value!r}", "'sdpa' and 'flex'"
+        says = f"attention_type = {value!r}", "'sdpa' or 'flex'"
         yield bad(f"type {value!r}", lambda v=value: ContextParallel(attention_type=v), PlanError, *says)
     none = lambda: parallelize_module(torch.nn.Linear(4, 4), mesh("cp"), ContextParallel())(Q)  # noqa: E731
     yield bad("no attention", none, PlanError, "Linear was given ContextParallel", "never called")

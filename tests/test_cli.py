@@ -225,7 +225,7 @@ REFUSALS = [
     (("plan", "--seq", "8k", "--docs", "700,x"), "a number such as 65536"),
     (("plan", "--seq", "8k", "--docs", "700,800"), "2 documents of 1500 tokens together, but --seq is 8192"),
     (("plan", "--seq", "8k", "--docs", "full", "--window", "4"), "--window goes with causal documents"),
-    (("plan", "--seq", "8k", "--machine", "tpu"), "machine 'tpu' was asked for. There are h100, a100, cpu"),
+    (("plan", "--seq", "8k", "--machine", "tpu"), "machine 'tpu' was asked for. Choose one of h100, a100, cpu"),
     (("plan", "--seq", "8k", "--scheme", "magic"), "schedule 'magic' was asked for"),
     (("plan", "--seq", "8k", "--layout", "magic"), "invalid choice: 'magic'"),
     (("plan", "--seq", "8k", "--q-heads", "7"), "leaves 7 over"),

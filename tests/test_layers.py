@@ -155,5 +155,6 @@ def test_files_and_functions_stay_small(path):
     assert len(text.splitlines()) <= 420, f"{path.name}: two reasons to change are two files"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
-            size = node.end_lineno - node.lineno + 1
+            said = ast.get_docstring(node, clean=False) or ""
+            size = node.end_lineno - node.lineno + 1 - len(said.splitlines())  # what explains may be long
             assert size <= 50, f"{path.name}:{node.lineno}: {node.name} has {size} lines"

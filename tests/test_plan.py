@@ -97,11 +97,11 @@ def test_several_masks_share_one_layout():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"schedule": "Ring"}, "There are ring"),
+        ({"schedule": "Ring"}, "Choose one of ring"),
         ({"schedule": "hybrid(3)"}, "divisor of 8"),
-        ({"schedule": "hybrid(2, tree)"}, "There are ring"),
-        ({"machine": "h200"}, "There are h100"),
-        ({"dtype": "int8"}, "There are float64"),
+        ({"schedule": "hybrid(2, tree)"}, "Choose one of ring"),
+        ({"machine": "h200"}, "Choose one of h100"),
+        ({"dtype": "int8"}, "Choose one of float64"),
         ({"kv_heads": 3}, "leaves 2 over"),
         ({"head_dim": 0}, "1 or more"),
         ({"fetch_bytes": 100}, "Give at least"),

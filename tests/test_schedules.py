@@ -371,7 +371,7 @@ def test_large_batches_are_cut_alike_at_both_ends():
     [
         (lambda: Sizes(6, 4, 64, 64, 2), "leaves 2 over"),
         (lambda: Sizes(0, 4, 64, 64, 2), "1 or more"),
-        (lambda: made("tree", masks.causal(), layouts.zigzag(64, 4)), "There are ring, all_gather"),
+        (lambda: made("tree", masks.causal(), layouts.zigzag(64, 4)), "Choose one of ring, all_gather"),
         (lambda: made("hybrid(3)", masks.causal(), layouts.zigzag(64, 4)), "divisor of 4"),
         (
             lambda: made("ring", masks.per_head(masks.causal(), masks.full()), layouts.zigzag(64, 4)),

@@ -143,7 +143,7 @@ IDS = torch.arange(8).view(1, 8)
         ({"labels": IDS}, {"documents": [3, 5]}, "Say positions='document'"),
         ({"x": IDS}, {"documents": [3, 5], "dims": {"x": 1}}, "Say positions='document'"),
         ({"labels": IDS, "position_ids": IDS}, {"positions": "sequence"}, "Take one of them out"),
-        ({"labels": IDS}, {"positions": "rotary"}, "There are 'sequence' and 'document'"),
+        ({"labels": IDS}, {"positions": "rotary"}, "Choose 'sequence' or 'document'"),
         ({"labels": IDS}, {"documents": [3, 4], "positions": "document"}, "add up to 7"),
         ({"labels": IDS}, {"documents": [[8], [4, 4]], "positions": "document"}, "given for 2 batch rows"),
         (

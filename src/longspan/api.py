@@ -22,7 +22,7 @@ def attention(
     q: Any,
     k: Any,
     v: Any,
-    what: Mask | Plan,
+    plan_or_mask: Mask | Plan,
     *,
     group: Any = None,
     scale: float | None = None,
@@ -41,17 +41,34 @@ def attention(
 ) -> Any:
     """Attention of `(batch, heads, tokens, features)` tensors, exact and differentiable.
 
-    With a mask: on one device, over whole sequences. With a plan: on this rank's shards, local shards in and local
-    shard out, over `group` (a process group, or a mesh of one axis). DTensors sharded along their tokens are taken too.
-    `return_lse` adds the natural-log sum of exponentials, float32, -inf for rows that see nothing.
+    With a mask: on one device, over whole sequences. With a plan: on this rank's shards, over `group`.
 
-    A scaled score goes through `softcap`, `alibi` (slopes, one per head), `relative_bias` (a `RelativeBias`), `bias`
-    (batch, head, query, key) and `score_mod(score, b, h, q_idx, kv_idx)`, in this order, all in global positions; then
-    the mask hides pairs. `sinks` are scores, one per head, that join the softmax and bring no value. `dropout` strikes
-    probabilities; `seed` and global positions decide which. All tensors among these, and those that `score_mod`
-    captured, get gradients, which are summed over the group; `captured_grads="share"` leaves each rank its own share,
-    for trainers that reduce gradients themselves (FSDP, DDP). Score functions are called on hidden pairs, too.
-    A `name` tells apart calls of one plan: ranks that are in calls of different names are told so.
+    A scaled score goes through `softcap`, `alibi`, `relative_bias`, `bias` and `score_mod`, in this order; then the
+    mask hides pairs. Positions are global. All tensors among these, and those that `score_mod` captured, get gradients.
+
+    Args:
+        q: queries. DTensors sharded along their tokens are taken too.
+        k: keys, with as many heads as q or a divisor of that.
+        v: values; their feature size may differ from that of q and k.
+        plan_or_mask: a mask of `longspan.masks`, or a plan made by `longspan.plan`.
+        group: with a plan, the ranks of the sequence: a process group or a mesh of one axis.
+        scale: what scores are multiplied by; 1 / sqrt(features) by default.
+        return_lse: also return each row's log-sum-exp (natural, float32), -inf for rows that see nothing.
+        kernel: "auto", "sdpa", or a kernel by name, which is obeyed or refused.
+        score_mod: a function (score, b, h, q_idx, kv_idx) of one pair. It is called on hidden pairs too.
+        softcap: c in c * tanh(score / c).
+        sinks: one score per head that joins the softmax and brings no value.
+        alibi: slopes, one per head.
+        relative_bias: a `RelativeBias` of `longspan.scores`.
+        bias: a tensor that broadcasts to (batch, heads, queries, keys) of the whole sequence.
+        dropout: the probability with which a pair is dropped after the softmax.
+        seed: decides, with the global positions, which pairs are dropped: the same on any number of ranks.
+        captured_grads: "sum" adds up gradients of captured tensors and sinks over the group; "share" leaves each rank
+            its own share, for trainers that reduce gradients themselves (FSDP, DDP).
+        name: tells apart calls of one plan: ranks that are in calls of different names are told so.
+
+    Returns:
+        The output, `(batch, heads, tokens, features of v)`, or output and lse.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 2, 8, 16)
@@ -67,7 +84,7 @@ def attention(
         check_inputs(q, k, v, scale, kernel, sinks, name)
         extras = Extras(score_mod, softcap, alibi, relative_bias, bias, dropout or 0.0, seed)
         more = extras if extras.any() else None
-        return run(q, k, v, Request(what, group, scale, return_lse, kernel, sinks, more, captured_grads, name))
+        return run(q, k, v, Request(plan_or_mask, group, scale, return_lse, kernel, sinks, more, captured_grads, name))
 
 
 def flex_attention(
@@ -90,8 +107,24 @@ def flex_attention(
     """`torch.nn.attention.flex_attention.flex_attention`, with a backward on every device and gradients of tensors that
     `score_mod` captured, on one device or, with `plan` and `group`, on this rank's shards.
 
-    `block_mask` is a `BlockMask` of PyTorch or a mask of `longspan.masks`. Functions are called on tiles with global
-    positions; tiles that the mask leaves empty are never touched. Nothing needs `torch.compile`.
+    Functions are called on tiles with global positions; tiles that the mask leaves empty are never touched. Nothing
+    needs `torch.compile`.
+
+    Args:
+        query: (batch, heads, tokens, features).
+        key: the same with key/value heads.
+        value: the same with key/value heads; its feature size may differ.
+        score_mod: a function (score, b, h, q_idx, kv_idx) of one pair.
+        block_mask: a `BlockMask` of PyTorch, or a mask of `longspan.masks`.
+        scale: what scores are multiplied by; 1 / sqrt(features) by default.
+        enable_gqa: allows fewer key/value heads than query heads.
+        return_lse: also return each row's log-sum-exp.
+        kernel_options: PyTorch's; only what changes no result is taken.
+        return_aux: PyTorch's `AuxRequest`: lse, highest scores.
+        plan: runs on shards; its mask takes the place of `block_mask`.
+        group: the ranks of the plan: a process group or a mesh of one axis.
+        captured_grads: see `attention`.
+        name: see `attention`.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 2, 8, 16)
@@ -146,10 +179,21 @@ def plan(
 ) -> Plan:
     """Who sends what when, and why. A pure function of its arguments: every rank makes the same plan.
 
-    `dtype` is a torch dtype or its name. `schedule` names a scheme, which is obeyed or refused; "auto" compares all.
-    `keep` keeps remote K/V for backward instead of fetching them again. `fetch_bytes` bounds the remote K/V that an
-    exchange holds at once. `chunks` promises, bit for bit, the results of any other number of ranks, one included, with
-    so many equal chunks, which a layout must not cut, and as many threads.
+    Args:
+        mask: what may attend to what.
+        layout: who holds which tokens.
+        q_heads: query heads.
+        kv_heads: key/value heads, a divisor of `q_heads`.
+        head_dim: features of a query or key.
+        dtype: a torch dtype or its name.
+        v_head_dim: features of a value, if they differ from `head_dim`.
+        batch: batch rows.
+        schedule: a scheme by name, which is obeyed or refused; "auto" compares all, with reasons.
+        machine: what "auto" prices schemes on: a `Machine`, or the name of one. Default: an assumed H100 cluster.
+        keep: keep remote K/V for backward instead of fetching them again.
+        fetch_bytes: bounds the remote K/V that an exchange holds at once.
+        chunks: with `chunks=n`, results are bit-for-bit identical on any number of ranks (including one), provided n
+            and the thread count are the same and no layout boundary falls inside one of the n equal chunks.
 
     >>> mask = masks.documents([600, 424]) & masks.causal()
     >>> made = plan(mask, zigzag(1024, 4), q_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", schedule="exchange")
@@ -164,7 +208,7 @@ def plan(
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
         raise PlanError(
-            f"dtype {shortened(dtype)} was asked for. There are {', '.join(ITEMSIZE)}, as torch dtypes or names."
+            f"dtype {shortened(dtype)} was asked for. Choose one of {', '.join(ITEMSIZE)}, as torch dtypes or names."
         )
     if not isinstance(schedule, str) or not isinstance(machine, str | Machine | None):
         raise PlanError(

@@ -38,7 +38,7 @@ def _draw(kind: str, chance: np.random.Generator) -> float:
     if kind == "mixed":
         return chance.lognormal(7.5, 1.8)
     if kind != "longtail":
-        raise MaskError(f"documents of kind {kind!r} were asked for. There are {', '.join(KINDS)}.")
+        raise MaskError(f"documents of kind {kind!r} were asked for. Choose one of {', '.join(KINDS)}.")
     which = chance.random()
     center, spread = (6.8, 1.0) if which < 0.80 else (9.0, 0.8) if which < 0.97 else (11.5, 0.6)
     return chance.lognormal(center, spread)

@@ -122,7 +122,7 @@ class Workload:
         return {"zigzag": layouts.zigzag, "contiguous": layouts.contiguous}[name](self.seq_len, ranks)
 
     def plan(self, ranks: int, scheme: str | None = None, layout: str | None = None) -> Plan:
-        """The plan for so many ranks, by these names or those of the workload."""
+        """The plan for this number of ranks, by these names or those of the workload."""
         machine = self.machine if self.machine_given else None
         return plan(
             self.mask,
@@ -174,7 +174,7 @@ def machine_of(text: str) -> Machine:
     path = Path(text)
     if not path.is_file():
         raise PlanError(
-            f"machine {text!r:.80} was asked for. There are {', '.join(MACHINES)}, or give a file that `longspan"
+            f"machine {text!r:.80} was asked for. Choose one of {', '.join(MACHINES)}, or give a file that `longspan"
             f" calibrate` wrote."
         )
     with path.open("rb") as file:

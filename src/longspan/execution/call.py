@@ -31,7 +31,7 @@ from longspan.schedules.plan import Plan
 class Request:
     """What is asked for beside q, k and v; see `longspan.attention`."""
 
-    what: Any
+    plan_or_mask: Any
     group: Any = None
     scale: Any = None
     return_lse: bool = False
@@ -44,10 +44,10 @@ class Request:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, asked: Request) -> Any:
     """Output, or output and lse, as asked."""
-    if not isinstance(asked.what, Mask | Plan):
+    if not isinstance(asked.plan_or_mask, Mask | Plan):
         raise PlanError(
             f"attention(q, k, v, mask) or attention(q, k, v, plan, group=...) was expected, but the fourth argument is"
-            f" {type(asked.what).__name__}."
+            f" {type(asked.plan_or_mask).__name__}."
         )
     if isinstance(asked.scale, Tensor) and asked.scale.requires_grad:
         raise PlanError(
@@ -69,12 +69,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, asked: Request) -> Any:
 def _run(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: Any = None) -> Any:
     """On plain tensors, over the group that was asked for, or over `group`, which is that of DTensors."""
     check_tensors(q, k, v)
-    group = _group_name(group if asked.group is None else asked.group, asked.what)
+    group = _group_name(group if asked.group is None else asked.group, asked.plan_or_mask)
     if asked.sinks is not None:
         check_sinks(asked.sinks, q.shape[1])
     scoring = None
     if asked.extras is not None:  # only outside of compiled code
-        scoring = asked.extras.scoring(q, fitting_plan(asked.what, q, k, v, ops.place_in(group)))
+        scoring = asked.extras.scoring(q, fitting_plan(asked.plan_or_mask, q, k, v, ops.place_in(group)))
     captured = [] if scoring is None else list(scoring.captured)
     check_captured(captured)
     shared = captured if asked.sinks is None else [*captured, asked.sinks]
@@ -83,21 +83,21 @@ def _run(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: Any = None) -> 
     saves = learns or (records and (q.requires_grad or k.requires_grad or v.requires_grad))
     scale = None if asked.scale is None else float(asked.scale)
     out, lse, _ = ops.attention(
-        q, k, v, captured, asked.sinks, _handle(asked.what), group, asked.kernel, scale, ops.number_of_scoring(scoring),
-        asked.captured_grads == "sum", saves, learns, asked.name, ops.FORM,
+        q, k, v, captured, asked.sinks, _handle(asked.plan_or_mask), group, asked.kernel, scale,
+        ops.number_of_scoring(scoring), asked.captured_grads == "sum", saves, learns, asked.name, ops.FORM,
     )  # fmt: skip
     return (out, lse) if asked.return_lse else out
 
 
-def _handle(what: Mask | Plan) -> Tensor:
+def _handle(plan_or_mask: Mask | Plan) -> Tensor:
     """The tensor under which the operator finds the mask or plan."""
-    return _given_handle(what) if what.handle is None else what.handle
+    return _given_handle(plan_or_mask) if plan_or_mask.handle is None else plan_or_mask.handle
 
 
 @torch.compiler.disable(reason="the mask or plan was made before torch was loaded")
-def _given_handle(what: Mask | Plan) -> Tensor:
-    object.__setattr__(what, "handle", handle_of(what))
-    return what.handle
+def _given_handle(plan_or_mask: Mask | Plan) -> Tensor:
+    object.__setattr__(plan_or_mask, "handle", handle_of(plan_or_mask))
+    return plan_or_mask.handle
 
 
 @torch.compiler.disable(reason="a score function is called on tiles, not traced: compile without fullgraph=True")
@@ -119,19 +119,19 @@ def telling(q: Any, group: Any) -> AbstractContextManager[None]:
     return told(group) if isinstance(group, dist.ProcessGroup) else nullcontext()
 
 
-def _group_name(group: Any, what: Mask | Plan) -> str:
+def _group_name(group: Any, plan_or_mask: Mask | Plan) -> str:
     """The name under which PyTorch knows the group; "" for one device."""
     if group is None:
         return ""
-    if isinstance(what, Mask):
+    if isinstance(plan_or_mask, Mask):
         raise PlanError(
             "a group was given with a mask. Make a plan first: longspan.plan(mask, layout, ...), and pass the plan."
         )
     name = _name_of(group)
     if name is None:
         raise PlanError(
-            f"the plan is for {what.layout.world_size} ranks, so it needs group= (a process group or a mesh axis), but"
-            f" {group_handed(group)}."
+            f"the plan is for {plan_or_mask.layout.world_size} ranks, so it needs group= (a process group or a mesh"
+            f" axis), but {group_handed(group)}."
         )
     return name
 
@@ -159,7 +159,7 @@ def _of_dtensors(q: Any, k: Any, v: Any, asked: Request) -> Any:
                 f" (Shard({SEQ_DIM}),), along its tokens, on the one-dimensional mesh of q."
             )
     if not torch.compiler.is_compiling():  # compiled, the operator refuses other shapes
-        check_cut(q, asked.what)
+        check_cut(q, asked.plan_or_mask)
     mesh = q.device_mesh
     local = _run(q.to_local(), k.to_local(), v.to_local(), asked, mesh)
     parts: tuple[Tensor, ...] = local if isinstance(local, tuple) else (local,)

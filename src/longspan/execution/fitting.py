@@ -18,14 +18,14 @@ SEQ_DIM = 2
 Shape = tuple[int, ...]
 
 
-def fitting_plan(what: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, place: tuple[int, int] | None) -> Plan:
+def fitting_plan(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, place: tuple[int, int] | None) -> Plan:
     """The plan of a mask or plan for these tensors, `place` being this rank and the group's size. What does not fit is
     refused."""
     shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    if isinstance(what, Mask):
-        plan = one_device_plan(*shapes, q.dtype, what)
+    if isinstance(plan_or_mask, Mask):
+        plan = one_device_plan(*shapes, q.dtype, plan_or_mask)
     else:
-        plan = what
+        plan = plan_or_mask
         _check_place(plan, place)
     _check_shapes(shapes, q.dtype, plan, 0 if place is None else place[0])
     return plan

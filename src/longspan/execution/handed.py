@@ -47,11 +47,11 @@ def check_captured(tensors: Sequence[object]) -> None:
             )
 
 
-def check_cut(q: DTensor, what: Any) -> None:
+def check_cut(q: DTensor, plan_or_mask: Any) -> None:
     """Refuses a DTensor whose parts are not those of the plan's layout."""
-    if not isinstance(what, Plan) or q.device_mesh.size() != what.layout.world_size:
+    if not isinstance(plan_or_mask, Plan) or q.device_mesh.size() != plan_or_mask.layout.world_size:
         return  # which is refused elsewhere
-    rank, layout = q.device_mesh.get_local_rank(), what.layout
+    rank, layout = q.device_mesh.get_local_rank(), plan_or_mask.layout
     found, wanted = q.to_local().shape[2], int(layout.num_tokens[rank]) + layout.num_padding(rank)
     if found != wanted and q.shape[2] == layout.seq_len:
         raise PlanError(

@@ -17,7 +17,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_inputs(q: Any, k: Any, v: Any, scale: Any, kernel: Any = "auto", sinks: Any = None, name: Any = "") -> None:
-    """Refuses what is no tensor of floating-point numbers, a scale that is no number, a kernel that is no name."""
+    """Raises unless q, k and v are floating-point tensors, the scale is a number and the kernel a name."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise PlanError(

@@ -146,11 +146,11 @@ def _apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     return made
 
 
-def _job(what: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...], learns: bool) -> Job:
+def _job(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...], learns: bool) -> Job:
     """What this rank is asked to run, all of it known by now; what cannot be done is refused."""
     group, kernel, scale, scoring, sinks = asked
     place = place_in(group)
-    plan = fitting_plan(what, q, k, v, place)
+    plan = fitting_plan(plan_or_mask, q, k, v, place)
     functions: Scoring | None = found_under(scoring) if scoring else None
     drops = functions is not None and functions.dropout is not None
     honours = Features(not plan.mask.is_structured, functions is not None, drops, plan.chunks is not None)

@@ -337,7 +337,7 @@ def _ends(span: Any, rank: int, name: str) -> tuple[int, int]:
 
 
 def check_masks(masks: Sequence[object], where: str) -> None:
-    """Refuses what is no mask."""
+    """Raises unless it is a mask."""
     for mask in masks:
         if not isinstance(mask, Mask):
             raise LayoutError(f"{where} takes masks, but {type(mask).__name__} was given. See longspan.masks.")

@@ -44,7 +44,7 @@ def shard_batch(
       back telling which `shift_labels` count.
     - `position_ids` are (B, S), or (3, B, S) as for images and video, and are obeyed. Without them `positions` says
       what to make: "sequence" counts through, "document" starts again with every document.
-    - `documents`: lengths, a list of lengths per batch row, or a mask; see `longspan.training.document_numbers`.
+    - `documents`: lengths, a list of lengths per batch row, or a mask.
     - Other tensors are cut along the dim that `dims` names, or come back whole where it names None. One that is as long
       as the sequence somewhere and is not named is refused. All else comes back unchanged.
 
@@ -171,7 +171,7 @@ def _position_ids(batch: Mapping[str, Any], numbers: Any, positions: str | None,
             " document, or positions='sequence' if they count through."
         )
     if positions not in (None, "sequence", "document"):
-        raise BatchError(f"positions = {positions!r} was asked for. There are 'sequence' and 'document'.")
+        raise BatchError(f"positions = {positions!r} was asked for. Choose 'sequence' or 'document'.")
     made = torch.as_tensor(positions_within(numbers if positions == "document" else np.zeros_like(numbers[:1])))
     if like is None:
         return None if positions is None else made

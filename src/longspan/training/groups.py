@@ -21,7 +21,7 @@ class BatchError(LongspanError, ValueError):
 
 
 def check_batch(batch: object, what: str) -> None:
-    """Refuses what is no mapping."""
+    """Raises unless it is a mapping."""
     if not isinstance(batch, Mapping):
         raise BatchError(
             f"{what} takes a mapping of names to tensors, as in {{'input_ids': ids}}, but {type(batch).__name__} was"
@@ -30,7 +30,7 @@ def check_batch(batch: object, what: str) -> None:
 
 
 def check_layout(layout: object, what: str) -> None:
-    """Refuses what is no layout."""
+    """Raises unless it is a layout."""
     if not isinstance(layout, Layout):
         raise BatchError(f"{what} takes a layout, but {type(layout).__name__} was given. See longspan.layouts.")
 

@@ -92,7 +92,7 @@ def _check(logits: Tensor, labels: Tensor, gradients: str, reduction: str, num_t
         )
     if reduction not in ("mean", "sum"):
         raise BatchError(
-            f"reduction = {reduction!r} was asked for. There are 'mean' (over all labels of the group) and 'sum'."
+            f"reduction = {reduction!r} was asked for. Choose 'mean' (over all labels of the group) or 'sum'."
             f" Single tokens' losses are torch.nn.functional.cross_entropy(..., reduction='none')."
         )
     if num_tokens is not None and reduction == "sum":

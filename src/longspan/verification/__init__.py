@@ -39,15 +39,25 @@ def verify(
 ) -> Report:
     """Whether an attention call over the ranks of a plan gives what one device gives, forward and backward.
 
-    `fn(q, k, v)` is your call: local shards in, local output out (or output and lse). The truth is dense attention in
-    float64 under the plan's mask, over whole inputs that every rank makes itself: `inputs` is `(q, k, v)` of whole
-    sequences, equal on all ranks, or None for random ones. What else the call means is said in the words of
-    `longspan.attention`: `scale`, `score_mod`, `softcap`, `sinks` ... `captured_grads`. Gradients of q, k, v, sinks and
-    all captured tensors are compared for a random gradient of the output; then tokens that the mask hides are changed
-    (`probes` times), and nothing that cannot see them may move.
+    The truth is dense attention in float64 under the plan's mask, over whole inputs that every rank makes itself.
+    Gradients of q, k, v, sinks and all captured tensors are compared for a random gradient of the output; then tokens
+    that the mask hides are changed, and nothing that cannot see them may move. Budgets are what rounding does to the
+    truth. Without a group one process stands for all ranks: `fn` gets whole tensors and returns the whole output.
 
-    Budgets are what rounding does to the truth; `factor` multiplies them. `draw` chooses the random numbers. Without a
-    group one process stands for all ranks: `fn` gets whole tensors and returns the whole output.
+    Args:
+        fn: your call, `fn(q, k, v)`: local shards in, local output out (or output and lse).
+        inputs: `(q, k, v)` of whole sequences, equal on all ranks, or None for random ones.
+        plan: mask, layout and sizes of the call.
+        group: the ranks that run it.
+        scale, score_mod, softcap, sinks, alibi, relative_bias, bias, dropout, seed, captured_grads: what else the call
+            means, in the words of `longspan.attention`.
+        probes: how often hidden tokens are changed.
+        factor: multiplies the budgets.
+        draw: chooses the random numbers.
+        device: where inputs are made.
+
+    Returns:
+        A `Report` with `ok`, `findings` with their likely causes, and all comparisons.
 
     >>> import torch
     >>> from longspan import layouts, masks, plan

@@ -40,7 +40,7 @@ class Entry:
     reason: Reason
     chosen: bool = False
     fewer: float = 1.0
-    """PyTorch's all-gather receives so many times the bytes."""
+    """How many times the bytes PyTorch's all-gather receives."""
 
     @property
     def note(self) -> str:
@@ -79,7 +79,7 @@ def _cases(workload: Workload, args: argparse.Namespace) -> Iterator[tuple[int, 
     """(ranks, layout, scheme) of all that is to be compared; PyTorch's two always are."""
     for name in () if args.layouts is None else args.layouts.split(","):
         if name not in LAYOUTS:
-            raise PlanError(f"--layouts names {name!r:.40}. There are {', '.join(LAYOUTS)}.")
+            raise PlanError(f"--layouts names {name!r:.40}. Choose one of {', '.join(LAYOUTS)}.")
     some = ("balanced", "zigzag", "contiguous") + (("per_document",) if len(workload.lengths) > 1 else ())
     layouts = some if args.layouts is None else tuple(args.layouts.split(","))
     for ranks in dict.fromkeys(args.ranks):

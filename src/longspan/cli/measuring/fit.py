@@ -63,7 +63,7 @@ def _plans(size: int, tokens: int, machine: Machine, sizes: Sizes, dtype: str) -
 
 
 def fitted(machine: Machine, short: Case, short_window: Case, long: Case, long_window: Case) -> Machine:
-    """The machine on which the schedules of each direction take so many seconds together.
+    """The machine on which the schedules of each direction take these seconds together.
 
     >>> from longspan import layouts, schedules
     >>> def made(tokens, mask):
@@ -127,7 +127,7 @@ def with_windows(machine: Machine, forward: float, backward: float) -> Machine:
 
 
 def with_rates(machine: Machine, forward: float, backward: float) -> Machine:
-    """The machine with kernels of so many FLOP per second."""
+    """The machine with kernels of this speed, in FLOP per second."""
     flops = max(forward, backward)
     return replace(machine, flops=flops, forward_share=forward / flops, backward_share=backward / flops)
 

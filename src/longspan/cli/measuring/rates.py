@@ -112,7 +112,7 @@ def copy_rate(ranks: JobRanks, rounds: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What a message costs: so many seconds, and so many for each byte."""
+    """What a message costs: seconds per message, and seconds per byte."""
 
     latency: float
     bandwidth: float

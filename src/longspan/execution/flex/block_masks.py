@@ -182,7 +182,7 @@ tensors anew, and bind anew what its mask_mod reads."""
 
 @torch.compiler.disable(reason="what is in a BlockMask decides what is computed")
 def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads: int | None = None) -> Mask:
-    """What a BlockMask says, for tensors of this batch size and so many query heads.
+    """What a BlockMask says, for tensors of this batch size and number of query heads.
 
     Full blocks are sure; in partial ones `mask_mod` decides. Where the BlockMask has one plane for several rows or
     heads, a `mask_mod` that tells them apart is refused once it is asked. The mask is for as many tokens as the longer

@@ -53,19 +53,19 @@ def flex_attention(
     extras = None if score_mod is None else Extras(score_mod)
     wants_max = return_aux is not None and return_aux.max_scores
     if plan is None:
-        q, k, v, what = _whole(query, key, value, block_mask)
+        q, k, v, plan_or_mask = _whole(query, key, value, block_mask)
     else:
         _check_plan(plan, block_mask, wants_max)
-        q, k, v, what = query, key, value, plan
-    asked = Request(what, group, scale, True, extras=extras, captured_grads=captured_grads, name=name)
+        q, k, v, plan_or_mask = query, key, value, plan
+    asked = Request(plan_or_mask, group, scale, True, extras=extras, captured_grads=captured_grads, name=name)
     out, lse = attention(q, k, v, asked)
     out, lse = out.narrow(2, 0, query.shape[2]), lse.narrow(2, 0, query.shape[2])
     if return_aux is None:
         return (out, lse) if return_lse else out
     top = None
     if wants_max:
-        assert isinstance(what, Mask)
-        top = _max_scores(q, k, v, what, scale, extras).narrow(2, 0, query.shape[2])
+        assert isinstance(plan_or_mask, Mask)
+        top = _max_scores(q, k, v, plan_or_mask, scale, extras).narrow(2, 0, query.shape[2])
     return out, _aux(lse if return_aux.lse else None, top)
 
 

@@ -57,7 +57,7 @@ def row_spans(bands: Ints, rows: Ints) -> Spans:
 
 
 def steps_within(counts: Ints) -> Ints:
-    """0, 1, ... within each of so many groups of these sizes."""
+    """0, 1, ... within each of the groups of these sizes."""
     return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
 
 

@@ -36,7 +36,7 @@ class StoreClient:
         return StoreClient(self.address, f"{self.prefix}/{prefix}", self.deadline)
 
     def again(self, deadline: float | None) -> StoreClient:
-        """Another connection to the same part, which gives up after so many seconds."""
+        """Another connection to the same part, which gives up after this number of seconds."""
         return StoreClient(self.address, self.prefix, deadline)
 
     def set(self, key: str, value: bytes) -> None:
@@ -92,7 +92,7 @@ class StoreClient:
         return _text(self.whole_key(key))
 
     def _ask(self, kind: int, what: bytes, size: int = 0) -> bytes:
-        """An answer of so many bytes. A connection that broke is made anew once: a store that lives answers then."""
+        """An answer of this many bytes. A connection that broke is made anew once: a store that lives answers then."""
         for last in (False, True):
             try:
                 self._socket.sendall(bytes((kind,)) + what)

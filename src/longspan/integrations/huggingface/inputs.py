@@ -63,22 +63,31 @@ def shard_inputs(
 ) -> dict[str, Any]:
     """This rank's arguments: `model(**shard_inputs(model, batch, mesh["cp"]))`.
 
-    `model` is the model, wrapped or not; `batch` is what the model would get on one device, the same on every rank.
     Documents are found as transformers finds them: in `position_ids` that do not go on by one (without an
-    `attention_mask`), in `cu_seq_lens_q`, or in `seq_idx`; `positions` ("sequence" or "document") is for the latter two
-    where there are no `position_ids`. The result has
+    `attention_mask`), in `cu_seq_lens_q`, or in `seq_idx`. `loss` of the model's output is this rank's share: shares
+    add up to the loss, and gradients to gradients; `full_loss` says what the whole is.
 
-    - `input_ids` (or `inputs_embeds`) and `position_ids` of this rank's tokens;
-    - `shift_labels`, shifted while the sequence was whole, and `num_items_in_batch`, all labels of the batch unless it
-      is given (with gradient accumulation). `labels` is empty: transformers only asks whether it is there, and a loss
-      that would shift labels of this rank alone fails on it;
-    - `longspan`, a `ShardedSequence`; `use_cache=False`; and what else was in the batch and has nothing to do with
-      tokens.
+    Args:
+        model: the model, wrapped or not.
+        batch: what the model would get on one device, the same on every rank.
+        group: the ranks of the sequence: a process group or a mesh of one axis.
+        layout: a `Layout`, or the name of one.
+        positions: "sequence" or "document": how tokens are counted where documents come from `cu_seq_lens_q` or
+            `seq_idx` and there are no `position_ids`.
+        schedule: see `longspan.plan`.
+        dropout_seed: decides which pairs attention dropout strikes.
+        any_model: take a model that Longspan has not been tried with over ranks. A layer that mixes tokens by other
+            means than attention, or counts positions itself, would go wrong unnoticed.
 
-    `loss` of the model's output is then this rank's share: shares add up to the loss, and gradients to gradients;
-    `full_loss` says what the whole is. `layout` is a `Layout` or the name of one. Models that Longspan has not been
-    tried with over ranks are refused unless `any_model=True`: a layer that mixes tokens by other means than attention,
-    or counts positions itself, would go wrong unnoticed.
+    Returns:
+        Arguments for the model.
+
+        - `input_ids` (or `inputs_embeds`) and `position_ids` of this rank's tokens;
+        - `shift_labels`, shifted while the sequence was whole, and `num_items_in_batch`, all labels of the batch unless
+          it is given (with gradient accumulation). `labels` is empty: transformers only asks whether it is there, and a
+          loss that would shift labels of this rank alone fails on it;
+        - `longspan`, a `ShardedSequence`; `use_cache=False`; and what else was in the batch and has nothing to do with
+          tokens.
     """
     members = process_group(group, "shard_inputs")
     inner = check_model(model, batch, any_model)
@@ -233,7 +242,7 @@ def _layout(layout: Any, whole: Whole, kinds: list[Kind], world_size: int) -> La
         layout = getattr(layouts, layout)(seq_len, world_size)
     if not isinstance(layout, Layout):
         raise BatchError(
-            f"layout = {layout!r} was asked for. There are 'balanced', 'zigzag', 'contiguous', 'striped', and what"
+            f"layout = {layout!r} was asked for. Choose one of 'balanced', 'zigzag', 'contiguous', 'striped', and what"
             f" longspan.layouts makes."
         )
     if (layout.seq_len, layout.world_size) != (seq_len, world_size):

@@ -263,7 +263,7 @@ def set_rotate_method(rotate_method: str) -> _Rotation:
     """
     if rotate_method not in _SCHEDULES:
         raise PlanError(
-            f"rotate method {rotate_method!r} was asked for. There are {' and '.join(map(repr, _SCHEDULES))}; other"
+            f"rotate method {rotate_method!r} was asked for. Choose {' or '.join(map(repr, _SCHEDULES))}; other"
             f" schedules are named in longspan.plan(..., schedule=)."
         )
     return _Rotation(rotation.set(_SCHEDULES[rotate_method]))
@@ -344,7 +344,7 @@ class ContextParallel(ParallelStyle):
     ) -> None:
         super().__init__()
         if attention_type not in ("sdpa", "flex"):
-            raise PlanError(f"attention_type = {attention_type!r} was asked for. There are 'sdpa' and 'flex'.")
+            raise PlanError(f"attention_type = {attention_type!r} was asked for. Choose 'sdpa' or 'flex'.")
         self.seq_dim, self.attention_type = seq_dim, attention_type
         self.mask, self.seq_len = mask, seq_len
         self.load_balancer = None if load_balancer is None else balancer_of(load_balancer)

@@ -178,7 +178,7 @@ def check_balancer(name: str | None) -> None:
     """Refuses what `parallelism.context_parallel_load_balancer` cannot mean."""
     if name not in BALANCERS:
         known = ", ".join("None" if known is None else repr(known) for known in BALANCERS)
-        raise TitanError(f"parallelism.context_parallel_load_balancer = {name!r} was asked for. There are {known}.")
+        raise TitanError(f"parallelism.context_parallel_load_balancer = {name!r} was asked for. Choose one of {known}.")
 
 
 def layout_of(

@@ -75,7 +75,7 @@ class Pool:
         self.work_left += work
 
     def run(self, order: Iterable[tuple[float, int]], tokens: int, skip: int = -1) -> Ordered:
-        """The first pieces in this order that together have so many tokens."""
+        """The first pieces in this order that together have this number of tokens."""
         pieces: list[int] = []
         token_sums, work_sums = [0], [0]
         token_sum = work_sum = 0

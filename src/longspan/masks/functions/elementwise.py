@@ -48,7 +48,7 @@ def elementwise(function: Callable[..., Any], call: Callable[..., Any] | None = 
 def check_signature(
     function: Callable[..., Any], names: tuple[str, ...], what: str, error: type[LongspanError]
 ) -> None:
-    """Refuses a function that cannot be called with so many arguments."""
+    """Raises unless the function can be called with these arguments."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none

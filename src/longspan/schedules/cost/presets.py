@@ -72,5 +72,5 @@ MACHINES = {machine.name: machine for machine in (H100, A100, CPU)}
 def machine_named(name: str) -> Machine:
     """The preset of that name."""
     if name not in MACHINES:
-        raise PlanError(f"machine {name!r} was asked for. There are {', '.join(MACHINES)}, or pass a Machine.")
+        raise PlanError(f"machine {name!r} was asked for. Choose one of {', '.join(MACHINES)}, or pass a Machine.")
     return MACHINES[name]

@@ -122,6 +122,6 @@ def scheme(name: str, problem: Problem) -> Scheme:
     if found and (found[2] or "ring") in PLANNERS:
         return Scheme(name, problem, int(found[1]), PLANNERS[found[2] or "ring"])
     raise PlanError(
-        f"schedule {name!r} was asked for. There are {', '.join(PLANNERS)}, all_to_all and hybrid(HEADS, PLANNER), as"
-        f" in hybrid(8, exchange); 'auto' compares them."
+        f"schedule {name!r} was asked for. Choose one of {', '.join(PLANNERS)}, all_to_all and hybrid(HEADS, PLANNER),"
+        f" as in hybrid(8, exchange); 'auto' compares them."
     )
