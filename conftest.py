@@ -1,17 +1,43 @@
-"""For all tests: names that docstring examples may use without importing them, and one torch thread.
+"""For all tests: what is quick, names that docstring examples may use without importing them, and one torch thread.
 
 Two cores are shared, and sums must not depend on how many threads there are.
 """
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from longspan import layouts, masks
 
+ROOT = Path(__file__).parent
 # Importing it imports torchtitan, which replaces functions of torch: only in processes of their own (test_torchtitan).
-collect_ignore = ["src/longspan/integrations/torchtitan/hooks.py", "tests/titan_checks.py"]
-collect_ignore += ["tests/exit_work.py"]  # a program, which torchrun starts
+collect_ignore = ["src/longspan/integrations/torchtitan/hooks.py"]
+# Helpers of tests have no examples in them, and some import frameworks that may be missing.
+collect_ignore_glob = ["tests/*_work.py", "tests/titan_*.py", "tests/*_script.py"]
+
+# `pytest -m quick`: something of every layer, within a minute of processor time. A whole file, or tests by their name.
+QUICK = {
+    "tests/test_house.py": "",
+    "tests/test_layers.py": "",
+    "tests/test_layouts.py": "",
+    "tests/test_plan.py": "",
+    "tests/test_masks.py": "no_tokens",
+    "tests/test_schedules.py": "refused",
+    "tests/test_gloo.py": "",
+    "tests/test_detection.py": "seeds[0]",
+}
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "quick: something of every layer, within a minute of processor time")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        path = str(item.path.relative_to(ROOT)) if item.path.is_relative_to(ROOT) else ""
+        if path.startswith("src/") or (path in QUICK and QUICK[path] in item.name):
+            item.add_marker("quick")
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 from longspan import layouts, masks
 from longspan.api import ITEMSIZE, attention, plan
+from longspan.cli.quantities import count, counts
 from longspan.errors import PlanError
 from longspan.masks import Mask
 from longspan.schedules.plan import Plan
@@ -30,10 +31,10 @@ SEQ, RANKS = 384, 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `longspan verify`."""
     add = parser.add_argument
-    add("--seq", type=int, metavar="TOKENS", help=f"tokens of the sequence, a few hundred are enough ({SEQ})")
+    add("--seq", type=count, metavar="TOKENS", help=f"tokens of the sequence, a few hundred are enough ({SEQ})")
     add("--docs", default="causal", help="causal, full, or lengths of packed documents such as 200,31,281 (causal)")
-    add("--window", type=int, help="a token sees itself and the WINDOW - 1 tokens before it")
-    add("--ranks", type=int, help=f"ranks in this process, without torchrun ({RANKS})")
+    add("--window", type=count, help="a token sees itself and the WINDOW - 1 tokens before it")
+    add("--ranks", type=count, help=f"ranks in this process, without torchrun ({RANKS})")
     add("--q-heads", type=int, default=4, help="query heads (4)")
     add("--kv-heads", type=int, default=2, help="key/value heads (2)")
     add("--head-dim", type=int, default=32, help="features of a head (32)")
@@ -102,12 +103,6 @@ def _checked(made: Plan, group: Any, args: argparse.Namespace, device: Any) -> R
 
 def _check_numbers(args: argparse.Namespace) -> None:
     """Refuses numbers that mean nothing, before anything is made of them."""
-    for name in ("seq", "ranks"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise PlanError(f"--{name} {value} was asked for. It must be 1 or more.")
-    if args.window is not None and args.window < 1:
-        raise PlanError(f"--window {args.window} was asked for. A token sees itself, so a window is 1 or more.")
     if not 0 <= args.draw < 1 << 63:
         raise PlanError(f"--draw {args.draw} was asked for. It is a seed, 0 or more and below 2^63.")
 
@@ -122,13 +117,14 @@ def _mask(args: argparse.Namespace) -> Mask:
     return mask if args.window is None else mask & masks.sliding_window(args.window - 1)
 
 
-def _lengths(args: argparse.Namespace) -> list[int]:
-    words = args.docs.split(",")
-    if not all(word.isascii() and word.isdecimal() and len(word) < 10 and int(word) for word in words):
+def _lengths(args: argparse.Namespace) -> tuple[int, ...]:
+    try:
+        lengths = counts(args.docs)
+    except argparse.ArgumentTypeError:
         raise PlanError(
-            f"--docs is causal, full, or lengths such as 200,31,281, each 1 or more, but {args.docs!r:.60} was given."
-        )
-    lengths = [int(word) for word in words]
+            f"--docs is causal, full, or lengths such as 200,31,281 or 1k,3k, each 1 or more, but {args.docs!r:.60} was"
+            f" given."
+        ) from None
     if args.seq not in (None, sum(lengths)):
         raise PlanError(
             f"--docs lists {len(lengths)} documents of {sum(lengths)} tokens together, but --seq is {args.seq}. Leave"
