@@ -5,6 +5,8 @@ import pytest
 import torch
 from pool import end_all, pool
 
+pytest.importorskip("transformers")
+
 TIMEOUT = 200.0
 LIMIT = 2e-5
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::DeprecationWarning")]

@@ -9,6 +9,8 @@ import pytest
 import torch
 from pool import end_all, pool
 
+pytest.importorskip("transformers")
+
 TIMEOUT = 250.0
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 LIMIT = 1e-6

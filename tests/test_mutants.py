@@ -495,8 +495,8 @@ def gradient_of_lse_ignored(patch):
     """What flows back into lse is lost."""
     init = backward.Backward.__init__
 
-    def made(self, job, q, k, v, out, lse, dout, dlse, kept, *rest):
-        init(self, job, q, k, v, out, lse, dout, None, kept, *rest)
+    def made(self, job, saved, dout, dlse=None):
+        init(self, job, saved, dout)
 
     patch.setattr(backward.Backward, "__init__", made)
 
@@ -506,8 +506,8 @@ def gradient_of_lse_negated(patch):
     """What flows back into lse has the wrong sign."""
     init = backward.Backward.__init__
 
-    def made(self, job, q, k, v, out, lse, dout, dlse, kept, *rest):
-        init(self, job, q, k, v, out, lse, dout, None if dlse is None else -dlse, kept, *rest)
+    def made(self, job, saved, dout, dlse=None):
+        init(self, job, saved, dout, None if dlse is None else -dlse)
 
     patch.setattr(backward.Backward, "__init__", made)
 

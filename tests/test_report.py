@@ -243,8 +243,7 @@ def browser() -> str:
 
 def shown(page: str, folder, *more: str):
     """(pixels, what was asked for) of a page in a browser whose every request goes through the recorder."""
-    from matplotlib.image import imread
-
+    imread = pytest.importorskip("matplotlib.image").imread
     handler = type("Handler", (Recorder,), {"page": page.encode(), "asked": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

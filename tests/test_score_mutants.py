@@ -123,8 +123,8 @@ def mask_function_ignored_in_backward(patch):
     """Backward forgets the mask's function."""
     gradient, apart = reference._score_gradient, reference._apart
 
-    def forgetting(scores, block, first_row, pairs):
-        return apart(scores, dataclasses.replace(block, asks=False), first_row, pairs)
+    def forgetting(scores, block, panel):
+        return apart(scores, dataclasses.replace(block, asks=False), panel)
 
     def changed(*args):
         reference._apart = forgetting
@@ -353,7 +353,7 @@ def dropout_forgotten_in_dv(patch):
 
     def changed(*args):
         ds, used = gradient(*args)
-        asked = args[-1]
+        asked = args[0].pairs
         dropout = None if asked is None or asked.scoring is None else asked.scoring.dropout
         return ds, used if dropout is None else used * (1 - dropout.p)
 

@@ -10,7 +10,6 @@ import pytest
 import sealed_work
 import torch
 import torch.nn.functional as F  # noqa: N812
-from accelerate.utils import convert_to_fp32, send_to_device
 from pool import end_all, pool
 from torch.distributed.utils import _apply_to_tensors, _recursive_to
 from torch.nn.parallel.distributed import _find_tensors
@@ -25,6 +24,12 @@ MASK = ls.masks.documents([5, 11]) & ls.masks.causal()
 LAYOUT = ls.layouts.zigzag(16, 2)
 PLAN = ls.plan(MASK, LAYOUT, q_heads=2, kv_heads=2, head_dim=8, dtype="float64")
 OPAQUE = ls.masks.from_mask_mod(lambda b, h, q, kv: q >= kv, 16)
+
+
+def accelerates(name):
+    return getattr(pytest.importorskip("accelerate.utils"), name)
+
+
 VALUES = {
     "mask": MASK,
     "function mask": OPAQUE,
@@ -36,8 +41,8 @@ VALUES = {
 WALKERS = {
     "fsdp": lambda x: _apply_to_tensors(lambda t: t.bfloat16(), x),
     "ddp": lambda x: _recursive_to(x, torch.device("cpu"), False)[0],
-    "accelerate's device": lambda x: send_to_device(x, "cpu"),
-    "accelerate's precision": convert_to_fp32,
+    "accelerate's device": lambda x: accelerates("send_to_device")(x, "cpu"),
+    "accelerate's precision": lambda x: accelerates("convert_to_fp32")(x),
     "pytree": lambda x: pytree.tree_map_only(torch.Tensor, lambda t: t.bfloat16(), x),
 }
 

@@ -2,6 +2,7 @@
 what torchtitan computes on one with masks written out pair by pair. It runs in processes of its own (titan_work.py),
 because it changes torch where it is imported."""
 
+import doctest
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longspan.integrations.torchtitan import masks as titan_masks
 from longspan.integrations.torchtitan.masks import BALANCERS, layout_of
 from longspan.masks import causal, documents, sliding_window
 
@@ -273,3 +275,11 @@ def test_refused(name):
 
 def test_every_refusal_is_asserted():
     assert one_rank()[3].keys() == REFUSED.keys()
+
+
+def test_examples_of_masks():
+    """Here and not by pytest, which would ask the package for names, and so import torchtitan."""
+    names = {"causal": causal, "documents": documents, "sliding_window": sliding_window}
+    found = doctest.testmod(titan_masks, extraglobs=names)
+    assert found.attempted > 2
+    assert not found.failed

@@ -100,7 +100,7 @@ def check_drawn(scene: Scene) -> ET.Element:
 
 
 def read_png(path):
-    from matplotlib.image import imread
+    imread = pytest.importorskip("matplotlib.image").imread
 
     return np.asarray(imread(path))
 
@@ -117,6 +117,7 @@ def test_every_picture_is_drawn(plan):
 
 
 def test_every_picture_as_png(tmp_path):
+    pytest.importorskip("matplotlib")
     plan = PLANS["1k on 4"]()
     drawn = scenes(plan)
     drawn["scaling"] = scaling_picture(scaling_points(plan.mask, (2, 4), **SIZES))

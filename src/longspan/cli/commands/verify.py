@@ -171,7 +171,7 @@ def _split(text: str) -> list[str]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """JobRanks of one host share its cores, and these tensors are small: threads would only wait for one another."""
+    """Ranks of one host share its cores, and these tensors are small: threads would only wait for one another."""
     import torch
 
     threads = torch.get_num_threads()

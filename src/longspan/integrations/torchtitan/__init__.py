@@ -8,7 +8,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
+    if name.startswith("__") or name in ("hooks", "masks"):  # asked for by `import` itself, before it looks for files
         raise AttributeError(name)
     return getattr(import_module("longspan.integrations.torchtitan.hooks"), name)
 

@@ -313,7 +313,7 @@ class Dealer(Pool):
         return Cut(stop - x - self.base[piece], piece, start + rest - x, stop - x, light)
 
     def _about(self, k: int, gap: int, skip: int) -> list[int]:
-        """Pool of about `gap` tokens, not much denser than the k-th light piece, and that piece itself."""
+        """Pieces of about `gap` tokens, not much denser than the k-th light piece, and that piece itself."""
         model = self.light.pieces[k]
         start = self.start[model]
         wanted = self.before(start + min(gap, self.size[model])) - self.begin[model]

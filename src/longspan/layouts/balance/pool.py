@@ -21,7 +21,7 @@ LIGHT = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """Pool in some order, and the tokens and work of the first 0, 1, 2, ... of them."""
+    """Pieces in some order, and the tokens and work of the first 0, 1, 2, ... of them."""
 
     pieces: list[int]
     tokens: list[int]

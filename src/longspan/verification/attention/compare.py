@@ -211,7 +211,7 @@ class _Work:
         return [*checks.values(), *more], [*findings, *said]
 
     def _where(self, ratio: Tensor | None) -> tuple[tuple[int, ...], Tensor]:
-        """RankView and positions whose rows are wrong; the worst ones if no single row is."""
+        """Ranks and positions whose rows are wrong; the worst ones if no single row is."""
         if ratio is None:
             return (), torch.empty(0, dtype=torch.int64)
         at = (ratio > 1).nonzero().flatten()

@@ -46,7 +46,7 @@ class Evidence:
     wrong: tuple[str, ...]
     """Tensors that are wrong, in order."""
     bad_ranks: tuple[int, ...]
-    """RankView with wrong rows of the output."""
+    """Ranks with wrong rows of the output."""
     missing: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def fits(self, name: str, right: Tensor, rows: Tensor | None = None) -> bool:
