@@ -444,6 +444,7 @@ def test_show_writes_files(capsys, tmp_path, what):
 
 
 def test_show_writes_png_and_json(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
     import json
 
     path = tmp_path / "traffic.png"
