@@ -313,3 +313,16 @@ def test_shift_labels_that_are_given_keep_their_last_label():
         for rank in range(2)
     ]
     assert torch.cat(parts, 1).tolist() == [[1, 2, -100, 4, 5, 6, 7, 8]]
+
+
+def test_a_default_device_does_not_matter():
+    """Sharding follows the tensors, also inside of `with torch.device("meta")`, where models are made."""
+    batch = {"input_ids": torch.arange(16), "labels": torch.arange(16)}
+    layout = ls.layouts.zigzag(16, 2)
+    plain = shard_batch(batch, layout, 1, documents=[9, 7], positions="document")
+    with torch.device("meta"):
+        found = shard_batch(batch, layout, 1, documents=[9, 7], positions="document")
+        whole = layout.unshard([layout.shard(batch["input_ids"], rank) for rank in range(2)])
+    assert plain.keys() == found.keys()
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    assert torch.equal(whole, batch["input_ids"])

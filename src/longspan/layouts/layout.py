@@ -360,7 +360,7 @@ def _take(x: Any, index: Ints, dim: int, padding: int, fill: float) -> Any:
     if _is_torch(x):
         import torch
 
-        taken = x.index_select(dim, torch.as_tensor(index.copy()).to(x.device))
+        taken = x.index_select(dim, torch.as_tensor(index.copy(), device=x.device))
         full: Callable[[tuple[int, ...]], Any] = lambda shape: taken.new_full(shape, fill)  # noqa: E731
     else:
         taken = np.take(x, index, axis=dim)

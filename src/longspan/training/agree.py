@@ -82,7 +82,7 @@ def _words(digest: bytes) -> Ints:
 
 def _gathered(row: Ints, group: dist.ProcessGroup) -> Ints:
     """Every rank's row, by rank."""
-    mine = torch.as_tensor(row.copy()).to(message_device(group))
+    mine = torch.as_tensor(row.copy(), device=message_device(group))
     parts = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(parts, mine, group=group)
     return torch.stack(parts).cpu().numpy()

@@ -172,11 +172,11 @@ def _position_ids(batch: Mapping[str, Any], numbers: Any, positions: str | None,
         )
     if positions not in (None, "sequence", "document"):
         raise BatchError(f"positions = {positions!r} was asked for. Choose 'sequence' or 'document'.")
-    made = torch.as_tensor(positions_within(numbers if positions == "document" else np.zeros_like(numbers[:1])))
+    found = positions_within(numbers if positions == "document" else np.zeros_like(numbers[:1]))
+    made = torch.as_tensor(found, device=None if like is None else like.device)
     if like is None:
         return None if positions is None else made
     check_rows(like, numbers)
-    made = made.to(like.device)
     return made[0] if like.ndim == 1 else made.expand(like.shape).contiguous()
 
 

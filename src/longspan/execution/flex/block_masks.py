@@ -113,7 +113,8 @@ def _local_rows(layout: Layout, rank: int) -> Ints:
 def _ordered(listed: Bools, device: str) -> tuple[Tensor, Tensor]:
     """How many blocks of every block row are listed, and all blocks with those first."""
     order = np.argsort(~listed, axis=-1, kind="stable").astype(np.int32)
-    return torch.as_tensor(listed.sum(axis=-1, dtype=np.int32)).to(device), torch.as_tensor(order).to(device)
+    counts = listed.sum(axis=-1, dtype=np.int32)
+    return torch.as_tensor(counts, device=device), torch.as_tensor(order, device=device)
 
 
 # -- which blocks are empty, partial or full ------------------------------------------------------------------------

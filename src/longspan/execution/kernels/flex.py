@@ -172,7 +172,7 @@ def _positions(cover: Tile, pairs: Pairs | None, device: torch.device) -> tuple[
 
 
 def _on(device: torch.device, array: NDArray[Any]) -> Tensor:
-    return torch.tensor(array).to(device)  # a copy: positions are kept elsewhere, too
+    return torch.tensor(array, device=device)  # a copy: positions are kept elsewhere, too
 
 
 def _length(pairs: Pairs | None) -> int:

@@ -160,7 +160,7 @@ def _product(weights: Tensor, x: Tensor, apart: Tensor | None) -> Tensor:
     tensor([[6.]])
     """
     found = weights @ x.nan_to_num(0.0, 0.0, 0.0)
-    meet = torch.ones(weights.shape[-2:], dtype=x.dtype) if apart is None else (~apart).to(x.dtype)
+    meet = x.new_ones(weights.shape[-2:]) if apart is None else (~apart).to(x.dtype)
     up, down = (meet @ (x == value).to(x.dtype) > 0 for value in (torch.inf, -torch.inf))
     neither = (meet @ x.isnan().to(x.dtype) > 0) | (up & down)
     found = torch.where(up, torch.inf, torch.where(down, -torch.inf, found))

@@ -112,7 +112,9 @@ def _close(group: dist.ProcessGroup) -> None:
     for tag in range(CLOSING_TAG, CLOSING_TAG + 8):  # with several interfaces, each has connections of its own
         for other in others:
             with suppress(RuntimeError):
-                group.recv([torch.empty(1, dtype=torch.uint8)], other, tag).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], other, tag).wait(
+                    timedelta(milliseconds=1)
+                )
 
 
 def first_line(error: BaseException) -> str:
