@@ -298,7 +298,7 @@ class Mask(Handled):
     def to_mask_mod(self, seq_len: int | None = None) -> Callable[[object, object, object, object], object]:
         """A function (b, h, q_idx, kv_idx) on torch tensors, as FlexAttention takes it."""
         mask = self.resized(self.length(seq_len))
-        return to_mask_mod(mask.grid, mask.length())
+        return to_mask_mod(mask.grid, mask.distinct_planes(), mask.length())
 
 
 @lru_cache(maxsize=256)

@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 PlaneMod = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
-def to_mask_mod(grid: Sequence[Sequence[Plane]], seq_len: int) -> MaskMod:
+def to_mask_mod(grid: Sequence[Sequence[Plane]], planes: Sequence[Plane], seq_len: int) -> MaskMod:
     """A function (b, h, q_idx, kv_idx) that only indexes and compares tensors, so it traces, vmaps and compiles.
 
-    `grid` has a plane for every batch row and head that differ.
+    `grid` has a plane for every batch row and head that differ, `planes` each of them once.
     """
     import torch
 
-    planes = list({id(plane): plane for row in grid for plane in row}.values())
     mods = [_plane_mod(plane, seq_len) for plane in planes]
     if len(mods) == 1:
         return mods[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -86,13 +86,13 @@ class Runner(ABC):
         which = (self.job.rank, self.direction, self.num_computes)
         plane = self.job.plan.mask.plane(q.batch.start, q.heads.start)
         tiles = tiles_for(self.job.plan, which, compute, plane, q, kv)
+        pairs = None
+        if self.job.scoring is not None or plane.predicate is not None:
+            where = TilePositions.of(q.batch, q.heads, q.positions(), kv.positions(), self.device)
+            known = self.job.plan.mask.known
+            pairs = TilePairs(where, self.job.scoring, plane.predicate, self.totals, known)
         k, v = kv.tensors
-        work = TileWork(q.tensors[0], k, v, tiles, self.job.scale)
-        if self.job.scoring is None and plane.predicate is None:
-            return work
-        where = TilePositions.of(q.batch, q.heads, q.positions(), kv.positions(), self.device)
-        known = self.job.plan.mask.known
-        return replace(work, pairs=TilePairs(where, self.job.scoring, plane.predicate, self.totals, known))
+        return TileWork(q.tensors[0], k, v, tiles, self.job.scale, pairs)
 
     # -- walking ----------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ class TokenStore:
 
     @staticmethod
     def of(spans: Ints, heads: Span, batch: Span, tensors: Sequence[Tensor]) -> TokenStore:
-        """TokenStore laid out in the order of `(start, stop)` spans."""
+        """A store laid out in the order of `(start, stop)` spans."""
         sizes = spans[:, 1] - spans[:, 0]
         runs = np.column_stack((spans, np.cumsum(sizes) - sizes))
         return TokenStore(runs[np.argsort(runs[:, 0], kind="stable")], heads, batch, tuple(tensors))

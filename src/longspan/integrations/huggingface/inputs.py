@@ -226,10 +226,10 @@ def _positions(
             f" {positions!r}. Say 'document' if they start again with every document (as collators for packed batches"
             f" do), 'sequence' if they count through."
         )
-    counted = torch.arange(seq_len).expand(rows, -1)
+    counted = torch.arange(seq_len, device="cpu").expand(rows, -1)
     if positions == "document" and documents is not None:
         edges = [runs(row)[0] for row in documents]
-        counted = counted - torch.as_tensor(np.stack([np.repeat(row[:-1], np.diff(row)) for row in edges]))
+        counted = counted - torch.from_numpy(np.stack([np.repeat(row[:-1], np.diff(row)) for row in edges]))
     return counted
 
 
