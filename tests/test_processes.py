@@ -25,6 +25,17 @@ def until(process, state):
     return seen(process).state
 
 
+def until_every_thread_stands(pid):
+    """A stop reaches each thread on its own: until then the thread that serves the store may answer once more."""
+    states = "R"
+    end = time.monotonic() + 20
+    while set(states) != {STOPPED} and time.monotonic() < end:
+        time.sleep(0.01)
+        files = Path(f"/proc/{pid}/task").glob("*/stat")
+        states = [file.read_text().rpartition(")")[2].split()[0] for file in files]
+    assert set(states) == {STOPPED}, states
+
+
 def test_a_process_is_seen_to_run_stop_go_on_and_end():
     child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     try:
@@ -85,10 +96,14 @@ def test_a_store_that_is_gone_or_silent_is_noticed():
         assert child.stdout is not None
         address = ("127.0.0.1", int(child.stdout.readline()))
         client = StoreClient(address, "p", 1.0)
-        assert client.get("a") is None
-        child.send_signal(signal.SIGSTOP)
-        with pytest.raises(LostError, match="no answer within"):
-            client.get("a")
+        try:
+            assert client.get("a") is None
+            child.send_signal(signal.SIGSTOP)
+            until_every_thread_stands(child.pid)
+            with pytest.raises(LostError, match="no answer within"):
+                client.get("a")
+        finally:
+            client.close()
         child.send_signal(signal.SIGCONT)
         again = StoreClient(address, "p", 20.0)
         assert again.get("a") is None  # it was only slow
