@@ -17,19 +17,19 @@ collect_ignore = ["src/longspan/integrations/torchtitan"]
 if find_spec("transformers") is None:
     collect_ignore += ["src/longspan/integrations/huggingface/inputs.py"]
 # Helpers of tests have no examples in them, and some import frameworks that may be missing.
-collect_ignore_glob = ["tests/*_work.py", "tests/titan_*.py", "tests/*_script.py"]
+collect_ignore_glob = ["tests/*/*_work.py", "tests/*/titan_*.py", "tests/*/*_script.py"]
 
 # `pytest -m quick`: something of every layer, within a minute of processor time. A whole file, or tests by their name.
 QUICK = {
-    "tests/test_house.py": "",
-    "tests/test_layers.py": "",
-    "tests/test_layouts.py": "",
-    "tests/test_plan.py": "",
-    "tests/test_masks.py": "no_tokens",
-    "tests/test_schedules.py": "validator",
-    "tests/test_kernels.py": "strided_views",
-    "tests/test_gloo.py": "would[2-0]",
-    "tests/test_detection.py": "seeds[0]",
+    "tests/house/test_house.py": "",
+    "tests/house/test_layers.py": "",
+    "tests/unit/test_layouts.py": "",
+    "tests/unit/test_plan.py": "",
+    "tests/unit/test_masks.py": "no_tokens",
+    "tests/unit/test_schedules.py": "validator",
+    "tests/unit/test_kernels.py": "strided_views",
+    "tests/gloo/test_gloo.py": "would[2-0]",
+    "tests/simulation/test_detection.py": "seeds[0]",
 }
 
 

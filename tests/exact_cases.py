@@ -9,7 +9,6 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from cases import LAYOUTS, MASKS, random_layout, random_mask
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,6 +19,7 @@ from longspan.schedules import Problem, Sizes, scheme
 from longspan.schedules.cost.presets import CPU
 from longspan.schedules.plan import Plan
 from longspan.testing import allowed, dense_gradients
+from tests.cases import LAYOUTS, MASKS, random_layout, random_mask
 
 KINDS = tuple(kind for kind in MASKS if kind not in ("opaque", "empty"))  # execution refuses masks that are functions
 LONGEST = {

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from cases import LAYOUTS, random_layout
 from torch import Tensor
 
 import longspan as ls
@@ -22,6 +21,7 @@ from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules.plan import Plan
 from longspan.testing import run_loopback
+from tests.cases import LAYOUTS, random_layout
 
 B, H, G, D, E = 2, 4, 2, 8, 6
 SCHEMES = ("ring", "all_gather", "all_to_all", "hybrid", "exchange")

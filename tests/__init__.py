@@ -1,0 +1,1 @@
+"""Tests, by room: README.md says where a new one goes."""

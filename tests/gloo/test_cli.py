@@ -1,0 +1,677 @@
+"""The `longspan` command: what it prints, as text and as JSON, what it refuses, and how quickly it answers."""
+
+import importlib.util
+import itertools
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import longspan as ls
+from longspan.cli import command
+from longspan.cli.commands import compare, doctor
+from longspan.cli.lengths import drawn_lengths
+from longspan.cli.measuring import trace_file as chrome
+from longspan.cli.screen import Column, Row, Screen
+from longspan.schedules import MACHINES, simulate
+from longspan.schedules.choose import Reason
+from longspan.schedules.cost.machine_text import machine_text, parse_machine
+from tests.gloo import cli_work
+from tests.pool import pool
+
+SMALL = ("--q-heads", "8", "--kv-heads", "2", "--head-dim", "64")
+SRC = Path(ls.__file__).parents[1]
+
+
+@pytest.fixture
+def longspan(capsys):
+    """Runs a command in this process: (exit code, stdout, stderr)."""
+
+    def run(*words):
+        code = command.main(words)
+        found = capsys.readouterr()
+        return code, found.out, found.err
+
+    return run
+
+
+@pytest.fixture
+def answer(longspan):
+    """The JSON that a command prints."""
+
+    def run(*words):
+        code, out, err = longspan(*words, "--json")
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return run
+
+
+def process(*words, **options):
+    """A command in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "longspan", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        **options,
+    )
+
+
+def processor_seconds(*words):
+    """Processor time of a command, the best of three: what it takes end to end where nothing else runs."""
+    best = float("inf")
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = process(*words)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0, done.stderr
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return best
+
+
+def pace():
+    """How many times slower than where the bars were set: there, numpy is imported in 0.15 s of processor time."""
+    best = float("inf")
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", "import numpy"], check=True, timeout=60)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return max(1.0, best / 0.15)
+
+
+# -- starting -------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command_and_the_exit_codes(longspan):
+    code, out, _ = longspan("--help")
+    assert code == 0
+    assert all(f"\n    {name}" in out for name in command.COMMANDS)
+    assert "0 fine, 1 a check failed, 2 bad arguments" in out
+    assert longspan("--version")[1] == f"longspan {ls.__version__}\n"
+    assert longspan()[0] == 2
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_every_command_explains_itself(longspan, name):
+    if importlib.util.find_spec(command.COMMANDS[name][0]) is None:
+        pytest.skip(f"{command.COMMANDS[name][0]} is not there yet")
+    code, out, _ = longspan(name, "--help")
+    assert code == 0
+    assert out.startswith(f"usage: longspan {name}")
+    assert "--json" in out
+
+
+def test_planning_commands_start_without_torch_and_rich():
+    code = (
+        "import sys; from longspan.cli import main\n"
+        "for words in (['--help'], ['plan', '--help'], ['plan', '--seq', '4k'],"
+        " ['compare', '--seq', '4k', '--ranks', '2'], ['trace', '--seq', '4k', '--out', '/dev/null']):\n"
+        "    assert main(words) == 0\n"
+        "heavy = {'torch', 'matplotlib', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, stdout=subprocess.DEVNULL)
+
+
+def test_it_starts_in_half_a_second():
+    assert processor_seconds("--help") < 0.5 * pace()
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "ranks", "bar", "docs"),
+    [
+        ("1M", "64", 1.0, "longtail"),
+        ("1M", "64", 1.0, "causal"),
+        ("10M", "1024", 5.0, "longtail"),
+        ("10M", "1024", 5.0, "causal"),
+    ],
+)
+def test_plan_answers_in_time(seq_len, ranks, bar, docs):
+    assert processor_seconds("plan", "--seq", seq_len, "--ranks", ranks, "--docs", docs) < bar * pace()
+
+
+# -- plan -----------------------------------------------------------------------------------------------------------
+
+
+def made(mask, ranks, layout=None, scheme="auto", machine="h100", **options):
+    layout = layout or ls.layouts.balanced(mask, world_size=ranks)
+    sizes = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"} | options
+    return ls.plan(mask, layout, schedule=scheme, machine=machine, **sizes)
+
+
+def test_plan_says_what_the_api_says(answer):
+    found = answer(
+        "plan", "--seq", "256k", "--ranks", "16", "--docs", "longtail", "--window", "4096", "--machine", "h100"
+    )
+    mask = ls.masks.documents(drawn_lengths("longtail", 1 << 18)) & ls.masks.causal() & ls.masks.sliding_window(4095)
+    plan = made(mask, 16)
+    chosen = next(reason for reason in plan.reasons if reason.chosen)
+    assert found["fingerprint"] == plan.fingerprint
+    assert (found["scheme"], found["ranks"], found["imbalance"]) == (plan.scheme.name, 16, plan.imbalance)
+    assert found["forward_seconds"] + found["backward_seconds"] == pytest.approx(plan.predicted_seconds)
+    assert (found["bytes_received"], found["peak_bytes"]) == (chosen.bytes_received, chosen.peak_bytes)
+    for direction in ("forward", "backward"):
+        assert found[f"{direction}_bytes_received"] == max(plan.bytes_received(rank, direction) for rank in range(16))
+    assert found["figures_of_ranks"] == list(chosen.ranks) != list(range(16))
+    assert [reason["scheme"] for reason in found["reasons"]] == [reason.scheme for reason in plan.reasons]
+    assert found["workload"]["num_documents"] == len(drawn_lengths("longtail", 1 << 18))
+
+
+def test_plan_fits_one_screen_and_says_why(longspan):
+    code, out, err = longspan("plan", "--seq", "1M", "--ranks", "64", "--docs", "longtail", "--machine", "h100")
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert lines[0] == "1,048,576 tokens on 64 ranks: hybrid(8,exchange)"
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    for label in ("mask", "tensors", "machine", "layout", "received", "memory", "predicted", "why"):
+        assert any(line.startswith(f"  {label} ") for line in lines), label
+    assert "the quickest of 12 schemes" in out
+    assert re.search(r"^\* hybrid\(8,exchange\) +[\d.]+ ms +[\d.]+ ms +[\d.]+ GiB +[\d.]+ GiB$", out, re.MULTILINE)
+    assert re.search(r"^  ring +at least \d+ ms in all, for its bytes alone$", out, re.MULTILINE)
+    assert "simulated" in out
+
+
+def test_a_machine_that_was_not_named_is_said_to_be_assumed(longspan):
+    assert "h100 (assumed; say --machine)" in longspan("plan", "--seq", "8k")[1]
+    assert "assumed" not in longspan("plan", "--seq", "8k", "--machine", "a100")[1]
+
+
+def test_named_schemes_and_layouts_are_obeyed(answer):
+    found = answer("plan", "--seq", "64k", "--ranks", "8", "--scheme", "ring", "--layout", "zigzag", "--keep")
+    assert (found["scheme"], found["layout"], len(found["reasons"])) == ("ring", "zigzag", 1)
+    assert found["workload"]["keep"] is True
+    plan = made(ls.masks.causal(), 8, ls.layouts.zigzag(1 << 16, 8), "ring", keep=True)
+    assert found["bytes_received"] == plan.reasons[0].bytes_received
+
+
+@pytest.mark.parametrize(
+    "layout", ["balanced", "zigzag", "contiguous", "per_document", "round_robin_by_work", "striped"]
+)
+def test_every_layout_plans(answer, layout):
+    found = answer(
+        "plan", "--docs", "3000,1000,4192", "--ranks", "4", "--layout", layout, "--scheme", "exchange", *SMALL
+    )
+    assert (found["layout"], found["workload"]["seq_len"]) == (layout, 8192)
+
+
+@pytest.mark.parametrize("text", ["700\n1200\n\n148\n", "[700, 1200, 148]", " [700,\n1200, 148]\n"])
+def test_document_lengths_come_from_files(answer, tmp_path, text):
+    (tmp_path / "lengths").write_text(text)
+    found = answer("plan", "--docs", str(tmp_path / "lengths"), "--ranks", "4", *SMALL)
+    again = answer("plan", "--docs", "700,1200,148", "--seq", "2k", "--ranks", "4", *SMALL)
+    assert found["fingerprint"] == again["fingerprint"]
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+REFUSALS = [
+    (("plan",), "--docs causal needs a length: say --seq, such as --seq 1M."),
+    (("plan", "--seq", "1Q"), "a number such as 65536, 64k or 1M is expected, but '1Q' was given."),
+    (("plan", "--seq", "0"), "'0' is not a whole number from 1"),
+    (("plan", "--seq", "1.0001k"), "'1.0001k' is not a whole number"),
+    (("plan", "--seq", "8k", "--docs", "nonsense"), "--docs 'nonsense' was given. Say causal, full, longtail"),
+    (("plan", "--seq", "8k", "--docs", "700,x"), "a number such as 65536"),
+    (("plan", "--seq", "8k", "--docs", "700,800"), "2 documents of 1500 tokens together, but --seq is 8192"),
+    (("plan", "--seq", "8k", "--docs", "full", "--window", "4"), "--window goes with causal documents"),
+    (("plan", "--seq", "8k", "--machine", "tpu"), "machine 'tpu' was asked for. Choose one of h100, a100, cpu"),
+    (("plan", "--seq", "8k", "--scheme", "magic"), "schedule 'magic' was asked for"),
+    (("plan", "--seq", "8k", "--layout", "magic"), "invalid choice: 'magic'"),
+    (("plan", "--seq", "8k", "--q-heads", "7"), "leaves 7 over"),
+    (("plan", "--seq", "8k", "--ranks", "1M"), "1048576 ranks were asked for"),
+    (("plan", "--seq", "8k", "--fetch-bytes", "1"), "fetch_bytes = 1 leaves room for 0 rows"),
+    (("plan", "--seq", "8k", "--scheme", ""), "schedule '' was asked for"),
+    (("plan", "--seq", "8k", "--docs", "short", "--seed", "-1"), "--seed -1 was asked for"),
+    (("compare", "--seq", "8k", "--layouts", "zigzag,magic"), "--layouts names 'magic'"),
+    (("compare", "--seq", "8k", "--layouts", ""), "--layouts names ''"),
+    (("compare", "--seq", "8k", "--schemes", ""), "--schemes '' was asked for"),
+    (("compare", "--seq", "8k", "--schemes", "ring;"), "--schemes 'ring;' was asked for"),
+    (("compare", "--seq", "8k", "--schemes", "ring; auto"), "none of them empty or auto"),
+    (("show", "mask", "--seq", "8k", "--scheme", "nonsense"), "a mask is the same with every schedule"),
+    (("show", "layout", "--seq", "8k", "--keep"), "--keep was asked for, but a layout is the same"),
+    (("compare", "--seq", "8k", "--plot", "curves.doc"), "The name must end in .svg, .png"),
+    (("trace", "--seq", "8k", "--ranks", "1k", "--out", "x"), "a trace of 1024 ranks was asked for"),
+    (("trace", "--seq", "8k"), "the following arguments are required: --out"),
+    (("trace", "--seq", "8k", "--out", "/nowhere/at/all.json"), "No such file or directory"),
+    (("calibrate",), "torchrun --nproc-per-node 4 -m longspan calibrate"),
+    (("dance",), "invalid choice: 'dance'"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSALS, ids=lambda value: " ".join(value)[:50])
+def test_refusals_are_one_line_and_code_2(longspan, words, message):
+    code, out, err = longspan(*words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("longspan")
+    assert err.count("\n") == 1
+
+
+FILES = [
+    ("12\nx\n", "line 2: 'x' was found"),
+    ("12\n-3\n", "line 2: '-3' was found"),
+    ("12\n0\n", "line 2: '0' was found"),
+    ("١٢\n", "was found"),
+    ("9" * 30, "was found"),
+    ("", "lists 0 lengths"),
+    ("[1, 2.5]", "entry 1 is 2.5"),
+    ("[1, true]", "entry 1 is True"),
+    ("[1, [2]]", "entry 1 is [2]"),
+    ("[1, 2", "is none"),
+    ("[" * 100000, "is none"),
+    ("1\n" * (1 << 19) + "1", "has more than 1048576 bytes"),
+    (b"\xff\xfe\x00", "is no text"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), FILES, ids=range(len(FILES)))
+def test_hostile_length_files_are_refused(longspan, tmp_path, text, message):
+    path = tmp_path / "lengths"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    code, _, err = longspan("plan", "--docs", str(path))
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_errors_of_a_process_carry_no_traceback():
+    done = process("plan", "--seq", "8k", "--scheme", "magic")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+# -- machines as files ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_machine_reads_back(name):
+    assert parse_machine(machine_text(MACHINES[name])) == MACHINES[name]
+
+
+def test_plan_reads_a_machine_file(answer, tmp_path):
+    slow = replace(MACHINES["h100"], name="slow", flops=MACHINES["h100"].flops / 10)
+    path = tmp_path / "slow.json"
+    path.write_text(machine_text(slow))
+    words = ("plan", "--seq", "64k", "--scheme", "exchange")
+    found, usual = answer(*words, "--machine", str(path)), answer(*words, "--machine", "h100")
+    assert found["workload"]["machine"] == "slow"
+    assert found["forward_seconds"] > 3 * usual["forward_seconds"]
+
+
+def _changed(**changes):
+    found = json.loads(machine_text(MACHINES["cpu"]))
+    for name, value in changes.items():
+        if value is None:
+            del found[name]
+        else:
+            found[name] = value
+    return json.dumps(found)
+
+
+BAD_MACHINES = [
+    ("", "a machine file is JSON"),
+    ("[]", "a machine file is a JSON object"),
+    ("{}", "a machine file is a JSON object"),
+    ("[" * 30000, "a machine file is JSON"),
+    (" " * 70000, "at most 65536 characters"),
+    (_changed(format="longspan machine 2"), "a machine file is a JSON object"),
+    (_changed(flops=None), "'flops' is missing"),
+    (_changed(extra=1), "'extra' is not known"),
+    (_changed(flops="1e9"), "machine.flops is a positive number"),
+    (_changed(flops=-1.0), "machine.flops is a positive number"),
+    (_changed(flops=True), "machine.flops is a positive number"),
+    (_changed(flops=10**400), "machine.flops is a positive number"),
+    (_changed(backward_tiling={"rows": 1}), "machine.backward_tiling: 'cut_width' is missing"),
+    (_changed().replace("219000000000.0", "NaN"), "NaN is no measured number"),
+    (_changed().replace("219000000000.0", "1e999"), "machine.flops is a positive number"),
+    (_changed(slots=1.5), "machine.slots is a whole number"),
+    (_changed(slots=0), "machine.slots is a whole number"),
+    (_changed(one_launch=1), "machine.one_launch is true or false"),
+    (_changed(name="a\x1b[31m"), "machine.name is a printable text"),
+    (_changed(source="x" * 2000), "machine.source is a printable text"),
+    (_changed(links=[]), "machine.links is a list of 1 to 8 links"),
+    (_changed(links=[{"ranks": 8, "bandwidth": 1e9}]), "'latency' is missing"),
+    (_changed(links=[{"ranks": 8, "bandwidth": 0, "latency": 0}]), "machine.links[0].bandwidth is a positive number"),
+    (_changed(forward_tiling=[1, 2]), "machine.forward_tiling is an object"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_MACHINES, ids=range(len(BAD_MACHINES)))
+def test_hostile_machine_files_are_refused(longspan, tmp_path, text, message):
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    code, _, err = longspan("plan", "--seq", "8k", "--machine", str(path))
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+# -- compare --------------------------------------------------------------------------------------------------------
+
+
+def test_compare_says_what_the_api_says(answer):
+    found = answer("compare", "--seq", "256k", "--ranks", "8,16", "--docs", "longtail", "--machine", "h100")["entries"]
+    mask = ls.masks.documents(drawn_lengths("longtail", 1 << 18)) & ls.masks.causal()
+    make = {
+        "balanced": lambda ranks: ls.layouts.balanced(mask, world_size=ranks),
+        "zigzag": lambda ranks: ls.layouts.zigzag(1 << 18, ranks),
+        "contiguous": lambda ranks: ls.layouts.contiguous(1 << 18, ranks),
+        "per_document": lambda ranks: ls.layouts.per_document(drawn_lengths("longtail", 1 << 18), ranks),
+    }
+    base = {}
+    for ranks in (8, 16):
+        base[ranks] = made(mask, ranks, make["zigzag"](ranks), "all_gather").reasons[0].bytes_received
+    assert {entry["layout"] for entry in found} == set(make)
+    assert {"exchange", "ring", "all_gather", "all_to_all"} < {entry["scheme"] for entry in found}
+    for entry in found:
+        plan = made(mask, entry["ranks"], make[entry["layout"]](entry["ranks"]), entry["scheme"])
+        reason = plan.reasons[0]
+        assert entry["imbalance"] == plan.imbalance
+        for name in ("forward_seconds", "backward_seconds", "bytes_received", "peak_bytes"):
+            assert entry[name] == getattr(reason, name)
+        factor = base[entry["ranks"]] / reason.bytes_received
+        assert entry["fewer_bytes_than_torch_all_gather"] == pytest.approx(factor)
+    # PyTorch's all-gather brings every other rank's K and V to every rank, and again in backward, and returns float32.
+    (theirs,) = [e for e in found if (e["ranks"], e["scheme"], e["note"]) == (8, "all_gather", "PyTorch")]
+    row = 8 * (128 + 128) * 2
+    assert theirs["bytes_received"] == (1 << 18) * 7 // 8 * row * 4
+    for ranks in (8, 16):
+        mine = [e["forward_seconds"] + e["backward_seconds"] for e in found if e["ranks"] == ranks]
+        assert mine == sorted(mine)
+
+
+def test_compare_shows_the_byte_reduction_on_longtail_documents(longspan):
+    code, out, _ = longspan("compare", "--seq", "1M", "--ranks", "64", "--docs", "longtail", "--layouts", "balanced")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 100
+    reduction = float(re.search(r"([\d.]+)x fewer bytes than PyTorch's all-gather", out)[1])
+    assert reduction > 10
+    assert re.search(r"^  all_gather +zigzag .* 1\.00x .* PyTorch$", out, re.MULTILINE)
+    assert re.search(r"^  ring +zigzag .* PyTorch$", out, re.MULTILINE)
+    assert re.search(r"^\* hybrid\(8,exchange\) +balanced ", out, re.MULTILINE)
+
+
+def test_factors_are_said_in_the_right_direction():
+    best, theirs = ("exchange", "balanced"), compare.TORCH[0]
+
+    def said(*figures):
+        (bytes_a, peak_a), (bytes_b, peak_b) = figures
+        reasons = (Reason(best[0], 1.0, 1.0, bytes_a, peak_a, True), Reason(theirs[0], 2.0, 2.0, bytes_b, peak_b))
+        pairs = zip((best, theirs), reasons, strict=True)
+        return compare.verdict([compare.Entry(8, layout, name, 1.0, reason) for (name, layout), reason in pairs])
+
+    start, middle = "exchange over balanced: ", "PyTorch's all-gather, predicted 2.0x as fast"
+    assert said((10, 10), (100, 30)) == f"{start}10.0x fewer bytes than {middle}, with 3.0x less memory."
+    assert said((57, 40), (10, 10)) == f"{start}5.7x the bytes of {middle}, with 4.0x the memory."
+    assert said((100, 100), (100, 101)) == f"{start}as many bytes as {middle}."
+    assert said((0, 0), (10, 0)) == f"{start}no bytes at all, predicted 2.0x as fast."
+
+
+def test_no_factor_is_infinite(longspan):
+    code, out, _ = longspan("compare", "--docs", "2k,2k", "--ranks", "2", "--layouts", "contiguous", *SMALL)
+    assert code == 0
+    assert "no bytes at all" in " ".join(out.split())
+    assert "inf" not in out
+    code, out, _ = longspan("plan", "--docs", "2k,2k", "--ranks", "2", "--layout", "contiguous", *SMALL)
+    assert "no bytes at all" in " ".join(out.split())
+
+
+def test_compare_takes_schemes_and_layouts(answer):
+    words = (
+        "compare",
+        "--seq",
+        "16k",
+        "--ranks",
+        "4",
+        "--schemes",
+        "exchange; hybrid(2, ring)",
+        "--layouts",
+        "contiguous",
+    )
+    found = {(entry["scheme"], entry["layout"]) for entry in answer(*words)["entries"]}
+    assert found == {("exchange", "contiguous"), ("hybrid(2,ring)", "contiguous"), *compare.TORCH}
+    every = answer("compare", "--seq", "16k", "--ranks", "4", "--schemes", "all", "--layouts", "zigzag")["entries"]
+    assert len(every) == len({entry["scheme"] for entry in every}) > 6
+
+
+def test_compare_draws_curves(longspan, tmp_path):
+    path = tmp_path / "curves.svg"
+    code, out, _ = longspan("compare", "--seq", "32k", "--ranks", "2,4,8", "--docs", "short", "--plot", str(path))
+    assert code == 0
+    assert f"Curves: {path}" in " ".join(out.split())  # a long path goes on a line of its own
+    svg = path.read_text()
+    assert svg.startswith("<svg")
+    assert all(name in svg for name in ("quickest", "PyTorch all_gather", "PyTorch ring"))
+    assert svg.count("<polyline") >= 8
+
+
+# -- traces ---------------------------------------------------------------------------------------------------------
+
+
+def slices_of(trace, category):
+    return [event for event in trace["traceEvents"] if event["ph"] == "X" and event["cat"] == category]
+
+
+def check_trace(trace, plan):
+    """Every rank is a process, tracks have names and never overlap, and computes and messages are those of the plan."""
+    ranks = plan.layout.world_size
+    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert names == {rank: f"rank {rank}" for rank in range(ranks)}
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    by_track = {}
+    for event in (event for event in trace["traceEvents"] if event["ph"] == "X"):
+        assert event["dur"] >= 0
+        by_track.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert set(by_track) <= set(tracks)
+    for times in by_track.values():
+        times.sort()
+        assert all(a[1] <= b[0] + 0.002 for a, b in itertools.pairwise(times))
+    computes, messages = set(), {}
+    for rank in range(ranks):
+        for direction in ("forward", "backward"):
+            for number, step in enumerate(plan.steps(rank, direction)):
+                if step.computes:
+                    computes.add((rank, f"{direction} {number}"))
+                for t in step.transfers:
+                    if t.dst == rank:
+                        key = (rank, f"{direction} {number}", t.src)
+                        messages[key] = messages.get(key, 0) + t.piece.num_bytes(plan.sizes)
+    assert {(e["pid"], e["name"]) for e in slices_of(trace, "compute")} == computes
+    found = {(e["pid"], e["name"], e["args"]["from"]): e["args"]["bytes"] for e in slices_of(trace, "message")}
+    assert found == messages
+
+
+def test_trace_is_the_simulated_timeline(longspan, answer, tmp_path):
+    path = tmp_path / "plan.json"
+    words = ("trace", "--seq", "32k", "--ranks", "4", "--docs", "short", "--machine", "h100", "--out", str(path))
+    code, out, _ = longspan(*words)
+    assert code == 0
+    assert out.startswith("32,768 tokens on 4 ranks: ")
+    assert f"Wrote {path}. Open it in ui.perfetto.dev" in " ".join(out.split())
+    mask = ls.masks.documents(drawn_lengths("short", 1 << 15)) & ls.masks.causal()
+    plan = made(mask, 4)
+    trace = json.loads(path.read_text())
+    check_trace(trace, plan)
+    took = {way: simulate(plan.schedule(way), plan.machine).seconds for way in ("forward", "backward")}
+    end = max(e["ts"] + e["dur"] for e in trace["traceEvents"] if e["ph"] == "X")
+    assert end == pytest.approx(1e6 * sum(took.values()), rel=1e-6)
+    found = answer(*words)
+    assert found["seconds"] == pytest.approx(sum(took.values()))
+    assert (found["fingerprint"], found["how"]) == (plan.fingerprint, "simulated")
+    assert trace["otherData"]["fingerprint"] == plan.fingerprint
+
+
+# -- with ranks -----------------------------------------------------------------------------------------------------
+
+
+def on_ranks(size, *words, timeout=240):
+    """Rank 0's stdout of a command that all ranks ran; the others print nothing."""
+    found = pool(size).run(cli_work.command, *words, timeout=timeout)
+    assert [code for code, _, _ in found] == [0] * size, found
+    assert all(out == "" for _, out, _ in found[1:])
+    return found[0][1]
+
+
+def test_calibrate_writes_a_machine_that_plan_reads(answer, tmp_path):
+    path = tmp_path / "machine.json"
+    out = on_ranks(4, "calibrate", *SMALL, "--rounds", "2", "--out", str(path), "--name", "here")
+    assert out.startswith("here: 4 ranks at once, 4 on a host of")
+    for label in ("kernel", "forward", "backward", "operation", "copies", "link"):
+        assert re.search(rf"^  {label} +\S", out, re.MULTILINE), label
+    machine = parse_machine(path.read_text())
+    assert (machine.name, len(machine.links)) == ("here", 1)
+    assert 1e8 < machine.flops * machine.backward_share < 1e13
+    assert 1e6 < machine.links[0].bandwidth < 1e12
+    assert 0 <= machine.links[0].latency < 1
+    found = answer("plan", "--seq", "8k", "--ranks", "4", "--machine", str(path), *SMALL)
+    assert found["workload"]["machine"] == "here"
+
+
+def test_calibrate_answers_in_json():
+    found = json.loads(on_ranks(2, "calibrate", *SMALL, "--rounds", "1", "--json"))
+    assert (found["command"], found["ranks"], found["kernel"], found["file"]) == ("calibrate", 2, "cpu_flash", None)
+    assert found["forward_flops"] > 0
+
+
+def test_bench_measures_the_planned_steps(tmp_path):
+    path = tmp_path / "ran.json"
+    words = ("bench", "--docs", "700,1200,148", *SMALL, "--machine", "cpu", "--repeats", "3", "--out", str(path))
+    out = on_ranks(4, *words, "--scheme", "exchange")
+    assert out.startswith("2,048 tokens on 4 ranks: exchange over balanced\n  measured  ")
+    assert "Medians of 3 repetitions" in out
+    assert "Predicted for cpu: " in out
+    mask = ls.masks.documents([700, 1200, 148]) & ls.masks.causal()
+    plan = made(mask, 4, None, "exchange", "cpu", q_heads=8, kv_heads=2, head_dim=64)
+    trace = json.loads(path.read_text())
+    check_trace(trace, plan)
+    assert trace["otherData"]["how"] == "measured"
+    assert trace["otherData"]["fingerprint"] == plan.fingerprint
+    by_rank = {e["pid"] for e in slices_of(trace, "compute")}
+    assert by_rank == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_to_all"])
+def test_bench_answers_in_json(scheme):
+    words = ("bench", "--seq", "1k", *SMALL, "--repeats", "2", "--scheme", scheme, "--dtype", "float32", "--json")
+    found = json.loads(on_ranks(2, *words))
+    assert (found["scheme"], found["how"], found["ranks"]) == (scheme, "measured", 2)
+    assert found["seconds"] == found["forward_seconds"] + found["backward_seconds"]
+    assert len(found["repeats"]["forward_seconds"]) == 2
+    assert min(found["repeats"]["backward_seconds"]) > 0
+
+
+def test_bench_under_torchrun(tmp_path):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    words = ["-m", "longspan", "bench", "--seq", "1k", *SMALL, "--repeats", "1", "--out", "ran.json", "--json"]
+    done = subprocess.run(
+        [sys.executable, *launch, *words],
+        env={**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ranks"] == 2
+    assert slices_of(json.loads((tmp_path / "ran.json").read_text()), "compute")
+
+
+def test_clocks_are_aligned_across_ranks():
+    found = json.loads(on_ranks(2, "doctor", "--quick", "--json"))
+    assert found["clocks"][0]["ahead_seconds"] == 0
+    assert abs(found["clocks"][1]["ahead_seconds"]) < max(0.01, found["clocks"][1]["round_trip_seconds"])
+
+
+# -- doctor ---------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_finds_ranks_fit():
+    out = on_ranks(2, "doctor")
+    assert out.startswith(f"longspan {ls.__version__}: fit\n")
+    for label in ("versions", "host", "backends", "kernels", "clocks", "speed", "links", "self-check"):
+        assert re.search(rf"^  {label} +\S", out, re.MULTILINE), label
+    assert re.search(r"(\d+) of \1 attentions equal dense float64, gradients too, over Gloo", out)
+
+
+def test_doctor_alone_answers_in_json_and_gives_advice(answer):
+    found = answer("doctor", "--quick")
+    assert found["ok"] is True
+    assert all(check["ok"] for check in found["checks"])
+    assert found["versions"]["longspan"] == ls.__version__
+    assert found["kernels"]["cpu_flash"] == "yes"
+    assert found["kernels"]["varlen"] != "yes"
+    assert any("run this under torchrun" in line for line in found["advice"])
+
+
+def test_doctor_that_finds_wrong_answers_ends_with_code_1(longspan, monkeypatch):
+    wrong = [{"scheme": "ring", "dtype": "float32", "ranks": 4, "ok": False, "text": "dq is wrong on rank 2"}]
+    monkeypatch.setattr(doctor, "self_checks", lambda ranks, quick: wrong)
+    code, out, _ = longspan("doctor", "--quick")
+    assert code == 1
+    assert "NOT FIT" in out
+    assert "FAILED: ring, float32: dq is wrong on rank 2" in out
+    assert "do not train with this installation" in out
+
+
+# -- the screen -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fancy", [False, True], ids=["plain", "rich"])
+def test_tables_are_aligned_with_and_without_rich(capsys, fancy):
+    if fancy:
+        pytest.importorskip("rich")
+    screen = Screen(fancy=fancy, width=100)
+    columns = (Column("scheme", False), Column("time"), Column("bytes"))
+    rows = [
+        Row(("exchange [x]", "1.00 ms", "7 B"), True),
+        Row(("ring", "12.0 ms", "8 GiB")),
+        Row(("all",), rest="at least"),
+    ]
+    screen.title("[title]")
+    screen.facts((("label", "word " * 40), ("b", "short")))
+    screen.table(columns, rows)
+    screen.notes(("note [1]",))
+    text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0] == "[title]"
+    assert lines[1].startswith("  label  word")
+    assert lines[2].startswith("         word")
+    assert "* exchange [x]  1.00 ms    7 B" in lines
+    assert "  ring          12.0 ms  8 GiB" in lines
+    assert "  all           at least" in lines
+    assert lines[-1] == "note [1]"
+
+
+def test_without_rich_the_screen_is_plain(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    screen = Screen(fancy=True)
+    screen.title("plain")
+    assert not screen.fancy
+    assert capsys.readouterr().out == "plain\n"
+
+
+def test_slices_of_a_trace_keep_their_tracks():
+    slices = [
+        chrome.Slice(0, "forward", 0, chrome.COMPUTE, 0.0, 1.0),
+        chrome.Slice(1, "forward", 0, chrome.MESSAGE, 0.0, 0.5, peer=0, num_bytes=7),
+    ]
+    events = [event for event in chrome.trace(slices, 2, {})["traceEvents"] if event["ph"] == "X"]
+    assert [(e["pid"], e["tid"], e["dur"]) for e in events] == [(0, 0, 1e6), (1, 1, 5e5)]
+    assert chrome.busy(slices, 0, chrome.COMPUTE, "forward") == 1.0
+
+
+def test_drawn_lengths_are_those_of_the_benchmarks():
+    workloads = pytest.importorskip("benchmarks.workloads")
+    for kind in ("longtail", "short", "mixed"):
+        assert np.array_equal(drawn_lengths(kind, 100_000, 3), workloads.document_lengths(kind, 100_000, 3))

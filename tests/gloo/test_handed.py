@@ -1,0 +1,46 @@
+"""Groups one is no member of, DTensors where none can be taken or cut elsewhere than the plan cuts."""
+
+import pytest
+
+from tests.gloo import handed_work as work
+from tests.pool import end_all, pool
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_pools():
+    yield
+    end_all()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_dtensors_of_any_length_with_a_layout_that_cuts_as_they_do(world):
+    lengths = (64, 63, 7, 5, 2)
+    for found in pool(world).run(work.dtensors, lengths):
+        assert tuple(found) == lengths
+        assert max(found.values()) <= 1e-13
+
+
+MESSAGES = {
+    "odd": ("DTensor of 7, but", "layouts.like_dtensor(7, 2)"),
+    "sinks": ("sinks is a DTensor, placed (Replicate(),)", "sinks.to_local()"),
+    "alibi": ("alibi is a DTensor, placed (Replicate(),)", "alibi.to_local()"),
+    "captured": ("score function", "DTensor"),
+    "sparse": ("compares dense tensors", "'a' (Tensor of layout torch.sparse_coo)", "Leave them out"),
+    "dtensor": ("'a' (DTensor)", "Leave them out"),
+    "stranger": ("no member of the group that was given", "on the group's members alone"),
+    "stranger's batch": ("no member of the group that was given",),
+    "number": ("but int was given",),
+    "members": ("",),
+    "dense": ("not refused",),
+}
+
+
+def test_what_is_almost_right_is_named():
+    first, second = pool(2).run(work.messages)
+    assert second.keys() == MESSAGES.keys()
+    assert first["members"] == "not refused"
+    for found in (first, second):
+        wrong = {name: said for name, said in found.items() if not all(part in said for part in MESSAGES[name])}
+        assert not wrong

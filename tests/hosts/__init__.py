@@ -1,0 +1,1 @@
+"""Other people's frameworks: Hugging Face, TRL, torchtitan, PyTorch's own context parallelism."""

@@ -1,0 +1,318 @@
+"""Heads, positions, packing and layers that do not listen, over ranks; importable by name."""
+
+import logging
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.hosts.hf_work import SIZES, batch_of, gradients
+
+TOKENS = 41
+ENCODER = {name: value for name, value in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
+OPT = {
+    "vocab_size": 24, "hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "word_embed_proj_dim": 32, "pad_token_id": 0, "dropout": 0.0, "max_position_embeddings": 128, "init_std": 0.2,
+}  # fmt: skip
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def made(kind, config, training=False):
+    """A model that Longspan attends for, the same on every rank."""
+    import transformers as hf
+
+    from longspan.integrations import huggingface
+
+    torch.set_num_threads(1)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    huggingface.register()
+    torch.manual_seed(11)
+    kind = getattr(hf, kind) if isinstance(kind, str) else kind
+    return kind._from_config(config, attn_implementation="longspan").float().train(training)
+
+
+def llama(kind="LlamaForCausalLM", training=False, **changes):
+    import transformers as hf
+
+    return made(kind, hf.LlamaConfig(**SIZES, **changes), training)
+
+
+def text(seed=5, rows=2):
+    return torch.randint(3, 24, (rows, TOKENS), generator=torch.Generator().manual_seed(seed))
+
+
+def shard(model, batch, **options):
+    from longspan.integrations import huggingface
+
+    return huggingface.shard_inputs(model, batch, dist.group.WORLD, any_model=True, **options)
+
+
+def gathered(out, inputs):
+    from longspan.training import gather_outputs
+
+    return gather_outputs(out, inputs["longspan"].layout, dist.group.WORLD, dim=1)
+
+
+def error(found, expected):
+    return (found - expected).abs().max().item()
+
+
+# -- what is right -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def per_token_heads():
+    """How far heads that give something for each token are off one device."""
+    import transformers as hf
+
+    from longspan.training import token_loss
+
+    ids, found = text(), {}
+    model = llama("LlamaForTokenClassification", num_labels=3)
+    labels = ids % 3
+    whole, inputs = model(input_ids=ids, labels=labels), shard(model, {"input_ids": ids})
+    logits = model(**inputs).logits
+    own = inputs["longspan"].layout.shard(labels, dist.get_rank(), 1, -100)
+    found["token classes"] = error(gathered(logits, inputs), whole.logits)
+    found["their loss"] = error(token_loss(logits, own, group=dist.group.WORLD, gradients="sum"), whole.loss)
+
+    model = llama("LlamaForQuestionAnswering")
+    inputs = shard(model, {"input_ids": ids})
+    found["answers"] = error(gathered(model(**inputs).end_logits, inputs), model(input_ids=ids).end_logits)
+
+    model = llama("LlamaModel")
+    inputs = shard(model, {"input_ids": ids})
+    found["hidden states"] = error(gathered(model(**inputs)[0], inputs), model(input_ids=ids)[0])
+
+    config = hf.ModernBertConfig(
+        **ENCODER, cls_token_id=1, sep_token_id=2, local_attention=8, global_attn_every_n_layers=2
+    )
+    model = made("ModernBertForMaskedLM", config)
+    inputs = shard(model, {"input_ids": ids})
+    inputs.pop("use_cache")  # which an encoder does not know
+    whole = model(input_ids=ids).logits
+    model.set_attn_implementation("eager")
+    found["ModernBERT on one device"] = error(model(input_ids=ids).logits, whole)
+    model.set_attn_implementation("longspan")
+    found["ModernBERT"] = error(gathered(model(**inputs).logits, inputs), whole)
+    return found
+
+
+def _losses(model, batch, **options):
+    whole = model(**batch, use_cache=False).loss
+    inputs = shard(model, batch, **options)
+    share = model(**inputs).loss.detach()
+    dist.all_reduce(share)
+    return error(share, whole)
+
+
+def _cases():
+    import transformers as hf
+
+    ids = text()
+    padded = torch.ones_like(ids)
+    padded[1, :13] = 0
+    labels = ids.masked_fill(padded.cumsum(1) <= 1, -100)
+    places = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ([9, 20, 12], [30, 11])])
+    packed = {"input_ids": ids, "labels": ids.masked_fill(places == 0, -100), "position_ids": places}
+    roberta = hf.RobertaConfig(**ENCODER, is_decoder=True, **STILL)
+    opt, afmoe = (
+        hf.OPTConfig(**OPT),
+        hf.AfmoeConfig(**SIZES, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, num_dense_layers=1),
+    )
+    return {
+        "roberta": ("RobertaForCausalLM", roberta, {"input_ids": ids, "labels": ids}),
+        "padded opt": ("OPTForCausalLM", opt, {"input_ids": ids, "labels": labels, "attention_mask": padded}),
+        "packed opt": ("OPTForCausalLM", opt, packed),
+        "packed afmoe": ("AfmoeForCausalLM", afmoe, packed),
+        "packed bert": ("BertLMHeadModel", hf.BertConfig(**ENCODER, is_decoder=True, **STILL), packed),
+        "packed both ways": ("LlamaForCausalLM", hf.LlamaConfig(**SIZES, is_causal=False), packed),
+    }
+
+
+def positions():
+    """How far models with positions of their own are off one device, where the batch says which."""
+    import transformers as hf
+
+    cases, found = _cases(), {}
+    kind, config, batch = cases["roberta"]
+    own = {**batch, "position_ids": (torch.arange(TOKENS) + 1 + config.pad_token_id).expand(2, -1)}
+    model = made(kind, config)
+    found["roberta, as it counts"] = error(model(**own).loss, model(**batch).loss)
+    found["roberta"] = _losses(model, own)
+    kind, config, batch = cases["padded opt"]
+    own = {**batch, "position_ids": (batch["attention_mask"].cumsum(1) * batch["attention_mask"] - 1).clamp(min=0)}
+    found["padded opt"] = _losses(made(kind, config), own)
+    right = {**batch, "attention_mask": batch["attention_mask"].flip(1)}
+    right["labels"] = right["input_ids"].masked_fill(right["attention_mask"] == 0, -100)
+    found["opt padded at the end"] = _losses(made(kind, config), right)
+    biogpt = hf.BioGptConfig(**ENCODER, **STILL, layerdrop=0.0)
+    found["biogpt, which makes a mask of ones"] = _losses(made("BioGptForCausalLM", biogpt), cases["roberta"][2])
+    for name in ("packed opt", "packed afmoe"):
+        kind, config, batch = cases[name]
+        numbers = (batch["position_ids"] == 0).cumsum(1)
+        found[name] = _losses(made(kind, config), {**batch, "seq_idx": numbers})
+    return found
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def _message(function):
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def refusals():
+    import transformers as hf
+
+    ids, cases = text(), _cases()
+    where = {"start_positions": torch.tensor([3, 4]), "end_positions": torch.tensor([7, 20])}
+    plain = {"input_ids": ids, "labels": ids}
+
+    def head(kind, batch, **changes):
+        return lambda: shard(llama(kind, **changes), batch)
+
+    def other(kind, config, batch=plain, training=False):
+        return lambda: shard(made(kind, config, training), batch)
+
+    def unlisted():
+        from longspan.integrations import huggingface
+
+        class Mine(hf.LlamaPreTrainedModel):
+            def __init__(self, config):
+                super().__init__(config)
+                self.model = hf.LlamaModel(config)
+
+        huggingface.shard_inputs(made(Mine, hf.LlamaConfig(**SIZES)), {"input_ids": ids}, dist.group.WORLD)
+
+    gemma = hf.RecurrentGemmaConfig(**SIZES, lru_width=32, attention_window_size=9)
+    bart = hf.BartConfig(
+        vocab_size=24, d_model=32, decoder_layers=2, encoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=32,
+        encoder_attention_heads=4, encoder_ffn_dim=32, pad_token_id=0,
+    )  # fmt: skip
+    mobile = hf.MobileBertConfig(
+        vocab_size=24,
+        hidden_size=128,
+        embedding_size=32,
+        intra_bottleneck_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    tries = {
+        "classes of sequences": head("LlamaForSequenceClassification", {"input_ids": ids, "labels": torch.ones(2)}),
+        "rewards": head("LlamaForSequenceClassification", {"input_ids": ids}, num_labels=1),
+        "answers": head("LlamaForQuestionAnswering", {"input_ids": ids, **where}),
+        "token classes": head("LlamaForTokenClassification", {"input_ids": ids, "labels": ids % 3}, num_labels=3),
+        "unlisted head": unlisted,
+        "pooling layer": other("BertModel", hf.BertConfig(**ENCODER), {"input_ids": ids}),
+        "masked tokens": other("BertForMaskedLM", hf.BertConfig(**ENCODER)),
+        "encoder and decoder": other("BartForConditionalGeneration", bart),
+        "no position_ids": other("BartForCausalLM", bart),
+        "recurrent layers": other("RecurrentGemmaForCausalLM", gemma),
+        "trigrams": other("MobileBertForMaskedLM", mobile, {"input_ids": ids}),
+        "layers left out": other("OPTForCausalLM", hf.OPTConfig(**OPT, layerdrop=0.1), training=True),
+        "roberta": other(*cases["roberta"]),
+        "padded opt": other(*cases["padded opt"]),
+        "packed opt": other(*cases["packed opt"]),
+        "packed afmoe": other(*cases["packed afmoe"]),
+        "packed bert": other(*cases["packed bert"]),
+        "packed both ways": other(*cases["packed both ways"]),
+    }
+    return {name: _message(function) for name, function in tries.items()}
+
+
+# -- layers that do not listen -----------------------------------------------------------------------------------------
+
+
+class Bypass(nn.Module):
+    """Calls forward itself, as PEFT does: hooks of what is inside do not run."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, **inputs):
+        return self.inside.forward(**inputs)
+
+
+def _checkpointed(model, reentrant):
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+WRAPPERS = {
+    "none": lambda model: model,
+    "ddp": DistributedDataParallel,
+    "fsdp2": lambda model: fully_shard(model),
+    "fsdp1": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True),
+    "bypass": Bypass,
+    "checkpointed": lambda model: _checkpointed(model, False),
+    "checkpointed anew": lambda model: _checkpointed(model, True),
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "compiled in place": lambda model: model.compile(backend="eager") or model,
+    "shortened": lambda model: _shortened(model),
+}
+
+
+def _shortened(model):
+    model.model.layers = model.model.layers[:1]  # as a stage of a pipeline, or a student
+    return model
+
+
+def _deaf(how):
+    """A Llama of which no layer, or all but the first, get `longspan=`."""
+    import transformers as hf
+
+    class DeafLlama(hf.LlamaForCausalLM):
+        def forward(self, *args, longspan=None, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    if how == "none":
+        return made(DeafLlama, hf.LlamaConfig(**SIZES), True)
+    model = llama(training=True)
+    attention = model.model.layers[1].self_attn
+    heard = attention.forward
+    attention.forward = lambda *args, longspan=None, **kwargs: heard(*args, **kwargs)
+    return model
+
+
+def listening(wrapper):
+    """Messages of a model that listens (none), and of two that do not, in a loop that does not call full_loss."""
+    found = []
+    for how in ("all", "none", "first"):
+        if how == "first" and wrapper == "shortened":
+            continue
+        model = WRAPPERS[wrapper](llama(training=True) if how == "all" else _deaf(how))
+        said = [_message(partial(_step, model, repeat)) for repeat in ((1, 2) if how == "all" else (1,))]
+        found.append(", ".join(said))
+        dist.barrier()
+    return found
+
+
+def _step(model, repeat=1):
+    inputs = shard(model, batch_of("plain"))
+    for _ in range(repeat):  # the same inputs again, as with several losses
+        model(**inputs).loss.backward()
+    assert any(gradient.any() for gradient in gradients(model).values())
+
+
+def deaf_types():
+    """Messages of types of transformers that do not hand `longspan=` down."""
+    import transformers as hf
+
+    kinds = {
+        "stablelm": ("StableLmForCausalLM", hf.StableLmConfig(**SIZES)),
+        "nemotron": ("NemotronForCausalLM", hf.NemotronConfig(**SIZES)),
+    }
+    found = {name: _message(partial(_step, made(*kind, True))) for name, kind in kinds.items()}
+    fnet = made("FNetForMaskedLM", hf.FNetConfig(**ENCODER))
+    inputs = shard(fnet, {"input_ids": text()})
+    inputs.pop("use_cache")
+    return {**found, "fnet": _message(lambda: fnet(**inputs))}

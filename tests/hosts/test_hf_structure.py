@@ -1,0 +1,91 @@
+"""What models of transformers do beside attention, over ranks: right, or refused before it counts."""
+
+import pytest
+import torch
+
+from tests.hosts import hf_structure_work as work
+from tests.pool import end_all, pool
+
+pytest.importorskip("transformers")
+
+TIMEOUT = 200.0
+LIMIT = 2e-5
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_pools():
+    yield
+    end_all()
+
+
+def run(function, *args):
+    return pool(2).run(function, *args, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize(("function", "count"), [(work.per_token_heads, 6), (work.positions, 7)])
+def test_heads_and_positions_that_are_right(function, count):
+    for found in run(function):
+        assert len(found) == count
+        assert not {name: error for name, error in found.items() if not error <= LIMIT}
+
+
+MESSAGES = {
+    "classes of sequences": ("LlamaForSequenceClassification pools", "gather_outputs"),
+    "rewards": ("LlamaForSequenceClassification pools", "Call the model below it (LlamaModel"),
+    "answers": ("compares all tokens of a sequence with each other", "gather_outputs"),
+    "token classes": ("divides its loss by the labels of one rank", "token_loss"),
+    "unlisted head": ("Mine is not among the classes", "any_model=True"),
+    "pooling layer": ("BertModel has a pooling layer", "add_pooling_layer=False"),
+    "masked tokens": ("BertForMaskedLM divides its loss by the labels of one rank",),
+    "encoder and decoder": ("has an encoder and a decoder",),
+    "no position_ids": ("BartForCausalLM takes no position_ids",),
+    "recurrent layers": ("the model has layers recurrent, in which tokens meet by other means",),
+    "trigrams": ("embeddings of three neighbouring tokens",),
+    "layers left out": ("layerdrop = 0.1 leaves layers out at random", "Set it to 0"),
+    "roberta": ("makes positions from token ids in its own way", "Put position_ids"),
+    "padded opt": ("padding in front of tokens", "Put position_ids"),
+    "packed opt": ("OPTForCausalLM does not show them to transformers' masks", "seq_idx"),
+    "packed afmoe": ("AfmoeForCausalLM does not show them",),
+    "packed bert": ("BertLMHeadModel does not show them",),
+    "packed both ways": ("LlamaForCausalLM does not show them",),
+}
+
+
+def test_what_would_be_wrong_is_refused():
+    for found in run(work.refusals):
+        assert found.keys() == MESSAGES.keys()
+        wrong = {name: said for name, said in found.items() if not all(part in said for part in MESSAGES[name])}
+        assert not wrong
+
+
+@pytest.mark.parametrize("wrapper", work.WRAPPERS)
+def test_layers_that_do_not_listen_are_refused_in_any_loop(wrapper):
+    for right, *deaf in run(work.listening, wrapper):
+        assert right == "not refused, not refused"
+        assert "no attention layer of" in deaf[0]
+        assert "has seen longspan=" in deaf[0]
+        if wrapper != "shortened":
+            assert "only 1 of the 2 layers of" in deaf[1]
+
+
+def test_types_that_do_not_hand_it_down_are_refused():
+    for found in run(work.deaf_types):
+        assert all("no attention layer of" in said for said in found.values()), found
+
+
+def test_masks_are_no_tensors_and_say_so():
+    from longspan.integrations.huggingface.masks import LayerMask, layer_mask
+
+    made = layer_mask(1, 8, 8)
+    assert isinstance(made, LayerMask)
+    assert not hasattr(made, "dtype")
+    assert made.contiguous() is made
+    for use in (
+        lambda: made[:, :, :4],
+        lambda: made.dtype,
+        lambda: torch.where(made, 0.0, 1.0),
+        lambda: made.to("cpu"),
+    ):
+        with pytest.raises(ValueError, match="computes with its mask as with a tensor"):
+            use()

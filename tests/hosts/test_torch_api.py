@@ -1,0 +1,146 @@
+"""PyTorch's words for context parallelism: its own matrix of tests, and what it cannot do, on real Gloo processes."""
+
+import pytest
+
+from tests.hosts import torch_api_work as work
+from tests.pool import end_all, pool
+
+TIMEOUT = 200.0
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_pools():
+    yield
+    end_all()
+
+
+def run(function, *args, world=2):
+    return pool(world).run(function, *args, timeout=TIMEOUT)
+
+
+def assert_exact(ranks):
+    for rank, found in enumerate(ranks):
+        assert found
+        for what, error, limit in found:
+            assert error <= limit, f"rank {rank} is off by {error:.2e}: {what}"
+
+
+@pytest.mark.parametrize(("world", "tokens"), [(2, 32), (2, 37), (4, 37)])
+@pytest.mark.parametrize("way", work.WAYS)
+def test_the_matrix_of_pytorch(way, world, tokens):
+    """Causal or not x balance x rotation x forward only; PyTorch itself takes 32 tokens of these, and no causal CPU."""
+    assert_exact(run(work.matrix, way, tokens, world=world))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("way", work.WAYS)
+def test_masks_pytorch_cannot_say(way, world):
+    assert_exact(run(work.masks_and_balancers, way, world=world))
+
+
+def test_rotate_method_names_the_schedule():
+    for names in run(work.rotations):
+        assert names == ["all_gather", "ring", "ring"]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_buffers_are_shards_inside_and_themselves_after(world):
+    assert run(work.buffers, world=world) == ["done"] * world
+
+
+def test_contexts_nest_and_threads_have_their_own():
+    for errors in run(work.nested):
+        assert max(errors) < 1e-12
+
+
+def test_inner_contexts_and_modules_inherit():
+    for errors in run(work.inherited):
+        assert max(errors) < 1e-12
+
+
+def test_attention_that_goes_around_a_context_is_refused_or_warned_about():
+    for found in run(work.unseen):
+        for name in ("eager", "softmax"):
+            assert "written out inside a context" in found[name]
+        for name in ("operator", "overload"):
+            assert "aten._scaled_dot_product_flash_attention_for_cpu was called inside a context" in found[name]
+        for name in ("in_a_thread", "traced"):
+            (warning,) = found[name]
+            assert "no attention was routed" in warning
+        assert found["other_softmax"], "results without attention are worth a warning"
+        for name in ("nothing", "planned"):
+            assert found[name] == []
+
+
+def test_what_else_may_happen_in_a_context():
+    for errors in run(work.beside):
+        assert max(errors) < 2e-5
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_flex_attention_in_wrapped_modules(world):
+    assert_exact(run(work.flex, world, world=world))
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "reentrant", "compiled"])
+def test_layers_in_a_context(how):
+    """Checkpoints run forward again in backward; that must be routed, or fail where the context is over."""
+    for errors, late in run(work.layers, how):
+        assert max(errors) < 1e-12
+        assert how != "checkpointed" or "different number of tensors" in late
+
+
+def test_gradients_of_what_scores_captured():
+    for errors in run(work.learned):
+        assert max(errors) < 1e-12
+
+
+def test_gradients_may_be_asked_for_in_every_way():
+    for found in run(work.gradients):
+        assert len(found) == 9
+        assert all(found)
+
+
+def test_dtensors_copies_and_shards_of_any_length():
+    for errors in run(work.dtensors_and_copies):
+        assert max(errors) < 1e-12
+
+
+SAYS = {
+    "mesh": "Pass one, as in mesh['cp']",
+    "dims": "Give one dim for each",
+    "twice": "List it once",
+    "lengths": "Cut all to one length",
+    "grad": "Shard it with context_parallel_shard",
+    "subset": "List the same tensor objects",
+    "mask": "Make them for the same sequence",
+    "kind of mask": "in global positions",
+    "balancer": "Use Contiguous(), HeadTail()",
+    "documents": "load_balancer says 7",
+    "padding": "has padding",
+    "rotation": "Choose 'allgather' or 'alltoall'",
+    "type": "Choose 'sdpa' or 'flex'",
+    "no attention": "Apply it to the module that calls attention",
+    "unshard": "Shard with the same load_balancer",
+    "placement": "Redistribute it",
+    "attn_mask": "context_parallel(..., mask=)",
+    "dropout": "drops by global positions",
+    "heads": "Pass enable_gqa=True",
+    "tokens": "Shard inputs as the context shards its buffers",
+    "cross": "Call cross attention outside the context",
+    "dims of q": "(batch, heads, tokens, features)",
+    "multihead": "in a module of your own",
+    "varlen": "mask=longspan.masks.documents(lengths)",
+    "flex": "call longspan.integrations.torch_api.flex_attention",
+    "local blocks": "Make it for the whole sequence",
+    "kernel": "none of these will do",
+}
+
+
+def test_refusals_say_what_to_do():
+    for found in run(work.refusals):
+        assert found.pop("math") < 1e-5
+        assert found.keys() == SAYS.keys()
+        for name, message in found.items():
+            assert SAYS[name] in message, f"{name}: {message}"

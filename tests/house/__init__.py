@@ -1,0 +1,1 @@
+"""The house itself: rooms, names, pages, packages, what a release contains."""

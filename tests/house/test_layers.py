@@ -1,0 +1,160 @@
+"""The architecture, as a test: imports point down, the planning half needs numpy alone, names are few."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import longspan
+
+SRC = Path(longspan.__file__).parent
+
+# What each layer may import from the package; the order is that of ARCHITECTURE.md.
+LAYERS = {
+    "errors": 0,
+    "handles": 0,
+    "sealed": 0,
+    "span": 0,
+    "untraced": 0,
+    "version": 0,
+    "masks": 1,
+    "layouts": 2,
+    "schedules": 3,
+    "execution": 4,
+    "testing": 5,
+    "api": 6,
+    "scores": 6,
+    "training": 7,
+    "integrations": 8,
+    "viz": 7,
+    "verification": 8,
+    "checking": 9,
+    "cli": 9,
+    "__main__": 10,
+    "__init__": 11,
+}
+PURE = {name for name, layer in LAYERS.items() if layer <= 3}
+
+
+def modules():
+    return sorted(SRC.rglob("*.py"))
+
+
+def layer_of(path: Path) -> str:
+    parts = path.relative_to(SRC).parts
+    return parts[0].removesuffix(".py")
+
+
+def imports(path: Path):
+    """(line, module, at import time) of every import."""
+    tree = ast.parse(path.read_text())
+    inside = {
+        id(node)
+        for scope in ast.walk(tree)
+        if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef)
+        or (isinstance(scope, ast.If) and "TYPE_CHECKING" in ast.unparse(scope.test))
+        for node in ast.walk(scope)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, id(node) not in inside
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: relative import; write longspan.x"
+            for alias in node.names if node.module == "longspan" else [None]:
+                yield node.lineno, node.module if alias is None else f"longspan.{alias.name}", id(node) not in inside
+
+
+def test_every_module_has_a_layer():
+    unknown = sorted({layer_of(path) for path in modules()} - LAYERS.keys())
+    assert not unknown, f"give these a layer in tests/house/test_layers.py and ARCHITECTURE.md: {unknown}"
+
+
+def test_imports_point_down():
+    wrong = []
+    for path in modules():
+        here = layer_of(path)
+        for line, module, _ in imports(path):
+            if module.startswith("longspan."):
+                there = module.split(".")[1]
+                up = LAYERS[there] > LAYERS[here] or (
+                    LAYERS[there] == LAYERS[here] and there != here and here != "span"
+                )
+                if up:
+                    wrong.append(f"{path.relative_to(SRC.parent)}:{line}: {here} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_planning_half_loads_no_torch():
+    wrong = []
+    for path in modules():
+        if layer_of(path) in PURE | {"api", "__init__"}:
+            for line, module, loads in imports(path):
+                root = module.split(".")[0]
+                if root == "torch" and (loads or "distributed" in module):
+                    wrong.append(f"{path.relative_to(SRC.parent)}:{line}: imports {module} when it is loaded")
+                elif root not in {"torch", "numpy", "longspan"} | sys.stdlib_module_names:
+                    wrong.append(f"{path.relative_to(SRC.parent)}:{line}: {module} is not a dependency")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_private_torch_names_live_in_one_file():
+    private = re.compile(r"torch(\.\w+)*\._[a-zA-Z]|from torch[\w.]* import _|\b_higher_order_ops\b|testing\._internal")
+    wrong = [
+        f"{path.relative_to(SRC.parent)}:{number}: {line.strip()}"
+        for path in modules()
+        if path.name != "_torch.py"
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if private.search(line)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_kernel_imports_another():
+    kernels = SRC / "execution" / "kernels"
+    names = {path.stem for path in kernels.glob("*.py")} - {"__init__", "contract", "panels"}
+    for path in kernels.glob("*.py"):
+        if path.stem in names:
+            found = {m.rsplit(".", 1)[-1] for _, m, _ in imports(path) if m.startswith("longspan.execution.kernels")}
+            assert not found & names - {path.stem}, f"{path.name} imports {found & names}"
+
+
+def test_importing_longspan_is_quick_and_brings_no_torch():
+    code = (
+        "import sys, time; begin = time.process_time(); import longspan; took = time.process_time() - begin;"
+        "heavy = {'torch', 'matplotlib', 'rich', 'transformers', 'scipy'} & set(sys.modules);"
+        "assert not heavy, heavy; assert took < 2, took"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_planning_works_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import longspan as ls\n"
+        "mask = ls.masks.documents([700, 324]) & ls.masks.causal()\n"
+        "layout = ls.layouts.balanced(mask, world_size=4)\n"
+        "plan = ls.plan(mask, layout, q_heads=8, kv_heads=2, head_dim=64, dtype='bfloat16')\n"
+        "assert 'compared' in str(plan)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_public_names_are_few_and_real():
+    assert len(longspan.__all__) <= 16
+    assert sorted(longspan.__all__) == longspan.__all__
+    assert all(hasattr(longspan, name) for name in longspan.__all__)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SRC)))
+def test_files_and_functions_stay_small(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 420, f"{path.name}: two reasons to change are two files"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            said = ast.get_docstring(node, clean=False) or ""
+            size = node.end_lineno - node.lineno + 1 - len(said.splitlines())  # what explains may be long
+            assert size <= 50, f"{path.name}:{node.lineno}: {node.name} has {size} lines"

@@ -1,0 +1,1 @@
+"""Calls that must be refused, each with the words of its message."""

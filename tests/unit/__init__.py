@@ -1,0 +1,1 @@
+"""One process: masks, layouts, schedules, kernels, and all ranks in one process."""

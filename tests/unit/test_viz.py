@@ -1,0 +1,485 @@
+"""Pictures: drawn, well-formed, on their paper, not blank, and showing the plan's own figures."""
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import longspan as ls
+from longspan.cli import main
+from longspan.cli.lengths import drawn_lengths
+from longspan.errors import LongspanError, PlanError
+from longspan.schedules.problem import Problem
+from longspan.schedules.steps import Sizes
+from longspan.viz import (
+    Scene,
+    layout_picture,
+    mask_picture,
+    memory_picture,
+    picture_page,
+    scaling_picture,
+    scaling_points,
+    timeline_picture,
+    traffic,
+    traffic_picture,
+    write_png,
+)
+from longspan.viz.drawing.axes import bytes_text, three
+from longspan.viz.drawing.colors import ROLES, SERIES, ramp, rank_color
+from longspan.viz.drawing.scene import Area, Line, Rect, Text, text_width
+from longspan.viz.runs import runs
+from longspan.viz.tiles import even_edges, owner_edges, owners, row_work, stretches, tile_pairs
+
+SIZES = {"q_heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+HOSTILE = "</script><img src=x onerror=alert(1)>\"'&\x1b\x00"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def made(lengths, ranks, **more):
+    mask = ls.masks.documents(lengths) & ls.masks.causal()
+    return ls.plan(mask, ls.layouts.balanced(mask, world_size=ranks), **SIZES, **more)
+
+
+PLANS = {
+    "1k on 4": lambda: made([300, 420, 180, 124], 4, schedule="exchange"),
+    "1k on 1": lambda: made([300, 724], 1),
+    "1M on 8": lambda: made(drawn_lengths("longtail", 1 << 20), 8),
+    "1M on 64": lambda: made(drawn_lengths("longtail", 1 << 20), 64),
+}
+_made = {}
+
+
+@pytest.fixture(params=PLANS)
+def plan(request):
+    if request.param not in _made:
+        _made[request.param] = PLANS[request.param]()
+    return _made[request.param]
+
+
+def scenes(plan):
+    return {
+        "mask": mask_picture(plan.mask, plan.layout),
+        "layout": layout_picture(plan.layout, plan.mask),
+        "timeline": timeline_picture(plan),
+        "traffic": traffic_picture(plan),
+        "memory": memory_picture(plan),
+    }
+
+
+def check_drawn(scene: Scene) -> ET.Element:
+    """Well-formed, titled, and nothing beyond the paper's edge."""
+    root = ET.fromstring(scene.svg())
+    assert root.tag == f"{SVG}svg"
+    assert root.findtext(f"{SVG}title")
+    assert root.findtext(f"{SVG}desc")
+    kinds = {"rect": Rect, "polyline": Line, "polygon": Area, "text": Text}
+    for name, kind in kinds.items():
+        drawn = len(root.findall(f"{SVG}{name}"))
+        assert drawn == sum(isinstance(item, kind) for item in scene.items) + (name == "rect")  # and the paper
+    for item in scene.items:
+        match item:
+            case Rect():
+                corners = [(item.x, item.y), (item.x + item.width, item.y + item.height)]
+                assert item.width >= 0
+                assert item.height >= 0
+            case Line() | Area():
+                corners = item.points
+            case Text():
+                wide = text_width(item.text, item.size)
+                left = item.x - {"start": 0.0, "middle": wide / 2, "end": wide}[item.anchor]
+                corners = [(item.x, item.y)] if item.upright else [(left, item.y), (left + wide, item.y)]
+        for x, y in corners:
+            assert -1 <= x <= scene.width + 1, item
+            assert -1 <= y <= scene.height + 1, item
+    return root
+
+
+def read_png(path):
+    imread = pytest.importorskip("matplotlib.image").imread
+
+    return np.asarray(imread(path))
+
+
+def is_blank(pixels) -> bool:
+    flat = (pixels[..., :3].reshape(-1, 3) * 255).round().astype(np.int64)
+    return len(np.unique(flat @ [65536, 256, 1])) < 12 or float(flat.std()) < 5
+
+
+def test_every_picture_is_drawn(plan):
+    for scene in scenes(plan).values():
+        check_drawn(scene)
+        assert len(scene.svg()) < 1_000_000
+
+
+def test_every_picture_as_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    plan = PLANS["1k on 4"]()
+    drawn = scenes(plan)
+    drawn["scaling"] = scaling_picture(scaling_points(plan.mask, (2, 4), **SIZES))
+    for name, scene in drawn.items():
+        path = tmp_path / f"{name}.png"
+        write_png(scene, path, scale=1)
+        pixels = read_png(path)
+        assert abs(pixels.shape[0] - scene.height) <= 1
+        assert abs(pixels.shape[1] - scene.width) <= 1
+        assert not is_blank(pixels), name
+    write_png(Scene(200, 100, "nothing"), tmp_path / "blank.png", scale=1)
+    assert is_blank(read_png(tmp_path / "blank.png"))
+
+
+def test_a_png_without_matplotlib_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(LongspanError, match=r"matplotlib is not installed\. Install longspan\[viz\]"):
+        write_png(Scene(10, 10, "x"), tmp_path / "x.png")
+
+
+# -- the figures in the pictures are the plan's ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_traffic_sums_are_what_the_plan_receives(plan, direction):
+    found = traffic(plan, direction)
+    assert found.sum(axis=0).tolist() == [plan.bytes_received(r, direction) for r in range(plan.layout.world_size)]
+    assert not np.diag(found).any()
+
+
+def test_traffic_cells_show_their_bytes():
+    plan = PLANS["1k on 4"]()
+    matrices = [traffic(plan, direction) for direction in ("forward", "backward")]
+    scene = traffic_picture(plan)
+    most = max(int(m.max()) for m in matrices)
+    notes = {item.note for item in scene.items if isinstance(item, Rect)}
+    words = [item.text for item in scene.items if isinstance(item, Text)]
+    unit = 2**20 if most >= 2**20 else 2**10
+    for matrix in matrices:
+        for src, dst in np.argwhere(matrix).tolist():
+            assert f"rank {src} to rank {dst}: {bytes_text(int(matrix[src, dst]))}" in notes
+            assert three(int(matrix[src, dst]) / unit) in words
+    darkest = [r for r in scene.items if isinstance(r, Rect) and " to rank " in r.note and r.opacity == 1]
+    assert [r.note.rsplit(": ")[1] for r in darkest] == [bytes_text(most)] * len(darkest)
+    assert darkest
+
+
+def test_memory_peaks_are_the_plans(plan):
+    both = runs(plan)
+    peaks = [plan.peak_bytes(rank) for rank in range(plan.layout.world_size)]
+    assert [max(int(run.alive[r].max(initial=0)) for run in both) for r in range(len(peaks))] == peaks
+    words = " ".join(item.text for item in memory_picture(plan).items if isinstance(item, Text))
+    assert f"peak {bytes_text(max(peaks))} on rank {peaks.index(max(peaks))}" in words
+
+
+def test_steps_end_when_the_simulator_says(plan):
+    for run in runs(plan):
+        ends = [times[-1] for times in run.left]
+        assert ends == pytest.approx(run.timeline.finished, rel=1e-12)
+
+
+def test_timeline_bars_are_the_events():
+    plan = PLANS["1k on 4"]()
+    forward, backward = runs(plan)
+    bars = [item for item in timeline_picture(plan).items if isinstance(item, Rect) and "computes" in item.note]
+    events = [e for run in (forward, backward) for e in run.timeline.events if e.kind == "compute"]
+    assert len(bars) == len(events)
+    first = {run.direction: min(bars, key=lambda bar: bar.x) for run in (forward,)}["forward"]
+    panel = (820 - 62 - 52 - 28) * forward.timeline.seconds / (forward.timeline.seconds + backward.timeline.seconds)
+    event = next(e for e in forward.timeline.events if e.kind == "compute" and e.start == 0)
+    whole = (event.stop - event.start) / forward.timeline.seconds * panel
+    assert min(abs(bar.width + 1 - whole) for bar in bars if bar.x == first.x) < 0.1
+
+
+def test_mask_pictures_say_how_much_is_allowed(plan):
+    share = 100 * plan.mask.area() / plan.layout.seq_len**2
+    words = [item.text for item in mask_picture(plan.mask, plan.layout).items if isinstance(item, Text)]
+    assert any(f"{share:.3g} % of all pairs allowed" in line for line in words)
+
+
+def test_layout_strips_hold_every_token():
+    layout = ls.layouts.zigzag(1000, 4)
+    scene = layout_picture(layout)
+    spans = [item for item in scene.items if isinstance(item, Rect) and item.note.startswith("rank ")]
+    assert len(spans) == len(layout.table)
+    widths = {rank: sum(r.width for r in spans if r.note.startswith(f"rank {rank}:")) for rank in range(4)}
+    assert list(widths.values()) == pytest.approx([sum(widths.values()) / 4] * 4)
+    layout = ls.layouts.striped(1600, 4, stripe=20)
+    for item in layout_picture(layout).items:
+        if isinstance(item, Rect) and item.note:
+            start, stop = (int(word.replace(",", "")) for word in item.note.split(": ")[1].split(" to "))
+            assert abs(item.width / 650 * 1600 - (stop - start)) < 1.5
+    check_drawn(layout_picture(ls.layouts.striped(100_000, 8)))
+
+
+def test_scaling_points_are_the_plans():
+    mask = ls.masks.causal(4096)
+    points = scaling_points(mask, (2, 4), schemes=("auto", "ring"), **SIZES)
+    for point in points:
+        layout = ls.layouts.balanced(mask, world_size=point.ranks)
+        reason = next(r for r in ls.plan(mask, layout, schedule=point.scheme, **SIZES).reasons if r.chosen)
+        assert (point.seconds, point.bytes_received) == (reason.seconds, reason.bytes_received)
+    notes = " ".join(i.note for i in scaling_picture(points).items if isinstance(i, Rect))
+    assert f"ring, 4 ranks: {bytes_text(points[-1].bytes_received)}" in notes
+
+
+def test_scaling_of_hardly_anything():
+    check_drawn(scaling_picture(scaling_points(ls.masks.causal(256), (1,), schemes=("auto",), **SIZES)))
+    with pytest.raises(PlanError, match="no points"):
+        scaling_picture([])
+
+
+# -- closed form ----------------------------------------------------------------------------------------------------
+
+lengths_strategy = st.lists(st.integers(1, 12), min_size=1, max_size=6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths_strategy, st.integers(0, 9), st.booleans(), st.data())
+def test_tiles_count_like_brute_force(lengths, window, prefix, data):
+    seq_len = sum(lengths)
+    mask = ls.masks.documents(lengths) & ls.masks.sliding_window(window)
+    mask = mask | ls.masks.global_prefix(2) if prefix else mask
+    cuts = st.sets(st.integers(0, seq_len), max_size=6).map(lambda some: np.array(sorted({0, seq_len, *some})))
+    q_edges, kv_edges = data.draw(cuts), data.draw(cuts)
+    at = np.arange(seq_len)
+    dense = mask.allows(at[:, None], at[None, :]).astype(int)
+    found = tile_pairs(mask.resized(seq_len).plane().sure, q_edges, kv_edges)
+    expected = np.add.reduceat(np.add.reduceat(dense, q_edges[:-1], axis=0), kv_edges[:-1], axis=1)
+    assert found.tolist() == expected.tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 80), st.integers(1, 6), st.integers(1, 20), st.sampled_from(["zigzag", "striped", "contiguous"]))
+def test_owners_like_brute_force(seq_len, ranks, tiles, kind):
+    layout = getattr(ls.layouts, kind)(seq_len, ranks)
+    edges = even_edges(seq_len, tiles)
+    whose = layout.owner(np.arange(seq_len))
+    for found, start, stop in zip(owners(layout, edges), edges[:-1], edges[1:], strict=True):
+        count = np.bincount(whose[start:stop], minlength=ranks)
+        assert found == (count.argmax() if 2 * count.max() > stop - start else -1)
+    assert (owners(layout, owner_edges(layout, edges)) >= 0).all()  # cut between owners, none shares
+
+
+def test_work_and_stretches():
+    lengths = [5, 1, 30, 12]
+    mask = ls.masks.documents(lengths) & ls.masks.causal()
+    layout = ls.layouts.balanced(mask, world_size=3)
+    problem = Problem.make(mask, layout, Sizes(1, 1, 8, 8, 2))
+    assert row_work(mask, layout, 0, 0).tolist() == problem.work.tolist()
+    assert np.diff(stretches(mask, 48)).ravel().tolist() == lengths
+    assert len(stretches(ls.masks.causal(48), 48)) == 1
+    assert not len(stretches(~ls.masks.full(48), 48))
+
+
+def test_ten_million_tokens_cost_what_their_bands_do():
+    lengths = drawn_lengths("short", 10_000_000)
+    mask = ls.masks.documents(lengths) & ls.masks.causal()
+    layout = ls.layouts.per_document([int(lengths[0]), 10_000_000 - int(lengths[0])], 64)
+    scene = mask_picture(mask, layout)
+    check_drawn(scene)
+    assert len(scene.items) < 5000
+    assert (
+        int(tile_pairs(mask.plane().sure, even_edges(10_000_000, 64), even_edges(10_000_000, 64)).sum()) == mask.area()
+    )
+
+
+@pytest.mark.parametrize("seq_len", [0, 1, 2, 7])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_hardly_any_tokens(seq_len, ranks):
+    layout = ls.layouts.contiguous(seq_len, ranks)
+    check_drawn(mask_picture(ls.masks.causal(seq_len), layout))
+    check_drawn(layout_picture(layout, ls.masks.causal(seq_len)))
+
+
+@pytest.mark.parametrize("schedule", ["auto", "ring", "exchange"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        ~ls.masks.full(16),
+        ls.masks.causal(1),
+        ls.masks.per_head(*[ls.masks.causal(32), ls.masks.full(32)] * 4),
+        ls.masks.per_row(ls.masks.causal(32), ls.masks.documents([20, 12])),
+    ],
+    ids=["nothing allowed", "one token", "by head", "by row"],
+)
+def test_unusual_plans(mask, schedule):
+    layout = ls.layouts.contiguous(mask.length(), 2)
+    plan = ls.plan(mask, layout, schedule=schedule, batch=2, **SIZES)
+    for scene in scenes(plan).values():
+        check_drawn(scene)
+
+
+# -- masks that are functions; notebooks ----------------------------------------------------------------------------
+
+
+def test_functions_are_asked_in_pictures_of_short_sequences_only():
+    every_third = ls.masks.from_mask_mod(lambda b, h, q, kv: (q - kv) % 3 == 0, 60, within=ls.masks.causal())
+    scene = mask_picture(every_third)
+    at = np.arange(60)
+    share = 100 * every_third.allows(at[:, None], at[None, :]).mean()
+    assert f"{share:.3g} % of all pairs allowed" in scene.svg()
+    assert "a function decides" not in scene.svg()
+    assert "a function decides" in mask_picture(every_third, ask=False).svg()
+
+    def never(b, h, q, kv):
+        raise AssertionError("asked")
+
+    long = ls.masks.from_mask_mod(never, 1 << 20, within=ls.masks.causal())
+    assert "a function decides" in mask_picture(long).svg()
+    assert "a function decides" in ls.masks.from_mask_mod(never, 100)._repr_html_()
+
+
+def test_notebooks_show_pictures():
+    plan = PLANS["1k on 4"]()
+    for value in (ls.masks.causal(), plan.mask, plan.layout, plan):
+        text = value._repr_html_()
+        assert text.count("<svg") == 1
+        ET.fromstring(f"<html>{text}</html>")
+        assert "<script" not in text
+    assert plan.scheme.name in plan._repr_html_()
+    code = "import sys, longspan; assert not any('viz' in name for name in sys.modules), 'loaded too early'"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_hostile_names_are_escaped():
+    plan = PLANS["1k on 4"]()
+    mask = ls.masks.from_mask_mod(lambda b, h, q, kv: q >= kv, 64, name=HOSTILE)
+    layout = ls.layouts.Layout.from_spans(64, [[(0, 30)], [(30, 64)]], name=HOSTILE)
+    drawn = [mask_picture(mask), layout_picture(layout), timeline_picture(plan, title=HOSTILE)]
+    drawn += [traffic_picture(plan, title=HOSTILE), memory_picture(plan, title=HOSTILE)]
+    for scene in drawn:
+        root = check_drawn(scene)
+        assert {element.tag for element in root.iter()} <= {
+            f"{SVG}{name}" for name in ("svg", "title", "desc", "style", "rect", "polyline", "polygon", "text")
+        }
+        assert "&lt;/script&gt;&lt;img" in scene.svg()
+        assert "<img" not in scene.svg() + picture_page(scene, HOSTILE)
+    for value in (mask, layout):
+        assert "<img" not in value._repr_html_()
+
+
+def test_too_many_ranks_are_refused():
+    plan = made([4000, 96], 200, schedule="ring")
+    with pytest.raises(PlanError, match=r"has 200 ranks.*Ask for 128 ranks or fewer"):
+        timeline_picture(plan)
+    check_drawn(mask_picture(plan.mask, plan.layout))
+    assert "64 of 200 ranks are drawn" in layout_picture(plan.layout).svg()
+
+
+# -- colours --------------------------------------------------------------------------------------------------------
+
+
+def luminance(color):
+    values = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def contrast(a, b):
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_colours_stand_out_from_both_papers_and_from_each_other():
+    for paper in ROLES["paper"]:
+        for color in (*SERIES, *(ramp(i / 20) for i in range(21))):
+            assert contrast(color, paper) >= 1.7, (color, paper)
+    for side in (0, 1):
+        assert contrast(ROLES["ink"][side], ROLES["paper"][side]) >= 10
+        assert contrast(ROLES["muted"][side], ROLES["paper"][side]) >= 4.5
+    brightness = [luminance(ramp(i / 20)) for i in range(21)]
+    assert brightness == sorted(brightness)  # an order that needs no colours
+    # How the two common kinds of colour blindness see linear light (Machado, Oliveira and Fernandes 2009, severity 1).
+    blind = (
+        [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+        [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    )
+    first = [rank_color(rank, 4) for rank in range(4)]
+    seen = np.array([[int(c[i : i + 2], 16) / 255 for i in (1, 3, 5)] for c in first]) ** 2.2
+    for matrix in blind:
+        shown = np.clip(seen @ np.array(matrix).T, 0, 1) ** (1 / 2.2)
+        gaps = [np.abs(a - b).max() for n, a in enumerate(shown) for b in shown[:n]]
+        assert min(gaps) > 0.12
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+DOCS = ["--docs", "700,1200,148", "--ranks", "4", "--plain"]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("mask", ["2,048 tokens", "█", "▒", "Queries go down"]),
+        ("layout", ["balanced: 2,048 tokens on 4 ranks", "rank 3", "512 tokens"]),
+        ("schedule", ["forward:", "backward:", "step 0", "simulated on h100"]),
+        ("traffic", ["from", "to 3", "sent", "MiB in all"]),
+        ("memory", ["rank", "forward", "backward", "peak"]),
+    ],
+)
+def test_show_prints_text(capsys, what, said):
+    assert main(["show", what, *DOCS]) == 0
+    text = capsys.readouterr().out
+    assert [word for word in said if word not in text] == []
+
+
+def test_show_traffic_of_many_ranks(capsys):
+    assert main(["show", "traffic", "--seq", "4k", "--ranks", "16", "--plain", "--scheme", "exchange"]) == 0
+    assert "peers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["mask", "layout", "schedule", "traffic", "memory"])
+def test_show_writes_files(capsys, tmp_path, what):
+    files = {kind: tmp_path / f"picture.{kind}" for kind in ("svg", "html")}
+    words = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
+    assert main(["show", what, *DOCS, *words, "--title", HOSTILE.replace("\x00", "")]) == 0
+    assert capsys.readouterr().out.count("wrote ") == 2
+    ET.fromstring(files["svg"].read_text())
+    page = files["html"].read_text()
+    assert "Content-Security-Policy" in page
+    assert "<img" not in page
+    assert "<script" not in page
+
+
+def test_show_writes_png_and_json(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    import json
+
+    path = tmp_path / "traffic.png"
+    assert main(["show", "traffic", *DOCS, "--png", str(path), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["files"] == {"png": str(path)}
+    plan = made([700, 1200, 148], 4, machine=None)
+    plan = ls.plan(plan.mask, plan.layout, q_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
+    assert answer["fingerprint"] == plan.fingerprint
+    assert np.sum(answer["backward"]["bytes_from_to"], axis=0).tolist() == [
+        plan.bytes_received(rank, "backward") for rank in range(4)
+    ]
+    assert not is_blank(read_png(path))
+    for what in ("mask", "layout", "schedule", "memory"):
+        assert main(["show", what, *DOCS, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["what"] == what
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["show", "everything"], "invalid choice"),
+        (["show"], "required"),
+        (["show", "mask"], "--seq"),
+        (["show", "mask", *DOCS, "--svg", "/nowhere/at/all.svg"], "/nowhere/at/all.svg"),
+        (["show", "schedule", "--seq", "64k", "--ranks", "129", "--scheme", "ring"], "Ask for 128 ranks or fewer"),
+    ],
+)
+def test_show_refuses(capsys, words, said):
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_pictures_of_the_documentation_are_there():
+    images = Path(__file__).parents[2] / "docs" / "images"
+    for name in ("mask", "layout", "timeline", "traffic", "memory", "scaling"):
+        ET.fromstring((images / f"{name}.svg").read_text())
+        assert not is_blank(read_png(images / f"{name}.png"))
