@@ -1,0 +1,250 @@
+"""What a warm call costs the host, before any kernel: on a GPU this is the time in which nothing may be queued.
+
+    python -m benchmarks.host_time            # all cases, with their bars
+    python -m benchmarks.host_time --profile "64 longtail"
+
+One rank's real forward and backward with a kernel that computes nothing and messages that never travel, 1M tokens,
+32 query heads, 8 key heads, 128 features, bfloat16. Time is this thread's processor time, the best of many, with 1/64
+of the tokens and 8 features: the plan has the same scheme and steps, and hardly a byte is moved. Launches are counted
+on tensors without data at full size: whatever is neither a view nor an allocation. The worst of three ranks counts.
+"""
+
+import argparse
+import collections
+import cProfile
+import pstats
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import longspan as ls
+from longspan.cli.lengths import drawn_lengths
+from longspan.execution.engine.backward import Backward, Saved
+from longspan.execution.engine.forward import Forward
+from longspan.execution.engine.runner import Job
+from longspan.execution.engine.transports import Program
+from longspan.execution.kernels.cuda_flash import Flash
+from longspan.schedules.cost.presets import H100
+
+SEQ, HEADS, KV_HEADS, DIM = 1 << 20, 32, 8, 128
+SMALLER, FEW, ROUNDS = 64, 8, 15
+FIXED = 0.15
+"""Milliseconds of `longspan.attention` itself, 16 tokens on one device."""
+VIEWS = {"view", "slice", "select", "transpose", "unsqueeze", "squeeze", "expand", "alias", "detach", "as_strided"}
+VIEWS |= {"split", "permute", "_unsafe_view", "unbind", "split_with_sizes", "lift_fresh", "_reshape_alias", "unfold"}
+ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "set_"}
+WAITS = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "masked_select"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Documents on some ranks, and what a call over them may cost: milliseconds and launches, forward and backward."""
+
+    name: str
+    ranks: int
+    documents: bool
+    window: int = 0
+    milliseconds: tuple[float, float] | None = None
+    launches: tuple[int, int] | None = None
+
+
+CASES = (
+    Case("8 causal", 8, documents=False),
+    Case("8 longtail", 8, documents=True),
+    Case("8 window", 8, documents=False, window=4096),
+    Case("8 longtail + window", 8, documents=True, window=4096, milliseconds=(0.6, 1.2)),
+    Case("64 causal", 64, documents=False),
+    Case("64 longtail", 64, documents=True, milliseconds=(1.4, 3.9), launches=(60, 90)),
+    Case("64 window", 64, documents=False, window=4096, milliseconds=(0.25, 0.6)),
+    Case("64 longtail + window", 64, documents=True, window=4096),
+)
+
+
+@dataclass
+class Counted(TorchDispatchMode):
+    """Counts what would be launched on a GPU, what would be copied to it, and what would wait for it."""
+
+    device: str
+    launches: int = 0
+    copies: int = 0
+    waits: int = 0
+    kinds: collections.Counter[str] = field(default_factory=collections.Counter)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        found = func(*args, **(kwargs or {}))
+        devices = {t.device.type for t in tree_leaves((args, kwargs, found)) if isinstance(t, Tensor)}
+        if func.is_view or name in VIEWS or name in ALLOCATIONS:
+            return found
+        if name in ("_to_copy", "copy_") and len(devices) > 1:
+            self.copies += 1
+        elif name in WAITS and self.device in devices:
+            self.waits += 1
+        elif self.device in devices:
+            self.launches += 1
+            self.kinds[name] += 1
+        return found
+
+
+def no_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Neither output nor lse, in the shapes of the operator."""
+    if q.dim() == 4:
+        return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def no_backward(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def driven(program: Program[Any]) -> Any:
+    """What the program returns, its messages left empty."""
+    arrived: dict[int, Tensor] | None = None
+    try:
+        while True:
+            exchange = program.send(arrived)
+            assert exchange is not None
+            next(program)
+            arrived = {
+                src: torch.empty(size, dtype=torch.uint8, device=exchange.device)
+                for src, size in exchange.receives.items()
+            }
+    except StopIteration as stop:
+        return stop.value
+
+
+def plan_of(case: Case, smaller: int = 1, schedule: str = "auto") -> ls.Plan:
+    lengths = np.maximum(1, drawn_lengths("longtail", SEQ) // smaller) if case.documents else np.array([SEQ // smaller])
+    mask = ls.masks.documents(lengths.tolist()) & ls.masks.causal()
+    if case.window:
+        mask = mask & ls.masks.sliding_window(case.window // smaller - 1)
+    layout = ls.layouts.balanced(mask, world_size=case.ranks, seq_len=int(lengths.sum()))
+    sizes = {"q_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM if smaller == 1 else FEW, "dtype": "bfloat16"}
+    return ls.plan(mask, layout, schedule=schedule, machine=H100, **sizes)
+
+
+def both_plans(case: Case) -> tuple[ls.Plan, ls.Plan]:
+    """The plan, and one of the same scheme for fewer tokens and features."""
+    whole = plan_of(case)
+    return whole, plan_of(case, SMALLER, whole.scheme.name)
+
+
+def passes(plan: ls.Plan, rank: int, device: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """One rank's forward and backward, warm."""
+    tokens = int(plan.layout.num_tokens[rank]) + plan.layout.num_padding(rank)
+    dim = plan.sizes.head_dim
+    q = torch.zeros(1, HEADS, tokens, dim, dtype=torch.bfloat16, device=device)
+    k, v = (torch.zeros(1, KV_HEADS, tokens, dim, dtype=torch.bfloat16, device=device) for _ in range(2))
+    job = Job(plan, rank, Flash(op=no_forward, backward_op=no_backward), 0.1, torch.bfloat16)
+
+    def forward() -> Any:
+        return driven(Forward(job, q, k, v).program(saves=True))
+
+    out, lse, kept = forward()
+    dout = torch.zeros_like(out)
+
+    def backward() -> Any:
+        return driven(Backward(job, Saved(q, k, v, out, lse, kept), dout).program())
+
+    backward()
+    return forward, backward
+
+
+def best(run: Callable[[], Any], rounds: int = ROUNDS) -> float:
+    """Milliseconds of this thread."""
+    times: list[float] = []
+    for _ in range(rounds):
+        begin = time.thread_time()
+        run()
+        times.append(time.thread_time() - begin)
+    return min(times) * 1e3
+
+
+def counted(run: Callable[[], Any], device: str) -> Counted:
+    with Counted(device) as found:
+        run()
+    return found
+
+
+def measured(case: Case) -> bool:
+    """Prints what the case costs; whether it is within its bars."""
+    ranks = sorted({0, case.ranks // 2, case.ranks - 1})
+    whole, small = both_plans(case)
+    figures: list[tuple[float, int, int]] = []
+    for way in (0, 1):
+        cost = max(best(passes(small, rank, "cpu")[way]) for rank in ranks)
+        counts = [counted(passes(whole, rank, "meta")[way], "meta") for rank in ranks]
+        figures.append((cost, max(c.launches for c in counts), max(c.copies + c.waits for c in counts)))
+    (forward, *_), (backward, *_) = figures
+    launches = figures[0][1], figures[1][1]
+    waits = figures[0][2] + figures[1][2]
+    right = waits == 0 or case.milliseconds is None
+    if case.milliseconds is not None:
+        right = right and forward <= case.milliseconds[0] and backward <= case.milliseconds[1]
+    if case.launches is not None:
+        right = right and launches[0] <= case.launches[0] and launches[1] <= case.launches[1]
+    bars = "" if case.milliseconds is None else f"  bar {case.milliseconds[0]} / {case.milliseconds[1]} ms"
+    bars += "" if case.launches is None else f", {case.launches[0]} / {case.launches[1]} launches"
+    print(
+        f"{case.name:22} {small.scheme.name:20} {forward:6.2f} / {backward:6.2f} ms"
+        f" {launches[0]:5} / {launches[1]:4} launches {waits:3} waits{bars}{'' if right else '  MISSED'}",
+        flush=True,
+    )
+    return right
+
+
+def fixed() -> bool:
+    """The cost of `longspan.attention` around the kernel, as the difference to PyTorch's own call."""
+    q, k, v = (torch.randn(1, 4, 16, 16, requires_grad=True) for _ in range(3))
+    mask = ls.masks.causal(16)
+    out = ls.attention(q, k, v, mask)
+    gradient = torch.ones_like(out)
+    forward = best(lambda: ls.attention(q, k, v, mask), 300)
+    backward = best(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), 300)
+    bare = best(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), 300)
+    right = max(forward, backward) - bare <= FIXED
+    print(
+        f"{'fixed cost':43} {forward:6.2f} / {backward:6.2f} ms, PyTorch's own {bare:.2f}"
+        f"  bar {FIXED} ms{'' if right else '  MISSED'}",
+        flush=True,
+    )
+    return right
+
+
+def profiled(case: Case) -> None:
+    for name, run in zip(("forward", "backward"), passes(both_plans(case)[1], case.ranks // 2, "cpu"), strict=True):
+        print(name)
+        profile = cProfile.Profile()
+        profile.enable()
+        run()
+        profile.disable()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--profile", metavar="CASE")
+    parser.add_argument("--only", metavar="CASE")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    if asked.profile:
+        profiled(next(case for case in CASES if case.name == asked.profile))
+        return 0
+    results = [] if asked.only else [fixed()]
+    results += [measured(case) for case in CASES if asked.only in (None, case.name)]
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
