@@ -23,7 +23,6 @@ from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules.plan import Plan
 from longspan.schedules.steps import Role
-from longspan.span import as_table
 from longspan.testing import allowed, dense_attention, loopback
 from tests.exact_cases import NAMES, Oracle, anew, assert_exact, fused
 
@@ -110,9 +109,8 @@ def steps(patch, change):
 
 def remote(run, compute):
     """Whether a compute works on keys of other ranks."""
-    key = compute.kv.heads, run.form.batch(compute.kv)
-    own = token_store.TokenStore.of(run.job.plan.layout.span_table(run.job.rank), *key, ())
-    return not own.covers(as_table(compute.kv.spans), *key)
+    own = runner.own_runs(run.job.plan.layout, run.job.rank)
+    return not token_store.have_all(own, token_store.runs_of(compute.kv.spans))
 
 
 def gradients_of(patch, change):
@@ -800,12 +798,9 @@ def first_step_dropped_in_backward(patch):
 @mutant
 def shards_taken_to_be_sorted(patch):
     """Local rows are taken to lie in the order of their positions."""
-    of = token_store.TokenStore.of
-    patch.setattr(
-        token_store.TokenStore,
-        "of",
-        staticmethod(lambda spans, heads, some, tensors: of(spans[np.argsort(spans[:, 0])], heads, some, tensors)),
-    )
+    laid_out = token_store.laid_out
+    for module in (token_store, runner):
+        patch.setattr(module, "laid_out", lambda spans: laid_out(spans[np.argsort(spans[:, 0])]))
 
 
 @mutant

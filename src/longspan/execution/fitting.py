@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,10 +34,15 @@ def fitting_plan(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, pla
 
 def one_device_plan(q: Shape, k: Shape, v: Shape, dtype: Any, mask: Mask) -> Plan:
     """The plan of tensors of these shapes on one device."""
+    return planned(mask, _request(q, k, v, dtype))
+
+
+@lru_cache(maxsize=64)
+def _request(q: Shape, k: Shape, v: Shape, dtype: Any) -> PlanRequest:
     sizes = Sizes(q[1], k[1], q[3], v[3], dtype.itemsize, q[0])
-    layout = contiguous(q[SEQ_DIM], 1)
-    name = str(dtype).removeprefix("torch.")
-    return planned(mask, PlanRequest(layout, sizes, name, "exchange", CPU, assumed=True))
+    return PlanRequest(
+        contiguous(q[SEQ_DIM], 1), sizes, str(dtype).removeprefix("torch."), "exchange", CPU, assumed=True
+    )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longspan.errors import PlanError
-from longspan.execution import _torch
+from longspan.execution import _torch, operators
 from longspan.execution.call_record import record_of
 from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.forward import Forward
@@ -165,8 +165,7 @@ def _job(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, asked: tupl
     return Job(plan, 0 if place is None else place[0], chosen, scale, q.dtype, functions, sinks)
 
 
-@torch.library.custom_op("longspan::attention", mutates_args=())
-def attention(
+def run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -204,8 +203,7 @@ def attention(
         return out, lse, _ticket(Pass(replace(job, sinks=None), group, number, name, sums, reads, ref(made)), made)
 
 
-@attention.register_fake
-def _(
+def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, _captured: Any, _sinks: Any, handle: Tensor, group: str, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     if type(handle) is Tensor:  # not traced: tensors without data, which must fit all the same
@@ -217,8 +215,7 @@ def _(
     )
 
 
-@torch.library.custom_op("longspan::attention_backward", mutates_args=())
-def attention_backward(
+def run_backward(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -265,7 +262,7 @@ def _check_unchanged(forward: Pass) -> None:
         forward.job.plan.mask.check_as_read(forward.reads)
 
 
-def _shared(captured: list[Tensor], sinks: Tensor | None) -> list[Tensor]:
+def _shared(captured: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
     """What every rank has a copy of."""
     return [*captured, *([] if sinks is None else [sinks])]
 
@@ -279,38 +276,58 @@ def _summed(gradients: list[Tensor], group: str, call: Call) -> list[Tensor]:
     return [part.view(t.shape).clone() for part, t in zip(parts, gradients, strict=True)]
 
 
-@attention_backward.register_fake
-def _(
+def _fake_backward(
     dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, captured: Any, sinks: Any, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     return dq, dk, dv, [t.new_empty(t.shape) for t in _shared(captured, sinks)]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, captured, sinks, *others = inputs
-    out, lse, ticket = output
-    kept: Sequence[Tensor] = ()
-    ctx.is_traced = type(ticket) is not Tensor
-    if not ctx.is_traced:  # when it is, there is no pass yet
-        ctx.forward_pass = _pass_of(ticket)  # hooks may copy what is saved, and the copy of a ticket holds nothing
-        kept = ctx.forward_pass.kept() or ()
-    ctx.num_kept, ctx.num_others, ctx.has_sinks = len(kept), len(others), sinks is not None
-    ctx.save_for_backward(q, k, v, out, lse, ticket, *kept, *_shared(captured, sinks))
-    ctx.set_materialize_grads(False)
+attention = operators.defined("longspan::attention", run_forward, _fake_forward)
+attention_backward = operators.defined("longspan::attention_backward", run_backward, _fake_backward)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _ticket: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, ticket, *rest = ctx.saved_tensors
-    kept, captured = rest[: ctx.num_kept], rest[ctx.num_kept :]
-    sinks = captured.pop() if ctx.has_sinks else None
-    if dout is None:
-        dout = torch.zeros_like(out)
-    saved = captured, sinks, out, lse, ticket, kept
-    *gradients, shared = attention_backward(dout, dlse, q, k, v, *saved, ctx.is_traced)
-    dsinks = shared.pop() if ctx.has_sinks else None
-    no_tensors = [None] * ctx.num_others
-    return (*gradients, shared, dsinks, *no_tensors)
+class _Attention(torch.autograd.Function):
+    """The forward operator with the backward one behind it."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, others: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *captured: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with _torch.below_autograd():
+            out, lse, ticket = attention(q, k, v, captured, sinks, *others)
+        kept: Sequence[Tensor] = ()
+        ctx.is_traced = type(ticket) is not Tensor
+        if not ctx.is_traced:  # when it is, there is no pass yet
+            ctx.forward_pass = _pass_of(ticket)  # hooks may copy what is saved, and the copy of a ticket holds nothing
+            kept = ctx.forward_pass.kept() or ()
+        ctx.num_kept, ctx.has_sinks = len(kept), sinks is not None
+        ctx.save_for_backward(q, k, v, out, lse, ticket, *kept, *_shared(captured, sinks))
+        ctx.mark_non_differentiable(ticket)
+        ctx.set_materialize_grads(False)
+        return out, lse, ticket
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _ticket: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        q, k, v, out, lse, ticket, *rest = ctx.saved_tensors
+        kept, captured = rest[: ctx.num_kept], rest[ctx.num_kept :]
+        sinks = captured.pop() if ctx.has_sinks else None
+        if dout is None:
+            dout = torch.zeros_like(out)
+        saved = captured, sinks, out, lse, ticket, kept
+        *gradients, shared = attention_backward(dout, dlse, q, k, v, *saved, ctx.is_traced)
+        dsinks = shared.pop() if ctx.has_sinks else None
+        return (None, *gradients, dsinks, *shared)
 
 
-attention.register_autograd(_backward, setup_context=_setup)
+def _with_gradients(
+    q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], sinks: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *_shared(captured, sinks))):
+        return _Attention.apply(others, q, k, v, sinks, *captured)  # type: ignore[return-value]
+    with _torch.below_autograd():
+        return attention(q, k, v, captured, sinks, *others)
+
+
+operators.differentiate(attention, _with_gradients)
+operators.refuse_derivative(attention_backward)

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from longspan.execution.engine.chunk_sums import Branch, Terms, push, total
-from longspan.execution.engine.forward import computed_rows
+from longspan.execution.engine.forward import computed_spans
 from longspan.execution.engine.merge import Key, Stretch, Sum, SumByHeads
 from longspan.execution.engine.runner import Job, Runner
-from longspan.execution.engine.token_store import TokenStore, copies
+from longspan.execution.engine.token_store import TokenStore
 from longspan.execution.engine.transports import Program
 from longspan.execution.kernels.contract import Upstream
 from longspan.schedules.steps import Compute, Piece, Role, Transfer
-from longspan.span import as_table
 
 
 class Saved(NamedTuple):
@@ -51,9 +50,8 @@ class Backward(Runner):
         self.out = TokenStore(self.rows.runs, self.rows.heads, self.rows.batch, (out,))
         for piece, message in zip(job.plan.kept(job.rank), kept, strict=True):
             tensors, _ = self.form.tensors(piece, message, 0)
-            rows = TokenStore.of(as_table(piece.spans), piece.heads, self.form.batch(piece), tensors)
-            self.hold(piece.role, rows, self.never)
-        self.computed = computed_rows(self.steps, self)
+            self.hold(piece.role, self.store(piece, tensors), self.never)
+        self.computed = self.tables.once(computed_spans, self.steps, self.sizes)
         self.queries: dict[Key, tuple[TokenStore, TokenStore, Tensor, Sum]] = {}
         heads, batch = self.rows.heads, self.rows.batch
         self.home_q = SumByHeads((q,), heads, batch, self.form.wide)
@@ -67,10 +65,10 @@ class Backward(Runner):
         yield from self.walk()
         for key, (q, dout, _, dq) in self.queries.items():
             if dout.runs is not self.rows.runs:
-                add_rows(q, dq, self.rows, self.home_q.of(key), key)
+                self._add(q, dq, self.rows, self.home_q.of(key), key)
         for kv, sums in self.others:  # own rows of what was put together from several owners' keys
             key = (kv.heads, kv.batch)
-            add_rows(kv, sums, self.mine, self.home.of(key), key)
+            self._add(kv, sums, self.mine, self.home.of(key), key)
         if self.terms is not None:
             self._add_terms(self.terms)
         keys = self.home.result(self.job.dtype)
@@ -118,16 +116,16 @@ class Backward(Runner):
     def fill(self, piece: Piece, targets: Sequence[Tensor]) -> None:
         if piece.role not in (Role.DQ, Role.DKV):
             return super().fill(piece, targets)
-        key = (piece.heads, self.form.batch(piece))
-        wanted = TokenStore.of(as_table(piece.spans), *key, targets)
-        whole = Sum(wanted.tensors, self.form.wide)
+        wanted = self.store(piece, targets)
+        key, whole = (wanted.heads, wanted.batch), Sum(wanted.tensors, self.form.wide)
         if piece.role is Role.DQ:
-            q, _, _, dq = next(found for found in self.queries.values() if found[0].covers(wanted.runs[:, :2], *key))
-            add_rows(q, dq, wanted, whole, key)
+            found = (q for q in self.queries.values() if q[0].has(*key) and self.tables.cover(q[0].runs, piece))
+            q, _, _, dq = next(found)
+            self._add(q, dq, wanted, whole, key)
             return whole.write(targets)
         if self.terms is not None:
             for kv, sums in self.terms.take(piece.apart[0], wanted):
-                add_rows(kv, sums, wanted, whole, key)
+                self._add(kv, sums, wanted, whole, key)
             return whole.write(targets)
         sources = [(kv, sums) for kv, sums in self.others if (kv.heads, kv.batch) == key]
         if len(sources) > 1:  # sum in the message itself
@@ -135,9 +133,9 @@ class Backward(Runner):
                 target.zero_()
             whole.begin_with(wanted.tensors)
         for kv, sums in sources:
-            add_rows(kv, sums, wanted, whole, key)
-            for start, stop, local in kv.pieces(wanted.runs[:, :2]):
-                sums.drop(local, local + stop - start)  # what is passed on is no longer held here
+            self._add(kv, sums, wanted, whole, key)
+            for here, _ in self.tables.moves(kv.runs, wanted.runs):
+                sums.drop(here.start, here.stop)  # what is passed on is no longer held here
         self.others = [(kv, sums) for kv, sums in self.others if sums.any()]
         return whole.write(targets) if len(sources) <= 1 else None
 
@@ -154,12 +152,20 @@ class Backward(Runner):
         else:
             sums.add(0, piece.num_tokens, *rows.tensors)
         mine, home = (self.rows, self.home_q) if piece.role is Role.DQ else (self.mine, self.home)
-        add_rows(rows, sums, mine, home.of(key), key)
-        for start, stop, local in rows.pieces(mine.runs[:, :2]):
-            sums.drop(local, local + stop - start)
+        self._add(rows, sums, mine, home.of(key), key)
+        for here, _ in self.tables.moves(rows.runs, mine.runs):
+            sums.drop(here.start, here.stop)
         if sums.any():
             self.others.append((replace(rows, tensors=()), sums))
         return None
+
+    def _add(self, source: TokenStore, found: Sum, target: TokenStore, total: Sum, key: Key) -> None:
+        """Adds what was found for some heads of rows that source and target both have to a total of the target's."""
+        for here, there in self.tables.moves(source.runs, target.runs):
+            shift = there.start - here.start
+            for part in found.within(here.start, here.stop):
+                tensors = TokenStore(source.runs, source.heads, source.batch, part.tensors).part(*key)
+                total.take(Stretch(part.start + shift, part.stop + shift, tensors, part.is_state))
 
     def _add_terms(self, terms: Terms) -> None:
         """Gradients of own keys from all branches of queries, which are complete by now."""
@@ -168,7 +174,7 @@ class Backward(Runner):
             for number, found in branches:
                 sums = Sum(self.mine.part(*key), self.form.wide)
                 for kv, part in found:
-                    add_rows(kv, part, self.mine, sums, key)
+                    self._add(kv, part, self.mine, sums, key)
                 push(parts, number, sums)
             self.home.of(key).plus(total(parts))
 
@@ -182,15 +188,6 @@ class Backward(Runner):
         sinks = self.job.sinks.to(lse.dtype)[:, None, None]
         share = (sinks - lse.masked_fill(lse.isneginf(), torch.inf)).exp()  # -inf: neither key nor sink was seen
         return [*found, -(share * delta).sum((0, 2, 3))]
-
-
-def add_rows(source: TokenStore, found: Sum, target: TokenStore, total: Sum, key: Key) -> None:
-    """Adds what was found for some heads of rows that source and target both have to a total of the target's rows."""
-    for here, there in copies(source, target, target.runs[:, :2]):
-        shift = there.start - here.start
-        for part in found.within(here.start, here.stop):
-            tensors = TokenStore(source.runs, source.heads, source.batch, part.tensors).part(*key)
-            total.take(Stretch(part.start + shift, part.stop + shift, tensors, part.is_state))
 
 
 def stand_in(dout: Tensor, delta: Tensor) -> Tensor:

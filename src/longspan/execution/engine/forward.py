@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from longspan.execution.engine.merge import Accumulator, Key
 from longspan.execution.engine.runner import Job, Runner
-from longspan.execution.engine.token_store import TokenStore, copies
+from longspan.execution.engine.token_store import RowTables, TokenStore
 from longspan.execution.engine.transports import Program
-from longspan.schedules.steps import Compute, Piece, Role, Step, Transfer
-from longspan.span import Span, as_spans, as_table, union
+from longspan.schedules.steps import Compute, Piece, Role, Sizes, Step, Transfer
+from longspan.span import Ints, Span, as_spans, as_table, join, union
 
 
 class Forward(Runner):
@@ -25,7 +26,7 @@ class Forward(Runner):
         self.like = q
         self.mine = self.own(Role.Q, (q,))
         self.own(Role.KV, (k, v))
-        self.computed = computed_rows(self.steps, self)
+        self.computed = self.tables.once(computed_spans, self.steps, self.sizes)
         self.results: dict[Key, tuple[TokenStore, Accumulator]] = {}
         self.kept: list[tuple[int, TokenStore]] = []
 
@@ -54,12 +55,12 @@ class Forward(Runner):
     def fill(self, piece: Piece, targets: Sequence[Tensor]) -> None:
         if piece.role is not Role.OUT:
             return super().fill(piece, targets)
-        rows = self.form.batch(piece)
-        for key, (q, accumulator) in self.results.items():
-            if TokenStore(q.runs, *key, ()).covers(as_table(piece.spans), piece.heads, rows):
+        target = self.store(piece, targets)
+        for q, accumulator in self.results.values():
+            if q.has(target.heads, target.batch) and self.tables.cover(q.runs, piece):
                 out, lse = accumulator.result()
-                store = TokenStore(q.runs, *key, (out, lse.unsqueeze(-1)))
-                return TokenStore(q.runs, piece.heads, rows, store.part(piece.heads, rows)).write(piece, targets)
+                source = replace(q, tensors=(out, lse.unsqueeze(-1)))
+                return source.copy_to(target, self.tables.moves(q.runs, target.runs))
         raise AssertionError(f"{piece!r} was not computed here")
 
     def arrived(self, transfer: Transfer, rows: TokenStore) -> None:
@@ -78,9 +79,10 @@ class Forward(Runner):
         home = TokenStore(self.mine.runs, *whole, (out, lse.unsqueeze(-1)))
         for key, (q, accumulator) in self.results.items():
             found, stat = accumulator.result()
-            place(TokenStore(q.runs, *key, (found, stat.unsqueeze(-1))), home, self.computed[key])
+            rows = self.tables.once(computed_runs, q.runs, self.computed[key])
+            place(TokenStore(rows, *key, (found, stat.unsqueeze(-1))), home, self.tables)
         for _, store in self.held.get(Role.OUT, []):
-            place(store, home, as_spans(store.runs[:, :2]))
+            place(store, home, self.tables)
         return out, lse
 
     def _with_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,17 +115,24 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     return (out * share.unsqueeze(-1)).to(out.dtype), whole
 
 
-def place(source: TokenStore, target: TokenStore, spans: tuple[Span, ...]) -> None:
-    """Copies rows that both have from one store into the other."""
-    parts = target.part(source.heads, source.batch)
-    for here, there in copies(source, target, as_table(spans)):
-        for part, tensor in zip(parts, source.tensors, strict=True):
-            part[:, :, there] = tensor[:, :, here]
+def place(source: TokenStore, target: TokenStore, tables: RowTables) -> None:
+    """Copies rows that both have from one store into the other, which has more heads or batch rows, or as many."""
+    part = TokenStore(target.runs, source.heads, source.batch, target.part(source.heads, source.batch))
+    source.copy_to(part, tables.moves(source.runs, target.runs))
 
 
-def computed_rows(steps: tuple[Step, ...], runner: Runner) -> dict[Key, tuple[Span, ...]]:
+def computed_spans(steps: tuple[Step, ...], sizes: Sizes) -> dict[Key, tuple[Span, ...]]:
     """For each set of heads and batch rows, the query rows that the steps compute."""
-    found: dict[Key, list[np.ndarray]] = {}
-    for compute in (c for step in steps for c in step.computes):
-        found.setdefault((compute.q.heads, runner.form.batch(compute.q)), []).append(as_table(compute.q.spans))
+    found: dict[Key, list[Ints]] = {}
+    for piece in (compute.q for step in steps for compute in step.computes):
+        batch = Span(0, sizes.batch) if piece.batch is None else piece.batch
+        found.setdefault((piece.heads, batch), []).append(as_table(piece.spans))
     return {key: as_spans(union(np.concatenate(rows))) for key, rows in found.items()}
+
+
+def computed_runs(runs: Ints, spans: tuple[Span, ...]) -> Ints:
+    """The part of the runs that lies in the spans."""
+    wanted = as_table(spans)
+    i, j = join(runs[:, :2], wanted)
+    start, stop = np.maximum(runs[i, 0], wanted[j, 0]), np.minimum(runs[i, 1], wanted[j, 1])
+    return np.stack((start, stop, runs[i, 2] + start - runs[i, 0]), axis=1)

@@ -2,12 +2,15 @@
 arrived from others, wait until they are computed with or sent.
 
 Shapes: B batch rows, H heads, T tokens, D features. Positions are global; indices into a tensor are named `_local`.
+
+Runs are tables of (start, stop, start_local), sorted by position: where each stretch of positions lies in dim 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -15,32 +18,100 @@ from torch import Tensor
 from longspan.schedules.steps import Piece
 from longspan.span import Ints, Span, as_table, intersect, join, total
 
+T = TypeVar("T")
+Moves = tuple[tuple[slice, slice], ...]
+"""Pairs of local rows, of a source and of a target, that hold the same positions; in the order of the target's runs."""
+
+
+class RowTables:
+    """What a plan fixes about rows, worked out once: nothing of it depends on what is in the tensors.
+
+    A table is found by the very objects it is about (arrays and tuples that live as long as the plan does), not by what
+    they hold: a plan of many documents has long ones.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+    def once(self, make: Callable[..., T], *about: Any) -> T:
+        """`make(*about)`, from memory if it was asked for these objects before."""
+        key = (make.__name__, *(part if isinstance(part, int | str) else id(part) for part in about))
+        if key not in self._known:
+            self._known[key] = make(*about), about  # held, so that no other object gets their ids
+        return self._known[key][0]
+
+    def runs(self, piece: Piece) -> Ints:
+        """Those of a message or copy that has the piece's rows in its order."""
+        return self.once(runs_of, piece.spans)
+
+    def cover(self, runs: Ints, piece: Piece) -> bool:
+        """Whether the runs have all positions of the piece."""
+        return self.once(have_all, runs, self.runs(piece))
+
+    def moves(self, source: Ints, target: Ints) -> Moves:
+        """Which local rows of one store are which of another."""
+        return self.once(common_rows, source, target)
+
+
+def runs_of(spans: tuple[Span, ...]) -> Ints:
+    """Rows laid out in the order of spans.
+
+    >>> runs_of((Span(6, 8), Span(0, 3))).tolist()
+    [[0, 3, 2], [6, 8, 0]]
+    """
+    return laid_out(as_table(spans))
+
+
+def laid_out(spans: Ints) -> Ints:
+    """The runs of rows in the order of `(start, stop)` spans."""
+    sizes = spans[:, 1] - spans[:, 0]
+    runs = np.column_stack((spans, np.cumsum(sizes) - sizes))
+    return runs[np.argsort(runs[:, 0], kind="stable")]
+
+
+def have_all(runs: Ints, wanted: Ints) -> bool:
+    """Whether every position of the wanted runs is in the others.
+
+    >>> have_all(laid_out(np.array([[0, 8]])), laid_out(np.array([[6, 8], [0, 3]])))
+    True
+    """
+    return total(intersect(wanted[:, :2], runs[:, :2])) == total(wanted)
+
+
+def common_rows(source: Ints, target: Ints) -> Moves:
+    """Pairs of local slices that hold the same positions in both.
+
+    >>> rows = laid_out(np.array([[6, 8], [0, 3]]))
+    >>> common_rows(laid_out(np.array([[0, 8]])), rows)
+    ((slice(0, 3, None), slice(2, 5, None)), (slice(6, 8, None), slice(0, 2, None)))
+    """
+    i, j = join(target[:, :2], source[:, :2])
+    start = np.maximum(target[i, 0], source[j, 0])
+    size = np.minimum(target[i, 1], source[j, 1]) - start
+    here, there = source[j, 2] + start - source[j, 0], target[i, 2] + start - target[i, 0]
+    table = np.stack((here, here + size, there, there + size), axis=1)
+    return tuple((slice(a, b), slice(c, d)) for a, b, c, d in table.tolist())
+
 
 @dataclass(frozen=True, eq=False)
 class TokenStore:
     """`(B, H, T, D)` tensors over the same positions, heads and batch rows."""
 
     runs: Ints
-    """(start, stop, start_local), sorted by position: where each stretch of positions lies in dim 2."""
     heads: Span
     batch: Span
     tensors: tuple[Tensor, ...]
 
-    @staticmethod
-    def of(spans: Ints, heads: Span, batch: Span, tensors: Sequence[Tensor]) -> TokenStore:
-        """A store laid out in the order of `(start, stop)` spans."""
-        sizes = spans[:, 1] - spans[:, 0]
-        runs = np.column_stack((spans, np.cumsum(sizes) - sizes))
-        return TokenStore(runs[np.argsort(runs[:, 0], kind="stable")], heads, batch, tuple(tensors))
-
     def part(self, heads: Span, batch: Span) -> tuple[Tensor, ...]:
         """The tensors narrowed to some of their heads and batch rows."""
+        if heads == self.heads and batch == self.batch:
+            return self.tensors
         h0, b0 = heads.start - self.heads.start, batch.start - self.batch.start
         return tuple(t[b0 : b0 + len(batch), h0 : h0 + len(heads)] for t in self.tensors)
 
     def positions(self) -> Ints:
         """The global position of every local row."""
-        found = np.empty(int((self.runs[:, 1] - self.runs[:, 0]).sum()), dtype=np.int64)
+        found = np.empty(total(self.runs), dtype=np.int64)
         for start, stop, local in self.runs.tolist():
             found[local : local + stop - start] = np.arange(start, stop)
         return found
@@ -54,57 +125,35 @@ class TokenStore:
             and batch.stop <= self.batch.stop
         )
 
-    def covers(self, spans: Ints, heads: Span, batch: Span) -> bool:
-        """Whether every one of these rows is here."""
-        return self.has(heads, batch) and total(intersect(spans, self.runs[:, :2])) == total(spans)
-
-    def pieces(self, spans: Ints) -> Iterator[tuple[int, int, int]]:
-        """(start, stop, start_local) of the parts of the spans that are here, in the order of the spans."""
-        i, j = join(spans, self.runs[:, :2])
-        start = np.maximum(spans[i, 0], self.runs[j, 0])
-        stop = np.minimum(spans[i, 1], self.runs[j, 1])
-        local = self.runs[j, 2] + start - self.runs[j, 0]
-        yield from zip(start.tolist(), stop.tolist(), local.tolist(), strict=True)
-
-    def write(self, piece: Piece, targets: Sequence[Tensor]) -> None:
-        """Copies the piece's rows, in its order, into tensors that have these rows only."""
-        at = 0
-        for start, stop, local in self.pieces(as_table(piece.spans)):
-            size = stop - start
-            for target, tensor in zip(targets, self.tensors, strict=True):
-                target[:, :, at : at + size] = tensor[:, :, local : local + size]
-            at += size
+    def copy_to(self, target: TokenStore, moves: Moves) -> None:
+        """Copies rows to a store of fewer heads or batch rows, or as many."""
+        parts = self.part(target.heads, target.batch)
+        for here, there in moves:
+            for tensor, part in zip(target.tensors, parts, strict=True):
+                tensor[:, :, there] = part[:, :, here]
 
 
-def gather(stores: Sequence[TokenStore], piece: Piece, batch: Span) -> TokenStore:
+def gather(stores: Sequence[TokenStore], piece: Piece, batch: Span, tables: RowTables) -> TokenStore:
     """The piece's rows as one store: one that has them all, or a copy put together from several.
 
     That the rows are there is what the validator proves of every schedule, so a gap here is our own bug.
     """
-    spans = as_table(piece.spans)
+    stores = [store for store in stores if store.has(piece.heads, batch)]
     for store in stores:
-        if store.covers(spans, piece.heads, batch):
+        if tables.cover(store.runs, piece):
             return TokenStore(store.runs, piece.heads, batch, store.part(piece.heads, batch))
-    first = stores[0].tensors
-    size = total(spans)
-    made = TokenStore.of(
-        spans, piece.heads, batch, [t.new_empty((len(batch), len(piece.heads), size, t.shape[3])) for t in first]
-    )
-    found = np.zeros(size, dtype=np.bool_)
+    runs = tables.runs(piece)
+    assert tables.once(_are_all_held, runs, *(store.runs for store in stores)), f"{piece!r} is not all held"
+    shape = (len(batch), len(piece.heads), piece.num_tokens)
+    made = TokenStore(runs, piece.heads, batch, tuple(t.new_empty((*shape, t.shape[3])) for t in stores[0].tensors))
     for store in stores:
-        if not store.has(piece.heads, batch):
-            continue
-        for source, target in copies(store, made, spans):
-            for here, there in zip(store.part(piece.heads, batch), made.tensors, strict=True):
-                there[:, :, target] = here[:, :, source]
-            found[target] = True
-    assert found.all(), f"{piece!r} is not all held"
+        store.copy_to(made, tables.moves(store.runs, runs))
     return made
 
 
-def copies(source: TokenStore, target: TokenStore, spans: Ints) -> Iterator[tuple[slice, slice]]:
-    """Pairs of local slices that hold the same positions in both, within the spans."""
-    for start, stop, local in source.pieces(spans):
-        for begin, end, there in target.pieces(np.array([[start, stop]], dtype=np.int64)):
-            here = local + begin - start
-            yield slice(here, here + end - begin), slice(there, there + end - begin)
+def _are_all_held(wanted: Ints, *held: Ints) -> bool:
+    found = np.zeros(total(wanted), dtype=np.bool_)
+    for runs in held:
+        for _, there in common_rows(runs, wanted):
+            found[there] = True
+    return bool(found.all())
