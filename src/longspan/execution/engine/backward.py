@@ -134,7 +134,7 @@ class Backward(Runner):
             whole.begin_with(wanted.tensors)
         for kv, sums in sources:
             self._add(kv, sums, wanted, whole, key)
-            for here, _ in self.tables.moves(kv.runs, wanted.runs):
+            for here, _ in self.tables.moves(kv.runs, wanted.runs).pairs:
                 sums.drop(here.start, here.stop)  # what is passed on is no longer held here
         self.others = [(kv, sums) for kv, sums in self.others if sums.any()]
         return whole.write(targets) if len(sources) <= 1 else None
@@ -153,7 +153,7 @@ class Backward(Runner):
             sums.add(0, piece.num_tokens, *rows.tensors)
         mine, home = (self.rows, self.home_q) if piece.role is Role.DQ else (self.mine, self.home)
         self._add(rows, sums, mine, home.of(key), key)
-        for here, _ in self.tables.moves(rows.runs, mine.runs):
+        for here, _ in self.tables.moves(rows.runs, mine.runs).pairs:
             sums.drop(here.start, here.stop)
         if sums.any():
             self.others.append((replace(rows, tensors=()), sums))
@@ -161,7 +161,7 @@ class Backward(Runner):
 
     def _add(self, source: TokenStore, found: Sum, target: TokenStore, total: Sum, key: Key) -> None:
         """Adds what was found for some heads of rows that source and target both have to a total of the target's."""
-        for here, there in self.tables.moves(source.runs, target.runs):
+        for here, there in self.tables.moves(source.runs, target.runs).pairs:
             shift = there.start - here.start
             for part in found.within(here.start, here.stop):
                 tensors = TokenStore(source.runs, source.heads, source.batch, part.tensors).part(*key)

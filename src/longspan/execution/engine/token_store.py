@@ -9,18 +9,52 @@ Runs are tables of (start, stop, start_local), sorted by position: where each st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from longspan.schedules.steps import Piece
 from longspan.span import Ints, Span, as_table, intersect, join, total
 
 T = TypeVar("T")
-Moves = tuple[tuple[slice, slice], ...]
-"""Pairs of local rows, of a source and of a target, that hold the same positions; in the order of the target's runs."""
+FEW, LONG = 8, 256
+"""So few runs, or rows a run on average, are copied run by run on CPUs, where that is quicker than row by row."""
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Pairs of local rows, of a source and of a target, that hold the same positions; in the order of the target's."""
+
+    pairs: tuple[tuple[slice, slice], ...]
+    fills: bool
+    """Whether the target's rows are all there, in order: then it is written as a whole."""
+    _indices: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+
+    def sources(self, device: torch.device) -> Tensor:
+        """The source's row for every row of the target, in order."""
+        if device not in self._indices:
+            rows = np.concatenate([np.arange(here.start, here.stop) for here, _ in self.pairs])
+            self._indices[device] = torch.as_tensor(rows).to(device)
+        return self._indices[device]
+
+    @cached_property
+    def _by_row(self) -> bool:
+        """Whether one copy row by row takes less than a copy for every run."""
+        rows = sum(here.stop - here.start for here, _ in self.pairs)
+        return self.fills and len(self.pairs) > FEW and rows < LONG * len(self.pairs)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copies `(B, H, T, D)` rows."""
+        many = self._by_row if target.device.type == "cpu" else self.fills and len(self.pairs) > 1
+        if many and source.dtype == target.dtype:
+            torch.index_select(source, 2, self.sources(source.device), out=target)
+            return
+        for here, there in self.pairs:
+            target[:, :, there] = source[:, :, here]
 
 
 class RowTables:
@@ -83,14 +117,16 @@ def common_rows(source: Ints, target: Ints) -> Moves:
 
     >>> rows = laid_out(np.array([[6, 8], [0, 3]]))
     >>> common_rows(laid_out(np.array([[0, 8]])), rows)
-    ((slice(0, 3, None), slice(2, 5, None)), (slice(6, 8, None), slice(0, 2, None)))
+    Moves(pairs=((slice(6, 8, None), slice(0, 2, None)), (slice(0, 3, None), slice(2, 5, None))), fills=True)
     """
     i, j = join(target[:, :2], source[:, :2])
     start = np.maximum(target[i, 0], source[j, 0])
     size = np.minimum(target[i, 1], source[j, 1]) - start
     here, there = source[j, 2] + start - source[j, 0], target[i, 2] + start - target[i, 0]
-    table = np.stack((here, here + size, there, there + size), axis=1)
-    return tuple((slice(a, b), slice(c, d)) for a, b, c, d in table.tolist())
+    table = np.stack((here, here + size, there, there + size), axis=1)[np.argsort(there, kind="stable")]
+    follow = np.array_equal(table[:, 2], np.cumsum(table[:, 3] - table[:, 2]) - (table[:, 3] - table[:, 2]))
+    pairs = tuple((slice(a, b), slice(c, d)) for a, b, c, d in table.tolist())
+    return Moves(pairs, follow and int(size.sum()) == total(target))
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,9 +164,8 @@ class TokenStore:
     def copy_to(self, target: TokenStore, moves: Moves) -> None:
         """Copies rows to a store of fewer heads or batch rows, or as many."""
         parts = self.part(target.heads, target.batch)
-        for here, there in moves:
-            for tensor, part in zip(target.tensors, parts, strict=True):
-                tensor[:, :, there] = part[:, :, here]
+        for tensor, part in zip(target.tensors, parts, strict=True):
+            moves.copy(part, tensor)
 
 
 def gather(stores: Sequence[TokenStore], piece: Piece, batch: Span, tables: RowTables) -> TokenStore:
@@ -154,6 +189,6 @@ def gather(stores: Sequence[TokenStore], piece: Piece, batch: Span, tables: RowT
 def _are_all_held(wanted: Ints, *held: Ints) -> bool:
     found = np.zeros(total(wanted), dtype=np.bool_)
     for runs in held:
-        for _, there in common_rows(runs, wanted):
+        for _, there in common_rows(runs, wanted).pairs:
             found[there] = True
     return bool(found.all())
