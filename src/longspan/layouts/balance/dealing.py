@@ -4,6 +4,20 @@ Cutting a causal segment at row x costs x - start remote keys, wherever it is an
 that must take part of a long segment takes its last rows, as many as its work allows, and fills up its tokens with the
 lightest rows there are: short segments, and the first rows of that same long segment, whose keys it needs anyhow. For a
 single long document this is the zigzag fold; among short ones it is a long slice with short documents beside it.
+
+Eight causal tokens on two ranks. Row x sees x + 1 keys, 36 pairs in all, so a rank should get 4 tokens and 18 pairs::
+
+    keys seen   1 2 3 4 5 6 7 8
+    rank        0 0 1 1 1 1 0 0     the two heaviest rows, 7 + 8, are balanced by the two lightest, 1 + 2
+
+>>> balanced(causal(8), world_size=2).spans(0)
+(0:2, 6:8)
+
+Documents of 5, 2 and 1 tokens have 15, 3 and 1 pairs, so a rank should get 9 or 10. The long one must be cut: one rank
+takes its last row, 5 pairs, and fills up with the short documents, 4 pairs. Only that one row has remote keys.
+
+>>> balanced(documents([5, 2, 1]) & causal(), world_size=2).spans(1)
+(4:8,)
 """
 
 from __future__ import annotations
