@@ -60,14 +60,14 @@ class Chunks:
     @cached_property
     def branches(self) -> Ints:
         """For each chunk, (first, last + 1) of the largest branch of the tree that its rank holds all of."""
-        found = np.arange(self.num, dtype=np.int64)[:, None] + np.array([0, 1])
+        table = np.arange(self.num, dtype=np.int64)[:, None] + np.array([0, 1])
         size = 2
         while size <= self.num:
             for first in range(0, self.num - size + 1, size):
                 if (self.owner[first : first + size] == self.owner[first]).all():
-                    found[first : first + size] = first, first + size
+                    table[first : first + size] = first, first + size
             size *= 2
-        return found
+        return table
 
     def branch(self, chunk: int) -> Span:
         """The query rows whose gradients of keys are added up where this chunk of them is."""

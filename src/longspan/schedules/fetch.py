@@ -145,13 +145,13 @@ def moves(fetch: Fetch, layout: Layout, node: int, rank: int) -> dict[Move, Ints
     step 1: 3 > 2 [[0, 2]] until 2
     """
     owners = layout.by_position
-    found = [_meet(fetch.near[_touching(fetch.near, owners, rank)], owners, rank, lag=1)]
+    parts = [_meet(fetch.near[_touching(fetch.near, owners, rank)], owners, rank, lag=1)]
     if len(fetch.far):
         # A port holds on one step longer than its users: in backward it must have the rows before it serves them.
         ported = fetch.far[:, [START, STOP, PORT, STAGE]]
-        found.append(_meet(ported[_touching(ported, owners, rank)], owners, rank, lag=3))
-        found.append(_relays(fetch, node, rank))
-    rows = np.concatenate(found)
+        parts.append(_meet(ported[_touching(ported, owners, rank)], owners, rank, lag=3))
+        parts.append(_relays(fetch, node, rank))
+    rows = np.concatenate(parts)
     rows = rows[(rows[:, 1] == rank) | (rows[:, 2] == rank)]
     rows = rows[np.lexsort((rows[:, 4], rows[:, 3], rows[:, 2], rows[:, 1], rows[:, 0]))]
     keys, start = np.unique(rows[:, :4], axis=0, return_index=True)

@@ -90,10 +90,10 @@ class _HandedOn:
     def of(steps: tuple[Step, ...], rank: int) -> _HandedOn:
         transfers = (t for step in steps for t in step.transfers)
         pieces = frozenset(t.piece for t in transfers if t.src == rank and t.recall is Recall.RETURN)
-        found: dict[_Kind, list[Span]] = {}
+        spans_by_kind: dict[_Kind, list[Span]] = {}
         for piece in pieces:
-            found.setdefault((piece.role, piece.heads, piece.batch), []).extend(piece.spans)
-        return _HandedOn(pieces, {kind: union(as_table(spans)) for kind, spans in found.items()})
+            spans_by_kind.setdefault((piece.role, piece.heads, piece.batch), []).extend(piece.spans)
+        return _HandedOn(pieces, {kind: union(as_table(spans)) for kind, spans in spans_by_kind.items()})
 
 
 def _staying(t: Transfer, handed_on: _HandedOn) -> list[Piece]:

@@ -89,8 +89,8 @@ def _gathered(row: Ints, group: dist.ProcessGroup) -> Ints:
 
 
 def _no_digest(batch: Mapping[str, Any], contents: list[Ints | None], ranks: list[int]) -> str:
-    found = [f"{n!r} ({_kind(batch[n])})" for n, c in zip(sorted(batch), contents, strict=True) if c is None]
-    here = f" Here these are {', '.join(found)}." if found else ""
+    unread = [f"{n!r} ({_kind(batch[n])})" for n, c in zip(sorted(batch), contents, strict=True) if c is None]
+    here = f" Here these are {', '.join(unread)}." if unread else ""
     return (
         f"check_same compares dense tensors, arrays, numbers, texts and lists of these, but on ranks {ranks} the batch"
         f" has values of other types.{here} Leave them out: check_same({{...}}, group) takes any part of a batch."
@@ -105,20 +105,20 @@ def _kind(value: Any) -> str:
 
 def _difference(tables: Ints, counts: list[int]) -> str:
     words = NAME_BYTES // 8
-    found = [
+    by_rank = [
         {row[:words].tobytes().rstrip(b"\0").decode(errors="replace"): row[words:].tobytes() for row in table[:count]}
         for table, count in zip(tables, counts, strict=True)
     ]
     parts: list[str] = []
-    for name in sorted(set().union(*found)):
-        missing = [rank for rank, rows in enumerate(found) if name not in rows]
-        other = [rank for rank, rows in enumerate(found) if name in rows and rows[name] != found[0].get(name)]
+    for name in sorted(set().union(*by_rank)):
+        missing = [rank for rank, rows in enumerate(by_rank) if name not in rows]
+        other = [rank for rank, rows in enumerate(by_rank) if name in rows and rows[name] != by_rank[0].get(name)]
         if missing:
             parts.append(f"{name!r} is missing on ranks {missing}")
         elif other:
             parts.append(f"{name!r} on ranks {other} is not what rank 0 has")
     return (
-        f"the {len(found)} ranks of the group must be fed the same batch before it is sharded, but {'; '.join(parts)}."
-        f" Make the data loader deal by data-parallel rank alone (one sampler rank, seed and epoch for all ranks of a"
-        f" sequence), or send rank 0's batch to the others."
+        f"the {len(by_rank)} ranks of the group must be fed the same batch before it is sharded, but"
+        f" {'; '.join(parts)}. Make the data loader deal by data-parallel rank alone (one sampler rank, seed and epoch"
+        f" for all ranks of a sequence), or send rank 0's batch to the others."
     )

@@ -212,19 +212,19 @@ class Dealer(Pool):
 
     def _too_heavy(self, lacking: int) -> list[int]:
         """The lightest few pieces of which a part, with light pieces, gives the rank its work."""
-        found: list[int] = []
+        candidates: list[int] = []
         k, step = bisect_right(self.by_work, (lacking, 0)), 8
-        while k < len(self.by_work) and len(found) < 2:
+        while k < len(self.by_work) and len(candidates) < 2:
             piece = self.by_work[k][1]
             size, stop = min(self.tokens, self.size[piece]), self.stop[piece]
             if (
                 self.begin[piece] + self.work[piece] - self.before(stop - size) + self._least(self.tokens - size)
                 > self.need - self.under
             ):
-                found.append(piece)
+                candidates.append(piece)
             k += step >> 3
             step += 1
-        return found
+        return candidates
 
     def _split(self, candidates: list[int]) -> None:
         """Cuts the candidate whose cut costs least, and fills up with light pieces."""

@@ -215,7 +215,7 @@ def _deal(problem: _Problem, strata: list[Ints], tuning: Tuning) -> Ints:
     spans, deep = problem.segments.spans, problem.segments.deep
     world, before = problem.world_size, 0
     ranks = np.arange(world + 1, dtype=np.int64)
-    found: list[Ints] = []
+    dealt: list[Ints] = []
     for group in strata:
         size = int((spans[group, 1] - spans[group, 0]).sum())
         # Quotas of all strata together differ by at most one token between ranks.
@@ -224,10 +224,10 @@ def _deal(problem: _Problem, strata: list[Ints], tuning: Tuning) -> Ints:
         dealer = Dealer(problem.profiles[0], spans[group], deep[group].tolist(), quota.tolist(), problem.exact, tuning)
         shares = [(start, stop, share) for share, taken in enumerate(dealer.deal()) for start, stop in taken]
         rows = np.array(shares, dtype=np.int64).reshape(-1, 3)
-        if found:
-            rows[:, 2] = _matched(problem, np.concatenate(found), rows, quota)[rows[:, 2]]
-        found.append(rows)
-    return np.concatenate(found)
+        if dealt:
+            rows[:, 2] = _matched(problem, np.concatenate(dealt), rows, quota)[rows[:, 2]]
+        dealt.append(rows)
+    return np.concatenate(dealt)
 
 
 def _matched(problem: _Problem, held: Ints, shares: Ints, quota: Ints) -> Ints:

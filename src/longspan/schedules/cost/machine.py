@@ -123,10 +123,10 @@ class Machine:
 
     def levels(self, src: Ints, dst: Ints) -> Ints:
         """`level` of many pairs of ranks."""
-        found = np.full(len(src), len(self.links) - 1, dtype=np.int64)
+        levels = np.full(len(src), len(self.links) - 1, dtype=np.int64)
         for number, link in reversed(list(enumerate(self.links))):
-            found[src // link.ranks == dst // link.ranks] = number
-        return found
+            levels[src // link.ranks == dst // link.ranks] = number
+        return levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +215,11 @@ def _steps_work(
 def _meets_again(step: Step) -> list[bool]:
     """For each compute, whether its rows met others in this very step, as they do where computes go chunk by chunk."""
     met: set[Span] = set()
-    found: list[bool] = []
+    again: list[bool] = []
     for compute in step.computes:
-        found.append(bool(compute.kv.apart) and not met.isdisjoint(compute.q.spans))
+        again.append(bool(compute.kv.apart) and not met.isdisjoint(compute.q.spans))
         met.update(compute.q.spans if compute.kv.apart else ())
-    return found
+    return again
 
 
 def _computes_work(

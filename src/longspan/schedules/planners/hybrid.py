@@ -102,10 +102,10 @@ class Slices:
 
     def _bases(self) -> list[tuple[Span | None, list[Part]]]:
         """The parts of all lanes, batch rows by batch rows, in head order."""
-        found: dict[Span | None, list[Part]] = {}
+        parts_by_batch: dict[Span | None, list[Part]] = {}
         for lane in self.problem.lanes:
-            found.setdefault(lane.batch, []).extend(lane.parts)
-        return [(rows, sorted(parts, key=lambda part: part.q_heads.start)) for rows, parts in found.items()]
+            parts_by_batch.setdefault(lane.batch, []).extend(lane.parts)
+        return [(rows, sorted(parts, key=lambda part: part.q_heads.start)) for rows, parts in parts_by_batch.items()]
 
     def _parts(self, base: list[Part], number: int) -> list[Part]:
         """The slice's share of the parts: whole heads, and query rows of a head that two slices share."""
@@ -149,14 +149,14 @@ class Slices:
 
     def _share_of_rows(self, plane: Plane, first: Fraction, last: Fraction) -> Ints:
         """In every group, the query rows that hold the work between two shares of the group's work."""
-        found: list[Ints] = []
+        shares: list[Ints] = []
         for group in range(self.groups.world_size):
             rows = self._group_rows[self._group_rows[:, 2] == group]
             low, high = (cut_at_work(plane.region, rows[:, :2], share) for share in (first, last))
             kept = intersect(rows[:, :2], np.array([[low, high]], dtype=np.int64))
             kept = kept[kept[:, 1] > kept[:, 0]]
-            found.append(np.column_stack((kept, np.full(len(kept), group, dtype=np.int64))))
-        return np.concatenate(found)
+            shares.append(np.column_stack((kept, np.full(len(kept), group, dtype=np.int64))))
+        return np.concatenate(shares)
 
 
 def cut_at_work(bands: Ints, rows: Ints, share: Fraction) -> int:

@@ -148,10 +148,10 @@ class _Proof:
             return []
         if role is Role.OUT:
             for key in keys:
-                made = self._array(self.results, t.src, Role.OUT, key)
-                if not (made[cells] == 1).all():
+                results = self._array(self.results, t.src, Role.OUT, key)
+                if not (results[cells] == 1).all():
                     self.fail(t.src, number, f"{t!r} sends results that are not computed here, or sent already.")
-                made[cells] = 2
+                results[cells] = 2
             return []
         moved: list[tuple[Transfer, Ints, Term]] = []
         for key in ((*key, *t.piece.apart) for key in keys):
@@ -191,10 +191,10 @@ class _Proof:
                 self._array(self.expected, 0, GRADIENT[piece.role], key)[cells] += weight
         cells, keys = self.board.place(c.q)
         for key in keys:
-            made = self._array(self.results, rank, Role.OUT, key)
-            if (made[cells] == 2).any():
+            results = self._array(self.results, rank, Role.OUT, key)
+            if (results[cells] == 2).any():
                 self.fail(rank, number, f"{c.q!r} is computed again after its result was sent.")
-            made[cells] = 1
+            results[cells] = 1
 
     # -- at the end -------------------------------------------------------------------------------------------------
 
@@ -207,8 +207,8 @@ class _Proof:
         """Forward: results of rows that belong to others were sent, to their owners."""
         if self.schedule.direction == "backward":
             return
-        for (rank, _, _), made in self.results.items():
-            if ((made == 1) & (self._owned(rank) == 0)).any():
+        for (rank, _, _), results in self.results.items():
+            if ((results == 1) & (self._owned(rank) == 0)).any():
                 self.fail(rank, self.schedule.num_steps - 1, "results of other ranks' rows stay here at the end.")
         for number, t in self.schedule.transfers():
             cells, _ = self.board.place(t.piece)
@@ -230,17 +230,17 @@ class _Proof:
 
     def _check_coverage(self) -> None:
         """Every allowed pair of every head and batch row once: same union, same number of pairs."""
-        found: dict[Key, list[Compute]] = {}
+        computes_of: dict[Key, list[Compute]] = {}
         for steps in self.schedule.ranks:
             for c in (c for step in steps for c in step.computes):
                 for key in self.board.place(c.q)[1]:
-                    found.setdefault(key, []).append(c)
+                    computes_of.setdefault(key, []).append(c)
         proved: dict[tuple[int, tuple[int, ...]], bool] = {}
         length = self.mask.length()
         for h, head in self.board.head_atoms():
             for b, row in self.board.row_atoms():
                 plane = self.mask.plane(row, head)
-                computes = found.get((h, b), [])
+                computes = computes_of.get((h, b), [])
                 once = (id(plane), tuple(id(c) for c in computes))
                 if once in proved:
                     continue
