@@ -321,7 +321,7 @@ def _listed(spans: Any, where: str) -> Sequence[Any]:
 
 
 def _ends(span: Any, rank: int, name: str) -> tuple[int, int]:
-    """Start and stop of what was given as a span; refuses what is none."""
+    """Start and stop of a span as users give it; refuses anything else."""
     ends = _listed(span, f"rank {rank} of layout {name}")
     if len(ends) != 2:
         raise LayoutError(
@@ -337,7 +337,7 @@ def _ends(span: Any, rank: int, name: str) -> tuple[int, int]:
 
 
 def check_masks(masks: Sequence[object], where: str) -> None:
-    """Raises unless it is a mask."""
+    """Raises unless each of them is a mask."""
     for mask in masks:
         if not isinstance(mask, Mask):
             raise LayoutError(f"{where} takes masks, but {type(mask).__name__} was given. See longspan.masks.")

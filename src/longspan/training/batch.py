@@ -85,7 +85,9 @@ def _check(batch: Mapping[str, Any], layout: Layout, dims: Mapping[str, Any], fi
                 f" {', '.join(batch)}."
             )
         if dims[name] is not None and not hasattr(batch[name], "shape"):
-            raise BatchError(f"dims names {name!r}, which is no tensor but {type(batch[name]).__name__}. Make it one.")
+            raise BatchError(
+                f"dims names {name!r}, which is not a tensor but {type(batch[name]).__name__}. Make it one."
+            )
     for name in fills:
         if dims.get(name) is None:
             raise BatchError(f"fills names {name!r}, but dims does not say along which dim it is cut. Add it to dims.")
@@ -126,7 +128,7 @@ def _labels(batch: Mapping[str, Any], numbers: Any, num_shifts: int, ignore_inde
         if "loss_mask" in batch or num_shifts > 1:
             raise BatchError(
                 "loss_mask or num_shifts was given without labels. Add labels (or shift_labels) to the batch, or name"
-                " the mask in dims under another name if it is no mask of labels."
+                " the mask in dims under another name if it does not belong to labels."
             )
         return {}
     labels, done = batch[given[0]], int(given[0] == "shift_labels")
@@ -189,5 +191,6 @@ def _no_dim(name: str, value: Any, seq_len: int) -> None:
     if name == "attention_mask":
         advice = "Who sees whom is said by the plan's mask: take this out of the batch. Otherwise: " + advice
     raise BatchError(
-        f"{name} of shape {shape} has a dim as long as the sequence, {seq_len}, but no meaning here. {advice}"
+        f"{name} of shape {shape} has a dim as long as the sequence, {seq_len}, but nothing says what it means."
+        f" {advice}"
     )

@@ -57,8 +57,8 @@ def _of_lengths(lengths: Any, seq_len: int) -> Ints:
 def _of_mask(mask: Mask, seq_len: int) -> Ints:
     if not mask.is_structured:
         raise BatchError(
-            f"documents were to be found in {mask}, but a function decides there who sees whom. Give the lengths of the"
-            f" documents instead."
+            f"documents cannot be read from {mask}, because a function decides there who sees whom. Give the lengths of"
+            f" the documents instead."
         )
     whole = mask.resized(seq_len)
     rows: list[Ints] = []

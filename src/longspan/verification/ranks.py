@@ -53,7 +53,7 @@ class RankView:
         return x if self.group is None else self.layout.shard(x, self.rank, dim)
 
     def slots_of(self, rank: int) -> int:
-        """How many tokens, padding included, a tensor of a rank has."""
+        """How many tokens a rank's tensor has, padding included."""
         if self.group is None:
             return self.layout.seq_len
         return int(self.layout.num_tokens[rank]) + self.layout.num_padding(rank)
@@ -172,7 +172,7 @@ def _shape_problem(ranks: RankView, out: Any, wanted: tuple[int, ...]) -> Findin
 
 
 def elsewhere(ranks: list[int]) -> Finding:
-    """What a rank says that found nothing while others did: the verdict is the same everywhere."""
+    """The finding of a rank that found nothing while others did, so that the verdict is the same on all."""
     return Finding(
         "the comparison", "failed on other ranks", torch.inf, 0.0, tuple(ranks), (), None,
         "machines compute differently", "Ranks compare the same gathered numbers, and not all of them found fault.",

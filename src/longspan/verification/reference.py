@@ -24,7 +24,7 @@ Answer = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Meaning:
-    """All that decides on an answer beside q, k and v; what is None is not there."""
+    """Everything beside q, k and v that decides the answer; None where a call has no such thing."""
 
     seen: Tensor
     """Which pairs attend (B, H, S, S)."""
@@ -34,7 +34,7 @@ class Meaning:
     names: tuple[str, ...] = ()
     """Of captured tensors, and of sinks last."""
     q_at: Tensor | None = None
-    """The position that score functions see of each query (S); its own unless a mistake is played."""
+    """The position that score functions see for each query (S); its own, unless a mistake is acted out."""
     kv_at: Tensor | None = None
     seeds: Tensor | None = None
     """The seed of dropout for each query row (S), where it differs between rows."""

@@ -21,7 +21,7 @@ _TALL, _WIDE = 300.0, 320.0
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
-    """What a plan predicts for one scheme on so many ranks: bytes of the rank that receives most, and time
+    """What a plan predicts for one scheme on one number of ranks: bytes of the rank that receives most, and time
     and memory of ranks likely to be busiest."""
 
     scheme: str

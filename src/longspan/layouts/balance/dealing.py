@@ -37,7 +37,7 @@ TOKEN_TOLERANCE = 0.005
 MOST_TOKENS = 0.008
 """How far above the mean the tokens of any rank may be."""
 SLICE_TOLERANCE = 0.009
-"""For the work of ranks with slices of rows that look back a little only: there, any cut costs a window of keys."""
+"""Work may be off by this much where rows look back only a little (windows): every cut there costs a window of keys."""
 GRID = 128
 """Cuts fall on multiples of this, the tile of attention kernels, where the work hardly changes by it."""
 NEVER = 1 << 62
@@ -244,7 +244,7 @@ class Dealer(Pool):
         self._fill_light(best.light)
 
     def _slice(self, piece: int) -> Cut:
-        """The last rows of a piece whose rows look back a little only, and light pieces."""
+        """Where rows look back only a little: the last rows of the piece, and light pieces."""
         start, stop, tokens = self.start[piece], self.stop[piece], self.tokens
         begin, size, there = self.begin[piece], self.size[piece], self.light.tokens[-1]
         end = begin + self.work[piece]

@@ -31,11 +31,11 @@ TUNINGS = (
     Tuning(rounding=0.2, shortfall=0.0),
 )
 EFFORT = 1500
-"""How many segments (a rank counts as twelve) may be dealt before the best way so far is good enough."""
+"""A budget for trying tunings: segments dealt, a rank counting as twelve; then the best so far is good enough."""
 ROUGH = 0.3
-"""Imbalance beyond BALANCED from which dealing slices by their work alone, whatever travels, is tried too."""
+"""Where imbalance exceeds BALANCED by more than this, `_snake` is tried too, which ignores communication."""
 FEW = 0.002
-"""Remote keys per rank, as a share of the sequence, that are not worth another try."""
+"""With fewer remote keys per rank than this share of the sequence, no other tuning is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class _Problem:
         return bool(late >= 0.9 * early)
 
     def strata(self) -> list[Ints]:
-        """Segment indices in groups within which all but the leading mask see about equally much work per token."""
+        """Segment indices in groups of about equal work per token under all masks but the leading one."""
         spans = self.segments.spans
         index = np.arange(len(spans), dtype=np.int64)
         if len(self.views) == 1:

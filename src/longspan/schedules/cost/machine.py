@@ -56,7 +56,7 @@ class Tiling:
     packs_heads: bool = False
     """Whether the query heads of one key/value head fill the rows of a tile together."""
     far_rows: int = 0
-    """Rows in which the far border of a window is masked by a kernel that knows none; 0: it knows them."""
+    """For a kernel without windows: rows per panel in which a window's far border is masked. 0: it has windows."""
     far_share: float = 1.0
     """Speed where that border cuts, as a share of speed elsewhere."""
 
@@ -78,7 +78,7 @@ class Machine:
     forward_share: float
     backward_share: float
     slots: int
-    """Tiles that run at once."""
+    """How many tiles run at once."""
     slot_seconds: float
     copy_bandwidth: float
     op_seconds: float

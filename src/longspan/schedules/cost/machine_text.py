@@ -44,7 +44,7 @@ def parse_machine(text: str) -> Machine:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no measured number")
+    raise ValueError(f"{name} is not a measured number")
 
 
 def _parsed(kind: type[T], given: Any, where: str) -> T:

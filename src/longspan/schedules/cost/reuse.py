@@ -22,7 +22,7 @@ Key = tuple[Span, Span | None, tuple[Span, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Uses:
-    """Computes of one role, heads and batch rows: one entry for each cell that each of them uses, in their order."""
+    """One side of all computes with the same heads and batch: an entry per compute and cell it uses, in their order."""
 
     key: Key
     steps: Ints
@@ -69,7 +69,7 @@ class Uses:
         return self.nth == 0
 
     def num_rows(self, own: bool | None = None) -> int:
-        """How many different rows are used; of the rank's own or of others, if that is asked."""
+        """How many different rows are used: all, or only the rank's own, or only those of others."""
         which = self.fresh if own is None else self.fresh & (self.own == own)
         return int(self.tokens[which].sum())
 
@@ -102,7 +102,7 @@ class Uses:
         return count[:, 1] - count[:, 0]
 
     def branching(self) -> int:
-        """The most rows of sums that wait for the other half of their branch, where queries are added up apart."""
+        """An upper bound on rows of dK/dV sums that wait for their sibling in the tree of sums (see `chunks`)."""
         if not self.key[2]:
             return 0
         return (self.num_queries - 1).bit_length() * int(self._sums(self.tokens).max())

@@ -146,7 +146,7 @@ class _Simulation:
         step, src, dst = waits[0] if waits else (self.step[rank], rank, rank)
         raise ScheduleError(
             f"{self.schedule.scheme} {self.schedule.direction} cannot finish: {len(stuck)} of"
-            f" {self.schedule.world_size} ranks wait for ever; first is rank {rank} in step {step}, for the message"
+            f" {self.schedule.world_size} ranks wait forever; the first is rank {rank} in step {step}, for the message"
             f" from rank {src} to rank {dst}, which the other end never offers.\n"
             + table(self.schedule, mark=(rank, min(step, self.schedule.num_steps - 1)))
         )

@@ -66,7 +66,7 @@ class Slices:
         return {}
 
     def slice(self, number: int) -> Problem:
-        """The problem of the ranks with this number in their groups."""
+        """The problem that the ranks with this number, one in each group, solve together."""
         if number not in self._made:
             lanes: list[Lane] = []
             for rows, base in self._bases():
@@ -75,7 +75,7 @@ class Slices:
         return self._made[number]
 
     def kind(self, number: int) -> object:
-        """What decides how much a slice computes and moves: equally many heads of the same rows are alike."""
+        """What decides how much a slice computes and moves: slices with as many heads of the same rows are alike."""
         return tuple(
             (lane.batch, len(lane.kv_heads), tuple((len(p.q_heads), id(p.plane), id(p.q_rows)) for p in lane.parts))
             for lane in self.slice(number).lanes

@@ -1,6 +1,7 @@
 """Which planners there are, and what a scheme's name stands for. A new planner is a file and a line here.
 
-`VOLUMES` says how much a planner makes every rank receive, in closed form; for one without, steps are added up.
+`VOLUMES` says in closed form how much every rank receives under a planner; a planner without an entry is summed up step
+by step.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ def scheme(name: str, problem: Problem) -> Scheme:
     if problem.chunks is not None and name != "exchange":
         raise PlanError(
             f"schedule {name!r} was asked for with chunks = {problem.chunks.num}. Only an exchange computes in chunks"
-            f" and keeps queries at home, where their real output is; others add gradients up in an order that the"
-            f" number of ranks decides. Use 'exchange' or 'auto', or leave chunks out."
+            f" and keeps queries at home, where their real output is; others add gradients up in an order that"
+            f" depends on the number of ranks. Use 'exchange' or 'auto', or leave chunks out."
         )
     if name in PLANNERS:
         return Scheme(name, problem, 1, PLANNERS[name])

@@ -1,7 +1,7 @@
 """Volume: how much every rank of a scheme receives, in closed form and without anybody's steps.
 
-A rank that took part in a thousand transfers is one entry of a few arrays, so the figure is exact over all ranks and
-not one of ranks that were looked at. Tests hold it equal to the sum over every rank's steps.
+However many transfers a rank takes part in, it is one entry in a few arrays: the figure is exact and covers all ranks,
+not a sample of them. Tests check that it equals the sum over every rank's steps.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def _weight(lane: Lane, sizes: Sizes) -> int:
 
 
 def ring_volume(problem: Problem) -> Volume:
-    """Everybody gets all blocks but its own, hands on all but the next rank's, and of others' gets those back."""
+    """Each rank receives every block but its own and passes on every block but the next rank's.
+
+    In backward it gets back those it passed on that are not its own.
+    """
     size, own = problem.layout.world_size, problem.layout.num_tokens
     volume = Volume.none(size)
     if size > 1:
@@ -109,7 +112,7 @@ def _relayed(fetch: Fetch, node: int, seq_len: int) -> tuple[Ints, Ints, Ints]:
 
 
 def lent(needed: Ints, layout: Layout) -> Ints:
-    """How many rows others take of each rank, of (start, stop, ...) rows that are taken; a row counts each time."""
+    """How many of the needed (start, stop, ...) rows each rank sends; a row counts once per rank that needs it."""
     segments = layout.table
     covered = _rows_before(needed, segments[:, 1]) - _rows_before(needed, segments[:, 0])
     num_rows = np.zeros(layout.world_size, dtype=np.int64)
@@ -131,7 +134,7 @@ _Inner = Callable[[Problem], Volume]
 
 
 def hybrid_volume(slices: Slices, inner: _Inner) -> Volume:
-    """The inner planner's across groups, and inside of groups queries and K/V for the heads of each rank."""
+    """What the inner planner moves across groups, plus queries and K/V for each rank's heads inside the groups."""
     if slices.heads == 1:
         return inner(slices.problem)
     heads, volume = slices.heads, Volume.none(slices.problem.layout.world_size)

@@ -98,7 +98,7 @@ def _split(result: Any) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True, eq=False)
 class Each:
-    """What ranks have apart: their losses, and gradients before verify reduced them."""
+    """What differs between ranks: their losses, and their gradients before verify reduced them."""
 
     losses: list[float]
     total: Result
@@ -172,7 +172,7 @@ def _plain(grad: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 def _check_logits(ranks: RankView, logits: Tensor | None, truth: Truth) -> None:
-    """Refuses logits from some steps only: they would be left out without a word."""
+    """Refuses logits that only some of the steps return: they would be left out without a word."""
     have = ranks.any(logits is not None)
     wanted = list(range(1 if ranks.group is None else ranks.size)) if "logits" in truth.result else []
     if have == wanted:
