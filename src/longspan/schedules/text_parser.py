@@ -106,7 +106,7 @@ class _Reader:
         if text != str(expected):
             raise ScheduleError(f"{what} {expected} comes next.")
         if expected >= limit:
-            raise ScheduleError(f"a schedule has {limit} {what}s at most.")
+            raise ScheduleError(f"there are {limit} {what}s at most.")
 
     def _piece(self, piece: Piece) -> Piece:
         heads = self.sizes.kv_heads if piece.role in (Role.KV, Role.DKV) else self.sizes.q_heads

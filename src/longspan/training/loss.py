@@ -120,4 +120,4 @@ def _check_tensors(logits: Any, labels: Any, num_tokens: Any) -> None:
     if num_tokens is not None and (
         not is_number(num_tokens) or (not isinstance(num_tokens, Tensor) and num_tokens < 0)
     ):
-        raise BatchError(f"num_tokens = {shortened(num_tokens)} was given. It is the number of labels, 0 or more.")
+        raise BatchError(f"num_tokens = {shortened(num_tokens)} was given. It counts labels: a number, 0 or more.")
