@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.errors import PlanError
+from longspan.training.agree import DifferentBatchesError, check_same
 from longspan.verification.budgets import Budget, budgets, compared, unit
 from longspan.verification.model.causes import explain
 from longspan.verification.model.leaks import probe
@@ -65,15 +66,17 @@ def _different(step: ModelStep, ranks: RankView) -> Finding | None:
     difference = same_data({**plain, "layout": step.layout.fingerprint}, ranks)
     if difference is not None:
         return difference
-    weights = {n: p.detach() for n, p in step.model.named_parameters() if not isinstance(p, DTensor)}
-    difference = same_data(weights, ranks)
-    if difference is None:
+    if ranks.group is None:
         return None
-    names = difference.evidence.partition("but ")[2].partition(". Make")[0]
-    return replace(
-        difference, tensor="parameters", what="are not the same on all ranks", cause="parameters differ between ranks",
-        evidence=f"Found: {names}.", advice="Seed every rank alike before the model is made, or broadcast from rank 0.",
-    )  # fmt: skip
+    try:
+        check_same({n: p.detach() for n, p in step.model.named_parameters() if not isinstance(p, DTensor)}, ranks.group)
+    except DifferentBatchesError as error:
+        return Finding(
+            "parameters", "are not the same on all ranks", math.inf, 0.0, (), (), None,
+            "parameters differ between ranks", f"Found: {error.differences}.",
+            "Seed every rank alike before the model is made, or broadcast from rank 0.",
+        )  # fmt: skip
+    return None
 
 
 def _check_names(step: ModelStep) -> None:
