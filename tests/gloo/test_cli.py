@@ -334,7 +334,7 @@ BAD_MACHINES = [
     (_changed(flops=True), "machine.flops is a positive number"),
     (_changed(flops=10**400), "machine.flops is a positive number"),
     (_changed(backward_tiling={"rows": 1}), "machine.backward_tiling: 'cut_width' is missing"),
-    (_changed().replace("219000000000.0", "NaN"), "NaN is no measured number"),
+    (_changed().replace("219000000000.0", "NaN"), "NaN is not a measured number"),
     (_changed().replace("219000000000.0", "1e999"), "machine.flops is a positive number"),
     (_changed(slots=1.5), "machine.slots is a whole number"),
     (_changed(slots=0), "machine.slots is a whole number"),

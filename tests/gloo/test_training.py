@@ -132,7 +132,7 @@ IDS = torch.arange(8).view(1, 8)
         ({"input_ids": IDS}, {"dims": {"extra": 0}}, "not in the batch"),
         ({"input_ids": IDS}, {"dims": {"input_ids": 0}}, "known by name"),
         ({"input_ids": IDS, "x": IDS}, {"dims": {"x": None}, "fills": {"x": 1}}, "Add it to dims"),
-        ({"x": [1]}, {"dims": {"x": 0}}, "no tensor but list"),
+        ({"x": [1]}, {"dims": {"x": 0}}, "not a tensor but list"),
         ({"input_ids": IDS[:, :4]}, {}, "Give whole tensors, not shards"),
         ({"input_ids": IDS.tolist()}, {}, "Collate the batch first"),
         ({"input_ids": IDS.expand(2, 8), "labels": IDS.expand(3, 8)}, {}, "Give them all one shape"),

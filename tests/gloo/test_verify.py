@@ -339,6 +339,8 @@ def test_mistakes_of_steps_are_caught_with_their_cause(mistake):
     ok, findings, text = on_ranks(2, work.check_step, mistake, **options)
     assert not ok
     assert {finding.cause for finding in findings} == causes, text
+    if mistake == "weights":
+        assert re.fullmatch(r"Found: '.+' on ranks \[1\] is not what rank 0 has(; .*)?\.", findings[0].evidence)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ SCHEDULES = {
     "words": (lambda: text() + "\n    hello", "cannot be read", "a transfer is written SRC>DST"),
     "code": (lambda: text() + "\n    eval('1')", "cannot be read", "a transfer is written SRC>DST"),
     "another rank's transfer": (lambda: spoiled("0>1", "1>1"), "to or receives from another rank"),
-    "a rank beyond": (lambda: spoiled("0>1", "0>7"), "there are ranks 0 to 1"),
+    "a rank beyond": (lambda: spoiled("0>1", "0>7"), "ranks run from 0 to 1"),
     "a huge rank": (lambda: spoiled("0>1", "0>" + "9" * 30), "a transfer is written SRC>DST", "1 to 13 digits"),
     "a negative rank": (lambda: spoiled("0>1", "0>-1"), "a transfer is written SRC>DST", "1 to 13 digits"),
     "until never": (lambda: spoiled("until 1", "until 9999999"), "steps up to 65536"),

@@ -66,7 +66,7 @@ def _batches():
     yield bad("dims unknown", lambda: shard(ids, dims={"x": 0}), BatchError, "dims names 'x'", "not in the batch")
     yield bad("dims known", lambda: shard(ids, dims={"input_ids": 0}), BatchError, "known by name")
     wrong = lambda: shard({"input_ids": IDS, "t": 3}, dims={"t": 0})  # noqa: E731
-    yield bad("dims of a number", wrong, BatchError, "dims names 't', which is no tensor but int")
+    yield bad("dims of a number", wrong, BatchError, "dims names 't', which is not a tensor but int")
     yield bad("dims dim", lambda: shard(one("extra"), dims={"extra": 0}), LayoutError, "shape (3, 8)", "dim = 0")
     yield bad("dims float", lambda: shard(one("extra"), dims={"extra": 0.5}), LayoutError, "dim = 0.5", "whole number")
     yield bad("fills", lambda: shard(ids, fills={"extra": 1}), BatchError, "fills names 'extra'", "Add it to dims")

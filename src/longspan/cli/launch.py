@@ -25,7 +25,7 @@ class JobRanks:
     rank: int
     size: int
     local_size: int
-    """JobRanks on this host."""
+    """Ranks on this host."""
 
     @property
     def speaks(self) -> bool:

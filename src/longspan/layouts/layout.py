@@ -51,11 +51,11 @@ class Layout:
         edges = np.concatenate(([0], stops)), np.concatenate((starts, [self.seq_len]))
         if not np.array_equal(*edges):
             wrong = int(np.flatnonzero(edges[0] != edges[1])[0])
-            found, expected = int(edges[1][wrong]), int(edges[0][wrong])
-            what = "nobody holds" if found > expected else "two ranks hold"
+            start, expected = int(edges[1][wrong]), int(edges[0][wrong])
+            what = "nobody holds" if start > expected else "two ranks hold"
             raise LayoutError(
                 f"layout {self.name} must give each of {self.seq_len} positions to exactly one of {self.world_size}"
-                f" ranks, but {what} position {min(found, expected)}. Make the spans meet without gap or overlap."
+                f" ranks, but {what} position {min(start, expected)}. Make the spans meet without gap or overlap."
             )
 
     @staticmethod
@@ -305,8 +305,8 @@ class Layout:
 
 
 def _parsed_spans(line: str, rank: int) -> list[Span]:
-    label, found, rest = line.partition(":")
-    if label != str(rank) or not found:
+    label, colon, rest = line.partition(":")
+    if label != str(rank) or not colon:
         raise LayoutError(f"line {rank + 2} of a layout text begins '{rank}:', but {shortened(line)} was found.")
     return [Span.parse(word) for word in rest.split()]
 
@@ -321,7 +321,7 @@ def _listed(spans: Any, where: str) -> Sequence[Any]:
 
 
 def _ends(span: Any, rank: int, name: str) -> tuple[int, int]:
-    """Start and stop of what was given as a span; refuses what is none."""
+    """Start and stop of a span as users give it; refuses anything else."""
     ends = _listed(span, f"rank {rank} of layout {name}")
     if len(ends) != 2:
         raise LayoutError(
@@ -337,7 +337,7 @@ def _ends(span: Any, rank: int, name: str) -> tuple[int, int]:
 
 
 def check_masks(masks: Sequence[object], where: str) -> None:
-    """Raises unless it is a mask."""
+    """Raises unless each of them is a mask."""
     for mask in masks:
         if not isinstance(mask, Mask):
             raise LayoutError(f"{where} takes masks, but {type(mask).__name__} was given. See longspan.masks.")

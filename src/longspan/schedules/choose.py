@@ -111,7 +111,7 @@ def candidates(problem: Problem) -> Iterator[str]:
 
 
 def floor_seconds(candidate: Scheme, machine: Machine) -> float:
-    """A time below which no mask brings a scheme that moves all rows: its bytes over the links they must take.
+    """A lower bound on the time of a scheme that moves all rows, whatever the mask: its bytes over the links they take.
 
     A ring is held up by its slowest hop; gathered rows cross the network once per node and then the node's links.
     """

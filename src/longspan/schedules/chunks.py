@@ -17,7 +17,7 @@ from longspan.layouts import Layout
 from longspan.span import Ints, Span
 
 MAX_CHUNKS = 1 << 10
-"""Plans list pairs of chunks: more would be taken for a number of tokens."""
+"""Plans list pairs of chunks, so there cannot be very many; more is taken for a number of tokens given by mistake."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Chunks:
     owner: Ints
     """The rank that holds each chunk."""
     run: Ints
-    """Numbers that are the same for neighbours on one rank, up to the next of another."""
+    """A run number per chunk: consecutive chunks on one rank share it."""
 
     @staticmethod
     def of(layout: Layout, num: int) -> Chunks:
@@ -50,8 +50,9 @@ class Chunks:
         if len(inside):
             raise PlanError(
                 f"chunks = {num} was asked for, which is chunks of {length} positions, but {layout} begins a span at"
-                f" {int(inside[0, 0])}, inside of one. Use a layout that is cut at multiples of {length} only, as"
-                f" contiguous is where the ranks divide {num}, and zigzag where twice the ranks do, or other chunks."
+                f" {int(inside[0, 0])}, inside of one. Use a layout that is cut at multiples of {length} only"
+                f" (contiguous if {num} is a multiple of the ranks, zigzag if it is a multiple of twice the ranks), or"
+                f" other chunks."
             )
         at = np.searchsorted(rows[:, 0], np.arange(num, dtype=np.int64) * length, side="right") - 1
         owner = rows[at, 2]
@@ -60,17 +61,17 @@ class Chunks:
     @cached_property
     def branches(self) -> Ints:
         """For each chunk, (first, last + 1) of the largest branch of the tree that its rank holds all of."""
-        found = np.arange(self.num, dtype=np.int64)[:, None] + np.array([0, 1])
+        table = np.arange(self.num, dtype=np.int64)[:, None] + np.array([0, 1])
         size = 2
         while size <= self.num:
             for first in range(0, self.num - size + 1, size):
                 if (self.owner[first : first + size] == self.owner[first]).all():
-                    found[first : first + size] = first, first + size
+                    table[first : first + size] = first, first + size
             size *= 2
-        return found
+        return table
 
     def branch(self, chunk: int) -> Span:
-        """The query rows whose gradients of keys are added up where this chunk of them is."""
+        """The query rows of the chunk's branch: their contributions to a key's gradient are summed on one rank."""
         first, last = self.branches[chunk].tolist()
         return Span(first * self.length, last * self.length)
 

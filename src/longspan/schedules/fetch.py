@@ -6,6 +6,15 @@ node's own links. With one node there is only the first kind.
 
 A rank, or a node, starts with the rows just before its own and goes round the sequence from there; different ranks
 start at different places, so nobody is asked by everybody at once.
+
+Eight causal tokens on two nodes of two ranks, two tokens on each rank. Ranks 2 and 3 both need tokens 0:4 of node 0::
+
+    node 0                  network              node 1
+    rank 0 (0:2)  ── 0:2 ─────────────────►  rank 3 (6:8)  ── 0:2 ──►  rank 2
+    rank 1 (2:4)  ── 2:4 ─────────────────►  rank 2 (4:6)  ── 2:4 ──►  rank 3
+
+Each of them is the port for one half. Four rows cross the network instead of eight, by two ways at once; then the two
+ranks swap halves over their own, faster link. See `plan_fetch` and `moves`.
 """
 
 from __future__ import annotations
@@ -33,7 +42,15 @@ class Fetch:
 
 
 def plan_fetch(needed: Ints, layout: Layout, node: int, stages: int) -> Fetch:
-    """The fetches of (start, stop, rank) rows that ranks need and do not hold, in `stages` stages."""
+    """The fetches of (start, stop, rank) rows that ranks need and do not hold, in `stages` stages.
+
+    The example above, in one stage: rank 1 gets 0:2 and rank 3 gets 4:6 from their neighbours, and node 1 gets 2:4
+    through rank 2 and 0:2 through rank 3.
+
+    >>> fetch = plan_fetch(np.array([[0, 2, 1], [0, 4, 2], [0, 6, 3]]), contiguous(8, 4), node=2, stages=1)
+    >>> fetch.near.tolist(), fetch.far.tolist()
+    ([[0, 2, 1, 0], [4, 6, 3, 0]], [[2, 4, 1, 0, 2], [0, 2, 1, 0, 3]])
+    """
     rows, seq_len = layout.table, layout.seq_len
     if node >= layout.world_size:
         return Fetch(staged(needed, rows, seq_len, stages), np.empty((0, 5), dtype=np.int64), needed[:0])
@@ -114,15 +131,27 @@ Move = tuple[int, int, int, int]
 
 
 def moves(fetch: Fetch, layout: Layout, node: int, rank: int) -> dict[Move, Ints]:
-    """Everything the rank sends or receives: for each move, its sorted (start, stop) rows."""
+    """Everything the rank sends or receives: for each move, its sorted (start, stop) rows.
+
+    Rank 2 of the example above is the port for 2:4: it passes them on to rank 3 a step after they came in, and gets 0:2
+    from rank 3, the other port. The rows 4:6 are its own, and its neighbour needs them.
+
+    >>> fetch = plan_fetch(np.array([[0, 2, 1], [0, 4, 2], [0, 6, 3]]), contiguous(8, 4), node=2, stages=1)
+    >>> for (step, src, dst, until), rows in moves(fetch, contiguous(8, 4), 2, rank=2).items():
+    ...     print(f"step {step}: {src} > {dst}", rows.tolist(), f"until {until}")
+    step 0: 1 > 2 [[2, 4]] until 3
+    step 0: 2 > 3 [[4, 6]] until 1
+    step 1: 2 > 3 [[2, 4]] until 2
+    step 1: 3 > 2 [[0, 2]] until 2
+    """
     owners = layout.by_position
-    found = [_meet(fetch.near[_touching(fetch.near, owners, rank)], owners, rank, lag=1)]
+    parts = [_meet(fetch.near[_touching(fetch.near, owners, rank)], owners, rank, lag=1)]
     if len(fetch.far):
         # A port holds on one step longer than its users: in backward it must have the rows before it serves them.
         ported = fetch.far[:, [START, STOP, PORT, STAGE]]
-        found.append(_meet(ported[_touching(ported, owners, rank)], owners, rank, lag=3))
-        found.append(_relays(fetch, node, rank))
-    rows = np.concatenate(found)
+        parts.append(_meet(ported[_touching(ported, owners, rank)], owners, rank, lag=3))
+        parts.append(_relays(fetch, node, rank))
+    rows = np.concatenate(parts)
     rows = rows[(rows[:, 1] == rank) | (rows[:, 2] == rank)]
     rows = rows[np.lexsort((rows[:, 4], rows[:, 3], rows[:, 2], rows[:, 1], rows[:, 0]))]
     keys, start = np.unique(rows[:, :4], axis=0, return_index=True)

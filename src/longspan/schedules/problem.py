@@ -74,13 +74,13 @@ class Problem:
     ) -> Problem:
         """The problem of a mask over a layout; every rank computes the query rows it holds."""
         mask = mask.resized(layout.seq_len)
-        for what, found, expected in (
+        for what, number, expected in (
             ("heads", mask.num_heads, sizes.q_heads),
             ("batch rows", mask.num_rows, sizes.batch),
         ):
-            if found not in (1, expected):
+            if number not in (1, expected):
                 raise PlanError(
-                    f"{mask} differs over {found} {what}, but the plan is for {expected}. Give the mask {expected}"
+                    f"{mask} differs over {number} {what}, but the plan is for {expected}. Give the mask {expected}"
                     f" {what}, or one that serves all."
                 )
         lanes = [lane for rows, row in _row_groups(mask) for lane in _lanes(mask, rows, row, layout, sizes)]
@@ -155,12 +155,12 @@ class Problem:
 
         `arrived` has (start, stop, step) rows for each lane, sorted by position and disjoint.
         """
-        found: list[list[Compute]] = [[] for _ in range(num_steps)]
+        steps: list[list[Compute]] = [[] for _ in range(num_steps)]
         for lane, rows in zip(self.lanes, arrived, strict=True):
             for part in lane.parts:
                 for step, compute in self._computes(rank, rows, lane, part):
-                    found[step].append(compute)
-        return found
+                    steps[step].append(compute)
+        return steps
 
     def _computes(self, rank: int, kv_rows: Ints, lane: Lane, part: Part) -> Iterator[tuple[int, Compute]]:
         """(step, compute) of one part, all steps at once: a ring has as many as there are ranks."""
@@ -230,14 +230,14 @@ def cells(bands: Ints, kv_rows: Ints) -> Ints:
 
 def needed_rows(lane: Lane, seq_len: int) -> Ints:
     """(start, stop, rank) of all K/V rows each rank's queries see, by rank and position, disjoint."""
-    found: list[Ints] = []
+    needed: list[Ints] = []
     for part in lane.parts:
         q_rows = part.q_rows[np.argsort(part.q_rows[:, 0], kind="stable")]
         pieces, row = in_rows(part.plane.region, q_rows)
         start = np.maximum(pieces[:, bd.K0], pieces[:, bd.Q0] - pieces[:, bd.HI])
         stop = np.minimum(pieces[:, bd.K1], pieces[:, bd.Q1] - pieces[:, bd.LO])
-        found.append(np.stack((start, stop, q_rows[row, 2]), axis=1))
-    return by_taker(np.concatenate(found), seq_len)
+        needed.append(np.stack((start, stop, q_rows[row, 2]), axis=1))
+    return by_taker(np.concatenate(needed), seq_len)
 
 
 def _chunk_pairs(lane: Lane, chunks: Chunks) -> Ints:

@@ -3,6 +3,16 @@
 Forward step i becomes backward step n + 1 - i, n being the last; step 0 is there for what must be fetched again before
 anything can be computed. A piece that is not kept comes back in one of two ways: its source sends it again just before
 the first use, or, where it was handed on from rank to rank, it returns along with its gradient.
+
+Eight causal tokens on two ranks: rank 1 holds 4:8 and needs the keys 0:4 of rank 0::
+
+    forward     step 0  0 ── kv 0:4 ──► 1,  own pairs          step 1  1 computes 4:8 x 0:4
+    backward    step 0  0 ── kv 0:4 ──► 1                      the piece is sent again: nobody kept it
+                step 1  1 computes 4:8 x 0:4                   as forward's step 1
+                step 2  1 ── dkv 0:4 ──► 0,  own pairs         as forward's step 0, its message turned round
+
+It is right because every compute appears once in each direction: what forward brings to a compute is there in backward
+just before it, and what the compute adds to a gradient leaves just after it, along the way that the input came.
 """
 
 from __future__ import annotations
@@ -15,7 +25,22 @@ from longspan.span import Ints, Span, as_spans, as_table, subtract, union
 
 
 def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[Step, ...], tuple[Piece, ...]]:
-    """The rank's backward steps, and the remote pieces it must keep from forward until then."""
+    """The rank's backward steps, and the remote pieces it must keep from forward until then.
+
+    Rank 1 of the example above, forward and backward:
+
+    >>> fetched = Transfer.parse("0>1 kv[0:4]h0:1 until 1 again")
+    >>> own = Compute.parse("compute q[4:8]h0:1 kv[4:8]h0:1 : 4:8x4:8/0..", rank=1)
+    >>> remote = Compute.parse("compute q[4:8]h0:1 kv[0:4]h0:1 : 4:8x0:4", rank=1)
+    >>> steps = (Step((fetched,), (own,)), Step((), (remote,)))
+    >>> for number, step in enumerate(reverse(steps, 1, keep=False)[0]):
+    ...     print(number, step.transfers, [compute.bands for compute in step.computes])
+    0 (0>1 kv[0:4]h0:1 until 1 keep,) []
+    1 () [(4:8x0:4,)]
+    2 (1>0 dkv[0:4]h0:1 until 3 keep,) [(4:8x4:8/0..,)]
+    >>> reverse(steps, 1, keep=True)[1]  # kept, it need not be sent again
+    (kv[0:4]h0:1,)
+    """
     last = len(steps) - 1
     transfers: list[list[Transfer]] = [[] for _ in range(last + 2)]
     handed_on = _HandedOn.of(steps, rank)
@@ -65,10 +90,10 @@ class _HandedOn:
     def of(steps: tuple[Step, ...], rank: int) -> _HandedOn:
         transfers = (t for step in steps for t in step.transfers)
         pieces = frozenset(t.piece for t in transfers if t.src == rank and t.recall is Recall.RETURN)
-        found: dict[_Kind, list[Span]] = {}
+        spans_by_kind: dict[_Kind, list[Span]] = {}
         for piece in pieces:
-            found.setdefault((piece.role, piece.heads, piece.batch), []).extend(piece.spans)
-        return _HandedOn(pieces, {kind: union(as_table(spans)) for kind, spans in found.items()})
+            spans_by_kind.setdefault((piece.role, piece.heads, piece.batch), []).extend(piece.spans)
+        return _HandedOn(pieces, {kind: union(as_table(spans)) for kind, spans in spans_by_kind.items()})
 
 
 def _staying(t: Transfer, handed_on: _HandedOn) -> list[Piece]:

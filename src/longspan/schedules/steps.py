@@ -187,9 +187,9 @@ class Compute:
     @staticmethod
     def parse(text: str, rank: int) -> Compute:
         """The compute that `repr` wrote."""
-        pieces, found, rest = text.removeprefix("compute ").partition(" : ")
+        pieces, colon, rest = text.removeprefix("compute ").partition(" : ")
         q, _, kv = pieces.partition(" kv[")
-        if not found or not kv:
+        if not colon or not kv:
             raise ScheduleError(f"a compute is written compute Q KV : BANDS ? MAYBE, but {shortened(text)} was found.")
         sure, _, maybe = rest.partition("? ")
         bands = tuple(map(Band.parse, sure.split())), tuple(map(Band.parse, maybe.split()))

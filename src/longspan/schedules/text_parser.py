@@ -114,7 +114,7 @@ class _Reader:
         self._within((piece.heads,), heads, f"heads of {piece.role}")
         self._within(piece.apart, self.layout.seq_len, "queries that are added up apart")
         if piece.apart and piece.role not in (Role.KV, Role.DKV):
-            raise ScheduleError(f"queries are added up apart for keys, but {piece!r} was found.")
+            raise ScheduleError(f"only gradients of keys are added up apart by queries, but {piece!r} was found.")
         self._within(() if piece.batch is None else (piece.batch,), self.sizes.batch, "batch rows")
         return piece
 
@@ -123,7 +123,7 @@ class _Reader:
         if here not in (transfer.src, transfer.dst) or transfer.src == transfer.dst:
             raise ScheduleError(f"rank {here} lists transfers that it sends to or receives from another rank.")
         if max(transfer.src, transfer.dst) >= size or transfer.until > MAX_STEPS:
-            raise ScheduleError(f"there are ranks 0 to {size - 1} and steps up to {MAX_STEPS}.")
+            raise ScheduleError(f"ranks run from 0 to {size - 1}, and steps up to {MAX_STEPS}.")
         self._piece(transfer.piece)
         return transfer
 

@@ -25,6 +25,18 @@ _DIGEST = 4
 _PLAIN = (int, float, str, bool, type(None))
 
 
+class DifferentBatchesError(BatchError):
+    """Ranks of one sequence were fed different batches; `differences` says key by key where."""
+
+    def __init__(self, num_ranks: int, differences: list[str]) -> None:
+        self.differences = "; ".join(differences)
+        super().__init__(
+            f"the {num_ranks} ranks of the group must be fed the same batch before it is sharded, but"
+            f" {self.differences}. Make the data loader deal by data-parallel rank alone (one sampler rank, seed and"
+            f" epoch for all ranks of a sequence), or send rank 0's batch to the others."
+        )
+
+
 def check_same(batch: Mapping[str, Any], group: Any) -> None:
     """Returns if every rank of the group has the same batch, with the same keys, types, shapes and values; otherwise
     every rank raises the same error, with the keys that differ and the ranks that have something else than rank 0.
@@ -48,7 +60,7 @@ def check_same(batch: Mapping[str, Any], group: Any) -> None:
         label = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
         row[:] = np.concatenate((np.frombuffer(label, dtype=np.int64), content))
     tables = _gathered(table.ravel(), members).reshape(members.size(), *table.shape)
-    raise BatchError(_difference(tables, heads[:, 0].tolist()))
+    raise DifferentBatchesError(members.size(), _differences(tables, heads[:, 0].tolist()))
 
 
 def _digest(name: str, value: Any) -> Ints | None:
@@ -89,8 +101,8 @@ def _gathered(row: Ints, group: dist.ProcessGroup) -> Ints:
 
 
 def _no_digest(batch: Mapping[str, Any], contents: list[Ints | None], ranks: list[int]) -> str:
-    found = [f"{n!r} ({_kind(batch[n])})" for n, c in zip(sorted(batch), contents, strict=True) if c is None]
-    here = f" Here these are {', '.join(found)}." if found else ""
+    unread = [f"{n!r} ({_kind(batch[n])})" for n, c in zip(sorted(batch), contents, strict=True) if c is None]
+    here = f" Here these are {', '.join(unread)}." if unread else ""
     return (
         f"check_same compares dense tensors, arrays, numbers, texts and lists of these, but on ranks {ranks} the batch"
         f" has values of other types.{here} Leave them out: check_same({{...}}, group) takes any part of a batch."
@@ -103,22 +115,20 @@ def _kind(value: Any) -> str:
     return f"{name} of layout {value.layout}" if sparse else name
 
 
-def _difference(tables: Ints, counts: list[int]) -> str:
+def _differences(tables: Ints, counts: list[int]) -> list[str]:
+    """What is missing or other on which ranks, for each key where ranks differ."""
     words = NAME_BYTES // 8
-    found = [
-        {row[:words].tobytes().rstrip(b"\0").decode(errors="replace"): row[words:].tobytes() for row in table[:count]}
-        for table, count in zip(tables, counts, strict=True)
-    ]
+    by_rank: list[dict[str, bytes]] = [{} for _ in counts]
+    for contents, table, count in zip(by_rank, tables, counts, strict=True):
+        for row in table[:count]:
+            name = row[:words].tobytes().rstrip(b"\0").decode(errors="replace")
+            contents[name] = contents.get(name, b"") + row[words:].tobytes()  # long names may begin alike
     parts: list[str] = []
-    for name in sorted(set().union(*found)):
-        missing = [rank for rank, rows in enumerate(found) if name not in rows]
-        other = [rank for rank, rows in enumerate(found) if name in rows and rows[name] != found[0].get(name)]
+    for name in sorted(set().union(*by_rank)):
+        missing = [rank for rank, rows in enumerate(by_rank) if name not in rows]
+        other = [rank for rank, rows in enumerate(by_rank) if name in rows and rows[name] != by_rank[0].get(name)]
         if missing:
             parts.append(f"{name!r} is missing on ranks {missing}")
         elif other:
             parts.append(f"{name!r} on ranks {other} is not what rank 0 has")
-    return (
-        f"the {len(found)} ranks of the group must be fed the same batch before it is sharded, but {'; '.join(parts)}."
-        f" Make the data loader deal by data-parallel rank alone (one sampler rank, seed and epoch for all ranks of a"
-        f" sequence), or send rank 0's batch to the others."
-    )
+    return parts

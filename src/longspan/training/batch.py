@@ -64,9 +64,9 @@ def shard_batch(
         part["input_ids"] = layout.shard(batch["input_ids"], rank, -1, pad_id)
     for name, labels in _labels(batch, numbers, num_shifts, ignore_index).items():
         part[name] = layout.shard(labels, rank, -1, 0 if name == "loss_mask" else ignore_index)
-    found = _position_ids(batch, numbers, positions, documents is not None)
-    if found is not None:
-        part["position_ids"] = layout.shard(found, rank, -1, 0)
+    position_ids = _position_ids(batch, numbers, positions, documents is not None)
+    if position_ids is not None:
+        part["position_ids"] = layout.shard(position_ids, rank, -1, 0)
     for name in (name for name in batch if name not in KNOWN):
         dim = dims[name] if name in dims else _no_dim(name, batch[name], layout.seq_len)
         part[name] = batch[name] if dim is None else layout.shard(batch[name], rank, dim, fills.get(name, 0))
@@ -79,13 +79,15 @@ def _check(batch: Mapping[str, Any], layout: Layout, dims: Mapping[str, Any], fi
     _check_known(batch, layout)
     for name in dims:
         if name not in batch or name in KNOWN:
-            found = "is known by name: its tokens are its last dim" if name in KNOWN else "is not in the batch"
+            problem = "is known by name: its tokens are its last dim" if name in KNOWN else "is not in the batch"
             raise BatchError(
-                f"dims names {name!r}, which {found}. dims is for other tensors of the batch; this one has"
+                f"dims names {name!r}, which {problem}. dims is for other tensors of the batch; this one has"
                 f" {', '.join(batch)}."
             )
         if dims[name] is not None and not hasattr(batch[name], "shape"):
-            raise BatchError(f"dims names {name!r}, which is no tensor but {type(batch[name]).__name__}. Make it one.")
+            raise BatchError(
+                f"dims names {name!r}, which is not a tensor but {type(batch[name]).__name__}. Make it one."
+            )
     for name in fills:
         if dims.get(name) is None:
             raise BatchError(f"fills names {name!r}, but dims does not say along which dim it is cut. Add it to dims.")
@@ -126,7 +128,7 @@ def _labels(batch: Mapping[str, Any], numbers: Any, num_shifts: int, ignore_inde
         if "loss_mask" in batch or num_shifts > 1:
             raise BatchError(
                 "loss_mask or num_shifts was given without labels. Add labels (or shift_labels) to the batch, or name"
-                " the mask in dims under another name if it is no mask of labels."
+                " the mask in dims under another name if it does not belong to labels."
             )
         return {}
     labels, done = batch[given[0]], int(given[0] == "shift_labels")
@@ -136,15 +138,15 @@ def _labels(batch: Mapping[str, Any], numbers: Any, num_shifts: int, ignore_inde
     if done:  # the last place has a label, too: a token after the sequence, of its last document
         labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)
         numbers = np.concatenate((numbers, numbers[:, -1:]), axis=1)
-    made = {
+    shifts = {
         "shift_labels" + (f"_{shift}" if shift > 1 else ""): shifted(
             labels, shift - done, numbers, ignore_index, reach=shift
         )[..., :seq_len]
         for shift in range(1, num_shifts + 1)
     }
     if "loss_mask" in batch:
-        made["loss_mask"] = (made["shift_labels"] != ignore_index).to(batch["loss_mask"].dtype)
-    return made
+        shifts["loss_mask"] = (shifts["shift_labels"] != ignore_index).to(batch["loss_mask"].dtype)
+    return shifts
 
 
 def _as_bool(mask: Tensor) -> Tensor:
@@ -172,12 +174,12 @@ def _position_ids(batch: Mapping[str, Any], numbers: Any, positions: str | None,
         )
     if positions not in (None, "sequence", "document"):
         raise BatchError(f"positions = {positions!r} was asked for. Choose 'sequence' or 'document'.")
-    found = positions_within(numbers if positions == "document" else np.zeros_like(numbers[:1]))
-    made = torch.as_tensor(found, device=None if like is None else like.device)
+    places = positions_within(numbers if positions == "document" else np.zeros_like(numbers[:1]))
+    position_ids = torch.as_tensor(places, device=None if like is None else like.device)
     if like is None:
-        return None if positions is None else made
+        return None if positions is None else position_ids
     check_rows(like, numbers)
-    return made[0] if like.ndim == 1 else made.expand(like.shape).contiguous()
+    return position_ids[0] if like.ndim == 1 else position_ids.expand(like.shape).contiguous()
 
 
 def _no_dim(name: str, value: Any, seq_len: int) -> None:
@@ -189,5 +191,6 @@ def _no_dim(name: str, value: Any, seq_len: int) -> None:
     if name == "attention_mask":
         advice = "Who sees whom is said by the plan's mask: take this out of the batch. Otherwise: " + advice
     raise BatchError(
-        f"{name} of shape {shape} has a dim as long as the sequence, {seq_len}, but no meaning here. {advice}"
+        f"{name} of shape {shape} has a dim as long as the sequence, {seq_len}, but nothing says what it means."
+        f" {advice}"
     )

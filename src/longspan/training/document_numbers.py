@@ -57,8 +57,8 @@ def _of_lengths(lengths: Any, seq_len: int) -> Ints:
 def _of_mask(mask: Mask, seq_len: int) -> Ints:
     if not mask.is_structured:
         raise BatchError(
-            f"documents were to be found in {mask}, but a function decides there who sees whom. Give the lengths of the"
-            f" documents instead."
+            f"documents cannot be read from {mask}, because a function decides there who sees whom. Give the lengths of"
+            f" the documents instead."
         )
     whole = mask.resized(seq_len)
     rows: list[Ints] = []
@@ -104,8 +104,8 @@ def shift_tokens(x: Tensor, shift: int, *, documents: Any = None, fill: float = 
     [1, -1, 3, 4, -1]
     """
     if not isinstance(x, Tensor) or not x.ndim:
-        found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise BatchError(f"shift_tokens takes a tensor whose last dim is tokens, but {found} was given.")
+        given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise BatchError(f"shift_tokens takes a tensor whose last dim is tokens, but {given} was given.")
     return shifted(x, shift, document_numbers(documents, x.shape[-1]), fill)
 
 

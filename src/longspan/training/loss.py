@@ -56,16 +56,16 @@ def token_loss(
             f"labels run from {int(real.min())} to {int(real.max())}, but logits are for 0 to {logits.shape[-1] - 1}."
             f" Mark places without a label with ignore_index = {ignore_index}."
         ) from error
-    found = torch.stack((share.detach().double(), (flat != ignore_index).sum().double()))
+    sums = torch.stack((share.detach().double(), (flat != ignore_index).sum().double()))
     size = 1
     if group is not None:
         members = process_group(group, "token_loss")
         size = members.size()
-        dist.all_reduce(found, group=members)
-    count = torch.ones_like(found[1])
+        dist.all_reduce(sums, group=members)
+    count = torch.ones_like(sums[1])
     if reduction == "mean":  # nothing to predict is a sum of zero, over one
-        count = (found[1] if num_tokens is None else torch.as_tensor(num_tokens)).clamp(min=1)
-    value = (found[0] / count).to(share.dtype)
+        count = (sums[1] if num_tokens is None else torch.as_tensor(num_tokens)).clamp(min=1)
+    value = (sums[0] / count).to(share.dtype)
     return Reported.apply(share * (size if gradients == "average" else 1) / count, value)  # type: ignore[return-value]
 
 
@@ -120,6 +120,4 @@ def _check_tensors(logits: Any, labels: Any, num_tokens: Any) -> None:
     if num_tokens is not None and (
         not is_number(num_tokens) or (not isinstance(num_tokens, Tensor) and num_tokens < 0)
     ):
-        raise BatchError(
-            f"num_tokens = {shortened(num_tokens)} was given. It says how many labels there are, a number, 0 or more."
-        )
+        raise BatchError(f"num_tokens = {shortened(num_tokens)} was given. It counts labels: a number, 0 or more.")

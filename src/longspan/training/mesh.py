@@ -62,8 +62,8 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None 
             f" {dist.get_world_size()}. Choose sizes of 1 or more whose product is the number of ranks."
         )
     if device_type is None:
-        found = torch.accelerator.current_accelerator()
-        device_type = "cpu" if found is None else found.type
+        accelerator = torch.accelerator.current_accelerator()
+        device_type = "cpu" if accelerator is None else accelerator.type
     try:
         torch.device(device_type)
     except (RuntimeError, TypeError) as error:

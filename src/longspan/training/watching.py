@@ -72,7 +72,7 @@ def attempt_store(timeout: float = 60.0) -> Any:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE") if name not in os.environ]
     if missing:
         raise BatchError(
-            f"attempt_store() reads what a launcher sets, but {', '.join(missing)} are not there. Start the ranks with"
+            f"attempt_store() reads what a launcher sets, but {', '.join(missing)} are not set. Start the ranks with"
             f" torchrun, or give init_process_group a store of your own."
         )
     return attempt_store_of(timedelta(seconds=timeout))

@@ -49,7 +49,7 @@ def budgets(
 
     `smallest` is a relative error below which nothing is told apart.
     """
-    made: dict[str, Budget] = {}
+    by_name: dict[str, Budget] = {}
     for name, right in truth.items():
         squares = torch.stack([_squares(sample[name], right) for sample in played]).mean(0)
         floor = smallest * float(_finite(right).norm()) + 1e-300
@@ -59,8 +59,8 @@ def budgets(
             by_row = _by_row(squares, dim)
             least = (by_row.mean() / 8).clamp(min=0)  # a row that is 0 by cancellation still shares its neighbours'
             rows = factor * (ROW * torch.maximum(by_row, least).sqrt() + floor)
-        made[name] = Budget(total, rows)
-    return made
+        by_name[name] = Budget(total, rows)
+    return by_name
 
 
 def compared(found: Tensor, right: Tensor, budget: Budget, name: str, dim: int = 2) -> tuple[Check, Tensor | None]:

@@ -45,5 +45,5 @@ class _Loopback(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         # A loopback runs both directions at once: forward again costs little at the sizes that are verified.
         q, k, v = ctx.saved_tensors
-        found = run_loopback(ctx.plan, q, k, v, grads[0].contiguous(), **ctx.options)
-        return None, None, *found[2:5], *found[5 : 5 + ctx.num_rest]
+        results = run_loopback(ctx.plan, q, k, v, grads[0].contiguous(), **ctx.options)
+        return None, None, *results[2:5], *results[5 : 5 + ctx.num_rest]

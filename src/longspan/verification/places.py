@@ -141,6 +141,6 @@ def _same_component(seen: Tensor) -> Tensor:
 def _same_offsets(seen: Tensor) -> Tensor:
     """Pairs whose distance is allowed anywhere."""
     size = seen.shape[-1]
-    found = [seen.diagonal(-d, 2, 3).any(-1) for d in range(1 - size, size)]
+    diagonals = [seen.diagonal(-d, 2, 3).any(-1) for d in range(1 - size, size)]
     at = torch.arange(size)
-    return torch.stack(found, -1)[:, :, at[:, None] - at + size - 1]
+    return torch.stack(diagonals, -1)[:, :, at[:, None] - at + size - 1]

@@ -53,7 +53,7 @@ class RankView:
         return x if self.group is None else self.layout.shard(x, self.rank, dim)
 
     def slots_of(self, rank: int) -> int:
-        """How many tokens, padding included, a tensor of a rank has."""
+        """How many tokens a rank's tensor has, padding included."""
         if self.group is None:
             return self.layout.seq_len
         return int(self.layout.num_tokens[rank]) + self.layout.num_padding(rank)
@@ -87,8 +87,8 @@ class RankView:
         return [part.tolist() for part in self.each(torch.tensor(row, dtype=torch.int64))]
 
     def any(self, flag: bool) -> list[int]:
-        """RankView on which the flag is set."""
-        return [rank for rank, (found,) in enumerate(self.numbers([int(flag)])) if found]
+        """Ranks on which the flag is set."""
+        return [rank for rank, (is_set,) in enumerate(self.numbers([int(flag)])) if is_set]
 
 
 def _not_none(x: Tensor | None) -> Tensor:
@@ -159,21 +159,21 @@ def _shape_problem(ranks: RankView, out: Any, wanted: tuple[int, ...]) -> Findin
     wrong = [rank for rank, row in enumerate(rows) if row[0]]
     if not wrong:
         return None
-    found = tuple(n for n in rows[wrong[0]][1:] if n >= 0)
+    got = tuple(n for n in rows[wrong[0]][1:] if n >= 0)
     cause, hint = "output of another shape", "Return the output (batch, heads, local tokens, features)."
-    if len(found) == 4 and (found[0], found[2], found[1], found[3]) == wanted:
+    if len(got) == 4 and (got[0], got[2], got[1], got[3]) == wanted:
         cause, hint = "heads and tokens swapped", "The output has tokens before heads: transpose dims 1 and 2."
-    elif len(found) == 4 and found[2] == ranks.layout.seq_len and ranks.size > 1:
+    elif len(got) == 4 and got[2] == ranks.layout.seq_len and ranks.size > 1:
         cause, hint = "whole output returned", "Every rank returns its own rows: shard the output with the layout."
     return Finding(
-        "out", f"has shape {found} on rank {wrong[0]}, which holds {ranks.slots_of(wrong[0])} tokens",
+        "out", f"has shape {got} on rank {wrong[0]}, which holds {ranks.slots_of(wrong[0])} tokens",
         torch.inf, 0.0, tuple(wrong), (), None, cause, "No number was compared.", hint,
     )  # fmt: skip
 
 
 def elsewhere(ranks: list[int]) -> Finding:
-    """What a rank says that found nothing while others did: the verdict is the same everywhere."""
+    """The finding of a rank that found nothing while others did, so that the verdict is the same on all."""
     return Finding(
         "the comparison", "failed on other ranks", torch.inf, 0.0, tuple(ranks), (), None,
-        "machines compute differently", "RankView compare the same gathered numbers, and not all of them found fault.",
+        "machines compute differently", "Ranks compare the same gathered numbers, and not all of them found fault.",
     )  # fmt: skip

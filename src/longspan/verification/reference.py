@@ -24,7 +24,7 @@ Answer = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Meaning:
-    """All that decides on an answer beside q, k and v; what is None is not there."""
+    """Everything beside q, k and v that decides the answer; None where a call has no such thing."""
 
     seen: Tensor
     """Which pairs attend (B, H, S, S)."""
@@ -34,7 +34,7 @@ class Meaning:
     names: tuple[str, ...] = ()
     """Of captured tensors, and of sinks last."""
     q_at: Tensor | None = None
-    """The position that score functions see of each query (S); its own unless a mistake is played."""
+    """The position that score functions see for each query (S); its own, unless a mistake is acted out."""
     kv_at: Tensor | None = None
     seeds: Tensor | None = None
     """The seed of dropout for each query row (S), where it differs between rows."""
@@ -66,8 +66,8 @@ class Jitter:
 
     def noise(self, like: Tensor) -> Tensor:
         """Uniform in -1 to 1."""
-        made = torch.rand(like.shape, generator=self.draw, dtype=torch.float64) * 2 - 1
-        return made.to(like.device)
+        noise = torch.rand(like.shape, generator=self.draw, dtype=torch.float64) * 2 - 1
+        return noise.to(like.device)
 
     def rounded(self, x: Tensor, unit: float | None = None) -> Tensor:
         """The tensor, each number off by up to one rounding."""
@@ -90,8 +90,8 @@ def answer(meaning: Meaning, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, jitt
     sinks = None if meaning.sinks is None else meaning.sinks.detach().double().requires_grad_()
     out, lse = _forward(meaning, (q, k, v), sinks, swap, jitter, dout.double())
     shared = [leaf for _, _, leaf in swap.taken] + ([] if sinks is None else [sinks])
-    found = torch.autograd.grad(out, [*leaves, *shared], dout.double(), allow_unused=True)
-    grads = [torch.zeros_like(t) if g is None else g for g, t in zip(found, [*leaves, *shared], strict=True)]
+    gradients = torch.autograd.grad(out, [*leaves, *shared], dout.double(), allow_unused=True)
+    grads = [torch.zeros_like(t) if g is None else g for g, t in zip(gradients, [*leaves, *shared], strict=True)]
     if meaning.is_swapped:
         grads[1], grads[2] = grads[2], grads[1]
     tensors = [out.detach(), lse.detach(), *grads]
@@ -190,11 +190,11 @@ def _kept(meaning: Meaning, scores: Tensor) -> Tensor | None:
     b, h, q, kv = (i.expand(scores.shape).contiguous() for i in _index(scores, None, None))
     if meaning.seeds is None:
         return dropout.factor(b, h, q, kv, scores.dtype)
-    made = torch.zeros_like(scores)
+    kept = torch.zeros_like(scores)
     for seed in meaning.seeds.unique().tolist():
         factor = Dropout(dropout.p, int(seed)).factor(b, h, q, kv, scores.dtype)
-        made = torch.where((meaning.seeds == seed).view(-1, 1), factor, made)
-    return made
+        kept = torch.where((meaning.seeds == seed).view(-1, 1), factor, kept)
+    return kept
 
 
 def _mean_of_blocks(scores: Tensor, owner: Tensor, v: Tensor) -> Tensor:

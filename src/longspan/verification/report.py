@@ -107,10 +107,10 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; numbers that are not finite become None."""
-        made = {"ok": self.ok, "causes": list(self.causes), **asdict(self)}
-        for part in (*made["checks"], *made["findings"]):
+        entries = {"ok": self.ok, "causes": list(self.causes), **asdict(self)}
+        for part in (*entries["checks"], *entries["findings"]):
             part.update({key: None for key in ("error", "budget") if not math.isfinite(part[key])})
-        return made
+        return entries
 
     def _table(self) -> list[str]:
         """Checks in their order; of very many, those nearest to their budgets."""
@@ -130,10 +130,10 @@ class Report:
         lines = [f"{verdict}: {self.subject}, {self.world_size} rank{'s' * (self.world_size != 1)} against one device"]
         lines += self._table()
         for cause in self.causes:  # tensors that one mistake made wrong stand together
-            found = [finding for finding in self.findings if finding.cause == cause]
-            lines += [f"  {line}" for line in _explained(found)]
-            lines += [f"    {finding.where()}" for finding in found[:SHOWN_FINDINGS]]
-            rest = [finding.tensor for finding in found[SHOWN_FINDINGS:]]
+            findings = [finding for finding in self.findings if finding.cause == cause]
+            lines += [f"  {line}" for line in _explained(findings)]
+            lines += [f"    {finding.where()}" for finding in findings[:SHOWN_FINDINGS]]
+            rest = [finding.tensor for finding in findings[SHOWN_FINDINGS:]]
             lines += [f"    and {len(rest)} more: {_shortened(rest)}"] * bool(rest)
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(line.rstrip() for line in lines)

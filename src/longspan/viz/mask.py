@@ -42,7 +42,7 @@ def mask_picture(
 ) -> Scene:
     """What may attend to what, in tiles. With a layout they have the colour of the rank that holds the query rows.
 
-    A tile is the darker the larger the share of its pairs that is allowed. Functions are asked about every pair of
+    The larger the share of a tile's pairs that is allowed, the darker it is. Functions are asked about every pair of
     short sequences; `ask=False` shows their pairs as open instead, as those of longer ones always are.
     """
     length = layout.seq_len if layout is not None and mask.seq_len is None else mask.length(seq_len)

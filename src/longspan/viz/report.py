@@ -36,7 +36,7 @@ def report_html(
     `asked` are further lines about what was asked for; `command` and `python` say how to get the same plan again.
     """
     name = title or f"{count_text(plan.layout.seq_len)} tokens on {plan.layout.world_size} ranks"
-    made = f"longspan {version}".strip()
+    maker = f"longspan {version}".strip()
     parts = [
         f"<h1>{escaped(name)}</h1>",
         paragraph(_lead(plan), "lead"),
@@ -58,7 +58,7 @@ def report_html(
         *_machine(plan.machine, plan.machine_assumed),
         heading("How to repeat it"),
         *_repeat(plan, command, python),
-        f"<footer>{escaped(made)}, plan {escaped(plan.fingerprint)}. Made without network or scripts.</footer>",
+        f"<footer>{escaped(maker)}, plan {escaped(plan.fingerprint)}. Made without network or scripts.</footer>",
     ]
     return page(name, "\n".join(parts))
 

@@ -21,7 +21,7 @@ _TALL, _WIDE = 300.0, 320.0
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
-    """What a plan predicts for one scheme on so many ranks: bytes of the rank that receives most, and time
+    """What a plan predicts for one scheme on one number of ranks: bytes of the rank that receives most, and time
     and memory of ranks likely to be busiest."""
 
     scheme: str
@@ -41,14 +41,14 @@ def scaling_points(
 ) -> tuple[ScalingPoint, ...]:
     """Plans of every scheme for every number of ranks, over balanced layouts unless `layout` makes others."""
     make = layout or (lambda mask, size: balanced(mask, world_size=size))
-    found: list[ScalingPoint] = []
+    points: list[ScalingPoint] = []
     for size in ranks:
         held = make(mask, size)
         for name in schemes:
-            made = plan(mask, held, schedule=name, **sizes)
-            reason = next(reason for reason in made.reasons if reason.chosen)
-            found.append(ScalingPoint(name, size, reason.seconds, reason.bytes_received, reason.peak_bytes))
-    return tuple(found)
+            one = plan(mask, held, schedule=name, **sizes)
+            reason = next(reason for reason in one.reasons if reason.chosen)
+            points.append(ScalingPoint(name, size, reason.seconds, reason.bytes_received, reason.peak_bytes))
+    return tuple(points)
 
 
 def scaling_picture(

@@ -52,8 +52,8 @@ def shares(plane: Plane, seq_len: int, q_edges: Ints, kv_edges: Ints, ask: bool)
     if plane.predicate is not None and ask and seq_len <= ASKED:
         at = np.arange(seq_len, dtype=np.int64)
         allowed = plane.allows(at[:, None], at[None, :]).astype(np.int64)
-        found = np.add.reduceat(np.add.reduceat(allowed, q_edges[:-1], axis=0), kv_edges[:-1], axis=1)
-        return found / sizes, np.zeros(found.shape, dtype=np.bool_)
+        counts = np.add.reduceat(np.add.reduceat(allowed, q_edges[:-1], axis=0), kv_edges[:-1], axis=1)
+        return counts / sizes, np.zeros(counts.shape, dtype=np.bool_)
     sure = tile_pairs(plane.sure, q_edges, kv_edges)
     return sure / sizes, tile_pairs(plane.maybe, q_edges, kv_edges) > 0
 
@@ -83,8 +83,8 @@ def equal_runs(values: Ints) -> list[tuple[int, int]]:
 
 def document_edges(mask: Mask, edges: Ints, most: int = 64) -> Ints:
     """The edges, and those between a few documents, so that corners are sharp."""
-    found = stretches(mask, int(edges[-1]))
-    return np.unique(np.concatenate((edges, found.ravel()))) if len(found) <= most else edges
+    documents = stretches(mask, int(edges[-1]))
+    return np.unique(np.concatenate((edges, documents.ravel()))) if len(documents) <= most else edges
 
 
 def mask_name(mask: Mask) -> str:
@@ -125,12 +125,12 @@ def stretches(mask: Mask, seq_len: int) -> Ints:
     >>> stretches(masks.documents([3, 2]) & masks.causal(), 5).tolist()
     [[0, 3], [3, 5]]
     """
-    found: list[Ints] = []
+    extents: list[Ints] = []
     for region in mask.regions(seq_len):
         tight = bd.tighten(region)
         low, high = np.minimum(tight[:, bd.Q0], tight[:, bd.K0]), np.maximum(tight[:, bd.Q1], tight[:, bd.K1])
-        found.append(np.stack((low, high), axis=1))
-    rows = np.concatenate(found)
+        extents.append(np.stack((low, high), axis=1))
+    rows = np.concatenate(extents)
     if not len(rows):
         return rows
     rows = rows[np.argsort(rows[:, 0], kind="stable")]

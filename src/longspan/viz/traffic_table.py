@@ -41,10 +41,10 @@ def traffic(plan: Plan, direction: str) -> Ints:
 
 def _matrix(run: SimulatedPass) -> Ints:
     size = run.schedule.world_size
-    found = np.zeros((size, size), dtype=np.int64)
+    num_bytes = np.zeros((size, size), dtype=np.int64)
     for _, transfer in run.schedule.transfers():
-        found[transfer.src, transfer.dst] += transfer.piece.num_bytes(run.schedule.sizes)
-    return found
+        num_bytes[transfer.src, transfer.dst] += transfer.piece.num_bytes(run.schedule.sizes)
+    return num_bytes
 
 
 def traffic_picture(plan: Plan, *, title: str | None = None) -> Scene:

@@ -37,7 +37,7 @@ from longspan.viz.traffic_table import traffic, traffic_picture
 WHAT = ("mask", "layout", "schedule", "traffic", "memory")
 PASSES = ("forward", "backward")
 _MATRIX = 12
-"""JobRanks up to which traffic is printed as a matrix."""
+"""Ranks up to which traffic is printed as a matrix."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,7 @@ def scaled(
 ) -> Machine:
     """The machine with operations and kernels that make whole attentions take as long as they do.
 
-    JobRanks that do not speak only take part in the runs: theirs is the machine as it was.
+    Ranks that do not speak only take part in the runs: theirs is the machine as it was.
     """
     ahead = clocks_ahead(ranks)
     cases: list[Case] = []

@@ -1,6 +1,6 @@
 """How fast kernels, copies and links are here, with all ranks at work at once, as they are in a step.
 
-JobRanks that share cores slow each other down; so they do while this is measured, and the machine that comes of it is
+Ranks that share cores slow each other down; so they do while this is measured, and the machine that comes of it is
 right for as many ranks on as many cores. Every figure is the median of several rounds.
 """
 

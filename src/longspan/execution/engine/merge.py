@@ -165,7 +165,18 @@ def finished(stretch: Stretch) -> tuple[Tensor, Tensor]:
 
 
 def merge(acc: Tensor, top: Tensor, num: Tensor, out: Tensor, lse: Tensor) -> None:
-    """In place: the state of some rows takes up a partial over keys it has not seen."""
+    """In place: the state of some rows takes up a partial over keys it has not seen.
+
+    Attention is a mean of values, weighted by exp(score), and `lse` is the logarithm of the sum of weights. So a row
+    with output 7 and weight 1 that gets output 5 and weight 3 from other keys must end at (1 * 7 + 3 * 5) / (1 + 3):
+
+    >>> acc, top, num = torch.tensor([[7.0]]), torch.tensor([1.0]).log(), torch.tensor([1.0])
+    >>> merge(acc, top, num, torch.tensor([[5.0]]), torch.tensor([3.0]).log())
+    >>> round((acc[0] / num).item(), 4), round((top + num.log()).exp().item(), 4)
+    (5.5, 4.0)
+
+    Weights are taken relative to the largest lse so far, `top`, so that none overflows, however large scores are.
+    """
     high = torch.maximum(top, lse)
     base = high.masked_fill(high.isneginf(), 0.0)  # -inf minus -inf is nan, not "nothing"
     old, new = torch.exp(top - base), torch.exp(lse - base)

@@ -54,7 +54,22 @@ def tiles_for(plan: Plan, which: Which, compute: Compute, plane: Plane, q: Token
 
 
 def tiles_of(bands: tuple[Band, ...], q: TokenStore, kv: TokenStore) -> list[Tile]:
-    """The tiles of a compute, in the order of query rows and then keys, which is the order of merging."""
+    """The tiles of a compute, in the order of query rows and then keys, which is the order of merging.
+
+    Of eight causal tokens in zigzag, rank 0 has 0, 1, 6, 7. In positions its own pairs are three bands; local rows are
+    next to each other, and there the three are one causal triangle, which a kernel takes in one call::
+
+        keys      0 1 6 7          0 1 2 3
+        query 0   a . . .      0   x . . .
+              1   a a . .      1   x x . .
+              6   b b c .      2   x x x .
+              7   b b c c      3   x x x x
+
+    >>> rows = TokenStore.of(zigzag(8, 2).span_table(0), Span(0, 1), Span(0, 1), ())
+    >>> bands = tuple(Band.parse(text) for text in ("0:2x0:2/0..", "6:8x0:2", "6:8x6:8/0.."))
+    >>> tiles_of(bands, rows, rows)
+    [Tile(q0=0, q1=4, k0=0, k1=4, lo=0, hi=None, asks=False)]
+    """
     return joined(joined(_tiles(_cut(bands, q, kv), q, kv), _beside), _below)
 
 

@@ -22,7 +22,7 @@ _KERNELS: dict[str, Kernel] = {
     "reference": Reference(),
 }
 
-# Features in this order. `flash` and `cudnn` are left to those who name them: `varlen` does all that they do.
+# Asked in this order. `flash` and `cudnn` are left to those who name them: `varlen` does all that they do.
 _CHOICES = {
     "sdpa": ("cpu_flash", "varlen", "efficient"),
     "auto": ("cpu_flash", "varlen", "efficient", "flex", "reference"),

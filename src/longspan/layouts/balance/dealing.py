@@ -4,6 +4,20 @@ Cutting a causal segment at row x costs x - start remote keys, wherever it is an
 that must take part of a long segment takes its last rows, as many as its work allows, and fills up its tokens with the
 lightest rows there are: short segments, and the first rows of that same long segment, whose keys it needs anyhow. For a
 single long document this is the zigzag fold; among short ones it is a long slice with short documents beside it.
+
+Eight causal tokens on two ranks. Row x sees x + 1 keys, 36 pairs in all, so a rank should get 4 tokens and 18 pairs::
+
+    keys seen   1 2 3 4 5 6 7 8
+    rank        0 0 1 1 1 1 0 0     the two heaviest rows, 7 + 8, are balanced by the two lightest, 1 + 2
+
+>>> balanced(causal(8), world_size=2).spans(0)
+(0:2, 6:8)
+
+Documents of 5, 2 and 1 tokens have 15, 3 and 1 pairs, so a rank should get 9 or 10. The long one must be cut: one rank
+takes its last row, 5 pairs, and fills up with the short documents, 4 pairs. Only that one row has remote keys.
+
+>>> balanced(documents([5, 2, 1]) & causal(), world_size=2).spans(1)
+(4:8,)
 """
 
 from __future__ import annotations
@@ -23,7 +37,7 @@ TOKEN_TOLERANCE = 0.005
 MOST_TOKENS = 0.008
 """How far above the mean the tokens of any rank may be."""
 SLICE_TOLERANCE = 0.009
-"""For the work of ranks with slices of rows that look back a little only: there, any cut costs a window of keys."""
+"""Work may be off by this much where rows look back only a little (windows): every cut there costs a window of keys."""
 GRID = 128
 """Cuts fall on multiples of this, the tile of attention kernels, where the work hardly changes by it."""
 NEVER = 1 << 62
@@ -198,19 +212,19 @@ class Dealer(Pool):
 
     def _too_heavy(self, lacking: int) -> list[int]:
         """The lightest few pieces of which a part, with light pieces, gives the rank its work."""
-        found: list[int] = []
+        candidates: list[int] = []
         k, step = bisect_right(self.by_work, (lacking, 0)), 8
-        while k < len(self.by_work) and len(found) < 2:
+        while k < len(self.by_work) and len(candidates) < 2:
             piece = self.by_work[k][1]
             size, stop = min(self.tokens, self.size[piece]), self.stop[piece]
             if (
                 self.begin[piece] + self.work[piece] - self.before(stop - size) + self._least(self.tokens - size)
                 > self.need - self.under
             ):
-                found.append(piece)
+                candidates.append(piece)
             k += step >> 3
             step += 1
-        return found
+        return candidates
 
     def _split(self, candidates: list[int]) -> None:
         """Cuts the candidate whose cut costs least, and fills up with light pieces."""
@@ -230,7 +244,7 @@ class Dealer(Pool):
         self._fill_light(best.light)
 
     def _slice(self, piece: int) -> Cut:
-        """The last rows of a piece whose rows look back a little only, and light pieces."""
+        """Where rows look back only a little: the last rows of the piece, and light pieces."""
         start, stop, tokens = self.start[piece], self.stop[piece], self.tokens
         begin, size, there = self.begin[piece], self.size[piece], self.light.tokens[-1]
         end = begin + self.work[piece]

@@ -1,7 +1,7 @@
 """The pieces of segments that no rank has yet, sorted by work and by density.
 
-Pool are numbered, with a list for each of their properties: a dealer looks at thousands of them for every batch, and
-lists are several times faster than objects. Works are twice the number of pairs, as in `Profile`.
+Pieces are numbers, with a list for each of their properties: a dealer looks at thousands of them for every batch, and
+lists are several times faster than objects. Work is twice the number of pairs, as in `Profile`.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ TUNINGS = (
     Tuning(rounding=0.2, shortfall=0.0),
 )
 EFFORT = 1500
-"""How many segments (a rank counts as twelve) may be dealt before the best way so far is good enough."""
+"""A budget for trying tunings: segments dealt, a rank counting as twelve; then the best so far is good enough."""
 ROUGH = 0.3
-"""Imbalance beyond BALANCED from which dealing slices by their work alone, whatever travels, is tried too."""
+"""Where imbalance exceeds BALANCED by more than this, `_snake` is tried too, which ignores communication."""
 FEW = 0.002
-"""Remote keys per rank, as a share of the sequence, that are not worth another try."""
+"""With fewer remote keys per rank than this share of the sequence, no other tuning is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class _Problem:
         return bool(late >= 0.9 * early)
 
     def strata(self) -> list[Ints]:
-        """Segment indices in groups within which all but the leading mask see about equally much work per token."""
+        """Segment indices in groups of about equal work per token under all masks but the leading one."""
         spans = self.segments.spans
         index = np.arange(len(spans), dtype=np.int64)
         if len(self.views) == 1:
@@ -215,7 +215,7 @@ def _deal(problem: _Problem, strata: list[Ints], tuning: Tuning) -> Ints:
     spans, deep = problem.segments.spans, problem.segments.deep
     world, before = problem.world_size, 0
     ranks = np.arange(world + 1, dtype=np.int64)
-    found: list[Ints] = []
+    dealt: list[Ints] = []
     for group in strata:
         size = int((spans[group, 1] - spans[group, 0]).sum())
         # Quotas of all strata together differ by at most one token between ranks.
@@ -224,10 +224,10 @@ def _deal(problem: _Problem, strata: list[Ints], tuning: Tuning) -> Ints:
         dealer = Dealer(problem.profiles[0], spans[group], deep[group].tolist(), quota.tolist(), problem.exact, tuning)
         shares = [(start, stop, share) for share, taken in enumerate(dealer.deal()) for start, stop in taken]
         rows = np.array(shares, dtype=np.int64).reshape(-1, 3)
-        if found:
-            rows[:, 2] = _matched(problem, np.concatenate(found), rows, quota)[rows[:, 2]]
-        found.append(rows)
-    return np.concatenate(found)
+        if dealt:
+            rows[:, 2] = _matched(problem, np.concatenate(dealt), rows, quota)[rows[:, 2]]
+        dealt.append(rows)
+    return np.concatenate(dealt)
 
 
 def _matched(problem: _Problem, held: Ints, shares: Ints, quota: Ints) -> Ints:

@@ -56,7 +56,7 @@ class Tiling:
     packs_heads: bool = False
     """Whether the query heads of one key/value head fill the rows of a tile together."""
     far_rows: int = 0
-    """Rows in which the far border of a window is masked by a kernel that knows none; 0: it knows them."""
+    """For a kernel without windows: rows per panel in which a window's far border is masked. 0: it has windows."""
     far_share: float = 1.0
     """Speed where that border cuts, as a share of speed elsewhere."""
 
@@ -78,7 +78,7 @@ class Machine:
     forward_share: float
     backward_share: float
     slots: int
-    """Tiles that run at once."""
+    """How many tiles run at once."""
     slot_seconds: float
     copy_bandwidth: float
     op_seconds: float
@@ -123,10 +123,10 @@ class Machine:
 
     def levels(self, src: Ints, dst: Ints) -> Ints:
         """`level` of many pairs of ranks."""
-        found = np.full(len(src), len(self.links) - 1, dtype=np.int64)
+        levels = np.full(len(src), len(self.links) - 1, dtype=np.int64)
         for number, link in reversed(list(enumerate(self.links))):
-            found[src // link.ranks == dst // link.ranks] = number
-        return found
+            levels[src // link.ranks == dst // link.ranks] = number
+        return levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +215,11 @@ def _steps_work(
 def _meets_again(step: Step) -> list[bool]:
     """For each compute, whether its rows met others in this very step, as they do where computes go chunk by chunk."""
     met: set[Span] = set()
-    found: list[bool] = []
+    again: list[bool] = []
     for compute in step.computes:
-        found.append(bool(compute.kv.apart) and not met.isdisjoint(compute.q.spans))
+        again.append(bool(compute.kv.apart) and not met.isdisjoint(compute.q.spans))
         met.update(compute.q.spans if compute.kv.apart else ())
-    return found
+    return again
 
 
 def _computes_work(

@@ -22,7 +22,7 @@ Key = tuple[Span, Span | None, tuple[Span, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Uses:
-    """Computes of one role, heads and batch rows: one entry for each cell that each of them uses, in their order."""
+    """One side of all computes with the same heads and batch: an entry per compute and cell it uses, in their order."""
 
     key: Key
     steps: Ints
@@ -36,16 +36,16 @@ class Uses:
     """How many different stretches of queries there are on the other side."""
 
     @staticmethod
-    def of(key: Key, found: list[tuple[int, Piece]], num_queries: int, own: Ints, seq_len: int) -> Uses:
+    def of(key: Key, sides: list[tuple[int, Piece]], num_queries: int, own: Ints, seq_len: int) -> Uses:
         """The uses of (step, piece), beside a rank's own sorted and disjoint rows."""
-        rows = by_taker(labelled([piece for _, piece in found]), seq_len)
+        rows = by_taker(labelled([piece for _, piece in sides]), seq_len)
         edges = np.unique(np.concatenate((rows[:, :2].ravel(), own.ravel())))
         first, last = np.searchsorted(edges, rows[:, 0]), np.searchsorted(edges, rows[:, 1])
         at = np.repeat(np.arange(len(rows)), last - first)
         cell = first[at] + np.arange(len(at)) - np.repeat(np.cumsum(last - first) - (last - first), last - first)
         held = np.zeros(len(edges), dtype=np.bool_)
         held[join(np.stack((edges, edges + 1), axis=1), own)[0]] = True
-        steps = np.array([number for number, _ in found], dtype=np.int64)
+        steps = np.array([number for number, _ in sides], dtype=np.int64)
         return Uses(key, steps, edges, rows[at, 2], cell, held[cell], num_queries)
 
     @cached_property
@@ -69,7 +69,7 @@ class Uses:
         return self.nth == 0
 
     def num_rows(self, own: bool | None = None) -> int:
-        """How many different rows are used; of the rank's own or of others, if that is asked."""
+        """How many different rows are used: all, or only the rank's own, or only those of others."""
         which = self.fresh if own is None else self.fresh & (self.own == own)
         return int(self.tokens[which].sum())
 
@@ -85,9 +85,9 @@ class Uses:
 
     def arriving(self, num_steps: int) -> Ints:
         """In each step, rows of others that no earlier compute used."""
-        found = np.zeros(num_steps, dtype=np.int64)
-        np.add.at(found, self.steps, self._sums(self.tokens * (self.fresh & ~self.own)))
-        return found
+        rows = np.zeros(num_steps, dtype=np.int64)
+        np.add.at(rows, self.steps, self._sums(self.tokens * (self.fresh & ~self.own)))
+        return rows
 
     def num_remote(self, rows: Ints) -> Ints:
         """How many positions of each (start, stop) row are rows of others that some compute uses."""
@@ -102,16 +102,16 @@ class Uses:
         return count[:, 1] - count[:, 0]
 
     def branching(self) -> int:
-        """The most rows of sums that wait for the other half of their branch, where queries are added up apart."""
+        """An upper bound on rows of dK/dV sums that wait for their sibling in the tree of sums (see `chunks`)."""
         if not self.key[2]:
             return 0
         return (self.num_queries - 1).bit_length() * int(self._sums(self.tokens).max())
 
     def _sums(self, values: Ints) -> Ints:
         """The values added up for each compute."""
-        found = np.zeros(len(self.steps), dtype=np.int64)
-        np.add.at(found, self.use, values)
-        return found
+        sums = np.zeros(len(self.steps), dtype=np.int64)
+        np.add.at(sums, self.use, values)
+        return sums
 
     def weight(self, sizes: Sizes) -> int:
         """Heads times batch rows."""
@@ -121,14 +121,14 @@ class Uses:
 
 def uses_of(steps: tuple[Step, ...], role: Role, own: Ints, seq_len: int) -> list[Uses]:
     """The query or key sides of all computes, by heads, batch rows and what is added up apart."""
-    found: dict[Key, list[tuple[int, Piece]]] = {}
+    sides: dict[Key, list[tuple[int, Piece]]] = {}
     queries: dict[Key, set[int]] = {}
     for number, step in enumerate(steps):
         for compute in step.computes:
             piece = compute.q if role is Role.Q else compute.kv
-            found.setdefault(key_of(piece), []).append((number, piece))
+            sides.setdefault(key_of(piece), []).append((number, piece))
             queries.setdefault(key_of(piece), set()).add(compute.q.spans[0].start)
-    return [Uses.of(key, pieces, len(queries[key]), own, seq_len) for key, pieces in found.items()]
+    return [Uses.of(key, pieces, len(queries[key]), own, seq_len) for key, pieces in sides.items()]
 
 
 def key_of(piece: Piece) -> Key:
@@ -168,6 +168,6 @@ def in_one_piece(steps: Ints, rows: Ints, pieces: Ints, window: Ints, seq_len: i
     missing = (at < 0) | (line[at, 1] < row[:, 1] + shift[:, 0]) if len(line) else np.ones(len(row), dtype=np.bool_)
     whole = np.ones(len(piece), dtype=np.bool_)
     whole[pair[missing]] = False
-    found = np.zeros(len(steps), dtype=np.bool_)
-    found[compute[whole]] = True
-    return found
+    answer = np.zeros(len(steps), dtype=np.bool_)
+    answer[compute[whole]] = True
+    return answer

@@ -68,13 +68,13 @@ class _Simulation:
 
     def _messages(self, rank: int) -> list[dict[tuple[int, int], int]]:
         """For each step of a rank, bytes by (source, target): all pieces between two ranks are one message."""
-        found: list[dict[tuple[int, int], int]] = []
+        messages: list[dict[tuple[int, int], int]] = []
         for step in self.schedule.ranks[rank]:
             sums: dict[tuple[int, int], int] = {}
             for t in step.transfers:
                 sums[t.src, t.dst] = sums.get((t.src, t.dst), 0) + t.piece.num_bytes(self.schedule.sizes)
-            found.append(sums)
-        return found
+            messages.append(sums)
+        return messages
 
     def _busy(self, rank: int) -> list[float]:
         """How long each step keeps the rank's device busy."""
@@ -146,7 +146,7 @@ class _Simulation:
         step, src, dst = waits[0] if waits else (self.step[rank], rank, rank)
         raise ScheduleError(
             f"{self.schedule.scheme} {self.schedule.direction} cannot finish: {len(stuck)} of"
-            f" {self.schedule.world_size} ranks wait for ever; first is rank {rank} in step {step}, for the message"
+            f" {self.schedule.world_size} ranks wait forever; the first is rank {rank} in step {step}, for the message"
             f" from rank {src} to rank {dst}, which the other end never offers.\n"
             + table(self.schedule, mark=(rank, min(step, self.schedule.num_steps - 1)))
         )

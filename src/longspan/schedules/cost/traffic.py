@@ -22,15 +22,15 @@ def piece_bytes(pieces: list[Piece], sizes: Sizes) -> list[int]:
     """`Piece.num_bytes` of each piece."""
     row_bytes = {role: sizes.row_bytes(role) for role in Role}
     tokens: dict[int, int] = {}  # a piece, its gradient and its copies share one tuple of spans
-    found: list[int] = []
+    num_bytes: list[int] = []
     for piece in pieces:
         spans = piece.spans
         if id(spans) not in tokens:
             tokens[id(spans)] = sum([span.stop - span.start for span in spans])
         rows, heads = piece.batch, piece.heads
         weight = (heads.stop - heads.start) * (sizes.batch if rows is None else rows.stop - rows.start)
-        found.append(tokens[id(spans)] * weight * row_bytes[piece.role])
-    return found
+        num_bytes.append(tokens[id(spans)] * weight * row_bytes[piece.role])
+    return num_bytes
 
 
 def received(steps: tuple[Step, ...], rank: int, sizes: Sizes) -> int:

@@ -52,26 +52,26 @@ def _transfers(lane: Lane, pairs: Ints, chunks: Chunks, rank: int) -> list[Trans
 
 def _computes(lane: Lane, chunks: Chunks, rank: int) -> list[tuple[tuple[int, int], Compute]]:
     """One compute for every pair of chunks and part, in the order of merging."""
-    found: list[tuple[tuple[int, int], Compute]] = []
+    computes: list[tuple[tuple[int, int], Compute]] = []
     for part in lane.parts:
         for (q, kv), (sure, maybe) in _bands(part, chunks, rank).items():
             both = np.concatenate((sure, maybe))
             rows = Piece(Role.Q, as_spans(union(both[:, :2])), part.q_heads, lane.batch)
             keys = Piece(Role.KV, as_spans(union(both[:, 2:4])), lane.kv_heads, lane.batch, (chunks.branch(q),))
-            found.append(((q, kv), Compute(rank, rows, keys, bd.as_bands(sure), bd.as_bands(maybe))))
+            computes.append(((q, kv), Compute(rank, rows, keys, bd.as_bands(sure), bd.as_bands(maybe))))
     # Reversed, which is backward, this is ascending in queries for the keys of one chunk and one branch.
-    return sorted(found, key=lambda pair: (pair[0][1] > pair[0][0], -pair[0][1], -pair[0][0]))
+    return sorted(computes, key=lambda pair: (pair[0][1] > pair[0][0], -pair[0][1], -pair[0][0]))
 
 
 def _bands(part: Part, chunks: Chunks, rank: int) -> dict[tuple[int, int], tuple[Ints, Ints]]:
     """The part's sure and maybe bands in the queries of the rank, by chunk of queries and chunk of keys."""
     mine = chunks.rows[chunks.owner == rank]
-    found: dict[tuple[int, int], list[Ints]] = {}
+    by_pair: dict[tuple[int, int], list[Ints]] = {}
     for kind, bands in enumerate((part.plane.sure, part.plane.maybe)):
         cut = bd.tighten(cells(in_rows(bands, mine)[0], chunks.rows))
         numbers = cut[:, [bd.Q0, bd.K0]] // chunks.length
         order = np.lexsort((numbers[:, 1], numbers[:, 0]))
         keys, first = np.unique(numbers[order], axis=0, return_index=True)
         for (q, kv), group in zip(keys.tolist(), np.split(cut[order], first[1:]) if len(first) else [], strict=True):
-            found.setdefault((q, kv), [cut[:0], cut[:0]])[kind] = group
-    return {pair: (sure, maybe) for pair, (sure, maybe) in found.items()}
+            by_pair.setdefault((q, kv), [cut[:0], cut[:0]])[kind] = group
+    return {pair: (sure, maybe) for pair, (sure, maybe) in by_pair.items()}

@@ -4,6 +4,17 @@ Inside a group of `heads` ranks, rank u takes the u-th slice of the heads of all
 equal work: where heads do not divide, a head is cut by query rows, so any number of heads fits any number of ranks,
 and a key/value head that several ranks need goes to each of them. With one group this is all-to-all over heads; with
 groups of one rank it is the inner planner itself.
+
+Eight causal tokens and two heads (a, b) on four ranks, in groups of two::
+
+                 step 0                step 1 and 2                              step 3
+    rank 0  0:2  gathers head a        a of 0:4 ─┐ keys and values,              results go home
+    rank 1  2:4  gathers head b        b of 0:4 ─│─┐ as the inner planner says
+    rank 2  4:6  gathers head a        a of 4:8 ◄┘ │
+    rank 3  6:8  gathers head b        b of 4:8 ◄──┘
+
+In steps 1 and 2, ranks 0 and 2 follow the inner planner as if they were the only two ranks and `a` the only head; so do
+ranks 1 and 3 with `b`. No head needs anything of another in attention, so the two pairs never have to talk.
 """
 
 from __future__ import annotations
@@ -55,7 +66,7 @@ class Slices:
         return {}
 
     def slice(self, number: int) -> Problem:
-        """The problem of the ranks with this number in their groups."""
+        """The problem that the ranks with this number, one in each group, solve together."""
         if number not in self._made:
             lanes: list[Lane] = []
             for rows, base in self._bases():
@@ -64,7 +75,7 @@ class Slices:
         return self._made[number]
 
     def kind(self, number: int) -> object:
-        """What decides how much a slice computes and moves: equally many heads of the same rows are alike."""
+        """What decides how much a slice computes and moves: slices with as many heads of the same rows are alike."""
         return tuple(
             (lane.batch, len(lane.kv_heads), tuple((len(p.q_heads), id(p.plane), id(p.q_rows)) for p in lane.parts))
             for lane in self.slice(number).lanes
@@ -91,10 +102,10 @@ class Slices:
 
     def _bases(self) -> list[tuple[Span | None, list[Part]]]:
         """The parts of all lanes, batch rows by batch rows, in head order."""
-        found: dict[Span | None, list[Part]] = {}
+        parts_by_batch: dict[Span | None, list[Part]] = {}
         for lane in self.problem.lanes:
-            found.setdefault(lane.batch, []).extend(lane.parts)
-        return [(rows, sorted(parts, key=lambda part: part.q_heads.start)) for rows, parts in found.items()]
+            parts_by_batch.setdefault(lane.batch, []).extend(lane.parts)
+        return [(rows, sorted(parts, key=lambda part: part.q_heads.start)) for rows, parts in parts_by_batch.items()]
 
     def _parts(self, base: list[Part], number: int) -> list[Part]:
         """The slice's share of the parts: whole heads, and query rows of a head that two slices share."""
@@ -138,14 +149,14 @@ class Slices:
 
     def _share_of_rows(self, plane: Plane, first: Fraction, last: Fraction) -> Ints:
         """In every group, the query rows that hold the work between two shares of the group's work."""
-        found: list[Ints] = []
+        shares: list[Ints] = []
         for group in range(self.groups.world_size):
             rows = self._group_rows[self._group_rows[:, 2] == group]
             low, high = (cut_at_work(plane.region, rows[:, :2], share) for share in (first, last))
             kept = intersect(rows[:, :2], np.array([[low, high]], dtype=np.int64))
             kept = kept[kept[:, 1] > kept[:, 0]]
-            found.append(np.column_stack((kept, np.full(len(kept), group, dtype=np.int64))))
-        return np.concatenate(found)
+            shares.append(np.column_stack((kept, np.full(len(kept), group, dtype=np.int64))))
+        return np.concatenate(shares)
 
 
 def cut_at_work(bands: Ints, rows: Ints, share: Fraction) -> int:
@@ -174,7 +185,19 @@ def cut_at_work(bands: Ints, rows: Ints, share: Fraction) -> int:
 
 
 def hybrid(slices: Slices, rank: int, inner: Planner) -> tuple[Step, ...]:
-    """The rank's steps: gather its heads from the group, run `inner` across groups, send results home."""
+    """The rank's steps: gather its heads from the group, run `inner` across groups, send results home.
+
+    Rank 0 of the example above, with an exchange across the groups:
+
+    >>> from longspan.schedules import Sizes, scheme
+    >>> problem = Problem.make(causal(), contiguous(8, 4), Sizes(2, 2, 1, 1, 4))
+    >>> for number, step in enumerate(scheme("hybrid(2, exchange)", problem).steps(rank=0)):
+    ...     print(number, [f"{t.src}>{t.dst} {t.piece}" for t in step.transfers], [c.bands for c in step.computes])
+    0 ['1>0 q[2:4]h0:1', '1>0 kv[2:4]h0:1', '0>1 q[0:2]h1:2', '0>1 kv[0:2]h1:2'] []
+    1 ['0>2 kv[0:4]h0:1'] [(0:4x0:4/0..,)]
+    2 [] []
+    3 ['0>1 out[2:4]h0:1', '1>0 out[0:2]h1:2'] []
+    """
     problem, heads = slices.problem, slices.heads
     if heads == 1:
         return inner(problem, rank)

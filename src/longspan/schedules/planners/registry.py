@@ -1,6 +1,7 @@
 """Which planners there are, and what a scheme's name stands for. A new planner is a file and a line here.
 
-`VOLUMES` says how much a planner makes every rank receive, in closed form; for one without, steps are added up.
+`VOLUMES` says in closed form how much every rank receives under a planner; a planner without an entry is summed up step
+by step.
 """
 
 from __future__ import annotations
@@ -86,11 +87,13 @@ class Scheme:
         sizes = self.problem.sizes
         if self.inner in VOLUMES and self.problem.chunks is None:
             return self._volume.received(sizes, direction, keep=keep)
-        found: list[int] = []
+        num_bytes: list[int] = []
         for rank in range(self.problem.layout.world_size):
             steps = self.steps(rank)
-            found.append(received(steps if direction == "forward" else reverse(steps, rank, keep=keep)[0], rank, sizes))
-        return np.array(found, dtype=np.int64)
+            num_bytes.append(
+                received(steps if direction == "forward" else reverse(steps, rank, keep=keep)[0], rank, sizes)
+            )
+        return np.array(num_bytes, dtype=np.int64)
 
     def schedule(self) -> Schedule:
         """Every rank's forward steps, written out."""
@@ -111,16 +114,16 @@ def scheme(name: str, problem: Problem) -> Scheme:
     if problem.chunks is not None and name != "exchange":
         raise PlanError(
             f"schedule {name!r} was asked for with chunks = {problem.chunks.num}. Only an exchange computes in chunks"
-            f" and keeps queries at home, where their real output is; others add gradients up in an order that the"
-            f" number of ranks decides. Use 'exchange' or 'auto', or leave chunks out."
+            f" and keeps queries at home, where their real output is; others add gradients up in an order that"
+            f" depends on the number of ranks. Use 'exchange' or 'auto', or leave chunks out."
         )
     if name in PLANNERS:
         return Scheme(name, problem, 1, PLANNERS[name])
     if name == "all_to_all":
         return Scheme(name, problem, problem.layout.world_size, alone)
-    found = _HYBRID.fullmatch(name)
-    if found and (found[2] or "ring") in PLANNERS:
-        return Scheme(name, problem, int(found[1]), PLANNERS[found[2] or "ring"])
+    match = _HYBRID.fullmatch(name)
+    if match and (match[2] or "ring") in PLANNERS:
+        return Scheme(name, problem, int(match[1]), PLANNERS[match[2] or "ring"])
     raise PlanError(
         f"schedule {name!r} was asked for. Choose one of {', '.join(PLANNERS)}, all_to_all and hybrid(HEADS, PLANNER),"
         f" as in hybrid(8, exchange); 'auto' compares them."

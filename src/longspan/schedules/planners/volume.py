@@ -1,7 +1,7 @@
 """Volume: how much every rank of a scheme receives, in closed form and without anybody's steps.
 
-A rank that took part in a thousand transfers is one entry of a few arrays, so the figure is exact over all ranks and
-not one of ranks that were looked at. Tests hold it equal to the sum over every rank's steps.
+However many transfers a rank takes part in, it is one entry in a few arrays: the figure is exact and covers all ranks,
+not a sample of them. Tests check that it equals the sum over every rank's steps.
 """
 
 from __future__ import annotations
@@ -54,15 +54,18 @@ def _weight(lane: Lane, sizes: Sizes) -> int:
 
 
 def ring_volume(problem: Problem) -> Volume:
-    """Everybody gets all blocks but its own, hands on all but the next rank's, and of others' gets those back."""
+    """Each rank receives every block but its own and passes on every block but the next rank's.
+
+    In backward it gets back those it passed on that are not its own.
+    """
     size, own = problem.layout.world_size, problem.layout.num_tokens
-    found = Volume.none(size)
+    volume = Volume.none(size)
     if size > 1:
         weight, after = sum(_weight(lane, problem.sizes) for lane in problem.lanes), np.roll(own, -1)
-        found.kv_in[:] = weight * (own.sum() - own)
-        found.kv_out[:] = weight * (own.sum() - after)
-        found.returned[:] = weight * (own.sum() - own - after)
-    return found
+        volume.kv_in[:] = weight * (own.sum() - own)
+        volume.kv_out[:] = weight * (own.sum() - after)
+        volume.returned[:] = weight * (own.sum() - own - after)
+    return volume
 
 
 def exchange_volume(problem: Problem) -> Volume:
@@ -81,18 +84,18 @@ def alone_volume(problem: Problem) -> Volume:
 
 
 def _fetched(problem: Problem, fetches: tuple[Fetch, ...]) -> Volume:
-    size, found = problem.layout.world_size, Volume.none(problem.layout.world_size)
+    size, volume = problem.layout.world_size, Volume.none(problem.layout.world_size)
     for lane, fetch in zip(problem.lanes, fetches, strict=True):
         weight = _weight(lane, problem.sizes)
         for rows, taker in ((fetch.near, fetch.near[:, TAKER]), (fetch.far, fetch.far[:, PORT])):
-            np.add.at(found.kv_in, taker, weight * (rows[:, STOP] - rows[:, START]))
-            found.kv_out[:] += weight * lent(rows, problem.layout)
+            np.add.at(volume.kv_in, taker, weight * (rows[:, STOP] - rows[:, START]))
+            volume.kv_out[:] += weight * lent(rows, problem.layout)
         if problem.node < size:
             port, user, rows = _relayed(fetch, problem.node, problem.layout.seq_len)
-            np.add.at(found.kv_in, user, weight * rows)
-            np.add.at(found.kv_out, port, weight * rows)
-    found.again[:] = found.kv_in
-    return found
+            np.add.at(volume.kv_in, user, weight * rows)
+            np.add.at(volume.kv_out, port, weight * rows)
+    volume.again[:] = volume.kv_in
+    return volume
 
 
 def _relayed(fetch: Fetch, node: int, seq_len: int) -> tuple[Ints, Ints, Ints]:
@@ -109,12 +112,12 @@ def _relayed(fetch: Fetch, node: int, seq_len: int) -> tuple[Ints, Ints, Ints]:
 
 
 def lent(needed: Ints, layout: Layout) -> Ints:
-    """How many rows others take of each rank, of (start, stop, ...) rows that are taken; a row counts each time."""
+    """How many of the needed (start, stop, ...) rows each rank sends; a row counts once per rank that needs it."""
     segments = layout.table
     covered = _rows_before(needed, segments[:, 1]) - _rows_before(needed, segments[:, 0])
-    found = np.zeros(layout.world_size, dtype=np.int64)
-    np.add.at(found, segments[:, 2], covered)
-    return found
+    num_rows = np.zeros(layout.world_size, dtype=np.int64)
+    np.add.at(num_rows, segments[:, 2], covered)
+    return num_rows
 
 
 def _rows_before(needed: Ints, edges: Ints) -> Ints:
@@ -131,10 +134,10 @@ _Inner = Callable[[Problem], Volume]
 
 
 def hybrid_volume(slices: Slices, inner: _Inner) -> Volume:
-    """The inner planner's across groups, and inside of groups queries and K/V for the heads of each rank."""
+    """What the inner planner moves across groups, plus queries and K/V for each rank's heads inside the groups."""
     if slices.heads == 1:
         return inner(slices.problem)
-    heads, found = slices.heads, Volume.none(slices.problem.layout.world_size)
+    heads, volume = slices.heads, Volume.none(slices.problem.layout.world_size)
     known: dict[object, tuple[Volume, Ints, Ints]] = {}
     for number in range(heads):
         problem = slices.slice(number)
@@ -143,14 +146,14 @@ def hybrid_volume(slices: Slices, inner: _Inner) -> Volume:
             known[key] = (inner(problem), *_gathered(slices, problem))
         across, q, kv = known[key]
         for name in Volume.__slots__:
-            getattr(found, name)[number::heads] += getattr(across, name)
-        for rows, names, given in ((q, ("q_in",), found.q_out), (kv, ("kv_in", "again"), found.kv_out)):
+            getattr(volume, name)[number::heads] += getattr(across, name)
+        for rows, names, given in ((q, ("q_in",), volume.q_out), (kv, ("kv_in", "again"), volume.kv_out)):
             taken = rows.reshape(-1, heads).sum(axis=1) - rows[number::heads]
             for name in names:
-                getattr(found, name)[number::heads] += taken
+                getattr(volume, name)[number::heads] += taken
             given += rows
             given[number::heads] -= rows[number::heads]
-    return found
+    return volume
 
 
 def _gathered(slices: Slices, problem: Problem) -> tuple[Ints, Ints]:
@@ -169,11 +172,11 @@ def _gathered(slices: Slices, problem: Problem) -> tuple[Ints, Ints]:
 def _seeing(part: Part, seq_len: int) -> Ints:
     """(start, stop, group) of the query rows that see anything."""
     q_rows = part.q_rows[np.argsort(part.q_rows[:, 0], kind="stable")]
-    found: list[Ints] = []
+    seeing: list[Ints] = []
     for bands in (part.plane.sure, part.plane.maybe):
         pieces, row = in_rows(bands, q_rows)
-        found.append(bd.tighten(np.column_stack((pieces, q_rows[row, 2])))[:, [bd.Q0, bd.Q1, 6]])
-    return by_taker(np.concatenate(found), seq_len)
+        seeing.append(bd.tighten(np.column_stack((pieces, q_rows[row, 2])))[:, [bd.Q0, bd.Q1, 6]])
+    return by_taker(np.concatenate(seeing), seq_len)
 
 
 def _held(slices: Slices, rows: Ints) -> Ints:
@@ -185,6 +188,6 @@ def _held(slices: Slices, rows: Ints) -> Ints:
     owners, owner = owners[order], layout.table[order, 2]
     line = rows[:, :2] + (rows[:, 2] * stride)[:, None]
     i, j = join(line, owners)
-    found = np.zeros(layout.world_size, dtype=np.int64)
-    np.add.at(found, owner[j], np.minimum(line[i, 1], owners[j, 1]) - np.maximum(line[i, 0], owners[j, 0]))
-    return found
+    num_rows = np.zeros(layout.world_size, dtype=np.int64)
+    np.add.at(num_rows, owner[j], np.minimum(line[i, 1], owners[j, 1]) - np.maximum(line[i, 0], owners[j, 0]))
+    return num_rows

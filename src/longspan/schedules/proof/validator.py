@@ -3,6 +3,15 @@
 It is written against the meaning of the instructions and knows nothing of planners. Proved are: sends and receives are
 the same lists; nothing is used before it is held or after it was given up; every allowed pair is computed exactly once;
 results and gradients reach the rank that owns them, each contribution once; batches stay small.
+
+**Weights.** How does it know that each contribution to a gradient arrives once, without running anything? Every compute
+gets a number of its own, its weight. Wherever a real run would add the compute's gradient to a row, the proof adds the
+weight, and transfers move sums of weights as they would move gradients. Say computes with weights 13, 29 and 74 all use
+key row 5, which rank 0 owns. At the end rank 0 must have 13 + 29 + 74 = 116 there, and nobody else anything::
+
+    one lost                  13 + 29           =  42
+    one counted twice         13 + 29 + 74 + 74 = 190
+    one lost, one twice       13 + 29 + 29      =  71      counting to three would have missed this one
 """
 
 from __future__ import annotations
@@ -98,7 +107,7 @@ class _Proof:
         for transfer, values, key in sums:
             cells, _ = self.board.place(transfer.piece)
             here = self._array(self.sums, transfer.dst, transfer.piece.role, key)
-            if transfer.piece.apart and (here[cells] * values).any():
+            if transfer.piece.apart and ((here[cells] != 0) & (values != 0)).any():
                 self.fail(transfer.dst, number, f"{transfer!r} brings a second sum of queries that are one branch.")
             here[cells] += values
         for rank, step in steps.items():
@@ -139,10 +148,10 @@ class _Proof:
             return []
         if role is Role.OUT:
             for key in keys:
-                made = self._array(self.results, t.src, Role.OUT, key)
-                if not (made[cells] == 1).all():
+                results = self._array(self.results, t.src, Role.OUT, key)
+                if not (results[cells] == 1).all():
                     self.fail(t.src, number, f"{t!r} sends results that are not computed here, or sent already.")
-                made[cells] = 2
+                results[cells] = 2
             return []
         moved: list[tuple[Transfer, Ints, Term]] = []
         for key in ((*key, *t.piece.apart) for key in keys):
@@ -174,7 +183,7 @@ class _Proof:
 
     def _note(self, c: Compute, rank: int, number: int) -> None:
         self.num_computes += 1
-        weight = 0x9E3779B97F4A7C15 * self.num_computes % (1 << 40)  # no two subsets of a few have the same sum
+        weight = weight_of(self.num_computes)
         for piece in (c.q, c.kv):
             cells, keys = self.board.place(piece)
             for key in keys:
@@ -182,10 +191,10 @@ class _Proof:
                 self._array(self.expected, 0, GRADIENT[piece.role], key)[cells] += weight
         cells, keys = self.board.place(c.q)
         for key in keys:
-            made = self._array(self.results, rank, Role.OUT, key)
-            if (made[cells] == 2).any():
+            results = self._array(self.results, rank, Role.OUT, key)
+            if (results[cells] == 2).any():
                 self.fail(rank, number, f"{c.q!r} is computed again after its result was sent.")
-            made[cells] = 1
+            results[cells] = 1
 
     # -- at the end -------------------------------------------------------------------------------------------------
 
@@ -198,8 +207,8 @@ class _Proof:
         """Forward: results of rows that belong to others were sent, to their owners."""
         if self.schedule.direction == "backward":
             return
-        for (rank, _, _), made in self.results.items():
-            if ((made == 1) & (self._owned(rank) == 0)).any():
+        for (rank, _, _), results in self.results.items():
+            if ((results == 1) & (self._owned(rank) == 0)).any():
                 self.fail(rank, self.schedule.num_steps - 1, "results of other ranks' rows stay here at the end.")
         for number, t in self.schedule.transfers():
             cells, _ = self.board.place(t.piece)
@@ -221,17 +230,17 @@ class _Proof:
 
     def _check_coverage(self) -> None:
         """Every allowed pair of every head and batch row once: same union, same number of pairs."""
-        found: dict[Key, list[Compute]] = {}
+        computes_of: dict[Key, list[Compute]] = {}
         for steps in self.schedule.ranks:
             for c in (c for step in steps for c in step.computes):
                 for key in self.board.place(c.q)[1]:
-                    found.setdefault(key, []).append(c)
+                    computes_of.setdefault(key, []).append(c)
         proved: dict[tuple[int, tuple[int, ...]], bool] = {}
         length = self.mask.length()
         for h, head in self.board.head_atoms():
             for b, row in self.board.row_atoms():
                 plane = self.mask.plane(row, head)
-                computes = found.get((h, b), [])
+                computes = computes_of.get((h, b), [])
                 once = (id(plane), tuple(id(c) for c in computes))
                 if once in proved:
                     continue
@@ -252,6 +261,18 @@ class _Proof:
             self.fail(*where, f"head {head}: {bd.as_bands(bd.tighten(extra[:1]))[0]!r} is computed, but hidden.")
         if int(bd.area(rows).sum()) != int(bd.area(wanted).sum()):
             self.fail(*where, f"head {head}: some allowed pairs are computed twice.")
+
+
+def weight_of(number: int) -> int:
+    """The weight of the n-th compute: a power of a large number modulo a prime, which is as good as 40 random bits.
+
+    So different computes do not add up to the same sum by accident. Multiples of a large number would: what holds for
+    1 + 3 = 2 + 2 holds for multiples as well, and computes 1 and 3 could be lost if compute 2 was counted twice.
+
+    >>> weight_of(1) + weight_of(3) == 2 * weight_of(2)
+    False
+    """
+    return pow(0x9E3779B97F, number, (1 << 40) - 87)
 
 
 def _inside(spans: Ints, rows: Ints) -> NDArray[np.bool_]:

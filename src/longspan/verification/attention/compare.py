@@ -141,9 +141,9 @@ def _inputs(inputs: Any, plan: Plan, draw: int, device: Any) -> Inputs:
     generator = torch.Generator().manual_seed(draw)
     heads, dims = (s.q_heads, s.kv_heads, s.kv_heads, s.q_heads), (s.head_dim, s.head_dim, s.v_head_dim, s.v_head_dim)
     shapes = [(s.batch, h, tokens, d) for h, d in zip(heads, dims, strict=True)]
-    made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
     if inputs is None:
-        q, k, v, dout = (t.to(device or "cpu") for t in made)
+        q, k, v, dout = (t.to(device or "cpu") for t in drawn)
         return q, k, v, dout
     if not isinstance(inputs, tuple | list) or len(inputs) != 3 or not all(isinstance(t, Tensor) for t in inputs):
         raise PlanError("inputs are (q, k, v) of whole sequences, the same on all ranks, or None for random ones.")
@@ -154,7 +154,7 @@ def _inputs(inputs: Any, plan: Plan, draw: int, device: Any) -> Inputs:
                 f" shape {shape}. Give whole sequences, not shards, or None for random ones."
             )
     q, k, v = (t.detach() for t in inputs)
-    return q, k, v, made[3].to(q.device)
+    return q, k, v, drawn[3].to(q.device)
 
 
 class _Work:
@@ -233,11 +233,11 @@ def _probe(
     work: _Work, fn: Any, shared: dict[str, Tensor], before: Found, count: int, draw: int, known: list[Finding]
 ) -> tuple[list[Finding], list[str]]:
     generator = torch.Generator().manual_seed(1000 + draw)
-    made = leaks.make_probes(work.seen, work.plan.sizes.kv_heads, count, generator)
-    if not made:
+    probes = leaks.make_probes(work.seen, work.plan.sizes.kv_heads, count, generator)
+    if not probes:
         return [], ["no leak probe: the mask hides nothing" if count else "no leak probe was asked for"]
     findings: dict[str, Finding] = {}
-    for probe in made:
+    for probe in probes:
         tensors = leaks.changed(work.tensors, probe.position, generator)
         after = run_call(fn, work.ranks, tensors, shared, work.plan.sizes.v_head_dim)
         for name in probe.still if isinstance(after, Found) else ():
@@ -247,7 +247,7 @@ def _probe(
             at, error, budget = leaks.moved(probe, name, before.tensors[name].cpu(), after.tensors[name].cpu(), rows)
             if len(at) and (name not in findings or len(at) > findings[name].num_positions):
                 findings[name] = _leak(work, name, probe.position, at, error, budget, known)
-    notes = [f"leak probe: tokens {', '.join(str(probe.position) for probe in made)} changed"]
+    notes = [f"leak probe: tokens {', '.join(str(probe.position) for probe in probes)} changed"]
     return list(findings.values()), notes
 
 

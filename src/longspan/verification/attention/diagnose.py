@@ -64,7 +64,7 @@ def _distance(found: Tensor, right: Tensor, rows: Tensor | None) -> float:
 
 def diagnose(evidence: Evidence) -> dict[str, Cause]:
     """The likely cause of every wrong tensor."""
-    made: dict[str, Cause] = {}
+    causes: dict[str, Cause] = {}
     base, meaning = evidence.truth, evidence.situation.right
     forward = [name for name in ("out", "lse") if name in evidence.wrong]
     if forward:
@@ -74,14 +74,14 @@ def diagnose(evidence: Evidence) -> dict[str, Cause]:
             meaning = alternative.meaning
         else:
             cause = _unmatched(evidence, "out" if "out" in forward else "lse")
-        made.update(dict.fromkeys(forward, cause))
+        causes.update(dict.fromkeys(forward, cause))
         for name in evidence.wrong:
-            if name not in made and (match is None or evidence.fits(name, base[name])):
-                made[name] = cause
-    rest = [name for name in evidence.wrong if name not in made]
+            if name not in causes and (match is None or evidence.fits(name, base[name])):
+                causes[name] = cause
+    rest = [name for name in evidence.wrong if name not in causes]
     if rest:
-        made.update(_of_gradients(evidence, rest, base, meaning))
-    return made
+        causes.update(_of_gradients(evidence, rest, base, meaning))
+    return causes
 
 
 def _matching(
@@ -184,29 +184,29 @@ def out_of_order(evidence: Evidence, name: str) -> Cause | None:
 
 def _of_gradients(evidence: Evidence, names: list[str], base: Answer, meaning: Meaning) -> dict[str, Cause]:
     """Causes for gradients whose output is explained."""
-    made: dict[str, Cause] = {}
+    causes: dict[str, Cause] = {}
     for name in names:
         plain = plain_cause(evidence, name, base[name])
         if plain is not None:
-            made[name] = plain
+            causes[name] = plain
     places = evidence.situation.places
-    rest = [name for name in names if name not in made]
+    rest = [name for name in names if name not in causes]
     for alternative in gradient_mistakes(meaning, places) if rest else ():
         given = answer(alternative.meaning, *evidence.inputs)
         for name in rest:
-            if name not in made and evidence.fits(name, given[name]):
-                made[name] = alternative.cause, alternative.evidence
-    rest = [name for name in names if name not in made]
+            if name not in causes and evidence.fits(name, given[name]):
+                causes[name] = alternative.cause, alternative.evidence
+    rest = [name for name in names if name not in causes]
     stale = stale_gradients(meaning, places, *evidence.inputs) if rest else None
     for name in rest:
         if stale is not None and evidence.fits(name, stale[name]):
-            made[name] = (
+            causes[name] = (
                 "stale K/V in backward",
                 "The gradients are those of a backward in which every rank uses its own K/V for each block.",
             )
         else:
-            made[name] = out_of_order(evidence, name) or _small(evidence, name)
-    return made
+            causes[name] = out_of_order(evidence, name) or _small(evidence, name)
+    return causes
 
 
 def plain_cause(evidence: Evidence, name: str, right: Tensor) -> Cause | None:

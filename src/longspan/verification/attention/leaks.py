@@ -33,7 +33,7 @@ def make_probes(seen: Tensor, kv_heads: int, count: int, draw: torch.Generator) 
     hidden = (~seen).sum((0, 1))  # (S, S): how many planes hide the pair
     after = torch.where(at[:, None] > at, hidden, 0).sum(0)
     before = torch.where(at[:, None] < at, hidden, 0).sum(0)
-    chosen = [int(found.argmax()) for found in (after, before) if found.any()]
+    chosen = [int(counts.argmax()) for counts in (after, before) if counts.any()]
     weights = (after + before).double()
     while len(chosen) < count and weights.any():
         chosen.append(int(torch.multinomial(weights, 1, generator=draw)))
@@ -53,14 +53,14 @@ def _probe(seen: Tensor, kv_heads: int, position: int) -> Probe:
 
 def changed(tensors: Inputs, position: int, draw: torch.Generator) -> Inputs:
     """Whole q, k, v and dout with one token made loud: its q and k only a little, so that nothing overflows."""
-    made: list[Tensor] = []
+    loud: list[Tensor] = []
     for tensor, size in zip(tensors, (2.0, 2.0, LOUD, LOUD), strict=True):
         tensor = tensor.clone()
         row = tensor[:, :, position]
         noise = torch.randn(row.shape, generator=draw, dtype=torch.float64).to(row.device)
         tensor[:, :, position] = (size * noise).to(row.dtype)
-        made.append(tensor)
-    q, k, v, dout = made
+        loud.append(tensor)
+    q, k, v, dout = loud
     return q, k, v, dout
 
 

@@ -25,13 +25,13 @@ def shared_findings(
     for name, parts in found.shared.items():
         each = [part.cpu() for part in parts]
         judged = [torch.stack([part.double() for part in each]).sum(0)] if mode == "share" else each
-        made = [compared(part, base[name], evidence.budgets[name], name)[0] for part in judged]
-        worst = max(made, key=lambda check: check.ratio)
+        by_part = [compared(part, base[name], evidence.budgets[name], name)[0] for part in judged]
+        worst = max(by_part, key=lambda check: check.ratio)
         checks.append(worst)
         if worst.ratio <= 1:
             continue
-        ranks = tuple(range(len(each))) if mode == "share" else tuple(r for r, c in enumerate(made) if c.ratio > 1)
-        cause = forward or _cause(evidence, name, each, judged[made.index(worst)], base[name], mode)
+        ranks = tuple(range(len(each))) if mode == "share" else tuple(r for r, c in enumerate(by_part) if c.ratio > 1)
+        cause = forward or _cause(evidence, name, each, judged[by_part.index(worst)], base[name], mode)
         what = "is not finite" if math.isinf(worst.error) else "differs"
         findings.append(
             Finding(name, what, worst.error, worst.budget, ranks, (), None, *cause, ADVICE.get(cause[0], ""))

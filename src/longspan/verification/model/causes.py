@@ -44,17 +44,17 @@ def explain(
 ) -> dict[str, Said]:
     """The likely cause of everything that is wrong."""
     look = _Look(step, truth, ranks, found, each)
-    made: dict[str, Said] = {}
+    said: dict[str, Said] = {}
     if "logits" in wrong or "logits" not in found:
-        made = look.forward(wrong)
-    rest = [name for name in wrong if name not in made]
+        said = look.forward(wrong)
+    rest = [name for name in wrong if name not in said]
     if rest and "logits" not in wrong:
-        made.update(look.backward(rest))
+        said.update(look.backward(rest))
     elif rest:
-        cause = made.get("logits", NO_FIT)
-        made.update(dict.fromkeys(rest, (cause[0], "The logits are wrong already.", "")))
+        cause = said.get("logits", NO_FIT)
+        said.update(dict.fromkeys(rest, (cause[0], "The logits are wrong already.", "")))
     unknown = NO_FIT if "logits" in found else NO_LOGITS
-    return {name: made.get(name, unknown) for name in wrong}
+    return {name: said.get(name, unknown) for name in wrong}
 
 
 class _Look:
@@ -75,8 +75,8 @@ class _Look:
     def fits_loss(self, values: list[float]) -> bool:
         """Whether the ranks reported these losses."""
         budget = SLACK * self.truth.budgets["loss"].total
-        found = self.each.losses
-        return len(found) == len(values) and all(abs(a - b) <= budget for a, b in zip(found, values, strict=True))
+        losses = self.each.losses
+        return len(losses) == len(values) and all(abs(a - b) <= budget for a, b in zip(losses, values, strict=True))
 
     # -- logits ------------------------------------------------------------------------------------------------------
 
@@ -134,19 +134,19 @@ class _Look:
 
     def backward(self, wrong: list[str]) -> dict[str, Said]:
         """Mistakes of labels, means and sums."""
-        made = self._plain(wrong)
-        rest = [name for name in wrong if name not in made]
+        causes = self._plain(wrong)
+        rest = [name for name in wrong if name not in causes]
         if not rest:
-            return made
+            return causes
         for mistake in loss_mistakes(self.step, self.truth, self.places):
             said = (mistake.cause, mistake.evidence, MODEL_ADVICE.get(mistake.cause, ""))
             grads = [name for name in wrong if name != "loss"]
             values = any(self.fits_loss(losses) for losses in mistake.losses) if "loss" in wrong else True
             same = [name for name in grads if self._fits_scaled(name, mistake.gradients[name])]
             if values and 2 * len(same) >= len(grads) and ("loss" in rest or any(n in rest for n in same)):
-                made.update(dict.fromkeys((*same, *(["loss"] * ("loss" in wrong))), said))
+                causes.update(dict.fromkeys((*same, *(["loss"] * ("loss" in wrong))), said))
                 break
-        return made
+        return causes
 
     def _fits_scaled(self, name: str, right: Tensor) -> bool:
         """Whether a gradient is a mistake's, or a multiple of it: ranks may also have added where they average."""
@@ -154,30 +154,30 @@ class _Look:
 
     def _plain(self, wrong: list[str]) -> dict[str, Said]:
         """What the form of the numbers tells."""
-        made: dict[str, tuple[str, str]] = {}
+        causes: dict[str, tuple[str, str]] = {}
         right, size = float(self.truth.result["loss"]), self.ranks.size
         for name in wrong:
             if name == "loss":
                 continue
             ratio = multiple(self.found[name], self.truth.result[name], self.truth.budgets[name].total)
             if name in self.each.missing and not self.found[name].any():
-                made[name] = "no gradient", f"Nothing reached it on ranks {list(self.each.missing[name])}."
+                causes[name] = "no gradient", f"Nothing reached it on ranks {list(self.each.missing[name])}."
             elif not self.found[name].any() and self.truth.result[name].any():
-                made[name] = "no gradient", "It is 0 everywhere."
+                causes[name] = "no gradient", "It is 0 everywhere."
             elif self.step.gradients == "done" and self.fits_total(name):
-                made[name] = "gradients not reduced", "Gradients differ from rank to rank, and their sum is right."
+                causes[name] = "gradients not reduced", "Gradients differ from rank to rank, and their sum is right."
             elif ratio is not None and abs(ratio - 1) > 1e-3:
-                made[name] = "gradients scaled", said_multiple(ratio, size)
+                causes[name] = "gradients scaled", said_multiple(ratio, size)
         if "loss" in wrong and size > 1:
             losses, budget = self.each.losses, SLACK * self.truth.budgets["loss"].total
             for factor, text in ((size, "the number of ranks"), (1 / size, "one over the number of ranks")):
                 if self.fits_loss([right * factor] * len(losses)):
-                    made["loss"] = "loss scaled by ranks", f"Every rank's loss is one device's times {text}."
-            if self.step.loss == "same" and abs(sum(losses) - right) <= budget and "loss" not in made:
-                made["loss"] = "loss not reduced", "The ranks' losses add up to one device's."
+                    causes["loss"] = "loss scaled by ranks", f"Every rank's loss is one device's times {text}."
+            if self.step.loss == "same" and abs(sum(losses) - right) <= budget and "loss" not in causes:
+                causes["loss"] = "loss not reduced", "The ranks' losses add up to one device's."
             if self.step.loss == "share" and self.fits_loss([right] * len(losses)):
-                made["loss"] = "loss scaled by ranks", "Every rank reports all of the loss, not its share."
-        return {name: (*said, MODEL_ADVICE.get(said[0], "")) for name, said in made.items()}
+                causes["loss"] = "loss scaled by ranks", "Every rank reports all of the loss, not its share."
+        return {name: (*said, MODEL_ADVICE.get(said[0], "")) for name, said in causes.items()}
 
     def fits_total(self, name: str) -> bool:
         """Whether the sum over ranks of unreduced gradients is right, while this rank's is not."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.errors import PlanError
+from longspan.training.agree import DifferentBatchesError, check_same
 from longspan.verification.budgets import Budget, budgets, compared, unit
 from longspan.verification.model.causes import explain
 from longspan.verification.model.leaks import probe
@@ -62,18 +63,20 @@ def _judged(step: ModelStep, truth: Truth, ranks: RankView, subject: str, probes
 def _different(step: ModelStep, ranks: RankView) -> Finding | None:
     """What all ranks must have alike: batch, layout, and whole parameters (sharded ones differ by design)."""
     plain = {name: value for name, value in step.batch.items() if isinstance(value, Tensor | int | float | str)}
-    found = same_data({**plain, "layout": step.layout.fingerprint}, ranks)
-    if found is not None:
-        return found
-    weights = {n: p.detach() for n, p in step.model.named_parameters() if not isinstance(p, DTensor)}
-    found = same_data(weights, ranks)
-    if found is None:
+    difference = same_data({**plain, "layout": step.layout.fingerprint}, ranks)
+    if difference is not None:
+        return difference
+    if ranks.group is None:
         return None
-    names = found.evidence.partition("but ")[2].partition(". Make")[0]
-    return replace(
-        found, tensor="parameters", what="are not the same on all ranks", cause="parameters differ between ranks",
-        evidence=f"Found: {names}.", advice="Seed every rank alike before the model is made, or broadcast from rank 0.",
-    )  # fmt: skip
+    try:
+        check_same({n: p.detach() for n, p in step.model.named_parameters() if not isinstance(p, DTensor)}, ranks.group)
+    except DifferentBatchesError as error:
+        return Finding(
+            "parameters", "are not the same on all ranks", math.inf, 0.0, (), (), None,
+            "parameters differ between ranks", f"Found: {error.differences}.",
+            "Seed every rank alike before the model is made, or broadcast from rank 0.",
+        )  # fmt: skip
+    return None
 
 
 def _check_names(step: ModelStep) -> None:
@@ -121,11 +124,11 @@ def _truth(step: ModelStep, factor: float) -> Truth:
     result = run_whole(step.whole, model, batch, step.mask) if not note else own
     played = [own] + [_jittered(step, model, batch, narrow, number) for number in range(2)]
     floor = max(SMALLEST[0] * narrow, SMALLEST[1] * (unit(torch.float64) if narrow < 1e-12 else unit(torch.float32)))
-    made = budgets(result, played, TOKENS, floor, factor)
-    for name in made:
+    limits = budgets(result, played, TOKENS, floor, factor)
+    for name in limits:
         if name != "logits":
-            made[name] = Budget(made[name].total, None)
-    return Truth(model, batch, result, made, note)
+            limits[name] = Budget(limits[name].total, None)
+    return Truth(model, batch, result, limits, note)
 
 
 def _near(a: Tensor, b: Tensor, narrow: float) -> bool:
@@ -187,15 +190,15 @@ def _finding(
     check: Check, truth: Truth, found: Result, each: Each, step: ModelStep, cause: tuple[str, str, str]
 ) -> Finding:
     what = "is not finite" if math.isinf(check.error) else "differs"
-    made = Finding(check.tensor, what, check.error, check.budget, (), (), None, *cause)
+    finding = Finding(check.tensor, what, check.error, check.budget, (), (), None, *cause)
     if check.tensor == "loss" and step.loss == "same":
         right, budget = float(truth.result["loss"]), check.budget
-        return replace(made, ranks=tuple(r for r, loss in enumerate(each.losses) if not abs(loss - right) <= budget))
+        return replace(finding, ranks=tuple(r for r, loss in enumerate(each.losses) if not abs(loss - right) <= budget))
     if check.tensor == "logits":
         ratio = compared(found["logits"], truth.result["logits"], truth.budgets["logits"], "logits", TOKENS)[1]
         assert ratio is not None
         at = (ratio > min(1.0, float(ratio.max()) / 2)).nonzero().flatten().numpy()
         ranks = tuple(sorted(set(step.layout.owner(at).tolist())))
-        return replace(made, ranks=ranks, spans=spans_of(at), worst=int(ratio.argmax()))
+        return replace(finding, ranks=ranks, spans=spans_of(at), worst=int(ratio.argmax()))
     apart = each.errors.get(check.tensor, [])
-    return replace(made, ranks=tuple(r for r, error in enumerate(apart) if not error <= check.budget))
+    return replace(finding, ranks=tuple(r for r, error in enumerate(apart) if not error <= check.budget))

@@ -71,8 +71,8 @@ _SAID = {
 
 
 def _is(right: float, logits: Tensor, target: Tensor) -> bool:
-    made = F.cross_entropy(logits.detach().flatten(0, 1), target.flatten(), ignore_index=IGNORED)
-    return abs(float(made) - right) <= 1e-4 * abs(right)
+    loss = F.cross_entropy(logits.detach().flatten(0, 1), target.flatten(), ignore_index=IGNORED)
+    return abs(float(loss) - right) <= 1e-4 * abs(right)
 
 
 def _shift(labels: Tensor) -> Tensor:
@@ -87,14 +87,14 @@ def _targets(step: ModelStep, labels: Tensor, places: Places) -> dict[str, Tenso
         mine = (places.owner == rank).nonzero().flatten()
         mine = mine[places.slot[mine].argsort()]
         late[:, mine] = _shift(labels[:, mine])
-    made = {"shifted": shifted, "late": late, "as given": labels, "twice": _shift(shifted)}
-    made["within documents"] = shifted
+    targets = {"shifted": shifted, "late": late, "as given": labels, "twice": _shift(shifted)}
+    targets["within documents"] = shifted
     if step.mask is not None and labels.shape[1] > 1:
         at = torch.arange(labels.shape[1] - 1).numpy()
         apart = torch.as_tensor(~step.mask.resized(labels.shape[1]).allows(at + 1, at))
-        made["within documents"] = shifted.masked_fill(F.pad(apart, (0, 1)), IGNORED)
-        made["late within documents"] = late.masked_fill(F.pad(apart, (0, 1)), IGNORED)
-    return made
+        targets["within documents"] = shifted.masked_fill(F.pad(apart, (0, 1)), IGNORED)
+        targets["late within documents"] = late.masked_fill(F.pad(apart, (0, 1)), IGNORED)
+    return targets
 
 
 def _candidates(usual: str, targets: dict[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:

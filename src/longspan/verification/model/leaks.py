@@ -38,9 +38,9 @@ def probe(
         difference = (after["logits"] - found["logits"]).movedim(TOKENS, 0).flatten(1).norm(dim=1)
         at = (still & ~(difference <= rows / 2)).nonzero().flatten()
         if len(at):
-            made = _finding(step, position, at, difference, rows / 2)
+            finding = _finding(step, position, at, difference, rows / 2)
             same = next((other for other in known if other.tensor == "logits"), None)
-            findings.append(made if same is None else replace(made, cause=same.cause, advice=same.advice))
+            findings.append(finding if same is None else replace(finding, cause=same.cause, advice=same.advice))
             break
     return findings, [f"leak probe: ids of tokens {', '.join(map(str, positions))} changed"]
 
@@ -101,4 +101,4 @@ def _hidden_most(reach: Any, count: int) -> list[int]:
     at = np.arange(size)
     after = (~reach & (at[:, None] > at)).sum(0)
     before = (~reach & (at[:, None] < at)).sum(0)
-    return list(dict.fromkeys(int(found.argmax()) for found in (after, before) if found.any()))[:count]
+    return list(dict.fromkeys(int(hidden.argmax()) for hidden in (after, before) if hidden.any()))[:count]

@@ -75,12 +75,12 @@ def run_whole(
     loss, logits = _split(call(model, batch, mask))
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=graph)
-    made: Result = {"loss": loss.detach().double().cpu()}
+    result: Result = {"loss": loss.detach().double().cpu()}
     if logits is not None:
-        made["logits"] = logits if graph else logits.detach().double().cpu()
+        result["logits"] = logits if graph else logits.detach().double().cpu()
     for (name, parameter), grad in zip(named.items(), grads, strict=True):
-        made[f"gradient of {name}"] = (torch.zeros_like(parameter) if grad is None else grad).detach().double().cpu()
-    return made
+        result[f"gradient of {name}"] = (torch.zeros_like(parameter) if grad is None else grad).detach().double().cpu()
+    return result
 
 
 def _split(result: Any) -> tuple[Tensor, Tensor | None]:
@@ -98,7 +98,7 @@ def _split(result: Any) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True, eq=False)
 class Each:
-    """What ranks have apart: their losses, and gradients before verify reduced them."""
+    """What differs between ranks: their losses, and their gradients before verify reduced them."""
 
     losses: list[float]
     total: Result
@@ -121,28 +121,28 @@ def run_local(
     if backward:
         loss.backward()
     losses = [float(part) for part in ranks.each(loss.detach().double().reshape(1))]
-    made: Result = {}
+    result: Result = {}
     _check_logits(ranks, logits, truth)
     if logits is not None:
         problem = _logits_problem(ranks, logits, truth.result["logits"])
         if problem is not None:
             return problem, Each(losses, {}, {}, {})
-        made["logits"] = ranks.gathered(logits, TOKENS).double().cpu()
+        result["logits"] = ranks.gathered(logits, TOKENS).double().cpu()
     if not backward:
-        return made, Each(losses, {}, {}, {})
+        return result, Each(losses, {}, {}, {})
     mine, total, missing = _gradients(step, ranks)
     errors: dict[str, list[float]] = {}
     for name, grad in mine.items():
         if step.gradients == "done":
             parts = ranks.each(grad)
             errors[name] = [_far(part, truth.result.get(name, part)) for part in parts]
-            made[name] = parts[max(range(len(parts)), key=errors[name].__getitem__)]
+            result[name] = parts[max(range(len(parts)), key=errors[name].__getitem__)]
         else:
             size = ranks.size if step.gradients == "average" and ranks.group is not None else 1
-            made[name] = total[name] / size
+            result[name] = total[name] / size
     for p in step.model.parameters():
         p.grad = None
-    return made, Each(losses, total, errors, missing)
+    return result, Each(losses, total, errors, missing)
 
 
 def _far(found: Tensor, right: Tensor) -> float:
@@ -172,7 +172,7 @@ def _plain(grad: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 def _check_logits(ranks: RankView, logits: Tensor | None, truth: Truth) -> None:
-    """Refuses logits from some steps only: they would be left out without a word."""
+    """Refuses logits that only some of the steps return: they would be left out without a word."""
     have = ranks.any(logits is not None)
     wanted = list(range(1 if ranks.group is None else ranks.size)) if "logits" in truth.result else []
     if have == wanted:

@@ -45,15 +45,15 @@ def _figure(scene: Scene) -> Figure:
 
 def _batches(scene: Scene) -> list[Any]:
     """Items in order, neighbouring boxes as one list: a collection draws ten thousand at once."""
-    found: list[Any] = []
+    batches: list[Any] = []
     for item in scene.items:
         if isinstance(item, Rect):
-            if not (found and isinstance(found[-1], list)):
-                found.append([])
-            found[-1].append(item)
+            if not (batches and isinstance(batches[-1], list)):
+                batches.append([])
+            batches[-1].append(item)
         else:
-            found.append(item)
-    return found
+            batches.append(item)
+    return batches
 
 
 def _draw(axes: Any, item: Any, order: int) -> None:
