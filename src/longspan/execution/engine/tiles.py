@@ -65,7 +65,8 @@ def tiles_of(bands: tuple[Band, ...], q: TokenStore, kv: TokenStore) -> list[Til
               6   b b c .      2   x x x .
               7   b b c c      3   x x x x
 
-    >>> rows = TokenStore.of(zigzag(8, 2).span_table(0), Span(0, 1), Span(0, 1), ())
+    >>> from longspan.execution.engine.token_store import laid_out
+    >>> rows = TokenStore(laid_out(zigzag(8, 2).span_table(0)), Span(0, 1), Span(0, 1), ())
     >>> bands = tuple(Band.parse(text) for text in ("0:2x0:2/0..", "6:8x0:2", "6:8x6:8/0.."))
     >>> tiles_of(bands, rows, rows)
     [Tile(q0=0, q1=4, k0=0, k1=4, lo=0, hi=None, asks=False)]

@@ -32,26 +32,33 @@ class Moves:
     pairs: tuple[tuple[slice, slice], ...]
     fills: bool
     """Whether the target's rows are all there, in order: then it is written as a whole."""
-    _indices: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+    _indices: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
-    def sources(self, device: torch.device) -> Tensor:
-        """The source's row for every row of the target, in order."""
+    def indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The rows of the source, and those of the target that they become, one by one."""
         if device not in self._indices:
-            rows = np.concatenate([np.arange(here.start, here.stop) for here, _ in self.pairs])
-            self._indices[device] = torch.as_tensor(rows).to(device)
+            sides = (
+                np.concatenate([np.arange(s.start, s.stop) for s in side]) for side in zip(*self.pairs, strict=True)
+            )
+            here, there = (torch.as_tensor(rows).to(device) for rows in sides)
+            self._indices[device] = here, there
         return self._indices[device]
 
     @cached_property
     def _by_row(self) -> bool:
-        """Whether one copy row by row takes less than a copy for every run."""
+        """Whether one copy row by row takes a CPU less than a copy for every run."""
         rows = sum(here.stop - here.start for here, _ in self.pairs)
         return self.fills and len(self.pairs) > FEW and rows < LONG * len(self.pairs)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copies `(B, H, T, D)` rows."""
-        many = self._by_row if target.device.type == "cpu" else self.fills and len(self.pairs) > 1
-        if many and source.dtype == target.dtype:
-            torch.index_select(source, 2, self.sources(source.device), out=target)
+        """Copies `(B, H, T, D)` rows. On GPUs what counts is the number of launches."""
+        on_cpu = target.device.type == "cpu"
+        if source.dtype == target.dtype and (self._by_row if on_cpu else len(self.pairs) > 2 - self.fills):
+            here, there = self.indices(target.device)
+            if self.fills:
+                torch.index_select(source, 2, here, out=target)
+            else:
+                target.index_copy_(2, there, source.index_select(2, here))
             return
         for here, there in self.pairs:
             target[:, :, there] = source[:, :, here]
