@@ -136,6 +136,24 @@ class Kernel(Protocol):
         ...
 
 
+def in_vectors(x: Tensor, width: int, multiple: int) -> Tensor:
+    """Last dim padded with zeros to `width`, which is a multiple of `multiple`, and contiguous; every row begins at a
+    multiple of `multiple` numbers. Operators that read that many at once take all this for granted without looking.
+
+    >>> in_vectors(torch.ones(1, 1, 4, 6), 8, 8).stride()
+    (32, 32, 8, 1)
+    >>> rows = torch.ones(1, 1, 4, 9)[..., 1:]
+    >>> rows.stride(), in_vectors(rows, 8, 8).stride(), in_vectors(rows, 8, 1) is rows
+    ((36, 36, 9, 1), (32, 32, 8, 1), True)
+    """
+    if x.shape[-1] < width:
+        return torch.nn.functional.pad(x, (0, width - x.shape[-1])).contiguous()  # alone, it may keep heads innermost
+    begins = x.storage_offset(), *(stride for stride, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1)
+    if x.stride(-1) == 1 and all(begin % multiple == 0 for begin in begins):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() would leave one that begins at an odd place
+
+
 def finite(x: Tensor) -> bool:
     """Whether all numbers are finite. A sum that is finite says so; one that is not may have left the range.
 
