@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.execution import _torch
-from longspan.execution.kernels.panels import BackwardOp, ForwardOp, PanelKernel
+from longspan.execution.kernels.panels import BackwardOp, ForwardOp, PanelKernel, additive
 from longspan.execution.tile import MASKS, Features
 
 MULTIPLE = 8  # head dims that every one of these operators reads in whole vectors
@@ -88,6 +88,8 @@ class Cudnn(PanelKernel):
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
     ) -> tuple[Tensor, Tensor]:
+        if k.shape[2] == 1:
+            k, v, bias, causal = *_with_hidden_key(q, k, v, bias), False
         out, lse_BHQ1 = self.op(q, k, v, _expanded(bias, q), causal, scale)
         return out, lse_BHQ1.squeeze(3)
 
@@ -104,10 +106,13 @@ class Cudnn(PanelKernel):
         scale: float,
         /,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # cuDNN takes lse for densely packed whatever its strides say, and gradients go wrong without a word.
-        dense = lse.contiguous().unsqueeze(3)
-        upstream, out = dout.to(q.dtype).contiguous(), out.to(q.dtype).contiguous()  # it wants their strides alike
-        return self.backward_op(upstream, q, k, v, out, dense, _expanded(bias, q), causal, scale)
+        # cuDNN takes lse for densely packed whatever its strides say, and gradients go wrong without a word. It finds
+        # what it has built for other calls by q, k, v and bias: dout and out must always be laid out alike.
+        lse, dout, out, keys = _dense(lse).unsqueeze(3), _dense(dout.to(q.dtype)), _dense(out.to(q.dtype)), k.shape[2]
+        if keys == 1:
+            k, v, bias, causal = *_with_hidden_key(q, k, v, bias), False
+        dq, dk, dv = self.backward_op(dout, q, k, v, out, lse, _expanded(bias, q), causal, scale)
+        return dq, dk.narrow(2, 0, keys), dv.narrow(2, 0, keys)
 
 
 def _refuses(q: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | None:
@@ -119,11 +124,24 @@ def _refuses(q: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | None:
     return None
 
 
+def _dense(x: Tensor) -> Tensor:
+    """Contiguous, with the strides that its shape alone gives: dims of size 1 may have any."""
+    return x.contiguous().view(-1).view(x.shape)
+
+
+def _with_hidden_key(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """One key and its value, each with a row of zeros behind it that the bias hides: cuDNN takes no single key."""
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1)).contiguous() for x in (k, v))
+    both = additive(q.shape[2], 2, None, None, like=q)
+    both.select(1, 1).fill_(-torch.inf)
+    return k, v, both if bias is None else both.add_(bias)
+
+
 def _rows_first(x_BHQE: Tensor) -> Tensor:
     """The same numbers, in memory as (B, Q, H, E).
 
-    In half precision memory-efficient backward takes rows of `out` for H * E apart, whatever its strides say; it neither
-    checks nor copies, as it does with `dout`, and in another layout dq and dk would be of other rows and heads.
+    In half precision, memory-efficient backward takes rows of `out` for H * E apart, whatever its strides say, and does
+    not copy it as it does `dout`: in another layout dq and dk would be made from other rows and heads.
     """
     return x_BHQE.transpose(1, 2).contiguous().transpose(1, 2)
 
