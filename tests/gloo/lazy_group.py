@@ -1,8 +1,8 @@
 """A process group that, like NCCL, makes its communicator in its first operation, and waits there for all ranks.
 
 It stands for a group "cpu:gloo,cuda:nccl" whose calls have tensors on the GPU: what ranks compare before data moves
-goes over the Gloo half, which waits for nobody; everything else over the half that behaves like NCCL. Messages themselves
-are Gloo's. A rank that waits for others that never come says so after PATIENCE seconds, where NCCL would hang.
+goes over the Gloo half, which waits for nobody; everything else over the half that behaves like NCCL. What carries the
+bytes is Gloo. A rank that waits for others that never come says so after PATIENCE seconds, where NCCL would hang.
 """
 
 import time

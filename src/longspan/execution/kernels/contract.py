@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from longspan.execution import _torch
 from longspan.execution.tile import Features, Tile
 from longspan.span import Span
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from longspan.execution.scoring.pairs import TilePositions
     from longspan.execution.scoring.pipeline import Scoring
     from longspan.masks import Predicate
+
+
+AMPERE = (8, 0)
+"""The compute capability from which GPUs have bfloat16, and flash attention."""
 
 
 class Pairs(Protocol):
@@ -134,6 +139,19 @@ class Kernel(Protocol):
         Rows whose global lse is -inf add exact zeros.
         """
         ...
+
+
+def gpu_refusal(like: Tensor, least: tuple[int, int]) -> str | None:
+    """Why a kernel that needs an NVIDIA GPU of at least this compute capability cannot run where the tensor is."""
+    if like.device.type != "cuda":
+        return f"it runs on GPUs, and the tensors are on {like.device}"
+    if (rocm := _torch.rocm()) is not None:
+        return f"it was written for CUDA, and this PyTorch is built for ROCm {rocm}, on which nobody has tried it"
+    found = _torch.capability(like.device)
+    if found is not None and found < least:
+        have, need = ("{}.{}".format(*pair) for pair in (found, least))
+        return f"it needs a GPU of compute capability {need} or more, and that of {like.device} is {have}"
+    return None
 
 
 def in_vectors(x: Tensor, width: int, multiple: int) -> Tensor:

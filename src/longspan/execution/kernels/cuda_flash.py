@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import TileWork, Upstream, in_vectors
+from longspan.execution.kernels.contract import AMPERE, TileWork, Upstream, gpu_refusal, in_vectors
 from longspan.execution.tile import PLAIN, Features, Tile
 
 MULTIPLE = 8
@@ -73,8 +73,8 @@ class Flash:
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
         widest = max(q_BHQD.shape[3], v_BGKE.shape[3])
-        if q_BHQD.device.type != "cuda":
-            return f"it runs on GPUs, and the tensors are on {q_BHQD.device}"
+        if (why := gpu_refusal(q_BHQD, AMPERE)) is not None:
+            return why
         if q_BHQD.dtype not in (torch.bfloat16, torch.float16):
             return f"it takes bfloat16 and float16, and the tensors are {q_BHQD.dtype}"
         if widest > WIDEST:

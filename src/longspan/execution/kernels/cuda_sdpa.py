@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from longspan.execution import _torch
+from longspan.execution.kernels.contract import AMPERE, gpu_refusal
 from longspan.execution.kernels.panels import BackwardOp, ForwardOp, PanelKernel, additive
 from longspan.execution.tile import MASKS, Features
 
 MULTIPLE = 8  # head dims that every one of these operators reads in whole vectors
+OLDEST = (5, 0)  # GPUs that memory-efficient attention runs on
 LSE_MULTIPLE = 32  # memory-efficient attention keeps whole warps of lse rows
 
 
@@ -30,7 +32,8 @@ class Efficient(PanelKernel):
     multiple: int = MULTIPLE
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
-        return _refuses(q_BHQD, (torch.float32, torch.bfloat16, torch.float16))
+        least = AMPERE if q_BHQD.dtype == torch.bfloat16 else OLDEST
+        return _refuses(q_BHQD, (torch.float32, torch.bfloat16, torch.float16), least)
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
@@ -83,7 +86,7 @@ class Cudnn(PanelKernel):
         widest = max(q_BHQD.shape[3], v_BGKE.shape[3])
         if widest > 128:
             return f"it takes head dims up to 128 on every GPU that has it, and one here is {widest}"
-        return _refuses(q_BHQD, (torch.bfloat16, torch.float16))
+        return _refuses(q_BHQD, (torch.bfloat16, torch.float16), AMPERE)
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
@@ -115,9 +118,9 @@ class Cudnn(PanelKernel):
         return dq, dk.narrow(2, 0, keys), dv.narrow(2, 0, keys)
 
 
-def _refuses(q: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    if q.device.type != "cuda":
-        return f"it runs on GPUs, and the tensors are on {q.device}"
+def _refuses(q: Tensor, dtypes: tuple[torch.dtype, ...], least: tuple[int, int]) -> str | None:
+    if (why := gpu_refusal(q, least)) is not None:
+        return why
     if q.dtype not in dtypes:
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
         return f"it takes {' and '.join(names)}, and the tensors are {q.dtype}"
