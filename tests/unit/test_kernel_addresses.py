@@ -9,13 +9,18 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
+import longspan
+from longspan import layouts, masks
 from longspan.execution.kernels import cuda_flash, cuda_sdpa, panels
 from longspan.execution.kernels.cpu_flash import CpuFlash
 from longspan.execution.kernels.cuda_flash import Flash, Launch
 from longspan.execution.kernels.cuda_sdpa import Cudnn, Efficient
+from longspan.execution.kernels.guarded import Guarded
 from longspan.execution.tile import Tile
+from longspan.testing import loopback
+from longspan.testing.oracle import allowed
 from tests.kernel_models import operators
-from tests.kernel_models.cases import Case, check, random_case, shrink_blocks
+from tests.kernel_models.cases import Case, check, close, dense, one_call, random_case, shrink_blocks
 from tests.kernel_models.memory import GUARD, AddressError, Reads, read, written
 
 KERNELS = {
@@ -279,3 +284,46 @@ def test_results_are_written_once_and_whole():
     for strides in ((24, 4, 4, 1), (24, 12, 5, 1), (48, 24, 8, 2)):
         with pytest.raises((AddressError, IndexError)):
             written("x", values, torch.float32, strides=strides)
+
+
+# ---- whole calls -----------------------------------------------------------------------------------------------------
+
+PLANS = {
+    "causal": lambda: masks.causal().resized(48),
+    "documents": lambda: masks.documents([5, 17, 1, 25]) & masks.causal(),
+    "window": lambda: masks.sliding_window(9).resized(48),
+    "heads": lambda: masks.per_head(*[masks.sliding_window(n).resized(48) for n in (3, 48, 7, 20)]),
+    "function": lambda: masks.from_mask_mod(lambda b, h, q, kv: (q - kv) % 5 != 1, 48, within=masks.causal()),
+}
+SCHEMES = ("exchange", "ring", "all_gather", "all_to_all", "hybrid(2,ring)")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_whole_calls_by_address(name, scheme, monkeypatch):
+    """What reaches operators from plans: rows of messages, merged outputs, outputs made up from delta."""
+    shrink_blocks(monkeypatch)
+    monkeypatch.setattr(loopback, "choose_kernel", lambda *_: name)
+    monkeypatch.setattr(loopback, "kernel_named", lambda name: Guarded(KERNELS[name], KERNELS[name], looks=False))
+    for number, (kind, make) in enumerate(PLANS.items()):
+        mask = make()
+        if not mask.is_structured and not KERNELS[name].honours.mask_function:
+            continue
+        for layout, dims in ((layouts.zigzag(48, 4), (16, 16)), (layouts.contiguous(48, 2), (7, 8))):
+            if scheme.startswith("hybrid") and layout.world_size < 4:
+                continue
+            plan = longspan.plan(
+                mask, layout, q_heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1], dtype="bfloat16",
+                schedule=scheme,
+            )  # fmt: skip
+            case = Case(torch.bfloat16, [], 48, 48, (4, 2), dims, seed=number)
+            q, k, v, dout = case.tensors()
+            seen = allowed(plan.mask, 1, 4, 48)
+            out, lse, dq, dk, dv = loopback.run_loopback(plan, q, k, v, dout, scale=0.3)
+            true_out, true_lse, *true = dense(q, k, v, seen, 0.3, dout)
+            theirs = one_call(q, k, v, seen, 0.3, dout)
+            assert torch.allclose(lse.double(), true_lse, atol=1e-4)
+            for what, mine, exact, their in zip(
+                ("out", "dq", "dk", "dv"), (out, dq, dk, dv), (true_out, *true), theirs, strict=True
+            ):
+                close(f"{what} of {kind} over {layout.name}", mine, exact, their, torch.bfloat16)

@@ -166,10 +166,14 @@ def in_vectors(x: Tensor, width: int, multiple: int) -> Tensor:
     """
     if x.shape[-1] < width:
         return torch.nn.functional.pad(x, (0, width - x.shape[-1])).contiguous()  # alone, it may keep heads innermost
-    begins = x.storage_offset(), *(stride for stride, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1)
-    if x.stride(-1) == 1 and all(begin % multiple == 0 for begin in begins):
+    if x.stride(-1) == 1 and (multiple == 1 or _begin_at(x, multiple)):
         return x
     return x.clone(memory_format=torch.contiguous_format)  # contiguous() would leave one that begins at an odd place
+
+
+def _begin_at(x: Tensor, multiple: int) -> bool:
+    begins = x.storage_offset(), *(stride for stride, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1)
+    return all(begin % multiple == 0 for begin in begins)
 
 
 def finite(x: Tensor) -> bool:

@@ -239,9 +239,10 @@ class Running:
         such operation; it comes first, so that a rank with tensors of another device is named instead of waited for.
         """
         device, met = self.call.device, self.members.met
-        if device.type in met or not first_waits(self.members.group, device):
+        if device.type in met:
             return
-        self._sum(torch.zeros(1, dtype=torch.uint8, device=device))
+        if first_waits(self.members.group, device):
+            self._sum(torch.zeros(1, dtype=torch.uint8, device=device))
         met.add(device.type)
 
     def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor], step: int, device: torch.device) -> None:
