@@ -1,16 +1,16 @@
-"""Kernels against a dense float64 oracle; GPU calls by fake tensors, their meaning by CPU stand-ins of operators."""
+"""Kernels against a dense float64 oracle; GPU calls by fake tensors, and by models that read by address."""
 
 import ast
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.errors import KernelError
@@ -24,254 +24,18 @@ from longspan.execution.kernels.cuda_flash import Flash, launches
 from longspan.execution.kernels.cuda_sdpa import Cudnn, Efficient
 from longspan.execution.kernels.reference import Reference
 from longspan.execution.tile import Tile
+from tests.kernel_models.cases import FLOOR, WIDE, Case, allowed, check, cut, dense, random_case, shrink_blocks
+from tests.kernel_models.operators import (
+    cudnn,
+    cudnn_backward,
+    efficient,
+    efficient_backward,
+    flash,
+    flash_backward,
+    window_mask,
+)
 
 INF = math.inf
-WIDE = {torch.float64: torch.float64}
-FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-3, torch.float16: 2.5e-4}
-LSE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 4e-5, torch.float16: 4e-5}
-
-
-# ---- the oracle: one boolean matrix, float64, nothing shared with the package ----------------------------------------
-
-
-def allowed(tile, num_q, num_k):
-    """(num_q, num_k) bool: the pairs of a tile."""
-    found = torch.zeros(num_q, num_k, dtype=torch.bool)
-    for i in range(tile.q0, tile.q1):
-        first = tile.k0 if tile.hi is None else max(tile.k0, tile.k0 + (i - tile.q0) - tile.hi)
-        last = tile.k1 - 1 if tile.lo is None else min(tile.k1 - 1, tile.k0 + (i - tile.q0) - tile.lo)
-        if first <= last:
-            found[i, first : last + 1] = True
-    return found
-
-
-def dense(q, k, v, mask, scale, dout):
-    """(out, lse, dq, dk, dv) in float64; rows that see nothing are (0, -inf) and give nothing."""
-    q, k, v, dout = (x.double() for x in (q, k, v, dout))
-    groups = k.shape[1]
-    share = q.shape[1] // groups
-    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    scores = (torch.einsum("bhqd,bhkd->bhqk", q, k) * scale).masked_fill(~mask, -INF)
-    lse = scores.logsumexp(-1)
-    p = torch.where(mask, (scores - lse.masked_fill(lse == -INF, 0.0)[..., None]).exp(), 0.0)
-    out = p @ v
-    ds = p * (torch.einsum("bhqe,bhke->bhqk", dout, v) - (dout * out).sum(-1, keepdim=True)) * scale
-    dk, dv = torch.einsum("bhqk,bhqd->bhkd", ds, q), torch.einsum("bhqk,bhqe->bhke", p, dout)
-    return out, lse, ds @ k, dk.unflatten(1, (groups, share)).sum(2), dv.unflatten(1, (groups, share)).sum(2)
-
-
-def one_call(q, k, v, mask, scale, dout):
-    """(out, dq, dk, dv) of PyTorch's fused attention in one call, in the inputs' dtype; head dims made equal for it."""
-    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    wide, gqa, e = max(q.shape[3], v.shape[3]), q.shape[1] != k.shape[1], v.shape[3]
-    bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -INF)
-    even = (pad(x, (0, wide - x.shape[3])) for x in (q, k, v))
-    out = scaled_dot_product_attention(*even, attn_mask=bias, scale=scale, enable_gqa=gqa)[..., :e]
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
-
-
-def off(x, true):
-    """Relative error; the gradient of a row that sees one key is 0, and is measured against what others are like."""
-    return ((x.double() - true).norm() / true.norm().clamp(min=0.1 * math.sqrt(true.numel()))).item()
-
-
-@dataclass
-class Case:
-    """Several tiles over the same tensors, their pairs disjoint."""
-
-    dtype: torch.dtype
-    tiles: list[Tile]
-    num_q: int
-    num_k: int
-    heads: tuple[int, int] = (2, 2)
-    dims: tuple[int, int] = (16, 16)
-    batch: int = 1
-    seed: int = 0
-    gain: float = 1.0
-
-    def tensors(self):
-        make = torch.Generator().manual_seed(self.seed)
-        shapes = [(self.heads[0], self.num_q, self.dims[0]), (self.heads[1], self.num_k, self.dims[0])]
-        shapes += [(self.heads[1], self.num_k, self.dims[1]), (self.heads[0], self.num_q, self.dims[1])]
-        q, k, v, dout = (torch.randn(self.batch, *s, generator=make, dtype=torch.float64) for s in shapes)
-        return tuple(x.to(self.dtype) for x in (q * self.gain, k, v, dout))
-
-
-def check(kernel, case, tensors=None):
-    """Forward tile by tile, merged in float64; backward from the global out and lse; both within twice one call."""
-    q, k, v, dout = tensors or case.tensors()
-    scale = 0.9 / math.sqrt(case.dims[0])
-    masks = [allowed(tile, case.num_q, case.num_k) for tile in case.tiles]
-    mask = torch.stack(masks).any(0)
-    assert sum(int(m.sum()) for m in masks) == int(mask.sum()), "tiles of a case are disjoint"
-    out, lse, *grads = dense(q, k, v, mask, scale, dout)
-    theirs = one_call(q, k, v, mask, scale, dout)
-    wide = WIDE.get(case.dtype, torch.float32)
-
-    found = list(kernel.forward(TileWork(q, k, v, case.tiles, scale)))
-    assert [tile for tile, _, _ in found] == list(case.tiles), "one result per tile, in order"
-    merged = torch.zeros_like(out)
-    for (tile, part, part_lse), m in zip(found, masks, strict=True):
-        rows = slice(tile.q0, tile.q1)
-        assert part.shape == (case.batch, case.heads[0], tile.rows, case.dims[1])
-        assert part_lse.shape == part.shape[:3]
-        assert part_lse.dtype == wide, part_lse.dtype
-        assert part.dtype in (case.dtype, wide), part.dtype
-        dead = ~m[rows].any(-1)
-        assert torch.equal(part_lse == -INF, dead.expand_as(part_lse)), "-inf exactly where geometry says"
-        assert not part[:, :, dead].any()
-        merged[:, :, rows] += (
-            part.double() * (part_lse.double() - lse[:, :, rows].nan_to_num(neginf=0.0)).exp()[..., None]
-        )
-        true = dense(q, k, v, m, scale, dout)[1][:, :, rows]
-        size = 1 + true[:, :, ~dead].abs().max()
-        assert ((part_lse - true)[:, :, ~dead].abs().max() / size) < LSE[case.dtype], "lse"
-    close("out", merged, out, theirs[0], case.dtype)
-
-    delta = (dout.double() * out).sum(-1).to(wide)
-    sums = [torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v)]
-    upstream = Upstream(dout, out.to(case.dtype), lse.to(wide), delta)
-    back = kernel.backward(TileWork(q, k, v, case.tiles, scale), upstream)
-    seen = []
-    for tile, dq, dk, dv in back:
-        seen.append(tile)
-        assert dq.shape[2] == tile.rows
-        assert dk.shape[2] == dv.shape[2] == tile.cols
-        sums[0][:, :, tile.q0 : tile.q1] += dq
-        sums[1][:, :, tile.k0 : tile.k1] += dk
-        sums[2][:, :, tile.k0 : tile.k1] += dv
-    assert seen == list(case.tiles)
-    for name, mine, true, their in zip(("dq", "dk", "dv"), sums, grads, theirs[1:], strict=True):
-        close(name, mine, true, their, case.dtype)
-
-
-def close(name, mine, true, their, dtype):
-    assert mine.isfinite().all(), f"{name} is not finite"
-    limit = FLOOR[dtype] if dtype == torch.float64 else 2 * off(their, true) + FLOOR[dtype]
-    assert off(mine, true) <= limit, f"{name}: {off(mine, true):.2e} > {limit:.2e}"
-
-
-# ---- stand-ins: what each GPU operator promises, in plain maths ------------------------------------------------------
-
-
-def _attend(q, k, v, mask, bias, scale):
-    """(out, lse) of (..., q, d) tensors in float32 or wider; `mask` bool."""
-    share = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    wide = WIDE.get(q.dtype, torch.float32)
-    scores = (q.to(wide) @ k.to(wide).mT * scale).masked_fill(~mask, -INF)
-    scores = scores if bias is None else scores + bias
-    lse = scores.logsumexp(-1)
-    return ((scores - lse[..., None]).exp() @ v.to(wide)).to(q.dtype), lse
-
-
-def _attend_back(dout, q, k, v, out, lse, mask, bias, scale):
-    groups, share, wide = k.shape[1], q.shape[1] // k.shape[1], WIDE.get(q.dtype, torch.float32)
-    assert {x.dtype for x in (dout, q, k, v, out)} == {q.dtype}
-    assert lse.dtype == wide
-    dtype, (dout, q, k, v, out) = q.dtype, (x.to(wide) for x in (dout, q, k, v, out))
-    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    scores = (q @ k.mT * scale).masked_fill(~mask, -INF)
-    p = ((scores if bias is None else scores + bias) - lse[..., None]).exp()
-    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * scale
-    dk, dv = ((x.mT @ y).unflatten(1, (groups, share)).sum(2) for x, y in ((ds, q), (p, dout)))
-    return (ds @ k).to(dtype), dk.to(dtype), dv.to(dtype)
-
-
-def _checked(q, k, v, bias):
-    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
-    assert q.shape[-1] % 8 == 0
-    assert all(x.stride(-1) == 1 and x.numel() for x in (q, k, v))
-    assert bias is None or (bias.shape == (*q.shape[:3], k.shape[2]) and bias.stride(2) % 16 == 0)
-
-
-def _top_left(q, k, causal):
-    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    return mask.tril() if causal else mask
-
-
-def efficient(q, k, v, bias, causal, scale):
-    _checked(q, k, v, bias)
-    assert q.shape[1] == k.shape[1], "no groups"
-    out, lse = _attend(q, k, v, _top_left(q, k, causal), bias, scale)
-    return out, pad(lse, (0, -q.shape[2] % 32), value=INF)
-
-
-def efficient_backward(dout, q, k, v, out, lse, bias, causal, scale):
-    _checked(q, k, v, bias)
-    assert lse.shape[2] % 32 == 0
-    assert (lse[:, :, q.shape[2] :] == INF).all()
-    return _attend_back(dout, q, k, v, out, lse[:, :, : q.shape[2]], _top_left(q, k, causal), bias, scale)
-
-
-def cudnn(q, k, v, bias, causal, scale):
-    _checked(q, k, v, bias)
-    out, lse = _attend(q, k, v, _top_left(q, k, causal), bias, scale)
-    return out, lse[..., None]
-
-
-def cudnn_backward(dout, q, k, v, out, lse, bias, causal, scale):
-    _checked(q, k, v, bias)
-    assert lse.is_contiguous()
-    assert dout.stride() == out.stride()
-    return _attend_back(dout, q, k, v, out, lse.squeeze(3), _top_left(q, k, causal), bias, scale)
-
-
-def _slices(q, k, starts_q, starts_k, longest, window):
-    """((query rows), (key rows), mask) of each slice of a packed call; the diagonal ends bottom-right."""
-    for starts, x, most in ((starts_q, q, longest[0]), (starts_k, k, longest[1])):
-        assert starts.dtype == torch.int32
-        assert (starts[0], starts[-1]) == (0, x.shape[0])
-        assert int(starts.diff().max()) == most
-    for (a, b), (c, d) in zip(pairwise(starts_q.tolist()), pairwise(starts_k.tolist()), strict=True):
-        yield slice(a, b), slice(c, d), _window(b - a, d - c, window)
-
-
-def _window(rows, cols, window):
-    left, right = window
-    diagonal = torch.arange(rows)[:, None] + (cols - rows)
-    j = torch.arange(cols)
-    mask = torch.ones(rows, cols, dtype=torch.bool)
-    if left >= 0:
-        mask &= j >= diagonal - left
-    if right >= 0:
-        mask &= j <= diagonal + right
-    return mask
-
-
-def _rows_first(x):
-    return x.transpose(0, 1)[None]  # (T, H, D) -> (1, H, T, D)
-
-
-def flash(q, k, v, starts_q, starts_k, longest, window, scale):
-    _checked(q, k, v, None)
-    if starts_q is None:
-        mask = _window(q.shape[1], k.shape[1], window)
-        out, lse = _attend(*(x.transpose(1, 2) for x in (q, k, v)), mask, None, scale)
-        return out.transpose(1, 2), lse
-    out, lse = (
-        torch.empty_like(q),
-        q.new_full((q.shape[1], q.shape[0]), math.nan, dtype=WIDE.get(q.dtype, torch.float32)),
-    )
-    for a, b, mask in _slices(q, k, starts_q, starts_k, longest, window):
-        part, part_lse = _attend(_rows_first(q[a]), _rows_first(k[b]), _rows_first(v[b]), mask, None, scale)
-        out[a], lse[:, a] = part[0].transpose(0, 1), part_lse[0]
-    return out, lse
-
-
-def flash_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest, window, scale):
-    assert lse.is_contiguous()
-    if starts_q is None:
-        mask = _window(q.shape[1], k.shape[1], window)
-        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-        return tuple(x.transpose(1, 2) for x in _attend_back(dout, q, k, v, out, lse, mask, None, scale))
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    for a, b, mask in _slices(q, k, starts_q, starts_k, longest, window):
-        many = (_rows_first(x) for x in (dout[a], q[a], k[b], v[b], out[a]))
-        found = _attend_back(*many, lse[:, a][None], mask, None, scale)
-        dq[a], dk[b], dv[b] = (x[0].transpose(0, 1) for x in found)
-    return dq, dk, dv
-
 
 KERNELS = {
     "reference": Reference(),
@@ -284,46 +48,9 @@ KERNELS = {
 ON_GPU = tuple(KERNELS)[2:]  # no float64 there
 
 
-# ---- cases -----------------------------------------------------------------------------------------------------------
-
-
-def cut(rng, num_q, num_k, lo, hi, keep=0.85):
-    """A band over num_q x num_k, cut into rectangles at random edges; some are dropped, so that rows see nothing."""
-    edges = [sorted({0, n, *(rng.randint(0, n) for _ in range(rng.randint(0, 3)))}) for n in (num_q, num_k)]
-    tiles = []
-    for (a, b), (c, d) in product(pairwise(edges[0]), pairwise(edges[1])):
-        low, high = (None if bound is None else bound - (a - c) for bound in (lo, hi))
-        tile = Tile(a, b, c, d, low, high)
-        if allowed(tile, num_q, num_k).any() and rng.random() < keep:
-            tiles.append(tile)
-    return tiles
-
-
-def random_case(seed, most=60, dtypes=tuple(FLOOR)):
-    rng = random.Random(seed)
-    while True:
-        num_q, num_k = rng.randint(1, most), rng.randint(1, most)
-        kind = rng.choice(("full", "causal", "offset", "window", "window", "far"))
-        lo = {"full": None, "causal": 0, "far": None}.get(kind, rng.randint(-num_k, num_q - 1))
-        width = rng.randint(0, most)
-        hi = {"window": (lo or 0) + width, "far": rng.randint(-num_k + 1, num_q)}.get(kind)
-        if tiles := cut(rng, num_q, num_k, lo, hi):
-            break
-    group = rng.choice(((1, 1), (2, 2), (4, 2), (3, 1)))
-    dims = rng.choice(((16, 16), (16, 16), (7, 7), (24, 8), (5, 11), (1, 1)))
-    return Case(rng.choice(dtypes), tiles, num_q, num_k, group, dims, rng.choice((1, 1, 2)), seed)
-
-
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """The sizes at which tiles are cut, brought down, so that short sequences go through every way of cutting."""
-    monkeypatch.setattr(pieces, "SMALL", (4, 6))
-    monkeypatch.setattr(pieces, "NARROW", 12)
-    monkeypatch.setattr(pieces, "NARROW_ROWS", 5)
-    monkeypatch.setattr(pieces, "WIDE_ROWS", 9)
-    monkeypatch.setattr(reference, "ROWS", 13)
-    monkeypatch.setattr(reference, "COLS", 11)
-    monkeypatch.setattr(sdpa, "SHORT", 11)
+    shrink_blocks(monkeypatch)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -451,7 +178,7 @@ def test_launches_put_documents_together():
 def _bottom_right(q, k, v, bias, causal, scale):
     if causal:
         bias = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype)
-        bias = bias.masked_fill(~_window(*bias.shape, (-1, 0)), -INF)
+        bias = bias.masked_fill(~torch.from_numpy(window_mask(*bias.shape, (-1, 0))), -INF)
     return _torch.cpu_flash(q, k, v, bias, False, scale)
 
 

@@ -59,6 +59,20 @@ def has_tangent(tensor: Tensor) -> bool:
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
+def rocm() -> str | None:
+    """The version of ROCm that PyTorch is built for; None if it is not."""
+    return torch.version.hip
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a GPU; None where there is none and tensors only pretend to be on one."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+
+
+# Operators with this tag are left out of CUDA graphs.
+CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)
+
+
 def cpu_flash(
     q_BHQD: Tensor,
     k_BGKD: Tensor,

@@ -22,7 +22,7 @@ def defined(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any
     nothing that shares memory with one; `fake` makes results without data."""
     schema = torch.library.infer_schema(run, mutates_args=())
     short = name.partition("::")[2]
-    _library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag, *_torch.CUDAGRAPH_UNSAFE))
     _library.impl(short, _torch.untraced(run), "CompositeExplicitAutograd")
     torch.library.register_fake(name, fake, lib=_library)
     return getattr(torch.ops.longspan, short).default

@@ -25,7 +25,7 @@ from longspan.execution.engine.forward import Forward
 from longspan.execution.engine.runner import Job
 from longspan.execution.engine.transports import Loopback, ProcessGroup, Program
 from longspan.execution.fitting import fitting_plan
-from longspan.execution.kernels import Features, choose_kernel, kernel_named
+from longspan.execution.kernels import Features, choose_kernel, kernel_named, why_not_inside
 from longspan.execution.scoring.pipeline import Scoring
 from longspan.execution.tile import wide
 from longspan.execution.trust.agreement import Record
@@ -111,9 +111,15 @@ def _told(group: str) -> AbstractContextManager[None]:
     return told(_torch.group_named(group)) if group else nullcontext()
 
 
+def _on(device: torch.device) -> AbstractContextManager[None]:
+    """This device is the current one inside: a process may not have said which of several is its own."""
+    return nullcontext() if device.index is None else torch.accelerator.device_index(device.index)
+
+
 def _run(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
     """What the program gives, and the number of the call over the group."""
-    with torch.autocast(call.device.type, enabled=False):  # it would narrow the products of float32 inside
+    # autocast would narrow the products of float32 inside; NCCL and compiled kernels go by the current device
+    with torch.autocast(call.device.type, enabled=False), _on(call.device):
         if not group:
             return Loopback().run([program])[0], 0
         with members_of(_torch.group_named(group)).call(call) as running:
@@ -154,7 +160,8 @@ def _job(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, asked: tupl
     functions: Scoring | None = found_under(scoring) if scoring else None
     drops = functions is not None and functions.dropout is not None
     honours = Features(not plan.mask.is_structured, functions is not None, drops, plan.chunks is not None)
-    chosen = kernel_named(choose_kernel(kernel, q, k, v, honours))
+    why_not = lambda: why_not_inside(plan.mask, functions, q)  # noqa: E731
+    chosen = kernel_named(choose_kernel(kernel, q, k, v, honours, why_not))
     if learns and plan.chunks is not None:
         raise PlanError(
             f"the plan has chunks = {plan.chunks}, which promises the same bits on any number of ranks, but sinks or a"

@@ -274,14 +274,15 @@ class Mask(Handled):
     @property
     def fingerprint(self) -> str:
         """A hex digest that ranks compare: the same bands and functions give the same digest in every process."""
-        if not self.is_structured and not self.last_reads:
-            self.read_anew()
-        if "fingerprint" in self.known:
+        if "fingerprint" in self.known:  # forgotten once a function reads other data
             return self.known["fingerprint"]
+        structured = self.is_structured
+        if not structured and not self.last_reads:
+            self.read_anew()
         text = f"mask {self.seq_len} {self.num_rows}x{self.num_heads} "
         keys = {id(plane): plane.key() + plane.sample(self.seq_len) for plane in self.distinct_planes()}
         found = hashlib.sha256((text + " ".join(keys[id(plane)] for plane in self._planes())).encode()).hexdigest()
-        if self.last_reads:  # of a structured one the plan remembers it
+        if structured or self.last_reads:
             self.known["fingerprint"] = found
         return found
 

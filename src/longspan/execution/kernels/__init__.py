@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from longspan.errors import KernelError
@@ -9,12 +11,12 @@ from longspan.execution.kernels.contract import Kernel
 from longspan.execution.kernels.cpu_flash import CpuFlash
 from longspan.execution.kernels.cuda_flash import Flash
 from longspan.execution.kernels.cuda_sdpa import Cudnn, Efficient
-from longspan.execution.kernels.flex import Flex
+from longspan.execution.kernels.flex import Flex, why_not_inside
 from longspan.execution.kernels.guarded import Guarded
 from longspan.execution.kernels.reference import Reference
 from longspan.execution.tile import PLAIN, Features, Tile
 
-__all__ = ["Features", "Kernel", "Tile", "choose_kernel", "kernel_named"]
+__all__ = ["Features", "Kernel", "Tile", "choose_kernel", "kernel_named", "why_not_inside"]
 
 _FUSED = (CpuFlash(), Flash("varlen", grouped=True), Efficient(), Flash("flash", False), Cudnn(), Flex())
 _KERNELS: dict[str, Kernel] = {
@@ -22,14 +24,12 @@ _KERNELS: dict[str, Kernel] = {
     "reference": Reference(),
 }
 
-# Asked in this order. `flash` and `cudnn` are left to those who name them: `varlen` does all that they do.
+# In this order. `flash` and `cudnn` are left to those who name them: `varlen` does all that they do. `efficient` asks a
+# mask's function on the CPU, block by block, and the GPU waits; `flex` runs it inside.
 _CHOICES = {
     "sdpa": ("cpu_flash", "varlen", "efficient"),
-    "auto": ("cpu_flash", "varlen", "efficient", "flex", "reference"),
+    "auto": ("cpu_flash", "varlen", "flex", "efficient", "reference"),
 }
-
-# On CPUs it writes out all scores: there it is for those who name it, and is not proposed.
-_NAMED_ON_CPUS = ("flex",)
 
 
 def kernel_named(name: str) -> Kernel:
@@ -44,17 +44,35 @@ def kernel_named(name: str) -> Kernel:
     return _KERNELS[name]
 
 
-def choose_kernel(name: str, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, asked: Features = PLAIN) -> str:
-    """The name of the kernel to use: the one asked for, or the first of the choice that does this for these tensors."""
+def choose_kernel(
+    name: str,
+    q_BHQD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    asked: Features = PLAIN,
+    why_not_inside: Callable[[], str | None] = lambda: None,
+) -> str:
+    """The name of the kernel to use: the one asked for, or the first of the choice that does this for these tensors.
+
+    `why_not_inside` says why functions cannot run inside a kernel, or None; it is asked where one would be chosen.
+    """
 
     def refusal(kernel: Kernel) -> str | None:
-        if q_BHQD.device.type == "cpu" and kernel.name in _NAMED_ON_CPUS and kernel.name != name:
+        if q_BHQD.device.type == "cpu" and kernel.name == "flex" != name:  # it writes out all scores there
             return "on CPUs it runs when it is named"
         return asked.beyond(kernel.honours) or kernel.refuses(q_BHQD, k_BGKD, v_BGKE)
 
+    def passed_over(kernel: Kernel) -> str | None:
+        if kernel.name != "flex" or name == "flex":
+            return None
+        if not (asked.mask_function or asked.score_function):
+            return "it is compiled anew for other shapes, and there is no function that it would have to run"
+        return why_not_inside()
+
     whys: list[str] = []
     for candidate in _CHOICES.get(name, (name,)):
-        why = refusal(kernel_named(candidate))
+        kernel = kernel_named(candidate)
+        why = refusal(kernel) or passed_over(kernel)
         if why is None:
             return candidate
         whys.append(f"{candidate}: {why}" if name in _CHOICES else why)

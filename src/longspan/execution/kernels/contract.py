@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from longspan.execution import _torch
 from longspan.execution.tile import Features, Tile
 from longspan.span import Span
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from longspan.execution.scoring.pairs import TilePositions
     from longspan.execution.scoring.pipeline import Scoring
     from longspan.masks import Predicate
+
+
+AMPERE = (8, 0)
+"""The compute capability from which GPUs have bfloat16, and flash attention."""
 
 
 class Pairs(Protocol):
@@ -134,6 +139,41 @@ class Kernel(Protocol):
         Rows whose global lse is -inf add exact zeros.
         """
         ...
+
+
+def gpu_refusal(like: Tensor, least: tuple[int, int]) -> str | None:
+    """Why a kernel that needs an NVIDIA GPU of at least this compute capability cannot run where the tensor is."""
+    if like.device.type != "cuda":
+        return f"it runs on GPUs, and the tensors are on {like.device}"
+    if (rocm := _torch.rocm()) is not None:
+        return f"it was written for CUDA, and this PyTorch is built for ROCm {rocm}, on which nobody has tried it"
+    found = _torch.capability(like.device)
+    if found is not None and found < least:
+        have, need = ("{}.{}".format(*pair) for pair in (found, least))
+        return f"it needs a GPU of compute capability {need} or more, and that of {like.device} is {have}"
+    return None
+
+
+def in_vectors(x: Tensor, width: int, multiple: int) -> Tensor:
+    """Last dim padded with zeros to `width`, which is a multiple of `multiple`, and contiguous; every row begins at a
+    multiple of `multiple` numbers. Operators that read that many at once take all this for granted without looking.
+
+    >>> in_vectors(torch.ones(1, 1, 4, 6), 8, 8).stride()
+    (32, 32, 8, 1)
+    >>> rows = torch.ones(1, 1, 4, 9)[..., 1:]
+    >>> rows.stride(), in_vectors(rows, 8, 8).stride(), in_vectors(rows, 8, 1) is rows
+    ((36, 36, 9, 1), (32, 32, 8, 1), True)
+    """
+    if x.shape[-1] < width:
+        return torch.nn.functional.pad(x, (0, width - x.shape[-1])).contiguous()  # alone, it may keep heads innermost
+    if x.stride(-1) == 1 and (multiple == 1 or _begin_at(x, multiple)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() would leave one that begins at an odd place
+
+
+def _begin_at(x: Tensor, multiple: int) -> bool:
+    begins = x.storage_offset(), *(stride for stride, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1)
+    return all(begin % multiple == 0 for begin in begins)
 
 
 def finite(x: Tensor) -> bool:

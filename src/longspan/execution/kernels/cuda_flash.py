@@ -1,7 +1,7 @@
 """`flash` and `varlen`: CUDA flash attention, one launch per tile or one launch for many. Not run on a GPU.
 
 Where this was written there is none: calls are checked with fake `cuda` tensors (signatures, shapes, dtypes), meaning
-with a CPU stand-in of the same contract. Shapes: see contract.py; T counts the packed rows of many slices.
+and layouts with a model that reads by address. Shapes: see contract.py; T counts the packed rows of many slices.
 
 The operator aligns its diagonal to the bottom-right corner and takes a window (left, right) beside it. A tight tile of
 `rows` x `cols` is such a window: row i sees columns i - hi to i - lo, and with `shift = cols - rows` that is left =
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import TileWork, Upstream
+from longspan.execution.kernels.contract import AMPERE, TileWork, Upstream, gpu_refusal, in_vectors
 from longspan.execution.tile import PLAIN, Features, Tile
 
 MULTIPLE = 8
@@ -73,8 +73,8 @@ class Flash:
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
         widest = max(q_BHQD.shape[3], v_BGKE.shape[3])
-        if q_BHQD.device.type != "cuda":
-            return f"it runs on GPUs, and the tensors are on {q_BHQD.device}"
+        if (why := gpu_refusal(q_BHQD, AMPERE)) is not None:
+            return why
         if q_BHQD.dtype not in (torch.bfloat16, torch.float16):
             return f"it takes bfloat16 and float16, and the tensors are {q_BHQD.dtype}"
         if widest > WIDEST:
@@ -83,7 +83,7 @@ class Flash:
 
     def forward(self, work: TileWork) -> Iterator[tuple[Tile, Tensor, Tensor]]:
         width = _width(work)
-        q, k, v = (_padded(x, width) for x in (work.q_BHQD, work.k_BGKD, work.v_BGKE))
+        q, k, v = (in_vectors(x, width, MULTIPLE) for x in (work.q_BHQD, work.k_BGKD, work.v_BGKE))
         done: dict[int, tuple[Tensor, Tensor]] = {}
         launches = self._launches(q, k, work.tiles)
         for index, tile in enumerate(work.tiles):
@@ -108,8 +108,8 @@ class Flash:
 
     def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
         width, dtype = _width(work), work.q_BHQD.dtype
-        dout, out = (_padded(x.to(dtype), width) for x in (upstream.dout_BHQE, upstream.out_BHQE))
-        q, k, v = (_padded(x, width) for x in (work.q_BHQD, work.k_BGKD, work.v_BGKE))
+        dout, out = (in_vectors(x.to(dtype), width, MULTIPLE) for x in (upstream.dout_BHQE, upstream.out_BHQE))
+        q, k, v = (in_vectors(x, width, MULTIPLE) for x in (work.q_BHQD, work.k_BGKD, work.v_BGKE))
         # +inf is what the operator itself writes into rows that are not there: they add exact zeros
         lse = upstream.lse_BHQ.float().masked_fill(upstream.lse_BHQ.isneginf(), torch.inf)
         done: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -256,12 +256,6 @@ def _tight(tile: Tile) -> Tile:
 
 def _width(work: TileWork) -> int:
     return -(-max(work.q_BHQD.shape[3], work.v_BGKE.shape[3]) // MULTIPLE) * MULTIPLE
-
-
-def _padded(x: Tensor, width: int) -> Tensor:
-    if x.shape[3] < width:
-        return torch.nn.functional.pad(x, (0, width - x.shape[3]))
-    return x if x.stride(3) == 1 else x.contiguous()
 
 
 def _with_rows(x: Tensor, around: tuple[int, int], dim: int, value: float) -> Tensor:

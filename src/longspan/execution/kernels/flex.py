@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.fx import GraphModule
 
+from longspan.errors import KernelError
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import Pairs, TileWork, Upstream
+from longspan.execution.kernels.contract import Pairs, TileWork, Upstream, gpu_refusal
 from longspan.execution.scoring.pipeline import Scoring
 from longspan.execution.scoring.traced import Program, decider, key_of, program
 from longspan.execution.tile import Features, Tile
 from longspan.execution.tile import wide as widened
-from longspan.masks import Predicate
+from longspan.masks import Mask, Predicate
 from longspan.masks.functions.memo import ByIdentity
 from longspan.masks.functions.predicate import device_of
 from longspan.span import Ints
@@ -39,6 +40,8 @@ LN2 = math.log(2.0)
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU_DTYPES = (torch.float64, *GPU_DTYPES)
 DIMS = (16, 256)
+TRITON = (7, 0)
+"""The oldest GPUs that PyTorch compiles for."""
 MAX_COMPILED = 256
 _OPEN = 1 << 40
 
@@ -61,7 +64,7 @@ class Flex:
             return f"it takes head dims from {DIMS[0]} to {DIMS[1]}, and those here are {dims[0]} and {dims[1]}"
         if device == "cuda" and not has_triton():
             return "PyTorch compiles it with Triton, and Triton is not installed"
-        return None
+        return gpu_refusal(q_BHQD, TRITON) if device == "cuda" else None
 
     def forward(self, work: TileWork) -> Iterator[tuple[Tile, Tensor, Tensor]]:
         if not work.tiles:
@@ -90,6 +93,19 @@ class Flex:
             dq, dk, dv, *rest = _run(call.backward_key, call.backward_graph, inputs)
         call.add_gradients(rest)
         yield call.blocks.cover, dq, dk, dv
+
+
+def why_not_inside(mask: Mask, scoring: Scoring | None, like: Tensor) -> str | None:
+    """Why functions of a call cannot run inside the kernel: what tracing them says. None if they can."""
+    asking = [plane.predicate for plane in mask.distinct_planes() if plane.predicate is not None]
+    length = mask.length(None)
+    try:
+        whys = [_asking_program(found, (1, 1), length, like.device, mask.known).why_not for found in asking]
+    except KernelError as error:
+        return str(error)
+    if scoring is not None:
+        whys.append(_score_program(scoring, like.device, widened(like.dtype)).why_no_gradient)
+    return next((why for why in whys if why is not None), None)
 
 
 def has_triton() -> bool:

@@ -32,7 +32,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from longspan.execution.kernels.contract import Pairs, TileWork, Upstream
+from longspan.execution.kernels.contract import Pairs, TileWork, Upstream, in_vectors
 from longspan.execution.tile import Features, Tile
 from longspan.execution.tile import wide as widened
 
@@ -320,12 +320,6 @@ def _cut(x: Tensor, dim: int) -> Tensor:
 
 
 def _padding(q: Tensor, v: Tensor, multiple: int) -> Callable[[Tensor], Tensor]:
-    """Makes last dims equal, contiguous and a multiple: operators read them as if they were, without looking."""
+    """Makes last dims equal and a multiple, and rows begin where operators can read them in vectors."""
     width = -(-max(q.shape[3], v.shape[3]) // multiple) * multiple
-
-    def pad(x: Tensor) -> Tensor:
-        if x.shape[3] < width:
-            return torch.nn.functional.pad(x, (0, width - x.shape[3]))
-        return x if x.stride(3) == 1 else x.contiguous()
-
-    return pad
+    return lambda x: in_vectors(x, width, multiple)

@@ -64,6 +64,16 @@ class Program:
             )
         return found
 
+    @cached_property
+    def why_not(self) -> str | None:
+        """What tracing says if it fails, None if it does not."""
+        return _said(lambda: self.graph)
+
+    @cached_property
+    def why_no_gradient(self) -> str | None:
+        """The same, of the gradient too."""
+        return self.why_not or _said(lambda: self.gradient)
+
     def values(self, given: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Tensor]:
         """What the graph takes after the numbers."""
         assert len(given) == self.num_given
@@ -99,6 +109,14 @@ def _refused(trace: Callable[[], GraphModule]) -> GraphModule:
             f" tracing one failed: {why}. Write it with tensor operations and without looking at values, or use"
             f" kernel='reference'."
         ) from error
+
+
+def _said(trace: Callable[[], GraphModule]) -> str | None:
+    try:
+        trace()
+    except KernelError as error:
+        return str(error)
+    return None
 
 
 def program(

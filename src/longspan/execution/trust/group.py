@@ -74,6 +74,8 @@ class Members:
         """Those of the last forward call."""
         self.training_step = -1
         self.agreed: dict[bytes, None] = {}
+        self.met: set[str] = set()
+        """Types of devices on which all ranks have made an operation together."""
         self._watch: Watch | None = None
         self._no_store = False
         self._inside = threading.RLock()
@@ -135,6 +137,7 @@ class Members:
         running = Running(self, call, self.calls, watch)
         if watch is None:
             running.agree()
+            running.meet()
             yield running
             return
         watch.check()
@@ -145,6 +148,7 @@ class Members:
         )  # fmt: skip
         try:
             running.agree()
+            running.meet()
             watch.at(phase=Phase.RUNNING)
             yield running
         except AgreementError:
@@ -202,7 +206,9 @@ class Running:
 
         By messages through rank 0, not by a collective: a process that leaves one unfinished cannot end.
         """
-        device = message_device(self.members.group)
+        device = message_device(self.members.group, self.call.device)
+        if device.type != "cpu":  # these messages are the group's first
+            self.meet()
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
         others = [rank for rank in range(self.members.size) if rank != self.members.rank]
         if self.members.rank == 0:
@@ -225,6 +231,20 @@ class Running:
                 self._exchange({}, {0: table}, TABLE, device)
         return [found.tobytes() for found in table.cpu().numpy()]
 
+    def meet(self) -> None:
+        """Returns when all ranks have taken part in one operation on the call's device, unless they have before.
+
+        NCCL makes a group's communicator in the first operation, which waits for all ranks, and a plan may leave some
+        of them without a message: they would never come. Where messages of CPUs go over Gloo, what ranks compare is no
+        such operation; it comes first, so that a rank with tensors of another device is named instead of waited for.
+        """
+        device, met = self.call.device, self.members.met
+        if device.type in met:
+            return
+        if first_waits(self.members.group, device):
+            self._sum(torch.zeros(1, dtype=torch.uint8, device=device))
+        met.add(device.type)
+
     def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor], step: int, device: torch.device) -> None:
         group, tag = self.members.group, self.tag(step)
         ops = [dist.P2POp(dist.isend, t, group=group, group_peer=peer, tag=tag) for peer, t in sends.items()]
@@ -237,9 +257,12 @@ class Running:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Adds a tensor up over the group, in place."""
+        self._check_alike()
+        self._sum(tensor)
+
+    def _sum(self, tensor: Tensor) -> None:
         others = [rank for rank in range(self.members.size) if rank != self.members.rank]
         group = self.members.group
-        self._check_alike()
         work = self.started(lambda: dist.all_reduce(tensor, group=group, async_op=True), others)
         assert work is not None
         self.wait([(self.members.rank, work)], others)
@@ -248,7 +271,7 @@ class Running:
         """Returns when the rank before this one is in the same call. Collectives have no tags: without this, sums of
         different calls would meet. A collective is over when all have begun it, and then all were found alike."""
         size, rank = self.members.size, self.members.rank
-        device = message_device(self.members.group)
+        device = message_device(self.members.group, self.call.device)
         token = torch.zeros(1, dtype=torch.uint8, device=device)
         if size > 1:
             self._exchange({(rank + 1) % size: token}, {(rank - 1) % size: token.clone()}, ALIKE, device)
@@ -324,12 +347,34 @@ def members_of(group: dist.ProcessGroup) -> Members:
     return _known[group]
 
 
-def message_device(group: dist.ProcessGroup) -> torch.device:
-    """A device whose tensors this group can send."""
-    if "cpu:" in str(dist.get_backend_config(group)):
+def message_device(group: dist.ProcessGroup, wanted: torch.device | None = None) -> torch.device:
+    """A device whose tensors this group can send: the CPU, or else the wanted one, or else this process's own.
+
+    Never one without its index: NCCL would take the current device for it, which may be the same on all ranks.
+    """
+    if "cpu" in _backends(str(dist.get_backend_config(group))):
         return torch.device("cpu")
     found = torch.accelerator.current_accelerator()
-    return torch.device("cpu") if found is None else found
+    if wanted is not None and wanted.type != "cpu":
+        found = wanted
+    if found is None or found.index is not None:
+        return found or torch.device("cpu")
+    return group.bound_device_id or torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def first_waits(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's first operation on such a device waits for all ranks. All but Gloo are taken for such."""
+    backend = _backends(str(dist.get_backend_config(group))).get(device.type, "gloo")
+    return group.size() > 1 and backend != "gloo"
+
+
+def _backends(config: str) -> dict[str, str]:
+    """The backend for each type of device, as PyTorch writes it.
+
+    >>> _backends("cpu:gloo,cuda:nccl")
+    {'cpu': 'gloo', 'cuda': 'nccl'}
+    """
+    return dict(part.split(":", 1) for part in config.split(",") if ":" in part)
 
 
 def _private(store: Store, members: Members) -> Store:

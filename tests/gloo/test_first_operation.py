@@ -1,0 +1,104 @@
+"""Groups whose first operation waits for all ranks, as NCCL's does, and plans that leave ranks without one."""
+
+import contextlib
+
+import pytest
+import torch
+
+from longspan.execution.trust import group as trust_group
+from tests.gloo import lazy_group
+from tests.pool import end_all, pool
+
+WORLD = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_pools():
+    yield
+    end_all()
+
+
+def test_all_ranks_come_to_the_first_operation():
+    for rank, (right, said, done) in enumerate(pool(WORLD).run(lazy_group.first_call, "lazy", timeout=60)):
+        assert (right, said) == ([True, True], "")
+        assert done[0] == "sum", "before any message"
+        assert done.count("sum") == 1, "once for the group, not for every call"
+        assert (len(done) == 1) == (rank >= 2), "the plan leaves ranks 2 and 3 without messages"
+
+
+def test_without_it_ranks_wait_for_ever():
+    """As it was once: the two ranks that have messages wait for two that have none and never come."""
+    found = pool(WORLD).run(lazy_group.first_call, "lazy", False, timeout=60)
+    pool(WORLD).end()
+    for rank, (_, said, done) in enumerate(found):
+        assert ("2 of 4 ranks came to the first operation" in said) == (rank < 2), said
+        assert bool(done) == (rank < 2)
+
+
+def test_gloo_groups_make_no_such_operation():
+    for right, said, sums in pool(WORLD).run(lazy_group.sums_over_gloo, timeout=60):
+        assert (right, said, sums) == ([True, True], "", 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "waits"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda:3", True),
+        ("cpu:gloo,cuda:nccl", "cpu", False),
+        ("cuda:nccl", "cuda:0", True),
+        ("cpu:gloo,cuda:gloo", "cuda:0", False),
+        ("cpu:gloo,xpu:xccl", "xpu:0", True),
+    ],
+)
+def test_groups_whose_first_operation_waits(config, device, waits, monkeypatch):
+    monkeypatch.setattr(trust_group.dist, "get_backend_config", lambda group: config)
+    assert trust_group.first_waits(_Group(2), torch.device(device)) is waits
+    assert not trust_group.first_waits(_Group(1), torch.device(device)), "alone there is nobody to wait for"
+
+
+class _Group:
+    bound_device_id = None
+
+    def __init__(self, size):
+        self.size = lambda: size
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted", "bound", "found"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda:3", None, "cpu"),
+        ("cuda:nccl", "cuda:3", None, "cuda:3"),
+        ("cuda:nccl", None, None, "cuda:5"),
+        ("cuda:nccl", None, "cuda:2", "cuda:2"),
+        ("cuda:nccl", "cpu", None, "cuda:5"),
+        ("cuda:nccl", "cuda", None, "cuda:5"),
+    ],
+)
+def test_messages_go_by_a_device_with_an_index(config, wanted, bound, found, monkeypatch):
+    monkeypatch.setattr(trust_group.dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 5)
+    group = _Group(2)
+    group.bound_device_id = bound and torch.device(bound)
+    assert trust_group.message_device(group, wanted and torch.device(wanted)) == torch.device(found)
+
+
+@pytest.mark.parametrize(("device", "order"), [("cpu", ["compare"]), ("meta", ["meet", "compare"])])
+def test_ranks_meet_before_they_compare_where_comparing_takes_messages_of_the_device(device, order, monkeypatch):
+    """On CPUs they compare first, so that a rank with tensors of another device is named and not waited for."""
+    found = []
+    running = trust_group.Running(_Members(), _Call(), 1, None)
+    monkeypatch.setattr(trust_group, "message_device", lambda group, wanted: torch.device(device))
+    monkeypatch.setattr(trust_group.Running, "meet", lambda self: found.append("meet"))
+    monkeypatch.setattr(trust_group.Running, "_exchange", lambda *_: found.append("compare"))
+    with contextlib.suppress(NotImplementedError):  # rows on `meta` cannot be read afterwards
+        running._rows(b"row")
+    assert [*dict.fromkeys(found)] == order
+
+
+class _Members:
+    group, rank, size = None, 0, 1
+
+
+class _Call:
+    device = torch.device("cpu")

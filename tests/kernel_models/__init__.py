@@ -1,0 +1,1 @@
+"""Fused GPU operators, modelled by address."""
