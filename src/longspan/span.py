@@ -149,15 +149,22 @@ def union(rows: Ints) -> Ints:
     return np.stack((rows[first, 0], reach[last]), axis=1)
 
 
+def steps_within(counts: Ints) -> Ints:
+    """0, 1, ... within each of the groups of these sizes.
+
+    >>> steps_within(np.array([2, 0, 3])).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def join(a: Ints, b: Ints) -> tuple[Ints, Ints]:
     """Index pairs (i, j) of rows of `a` and `b` that share a position; `b` must be sorted and disjoint."""
     low = np.searchsorted(b[:, 1], a[:, 0], side="right")
     high = np.searchsorted(b[:, 0], a[:, 1], side="left")
     count = np.maximum(high - low, 0)
     left = np.repeat(np.arange(len(a), dtype=np.int64), count)
-    begin = np.repeat(np.cumsum(count) - count, count)
-    right = np.arange(len(left), dtype=np.int64) - begin + np.repeat(low, count)
-    return left, right
+    return left, np.repeat(low, count) + steps_within(count)
 
 
 def intersect(a: Ints, b: Ints) -> Ints:

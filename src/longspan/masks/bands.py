@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import MaskError
-from longspan.span import LIMIT, Ints, Span, join, parsed_number, shortened, whole
+from longspan.span import LIMIT, Ints, Span, join, parsed_number, shortened, steps_within, whole
 
 Q0, Q1, K0, K1, LO, HI = range(6)
 Bools = NDArray[np.bool_]
@@ -190,8 +190,7 @@ def _meeting(a: Ints, b: Ints) -> tuple[Ints, Ints]:
     b_band, first, count = by_slab(b, slabs)
     first, count = first[a_slab], count[a_slab]
     i = np.repeat(a_band, count)
-    step = np.arange(len(i), dtype=np.int64) - np.repeat(np.cumsum(count) - count, count)
-    pairs = np.unique(np.stack((i, b_band[np.repeat(first, count) + step]), axis=1), axis=0)
+    pairs = np.unique(np.stack((i, b_band[np.repeat(first, count) + steps_within(count)]), axis=1), axis=0)
     return pairs[:, 0], pairs[:, 1]
 
 

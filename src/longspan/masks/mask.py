@@ -25,7 +25,7 @@ from longspan.masks.draw import draw
 from longspan.masks.functions.memo import ByIdentity, Memo
 from longspan.masks.functions.predicate import readers_of
 from longspan.masks.functions.reads import Reads
-from longspan.masks.mask_mods import to_mask_mod
+from longspan.masks.mask_mods import Place, to_mask_mod
 from longspan.masks.plane import Bools, Plane
 from longspan.sealed import sealed
 from longspan.span import Ints, Span, whole
@@ -298,7 +298,7 @@ class Mask(Handled):
     def to_mask_mod(self, seq_len: int | None = None) -> Callable[[object, object, object, object], object]:
         """A function (b, h, q_idx, kv_idx) on torch tensors, as FlexAttention takes it."""
         mask = self.resized(self.length(seq_len))
-        return to_mask_mod(mask.grid, mask.distinct_planes(), mask.length())
+        return to_mask_mod(mask.grid, Place(mask.length()))
 
 
 @lru_cache(maxsize=256)
