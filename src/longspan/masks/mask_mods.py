@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Tables = tuple[tuple[Tensor, Tensor], ...]
-    """For k = 0, 1, ...: where the k-th span of keys starts and stops, by plane and row."""
+    """For k = 0, 1, ...: where the k-th span of keys starts and stops, by plane and row; for one plane only by row."""
 
-    Decide = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-    """(number of the plane, b, h, query row, position of the key) -> may attend."""
+    Decide = Callable[[Tensor | None, Tensor, Tensor, Tensor, Tensor], Tensor]
+    """(number of the plane or None for the only one, b, h, query row, position of the key) -> may attend."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +54,10 @@ class Place:
     def room(self, count: int, least: int = 1) -> int:
         """Sizes of a rank's tables are powers of two, 1 or more: new shapes mean compiling."""
         return count if self.rows is None else 1 << (max(count, least) - 1).bit_length()
+
+    def is_for_one(self, num_planes: int) -> bool:
+        """Whether planes need no numbers. For a rank they always have: the next batch may have more of them."""
+        return self.rows is None and num_planes == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +83,22 @@ def to_mask_mod(grid: Sequence[Sequence[Plane]], place: Place) -> MaskMod:
     """The function (b, h, query row, column) of a grid with a plane for every batch row and head that differ."""
     planes, which = numbered(grid)
     members = [_Member(plane, *_only(which == i)) for i, plane in enumerate(planes)]
-    decide, numbers, zero = _decider(members, place), place.tensor(which), place.tensor(0)
+    decide, numbers = _decider(members, place), place.tensor(which.squeeze())
+    many_rows, many_heads = len(which) > 1, len(which[0]) > 1
     positions = None if place.columns is None else place.tensor(place.columns)
+    alone = place.is_for_one(len(planes))
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         key = kv_idx if positions is None else positions[kv_idx]
-        row = b if numbers.shape[0] > 1 else _beside(zero, q_idx)  # a side of 1 serves all: b is not even looked at
-        head = h if numbers.shape[1] > 1 else _beside(zero, q_idx)
-        return decide(_beside(numbers, q_idx)[row, head], b, h, q_idx, key)
+        at = (*((b,) if many_rows else ()), *((h,) if many_heads else ()))  # a side of 1 serves all: not looked at
+        plane = _beside(numbers, q_idx)[at] if at else _beside(numbers, q_idx)
+        return decide(None if alone else plane, b, h, q_idx, key)
 
     return mask_mod
 
 
 def predicate_mod(predicate: Predicate, seq_len: int) -> Decide:
-    """What a predicate says of the whole sequence, as a function of (0, b, h, q_idx, kv_idx)."""
+    """What a predicate says of the whole sequence, as a function of (None, b, h, q_idx, kv_idx)."""
     anywhere = np.zeros((1, 6), dtype=np.int64)  # where it is asked is not looked at
     return _predicate_mod([_Member(Plane(bd.empty(), anywhere, predicate))], Place(seq_len))
 
@@ -128,18 +134,19 @@ def _decider(members: Sequence[_Member], place: Place) -> Decide:
         asked.append((place.tensor(slot), maybe, _predicate_mod(some, place)))
     open_questions = tuple(asked)
 
-    def decide(plane: Tensor, b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
+    def decide(plane: Tensor | None, b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
         found = _seen(sure, plane, q, key)
         for slot, maybe, predicate in open_questions:
-            inner = _beside(slot, q)[plane]
+            inner = None if plane is None else _beside(slot, q)[plane]
             found = found | (_seen(maybe, inner, q, key) & predicate(inner, b, h, q, key))
         return found
 
     return decide
 
 
-def _seen(tables: Tables, plane: Tensor, q: Tensor, key: Tensor) -> Tensor:
-    spans = [(key >= _beside(start, q)[plane, q]) & (key < _beside(stop, q)[plane, q]) for start, stop in tables]
+def _seen(tables: Tables, plane: Tensor | None, q: Tensor, key: Tensor) -> Tensor:
+    at = q if plane is None else (plane, q)
+    spans = [(key >= _beside(start, q)[at]) & (key < _beside(stop, q)[at]) for start, stop in tables]
     return reduce(or_, spans) if spans else (q < 0) & (key < 0)  # without spans nothing: rows are counted from 0
 
 
@@ -152,6 +159,8 @@ def _tables(bands: Sequence[Ints], place: Place) -> Tables:
     tables = np.zeros((depth, 2, place.room(len(bands), place.least), len(rows)), dtype=dtype)
     for i, some in enumerate(spans):
         tables[:, :, i] = span_table(some, depth, len(rows))
+    if place.is_for_one(len(bands)):
+        tables = tables[:, :, 0]
     return tuple((place.tensor(start), place.tensor(stop)) for start, stop in tables)
 
 
@@ -199,7 +208,7 @@ def _function_mod(mask_mod: MaskMod, row: int | None, head: int | None, place: P
     only_b, only_h = (None if fixed is None else place.tensor(fixed) for fixed in (row, head))
     padded = place.columns is not None
 
-    def ask(_: Tensor, b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
+    def ask(_: Tensor | None, b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
         b, h = b if only_b is None else _beside(only_b, q), h if only_h is None else _beside(only_h, q)
         return mask_mod(b, h, q if positions is None else positions[q], key.clamp(min=0) if padded else key)
 

@@ -269,7 +269,7 @@ def _made_asking_program(predicate: Predicate, depths: tuple[int, int], length: 
         start, stop, ask_start, ask_stop, q, kv = rest
         asked = _seen(i, j, ask_start, ask_stop, depths[1])
         zero = torch.full_like(i, 0)  # a predicate is of one batch row and head, or does not look at them
-        return _seen(i, j, start, stop, depths[0]) | (asked & decide(zero, zero, zero, q[i], kv[j]))
+        return _seen(i, j, start, stop, depths[0]) | (asked & decide(None, zero, zero, q[i], kv[j]))
 
     def arguments(device: torch.device | str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         lines = [torch.zeros(depth, dtype=torch.int32, device=device) for depth in depths for _ in range(2)]
