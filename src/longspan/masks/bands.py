@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import MaskError
-from longspan.span import LIMIT, Ints, Span, join, parsed_number, shortened, steps_within, whole
+from longspan.span import LIMIT, Ints, Span, join, parsed_number, run_table, shortened, steps_within, whole
 
 Q0, Q1, K0, K1, LO, HI = range(6)
 Bools = NDArray[np.bool_]
@@ -267,10 +267,10 @@ def coalesce(rows: Ints) -> Ints:
         others = [column for column in range(6) if column not in (start, stop)]
         rows = rows[np.lexsort((rows[:, start], *(rows[:, column] for column in others)))]
         same = (rows[1:, others] == rows[:-1, others]).all(axis=1) & (rows[1:, start] == rows[:-1, stop])
-        first = np.concatenate(([True], ~same))
-        merged = rows[first].copy()
-        merged[:, stop] = rows[np.concatenate((~same, [True])), stop]
-        rows = merged
+        first, after = run_table(~same, len(rows)).T
+        last = rows[after - 1, stop]
+        rows = rows[first]
+        rows[:, stop] = last
     return rows[np.lexsort((rows[:, LO], rows[:, K0], rows[:, Q0]))]
 
 

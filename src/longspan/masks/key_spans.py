@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.masks import bands as bd
-from longspan.span import Ints, steps_within
+from longspan.span import Ints, run_table, steps_within
 
 KeySpans = tuple[Ints, Ints, Ints]
 """Row, first key and the key after the last one, of everything that rows see: by row, then by key."""
@@ -37,9 +37,8 @@ def key_spans(bands: Ints, positions: Ints) -> KeySpans:
     row, start, stop = row[keep], start[keep], stop[keep]
     order = np.lexsort((start, row))
     row, start, stop = row[order], start[order], stop[order]
-    apart = (row[1:] != row[:-1]) | (start[1:] != stop[:-1])
-    begins, ends = np.concatenate(([True], apart))[: len(row)], np.concatenate((apart, [True]))[: len(row)]
-    return row[begins], start[begins], stop[ends]
+    first, after = run_table((row[1:] != row[:-1]) | (start[1:] != stop[:-1]), len(row)).T
+    return row[first], start[first], stop[after - 1]
 
 
 def most_spans(spans: KeySpans) -> int:

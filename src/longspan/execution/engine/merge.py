@@ -165,7 +165,12 @@ def finished(stretch: Stretch) -> tuple[Tensor, Tensor]:
 
 
 def merge(acc: Tensor, top: Tensor, num: Tensor, out: Tensor, lse: Tensor) -> None:
-    """In place: the state of some rows takes up a partial over keys it has not seen."""
+    """In place: the state of some rows takes up a partial over keys it has not seen.
+
+    `kernels.panels.merge` is the other one: it merges the two or three pieces of one tile into an (out, lse) that is
+    handed on, and divides each time. Here hundreds of partials can meet in a row, from all ranks, so the state keeps
+    maximum and sum apart and is divided once: no rounding for each partial, and an lse is not rounded in between.
+    """
     high = torch.maximum(top, lse)
     base = high.masked_fill(high.isneginf(), 0.0)  # -inf minus -inf is nan, not "nothing"
     old, new = torch.exp(top - base), torch.exp(lse - base)

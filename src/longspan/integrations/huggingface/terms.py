@@ -23,7 +23,7 @@ from longspan.errors import MaskError
 from longspan.masks import Mask, causal, documents, from_mask_mod, full, per_row, sliding_window
 from longspan.masks.bands import LIMIT
 from longspan.masks.causal_masks import diagonal
-from longspan.span import Ints
+from longspan.span import Ints, run_table
 
 Kind = tuple[Any, ...]
 
@@ -182,11 +182,8 @@ def runs(row: NDArray[Any]) -> tuple[Ints, NDArray[Any]]:
     >>> runs(np.array([7, 7, 3]))
     (array([0, 2, 3]), array([7, 3]))
     """
-    if not len(row):
-        return np.zeros(1, dtype=np.int64), row
-    inner = np.flatnonzero(row[1:] != row[:-1]) + 1
-    edges = np.concatenate(([0], inner, [len(row)])).astype(np.int64)
-    return edges, row[edges[:-1]]
+    first, after = run_table(row[1:] != row[:-1], len(row)).T
+    return np.append(0, after), row[first]
 
 
 def alike(row: NDArray[Any]) -> Mask:
