@@ -153,6 +153,17 @@ def run_table(apart: NDArray[np.bool_], count: int) -> Ints:
     return np.stack((edges[:-1], edges[1:]), axis=1)
 
 
+def true_runs(flags: NDArray[np.bool_]) -> Ints:
+    """(line, start, stop) of every run of true flags in the lines of a table.
+
+    >>> true_runs(np.array([[True, False, True, True], [False, True, False, False]])).tolist()
+    [[0, 0, 1], [0, 2, 4], [1, 1, 2]]
+    """
+    edges = np.diff(flags.astype(np.int8), axis=1, prepend=0, append=0)
+    line, start = np.nonzero(edges > 0)
+    return np.stack((line, start, np.nonzero(edges < 0)[1]), axis=1)
+
+
 def on_one_line(rows: Ints, number: Ints, seq_len: int) -> Ints:
     """(start, stop) rows of many sequences, which are laid one after another: one union or join serves all of them.
 

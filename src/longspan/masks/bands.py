@@ -83,6 +83,15 @@ def empty() -> Ints:
     return np.empty((0, 6), dtype=np.int64)
 
 
+def rectangles(q0: ArrayLike, q1: ArrayLike, k0: ArrayLike, k1: ArrayLike) -> Ints:
+    """A band without bounds for each rectangle of queries q0 to q1 and keys k0 to k1; a number serves all of them.
+
+    >>> as_bands(rectangles(0, 4, [0, 6], [2, 9]))
+    (0:4x0:2, 0:4x6:9)
+    """
+    return np.stack(np.broadcast_arrays(*np.atleast_1d(q0, q1, k0, k1, -LIMIT, LIMIT)), axis=1).astype(np.int64)
+
+
 def as_array(bands: tuple[Band, ...]) -> Ints:
     """Objects as rows; an open bound becomes +-LIMIT."""
     rows = [

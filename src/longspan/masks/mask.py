@@ -228,7 +228,7 @@ class Mask(Handled):
     @untraced
     def __invert__(self) -> Mask:
         side = LIMIT if self.seq_len is None else self.seq_len
-        domain = np.array([[0, side, 0, side, -LIMIT, LIMIT]], dtype=np.int64)
+        domain = bd.rectangles(0, side, 0, side)
         return self._map(lambda plane: plane.minus_from(domain), self.seq_len, f"~{self.name}")
 
     def _map(self, change: Callable[[Plane], Plane], seq_len: int | None, name: str) -> Mask:

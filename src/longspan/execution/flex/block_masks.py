@@ -25,7 +25,7 @@ from longspan.masks.functions.reads import Noted, Reads, noted, same_tensors
 from longspan.masks.key_spans import key_spans, listed_first, pairs_per_block
 from longspan.masks.mask_key import MaskKey
 from longspan.masks.mask_mods import Place, numbered, to_mask_mod
-from longspan.span import Ints, steps_within, whole
+from longspan.span import Ints, steps_within, true_runs, whole
 
 Bools = NDArray[np.bool_]
 
@@ -249,10 +249,7 @@ def _sizes(block_mask: BlockMask) -> tuple[int, int]:
 def _bands_of(listed: Bools, block_mask: BlockMask) -> Ints:
     """Blocks as bands: neighbouring columns joined, then equal neighbouring rows, cut where the sequences end."""
     size_q, size_k = _sizes(block_mask)
-    edges = np.diff(listed.astype(np.int8), axis=1, prepend=0, append=0)
-    row, start = np.nonzero(edges > 0)
-    stop = np.nonzero(edges < 0)[1]
-    limit = np.full(len(row), bd.LIMIT, dtype=np.int64)
-    columns = (row * size_q, (row + 1) * size_q, start * size_k, stop * size_k, -limit, limit)
+    row, start, stop = true_runs(listed).T
+    bands = bd.rectangles(row * size_q, (row + 1) * size_q, start * size_k, stop * size_k)
     q_len, kv_len = block_mask.seq_lengths
-    return bd.cut(bd.coalesce(np.stack(columns, axis=1).astype(np.int64)), (0, q_len), (0, kv_len))
+    return bd.cut(bd.coalesce(bands), (0, q_len), (0, kv_len))

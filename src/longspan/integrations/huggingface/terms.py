@@ -21,9 +21,9 @@ from torch import Tensor
 
 from longspan.errors import MaskError
 from longspan.masks import Mask, causal, documents, from_mask_mod, full, per_row, sliding_window
-from longspan.masks.bands import LIMIT
+from longspan.masks.bands import LIMIT, rectangles
 from longspan.masks.causal_masks import diagonal
-from longspan.span import Ints, run_table
+from longspan.span import Ints, run_table, true_runs
 
 Kind = tuple[Any, ...]
 
@@ -223,11 +223,8 @@ def visible(row: NDArray[Any]) -> Mask:
     """Every token sees the keys that the row marks, padding or not."""
     if row.all():
         return full(len(row))
-    edges, values = runs(row.astype(bool))
-    seen = np.stack((edges[:-1], edges[1:]), axis=1)[values]
-    bands = np.zeros((len(seen), 6), dtype=np.int64)
-    bands[:, 1], bands[:, 2:4], bands[:, 4], bands[:, 5] = len(row), seen, -LIMIT, LIMIT
-    return Mask.of_bands(bands, len(row), "padding")
+    _, start, stop = true_runs(row[None].astype(bool)).T
+    return Mask.of_bands(rectangles(0, len(row), start, stop), len(row), "padding")
 
 
 def chunks(size: int, first: int, length: int) -> Mask:
@@ -243,7 +240,7 @@ def chunks(size: int, first: int, length: int) -> Mask:
 
 def rectangle(q: tuple[int, int], kv: tuple[int, int], length: int) -> Mask:
     """Queries of one span see keys of another."""
-    return Mask.of_bands(np.array([[*q, *kv, -LIMIT, LIMIT]], dtype=np.int64), length, "cached")
+    return Mask.of_bands(rectangles(*q, *kv), length, "cached")
 
 
 def window_in(term: Term) -> int | None:
