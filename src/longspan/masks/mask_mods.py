@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -147,7 +145,10 @@ def _decider(members: Sequence[_Member], place: Place) -> Decide:
 def _seen(tables: Tables, plane: Tensor | None, q: Tensor, key: Tensor) -> Tensor:
     at = q if plane is None else (plane, q)
     spans = [(key >= _beside(start, q)[at]) & (key < _beside(stop, q)[at]) for start, stop in tables]
-    return reduce(or_, spans) if spans else (q < 0) & (key < 0)  # without spans nothing: rows are counted from 0
+    found = spans[0] if spans else (q < 0) & (key < 0)  # nothing: rows are counted from 0
+    for span in spans[1:]:
+        found = found | span
+    return found
 
 
 def _tables(bands: Sequence[Ints], place: Place) -> Tables:
@@ -187,12 +188,12 @@ def _predicate_mod(members: Sequence[_Member], place: Place) -> Decide:
         return _function_mod(predicate.call, *_fixed(members[-1], predicate), place)
     if isinstance(predicate, Neither):
         inner = _decider(_inside(members, "a"), place)
-        return lambda *pair: ~inner(*pair)
+        return lambda i, b, h, q, key: ~inner(i, b, h, q, key)
     if isinstance(predicate, Both | Either):
         one, other = _decider(_inside(members, "a"), place), _decider(_inside(members, "b"), place)
         if isinstance(predicate, Both):
-            return lambda *pair: one(*pair) & other(*pair)
-        return lambda *pair: one(*pair) | other(*pair)
+            return lambda i, b, h, q, key: one(i, b, h, q, key) & other(i, b, h, q, key)
+        return lambda i, b, h, q, key: one(i, b, h, q, key) | other(i, b, h, q, key)
     raise MaskError(
         f"a predicate of type {type(predicate).__name__} has no mask function. Give it one in masks/mask_mods.py."
     )
