@@ -133,6 +133,48 @@ def total(rows: Ints) -> int:
     return int((rows[:, 1] - rows[:, 0]).sum())
 
 
+def by_position(rows: Ints) -> Ints:
+    """(start, stop, ...) rows sorted by where they start.
+
+    >>> by_position(np.array([[4, 6, 0], [0, 2, 1]])).tolist()
+    [[0, 2, 1], [4, 6, 0]]
+    """
+    return rows[np.argsort(rows[:, 0], kind="stable")]
+
+
+def run_table(apart: NDArray[np.bool_], count: int) -> Ints:
+    """(start, stop) of the runs of `count` things, of which i + 1 begins another run than i where `apart[i]` says so.
+
+    >>> values = np.array([7, 7, 2])
+    >>> run_table(values[1:] != values[:-1], len(values)).tolist()
+    [[0, 2], [2, 3]]
+    """
+    edges = np.concatenate(([0] * (count > 0), np.flatnonzero(apart) + 1, [count])).astype(np.int64)
+    return np.stack((edges[:-1], edges[1:]), axis=1)
+
+
+def true_runs(flags: NDArray[np.bool_]) -> Ints:
+    """(line, start, stop) of every run of true flags in the lines of a table.
+
+    >>> true_runs(np.array([[True, False, True, True], [False, True, False, False]])).tolist()
+    [[0, 0, 1], [0, 2, 4], [1, 1, 2]]
+    """
+    edges = np.diff(flags.astype(np.int8), axis=1, prepend=0, append=0)
+    line, start = np.nonzero(edges > 0)
+    return np.stack((line, start, np.nonzero(edges < 0)[1]), axis=1)
+
+
+def on_one_line(rows: Ints, number: Ints, seq_len: int) -> Ints:
+    """(start, stop) rows of many sequences, which are laid one after another: one union or join serves all of them.
+
+    Sequence n begins at n * (seq_len + 1), so that the end of one does not touch the start of the next:
+
+    >>> on_one_line(np.array([[2, 4], [0, 3]]), np.array([0, 1]), seq_len=4).tolist()
+    [[2, 4], [5, 8]]
+    """
+    return rows[:, :2] + (number * (seq_len + 1))[:, None]
+
+
 def union(rows: Ints) -> Ints:
     """The same positions as sorted, disjoint, non-touching, non-empty rows.
 
@@ -142,11 +184,19 @@ def union(rows: Ints) -> Ints:
     rows = rows[rows[:, 1] > rows[:, 0]]
     if len(rows) < 2:
         return rows
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    rows = by_position(rows)
     reach = np.maximum.accumulate(rows[:, 1])
-    first = np.concatenate(([True], rows[1:, 0] > reach[:-1]))
-    last = np.concatenate((first[1:], [True]))
-    return np.stack((rows[first, 0], reach[last]), axis=1)
+    first, after = run_table(rows[1:, 0] > reach[:-1], len(rows)).T
+    return np.stack((rows[first, 0], reach[after - 1]), axis=1)
+
+
+def steps_within(counts: Ints) -> Ints:
+    """0, 1, ... within each of the groups of these sizes.
+
+    >>> steps_within(np.array([2, 0, 3])).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def join(a: Ints, b: Ints) -> tuple[Ints, Ints]:
@@ -155,9 +205,7 @@ def join(a: Ints, b: Ints) -> tuple[Ints, Ints]:
     high = np.searchsorted(b[:, 0], a[:, 1], side="left")
     count = np.maximum(high - low, 0)
     left = np.repeat(np.arange(len(a), dtype=np.int64), count)
-    begin = np.repeat(np.cumsum(count) - count, count)
-    right = np.arange(len(left), dtype=np.int64) - begin + np.repeat(low, count)
-    return left, right
+    return left, np.repeat(low, count) + steps_within(count)
 
 
 def intersect(a: Ints, b: Ints) -> Ints:

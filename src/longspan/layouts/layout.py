@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from longspan.errors import LayoutError
 from longspan.masks import Mask
 from longspan.sealed import sealed
-from longspan.span import LIMIT, Ints, Span, as_spans, checked_text, parsed_number, shortened, whole
+from longspan.span import LIMIT, Ints, Span, as_spans, checked_text, parsed_number, run_table, shortened, whole
 
 MAX_RANKS = 1 << 20
 
@@ -94,8 +94,9 @@ class Layout:
         table = table[table[:, 1] > table[:, 0]]
         table = table[np.argsort(table[:, 2], kind="stable")]
         touching = (table[1:, 0] == table[:-1, 1]) & (table[1:, 2] == table[:-1, 2])
-        merged = table[np.concatenate(([True], ~touching))[: len(table)]].copy()
-        merged[:, 1] = table[np.concatenate((~touching, [True]))[: len(table)], 1]
+        first, after = run_table(~touching, len(table)).T
+        merged = table[first]
+        merged[:, 1] = table[after - 1, 1]
         return Layout(seq_len, world_size, name, merged, local_len)
 
     # -- who holds what ---------------------------------------------------------------------------------------------

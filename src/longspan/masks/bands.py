@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import MaskError
-from longspan.span import LIMIT, Ints, Span, join, parsed_number, shortened, whole
+from longspan.span import LIMIT, Ints, Span, join, parsed_number, run_table, shortened, steps_within, whole
 
 Q0, Q1, K0, K1, LO, HI = range(6)
 Bools = NDArray[np.bool_]
@@ -81,6 +81,15 @@ def length_or_none(seq_len: object, where: str) -> int | None:
 def empty() -> Ints:
     """No band at all."""
     return np.empty((0, 6), dtype=np.int64)
+
+
+def rectangles(q0: ArrayLike, q1: ArrayLike, k0: ArrayLike, k1: ArrayLike) -> Ints:
+    """A band without bounds for each rectangle of queries q0 to q1 and keys k0 to k1; a number serves all of them.
+
+    >>> as_bands(rectangles(0, 4, [0, 6], [2, 9]))
+    (0:4x0:2, 0:4x6:9)
+    """
+    return np.stack(np.broadcast_arrays(*np.atleast_1d(q0, q1, k0, k1, -LIMIT, LIMIT)), axis=1).astype(np.int64)
 
 
 def as_array(bands: tuple[Band, ...]) -> Ints:
@@ -190,8 +199,7 @@ def _meeting(a: Ints, b: Ints) -> tuple[Ints, Ints]:
     b_band, first, count = by_slab(b, slabs)
     first, count = first[a_slab], count[a_slab]
     i = np.repeat(a_band, count)
-    step = np.arange(len(i), dtype=np.int64) - np.repeat(np.cumsum(count) - count, count)
-    pairs = np.unique(np.stack((i, b_band[np.repeat(first, count) + step]), axis=1), axis=0)
+    pairs = np.unique(np.stack((i, b_band[np.repeat(first, count) + steps_within(count)]), axis=1), axis=0)
     return pairs[:, 0], pairs[:, 1]
 
 
@@ -268,10 +276,10 @@ def coalesce(rows: Ints) -> Ints:
         others = [column for column in range(6) if column not in (start, stop)]
         rows = rows[np.lexsort((rows[:, start], *(rows[:, column] for column in others)))]
         same = (rows[1:, others] == rows[:-1, others]).all(axis=1) & (rows[1:, start] == rows[:-1, stop])
-        first = np.concatenate(([True], ~same))
-        merged = rows[first].copy()
-        merged[:, stop] = rows[np.concatenate((~same, [True])), stop]
-        rows = merged
+        first, after = run_table(~same, len(rows)).T
+        last = rows[after - 1, stop]
+        rows = rows[first]
+        rows[:, stop] = last
     return rows[np.lexsort((rows[:, LO], rows[:, K0], rows[:, Q0]))]
 
 

@@ -11,7 +11,7 @@ from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.functions.memo import ByIdentity
 from longspan.masks.plane import Bools, Plane
-from longspan.span import Ints, Span, union, whole
+from longspan.span import Ints, Span, true_runs, union, whole
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -103,5 +103,4 @@ def runs_of(flags: Bools) -> list[tuple[int, int]]:
     >>> runs_of(np.array([True, False, True, True]))
     [(0, 1), (2, 4)]
     """
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
-    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+    return [(start, stop) for _, start, stop in true_runs(flags[None]).tolist()]

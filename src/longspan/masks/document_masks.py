@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import MaskError
-from longspan.masks.bands import LIMIT
+from longspan.masks.bands import LIMIT, rectangles
 from longspan.masks.mask import Mask
 from longspan.span import Ints, shortened, whole
 
@@ -49,9 +49,7 @@ def _known_blocks(text: bytes, name: str) -> Mask:
     """The same lengths give the same object: every layer and every rank's data loader asks for them again."""
     edges = np.frombuffer(text, dtype=np.int64)
     starts, stops = edges[:-1], edges[1:]
-    open_ended = np.full_like(starts, LIMIT)
-    rows = np.stack((starts, stops, starts, stops, -open_ended, open_ended), axis=1)
-    return Mask.of_bands(rows, int(edges[-1]), name)
+    return Mask.of_bands(rectangles(starts, stops, starts, stops), int(edges[-1]), name)
 
 
 def documents(lengths: ArrayLike) -> Mask:

@@ -25,7 +25,7 @@ from longspan.masks.draw import draw
 from longspan.masks.functions.memo import ByIdentity, Memo
 from longspan.masks.functions.predicate import readers_of
 from longspan.masks.functions.reads import Reads
-from longspan.masks.mask_mods import to_mask_mod
+from longspan.masks.mask_mods import Place, to_mask_mod
 from longspan.masks.plane import Bools, Plane
 from longspan.sealed import sealed
 from longspan.span import Ints, Span, whole
@@ -228,7 +228,7 @@ class Mask(Handled):
     @untraced
     def __invert__(self) -> Mask:
         side = LIMIT if self.seq_len is None else self.seq_len
-        domain = np.array([[0, side, 0, side, -LIMIT, LIMIT]], dtype=np.int64)
+        domain = bd.rectangles(0, side, 0, side)
         return self._map(lambda plane: plane.minus_from(domain), self.seq_len, f"~{self.name}")
 
     def _map(self, change: Callable[[Plane], Plane], seq_len: int | None, name: str) -> Mask:
@@ -299,7 +299,7 @@ class Mask(Handled):
     def to_mask_mod(self, seq_len: int | None = None) -> Callable[[object, object, object, object], object]:
         """A function (b, h, q_idx, kv_idx) on torch tensors, as FlexAttention takes it."""
         mask = self.resized(self.length(seq_len))
-        return to_mask_mod(mask.grid, mask.distinct_planes(), mask.length())
+        return to_mask_mod(mask.grid, Place(mask.length()))
 
 
 @lru_cache(maxsize=256)

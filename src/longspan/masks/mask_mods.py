@@ -1,111 +1,216 @@
-"""Masks as FlexAttention mask functions. Torch is imported when asked for, never with the package."""
+"""Masks as FlexAttention mask functions. Torch is imported when asked for, never with the package.
+
+Whatever bands a mask has, one query row sees a few spans of keys: tables of them by row are the function. It only
+indexes and compares tensors, so it traces, vmaps and compiles; and all that a batch changes is in tensors, so compilers
+need not look at it again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.functions.predicate import Function, MaskMod
-from longspan.masks.plane import Both, Either, Neither, Plane
+from longspan.masks.key_spans import key_spans, most_spans, span_table
+from longspan.masks.plane import Bools, Both, Either, Neither, Plane, Predicate
 from longspan.span import Ints
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
-PlaneMod = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
+    Tables = tuple[tuple[Tensor, Tensor], ...]
+    """For k = 0, 1, ...: where the k-th span of keys starts and stops, by plane and row; for one plane only by row."""
+
+    Decide = Callable[[Tensor | None, Tensor, Tensor, Tensor, Tensor], Tensor]
+    """(number of the plane or None for the only one, b, h, query row, position of the key) -> may attend."""
 
 
-def to_mask_mod(grid: Sequence[Sequence[Plane]], planes: Sequence[Plane], seq_len: int) -> MaskMod:
-    """A function (b, h, q_idx, kv_idx) that only indexes and compares tensors, so it traces, vmaps and compiles.
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """What a function counts: the whole sequence, asked about on any device, or the rows of one rank."""
 
-    `grid` has a plane for every batch row and head that differ, `planes` each of them once.
-    """
-    import torch
+    seq_len: int
+    rows: Ints | None = None
+    """The positions of a rank's query rows, -1 for padding."""
+    columns: Ints | None = None
+    """The positions of its keys, -1 for padding; None: all keys in order."""
+    device: Any = "cpu"
+    least: int = 1
+    """So many planes have room: batch rows that happen to agree this time must not make tables of another shape."""
 
-    mods = [_plane_mod(plane, seq_len) for plane in planes]
-    if len(mods) == 1:
-        return mods[0]
-    number = {id(plane): i for i, plane in enumerate(planes)}
-    table = torch.tensor([[number[id(plane)] for plane in row] for row in grid])
-    many_rows, many_heads = len(grid) > 1, len(grid[0]) > 1
+    def tensor(self, array: ArrayLike) -> Tensor:
+        import torch
+
+        return torch.tensor(array, device=self.device)  # a copy: tensors that share memory look different to compilers
+
+    def room(self, count: int, least: int = 1) -> int:
+        """Sizes of a rank's tables are powers of two, 1 or more: new shapes mean compiling."""
+        return count if self.rows is None else 1 << (max(count, least) - 1).bit_length()
+
+    def is_for_one(self, num_planes: int) -> bool:
+        """Whether planes need no numbers. For a rank they always have: the next batch may have more of them."""
+        return self.rows is None and num_planes == 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A plane, and the only batch row and head that use it (None: several do)."""
+
+    plane: Plane
+    row: int | None = None
+    head: int | None = None
+
+
+_NOTHING = _Member(Plane(bd.empty()))
+
+
+def numbered(grid: Sequence[Sequence[Plane]]) -> tuple[tuple[Plane, ...], Ints]:
+    """Every plane of a grid once, and the number of the plane that each batch row and head has."""
+    planes = {id(plane): plane for line in grid for plane in line}
+    number = {name: i for i, name in enumerate(planes)}
+    return tuple(planes.values()), np.array([[number[id(plane)] for plane in line] for line in grid])
+
+
+def to_mask_mod(grid: Sequence[Sequence[Plane]], place: Place) -> MaskMod:
+    """The function (b, h, query row, column) of a grid with a plane for every batch row and head that differ."""
+    planes, which = numbered(grid)
+    members = [_Member(plane, *_only(which == i)) for i, plane in enumerate(planes)]
+    decide, numbers = _decider(members, place), place.tensor(which.squeeze())
+    many_rows, many_heads = len(which) > 1, len(which[0]) > 1
+    positions = None if place.columns is None else place.tensor(place.columns)
+    alone = place.is_for_one(len(planes))
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        which = table.to(q_idx.device)[b if many_rows else 0, h if many_heads else 0]
-        found = (which == 0) & mods[0](b, h, q_idx, kv_idx)
-        for i, mod in enumerate(mods[1:], start=1):
-            found = found | ((which == i) & mod(b, h, q_idx, kv_idx))
-        return found
+        key = kv_idx if positions is None else positions[kv_idx]
+        at = (*((b,) if many_rows else ()), *((h,) if many_heads else ()))  # a side of 1 serves all: not looked at
+        plane = _beside(numbers, q_idx)[at] if at else _beside(numbers, q_idx)
+        return decide(None if alone else plane, b, h, q_idx, key)
 
     return mask_mod
 
 
-def _plane_mod(plane: Plane, seq_len: int) -> PlaneMod:
-    sure = _bands_mod(plane.sure, seq_len)
-    if plane.predicate is None:
-        return sure
-    maybe, decide = _bands_mod(plane.maybe, seq_len), _predicate_mod(plane.predicate, seq_len)
-    return lambda b, h, q, kv: sure(b, h, q, kv) | (maybe(b, h, q, kv) & decide(b, h, q, kv))
+def predicate_mod(predicate: Predicate, seq_len: int) -> Decide:
+    """What a predicate says of the whole sequence, as a function of (None, b, h, q_idx, kv_idx)."""
+    anywhere = np.zeros((1, 6), dtype=np.int64)  # where it is asked is not looked at
+    return _predicate_mod([_Member(Plane(bd.empty(), anywhere, predicate))], Place(seq_len))
 
 
-def _predicate_mod(predicate: object, seq_len: int) -> PlaneMod:
+def _beside(table: Tensor, q: Tensor) -> Tensor:
+    """The table on the device of the indices; where it is there already, nothing that compilers would see."""
+    return table if table.device == q.device else table.to(q.device)
+
+
+def _only(used: Bools) -> tuple[int | None, int | None]:
+    """The one batch row and the one head of a grid that are used, where the grid has several of them."""
+    lines = np.flatnonzero(used.any(axis=1)), np.flatnonzero(used.any(axis=0))
+    row, head = (
+        int(line[0]) if size > 1 and len(line) == 1 else None for line, size in zip(lines, used.shape, strict=True)
+    )
+    return row, head
+
+
+def _decider(members: Sequence[_Member], place: Place) -> Decide:
+    """Decides for the i-th of these planes. Planes that ask the same function share one call of it."""
+    sure = _tables([member.plane.sure for member in members], place)
+    groups: dict[object, list[int]] = {}
+    for i, member in enumerate(members):
+        if member.plane.predicate is not None:
+            groups.setdefault(_question(member), []).append(i)
+    asked: list[tuple[Tensor, Tables, Decide]] = []
+    for group in groups.values():
+        others = [_NOTHING] * (len(group) < len(members))  # number 0 stands for all planes outside the group
+        some = [*others, *(members[i] for i in group)]
+        slot = np.zeros(place.room(len(members), place.least), dtype=np.int64)
+        slot[group] = np.arange(len(others), len(some))
+        maybe = _tables([member.plane.maybe for member in some], place)
+        asked.append((place.tensor(slot), maybe, _predicate_mod(some, place)))
+    open_questions = tuple(asked)
+
+    def decide(plane: Tensor | None, b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
+        found = _seen(sure, plane, q, key)
+        for slot, maybe, predicate in open_questions:
+            inner = None if plane is None else _beside(slot, q)[plane]
+            found = found | (_seen(maybe, inner, q, key) & predicate(inner, b, h, q, key))
+        return found
+
+    return decide
+
+
+def _seen(tables: Tables, plane: Tensor | None, q: Tensor, key: Tensor) -> Tensor:
+    at = q if plane is None else (plane, q)
+    spans = [(key >= _beside(start, q)[at]) & (key < _beside(stop, q)[at]) for start, stop in tables]
+    found = spans[0] if spans else (q < 0) & (key < 0)  # nothing: rows are counted from 0
+    for span in spans[1:]:
+        found = found | span
+    return found
+
+
+def _tables(bands: Sequence[Ints], place: Place) -> Tables:
+    """Every plane's spans by row."""
+    rows, whole = np.arange(place.seq_len) if place.rows is None else place.rows, (0, place.seq_len)
+    spans = [key_spans(bd.cut(some, whole, whole), rows) for some in bands]
+    depth = place.room(max(map(most_spans, spans)))
+    dtype = np.int32 if place.seq_len < 1 << 31 else np.int64
+    tables = np.zeros((depth, 2, place.room(len(bands), place.least), len(rows)), dtype=dtype)
+    for i, some in enumerate(spans):
+        tables[:, :, i] = span_table(some, depth, len(rows))
+    if place.is_for_one(len(bands)):
+        tables = tables[:, :, 0]
+    return tuple((place.tensor(start), place.tensor(stop)) for start, stop in tables)
+
+
+def _question(member: _Member) -> object:
+    """What planes must agree on to be decided by one call: the kind of predicate, or the function and what it is given.
+
+    A function gets the b and h that the kernel has, unless its plane serves others than the row and head it is for.
+    """
+    predicate = member.plane.predicate
+    if not isinstance(predicate, Function):
+        return type(predicate)
+    return id(predicate.mask_mod), *_fixed(member, predicate)
+
+
+def _fixed(member: _Member, predicate: Function) -> tuple[int | None, int | None]:
+    row = None if predicate.row == member.row else predicate.row
+    return row, None if predicate.head == member.head else predicate.head
+
+
+def _predicate_mod(members: Sequence[_Member], place: Place) -> Decide:
+    """Decides by the predicates of planes which all ask the same question; what it says of no plane is ignored."""
+    predicate = members[-1].plane.predicate
     if isinstance(predicate, Function):
-        return _function_mod(predicate)
+        return _function_mod(predicate.call, *_fixed(members[-1], predicate), place)
     if isinstance(predicate, Neither):
-        inner = _plane_mod(predicate.a, seq_len)
-        return lambda b, h, q, kv: ~inner(b, h, q, kv)
+        inner = _decider(_inside(members, "a"), place)
+        return lambda i, b, h, q, key: ~inner(i, b, h, q, key)
     if isinstance(predicate, Both | Either):
-        a, other = _plane_mod(predicate.a, seq_len), _plane_mod(predicate.b, seq_len)
+        one, other = _decider(_inside(members, "a"), place), _decider(_inside(members, "b"), place)
         if isinstance(predicate, Both):
-            return lambda b, h, q, kv: a(b, h, q, kv) & other(b, h, q, kv)
-        return lambda b, h, q, kv: a(b, h, q, kv) | other(b, h, q, kv)
+            return lambda i, b, h, q, key: one(i, b, h, q, key) & other(i, b, h, q, key)
+        return lambda i, b, h, q, key: one(i, b, h, q, key) | other(i, b, h, q, key)
     raise MaskError(
-        f"a predicate of type {type(predicate).__name__} has no mask_mod. Give it one in masks/mask_mods.py."
+        f"a predicate of type {type(predicate).__name__} has no mask function. Give it one in masks/mask_mods.py."
     )
 
 
-def _function_mod(predicate: Function) -> PlaneMod:
-    """The function with the batch row and head of its plane, which need not be where the plane is used."""
-    row, head = predicate.row, predicate.head
-
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        b = b if row is None else q_idx.new_full((), row)
-        return predicate.call(b, h if head is None else q_idx.new_full((), head), q_idx, kv_idx)
-
-    return mask_mod
+def _inside(members: Sequence[_Member], side: str) -> list[_Member]:
+    return [m if m is _NOTHING else _Member(getattr(m.plane.predicate, side), m.row, m.head) for m in members]
 
 
-def _bands_mod(rows: Ints, seq_len: int) -> PlaneMod:
-    """Looks up the query's slab, then compares against the few bands that cross it."""
-    import torch
+def _function_mod(mask_mod: MaskMod, row: int | None, head: int | None, place: Place) -> Decide:
+    # Padding is asked about at position 0 and its answer is not used, so that no function reads outside its tensors.
+    positions = None if place.rows is None else place.tensor(np.maximum(place.rows, 0))
+    only_b, only_h = (None if fixed is None else place.tensor(fixed) for fixed in (row, head))
+    padded = place.columns is not None
 
-    rows = bd.cut(rows, (0, seq_len), (0, seq_len))
-    if not len(rows):
-        return lambda _b, _h, q, kv: (q < 0) & (kv < 0)
-    slabs = bd.slabs_of(rows)
-    band, first, count = bd.by_slab(rows, slabs)
-    depth = int(count.max())
-    # Unused places hold an empty key span, so that they allow nothing.
-    bounds = np.zeros((depth, len(slabs) + 1, 4), dtype=np.int64)
-    for k in range(depth):
-        at = np.flatnonzero(count > k)
-        bounds[k, at] = rows[band[first[at] + k]][:, [bd.K0, bd.K1, bd.LO, bd.HI]]
-    slab_of = np.full(seq_len, len(slabs), dtype=np.int64)
-    for i, (start, stop) in enumerate(slabs.tolist()):
-        if count[i]:
-            slab_of[start:stop] = i
-    lookup, table = torch.as_tensor(slab_of), torch.as_tensor(bounds)
+    def ask(_: Tensor | None, b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
+        b, h = b if only_b is None else _beside(only_b, q), h if only_h is None else _beside(only_h, q)
+        return mask_mod(b, h, q if positions is None else positions[q], key.clamp(min=0) if padded else key)
 
-    def mask_mod(_b: Any, _h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        slab = lookup.to(q_idx.device)[q_idx]
-        found = q_idx < 0
-        for k in range(depth):
-            k0, k1, lo, hi = table.to(q_idx.device)[k, slab].unbind(-1)
-            difference = q_idx - kv_idx
-            found = found | ((kv_idx >= k0) & (kv_idx < k1) & (difference >= lo) & (difference <= hi))
-        return found
-
-    return mask_mod
+    return ask

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from longspan.errors import MaskError
-from longspan.masks.bands import LIMIT, length_or_none
+from longspan.masks.bands import LIMIT, LO, length_or_none, rectangles
 from longspan.masks.document_masks import document_edges, flat_numbers
 from longspan.masks.mask import Mask
 from longspan.span import shortened, whole
@@ -52,10 +52,9 @@ def prefix_lm(prefix: ArrayLike, lengths: ArrayLike | None = None, seq_len: int 
             f" for lengths {(stops - starts).tolist()!r:.60}."
         )
     mid = starts + sizes
-    far = np.full_like(starts, LIMIT)
-    both_ways = np.stack((starts, mid, starts, mid, -far, far), axis=1)
-    onward = np.stack((mid, stops, starts, stops, np.zeros_like(far), far), axis=1)
-    return Mask.of_bands(np.concatenate((both_ways, onward)), seq_len, "prefix_lm()")
+    onward = rectangles(mid, stops, starts, stops)
+    onward[:, LO] = 0
+    return Mask.of_bands(np.concatenate((rectangles(starts, mid, starts, mid), onward)), seq_len, "prefix_lm()")
 
 
 def global_prefix(num: int, seq_len: int | None = None) -> Mask:
@@ -72,5 +71,4 @@ def global_prefix(num: int, seq_len: int | None = None) -> Mask:
     num = whole(num, "num", "global_prefix()", MaskError)
     seq_len = length_or_none(seq_len, "global_prefix()")
     side = LIMIT if seq_len is None else seq_len
-    rows = np.array([[0, side, 0, min(num, side), -LIMIT, LIMIT]], dtype=np.int64)
-    return Mask.of_bands(rows, seq_len, f"global_prefix({num})")
+    return Mask.of_bands(rectangles(0, side, 0, min(num, side)), seq_len, f"global_prefix({num})")

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.layouts import Layout
-from longspan.span import Ints, join, subtract, union
+from longspan.span import Ints, by_position, join, on_one_line, steps_within, subtract, union
 
 START, STOP, TAKER, STAGE, PORT = range(5)
 
@@ -85,22 +85,18 @@ def by_taker(rows: Ints, seq_len: int) -> Ints:
 
     Takers are laid one after another on a long line, so that one union serves all of them.
     """
-    stride = seq_len + 1
-    line = union(rows[:, :2] + (rows[:, 2] * stride)[:, None])
-    return _from_line(line, stride)
+    return _from_line(union(on_one_line(rows, rows[:, 2], seq_len)), seq_len)
 
 
 def without(rows: Ints, held: Ints, seq_len: int) -> Ints:
     """(start, stop, taker) rows less those that the taker holds, both disjoint per taker."""
-    stride = seq_len + 1
-    lines = [part[:, :2] + (part[:, 2] * stride)[:, None] for part in (rows, held)]
-    lines = [line[np.argsort(line[:, 0], kind="stable")] for line in lines]
-    return _from_line(subtract(lines[0], lines[1]), stride)
+    needed, there = (by_position(on_one_line(part, part[:, 2], seq_len)) for part in (rows, held))
+    return _from_line(subtract(needed, there), seq_len)
 
 
-def _from_line(line: Ints, stride: int) -> Ints:
-    taker = line[:, 0] // stride
-    return np.column_stack((line - (taker * stride)[:, None], taker))
+def _from_line(line: Ints, seq_len: int) -> Ints:
+    taker = line[:, 0] // (seq_len + 1)
+    return np.column_stack((on_one_line(line, -taker, seq_len), taker))
 
 
 def staged(rows: Ints, held: Ints, seq_len: int, count: int) -> Ints:
@@ -120,7 +116,7 @@ def staged(rows: Ints, held: Ints, seq_len: int, count: int) -> Ints:
     low, high = before // share, (before + sizes - 1) // share
     pieces = high - low + 1
     i = np.repeat(np.arange(len(rows)), pieces)
-    number = low[i] + np.arange(len(i)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    number = low[i] + steps_within(pieces)
     begin = np.maximum(number * share[i] - before[i], 0)  # rows are taken from the top of each span downwards
     end = np.minimum((number + 1) * share[i] - before[i], sizes[i])
     return np.stack((rows[i, 1] - end, rows[i, 1] - begin, taker[i], number), axis=1)
@@ -177,8 +173,7 @@ def _meet(rows: Ints, owners: Ints, rank: int, lag: int) -> Ints:
 
 def _relays(fetch: Fetch, node: int, rank: int) -> Ints:
     """(step, port, user, until, start, stop) inside the rank's node, one step after the rows entered it."""
-    ports = fetch.far[fetch.far[:, TAKER] == rank // node]
-    ports = ports[np.argsort(ports[:, START], kind="stable")]
+    ports = by_position(fetch.far[fetch.far[:, TAKER] == rank // node])
     users = fetch.remote[fetch.remote[:, 2] // node == rank // node]
     i, j = join(users[:, :2], ports[:, :2])
     start, stop = np.maximum(users[i, 0], ports[j, 0]), np.minimum(users[i, 1], ports[j, 1])
@@ -192,8 +187,7 @@ def arrivals(fetch: Fetch, node: int, rank: int, num_steps: int) -> list[Ints]:
     near = fetch.near[fetch.near[:, TAKER] == rank]
     parts = [(near[:, STAGE] + 1, near[:, :2])]
     if len(fetch.far):
-        ports = fetch.far[fetch.far[:, TAKER] == rank // node]
-        ports = ports[np.argsort(ports[:, START], kind="stable")]
+        ports = by_position(fetch.far[fetch.far[:, TAKER] == rank // node])
         mine = fetch.remote[fetch.remote[:, 2] == rank]
         i, j = join(mine[:, :2], ports[:, :2])
         cut = np.stack((np.maximum(mine[i, 0], ports[j, 0]), np.minimum(mine[i, 1], ports[j, 1])), axis=1)

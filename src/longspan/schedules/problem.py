@@ -20,7 +20,7 @@ from longspan.masks import bands as bd
 from longspan.schedules.chunks import Chunks
 from longspan.schedules.fetch import Fetch, by_taker, num_stages, plan_fetch, without
 from longspan.schedules.steps import Compute, Piece, Role, Sizes
-from longspan.span import LIMIT, Ints, Span, as_spans, join
+from longspan.span import LIMIT, Ints, Span, as_spans, by_position, join
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,15 +134,14 @@ class Problem:
         for lane in self.lanes:
             rows = self.sizes.batch if lane.batch is None else len(lane.batch)
             for part in lane.parts:
-                q_rows = part.q_rows[np.argsort(part.q_rows[:, 0], kind="stable")]
+                q_rows = by_position(part.q_rows)
                 pieces, row = in_rows(part.plane.region, q_rows)
                 np.add.at(pairs, q_rows[row, 2], bd.area(pieces) * (len(part.q_heads) * rows))
         return pairs
 
     def held(self, rank: int) -> Ints:
         """The rank's (start, stop) rows, sorted by position."""
-        rows = self.layout.span_table(rank)
-        return rows[np.argsort(rows[:, 0], kind="stable")]
+        return by_position(self.layout.span_table(rank))
 
     @cached_property
     def blocks(self) -> tuple[tuple[Piece, ...], ...]:
@@ -232,7 +231,7 @@ def needed_rows(lane: Lane, seq_len: int) -> Ints:
     """(start, stop, rank) of all K/V rows each rank's queries see, by rank and position, disjoint."""
     needed: list[Ints] = []
     for part in lane.parts:
-        q_rows = part.q_rows[np.argsort(part.q_rows[:, 0], kind="stable")]
+        q_rows = by_position(part.q_rows)
         pieces, row = in_rows(part.plane.region, q_rows)
         start = np.maximum(pieces[:, bd.K0], pieces[:, bd.Q0] - pieces[:, bd.HI])
         stop = np.minimum(pieces[:, bd.K1], pieces[:, bd.Q1] - pieces[:, bd.LO])

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from longspan.execution.inputs import check_no_tangent, is_number
+from longspan.execution.tile import wide
 from longspan.span import shortened
 from longspan.training.groups import BatchError, process_group
 
@@ -44,11 +45,11 @@ def token_loss(
     2.0794
     """
     _check(logits, labels, gradients, reduction, num_tokens)
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    precise = logits.to(wide(logits.dtype))
     flat = labels.reshape(-1)
     try:
         share = torch.nn.functional.cross_entropy(
-            wide.reshape(-1, logits.shape[-1]), flat, ignore_index=ignore_index, reduction="sum"
+            precise.reshape(-1, logits.shape[-1]), flat, ignore_index=ignore_index, reduction="sum"
         )
     except IndexError as error:
         real = flat[flat != ignore_index]

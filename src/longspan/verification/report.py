@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from longspan.errors import LongspanError
+from longspan.span import run_table
 
 UNKNOWN = "not recognised"
 """The cause of a finding that matches none of the known mistakes."""
@@ -162,10 +163,7 @@ def spans_of(positions: ArrayLike) -> tuple[tuple[int, int], ...]:
     ((1, 4), (7, 8))
     """
     at = np.unique(np.asarray(positions, dtype=np.int64))
-    if not at.size:
-        return ()
-    breaks = np.flatnonzero(np.diff(at) > 1) + 1
-    return tuple((int(part[0]), int(part[-1]) + 1) for part in np.split(at, breaks))
+    return tuple((int(at[start]), int(at[stop - 1]) + 1) for start, stop in run_table(np.diff(at) > 1, len(at)))
 
 
 def _listed(ranks: tuple[int, ...]) -> str:

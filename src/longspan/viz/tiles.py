@@ -7,7 +7,7 @@ import numpy as np
 from longspan.layouts import Layout
 from longspan.masks import Mask, Plane
 from longspan.masks import bands as bd
-from longspan.span import Ints, join
+from longspan.span import Ints, by_position, join, run_table
 
 ASKED = 2048
 """A mask's function is asked about every pair of sequences up to this length; of longer ones it is shown as open."""
@@ -75,10 +75,7 @@ def equal_runs(values: Ints) -> list[tuple[int, int]]:
     >>> equal_runs(np.array([7, 7, 2]))
     [(0, 2), (2, 3)]
     """
-    if not len(values):
-        return []
-    starts = np.flatnonzero(np.concatenate(([True], values[1:] != values[:-1]))).tolist()
-    return list(zip(starts, [*starts[1:], len(values)], strict=True))
+    return [(start, stop) for start, stop in run_table(values[1:] != values[:-1], len(values)).tolist()]
 
 
 def document_edges(mask: Mask, edges: Ints, most: int = 64) -> Ints:
@@ -108,7 +105,7 @@ def owners(layout: Layout, edges: Ints) -> Ints:
 
 def row_work(mask: Mask, layout: Layout, row: int, head: int) -> Ints:
     """Pairs in the query rows of each rank, in one plane (of a function's pairs: at most)."""
-    by_start = layout.table[np.argsort(layout.table[:, 0], kind="stable")]
+    by_start = layout.by_position
     i, j = join(mask.plane(row, head).region[:, :2], by_start[:, :2])
     pieces = mask.plane(row, head).region[i].copy()
     pieces[:, bd.Q0] = np.maximum(pieces[:, bd.Q0], by_start[j, 0])
@@ -130,10 +127,7 @@ def stretches(mask: Mask, seq_len: int) -> Ints:
         tight = bd.tighten(region)
         low, high = np.minimum(tight[:, bd.Q0], tight[:, bd.K0]), np.maximum(tight[:, bd.Q1], tight[:, bd.K1])
         extents.append(np.stack((low, high), axis=1))
-    rows = np.concatenate(extents)
-    if not len(rows):
-        return rows
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    rows = by_position(np.concatenate(extents))
     reach = np.maximum.accumulate(rows[:, 1])
-    first = np.flatnonzero(np.concatenate(([True], rows[1:, 0] >= reach[:-1])))
-    return np.stack((rows[first, 0], reach[np.append(first[1:], len(rows)) - 1]), axis=1)
+    first, after = run_table(rows[1:, 0] >= reach[:-1], len(rows)).T
+    return np.stack((rows[first, 0], reach[after - 1]), axis=1)

@@ -176,6 +176,10 @@ def merge(acc: Tensor, top: Tensor, num: Tensor, out: Tensor, lse: Tensor) -> No
     (5.5, 4.0)
 
     Weights are taken relative to the largest lse so far, `top`, so that none overflows, however large scores are.
+
+    `kernels.panels.merge` is the other one: it merges the two or three pieces of one tile into an (out, lse) that is
+    handed on, and divides each time. Here hundreds of partials can meet in a row, from all ranks, so the state keeps
+    maximum and sum apart and is divided once: no rounding for each partial, and an lse is not rounded in between.
     """
     high = torch.maximum(top, lse)
     base = high.masked_fill(high.isneginf(), 0.0)  # -inf minus -inf is nan, not "nothing"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longspan.schedules.steps import Piece
-from longspan.span import Ints, Span, as_table, intersect, join, total
+from longspan.span import Ints, Span, as_table, by_position, intersect, join, total
 
 T = TypeVar("T")
 FEW, LONG = 8, 256
@@ -106,8 +106,7 @@ def runs_of(spans: tuple[Span, ...]) -> Ints:
 def laid_out(spans: Ints) -> Ints:
     """The runs of rows in the order of `(start, stop)` spans."""
     sizes = spans[:, 1] - spans[:, 0]
-    runs = np.column_stack((spans, np.cumsum(sizes) - sizes))
-    return runs[np.argsort(runs[:, 0], kind="stable")]
+    return by_position(np.column_stack((spans, np.cumsum(sizes) - sizes)))
 
 
 def have_all(runs: Ints, wanted: Ints) -> bool:

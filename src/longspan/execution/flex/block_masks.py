@@ -16,15 +16,16 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from longspan.errors import MaskError
-from longspan.execution.flex.row_tables import Spans, local_mask_mod, row_spans, steps_within
 from longspan.layouts import Layout
 from longspan.masks import Mask, Plane
 from longspan.masks import bands as bd
 from longspan.masks.classifier import EMPTY, FULL, PARTIAL
 from longspan.masks.functions.predicate import Function
 from longspan.masks.functions.reads import Noted, Reads, noted, same_tensors
+from longspan.masks.key_spans import key_spans, listed_first, pairs_per_block
 from longspan.masks.mask_key import MaskKey
-from longspan.span import Ints, whole
+from longspan.masks.mask_mods import Place, numbered, to_mask_mod
+from longspan.span import Ints, steps_within, true_runs, whole
 
 Bools = NDArray[np.bool_]
 
@@ -88,16 +89,14 @@ def _built(known: MaskKey, layout: Layout, rank: int, kv: str, block_size: int, 
     mask = known.mask.resized(layout.seq_len)
     rows = _local_rows(layout, rank)
     keys = np.arange(layout.seq_len, dtype=np.int64) if kv == "global" else rows
-    planes = mask.distinct_planes()
-    number = {id(plane): i for i, plane in enumerate(planes)}
-    which = np.array([[number[id(plane)] for plane in line] for line in mask.grid])
+    planes, which = numbered(mask.grid)
     kinds = np.stack([_kinds(plane, rows, keys, block_size) for plane in planes])[which]
-    mask_mod = local_mask_mod(mask, which, rows, None if kv == "global" else rows, torch.device(device))
+    place = Place(layout.seq_len, rows, None if kv == "global" else rows, torch.device(device), mask.num_rows)
     return BlockMask.from_kv_blocks(
-        *_ordered(kinds == PARTIAL, device),
-        *_ordered(kinds == FULL, device),
+        *_listed_first(kinds == PARTIAL, device),
+        *_listed_first(kinds == FULL, device),
         BLOCK_SIZE=block_size,
-        mask_mod=mask_mod,
+        mask_mod=to_mask_mod(mask.grid, place),
         seq_lengths=(len(rows), len(keys)),
     )
 
@@ -110,47 +109,19 @@ def _local_rows(layout: Layout, rank: int) -> Ints:
     return np.concatenate((np.repeat(starts, sizes) + steps_within(sizes), padding))
 
 
-def _ordered(listed: Bools, device: str) -> tuple[Tensor, Tensor]:
-    """How many blocks of every block row are listed, and all blocks with those first."""
-    order = np.argsort(~listed, axis=-1, kind="stable").astype(np.int32)
-    counts = listed.sum(axis=-1, dtype=np.int32)
+def _listed_first(chosen: Bools, device: str) -> tuple[Tensor, Tensor]:
+    counts, order = listed_first(chosen)
     return torch.as_tensor(counts, device=device), torch.as_tensor(order, device=device)
 
 
 # -- which blocks are empty, partial or full ------------------------------------------------------------------------
 
 
-def _num_pairs(spans: Spans, num_rows: int, keys: Ints, size: int) -> Ints:
-    """How many pairs of every block the spans hold.
-
-    A row whose keys end at column c of block t has `size` keys in each block before t and c - t * size in t itself;
-    what begins at a column is taken off in the same way. So only the blocks of the ends are written to.
-    """
-    row, start, stop = spans
-    height, width = -(-num_rows // size), -(-len(keys) // size) + 1
-    ends, rest = np.zeros(height * width), np.zeros(height * width)
-    for offset, chain in _chains(keys):
-        for edge, sign in ((start, -1), (stop, 1)):
-            column = offset + np.searchsorted(chain, edge)
-            place = row // size * width + column // size
-            ends += sign * np.bincount(place, minlength=height * width)
-            rest += sign * np.bincount(place, weights=column % size, minlength=height * width)
-    before = np.cumsum(ends.reshape(height, width), axis=1)  # as many spans begin as end: what is not before is after
-    return (rest.reshape(height, width) - size * before)[:, :-1].astype(np.int64)
-
-
-def _chains(keys: Ints) -> list[tuple[int, Ints]]:
-    """The columns as stretches of ascending positions, each with its first column: a span of keys is one in each."""
-    real = keys[keys >= 0]  # padding comes last
-    cuts = np.flatnonzero(real[1:] < real[:-1]) + 1
-    return list(zip([0, *cuts.tolist()], np.split(real, cuts), strict=True))
-
-
 def _kinds(plane: Plane, rows: Ints, keys: Ints, size: int) -> NDArray[np.int8]:
     """EMPTY, PARTIAL or FULL for every block. Blocks that stick out over the end are never full, as in PyTorch."""
-    pairs = _num_pairs(row_spans(plane.sure, rows), len(rows), keys, size)
+    pairs = pairs_per_block(key_spans(plane.sure, rows), len(rows), keys, size)
     if plane.predicate is not None:
-        maybe = _num_pairs(row_spans(plane.maybe, rows), len(rows), keys, size)
+        maybe = pairs_per_block(key_spans(plane.maybe, rows), len(rows), keys, size)
         _ask(plane, rows, keys, size, maybe, pairs)
     return np.where(pairs == size * size, FULL, np.where(pairs > 0, PARTIAL, EMPTY)).astype(np.int8)
 
@@ -278,10 +249,7 @@ def _sizes(block_mask: BlockMask) -> tuple[int, int]:
 def _bands_of(listed: Bools, block_mask: BlockMask) -> Ints:
     """Blocks as bands: neighbouring columns joined, then equal neighbouring rows, cut where the sequences end."""
     size_q, size_k = _sizes(block_mask)
-    edges = np.diff(listed.astype(np.int8), axis=1, prepend=0, append=0)
-    row, start = np.nonzero(edges > 0)
-    stop = np.nonzero(edges < 0)[1]
-    limit = np.full(len(row), bd.LIMIT, dtype=np.int64)
-    columns = (row * size_q, (row + 1) * size_q, start * size_k, stop * size_k, -limit, limit)
+    row, start, stop = true_runs(listed).T
+    bands = bd.rectangles(row * size_q, (row + 1) * size_q, start * size_k, stop * size_k)
     q_len, kv_len = block_mask.seq_lengths
-    return bd.cut(bd.coalesce(np.stack(columns, axis=1).astype(np.int64)), (0, q_len), (0, kv_len))
+    return bd.cut(bd.coalesce(bands), (0, q_len), (0, kv_len))

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -24,7 +23,7 @@ from longspan.execution.kernels.reference import highest
 from longspan.execution.scoring.biases import Extras
 from longspan.execution.scoring.pipeline import ScoreMod
 from longspan.masks import Mask, full
-from longspan.masks.bands import LIMIT
+from longspan.masks.bands import rectangles
 from longspan.schedules.plan import Plan
 from longspan.schedules.steps import Compute
 from longspan.span import shortened
@@ -129,8 +128,7 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> tuple[Tensor, Te
     else:
         mask = _of_block_mask(block_mask, batch, heads, num_q, num_kv)
     if num_q != num_kv:
-        rectangle = np.array([[0, num_q, 0, num_kv, -LIMIT, LIMIT]], dtype=np.int64)
-        mask = mask & Mask.of_bands(rectangle, length, f"{num_q} x {num_kv}")
+        mask = mask & Mask.of_bands(rectangles(0, num_q, 0, num_kv), length, f"{num_q} x {num_kv}")
         q = pad(q, (0, 0, 0, length - num_q))
         k, v = (pad(t, (0, 0, 0, length - num_kv)) for t in (k, v))
     return q, k, v, mask

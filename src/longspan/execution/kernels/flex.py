@@ -27,13 +27,15 @@ from longspan.errors import KernelError
 from longspan.execution import _torch
 from longspan.execution.kernels.contract import Pairs, TileWork, Upstream, gpu_refusal
 from longspan.execution.scoring.pipeline import Scoring
-from longspan.execution.scoring.traced import Program, decider, key_of, program
+from longspan.execution.scoring.traced import Program, key_of, program
 from longspan.execution.tile import Features, Tile
 from longspan.execution.tile import wide as widened
 from longspan.masks import Mask, Predicate
 from longspan.masks.functions.memo import ByIdentity
 from longspan.masks.functions.predicate import device_of
-from longspan.span import Ints
+from longspan.masks.key_spans import KeySpans, key_spans, listed_first, most_spans, pairs_per_block, span_table
+from longspan.masks.mask_mods import predicate_mod
+from longspan.span import LIMIT
 
 BLOCK = _torch.FLEX_BLOCK
 LN2 = math.log(2.0)
@@ -43,7 +45,6 @@ DIMS = (16, 256)
 TRITON = (7, 0)
 """The oldest GPUs that PyTorch compiles for."""
 MAX_COMPILED = 256
-_OPEN = 1 << 40
 
 
 class Flex:
@@ -278,12 +279,13 @@ def _asking_program(
 
 
 def _made_asking_program(predicate: Predicate, depths: tuple[int, int], length: int, device: torch.device) -> Program:
-    decide = decider(predicate, length)
+    decide = predicate_mod(predicate, length)
 
     def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor, *rest: Tensor) -> Tensor:  # noqa: ARG001
         start, stop, ask_start, ask_stop, q, kv = rest
         asked = _seen(i, j, ask_start, ask_stop, depths[1])
-        return _seen(i, j, start, stop, depths[0]) | (asked & decide(q[i], kv[j]))
+        zero = torch.full_like(i, 0)  # a predicate is of one batch row and head, or does not look at them
+        return _seen(i, j, start, stop, depths[0]) | (asked & decide(None, zero, zero, q[i], kv[j]))
 
     def arguments(device: torch.device | str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         lines = [torch.zeros(depth, dtype=torch.int32, device=device) for depth in depths for _ in range(2)]
@@ -310,10 +312,6 @@ class _Blocks:
     """Which blocks are partial and which full."""
 
 
-Spans = tuple[Ints, Ints, Ints]
-"""Row, first key and the key after the last, by row and by key."""
-
-
 @lru_cache(maxsize=64)
 def _blocks_of(tiles: tuple[Tile, ...], device: torch.device) -> _Blocks:
     """The same tiles come again in every layer and step, so what is made of them is kept."""
@@ -322,8 +320,7 @@ def _blocks_of(tiles: tuple[Tile, ...], device: torch.device) -> _Blocks:
     sides = np.array([(t.q0, t.q1, t.k0, t.k1) for t in tiles])
     cover = Tile(int(sides[:, 0].min()), int(sides[:, 1].max()), int(sides[:, 2].min()), int(sides[:, 3].max()))
     plain, asking = (_spans([t for t in tiles if t.asks is asks], cover) for asks in (False, True))
-    size = -(-cover.rows // BLOCK), -(-cover.cols // BLOCK)
-    sure, maybe = _num_pairs(plain, size), _num_pairs(asking, size)
+    sure, maybe = (pairs_per_block(spans, cover.rows, np.arange(cover.cols), BLOCK) for spans in (plain, asking))
     full = sure == BLOCK * BLOCK
     made: tuple[Any, ...] = BlockMask.from_kv_blocks(
         *_listed(((sure > 0) | (maybe > 0)) & ~full), *_listed(full), BLOCK_SIZE=BLOCK
@@ -334,63 +331,28 @@ def _blocks_of(tiles: tuple[Tile, ...], device: torch.device) -> _Blocks:
     )
 
 
-def _spans(tiles: Sequence[Tile], cover: Tile) -> Spans:
-    """What every row sees; spans that touch are one."""
-    table = np.array(
-        [
-            (t.q0, t.rows, t.k0, t.cols, -_OPEN if t.lo is None else t.lo, _OPEN if t.hi is None else t.hi)
-            for t in tiles
-        ],
-        dtype=np.int64,
-    ).reshape(-1, 6)
-    of = np.repeat(np.arange(len(table)), table[:, 1])
-    i = np.arange(len(of)) - np.repeat(np.cumsum(table[:, 1]) - table[:, 1], table[:, 1])
-    q0, _, k0, cols, lo, hi = table[of].T
-    row, start = q0 - cover.q0 + i, k0 - cover.k0 + np.maximum(i - hi, 0)
-    stop = k0 - cover.k0 + np.minimum(i - lo + 1, cols)
-    keep = stop > start
-    row, start, stop = row[keep], start[keep], stop[keep]
-    order = np.lexsort((start, row))
-    row, start, stop = row[order], start[order], stop[order]
-    apart = (row[1:] != row[:-1]) | (start[1:] != stop[:-1])
-    begins, ends = np.concatenate(([True], apart))[: len(row)], np.concatenate((apart, [True]))[: len(row)]
-    return row[begins], start[begins], stop[ends]
+def _spans(tiles: Sequence[Tile], cover: Tile) -> KeySpans:
+    """What every row sees. A tile counts rows and keys from its own corner, a band from that of the cover."""
+    rows: list[tuple[int, ...]] = []
+    for t in tiles:
+        q, k = t.q0 - cover.q0, t.k0 - cover.k0
+        lo, hi = -LIMIT if t.lo is None else t.lo + q - k, LIMIT if t.hi is None else t.hi + q - k
+        rows.append((q, q + t.rows, k, k + t.cols, lo, hi))
+    return key_spans(np.array(rows, dtype=np.int64).reshape(-1, 6), np.arange(cover.rows))
 
 
-def _tables(spans: Spans, num_rows: int, device: torch.device) -> tuple[tuple[Tensor, Tensor], int]:
+def _tables(spans: KeySpans, num_rows: int, device: torch.device) -> tuple[tuple[Tensor, Tensor], int]:
     """First key and the key after the last of the k-th span of row i at i * depth + k, and the depth.
 
     The depth is 0, 1, 2, 4, ...: it is part of the code, and other code has to be compiled again.
     """
-    row, start, stop = spans
-    counts = np.bincount(row, minlength=num_rows)
-    most = int(counts.max(initial=0))
+    most = most_spans(spans)
     depth = 1 << (most - 1).bit_length() if most else 0
-    at = row * depth + np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    made: list[Tensor] = []
-    for edge in (start, stop):
-        table = np.zeros(num_rows * max(depth, 1), dtype=np.int32)
-        table[at] = edge
-        made.append(_on(device, table))
-    return (made[0], made[1]), depth
-
-
-def _num_pairs(spans: Spans, size: tuple[int, int]) -> Ints:
-    """How many pairs every block has: a span that ends at key c of block t has BLOCK keys in every block before t and
-    c - t * BLOCK in t itself; what lies before its start is taken off in the same way."""
-    row, start, stop = spans
-    shape = size[0], size[1] + 1
-    ends, rest = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    for edge, sign in ((start, -1), (stop, 1)):
-        at = (row // BLOCK, edge // BLOCK)
-        np.add.at(ends, at, sign)
-        np.add.at(rest, at, sign * (edge % BLOCK))
-    after = np.cumsum(ends[:, ::-1], axis=1)[:, ::-1] - ends
-    return (rest + BLOCK * after)[:, :-1]
+    start, stop = span_table(spans, max(depth, 1), num_rows).transpose(1, 2, 0).reshape(2, -1).astype(np.int32)
+    return (_on(device, start), _on(device, stop)), depth
 
 
 def _listed(blocks: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
-    """How many blocks of every row of blocks are listed, and all blocks with those first: (1, 1, rows[, columns])."""
-    order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
-    counts = blocks.sum(axis=1, dtype=np.int32)
-    return torch.tensor(counts[None, None]), torch.tensor(order[None, None])
+    """Blocks for all batch rows and heads: (1, 1, rows) and (1, 1, rows, columns)."""
+    counts, order = listed_first(blocks[None, None])
+    return torch.tensor(counts), torch.tensor(order)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
@@ -19,11 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from longspan.errors import KernelError
 from longspan.execution import _torch
-from longspan.masks import Plane, Predicate
-from longspan.masks import bands as bd
-from longspan.masks.functions.predicate import Function
-from longspan.masks.plane import Both, Either, Neither
-from longspan.span import Ints
 
 
 def key_of(graph: GraphModule) -> tuple[object, ...]:
@@ -200,61 +194,3 @@ class Outside(TorchFunctionMode):
             return value
         other = self._others[slot]
         return _plain(Tensor.__getitem__, (other, 0), {}, self._device) if other.ndim > value.ndim else other
-
-
-Decide = Callable[[Tensor, Tensor], Tensor]
-"""(position of the query, position of the key) -> may attend."""
-
-
-def decider(predicate: Predicate, length: int) -> Decide:
-    if isinstance(predicate, Function):
-        mask_mod, row, head = predicate.call, predicate.row or 0, predicate.head or 0
-        return lambda q, kv: mask_mod(torch.full_like(q, row), torch.full_like(q, head), q, kv)
-    if isinstance(predicate, Neither):
-        inner = _plane(predicate.a, length)
-        return lambda q, kv: ~inner(q, kv)
-    if isinstance(predicate, Both | Either):
-        one, other = _plane(predicate.a, length), _plane(predicate.b, length)
-        if isinstance(predicate, Both):
-            return lambda q, kv: one(q, kv) & other(q, kv)
-        return lambda q, kv: one(q, kv) | other(q, kv)
-    raise KernelError(
-        f"kernel 'flex' cannot run a predicate of type {type(predicate).__name__}. Give it a function in"
-        f" execution/scoring/traced.py, or use kernel='reference'."
-    )
-
-
-def _plane(plane: Plane, length: int) -> Decide:
-    sure = _bands(plane.sure, length)
-    if plane.predicate is None:
-        return sure
-    maybe, decide = _bands(plane.maybe, length), decider(plane.predicate, length)
-    return lambda q, kv: sure(q, kv) | (maybe(q, kv) & decide(q, kv))
-
-
-def _bands(bands: Ints, length: int) -> Decide:
-    """Looks up the query's slab, then compares with the few bands that cross it."""
-    bands = bd.cut(bands, (0, length), (0, length))
-    if not len(bands):
-        return lambda q, kv: (q < 0) & (kv < 0)
-    slabs = bd.slabs_of(bands)
-    band, first, count = bd.by_slab(bands, slabs)
-    depth = int(count.max())
-    bounds = np.zeros((len(slabs) + 1, depth, 4), dtype=np.int64)  # the last, and what is left over: no key
-    for k in range(depth):
-        at = np.flatnonzero(count > k)
-        bounds[at, k] = bands[band[first[at] + k]][:, [bd.K0, bd.K1, bd.LO, bd.HI]]
-    slab_of = np.full(length, len(slabs), dtype=np.int64)
-    for number, (start, stop) in enumerate(slabs.tolist()):
-        slab_of[start:stop] = number
-    lookup, table = torch.from_numpy(slab_of), torch.from_numpy(bounds.reshape(-1))
-
-    def inside(q: Tensor, kv: Tensor) -> Tensor:
-        slab, found = lookup[q], q < 0
-        for k in range(depth):
-            at = (slab * depth + k) * 4
-            near = (q - kv >= table[at + 2]) & (q - kv <= table[at + 3])
-            found = found | (near & (kv >= table[at]) & (kv < table[at + 1]))
-        return found
-
-    return inside

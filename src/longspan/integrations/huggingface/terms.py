@@ -21,9 +21,9 @@ from torch import Tensor
 
 from longspan.errors import MaskError
 from longspan.masks import Mask, causal, documents, from_mask_mod, full, per_row, sliding_window
-from longspan.masks.bands import LIMIT
+from longspan.masks.bands import LIMIT, rectangles
 from longspan.masks.causal_masks import diagonal
-from longspan.span import Ints
+from longspan.span import Ints, run_table, true_runs
 
 Kind = tuple[Any, ...]
 
@@ -182,11 +182,8 @@ def runs(row: NDArray[Any]) -> tuple[Ints, NDArray[Any]]:
     >>> runs(np.array([7, 7, 3]))
     (array([0, 2, 3]), array([7, 3]))
     """
-    if not len(row):
-        return np.zeros(1, dtype=np.int64), row
-    inner = np.flatnonzero(row[1:] != row[:-1]) + 1
-    edges = np.concatenate(([0], inner, [len(row)])).astype(np.int64)
-    return edges, row[edges[:-1]]
+    first, after = run_table(row[1:] != row[:-1], len(row)).T
+    return np.append(0, after), row[first]
 
 
 def alike(row: NDArray[Any]) -> Mask:
@@ -226,11 +223,8 @@ def visible(row: NDArray[Any]) -> Mask:
     """Every token sees the keys that the row marks, padding or not."""
     if row.all():
         return full(len(row))
-    edges, values = runs(row.astype(bool))
-    seen = np.stack((edges[:-1], edges[1:]), axis=1)[values]
-    bands = np.zeros((len(seen), 6), dtype=np.int64)
-    bands[:, 1], bands[:, 2:4], bands[:, 4], bands[:, 5] = len(row), seen, -LIMIT, LIMIT
-    return Mask.of_bands(bands, len(row), "padding")
+    _, start, stop = true_runs(row[None].astype(bool)).T
+    return Mask.of_bands(rectangles(0, len(row), start, stop), len(row), "padding")
 
 
 def chunks(size: int, first: int, length: int) -> Mask:
@@ -246,7 +240,7 @@ def chunks(size: int, first: int, length: int) -> Mask:
 
 def rectangle(q: tuple[int, int], kv: tuple[int, int], length: int) -> Mask:
     """Queries of one span see keys of another."""
-    return Mask.of_bands(np.array([[*q, *kv, -LIMIT, LIMIT]], dtype=np.int64), length, "cached")
+    return Mask.of_bands(rectangles(*q, *kv), length, "cached")
 
 
 def window_in(term: Term) -> int | None:

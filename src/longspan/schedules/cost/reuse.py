@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from longspan.schedules.fetch import by_taker
 from longspan.schedules.steps import Piece, Role, Sizes, Step
-from longspan.span import Ints, Span, join
+from longspan.span import Ints, Span, join, on_one_line, steps_within
 
 Key = tuple[Span, Span | None, tuple[Span, ...]]
 """Heads, batch rows, and which queries are added up apart."""
@@ -42,7 +42,7 @@ class Uses:
         edges = np.unique(np.concatenate((rows[:, :2].ravel(), own.ravel())))
         first, last = np.searchsorted(edges, rows[:, 0]), np.searchsorted(edges, rows[:, 1])
         at = np.repeat(np.arange(len(rows)), last - first)
-        cell = first[at] + np.arange(len(at)) - np.repeat(np.cumsum(last - first) - (last - first), last - first)
+        cell = first[at] + steps_within(last - first)
         held = np.zeros(len(edges), dtype=np.bool_)
         held[join(np.stack((edges, edges + 1), axis=1), own)[0]] = True
         steps = np.array([number for number, _ in sides], dtype=np.int64)
@@ -154,18 +154,17 @@ def in_one_piece(steps: Ints, rows: Ints, pieces: Ints, window: Ints, seq_len: i
     i, point = join(pieces[:, :2], np.stack((points, points + 1), axis=1))
     count = (begin[1:] - begin[:-1])[point]
     piece = np.repeat(pieces[i, 2], count)
-    compute = order[np.repeat(begin[point], count) + np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count)]
+    compute = order[np.repeat(begin[point], count) + steps_within(count)]
     there = (window[piece, 0] < steps[compute]) & (steps[compute] <= window[piece, 1])
     piece, compute = piece[there], compute[there]
     # Every row of the compute is looked for in the piece, all pieces laid one after another on a long line.
     last = np.append(first[1:], len(rows))
     sizes = last[compute] - first[compute]
     pair = np.repeat(np.arange(len(piece)), sizes)
-    row = rows[first[compute][pair] + np.arange(len(pair)) - np.repeat(np.cumsum(sizes) - sizes, sizes), :2]
-    shift = (piece[pair] * (seq_len + 1))[:, None]
-    line = pieces[:, :2] + (pieces[:, 2] * (seq_len + 1))[:, None]
-    at = np.searchsorted(line[:, 0], row[:, 0] + shift[:, 0], side="right") - 1
-    missing = (at < 0) | (line[at, 1] < row[:, 1] + shift[:, 0]) if len(line) else np.ones(len(row), dtype=np.bool_)
+    row = rows[first[compute][pair] + steps_within(sizes), :2]
+    row, line = on_one_line(row, piece[pair], seq_len), on_one_line(pieces, pieces[:, 2], seq_len)
+    at = np.searchsorted(line[:, 0], row[:, 0], side="right") - 1
+    missing = (at < 0) | (line[at, 1] < row[:, 1]) if len(line) else np.ones(len(row), dtype=np.bool_)
     whole = np.ones(len(piece), dtype=np.bool_)
     whole[pair[missing]] = False
     answer = np.zeros(len(steps), dtype=np.bool_)

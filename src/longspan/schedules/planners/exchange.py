@@ -8,7 +8,7 @@ from longspan.schedules.fetch import Fetch, arrivals, moves
 from longspan.schedules.planners.chunked import chunked
 from longspan.schedules.problem import Problem
 from longspan.schedules.steps import Step, Transfer
-from longspan.span import Ints
+from longspan.span import Ints, by_position
 
 
 def exchange(problem: Problem, rank: int) -> tuple[Step, ...]:
@@ -28,13 +28,12 @@ def fetching(problem: Problem, rank: int, fetches: tuple[Fetch, ...], stages: in
     for lane, fetch in zip(problem.lanes, fetches, strict=True):
         for (step, src, dst, until), rows in moves(fetch, layout, node, rank).items():
             transfers[step].append(Transfer(src, dst, lane.kv(rows), until))
-        arrived.append(_by_position([problem.held(rank), *arrivals(fetch, node, rank, num_steps)[1:]]))
+        arrived.append(_with_steps([problem.held(rank), *arrivals(fetch, node, rank, num_steps)[1:]]))
     computes = problem.computes(rank, arrived, num_steps)
     return tuple(Step(tuple(moved), tuple(work)) for moved, work in zip(transfers, computes, strict=True))
 
 
-def _by_position(arrived: list[Ints]) -> Ints:
+def _with_steps(arrived: list[Ints]) -> Ints:
     """(start, stop, step) of the rows of every step, sorted by position."""
     step = np.repeat(np.arange(len(arrived)), [len(rows) for rows in arrived])
-    rows = np.column_stack((np.concatenate(arrived), step))
-    return rows[np.argsort(rows[:, 0], kind="stable")]
+    return by_position(np.column_stack((np.concatenate(arrived), step)))

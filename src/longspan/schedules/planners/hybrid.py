@@ -32,7 +32,7 @@ from longspan.masks import Plane
 from longspan.masks import bands as bd
 from longspan.schedules.problem import Lane, Part, Problem, in_rows, lanes_of, needed_rows
 from longspan.schedules.steps import Compute, Piece, Recall, Role, Step, Transfer
-from longspan.span import Ints, Span, as_spans, intersect, union
+from longspan.span import Ints, Span, as_spans, by_position, intersect, union
 
 Planner = Callable[[Problem, int], tuple[Step, ...]]
 
@@ -54,12 +54,11 @@ class Slices:
 
     @cached_property
     def groups(self) -> Layout:
-        """The layout with a whole group in the place of a rank."""
+        """The layout with a whole group in the place of a rank; its rows by group, then by position."""
         layout = self.problem.layout
         rows = layout.table.copy()
         rows[:, 2] //= self.heads
-        rows = rows[np.lexsort((rows[:, 0], rows[:, 2]))]
-        return Layout.from_table(layout.seq_len, layout.world_size // self.heads, rows, layout.name)
+        return Layout.from_table(layout.seq_len, layout.world_size // self.heads, by_position(rows), layout.name)
 
     @cached_property
     def _made(self) -> dict[int, Problem]:
@@ -85,7 +84,7 @@ class Slices:
     def _whole(self) -> Problem:
         """All heads over the groups. No slice needs more rows, so its number of stages serves all of them alike."""
         lanes = [
-            Lane(lane.batch, lane.kv_heads, tuple(Part(p.q_heads, p.plane, self._group_rows) for p in lane.parts))
+            Lane(lane.batch, lane.kv_heads, tuple(Part(p.q_heads, p.plane, self.groups.table) for p in lane.parts))
             for lane in self.problem.lanes
         ]
         node, size = self.problem.node, self.problem.layout.world_size
@@ -137,21 +136,16 @@ class Slices:
             first, last = max(low - head, Fraction(0)), min(high - head, Fraction(1))
             span = Span(part.q_heads.start + head, part.q_heads.start + head + 1)
             if (first, last) == (0, 1):
-                parts.append(Part(span, part.plane, self._group_rows))
+                parts.append(Part(span, part.plane, self.groups.table))
             else:
                 parts.append(Part(span, part.plane, self._share_of_rows(part.plane, first, last)))
         return parts
-
-    @cached_property
-    def _group_rows(self) -> Ints:
-        rows = self.groups.table
-        return rows[np.lexsort((rows[:, 0], rows[:, 2]))]
 
     def _share_of_rows(self, plane: Plane, first: Fraction, last: Fraction) -> Ints:
         """In every group, the query rows that hold the work between two shares of the group's work."""
         shares: list[Ints] = []
         for group in range(self.groups.world_size):
-            rows = self._group_rows[self._group_rows[:, 2] == group]
+            rows = self.groups.table[self.groups.table[:, 2] == group]
             low, high = (cut_at_work(plane.region, rows[:, :2], share) for share in (first, last))
             kept = intersect(rows[:, :2], np.array([[low, high]], dtype=np.int64))
             kept = kept[kept[:, 1] > kept[:, 0]]

@@ -17,7 +17,7 @@ from longspan.schedules.fetch import PORT, START, STOP, TAKER, Fetch, by_taker
 from longspan.schedules.planners.hybrid import Slices
 from longspan.schedules.problem import Lane, Part, Problem, in_rows, needed_rows
 from longspan.schedules.steps import Role, Sizes
-from longspan.span import Ints, join
+from longspan.span import Ints, by_position, join, on_one_line
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,15 +100,13 @@ def _fetched(problem: Problem, fetches: tuple[Fetch, ...]) -> Volume:
 
 def _relayed(fetch: Fetch, node: int, seq_len: int) -> tuple[Ints, Ints, Ints]:
     """Port, user and number of the rows that go on inside the nodes."""
-    stride = seq_len + 1  # nodes are laid one after another on a long line
-    ports = fetch.far[:, :2] + (fetch.far[:, TAKER] * stride)[:, None]
-    order = np.argsort(ports[:, 0], kind="stable")
-    ports, port = ports[order], fetch.far[order, PORT]
-    users = fetch.remote[:, :2] + (fetch.remote[:, 2] // node * stride)[:, None]
+    ports = by_position(np.column_stack((on_one_line(fetch.far, fetch.far[:, TAKER], seq_len), fetch.far[:, PORT])))
+    users = on_one_line(fetch.remote, fetch.remote[:, 2] // node, seq_len)
     i, j = join(users, ports)
     rows = np.minimum(users[i, 1], ports[j, 1]) - np.maximum(users[i, 0], ports[j, 0])
-    other = port[j] != fetch.remote[i, 2]
-    return port[j][other], fetch.remote[i, 2][other], rows[other]
+    port, user = ports[j, 2], fetch.remote[i, 2]
+    other = port != user
+    return port[other], user[other], rows[other]
 
 
 def lent(needed: Ints, layout: Layout) -> Ints:
@@ -171,7 +169,7 @@ def _gathered(slices: Slices, problem: Problem) -> tuple[Ints, Ints]:
 
 def _seeing(part: Part, seq_len: int) -> Ints:
     """(start, stop, group) of the query rows that see anything."""
-    q_rows = part.q_rows[np.argsort(part.q_rows[:, 0], kind="stable")]
+    q_rows = by_position(part.q_rows)
     seeing: list[Ints] = []
     for bands in (part.plane.sure, part.plane.maybe):
         pieces, row = in_rows(bands, q_rows)
@@ -182,12 +180,11 @@ def _seeing(part: Part, seq_len: int) -> Ints:
 def _held(slices: Slices, rows: Ints) -> Ints:
     """How many of its group's (start, stop, group) rows each rank holds."""
     layout = slices.problem.layout
-    stride = layout.seq_len + 1
-    owners = layout.table[:, :2] + (layout.table[:, 2] // slices.heads * stride)[:, None]
-    order = np.argsort(owners[:, 0], kind="stable")
-    owners, owner = owners[order], layout.table[order, 2]
-    line = rows[:, :2] + (rows[:, 2] * stride)[:, None]
+    table, line = layout.table, on_one_line(rows, rows[:, 2], layout.seq_len)
+    owners = by_position(
+        np.column_stack((on_one_line(table, table[:, 2] // slices.heads, layout.seq_len), table[:, 2]))
+    )
     i, j = join(line, owners)
     num_rows = np.zeros(layout.world_size, dtype=np.int64)
-    np.add.at(num_rows, owner[j], np.minimum(line[i, 1], owners[j, 1]) - np.maximum(line[i, 0], owners[j, 0]))
+    np.add.at(num_rows, owners[j, 2], np.minimum(line[i, 1], owners[j, 1]) - np.maximum(line[i, 0], owners[j, 0]))
     return num_rows

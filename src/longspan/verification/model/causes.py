@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from longspan.masks import Mask, Plane
-from longspan.masks.bands import LIMIT
+from longspan.masks.bands import rectangles
+from longspan.span import true_runs
 from longspan.testing import allowed
 from longspan.verification.attention.diagnose import SLACK, multiple, said_multiple
 from longspan.verification.attention.mistakes import ADVICE
@@ -191,13 +191,10 @@ def dense_mask(seen: Tensor, name: str) -> Mask:
     >>> dense_mask(torch.tensor([[[[True, False], [True, True]]]]), "m").area()
     3
     """
-    grid = tuple(tuple(Plane(_runs(plane)) for plane in row) for row in seen.numpy())
+    grid = tuple(tuple(Plane(_bands(plane)) for plane in row) for row in seen.numpy())
     return Mask(grid, seen.shape[-1], name)
 
 
-def _runs(plane: Any) -> Any:
-    edges = np.diff(np.pad(plane.astype(np.int8), ((0, 0), (1, 1))), axis=1)
-    row, start = np.nonzero(edges == 1)
-    _, stop = np.nonzero(edges == -1)
-    limit = np.full_like(row, LIMIT)
-    return np.stack((row, row + 1, start, stop, -limit, limit), axis=1).astype(np.int64).reshape(-1, 6)
+def _bands(plane: Any) -> Any:
+    row, start, stop = true_runs(plane).T
+    return rectangles(row, row + 1, start, stop)
