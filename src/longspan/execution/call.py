@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from longspan.errors import PlanError
 from longspan.execution import ops
 from longspan.execution.fitting import SEQ_DIM, check_tensors, fitting_plan
-from longspan.execution.handed import check_captured, check_cut, group_handed
+from longspan.execution.handed import check_captured, check_cut, group_handed, group_of
 from longspan.execution.scoring.biases import Extras, check_sinks
 from longspan.execution.trust.group import told
 from longspan.handles import handle_of
@@ -114,8 +114,7 @@ def telling(q: Any, group: Any) -> AbstractContextManager[None]:
         return nullcontext()
     if group is None and isinstance(q, DTensor):
         group = q.device_mesh
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
-        group = group.get_group()
+    group = group_of(group)
     return told(group) if isinstance(group, dist.ProcessGroup) else nullcontext()
 
 
@@ -138,13 +137,12 @@ def _group_name(group: Any, plan_or_mask: Mask | Plan) -> str:
 
 @torch.compiler.assume_constant_result
 def _name_of(group: Any) -> str | None:
+    group = group_of(group)
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise PlanError(
-                f"group is a mesh of {group.ndim} axes {group.mesh_dim_names}. Pass the one that holds the sequence, as"
-                f" in mesh['cp']."
-            )
-        group = group.get_group()
+        raise PlanError(
+            f"group is a mesh of {group.ndim} axes {group.mesh_dim_names}. Pass the one that holds the sequence, as"
+            f" in mesh['cp']."
+        )
     return group.group_name if isinstance(group, dist.ProcessGroup) else None
 
 

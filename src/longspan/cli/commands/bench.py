@@ -14,10 +14,11 @@ from typing import Any
 from longspan.cli.commands.trace import described, show
 from longspan.cli.launch import joined
 from longspan.cli.measuring import trace_file as chrome
-from longspan.cli.quantities import count, seconds
+from longspan.cli.quantities import count
 from longspan.cli.screen import print_json, screen_of
 from longspan.cli.workload import Workload
 from longspan.cli.workload import add_arguments as add_workload
+from longspan.number_words import seconds_text
 from longspan.schedules.cost.simulator import simulate
 
 
@@ -60,13 +61,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _notes(about: dict[str, Any], workload: Workload, out: Path | None) -> list[str]:
-    each = [f"{seconds(min(found))} to {seconds(max(found))}" for found in about["repeats"].values()]
+    each = [f"{seconds_text(min(found))} to {seconds_text(max(found))}" for found in about["repeats"].values()]
     times = len(about["repeats"]["forward_seconds"])
     notes = [f"Medians of {times} repetitions; forward took {each[0]}, backward {each[1]}."]
     total = sum(value for key, value in about["predicted"].items() if key.endswith("seconds"))
     if workload.machine_given:
         off = total / about["seconds"] - 1
-        notes.append(f"Predicted for {workload.machine.name}: {seconds(total)} together, {off:+.0%} against measured.")
+        notes.append(
+            f"Predicted for {workload.machine.name}: {seconds_text(total)} together, {off:+.0%} against measured."
+        )
     if out is not None:
         notes.append(f"Wrote {out}, one more repetition with the profiler on. Open it in ui.perfetto.dev.")
     return notes

@@ -17,8 +17,9 @@ from typing import Any
 
 from longspan.api import ITEMSIZE
 from longspan.cli.launch import JobRanks, joined
-from longspan.cli.quantities import count, rate, seconds
+from longspan.cli.quantities import count
 from longspan.cli.screen import Screen, print_json, screen_of
+from longspan.number_words import rate_text, seconds_text
 from longspan.schedules.cost.machine import Link, Machine
 from longspan.schedules.cost.machine_text import machine_text
 from longspan.schedules.cost.presets import CPU
@@ -121,27 +122,27 @@ def _about(machine: Machine, kernel: str, ranks: JobRanks, dtype: str) -> dict[s
 
 
 def _rates(about: dict[str, Any], direction: str) -> str:
-    bare = rate(about[f"bare_{direction}_flops"], "FLOP/s")
-    return f"{rate(about[f'{direction}_flops'], 'FLOP/s')} a rank in whole attentions, {bare} in bare kernels"
+    bare = rate_text(about[f"bare_{direction}_flops"], "FLOP/s")
+    return f"{rate_text(about[f'{direction}_flops'], 'FLOP/s')} a rank in whole attentions, {bare} in bare kernels"
 
 
 def show(machine: Machine, about: dict[str, Any], out: Path | None, screen: Screen) -> None:
     """What was found, and what to do with it."""
     hosts = f"{about['ranks_per_host']} on a host of {about['cores']} cores"
     screen.title(f"{machine.name}: {about['ranks']} ranks at once, {hosts}")
+    call, bare = seconds_text(about["call_seconds"]), seconds_text(about["bare_call_seconds"])
     facts = [
         ("kernel", f"{about['kernel']}, {about['dtype']}"),
         ("forward", _rates(about, "forward")),
         ("backward", _rates(about, "backward")),
-        (
-            "operation",
-            f"{seconds(about['call_seconds'])}, {seconds(about['bare_call_seconds'])} of a bare kernel's call",
-        ),
-        ("copies", rate(about["copy_bytes_per_second"], "B/s")),
+        ("operation", f"{call}, {bare} of a bare kernel's call"),
+        ("copies", rate_text(about["copy_bytes_per_second"], "B/s")),
     ]
     for link in about["links"]:
         what = "link" if link["ranks"] == EVERYBODY else f"link of {link['ranks']}"
-        facts.append((what, f"{rate(link['bytes_per_second'], 'B/s')}, {seconds(link['latency_seconds'])} a message"))
+        facts.append(
+            (what, f"{rate_text(link['bytes_per_second'], 'B/s')}, {seconds_text(link['latency_seconds'])} a message")
+        )
     screen.facts(facts)
     screen.text()
     screen.notes(

@@ -47,7 +47,7 @@ class MeasuredRun:
         self.group = dist.group.WORLD if dist.is_initialized() else None
         chance = torch.Generator().manual_seed(seed + ranks.rank)
         s, rank = plan.sizes, ranks.rank
-        slots = int(plan.layout.num_tokens[rank]) + plan.layout.num_padding(rank)
+        slots = plan.layout.num_slots(rank)
         shapes = ((s.q_heads, s.head_dim), (s.kv_heads, s.head_dim), (s.kv_heads, s.v_head_dim))
         dtype: torch.dtype = getattr(torch, plan.dtype)
 
