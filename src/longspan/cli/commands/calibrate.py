@@ -1,4 +1,4 @@
-"""Measures kernels, copies, links and whole attentions on the ranks of torchrun (Gloo, CPUs), writes a Machine file.
+"""Measures kernels, copies, links and whole attentions on the ranks of torchrun and writes a Machine file.
 
   torchrun --nproc-per-node 4 -m longspan calibrate --q-heads 8 --kv-heads 2 --head-dim 64 --out machine.json
 
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from longspan.api import ITEMSIZE
-from longspan.cli.launch import JobRanks, joined
+from longspan.cli.launch import JobRanks, add_backend, joined
 from longspan.cli.quantities import count
 from longspan.cli.screen import Screen, print_json, screen_of
 from longspan.number_words import rate_text, seconds_text
 from longspan.schedules.cost.machine import Link, Machine
 from longspan.schedules.cost.machine_text import machine_text
-from longspan.schedules.cost.presets import CPU
+from longspan.schedules.cost.presets import CPU, H100
 from longspan.schedules.steps import Sizes
 
 EVERYBODY = 1 << 30
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the Machine file goes")
     parser.add_argument("--name", default="calibrated", help="what the machine is called (calibrated)")
     parser.add_argument("--rounds", type=count, default=9, help="rounds of each measurement (9)")
+    add_backend(parser)
     tensors = parser.add_argument_group("tensors that kernels are measured on")
     tensors.add_argument("--q-heads", type=count, default=8, help="query heads (8)")
     tensors.add_argument("--kv-heads", type=count, default=8, help="key/value heads (8)")
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     sizes = Sizes(args.q_heads, args.kv_heads, args.head_dim, args.head_dim, ITEMSIZE[args.dtype])
     screen = screen_of(args)
-    with joined("calibrate") as ranks, screen.only(ranks.speaks).progress("measuring", 12) as advance:
+    with joined("calibrate", args.backend) as ranks, screen.only(ranks.speaks).progress("measuring", 12) as advance:
         machine, about = measured(ranks, sizes, args.dtype, args.rounds, args.name, advance)
     if not ranks.speaks:
         return 0
@@ -70,14 +71,15 @@ def measured(
     from longspan.cli.measuring.fit import scaled
     from longspan.cli.measuring.rates import SMALL, Tensors, copy_rate, kernel_rate, kernel_times, wire
 
-    times = kernel_times(ranks, Tensors(sizes, getattr(torch, dtype)), rounds, advance)
-    forward = kernel_rate(times.forward, sizes, CPU, "forward")
-    backward = kernel_rate(times.backward, sizes, CPU, "backward")
+    base = CPU if ranks.device == "cpu" else H100  # its tiles, and what a launch does
+    times = kernel_times(ranks, Tensors(sizes, getattr(torch, dtype), ranks.device), rounds, advance)
+    forward = kernel_rate(times.forward, sizes, base, "forward")
+    backward = kernel_rate(times.backward, sizes, base, "backward")
     copies = copy_rate(ranks, rounds)
     advance("copies")
     # Hops to the next rank stay in a host for most ranks; hops of a host's size never do.
     inside = min(ranks.local_size, ranks.size)
-    links = [Link(EVERYBODY, *_link(wire(ranks, 1, rounds, advance)))] if ranks.size > 1 else list(CPU.links)
+    links = [Link(EVERYBODY, *_link(wire(ranks, 1, rounds, advance)))] if ranks.size > 1 else list(base.links)
     if 1 < inside < ranks.size:
         links = [replace(links[0], ranks=inside), Link(EVERYBODY, *_link(wire(ranks, inside, rounds, advance)))]
     flops = max(forward, backward)
@@ -85,11 +87,11 @@ def measured(
     source = (
         f"measured by longspan calibrate: {ranks.size} ranks at once, {inside} a host with {os.cpu_count()} cores,"
         f" {torch.get_num_threads()} threads a rank, kernel {times.name}, {dtype},"
-        f" {sizes.q_heads}:{sizes.kv_heads} heads of {sizes.head_dim}, torch {torch.__version__}"
+        f" {sizes.q_heads}:{sizes.kv_heads} heads of {sizes.head_dim}, {ranks.backend}, torch {torch.__version__}"
     )
-    machine = Machine(
-        name, source, flops, forward / flops, backward / flops, 1, 0.0, copies, calls, False, tuple(links),
-        CPU.forward_tiling, CPU.backward_tiling,
+    machine = replace(
+        base, name=name, source=source, flops=flops, forward_share=forward / flops, backward_share=backward / flops,
+        copy_bandwidth=copies, op_seconds=calls, slot_seconds=0.0, links=tuple(links),
     )  # fmt: skip
     bare = {"bare_forward_flops": forward, "bare_backward_flops": backward, "bare_call_seconds": calls}
     if whole:
@@ -108,6 +110,7 @@ def _about(machine: Machine, kernel: str, ranks: JobRanks, dtype: str) -> dict[s
         "ranks": ranks.size,
         "ranks_per_host": ranks.local_size,
         "cores": os.cpu_count(),
+        "backend": ranks.backend,
         "kernel": kernel,
         "dtype": dtype,
         "forward_flops": machine.flops * machine.forward_share,

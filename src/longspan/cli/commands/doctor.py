@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     screen = screen_of(args)
-    with joined("doctor", alone=True) as ranks, screen.only(ranks.speaks).progress("examining", 9) as advance:
+    with joined("doctor", "gloo", alone=True) as ranks, screen.only(ranks.speaks).progress("examining", 9) as advance:
         found = examined(ranks, args.quick, advance)
     if ranks.speaks:
         if args.json:

@@ -71,6 +71,8 @@ def show(about: dict[str, Any], made: Plan, slices: list[chrome.Slice], screen: 
     where = f"on {about['machine']}" if about["how"] == "simulated" else "here"
     screen.facts(((about["how"], f"{total}, {seconds_text(about['seconds'])} together, {where}"),))
     screen.text()
+    if not slices:  # measured on GPUs, where nothing is taken apart
+        return
     rows = [_row(rank, made, slices, about) for rank in shown(ranks)]
     heads = ("rank", "forward computes", "share", "backward computes", "share", "received")
     screen.table(tuple(map(Column, heads)), rows)

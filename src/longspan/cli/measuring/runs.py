@@ -52,7 +52,7 @@ class MeasuredRun:
         dtype: torch.dtype = getattr(torch, plan.dtype)
 
         def drawn(heads: int, dim: int) -> Tensor:
-            return torch.randn(s.batch, heads, slots, dim, generator=chance).to(dtype)
+            return torch.randn(s.batch, heads, slots, dim, generator=chance).to(ranks.device, dtype)
 
         self.inputs = [drawn(*shape).requires_grad_() for shape in shapes]
         self.upstream = drawn(s.q_heads, s.v_head_dim)
@@ -64,10 +64,12 @@ class MeasuredRun:
         what = self.plan if self.ranks.size > 1 else self.plan.mask
         q, k, v = self.inputs
         out = attention(q, k, v, what, group=self.group if self.ranks.size > 1 else None)
+        self.ranks.finish()
         middle = time.perf_counter()
         self.ranks.barrier()
         again = time.perf_counter()
         torch.autograd.grad(out, self.inputs, self.upstream)
+        self.ranks.finish()
         end = time.perf_counter()
         if times is not None:
             times["forward"].append((begin, middle))
