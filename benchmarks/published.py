@@ -102,7 +102,7 @@ class Trace:
 
 
 def _wire(size: Floats, link: Link) -> Floats:
-    """`machine.move_seconds` for many steps at once."""
+    """How long many steps keep a link, as `machine.rank_seconds` counts it."""
     return np.where(size > 0, link.latency + size / link.bandwidth, 0.0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from longspan.errors import PlanError
+from longspan.errors import PlanError, in_context
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules.chunks import MAX_CHUNKS
@@ -76,11 +76,11 @@ def attention(
     >>> torch.allclose(out[:, :, 5], v[:, :, 5])  # the first token of the second document sees itself only
     True
     """
-    from longspan.execution.call import Request, attention as run, telling  # noqa: I001  (loads torch, here and not above)
+    from longspan.execution.call import Request, attention as run, in_call  # noqa: I001  (loads torch, here and not above)
     from longspan.execution.scoring.biases import Extras
     from longspan.execution.inputs import check_inputs
 
-    with telling(q, group):
+    with in_call("attention", (q, k, v), plan_or_mask, group):
         check_inputs(q, k, v, scale, kernel, sinks, name)
         extras = Extras(score_mod, softcap, alibi, relative_bias, bias, dropout or 0.0, seed)
         more = extras if extras.any() else None
@@ -134,10 +134,10 @@ def flex_attention(
     >>> slopes.grad.shape
     torch.Size([2])
     """
-    from longspan.execution.call import telling
+    from longspan.execution.call import in_call
     from longspan.execution.flex.flex_attention import flex_attention as run
 
-    with telling(query, group):
+    with in_call("flex_attention", (query, key, value), block_mask if plan is None else plan, group):
         return run(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
             return_aux=return_aux, plan=plan, group=group, captured_grads=captured_grads, name=name,
@@ -205,23 +205,27 @@ def plan(
             f"plan(mask, layout, ...) takes a mask and a layout, but {type(mask).__name__} and"
             f" {type(layout).__name__} were given. See longspan.masks and longspan.layouts."
         )
-    name = str(dtype).removeprefix("torch.")
-    if name not in ITEMSIZE:
-        raise PlanError(
-            f"dtype {shortened(dtype)} was asked for. Choose one of {', '.join(ITEMSIZE)}, as torch dtypes or names."
+    with in_context(lambda: f"The call: plan of {shortened(mask, 120)} over {shortened(layout, 120)}."):
+        name = str(dtype).removeprefix("torch.")
+        if name not in ITEMSIZE:
+            raise PlanError(
+                f"dtype {shortened(dtype)} was asked for. Choose one of {', '.join(ITEMSIZE)}, as torch dtypes or"
+                f" names."
+            )
+        if not isinstance(schedule, str) or not isinstance(machine, str | Machine | None):
+            raise PlanError(
+                f"schedule = {shortened(schedule)} and machine = {shortened(machine)} were given. A schedule is a name,"
+                f" as in 'auto' or 'exchange'; a machine is a name, a Machine of longspan.schedules, or None."
+            )
+        if not isinstance(keep, bool):
+            raise PlanError(f"keep = {shortened(keep)} was given. It is True (keep remote K/V for backward) or False.")
+        sizes = Sizes(
+            q_heads, kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, ITEMSIZE[name], batch
         )
-    if not isinstance(schedule, str) or not isinstance(machine, str | Machine | None):
-        raise PlanError(
-            f"schedule = {shortened(schedule)} and machine = {shortened(machine)} were given. A schedule is a name, as"
-            f" in 'auto' or 'exchange'; a machine is a name, a Machine of longspan.schedules, or None."
-        )
-    if not isinstance(keep, bool):
-        raise PlanError(f"keep = {shortened(keep)} was given. It is True (keep remote K/V for backward) or False.")
-    sizes = Sizes(q_heads, kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, ITEMSIZE[name], batch)
-    max_rows = None if fetch_bytes is None else _rows_within(fetch_bytes, sizes)
-    hardware = H100 if machine is None else machine_named(machine) if isinstance(machine, str) else machine
-    scheme, cut = schedule.replace(" ", ""), _cut(chunks, fetch_bytes)
-    return planned(mask, PlanRequest(layout, sizes, name, scheme, hardware, machine is None, keep, max_rows, cut))
+        max_rows = None if fetch_bytes is None else _rows_within(fetch_bytes, sizes)
+        hardware = H100 if machine is None else machine_named(machine) if isinstance(machine, str) else machine
+        scheme, cut = schedule.replace(" ", ""), _cut(chunks, fetch_bytes)
+        return planned(mask, PlanRequest(layout, sizes, name, scheme, hardware, machine is None, keep, max_rows, cut))
 
 
 def _cut(chunks: int | None, fetch_bytes: int | None) -> int | None:

@@ -1,8 +1,36 @@
-"""The error tree: every refusal says what was asked, what was found and what to do."""
+"""The error tree: every refusal says what was asked, what was found and what to do, and, once, in which call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 
 class LongspanError(Exception):
     """Root of everything Longspan raises on purpose."""
+
+    context = ""
+    """In which call it was raised; added where the call was made, so messages deep inside need not know."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}{chr(10) if chr(10) in text else ' '}{self.context}" if self.context else text
+
+
+@contextmanager
+def in_context(describe: Callable[[], str]) -> Generator[None, None, None]:
+    """Errors from inside say where they come from; where such calls lie in each other, the inner one.
+
+    >>> with in_context(lambda: "The call: f(3)."):
+    ...     raise LongspanError("3 was given. Give 4.")
+    Traceback (most recent call last):
+    longspan.errors.LongspanError: 3 was given. Give 4. The call: f(3).
+    """
+    try:
+        yield
+    except LongspanError as error:
+        error.context = error.context or describe()
+        raise
 
 
 class MaskError(LongspanError, ValueError):

@@ -16,6 +16,7 @@ SRC = Path(longspan.__file__).parent
 LAYERS = {
     "errors": 0,
     "handles": 0,
+    "number_words": 0,
     "sealed": 0,
     "span": 0,
     "untraced": 0,

@@ -47,7 +47,7 @@ def _questions():
         "spans": layout.spans,
         "num_padding": layout.num_padding,
         "shard": lambda rank: layout.shard(np.zeros(8), rank),
-        "roll_index": lambda rank: layout.roll_index(rank, 1),
+        "num_slots": layout.num_slots,
     }.items():
         for rank in (2, -1):
             yield bad(f"{name}({rank})", lambda a=ask, r=rank: a(r), LayoutError, f"asked about rank {rank}", "0 to 1")

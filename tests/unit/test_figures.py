@@ -9,12 +9,13 @@ import pytest
 import longspan as ls
 from longspan.cli.command import main
 from longspan.schedules import MACHINES, Problem, Sizes
-from longspan.schedules.cost.machine import move_seconds, rank_seconds, step_work
+from longspan.schedules.cost.machine import rank_seconds, steps_work
 from longspan.schedules.cost.memory import live_bytes
 from longspan.schedules.planners import PLANNERS, VOLUMES, scheme
 from longspan.schedules.planners.ring import ring
 from longspan.schedules.reversal import reverse
 from longspan.schedules.steps import Role
+from tests.step_times import move_seconds
 
 SEQ = 360
 CAUSAL = ls.masks.causal(SEQ)
@@ -119,7 +120,7 @@ def test_all_steps_at_once_take_as_long_as_one_after_another(mask, machine):
         for direction, steps, _ in passes(chosen, 4, keep=False):
             seconds, later = 0.0, False
             for step in steps:
-                work = step_work(step, 4, SIZES, MACHINES[machine], direction, later)
+                (work,) = steps_work((step,), 4, SIZES, MACHINES[machine], direction, later)
                 moving = move_seconds(step, 4, SIZES, MACHINES[machine])
                 seconds += max(work.seconds(MACHINES[machine], direction), moving)
                 later = later or bool(step.computes)

@@ -58,7 +58,7 @@ def test_every_pattern_holds_each_position_once_and_maps_back(size, seed):
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(sizes, st.integers(-70, 70))
-def test_roll_brings_the_token_that_stands_shift_places_later(size, shift):
+def test_the_token_that_stands_shift_places_later_is_found_on_its_rank(size, shift):
     total, world = size
     whole = np.arange(1, total + 1)
     expected = np.zeros_like(whole)
@@ -67,11 +67,16 @@ def test_roll_brings_the_token_that_stands_shift_places_later(size, shift):
             expected[p] = whole[p + shift]
     for layout in every(total, world):
         shards = [layout.shard(whole, rank) for rank in range(world)]
-        assert np.array_equal(layout.unshard(layout.roll(shards, shift)), expected)
+        rolled = []
         for rank in range(world):
-            owner, slot = layout.roll_index(rank, shift)
-            found = [shards[o][s] if o >= 0 else 0 for o, s in zip(owner, slot, strict=True)]
-            assert np.array_equal(found, layout.shard(expected, rank))
+            assert layout.num_slots(rank) == len(shards[rank])
+            wanted = layout.positions(rank)
+            inside = (wanted < total) & (wanted + shift >= 0) & (wanted + shift < total)
+            owner, slot = layout.locate(wanted[inside] + shift)
+            rolled.append(np.zeros_like(shards[rank]))
+            rolled[rank][inside] = [shards[o][s] for o, s in zip(owner, slot, strict=True)]
+            assert np.array_equal(rolled[rank], layout.shard(expected, rank))
+        assert np.array_equal(layout.unshard(rolled), expected)
 
 
 def test_tensors_and_arrays_shard_alike():

@@ -12,8 +12,9 @@ from benchmarks.published_points import DIRECTIONS, SIZES, Point, flop_per_rank,
 from benchmarks.published_systems import Leg, Run, padded_problem, plain_problem, planned_run, ring_run, runs
 from longspan.masks import bands as bd
 from longspan.schedules import Role, Step, reverse, scheme
-from longspan.schedules.cost.machine import Work, move_seconds
+from longspan.schedules.cost.machine import Work
 from longspan.schedules.cost.presets import H100
+from tests.step_times import move_seconds
 
 WORLD = 16
 """Two nodes."""

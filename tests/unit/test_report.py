@@ -17,9 +17,9 @@ import pytest
 import longspan as ls
 from longspan.cli import main
 from longspan.cli.lengths import drawn_lengths
+from longspan.number_words import bytes_text, seconds_text
 from longspan.schedules.cost.presets import H100
 from longspan.viz import report_html
-from longspan.viz.drawing.axes import bytes_text, seconds_text
 from longspan.viz.runs import runs
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"

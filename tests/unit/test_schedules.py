@@ -17,7 +17,6 @@ from longspan.schedules import (
     Sizes,
     Step,
     backward,
-    prune,
     scheme,
     simulate,
     table,
@@ -28,6 +27,7 @@ from longspan.schedules.cost.memory import live_bytes
 from longspan.schedules.text_parser import parse_schedule
 from longspan.span import Span
 from tests.cases import random_case
+from tests.pruning import prune
 
 NUM_PLANS = 2000
 NUM_CHUNKS = 20

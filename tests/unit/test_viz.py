@@ -14,6 +14,7 @@ import longspan as ls
 from longspan.cli import main
 from longspan.cli.lengths import drawn_lengths
 from longspan.errors import LongspanError, PlanError
+from longspan.number_words import bytes_text, three
 from longspan.schedules.problem import Problem
 from longspan.schedules.steps import Sizes
 from longspan.viz import (
@@ -29,7 +30,6 @@ from longspan.viz import (
     traffic_picture,
     write_png,
 )
-from longspan.viz.drawing.axes import bytes_text, three
 from longspan.viz.drawing.colors import ROLES, SERIES, ramp, rank_color
 from longspan.viz.drawing.scene import Area, Line, Rect, Text, text_width
 from longspan.viz.runs import runs

@@ -5,6 +5,7 @@ Numbers travel as tensors of a fixed layout; nothing is pickled.
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longspan.errors import LongspanError
+from longspan.errors import LongspanError, PlanError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +27,9 @@ class JobRanks:
     size: int
     local_size: int
     """Ranks on this host."""
+    backend: str
+    device: str
+    """Where this rank's tensors live, so that the backend can send them."""
 
     @property
     def speaks(self) -> bool:
@@ -33,20 +37,20 @@ class JobRanks:
         return self.rank == 0
 
     def gathered(self, mine: Tensor) -> list[Tensor]:
-        """Every rank's tensor, by rank; they share dtype and all sizes but the first."""
+        """Every rank's tensor, by rank, on the CPU; they share dtype and all sizes but the first."""
         import torch
         import torch.distributed as dist
 
         if self.size == 1:
             return [mine]
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(mine)]))
+        lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(mine)], device=self.device))
         most = max(int(length) for length in lengths)
-        padded = mine.new_zeros((most, *mine.shape[1:]))
+        padded = torch.zeros((most, *mine.shape[1:]), dtype=mine.dtype, device=self.device)
         padded[: len(mine)] = mine
         found = [torch.zeros_like(padded) for _ in range(self.size)]
         dist.all_gather(found, padded)
-        return [rows[: int(length)] for rows, length in zip(found, lengths, strict=True)]
+        return [rows[: int(length)].cpu() for rows, length in zip(found, lengths, strict=True)]
 
     def most(self, value: float) -> float:
         """The largest of every rank's number."""
@@ -59,6 +63,14 @@ class JobRanks:
 
         if self.size > 1:
             dist.barrier()
+        self.finish()
+
+    def finish(self) -> None:
+        """Waits until the device has done what it was given, so that a clock read next tells the truth."""
+        if self.device != "cpu":
+            import torch
+
+            torch.accelerator.synchronize(self.device)
 
 
 def is_launched() -> bool:
@@ -66,28 +78,85 @@ def is_launched() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
-@contextmanager
-def joined(command: str, *, alone: bool = False) -> Iterator[JobRanks]:
-    """The ranks of a Gloo group for as long as it is needed; `alone` also goes without a launcher, as one rank."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler talks on stderr
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    """The argument of commands that measure on all ranks."""
+    words = "what ranks talk over: nccl, with tensors on GPUs, or gloo, on CPUs (nccl where there is CUDA)"
+    parser.add_argument("--backend", choices=("nccl", "gloo"), help=words)
+
+
+def place(asked: str | None, num_gpus: int, local_rank: int) -> tuple[str, str]:
+    """The backend, and the device of this rank's tensors: each rank of a host has a GPU of its own.
+
+    >>> place(None, 8, 3), place("gloo", 8, 3), place(None, 0, 3)
+    (('nccl', 'cuda:3'), ('gloo', 'cpu'), ('gloo', 'cpu'))
+    """
+    backend = asked or ("nccl" if num_gpus else "gloo")
+    if backend == "gloo":
+        return backend, "cpu"
+    if local_rank >= num_gpus:
+        raise LongspanError(
+            f"NCCL gives every rank a GPU of its own, but PyTorch sees {num_gpus} on this host, which has a rank"
+            f" {local_rank} (they count from 0). Start at most {num_gpus} ranks on a host, or say --backend gloo."
+            if num_gpus
+            else "--backend nccl was asked for, but PyTorch sees no CUDA device here. Say --backend gloo, or leave it"
+            " out."
+        )
+    return backend, f"cuda:{local_rank}"
+
+
+def meet(backend: str, device: str) -> None:
+    """Makes the group of all ranks, in plain words if it cannot be made."""
+    import torch
     import torch.distributed as dist
 
-    if dist.is_initialized():  # somebody else's group, which outlives the command
-        yield JobRanks(
-            dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        )
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(backend)
+    except (ValueError, RuntimeError) as wrong:
+        said = str(wrong).strip().partition("\n")[0].rstrip(".")
+        raise PlanError(
+            f"the ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe did not meet: {said:.160}. Start"
+            f" all with torchrun."
+        ) from wrong
+
+
+def _given(asked: str | None) -> JobRanks:
+    """This process's place in a group that somebody else has made, and that outlives the command."""
+    import torch
+    import torch.distributed as dist
+
+    known = str(dist.get_backend_config())
+    if asked is not None and asked not in known:
+        raise LongspanError(f"--backend {asked} was asked for, but the ranks talk over {known} already. Leave it out.")
+    backend = asked or ("nccl" if "nccl" in known else "gloo")
+    device = f"cuda:{torch.cuda.current_device()}" if backend == "nccl" else "cpu"
+    size = dist.get_world_size()
+    return JobRanks(dist.get_rank(), size, int(os.environ.get("LOCAL_WORLD_SIZE", size)), backend, device)
+
+
+@contextmanager
+def joined(command: str, backend: str | None, *, alone: bool = False) -> Iterator[JobRanks]:
+    """The ranks of the job for as long as they are needed; `alone` also goes without a launcher, as one rank."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler talks on stderr
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield _given(backend)
         return
+    where = place(backend, torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0")))
     if not is_launched() and not alone:
         raise LongspanError(
             f"{command} runs on all ranks at once. Start it as: torchrun --nproc-per-node 4 -m longspan {command} ..."
         )
     if not is_launched():
-        yield JobRanks(0, 1, 1)
+        yield JobRanks(0, 1, 1, *where)
         return
-    dist.init_process_group("gloo")
+    meet(*where)
     try:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        yield JobRanks(dist.get_rank(), dist.get_world_size(), local)
+        yield JobRanks(dist.get_rank(), dist.get_world_size(), local, *where)
         dist.barrier()  # nobody tears connections down that another still uses
     finally:
         dist.destroy_process_group()
@@ -108,8 +177,8 @@ def clocks(ranks: JobRanks, rounds: int = 20) -> list[Clock]:
 
     if ranks.size == 1:
         return [Clock(0.0, 0.0)]
-    found = torch.zeros(ranks.size, 2, dtype=torch.float64)
-    told = torch.zeros(1, dtype=torch.float64)
+    found = torch.zeros(ranks.size, 2, dtype=torch.float64, device=ranks.device)
+    told = torch.zeros(1, dtype=torch.float64, device=ranks.device)
     for peer in range(1, ranks.size):
         best = (float("inf"), 0.0)
         for _ in range(rounds):

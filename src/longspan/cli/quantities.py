@@ -1,10 +1,9 @@
-"""Numbers as people write and read them: 1M tokens, 1.7 GiB, 13.6 ms."""
+"""Numbers as people write them on the command line, 64k or 1M, and how one figure compares with another."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
 
 _COUNT = re.compile(r"(\d{1,15})(?:\.(\d{1,6}))?([kKmMgG]?)")
 _FACTOR = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -34,63 +33,6 @@ def counts(text: str) -> tuple[int, ...]:
     (8, 16, 1024)
     """
     return tuple(count(part) for part in text.split(","))
-
-
-def num_bytes(value: float) -> str:
-    """Bytes in binary units, three digits.
-
-    >>> num_bytes(16911433728), num_bytes(0), num_bytes(1536)
-    ('15.8 GiB', '0 B', '1.50 KiB')
-    """
-    return bytes_alike([value])[0]
-
-
-def bytes_alike(values: Sequence[float]) -> list[str]:
-    """Bytes for one column: all in one unit, in which the least is not lost.
-
-    >>> bytes_alike([710934528, 16911433728])
-    ['0.66 GiB', '15.8 GiB']
-    """
-    return _alike(values, [("B", 1.0), ("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("TiB", 2.0**40)])
-
-
-def seconds(value: float) -> str:
-    """A time in the unit that suits it, three digits.
-
-    >>> seconds(0.0136), seconds(2.5e-5), seconds(75.2)
-    ('13.6 ms', '25.0 us', '75.2 s')
-    """
-    return seconds_alike([value])[0]
-
-
-def seconds_alike(values: Sequence[float]) -> list[str]:
-    """Times for one column: all in one unit, in which the least is not lost.
-
-    >>> seconds_alike([0.000699, 0.0171])
-    ['0.70 ms', '17.1 ms']
-    """
-    return _alike(values, [("us", 1e-6), ("ms", 1e-3), ("s", 1.0)])
-
-
-def _alike(values: Sequence[float], units: list[tuple[str, float]]) -> list[str]:
-    least = min((value for value in values if value > 0), default=0.0)
-    # One value stays below 1,000 of its unit; of several the least is at least a tenth of it.
-    share = 0.1 if len(values) > 1 else 0.9995
-    name, unit = next((pair for pair in reversed(units) if least >= share * pair[1]), units[0])
-    return [f"{'0' if value == 0 else _three(value / unit) if unit != 1.0 or name == 's' else f'{value:,.0f}'} {name}"
-            for value in values]  # fmt: skip
-
-
-def rate(value: float, unit: str) -> str:
-    """Something per second in decimal units, as hardware is sold.
-
-    >>> rate(3.93e11, "B/s"), rate(989e12, "FLOP/s")
-    ('393 GB/s', '989 TFLOP/s')
-    """
-    step = 0
-    while value >= 999.5 and step < 5:
-        value, step = value / 1000, step + 1
-    return f"{_three(value)} {('', 'k', 'M', 'G', 'T', 'P')[step]}{unit}"
 
 
 def times(value: float) -> str:
@@ -137,7 +79,3 @@ def _about(mine: float, other: float) -> bool:
 
 def _more(mine: float, other: float, what: str) -> str:
     return f"{times(mine / other)} the {what}" if other else f"more {what}"
-
-
-def _three(value: float) -> str:
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -6,7 +6,8 @@ runs: it travels as data (see `longspan.handles`), so that one graph serves them
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +17,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from longspan.errors import PlanError
+from longspan.errors import PlanError, in_context
 from longspan.execution import ops
 from longspan.execution.fitting import SEQ_DIM, check_tensors, fitting_plan
-from longspan.execution.handed import check_captured, check_cut, group_handed
+from longspan.execution.handed import check_captured, check_cut, group_handed, group_of
 from longspan.execution.scoring.biases import Extras, check_sinks
 from longspan.execution.trust.group import told
 from longspan.handles import handle_of
 from longspan.masks import Mask
 from longspan.schedules.plan import Plan
+from longspan.span import shortened
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,15 +110,39 @@ def _scored(q: Tensor, k: Tensor, v: Tensor, asked: Request) -> Any:
     return (_of_dtensors if dtensors else _run)(q, k, v, asked)
 
 
-def telling(q: Any, group: Any) -> AbstractContextManager[None]:
-    """Tells the other ranks, who may be waiting in the same call, when this one refuses before anything was sent."""
-    if torch.compiler.is_compiling():
-        return nullcontext()
-    if group is None and isinstance(q, DTensor):
-        group = q.device_mesh
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
-        group = group.get_group()
-    return told(group) if isinstance(group, dist.ProcessGroup) else nullcontext()
+def in_call(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: Any) -> AbstractContextManager[None]:
+    """What a public call runs in. Errors say which call it was, and the other ranks, who may be waiting in the same
+    one, are told when this one refuses before anything was sent."""
+    return nullcontext() if torch.compiler.is_compiling() else _in_call(name, tensors, plan_or_mask, group)
+
+
+@contextmanager
+def _in_call(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: Any) -> Iterator[None]:
+    if group is None and isinstance(tensors[0], DTensor):
+        group = tensors[0].device_mesh
+    group = group_of(group)
+    members = group if isinstance(group, dist.ProcessGroup) else None
+    telling = nullcontext() if members is None else told(members)
+    with in_context(lambda: _described(name, tensors, plan_or_mask, members)), telling:
+        yield
+
+
+def _described(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: dist.ProcessGroup | None) -> str:
+    """The call in a sentence, as far as its arguments are what they should be."""
+    shapes = [f"{n} {tuple(t.shape)}" for n, t in zip("qkv", tensors, strict=True) if _has_shape(t)]
+    parts = [f"{name} of {', '.join(shapes)}" if shapes else name]
+    if isinstance(plan_or_mask, Plan):
+        over = shortened(plan_or_mask.layout, 120)
+        parts.append(f"by {plan_or_mask.scheme.name} of {shortened(plan_or_mask.mask, 120)} over {over}")
+    elif isinstance(plan_or_mask, Mask):
+        parts.append(f"under {shortened(plan_or_mask, 120)}")
+    if group is not None:
+        parts.append(f"on rank {group.rank()} of {group.size()}")
+    return f"The call: {', '.join(parts)}."
+
+
+def _has_shape(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and not tensor.is_nested
 
 
 def _group_name(group: Any, plan_or_mask: Mask | Plan) -> str:
@@ -138,13 +164,12 @@ def _group_name(group: Any, plan_or_mask: Mask | Plan) -> str:
 
 @torch.compiler.assume_constant_result
 def _name_of(group: Any) -> str | None:
+    group = group_of(group)
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise PlanError(
-                f"group is a mesh of {group.ndim} axes {group.mesh_dim_names}. Pass the one that holds the sequence, as"
-                f" in mesh['cp']."
-            )
-        group = group.get_group()
+        raise PlanError(
+            f"group is a mesh of {group.ndim} axes {group.mesh_dim_names}. Pass the one that holds the sequence, as"
+            f" in mesh['cp']."
+        )
     return group.group_name if isinstance(group, dist.ProcessGroup) else None
 
 

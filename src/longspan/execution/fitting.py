@@ -71,7 +71,7 @@ def _check_place(plan: Plan, place: tuple[int, int] | None) -> None:
 
 def _check_shapes(shapes: tuple[Shape, Shape, Shape], dtype: torch.dtype, plan: Plan, rank: int) -> None:
     sizes = plan.sizes
-    tokens = int(plan.layout.num_tokens[rank]) + plan.layout.num_padding(rank)
+    tokens = plan.layout.num_slots(rank)
     expected = (
         (sizes.batch, sizes.q_heads, tokens, sizes.head_dim),
         (sizes.batch, sizes.kv_heads, tokens, sizes.head_dim),

@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from longspan.errors import KernelError, PlanError
 from longspan.schedules.plan import Plan
+
+
+def group_of(group: Any) -> Any:
+    """The process group of a mesh of one axis; anything else as it was given."""
+    return group.get_group() if isinstance(group, DeviceMesh) and group.ndim == 1 else group
 
 
 def group_handed(group: Any) -> str:
@@ -52,7 +58,7 @@ def check_cut(q: DTensor, plan_or_mask: Any) -> None:
     if not isinstance(plan_or_mask, Plan) or q.device_mesh.size() != plan_or_mask.layout.world_size:
         return  # which is refused elsewhere
     rank, layout = q.device_mesh.get_local_rank(), plan_or_mask.layout
-    found, wanted = q.to_local().shape[2], int(layout.num_tokens[rank]) + layout.num_padding(rank)
+    found, wanted = q.to_local().shape[2], layout.num_slots(rank)
     if found != wanted and q.shape[2] == layout.seq_len:
         raise PlanError(
             f"rank {rank} holds {found} tokens of a DTensor of {layout.seq_len}, but {layout} gives it {wanted}."

@@ -72,3 +72,11 @@ def check_no_tangent(**tensors: Any) -> None:
                 f" Longspan does not compute. Differentiate by backward, as in torch.autograd.grad, or detach it if no"
                 f" derivative is meant."
             )
+
+
+def as_autocast(tensor: Tensor) -> Tensor:
+    """What `torch.autocast` makes of an input of PyTorch's attention, for hosts that take its place."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))

@@ -133,8 +133,16 @@ class Layout:
 
     def num_padding(self, rank: int) -> int:
         """Slots of the rank that hold no token."""
+        return self.num_slots(rank) - int(self.num_tokens[rank])
+
+    def num_slots(self, rank: int) -> int:
+        """Slots of the rank: its tokens, and padding after them.
+
+        >>> contiguous(7, 2, equal_tokens=True).num_slots(1)
+        4
+        """
         self._check_rank(rank)
-        return 0 if self.local_len is None else self.local_len - int(self.num_tokens[rank])
+        return int(self.num_tokens[rank]) if self.local_len is None else self.local_len
 
     def positions(self, rank: int) -> Ints:
         """The global position of every local slot: what rotary embeddings must see; padding is `seq_len` and up.
@@ -205,36 +213,8 @@ class Layout:
                 f"unshard needs the shard of every rank: {self.world_size} of them, but {len(shards)} were given."
             )
         for rank, shard in enumerate(shards):
-            slots = int(self.num_tokens[rank]) + self.num_padding(rank)
-            self._check_size(shard, dim, slots, f"the shard of rank {rank}")
+            self._check_size(shard, dim, self.num_slots(rank), f"the shard of rank {rank}")
         return _take(_concatenate(shards, dim), self.unshard_index(), dim, 0, 0)
-
-    def roll_index(self, rank: int, shift: int) -> tuple[Ints, Ints]:
-        """Rank and slot of the token `shift` positions after each of the rank's slots; (-1, -1) past the end.
-
-        >>> [part.tolist() for part in zigzag(8, 2).roll_index(0, 1)]
-        [[0, 1, 0, -1], [1, 0, 3, -1]]
-        """
-        wanted = self.positions(rank)
-        inside = (wanted < self.seq_len) & (wanted + shift >= 0) & (wanted + shift < self.seq_len)
-        owner, slot = self.locate(np.where(inside, wanted + shift, 0) if self.seq_len else wanted[:0])
-        return np.where(inside, owner, -1), np.where(inside, slot, -1)
-
-    def roll(self, shards: Sequence[Any], shift: int, dim: int = 0, fill: float = 0) -> list[Any]:
-        """Every rank's shard with the token `shift` positions later in each slot; `fill` past the ends.
-
-        >>> [shard.tolist() for shard in zigzag(8, 2).roll([np.array([0, 1, 6, 7]), np.array([2, 3, 4, 5])], 1)]
-        [[1, 2, 7, 0], [3, 4, 5, 6]]
-        """
-        whole = self.unshard(shards, dim)
-        wanted = np.arange(self.seq_len, dtype=np.int64) + shift
-        inside = wanted[(wanted >= 0) & (wanted < self.seq_len)]
-        missing = self.seq_len - len(inside)
-        rolled = _take(whole, inside, dim, missing, fill)
-        if shift < 0:  # the filled places come first
-            order = (np.arange(self.seq_len, dtype=np.int64) - missing) % max(self.seq_len, 1)
-            rolled = _take(rolled, order, dim, 0, 0)
-        return [self.shard(rolled, rank, dim, fill) for rank in range(self.world_size)]
 
     # -- checks and identity ----------------------------------------------------------------------------------------
 

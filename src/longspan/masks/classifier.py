@@ -37,7 +37,6 @@ class Classifier:
         tile = whole(tile, "tile", "classify()", MaskError, low=1)
         self.plane = plane
         self.seq_len = seq_len
-        self.num_evaluated = 0
         self.tile = tile
         self._seen: dict[int, NDArray[np.int8]] = {}  # by tile row; -1 is not yet known
 
@@ -73,7 +72,6 @@ class Classifier:
             stop = min(start + 64, last)
             kv = np.arange(start * tile, min(stop * tile, self.seq_len), dtype=np.int64)
             allowed = self._allowed(q, kv)
-            self.num_evaluated += stop - start
             edges = np.arange(0, len(kv), tile)
             some = np.logical_or.reduceat(allowed.any(axis=0), edges)
             every = np.logical_and.reduceat(allowed.all(axis=0), edges)

@@ -3,7 +3,6 @@
 from longspan.schedules.cost.machine import Link, Machine, Tiling
 from longspan.schedules.cost.presets import MACHINES, machine_named
 from longspan.schedules.cost.simulator import Event, Timeline, simulate
-from longspan.schedules.passes import prune
 from longspan.schedules.planners import PLANNERS, Scheme, scheme
 from longspan.schedules.problem import Problem
 from longspan.schedules.proof.validator import validate
@@ -31,7 +30,6 @@ __all__ = [
     "Transfer",
     "backward",
     "machine_named",
-    "prune",
     "reverse",
     "scheme",
     "simulate",

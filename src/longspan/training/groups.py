@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.errors import LongspanError
-from longspan.execution.handed import group_handed
+from longspan.execution.handed import group_handed, group_of
 from longspan.execution.trust.group import message_device
 from longspan.layouts import Layout
 
@@ -37,13 +37,12 @@ def check_layout(layout: object, what: str) -> None:
 
 def process_group(group: Any, what: str) -> dist.ProcessGroup:
     """The process group of a group or a mesh of one axis."""
+    group = group_of(group)
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise BatchError(
-                f"{what} got a mesh of {group.ndim} axes {group.mesh_dim_names} as its group. Pass one axis, as in"
-                f" mesh['cp'], or several of them flattened, as in make_mesh(...).dp_cp."
-            )
-        group = group.get_group()
+        raise BatchError(
+            f"{what} got a mesh of {group.ndim} axes {group.mesh_dim_names} as its group. Pass one axis, as in"
+            f" mesh['cp'], or several of them flattened, as in make_mesh(...).dp_cp."
+        )
     if not isinstance(group, dist.ProcessGroup):
         raise BatchError(
             f"{what} needs a process group or a mesh of one axis, but {group_handed(group)}. The group of all ranks is"

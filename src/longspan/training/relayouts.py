@@ -49,7 +49,7 @@ def moves(source: Layout, target: Layout, rank: int) -> Moves:
         received[~stayed],
         np.bincount(to[to != rank], minlength=target.world_size).tolist(),
         np.bincount(from_[from_ != rank], minlength=source.world_size).tolist(),
-        len(wanted) + target.num_padding(rank),
+        target.num_slots(rank),
     )
 
 
@@ -67,7 +67,7 @@ def relayout(x_local: Tensor, source: Layout, target: Layout, group: Any, dim: i
     if (source.seq_len, source.world_size) != (target.seq_len, target.world_size):
         raise BatchError(f"relayout from {source} to {target}: both must be of one sequence on the same ranks.")
     _check_group(source, members, "relayout")
-    source._check_size(x_local, dim, _slots(source, members.rank()), f"the shard of rank {members.rank()}")
+    source._check_size(x_local, dim, source.num_slots(members.rank()), f"the shard of rank {members.rank()}")
     if source == target:
         return x_local
     return _Relayout.apply(x_local, source, target, members, dim % x_local.ndim)  # type: ignore[return-value]
@@ -110,7 +110,7 @@ def gather_outputs(x_local: Tensor, layout: Layout, group: Any, dim: int, *, to:
     members = process_group(group, "gather_outputs")
     _check_group(layout, members, "gather_outputs")
     rank, size = members.rank(), members.size()
-    layout._check_size(x_local, dim, _slots(layout, rank), f"the shard of rank {rank}")
+    layout._check_size(x_local, dim, layout.num_slots(rank), f"the shard of rank {rank}")
     if x_local.requires_grad and torch.is_grad_enabled():
         raise BatchError(
             "gather_outputs is for evaluation, but this tensor wants gradients, which would be dropped. Call it under"
@@ -119,7 +119,9 @@ def gather_outputs(x_local: Tensor, layout: Layout, group: Any, dim: int, *, to:
     if to is not None and not 0 <= to < size:
         raise BatchError(f"gather_outputs was asked to gather to rank {to}, but the group has ranks 0 to {size - 1}.")
     rows = x_local.detach().movedim(dim, 0)
-    most = max(_slots(layout, r) for r in range(size))  # collectives want one size; what is beyond a shard is not read
+    most = max(
+        layout.num_slots(r) for r in range(size)
+    )  # collectives want one size; what is beyond a shard is not read
     message = rows.new_zeros((most, *rows.shape[1:]))
     message[: len(rows)] = rows
     parts = [torch.empty_like(message) for _ in range(size)] if to in (None, rank) else None
@@ -129,12 +131,8 @@ def gather_outputs(x_local: Tensor, layout: Layout, group: Any, dim: int, *, to:
         dist.gather(message, parts, group=members, group_dst=to)
     if parts is None:
         return None
-    whole = layout.unshard([part[: _slots(layout, r)] for r, part in enumerate(parts)])
+    whole = layout.unshard([part[: layout.num_slots(r)] for r, part in enumerate(parts)])
     return whole.movedim(0, dim).contiguous()
-
-
-def _slots(layout: Layout, rank: int) -> int:
-    return int(layout.num_tokens[rank]) + layout.num_padding(rank)
 
 
 def _check_group(layout: Layout, group: dist.ProcessGroup, what: str) -> None:

@@ -56,7 +56,7 @@ class RankView:
         """How many tokens a rank's tensor has, padding included."""
         if self.group is None:
             return self.layout.seq_len
-        return int(self.layout.num_tokens[rank]) + self.layout.num_padding(rank)
+        return self.layout.num_slots(rank)
 
     def gathered(self, x: Tensor, dim: int = SEQ_DIM) -> Tensor:
         """The whole tensor, in global order, on every rank."""

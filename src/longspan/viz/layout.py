@@ -6,6 +6,7 @@ import numpy as np
 
 from longspan.layouts import Layout
 from longspan.masks import Mask
+from longspan.number_words import count_text
 from longspan.span import Ints, join
 from longspan.viz.drawing.axes import (
     MARGIN,
@@ -13,7 +14,6 @@ from longspan.viz.drawing.axes import (
     WIDTH,
     Scale,
     bottom_axis,
-    count_text,
     frame,
     headed,
     position_ticks,

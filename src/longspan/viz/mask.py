@@ -6,12 +6,12 @@ import numpy as np
 
 from longspan.layouts import Layout
 from longspan.masks import Mask
+from longspan.number_words import count_text
 from longspan.viz.drawing.axes import (
     MARGIN,
     SMALL,
     Scale,
     bottom_axis,
-    count_text,
     frame,
     headed,
     left_axis,

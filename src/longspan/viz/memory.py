@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from longspan.number_words import BYTE_UNITS, SECOND_UNITS, bytes_text, unit_of
 from longspan.schedules.plan import Plan
 from longspan.viz.drawing.axes import (
-    BYTE_UNITS,
     MARGIN,
-    SECOND_UNITS,
     SMALL,
     WIDTH,
     Key,
     Scale,
     bottom_axis,
-    bytes_text,
     frame,
     headed,
     left_axis,
     legend_row,
     nice_ticks,
-    unit_of,
 )
 from longspan.viz.drawing.colors import FAR, FORWARD, rank_color
 from longspan.viz.drawing.scene import Area, Line, Point, Rect, Scene, Text

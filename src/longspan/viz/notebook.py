@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from longspan.layouts import Layout
 from longspan.masks import Mask
+from longspan.number_words import bytes_text, count_text, seconds_text
 from longspan.schedules.plan import Plan
-from longspan.viz.drawing.axes import bytes_text, count_text, seconds_text
 from longspan.viz.drawing.scene import Scene, escaped
 from longspan.viz.layout import layout_picture
 from longspan.viz.mask import mask_picture

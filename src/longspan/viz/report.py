@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from longspan.number_words import bytes_text, count_text, rate_text, seconds_text, three
 from longspan.schedules.choose import Reason, busiest
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.plan import Plan
-from longspan.viz.drawing.axes import bytes_text, count_text, seconds_text, three
 from longspan.viz.drawing.page import Bar, cards, code, facts_table, figure, heading, page, paragraph, table
 from longspan.viz.drawing.scene import escaped
 from longspan.viz.layout import layout_picture
@@ -243,7 +243,7 @@ def _machine(machine: Machine, assumed: bool) -> Iterator[str]:
     if assumed:
         yield paragraph("No machine was named, so this one was assumed.", "note")
     links = [
-        f"{_rate(link.bandwidth)} and {seconds_text(link.latency)} latency"
+        f"{rate_text(link.bandwidth, 'B/s')} and {seconds_text(link.latency)} latency"
         + (f" inside a node of {link.ranks}" if link.ranks < 1 << 20 else " to everybody else")
         for link in machine.links
     ]
@@ -253,14 +253,10 @@ def _machine(machine: Machine, assumed: bool) -> Iterator[str]:
             ("name", machine.name),
             ("source of figures", machine.source),
             ("arithmetic", f"{machine.flops / 1e12:.3g} TFLOP/s a rank, {shares}"),
-            ("copies", f"{_rate(machine.copy_bandwidth)}; {seconds_text(machine.op_seconds)} per operation"),
+            ("copies", f"{rate_text(machine.copy_bandwidth, 'B/s')}; {seconds_text(machine.op_seconds)} per operation"),
             ("links", "; ".join(links)),
         )
     )
-
-
-def _rate(value: float) -> str:
-    return f"{three(value / 1e12)} TB/s" if value >= 1e12 else f"{three(value / 1e9)} GB/s"
 
 
 def _repeat(plan: Plan, command: str | None, python: str | None) -> Iterator[str]:

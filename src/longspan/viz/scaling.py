@@ -11,7 +11,8 @@ from longspan.api import plan
 from longspan.errors import PlanError
 from longspan.layouts import Layout, balanced
 from longspan.masks import Mask
-from longspan.viz.drawing.axes import MARGIN, SMALL, Scale, bottom_axis, bytes_text, frame, headed, seconds_text
+from longspan.number_words import bytes_text, seconds_text
+from longspan.viz.drawing.axes import MARGIN, SMALL, Scale, bottom_axis, frame, headed
 from longspan.viz.drawing.colors import SERIES
 from longspan.viz.drawing.scene import Line, Rect, Scene, Text
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from longspan.number_words import SECOND_UNITS, bytes_text, seconds_text, unit_of
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.cost.simulator import Event
 from longspan.schedules.plan import Plan
 from longspan.viz.drawing.axes import (
     MARGIN,
-    SECOND_UNITS,
     SMALL,
     WIDTH,
     Key,
     Scale,
     bottom_axis,
-    bytes_text,
     headed,
     legend_row,
     nice_ticks,
-    seconds_text,
     shown_ranks,
-    unit_of,
 )
 from longspan.viz.drawing.colors import BACKWARD, FAR, FORWARD, NEAR
 from longspan.viz.drawing.scene import Rect, Scene, Text, text_width

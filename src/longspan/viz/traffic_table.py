@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from longspan.number_words import BYTE_UNITS, bytes_text, three, unit_of
 from longspan.schedules.plan import Plan
 from longspan.span import Ints
-from longspan.viz.drawing.axes import (
-    BYTE_UNITS,
-    MARGIN,
-    NORMAL,
-    SMALL,
-    WIDTH,
-    bytes_text,
-    frame,
-    headed,
-    three,
-    unit_of,
-)
+from longspan.viz.drawing.axes import MARGIN, NORMAL, SMALL, WIDTH, frame, headed
 from longspan.viz.drawing.colors import HEAT
 from longspan.viz.drawing.scene import Line, Rect, Scene, Text
 from longspan.viz.runs import SimulatedPass, runs

@@ -1,4 +1,4 @@
-"""Runs attention, forward and backward, on the ranks of torchrun (Gloo, CPUs) and writes the measured trace.
+"""Runs attention, forward and backward, on the ranks of torchrun and writes the measured trace.
 
   torchrun --nproc-per-node 4 -m longspan bench --seq 8k --q-heads 8 --head-dim 64 --machine machine.json --out ran.json
 
@@ -12,24 +12,28 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli.commands.trace import described, show
-from longspan.cli.launch import joined
+from longspan.cli.launch import JobRanks, add_backend, joined
 from longspan.cli.measuring import trace_file as chrome
-from longspan.cli.quantities import count, seconds
+from longspan.cli.quantities import count
 from longspan.cli.screen import print_json, screen_of
 from longspan.cli.workload import Workload
 from longspan.cli.workload import add_arguments as add_workload
+from longspan.errors import LongspanError
+from longspan.number_words import seconds_text
 from longspan.schedules.cost.simulator import simulate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload(parser, ranks="group")
+    add_backend(parser)
     parser.add_argument("--repeats", type=count, default=5, help="timed repetitions (5)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the trace goes")
 
 
 def run(args: argparse.Namespace) -> int:
     workload = Workload.of(args)
-    with joined("bench", alone=True) as ranks:
+    with joined("bench", args.backend, alone=True) as ranks:
+        _check_trace(args.out, ranks)
         from longspan.cli.measuring.runs import MeasuredRun, clocks_ahead, sliced, timed
 
         made = workload.plan(ranks.size)
@@ -38,13 +42,14 @@ def run(args: argparse.Namespace) -> int:
         real = MeasuredRun(made, ranks)
         with screen.only(ranks.speaks).progress("attention", args.repeats) as advance:
             passes = timed(real, args.repeats, ahead, advance)
-        slices = sliced(real, ahead)
+        slices = sliced(real, ahead) if ranks.device == "cpu" else []
     if not ranks.speaks:
         return 0
     took = {name: passes.median(name) for name in ("forward", "backward")}
     predicted = {name: simulate(made.schedule(name), made.machine).seconds for name in took}
     about = described(workload, made, took, "measured")
     about |= {
+        "backend": ranks.backend,
         "repeats": {"forward_seconds": passes.forward, "backward_seconds": passes.backward},
         "predicted": {"machine": made.machine.name, **{f"{k}_seconds": v for k, v in predicted.items()}},
         "file": None if args.out is None else str(args.out),
@@ -59,14 +64,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_trace(out: Path | None, ranks: JobRanks) -> None:
+    """Refuses a trace of GPUs: its steps are seen where they are started, which says nothing of when they run."""
+    if out is not None and ranks.device != "cpu":
+        raise LongspanError(
+            f"--out {out} asks for a trace, but steps are taken apart on CPUs only. Leave it out, or say --backend"
+            f" gloo; torch.profiler shows what GPUs do."
+        )
+
+
 def _notes(about: dict[str, Any], workload: Workload, out: Path | None) -> list[str]:
-    each = [f"{seconds(min(found))} to {seconds(max(found))}" for found in about["repeats"].values()]
+    each = [f"{seconds_text(min(found))} to {seconds_text(max(found))}" for found in about["repeats"].values()]
     times = len(about["repeats"]["forward_seconds"])
     notes = [f"Medians of {times} repetitions; forward took {each[0]}, backward {each[1]}."]
     total = sum(value for key, value in about["predicted"].items() if key.endswith("seconds"))
     if workload.machine_given:
         off = total / about["seconds"] - 1
-        notes.append(f"Predicted for {workload.machine.name}: {seconds(total)} together, {off:+.0%} against measured.")
+        notes.append(
+            f"Predicted for {workload.machine.name}: {seconds_text(total)} together, {off:+.0%} against measured."
+        )
     if out is not None:
         notes.append(f"Wrote {out}, one more repetition with the profiler on. Open it in ui.perfetto.dev.")
     return notes

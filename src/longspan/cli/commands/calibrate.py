@@ -1,4 +1,4 @@
-"""Measures kernels, copies, links and whole attentions on the ranks of torchrun (Gloo, CPUs), writes a Machine file.
+"""Measures kernels, copies, links and whole attentions on the ranks of torchrun and writes a Machine file.
 
   torchrun --nproc-per-node 4 -m longspan calibrate --q-heads 8 --kv-heads 2 --head-dim 64 --out machine.json
 
@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from longspan.api import ITEMSIZE
-from longspan.cli.launch import JobRanks, joined
-from longspan.cli.quantities import count, rate, seconds
+from longspan.cli.launch import JobRanks, add_backend, joined
+from longspan.cli.quantities import count
 from longspan.cli.screen import Screen, print_json, screen_of
+from longspan.number_words import rate_text, seconds_text
 from longspan.schedules.cost.machine import Link, Machine
 from longspan.schedules.cost.machine_text import machine_text
-from longspan.schedules.cost.presets import CPU
+from longspan.schedules.cost.presets import CPU, H100
 from longspan.schedules.steps import Sizes
 
 EVERYBODY = 1 << 30
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the Machine file goes")
     parser.add_argument("--name", default="calibrated", help="what the machine is called (calibrated)")
     parser.add_argument("--rounds", type=count, default=9, help="rounds of each measurement (9)")
+    add_backend(parser)
     tensors = parser.add_argument_group("tensors that kernels are measured on")
     tensors.add_argument("--q-heads", type=count, default=8, help="query heads (8)")
     tensors.add_argument("--kv-heads", type=count, default=8, help="key/value heads (8)")
@@ -41,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     sizes = Sizes(args.q_heads, args.kv_heads, args.head_dim, args.head_dim, ITEMSIZE[args.dtype])
     screen = screen_of(args)
-    with joined("calibrate") as ranks, screen.only(ranks.speaks).progress("measuring", 12) as advance:
+    with joined("calibrate", args.backend) as ranks, screen.only(ranks.speaks).progress("measuring", 12) as advance:
         machine, about = measured(ranks, sizes, args.dtype, args.rounds, args.name, advance)
     if not ranks.speaks:
         return 0
@@ -69,14 +71,15 @@ def measured(
     from longspan.cli.measuring.fit import scaled
     from longspan.cli.measuring.rates import SMALL, Tensors, copy_rate, kernel_rate, kernel_times, wire
 
-    times = kernel_times(ranks, Tensors(sizes, getattr(torch, dtype)), rounds, advance)
-    forward = kernel_rate(times.forward, sizes, CPU, "forward")
-    backward = kernel_rate(times.backward, sizes, CPU, "backward")
+    base = CPU if ranks.device == "cpu" else H100  # its tiles, and what a launch does
+    times = kernel_times(ranks, Tensors(sizes, getattr(torch, dtype), ranks.device), rounds, advance)
+    forward = kernel_rate(times.forward, sizes, base, "forward")
+    backward = kernel_rate(times.backward, sizes, base, "backward")
     copies = copy_rate(ranks, rounds)
     advance("copies")
     # Hops to the next rank stay in a host for most ranks; hops of a host's size never do.
     inside = min(ranks.local_size, ranks.size)
-    links = [Link(EVERYBODY, *_link(wire(ranks, 1, rounds, advance)))] if ranks.size > 1 else list(CPU.links)
+    links = [Link(EVERYBODY, *_link(wire(ranks, 1, rounds, advance)))] if ranks.size > 1 else list(base.links)
     if 1 < inside < ranks.size:
         links = [replace(links[0], ranks=inside), Link(EVERYBODY, *_link(wire(ranks, inside, rounds, advance)))]
     flops = max(forward, backward)
@@ -84,11 +87,11 @@ def measured(
     source = (
         f"measured by longspan calibrate: {ranks.size} ranks at once, {inside} a host with {os.cpu_count()} cores,"
         f" {torch.get_num_threads()} threads a rank, kernel {times.name}, {dtype},"
-        f" {sizes.q_heads}:{sizes.kv_heads} heads of {sizes.head_dim}, torch {torch.__version__}"
+        f" {sizes.q_heads}:{sizes.kv_heads} heads of {sizes.head_dim}, {ranks.backend}, torch {torch.__version__}"
     )
-    machine = Machine(
-        name, source, flops, forward / flops, backward / flops, 1, 0.0, copies, calls, False, tuple(links),
-        CPU.forward_tiling, CPU.backward_tiling,
+    machine = replace(
+        base, name=name, source=source, flops=flops, forward_share=forward / flops, backward_share=backward / flops,
+        copy_bandwidth=copies, op_seconds=calls, slot_seconds=0.0, links=tuple(links),
     )  # fmt: skip
     bare = {"bare_forward_flops": forward, "bare_backward_flops": backward, "bare_call_seconds": calls}
     if whole:
@@ -107,6 +110,7 @@ def _about(machine: Machine, kernel: str, ranks: JobRanks, dtype: str) -> dict[s
         "ranks": ranks.size,
         "ranks_per_host": ranks.local_size,
         "cores": os.cpu_count(),
+        "backend": ranks.backend,
         "kernel": kernel,
         "dtype": dtype,
         "forward_flops": machine.flops * machine.forward_share,
@@ -121,27 +125,27 @@ def _about(machine: Machine, kernel: str, ranks: JobRanks, dtype: str) -> dict[s
 
 
 def _rates(about: dict[str, Any], direction: str) -> str:
-    bare = rate(about[f"bare_{direction}_flops"], "FLOP/s")
-    return f"{rate(about[f'{direction}_flops'], 'FLOP/s')} a rank in whole attentions, {bare} in bare kernels"
+    bare = rate_text(about[f"bare_{direction}_flops"], "FLOP/s")
+    return f"{rate_text(about[f'{direction}_flops'], 'FLOP/s')} a rank in whole attentions, {bare} in bare kernels"
 
 
 def show(machine: Machine, about: dict[str, Any], out: Path | None, screen: Screen) -> None:
     """What was found, and what to do with it."""
     hosts = f"{about['ranks_per_host']} on a host of {about['cores']} cores"
     screen.title(f"{machine.name}: {about['ranks']} ranks at once, {hosts}")
+    call, bare = seconds_text(about["call_seconds"]), seconds_text(about["bare_call_seconds"])
     facts = [
         ("kernel", f"{about['kernel']}, {about['dtype']}"),
         ("forward", _rates(about, "forward")),
         ("backward", _rates(about, "backward")),
-        (
-            "operation",
-            f"{seconds(about['call_seconds'])}, {seconds(about['bare_call_seconds'])} of a bare kernel's call",
-        ),
-        ("copies", rate(about["copy_bytes_per_second"], "B/s")),
+        ("operation", f"{call}, {bare} of a bare kernel's call"),
+        ("copies", rate_text(about["copy_bytes_per_second"], "B/s")),
     ]
     for link in about["links"]:
         what = "link" if link["ranks"] == EVERYBODY else f"link of {link['ranks']}"
-        facts.append((what, f"{rate(link['bytes_per_second'], 'B/s')}, {seconds(link['latency_seconds'])} a message"))
+        facts.append(
+            (what, f"{rate_text(link['bytes_per_second'], 'B/s')}, {seconds_text(link['latency_seconds'])} a message")
+        )
     screen.facts(facts)
     screen.text()
     screen.notes(

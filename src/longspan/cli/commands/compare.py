@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longspan.cli.quantities import bytes_against, bytes_alike, memory_against, seconds_alike, times
+from longspan.cli.quantities import bytes_against, memory_against, times
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import LAYOUTS, Workload
 from longspan.cli.workload import add_arguments as add_workload
 from longspan.errors import PlanError
+from longspan.number_words import bytes_alike, seconds_alike
 from longspan.schedules.choose import Reason, candidates
 from longspan.schedules.plan import Plan
 from longspan.schedules.planners import PLANNERS

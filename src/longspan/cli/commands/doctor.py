@@ -16,8 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from longspan.cli.launch import JobRanks, clocks, joined
-from longspan.cli.quantities import rate, seconds
 from longspan.cli.screen import Screen, print_json, screen_of
+from longspan.number_words import rate_text, seconds_text
 
 PACKAGES = ("torch", "numpy", "rich", "matplotlib", "transformers", "accelerate")
 DTYPES = ("bfloat16", "float32")
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     screen = screen_of(args)
-    with joined("doctor", alone=True) as ranks, screen.only(ranks.speaks).progress("examining", 9) as advance:
+    with joined("doctor", "gloo", alone=True) as ranks, screen.only(ranks.speaks).progress("examining", 9) as advance:
         found = examined(ranks, args.quick, advance)
     if ranks.speaks:
         if args.json:
@@ -209,13 +209,14 @@ def show(found: dict[str, Any], screen: Screen) -> None:
     if host["ranks"] > 1:
         worst = max(abs(clock["ahead_seconds"]) for clock in found["clocks"])
         back = max(clock["round_trip_seconds"] for clock in found["clocks"])
-        facts.append(("clocks", f"within {seconds(worst)} of rank 0's; there and back in {seconds(back)}"))
+        facts.append(("clocks", f"within {seconds_text(worst)} of rank 0's; there and back in {seconds_text(back)}"))
     if fast is not None:
-        ways = f"{rate(fast['forward_flops'], 'FLOP/s')} forward, {rate(fast['backward_flops'], 'FLOP/s')} backward"
-        facts.append(("speed", f"{ways}, copies {rate(fast['copy_bytes_per_second'], 'B/s')}, a rank"))
+        forward, backward = (rate_text(fast[f"{way}_flops"], "FLOP/s") for way in ("forward", "backward"))
+        ways = f"{forward} forward, {backward} backward"
+        facts.append(("speed", f"{ways}, copies {rate_text(fast['copy_bytes_per_second'], 'B/s')}, a rank"))
         if "link_bytes_per_second" in fast:
-            wire = f"{rate(fast['link_bytes_per_second'], 'B/s')}, {seconds(fast['link_latency_seconds'])} a message"
-            facts.append(("links", wire))
+            latency = seconds_text(fast["link_latency_seconds"])
+            facts.append(("links", f"{rate_text(fast['link_bytes_per_second'], 'B/s')}, {latency} a message"))
     good = sum(check["ok"] for check in found["checks"])
     how = "over Gloo" if host["ranks"] > 1 else "in one process"
     facts.append(

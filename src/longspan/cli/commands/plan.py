@@ -9,10 +9,11 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from longspan.cli.quantities import bytes_against, bytes_alike, num_bytes, rate, seconds, seconds_alike
+from longspan.cli.quantities import bytes_against
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import Workload
 from longspan.cli.workload import add_arguments as add_workload
+from longspan.number_words import bytes_alike, bytes_text, rate_text, seconds_alike, seconds_text
 from longspan.schedules.choose import Reason
 from longspan.schedules.plan import Plan
 
@@ -85,11 +86,11 @@ def show(workload: Workload, made: Plan, screen: Screen) -> None:
     """The plan as a person reads it."""
     found, ranks = figures(made), made.layout.world_size
     screen.title(f"{workload.seq_len:,} tokens on {ranks:,} ranks: {made.scheme.name}")
-    received = f"{num_bytes(found['forward_bytes_received'])} forward, {num_bytes(found['backward_bytes_received'])}"
+    received = f"{bytes_text(found['forward_bytes_received'])} forward, {bytes_text(found['backward_bytes_received'])}"
     sampled = any(len(reason.ranks) < ranks for reason in made.reasons if not reason.at_least)
     kept = "remote K/V are kept for backward" if made.keep else "remote K/V are fetched again; --keep keeps them"
     forward, backward = found["forward_seconds"], found["backward_seconds"]
-    speed = rate(found["forward_flops_per_rank"], "FLOP/s")
+    speed = rate_text(found["forward_flops_per_rank"], "FLOP/s")
     screen.facts(
         (
             ("mask", workload.about_docs()),
@@ -97,9 +98,9 @@ def show(workload: Workload, made: Plan, screen: Screen) -> None:
             ("machine", workload.about_machine()),
             ("layout", f"{made.layout.name}, imbalance {made.imbalance:.3f} (most pairs on a rank / mean)"),
             ("received", f"at most {received} backward by any rank ({kept})"),
-            ("memory", f"{num_bytes(found['peak_bytes'])} at the peak{' of the ranks looked at' * sampled}, beside"
-             f" {num_bytes(found['own_bytes'])} of own q, k, v, output and their gradients"),
-            ("predicted", f"{seconds(forward)} forward ({speed} a rank), {seconds(backward)} backward"),
+            ("memory", f"{bytes_text(found['peak_bytes'])} at the peak{' of the ranks looked at' * sampled}, beside"
+             f" {bytes_text(found['own_bytes'])} of own q, k, v, output and their gradients"),
+            ("predicted", f"{seconds_text(forward)} forward ({speed} a rank), {seconds_text(backward)} backward"),
             ("why", why(made)),
         )
     )  # fmt: skip
@@ -130,7 +131,7 @@ def reason_rows(reasons: Sequence[Reason]) -> list[Row]:
     )
     rows = [Row((reason.scheme, *cells), reason.chosen) for reason, *cells in zip(full, *columns, strict=True)]
     bound = "at least {} in all, for its bytes alone"
-    return rows + [Row((r.scheme,), rest=bound.format(seconds(r.seconds))) for r in reasons if r.at_least]
+    return rows + [Row((r.scheme,), rest=bound.format(seconds_text(r.seconds))) for r in reasons if r.at_least]
 
 
 def why(made: Plan) -> str:

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from longspan.cli.quantities import num_bytes, seconds
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import Workload
 from longspan.cli.workload import add_arguments as add_workload
 from longspan.errors import PlanError
 from longspan.layouts import Layout
+from longspan.number_words import bytes_text, seconds_text
 from longspan.schedules.plan import Plan
 from longspan.schedules.text_table import table
 from longspan.span import join
@@ -176,7 +176,7 @@ def strips(layout: Layout, width: int) -> list[str]:
 def _schedule_text(plan: Plan, screen: Screen) -> None:
     for one in runs(plan):
         screen.text()
-        screen.title(f"{one.direction}: {seconds(one.timeline.seconds)}")
+        screen.title(f"{one.direction}: {seconds_text(one.timeline.seconds)}")
         print(table(one.schedule))
     screen.text()
     screen.notes(
@@ -192,20 +192,20 @@ def _traffic_text(plan: Plan, screen: Screen) -> None:
     for direction in PASSES:
         matrix = traffic(plan, direction)
         screen.text()
-        screen.title(f"{direction}: {num_bytes(int(matrix.sum()))} in all")
+        screen.title(f"{direction}: {bytes_text(int(matrix.sum()))} in all")
         if size <= _MATRIX:
             columns = (Column("from", False), *(Column(f"to {rank}") for rank in range(size)), Column("sent"))
             rows = [
-                Row((str(rank), *(num_bytes(value) if value else "." for value in line), num_bytes(sum(line))))
+                Row((str(rank), *(bytes_text(value) if value else "." for value in line), bytes_text(sum(line))))
                 for rank, line in enumerate(matrix.tolist())
             ]
-            received = Row(("all", *(num_bytes(value) for value in matrix.sum(axis=0).tolist()), ""))
+            received = Row(("all", *(bytes_text(value) for value in matrix.sum(axis=0).tolist()), ""))
             screen.table(columns, [*rows, received])
         else:
             columns = (Column("rank", False), Column("sent"), Column("received"), Column("peers"))
             sent, got = matrix.sum(axis=1).tolist(), matrix.sum(axis=0).tolist()
             peers = ((matrix > 0) | (matrix.T > 0)).sum(axis=1).tolist()
-            rows = [Row((str(r), num_bytes(sent[r]), num_bytes(got[r]), str(peers[r]))) for r in range(size)]
+            rows = [Row((str(r), bytes_text(sent[r]), bytes_text(got[r]), str(peers[r]))) for r in range(size)]
             screen.table(columns, rows)
 
 
@@ -215,7 +215,7 @@ def _memory_text(plan: Plan, screen: Screen) -> None:
     rows: list[Row] = []
     for rank in range(plan.layout.world_size):
         peaks = [int(one.alive[rank].max(initial=0)) for one in both]
-        rows.append(Row((str(rank), *(num_bytes(peak) for peak in peaks), num_bytes(max(peaks)))))
+        rows.append(Row((str(rank), *(bytes_text(peak) for peak in peaks), bytes_text(max(peaks)))))
     screen.text()
     screen.table(columns, rows)
     screen.text()

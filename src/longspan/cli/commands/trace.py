@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli.measuring import trace_file as chrome
-from longspan.cli.quantities import num_bytes, seconds
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import Workload
 from longspan.cli.workload import add_arguments as add_workload
 from longspan.errors import PlanError
+from longspan.number_words import bytes_text, seconds_text
 from longspan.schedules.plan import Plan
 
 MAX_RANKS = 256
@@ -67,10 +67,12 @@ def show(about: dict[str, Any], made: Plan, slices: list[chrome.Slice], screen: 
     """How long it takes, and what every rank does meanwhile."""
     workload, ranks = about["workload"], about["ranks"]
     screen.title(f"{workload['seq_len']:,} tokens on {ranks} ranks: {about['scheme']} over {about['layout']}")
-    total = f"{seconds(about['forward_seconds'])} forward, {seconds(about['backward_seconds'])} backward"
+    total = f"{seconds_text(about['forward_seconds'])} forward, {seconds_text(about['backward_seconds'])} backward"
     where = f"on {about['machine']}" if about["how"] == "simulated" else "here"
-    screen.facts(((about["how"], f"{total}, {seconds(about['seconds'])} together, {where}"),))
+    screen.facts(((about["how"], f"{total}, {seconds_text(about['seconds'])} together, {where}"),))
     screen.text()
+    if not slices:  # measured on GPUs, where nothing is taken apart
+        return
     rows = [_row(rank, made, slices, about) for rank in shown(ranks)]
     heads = ("rank", "forward computes", "share", "backward computes", "share", "received")
     screen.table(tuple(map(Column, heads)), rows)
@@ -88,6 +90,6 @@ def _row(rank: int, made: Plan, slices: list[chrome.Slice], about: dict[str, Any
     cells = [str(rank)]
     for direction in ("forward", "backward"):
         spent = chrome.busy(slices, rank, chrome.COMPUTE, direction)
-        cells += [seconds(spent), f"{spent / max(about[f'{direction}_seconds'], 1e-12):.0%}"]
+        cells += [seconds_text(spent), f"{spent / max(about[f'{direction}_seconds'], 1e-12):.0%}"]
     received = sum(made.bytes_received(rank, direction) for direction in ("forward", "backward"))
-    return Row((*cells, num_bytes(received)))
+    return Row((*cells, bytes_text(received)))

@@ -17,6 +17,7 @@ from typing import Any
 
 from longspan import layouts, masks
 from longspan.api import ITEMSIZE, attention, plan
+from longspan.cli.launch import meet
 from longspan.cli.quantities import count, counts
 from longspan.errors import PlanError
 from longspan.masks import Mask
@@ -185,7 +186,6 @@ def _one_thread() -> Iterator[None]:
 @contextmanager
 def _group(device: Any) -> Iterator[tuple[Any, int, int]]:
     """The group of all processes that torchrun started, this one's rank, and their number; (None, 0, 1) without."""
-    import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -200,16 +200,7 @@ def _group(device: Any) -> Iterator[tuple[Any, int, int]]:
             f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not, so ranks cannot meet. Start all with"
             f" torchrun, or unset RANK and WORLD_SIZE to run in one process."
         )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    except (ValueError, RuntimeError) as wrong:
-        said = str(wrong).strip().partition("\n")[0].rstrip(".")
-        raise PlanError(
-            f"the ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe did not meet: {said:.160}. Start"
-            f" all with torchrun."
-        ) from wrong
+    meet("nccl" if device.type == "cuda" else "gloo", str(device))
     yield dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     dist.barrier()  # nobody closes connections that another rank still uses; on errors, torchrun ends all
     dist.destroy_process_group()

@@ -45,13 +45,14 @@ class Kernels:
 
 def median_seconds(ranks: JobRanks, act: Callable[[], object], rounds: int, together: int = 1) -> float:
     """Seconds of one act, of `together` in a row, in the median round; all ranks begin a round together."""
-    act()
+    act()  # to warm up; the barrier waits for it
     found: list[float] = []
     for _ in range(rounds):
         ranks.barrier()
         begin = time.perf_counter()
         for _ in range(together):
             act()
+        ranks.finish()
         found.append((time.perf_counter() - begin) / together)
     return float(np.median(found))
 
@@ -59,12 +60,12 @@ def median_seconds(ranks: JobRanks, act: Callable[[], object], rounds: int, toge
 class Tensors:
     """q, k, v and an output's gradient for kernels to work on."""
 
-    def __init__(self, sizes: Sizes, dtype: torch.dtype) -> None:
+    def __init__(self, sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> None:
         most_q, most_k = (max(tile[i] for tile in TILES) for i in (0, 1))
         self.sizes = sizes
 
         def drawn(heads: int, rows: int, dim: int) -> Tensor:
-            return torch.randn(1, heads, rows, dim).to(dtype)
+            return torch.randn(1, heads, rows, dim).to(device, dtype)
 
         self.q, self.dout = drawn(sizes.q_heads, most_q, sizes.head_dim), drawn(sizes.q_heads, most_q, sizes.v_head_dim)
         self.k, self.v = drawn(sizes.kv_heads, most_k, sizes.head_dim), drawn(sizes.kv_heads, most_k, sizes.v_head_dim)
@@ -105,7 +106,7 @@ def kernel_rate(times: dict[tuple[int, int, bool], float], sizes: Sizes, base: M
 
 def copy_rate(ranks: JobRanks, rounds: int) -> float:
     """Bytes per second of adding float32 rows to others, which is how partial results meet: read, read, written."""
-    a, b = torch.randn(2, 1 << 20)
+    a, b = torch.randn(2, 1 << 20, device=ranks.device)
     took = median_seconds(ranks, lambda: a.add_(b), rounds, 4)
     return 12.0 * a.numel() / ranks.most(took)
 
@@ -122,7 +123,7 @@ def wire(ranks: JobRanks, hop: int, rounds: int, advance: Callable[[str], None])
     """All ranks send to the rank `hop` places on, at once, as they do in a step."""
     took: list[float] = []
     for size in MESSAGES:
-        outgoing, incoming = torch.zeros(2, size, dtype=torch.uint8)
+        outgoing, incoming = torch.zeros(2, size, dtype=torch.uint8, device=ranks.device)
 
         def act(outgoing: Tensor = outgoing, incoming: Tensor = incoming) -> None:
             ends = ((dist.isend, outgoing, ranks.rank + hop), (dist.irecv, incoming, ranks.rank - hop))

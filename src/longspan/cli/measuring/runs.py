@@ -47,12 +47,12 @@ class MeasuredRun:
         self.group = dist.group.WORLD if dist.is_initialized() else None
         chance = torch.Generator().manual_seed(seed + ranks.rank)
         s, rank = plan.sizes, ranks.rank
-        slots = int(plan.layout.num_tokens[rank]) + plan.layout.num_padding(rank)
+        slots = plan.layout.num_slots(rank)
         shapes = ((s.q_heads, s.head_dim), (s.kv_heads, s.head_dim), (s.kv_heads, s.v_head_dim))
         dtype: torch.dtype = getattr(torch, plan.dtype)
 
         def drawn(heads: int, dim: int) -> Tensor:
-            return torch.randn(s.batch, heads, slots, dim, generator=chance).to(dtype)
+            return torch.randn(s.batch, heads, slots, dim, generator=chance).to(ranks.device, dtype)
 
         self.inputs = [drawn(*shape).requires_grad_() for shape in shapes]
         self.upstream = drawn(s.q_heads, s.v_head_dim)
@@ -64,10 +64,12 @@ class MeasuredRun:
         what = self.plan if self.ranks.size > 1 else self.plan.mask
         q, k, v = self.inputs
         out = attention(q, k, v, what, group=self.group if self.ranks.size > 1 else None)
+        self.ranks.finish()
         middle = time.perf_counter()
         self.ranks.barrier()
         again = time.perf_counter()
         torch.autograd.grad(out, self.inputs, self.upstream)
+        self.ranks.finish()
         end = time.perf_counter()
         if times is not None:
             times["forward"].append((begin, middle))

@@ -12,7 +12,7 @@ from typing import Any
 from longspan.schedules.cost.simulator import simulate
 from longspan.schedules.plan import Plan
 
-COMPUTE, WAIT, PREPARE = "compute", "wait", "pack and unpack"
+COMPUTE, WAIT = "compute", "wait"
 MESSAGE = "message"
 
 

@@ -21,9 +21,6 @@ class Traffic:
         self.num_bytes[src, dst] = self.num_bytes.get((src, dst), 0) + size
         self.num_messages[src, dst] = self.num_messages.get((src, dst), 0) + 1
 
-    def received(self, rank: int) -> int:
-        return sum(size for (_, dst), size in self.num_bytes.items() if dst == rank)
-
     def sent(self, rank: int) -> int:
         return sum(size for (src, _), size in self.num_bytes.items() if src == rank)
 

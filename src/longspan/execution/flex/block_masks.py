@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from longspan.errors import MaskError
+from longspan.errors import LongspanError, MaskError
 from longspan.layouts import Layout
 from longspan.masks import Mask, Plane
 from longspan.masks import bands as bd
@@ -150,6 +150,15 @@ _Asked = tuple[bool, bool, tuple[int, int]]
 _read: WeakKeyDictionary[BlockMask, dict[_Asked, tuple[object, tuple[Noted, ...], Reads, Mask]]] = WeakKeyDictionary()
 """What was read before: a model asks with the same BlockMask in every layer. People do replace its mask_mod, fill its
 tensors anew, and bind anew what its mask_mod reads."""
+
+
+def check_lengths(block_mask: BlockMask, lengths: tuple[int, int], name: str, error: type[LongspanError]) -> None:
+    """Refuses a BlockMask of other numbers of queries and keys than attention is over."""
+    if tuple(block_mask.seq_lengths) != lengths:
+        raise error(
+            f"{name} was made for {block_mask.seq_lengths[0]} queries and {block_mask.seq_lengths[1]} keys, but there"
+            f" are {lengths[0]} and {lengths[1]}. Make it for the whole sequence, in global positions."
+        )
 
 
 @torch.compiler.disable(reason="what is in a BlockMask decides what is computed")

@@ -16,7 +16,7 @@ from longspan.execution.engine.forward import Forward
 from longspan.execution.engine.runner import Job
 from longspan.execution.engine.transports import Loopback
 from longspan.execution.fitting import one_device_plan
-from longspan.execution.flex.block_masks import mask_of_block_mask
+from longspan.execution.flex.block_masks import check_lengths, mask_of_block_mask
 from longspan.execution.inputs import check_inputs
 from longspan.execution.kernels import kernel_named
 from longspan.execution.kernels.reference import highest
@@ -142,11 +142,7 @@ def _of_block_mask(block_mask: Any, batch: int, heads: int, num_q: int, num_kv: 
             f"block_mask is a BlockMask of PyTorch or a mask of longspan.masks, but {type(block_mask).__name__} was"
             f" given. Wrap a function with masks.from_mask_mod, or use create_block_mask."
         )
-    if tuple(block_mask.seq_lengths) != (num_q, num_kv):
-        raise PlanError(
-            f"block_mask was made for {block_mask.seq_lengths[0]} queries and {block_mask.seq_lengths[1]} keys, but"
-            f" there are {num_q} and {num_kv}. Make it for these lengths."
-        )
+    check_lengths(block_mask, (num_q, num_kv), "block_mask", PlanError)
     return mask_of_block_mask(block_mask, batch=batch, heads=heads)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longspan.api import attention
 from longspan.errors import KernelError, MaskError, PlanError
+from longspan.execution.inputs import as_autocast
 from longspan.integrations.huggingface.masks import LayerMask
 from longspan.integrations.huggingface.terms import has, per_row_alike, window_in
 from longspan.masks import Mask, causal, full
@@ -71,7 +72,7 @@ def longspan_attention(
     documents = {name: others.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")}
     _check_others(others)
     asked = Asked(scaling, dropout or 0.0, softcap, s_aux, sliding_window, is_causal)
-    query, key, value = (_as_autocast(x) for x in (query, key, value))
+    query, key, value = (as_autocast(x) for x in (query, key, value))
     if longspan is not None:
         out = longspan.attend(module, query, key, value, attention_mask, asked)
     else:
@@ -101,14 +102,6 @@ def _unseen(module: Any, others: dict[str, Any]) -> Any:
     Not with a cache: transformers looks for no documents then, and later tokens would see all of them."""
     kind = getattr(getattr(module, "config", None), "model_type", None)
     return others.get("position_ids") if kind in BLIND and not others.get("use_cache") else None
-
-
-def _as_autocast(tensor: Tensor) -> Tensor:
-    """What `torch.autocast` makes of an input of PyTorch's attention."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 # -- one device --------------------------------------------------------------------------------------------------------

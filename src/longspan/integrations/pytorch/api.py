@@ -30,7 +30,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from longspan.api import flex_attention as flex_of_shards
 from longspan.errors import LayoutError, PlanError
-from longspan.execution.flex.block_masks import mask_of_block_mask
+from longspan.execution.flex.block_masks import check_lengths, mask_of_block_mask
 from longspan.integrations.pytorch.balancers import (
     Balanced,
     Balancer,
@@ -315,11 +315,7 @@ def _mask_of(block_mask: Any, query: Tensor, route: Route) -> Mask | None:
         )
     local = query.to_local() if isinstance(query, DTensor) else query
     total = route.layout_of(local.shape[2], query.device).seq_len
-    if tuple(block_mask.seq_lengths) != (total, total):
-        raise PlanError(
-            f"block_mask was made for {tuple(block_mask.seq_lengths)} queries and keys, but the whole sequence has"
-            f" {total} tokens. Make it for the whole sequence, in global positions: ranks take their part themselves."
-        )
+    check_lengths(block_mask, (total, total), "block_mask", PlanError)
     return mask_of_block_mask(block_mask, batch=query.shape[0], heads=query.shape[1])
 
 

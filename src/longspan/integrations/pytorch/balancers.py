@@ -153,7 +153,7 @@ def known_length(balancer: Balancer, mask: Mask | None, asked: int | None = None
 
 def slots(layout: Layout) -> list[int]:
     """How long the shard of every rank is."""
-    return [int(layout.num_tokens[rank]) + layout.num_padding(rank) for rank in range(layout.world_size)]
+    return [layout.num_slots(rank) for rank in range(layout.world_size)]
 
 
 def layout_of_shards(balancer: Balancer, lengths: list[int], seq_len: int | None) -> Layout:

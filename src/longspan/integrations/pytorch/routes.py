@@ -25,8 +25,9 @@ from longspan.api import plan as made_plan
 from longspan.errors import KernelError, LayoutError, PlanError
 from longspan.execution import _torch
 from longspan.execution._torch import function_modes
+from longspan.execution.inputs import as_autocast
 from longspan.execution.kernels import Features, choose_kernel
-from longspan.integrations.pytorch.balancers import Balancer, balancer_of, known_length, layout_of_shards, slots
+from longspan.integrations.pytorch.balancers import Balancer, balancer_of, known_length, layout_of_shards
 from longspan.layouts import Layout
 from longspan.masks import Mask, causal, full
 from longspan.schedules.plan import Plan
@@ -66,14 +67,14 @@ class Route:
         """How many tokens this rank has; 0 if that is not known or it has them all."""
         if self.layout is None or self.layout.world_size == 1:
             return 0
-        return slots(self.layout)[self.mesh.get_local_rank()]
+        return self.layout.num_slots(self.mesh.get_local_rank())
 
     def layout_of(self, local_len: int, device: torch.device) -> Layout:
         """The layout. If no one said how long the sequence is, the first call asks all ranks."""
         if self.layout is None:
             lengths = gathered_lengths(self.mesh, local_len, device)
             self.layout = layout_of_shards(self.balancer, lengths, self.seq_len)
-        expected = slots(self.layout)[self.mesh.get_local_rank()]
+        expected = self.layout.num_slots(self.mesh.get_local_rank())
         if local_len != expected:
             raise LayoutError(
                 f"attention was called with {local_len} tokens on rank {self.mesh.get_local_rank()}, but {self.layout}"
@@ -135,7 +136,7 @@ class Route:
                 f" ranks could repeat it. Call longspan.attention(..., dropout={dropout_p}, seed=...), which drops by"
                 f" global positions, or pass 0.0."
             )
-        query, key, value = (_as_autocast(t) for t in (query, key, value))
+        query, key, value = (as_autocast(t) for t in (query, key, value))
         check_heads(query, key, enable_gqa)
         plan = self.plan(query, key, value, causal() if is_causal else None)
         self.count("sdpa")
@@ -173,14 +174,6 @@ def gathered_lengths(mesh: DeviceMesh, local_len: int, device: torch.device) -> 
     found = [torch.empty_like(mine) for _ in range(mesh.size())]
     dist.all_gather(found, mine, group=mesh.get_group())
     return [int(length) for length in found]
-
-
-def _as_autocast(tensor: Tensor) -> Tensor:
-    """What `torch.autocast` makes of an input of PyTorch's attention."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, and_masks
 
 from longspan.errors import LongspanError
-from longspan.execution.flex.block_masks import mask_of_block_mask
+from longspan.execution.flex.block_masks import check_lengths, mask_of_block_mask
 from longspan.layouts import Layout, balanced, contiguous, round_robin_by_work, zigzag
 from longspan.masks import Mask, causal, chunked, documents, from_mask_mod, full, sliding_window
 from longspan.masks.vary import per_row
@@ -156,11 +156,7 @@ def mask_of(made: Any, batch: int, seq_len: int) -> Mask:
             f"get_attention_masks of the model gave {type(made).__name__}, which cannot be read as a mask of the whole"
             f" sequence. Give a BlockMask, a mask of longspan.masks, or a dict of these."
         )
-    if tuple(made.seq_lengths) != (seq_len, seq_len):
-        raise TitanError(
-            f"get_attention_masks of the model gave a BlockMask for {tuple(made.seq_lengths)} queries and keys, but the"
-            f" sequence has {seq_len} tokens. Make it for the whole sequence."
-        )
+    check_lengths(made, (seq_len, seq_len), "the BlockMask that get_attention_masks of the model gave", TitanError)
     return mask_of_block_mask(made, batch=batch)
 
 

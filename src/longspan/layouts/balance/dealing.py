@@ -40,21 +40,13 @@ SLICE_TOLERANCE = 0.009
 """Work may be off by this much where rows look back only a little (windows): every cut there costs a window of keys."""
 GRID = 128
 """Cuts fall on multiples of this, the tile of attention kernels, where the work hardly changes by it."""
+ROUNDING = 0.1
+"""How far, in shares of a rank's tokens, a long segment's first rows may stand in for a cut light segment."""
+SHORTFALL = 0.06
+"""How far below its share of work a rank may end if that saves a cut."""
+SLACK = (0.010, 0.012, 0.014)
+"""How far above the mean such ranks may push those still to come, by how many were filled with whole segments first."""
 NEVER = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Choices that no rule decides well for all inputs; `balanced` tries several and keeps the best."""
-
-    whole_first: int = 0
-    """How many ranks are filled with whole segments before any long one is cut."""
-    rounding: float = 0.1
-    """How far, in shares of a rank's tokens, a long segment's first rows may stand in for a cut light segment."""
-    shortfall: float = 0.06
-    """How far below its share of work a rank may end if that saves a cut."""
-    slack: float = 0.01
-    """How far above the mean such ranks may push the ranks still to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +89,14 @@ def largest(work: Callable[[int], int], low: int, high: int, target: int, ends: 
 
 
 class Dealer(Pool):
-    """Fills one rank after the other. `tokens` and `need` are what the rank being filled still lacks."""
+    """Fills one rank after the other, the first `whole_first` of them with whole segments before any long one is cut.
+    `tokens` and `need` are what the rank being filled still lacks."""
 
     def __init__(
-        self, profile: Profile, spans: Ints, deep: list[bool], quota: list[int], exact: bool, tuning: Tuning
+        self, profile: Profile, spans: Ints, deep: list[bool], quota: list[int], exact: bool, whole_first: int
     ) -> None:
         super().__init__(profile, spans, deep)
-        self.quota, self.exact, self.tuning = quota, exact, tuning
+        self.quota, self.exact, self.whole_first = quota, exact, whole_first
         self.mean_work = self.work_left / len(quota)
         self.mean_tokens = self.tokens_left / len(quota)
         self.work_slip = int(WORK_TOLERANCE * self.mean_work)
@@ -117,12 +110,12 @@ class Dealer(Pool):
         for rank in range(len(self.quota) - 1):
             left = len(self.quota) - rank
             self.taken: Spans = []
-            self.is_early = rank < self.tuning.whole_first
+            self.is_early = rank < self.whole_first
             self.tokens = self.quota[rank] if self.exact else self.tokens_left // left
             self.need = work = self.work_left // left
             # A rank below the mean pushes later ranks up, at most by `slack`; a rank above it is the imbalance.
-            free = work - self.work_left + int(self.mean_work * (1 + self.tuning.slack)) * (left - 1)
-            self.under = max(self.work_slip, min(free, int(self.tuning.shortfall * self.mean_work)))
+            free = work - self.work_left + int(self.mean_work * (1 + SLACK[self.whole_first])) * (left - 1)
+            self.under = max(self.work_slip, min(free, int(SHORTFALL * self.mean_work)))
             self.over = max(self.work_slip, int(self.mean_work * (1 + SLICE_TOLERANCE)) - work)
             self.extra = min(self.token_slip, self.most_tokens - self.tokens)
             self.spare = min(self.token_slip, self.tokens - self.tokens_left + self.most_tokens * (left - 1))
@@ -311,7 +304,7 @@ class Dealer(Pool):
             if best >= 0 and abs(self.size[best] - gap) < gap:
                 light, tokens, works = [*light, best], tokens + self.size[best], works + self.work[best]
         rest = self.tokens - tokens
-        if abs(tokens - light_tokens) > self.tuning.rounding * self.mean_tokens or not 0 <= rest <= self.size[piece]:
+        if abs(tokens - light_tokens) > ROUNDING * self.mean_tokens or not 0 <= rest <= self.size[piece]:
             return None
         start, stop = self.start[piece], self.stop[piece]
         fixed = self.work[piece] + works

@@ -256,11 +256,6 @@ def _batch_rows(compute: Compute, sizes: Sizes) -> int:
     return sizes.batch if compute.q.batch is None else len(compute.q.batch)
 
 
-def step_work(step: Step, rank: int, sizes: Sizes, machine: Machine, direction: str, later: bool) -> Work:
-    """`steps_work` of one step."""
-    return steps_work((step,), rank, sizes, machine, direction, later)[0]
-
-
 def _move_seconds(num_steps: int, rank: int, machine: Machine, moved: Ints) -> Floats:
     """How long the transfers of each step keep the rank's busiest link."""
     sums = np.zeros((num_steps, len(machine.links), 2))
@@ -270,11 +265,6 @@ def _move_seconds(num_steps: int, rank: int, machine: Machine, moved: Ints) -> F
     latency = np.array([link.latency for link in machine.links])
     bandwidth = np.array([link.bandwidth for link in machine.links])
     return np.where(busiest > 0, latency + busiest / bandwidth, 0.0).max(axis=1)
-
-
-def move_seconds(step: Step, rank: int, sizes: Sizes, machine: Machine) -> float:
-    """How long the step's transfers keep the rank's busiest link."""
-    return float(_move_seconds(1, rank, machine, traffic((step,), sizes))[0])
 
 
 def rank_seconds(steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str) -> float:

@@ -9,7 +9,7 @@ from longspan.schedules.steps import Recall, Step, Transfer
 
 
 def ring(problem: Problem, rank: int) -> tuple[Step, ...]:
-    """The rank's steps. Every block visits every rank, whatever the mask; `passes.prune` drops what nobody uses."""
+    """The rank's steps. Every block visits every rank, whatever the mask."""
     size, rows = problem.layout.world_size, problem.layout.by_position
     arrived = np.column_stack((rows[:, :2], (rank - rows[:, 2]) % size))
     computes = problem.computes(rank, (arrived,) * len(problem.lanes), size)

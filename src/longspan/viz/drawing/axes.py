@@ -15,58 +15,6 @@ SMALL = 11.0
 NORMAL = 12.0
 
 
-def count_text(value: int) -> str:
-    """A whole number with its thousands marked.
-
-    >>> count_text(1048576)
-    '1,048,576'
-    """
-    return f"{value:,}"
-
-
-def bytes_text(value: float) -> str:
-    """Bytes in the unit that suits them.
-
-    >>> bytes_text(0), bytes_text(1536), bytes_text(3 << 30)
-    ('0 B', '1.50 KiB', '3.00 GiB')
-    """
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
-            return f"{three(value / size)} {unit}"
-    return f"{value:.0f} B"
-
-
-def seconds_text(value: float) -> str:
-    """Seconds in the unit that suits them.
-
-    >>> seconds_text(0.0123), seconds_text(5e-6)
-    ('12.3 ms', '5.00 µs')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{three(value / size)} {unit}"
-    return f"{three(value / 1e-6)} µs"
-
-
-def three(value: float) -> str:
-    """Three figures, never in powers of ten.
-
-    >>> three(1234.5), three(12.345), three(0.5)
-    ('1234', '12.3', '0.50')
-    """
-    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:.{digits}f}"
-
-
-def unit_of(most: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
-    """The largest unit that `most` reaches, else the smallest."""
-    return next((unit for unit in units if most >= unit[1]), units[-1])
-
-
-BYTE_UNITS = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
-SECOND_UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
-
-
 def nice_ticks(most: float, num: int = 5) -> list[float]:
     """Round numbers from 0 up to `most`, about `num` steps.
 

@@ -1,4 +1,4 @@
-"""Passes: schedule in, schedule out. Each keeps the result and changes how it is reached."""
+"""A pass over schedules, for tests: it finds by itself which rows nobody needs, so planners can be held against it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,89 @@
+"""Numbers as people read them, in one spelling everywhere: 1,048,576 tokens, 1.70 GiB, 13.6 ms, 25.0 us."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Units = Sequence[tuple[str, float]]
+BYTE_UNITS = (("B", 1.0), ("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("TiB", 2.0**40))
+SECOND_UNITS = (("us", 1e-6), ("ms", 1e-3), ("s", 1.0))
+
+
+def count_text(value: int) -> str:
+    """A whole number with its thousands marked.
+
+    >>> count_text(1048576)
+    '1,048,576'
+    """
+    return f"{value:,}"
+
+
+def bytes_text(value: float) -> str:
+    """Bytes in binary units, three digits.
+
+    >>> bytes_text(16911433728), bytes_text(0), bytes_text(1536)
+    ('15.8 GiB', '0 B', '1.50 KiB')
+    """
+    return bytes_alike([value])[0]
+
+
+def bytes_alike(values: Sequence[float]) -> list[str]:
+    """Bytes for one column: all in one unit, in which the least is not lost.
+
+    >>> bytes_alike([710934528, 16911433728])
+    ['0.66 GiB', '15.8 GiB']
+    """
+    return _alike(values, BYTE_UNITS)
+
+
+def seconds_text(value: float) -> str:
+    """A time in the unit that suits it, three digits.
+
+    >>> seconds_text(0.0136), seconds_text(2.5e-5), seconds_text(75.2)
+    ('13.6 ms', '25.0 us', '75.2 s')
+    """
+    return seconds_alike([value])[0]
+
+
+def seconds_alike(values: Sequence[float]) -> list[str]:
+    """Times for one column: all in one unit, in which the least is not lost.
+
+    >>> seconds_alike([0.000699, 0.0171])
+    ['0.70 ms', '17.1 ms']
+    """
+    return _alike(values, SECOND_UNITS)
+
+
+def _alike(values: Sequence[float], units: Units) -> list[str]:
+    least = min((value for value in values if value > 0), default=0.0)
+    # One value stays below 1,000 of its unit; of several the least is at least a tenth of it.
+    share = 0.1 if len(values) > 1 else 0.9995
+    name, unit = next((pair for pair in reversed(units) if least >= share * pair[1]), units[0])
+    return [f"{'0' if value == 0 else three(value / unit) if unit != 1.0 or name == 's' else f'{value:,.0f}'} {name}"
+            for value in values]  # fmt: skip
+
+
+def rate_text(value: float, unit: str) -> str:
+    """Something per second in decimal units, as hardware is sold.
+
+    >>> rate_text(3.93e11, "B/s"), rate_text(989e12, "FLOP/s")
+    ('393 GB/s', '989 TFLOP/s')
+    """
+    step = 0
+    while value >= 999.5 and step < 5:
+        value, step = value / 1000, step + 1
+    return f"{three(value)} {('', 'k', 'M', 'G', 'T', 'P')[step]}{unit}"
+
+
+def unit_of(most: float, units: Units) -> tuple[str, float]:
+    """The largest unit that `most` reaches, else the smallest."""
+    return next((unit for unit in reversed(units) if most >= unit[1]), units[0])
+
+
+def three(value: float) -> str:
+    """Three figures, never in powers of ten.
+
+    >>> three(1234.5), three(12.345), three(0.5)
+    ('1,234', '12.3', '0.50')
+    """
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -1,0 +1,101 @@
+"""--backend: which backend and device a rank of a measuring command gets, and what is refused before ranks meet."""
+
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+import torch
+
+from longspan.cli import main
+from longspan.cli.commands.bench import _check_trace
+from longspan.cli.launch import JobRanks, joined, place
+from longspan.errors import LongspanError
+
+SMALL = ("--q-heads", "4", "--kv-heads", "2", "--head-dim", "16", "--repeats", "1")
+
+
+def said(*words):
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(words)
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture
+def no_group(monkeypatch):
+    """Making a process group fails the test: refusals come before it."""
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: pytest.fail("a group was made"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_gpus", "local_rank", "found"),
+    [
+        (None, 0, 0, ("gloo", "cpu")),
+        (None, 0, 7, ("gloo", "cpu")),
+        (None, 8, 0, ("nccl", "cuda:0")),
+        (None, 8, 7, ("nccl", "cuda:7")),
+        ("nccl", 2, 1, ("nccl", "cuda:1")),
+        ("gloo", 2, 1, ("gloo", "cpu")),
+        ("gloo", 2, 5, ("gloo", "cpu")),
+        ("gloo", 0, 0, ("gloo", "cpu")),
+    ],
+)
+def test_a_rank_gets_the_backend_and_device_of_its_host(asked, num_gpus, local_rank, found):
+    assert place(asked, num_gpus, local_rank) == found
+
+
+def test_more_ranks_than_gpus_are_refused():
+    with pytest.raises(LongspanError, match=r"sees 2 on this host, which has a rank 2 .* --backend gloo"):
+        place(None, 2, 2)
+
+
+@pytest.mark.parametrize("command", ["calibrate", "bench --seq 64"])
+def test_nccl_without_cuda_is_refused_before_a_group_is_made(monkeypatch, no_group, command):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)  # of the ranks of a job, rank 0 speaks
+    code, out, err = said(*command.split(), "--backend", "nccl")
+    assert (code, out) == (2, "")
+    assert "--backend nccl was asked for, but PyTorch sees no CUDA device here" in err
+    assert err.count("\n") == 1
+
+
+def test_a_job_on_gpus_has_its_tensors_on_the_gpu_of_the_rank(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", asked.append)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 6)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
+    for name, value in {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    with joined("bench", None) as ranks:
+        assert ranks == JobRanks(6, 8, 4, "nccl", "cuda:2")
+    assert asked == ["cuda:2", "nccl"]
+    with joined("bench", "gloo") as ranks:
+        assert ranks == JobRanks(6, 8, 4, "gloo", "cpu")
+    assert asked[2:] == ["gloo"]
+
+
+def test_a_trace_of_gpus_is_refused_and_one_of_cpus_is_not(tmp_path):
+    with pytest.raises(LongspanError, match="steps are taken apart on CPUs only"):
+        _check_trace(tmp_path / "ran.json", JobRanks(0, 2, 2, "nccl", "cuda:0"))
+    _check_trace(None, JobRanks(0, 2, 2, "nccl", "cuda:0"))
+    _check_trace(tmp_path / "ran.json", JobRanks(0, 2, 2, "gloo", "cpu"))
+
+
+def test_naming_the_default_changes_nothing():
+    code, named, err = said("bench", "--seq", "64", *SMALL, "--json", "--backend", "gloo")
+    assert code == 0, err
+    code, default, err = said("bench", "--seq", "64", *SMALL, "--json")
+    assert code == 0, err
+    named, default = json.loads(named), json.loads(default)
+    assert named.keys() == default.keys()
+    timed = {"forward_seconds", "backward_seconds", "seconds", "repeats"}
+    assert {k: v for k, v in named.items() if k not in timed} == {k: v for k, v in default.items() if k not in timed}
+    assert named["backend"] == "gloo"
