@@ -2,7 +2,7 @@
 
 import json
 
-from tests.cli_work import command
+from tests.gloo.cli_work import command
 from tests.pool import pool
 
 SMALL = ("--q-heads", "4", "--kv-heads", "2", "--head-dim", "16")
