@@ -17,22 +17,6 @@ class LongspanError(Exception):
         return f"{text}{chr(10) if chr(10) in text else ' '}{self.context}" if self.context else text
 
 
-@contextmanager
-def in_context(describe: Callable[[], str]) -> Generator[None, None, None]:
-    """Errors from inside say where they come from; where such calls lie in each other, the inner one.
-
-    >>> with in_context(lambda: "The call: f(3)."):
-    ...     raise LongspanError("3 was given. Give 4.")
-    Traceback (most recent call last):
-    longspan.errors.LongspanError: 3 was given. Give 4. The call: f(3).
-    """
-    try:
-        yield
-    except LongspanError as error:
-        error.context = error.context or describe()
-        raise
-
-
 class MaskError(LongspanError, ValueError):
     """A mask that cannot mean what was asked."""
 
@@ -63,3 +47,21 @@ class BusyError(LongspanError, RuntimeError):
 
 class RankError(LongspanError, RuntimeError):
     """A rank that died, stopped, raised, or went another way than the others."""
+
+
+@contextmanager
+def in_context(describe: Callable[[], str]) -> Generator[None, None, None]:
+    """Errors from inside say where they come from; where such calls lie in each other, the inner one.
+
+    >>> with in_context(lambda: "The call: f(3)."):
+    ...     raise LongspanError("3 was given. Give 4.")
+    Traceback (most recent call last):
+    longspan.errors.LongspanError: 3 was given. Give 4. The call: f(3).
+    """
+    try:
+        yield
+    except (AgreementError, RankError):  # about all ranks, with the same words on each
+        raise
+    except LongspanError as error:
+        error.context = error.context or describe()
+        raise

@@ -1,7 +1,7 @@
 """What test_torchtitan runs in processes of its own: torchtitan's command line, with its data, weights and metrics
 replaced through torchtitan's own overrides, so that every run starts alike and nothing is downloaded.
 
-    python -m tests.titan_work OUT JOB...
+    python -m tests.hosts.titan_work OUT JOB...
 
 with RANK etc. as torchrun sets them. A JOB is a JSON list of arguments for torchtitan, or the name of a check
 in titan_checks.py.

@@ -79,8 +79,8 @@ def test_no_two_classes_share_a_name():
 
 # Signatures that others made: PyTorch's operators, and what host frameworks call.
 FOREIGN = {
-    ("longspan.execution.ops", "attention"),
-    ("longspan.execution.ops", "attention_backward"),
+    ("longspan.execution.ops", "run_forward"),
+    ("longspan.execution.ops", "run_backward"),
     ("longspan.integrations.huggingface.attention", "longspan_attention"),
     ("longspan.integrations.pytorch.routes", "sdpa"),
 }

@@ -41,12 +41,6 @@ def below_autograd() -> AbstractContextManager[None]:
     return torch._C._AutoDispatchBelowAutograd()
 
 
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which compiled code calls and never looks into; unlike `torch.compiler.disable` this loads nothing
-    before the first call."""
-    return torch._disable_dynamo(function)  # type: ignore[attr-defined, reportPrivateImportUsage]
-
-
 def version(tensor: Tensor) -> int:
     """How often a tensor was changed in place; 0 for those of inference mode, which are not counted."""
     return 0 if tensor.is_inference() else tensor._version

@@ -13,6 +13,7 @@ import torch
 
 from longspan.errors import PlanError
 from longspan.execution import _torch
+from longspan.untraced import untraced
 
 _library = torch.library.Library("longspan", "FRAGMENT")  # operators last as long as this does
 
@@ -23,7 +24,7 @@ def defined(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any
     schema = torch.library.infer_schema(run, mutates_args=())
     short = name.partition("::")[2]
     _library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag, *_torch.CUDAGRAPH_UNSAFE))
-    _library.impl(short, _torch.untraced(run), "CompositeExplicitAutograd")
+    _library.impl(short, untraced(run), "CompositeExplicitAutograd")
     torch.library.register_fake(name, fake, lib=_library)
     return getattr(torch.ops.longspan, short).default
 

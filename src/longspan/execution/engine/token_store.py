@@ -26,7 +26,7 @@ FEW, LONG = 8, 256
 
 
 @dataclass(frozen=True, eq=False)
-class Moves:
+class RowMoves:
     """Pairs of local rows, of a source and of a target, that hold the same positions; in the order of the target's."""
 
     pairs: tuple[tuple[slice, slice], ...]
@@ -89,7 +89,7 @@ class RowTables:
         """Whether the runs have all positions of the piece."""
         return self.once(have_all, runs, self.runs(piece))
 
-    def moves(self, source: Ints, target: Ints) -> Moves:
+    def moves(self, source: Ints, target: Ints) -> RowMoves:
         """Which local rows of one store are which of another."""
         return self.once(common_rows, source, target)
 
@@ -118,12 +118,12 @@ def have_all(runs: Ints, wanted: Ints) -> bool:
     return total(intersect(wanted[:, :2], runs[:, :2])) == total(wanted)
 
 
-def common_rows(source: Ints, target: Ints) -> Moves:
+def common_rows(source: Ints, target: Ints) -> RowMoves:
     """Pairs of local slices that hold the same positions in both.
 
     >>> rows = laid_out(np.array([[6, 8], [0, 3]]))
     >>> common_rows(laid_out(np.array([[0, 8]])), rows)
-    Moves(pairs=((slice(6, 8, None), slice(0, 2, None)), (slice(0, 3, None), slice(2, 5, None))), fills=True)
+    RowMoves(pairs=((slice(6, 8, None), slice(0, 2, None)), (slice(0, 3, None), slice(2, 5, None))), fills=True)
     """
     i, j = join(target[:, :2], source[:, :2])
     start = np.maximum(target[i, 0], source[j, 0])
@@ -132,7 +132,7 @@ def common_rows(source: Ints, target: Ints) -> Moves:
     table = np.stack((here, here + size, there, there + size), axis=1)[np.argsort(there, kind="stable")]
     follow = np.array_equal(table[:, 2], np.cumsum(table[:, 3] - table[:, 2]) - (table[:, 3] - table[:, 2]))
     pairs = tuple((slice(a, b), slice(c, d)) for a, b, c, d in table.tolist())
-    return Moves(pairs, follow and int(size.sum()) == total(target))
+    return RowMoves(pairs, follow and int(size.sum()) == total(target))
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +167,7 @@ class TokenStore:
             and batch.stop <= self.batch.stop
         )
 
-    def copy_to(self, target: TokenStore, moves: Moves) -> None:
+    def copy_to(self, target: TokenStore, moves: RowMoves) -> None:
         """Copies rows to a store of fewer heads or batch rows, or as many."""
         parts = self.part(target.heads, target.batch)
         for tensor, part in zip(target.tensors, parts, strict=True):
