@@ -1,1 +1,1 @@
-"""Fused GPU operators, modelled by address."""
+"""PyTorch's fused GPU operators, modelled by address, and cases for them: `memory`, `operators`, `cases`."""
