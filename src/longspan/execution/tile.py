@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,26 @@ class Tile:
         if hi is not None:
             hi = hi - shift if hi - shift < q1 - q0 - 1 else None
         return replace(self, q0=q0, q1=q1, k0=k0, k1=k1, lo=lo, hi=hi)
+
+
+class KnownTiles(tuple[Tile, ...]):
+    """The tiles of one compute of a plan, which are the same in every call, and what was worked out about them."""
+
+    known: dict[object, Any]
+
+    def __new__(cls, tiles: Iterable[Tile]) -> KnownTiles:
+        made = super().__new__(cls, tiles)
+        made.known = {}
+        return made
+
+
+def once(tiles: Sequence[Tile], about: object, make: Callable[[], T]) -> T:
+    """What `make` gives, from memory where it was asked for before about the same thing and these very tiles."""
+    if not isinstance(tiles, KnownTiles):
+        return make()
+    if about not in tiles.known:
+        tiles.known[about] = make()
+    return tiles.known[about]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longspan.execution.fused import pieces
 from longspan.execution.tile import wide
 from longspan.span import Span
 
@@ -181,12 +182,15 @@ def merge(acc: Tensor, top: Tensor, num: Tensor, out: Tensor, lse: Tensor) -> No
     handed on, and divides each time. Here hundreds of partials can meet in a row, from all ranks, so the state keeps
     maximum and sum apart and is divided once: no rounding for each partial, and an lse is not rounded in between.
     """
+    if pieces.is_fused(acc):
+        return pieces.merge(acc, top, num, out, lse)
     high = torch.maximum(top, lse)
     base = high.masked_fill(high.isneginf(), 0.0)  # -inf minus -inf is nan, not "nothing"
     old, new = torch.exp(top - base), torch.exp(lse - base)
     acc.mul_(old.unsqueeze(-1)).addcmul_(out.to(acc.dtype), new.unsqueeze(-1))
     num.mul_(old).add_(new)
     top.copy_(high)
+    return None
 
 
 class Sum(ByRows):

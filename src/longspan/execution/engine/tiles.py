@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.execution.engine.token_store import TokenStore
-from longspan.execution.tile import Tile
+from longspan.execution.tile import KnownTiles, Tile
 from longspan.masks import Band, Classifier, Plane
 from longspan.masks import bands as bd
 from longspan.masks.classifier import EMPTY, FULL, classifier, runs_of
@@ -33,12 +33,12 @@ WORTH = 4
 Which = tuple[int, str, int]
 """Rank, direction, and which of its computes."""
 
-_known: WeakKeyDictionary[Plan, tuple[object, dict[Which, list[Tile]]]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Plan, tuple[object, dict[Which, KnownTiles]]] = WeakKeyDictionary()
 """What was worked out before: a plan is run many times, and a compute's tiles are the same as long as the mask's
 functions read the same."""
 
 
-def tiles_for(plan: Plan, which: Which, compute: Compute, plane: Plane, q: TokenStore, kv: TokenStore) -> list[Tile]:
+def tiles_for(plan: Plan, which: Which, compute: Compute, plane: Plane, q: TokenStore, kv: TokenStore) -> KnownTiles:
     """The tiles of one compute of a plan, remembered."""
     reads, known = _known.get(plan, (None, {}))
     if reads is not plan.mask.last_reads:
@@ -49,7 +49,7 @@ def tiles_for(plan: Plan, which: Which, compute: Compute, plane: Plane, q: Token
         if compute.maybe:
             more = asking_tiles(compute.maybe, classifier(plane, plan.layout.seq_len, GRID, plan.mask.known), q, kv)
             tiles = sorted((*tiles, *more), key=lambda tile: (tile.q0, tile.k0))
-        known[which] = tiles
+        known[which] = KnownTiles(tiles)
     return known[which]
 
 

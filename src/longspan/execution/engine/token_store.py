@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longspan.execution.fused import pieces
 from longspan.schedules.steps import Piece
 from longspan.span import Ints, Span, as_table, by_position, intersect, join, total
 
@@ -52,6 +53,8 @@ class RowMoves:
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copies `(B, H, T, D)` rows. On GPUs what counts is the number of launches."""
+        if len(self.pairs) > 1 and pieces.is_fused(target):
+            return pieces.move_rows(source, target, *self.indices(target.device))
         on_cpu = target.device.type == "cpu"
         if source.dtype == target.dtype and (self._by_row if on_cpu else len(self.pairs) > 2 - self.fills):
             here, there = self.indices(target.device)
@@ -59,9 +62,10 @@ class RowMoves:
                 torch.index_select(source, 2, here, out=target)
             else:
                 target.index_copy_(2, there, source.index_select(2, here))
-            return
+            return None
         for here, there in self.pairs:
             target[:, :, there] = source[:, :, here]
+        return None
 
 
 class RowTables:

@@ -11,7 +11,8 @@ hi + shift and right = -lo - shift, neither of which can be negative when no row
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from longspan.execution import _torch
 from longspan.execution.kernels.contract import AMPERE, TileWork, Upstream, gpu_refusal, in_vectors
-from longspan.execution.tile import PLAIN, Features, Tile
+from longspan.execution.tile import PLAIN, Features, Tile, once
 
 MULTIPLE = 8
 WIDEST = 256
@@ -145,52 +146,75 @@ class Flash:
     def _launches(self, q: Tensor, k: Tensor, tiles: Sequence[Tile]) -> dict[int, Launch]:
         """The launch each tile belongs to, by the tile's number."""
         room = (q.shape[2], k.shape[2]) if self.grouped else (0, 0)
-        return {i: launch for launch in launches(tiles, *room) for i in launch.members}
+
+        def made() -> dict[int, Launch]:
+            return {i: launch for launch in launches(tiles, *room) for i in launch.members}
+
+        return once(tiles, ("launches", room), made)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Launch:
-    """Tight tiles of one window, packed batch row by batch row; alone, a tile keeps its batch dim."""
+    """Tight tiles of one window, packed batch row by batch row; alone, a tile keeps its batch dim.
+
+    What a launch needs to know beside the tensors is worked out once: nothing is copied to a GPU in a warm call.
+    """
 
     window: Window
     tiles: list[Tile]
     members: list[int]
+    known: dict[object, Tensor] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def longest(self) -> tuple[int, int]:
         return max(tile.rows for tile in self.tiles), max(tile.cols for tile in self.tiles)
 
+    @cached_property
+    def rows(self) -> list[tuple[int, int]]:
+        return [(tile.q0, tile.rows) for tile in self.tiles]
+
+    @cached_property
+    def cols(self) -> list[tuple[int, int]]:
+        return [(tile.k0, tile.cols) for tile in self.tiles]
+
     def queries(self, x_BHQD: Tensor) -> Tensor:
-        return self._packed(x_BHQD.transpose(1, 2), [(tile.q0, tile.rows) for tile in self.tiles])
+        return self._packed(x_BHQD.transpose(1, 2), "rows")
 
     def keys(self, x_BGKD: Tensor) -> Tensor:
-        return self._packed(x_BGKD.transpose(1, 2), [(tile.k0, tile.cols) for tile in self.tiles])
+        return self._packed(x_BGKD.transpose(1, 2), "cols")
 
     def lse(self, x_BHQ: Tensor) -> Tensor:
         """(B, H, q) for a tile alone, (H, T) for many."""
-        packed = self._packed(x_BHQ.transpose(1, 2), [(tile.q0, tile.rows) for tile in self.tiles])
-        return packed.transpose(-1, -2).contiguous()
+        return self._packed(x_BHQ.transpose(1, 2), "rows").transpose(-1, -2).contiguous()
 
-    def _packed(self, x_BTHD: Tensor, runs: list[tuple[int, int]]) -> Tensor:
+    def _packed(self, x_BTHD: Tensor, side: str) -> Tensor:
+        runs: list[tuple[int, int]] = getattr(self, side)
         first, num = runs[0]
         if len(runs) == 1:
             return x_BTHD.narrow(1, first, num)
-        follows = all(a + n == b for (a, n), (b, _) in pairwise(runs))
-        if x_BTHD.shape[0] == 1 and follows:  # neighbours in memory: nothing to copy
+        if x_BTHD.shape[0] > 1:
+            return torch.cat([x_BTHD.narrow(1, a, n).flatten(0, 1) for a, n in runs])
+        if all(a + n == b for (a, n), (b, _) in pairwise(runs)):  # neighbours in memory: nothing to copy
             return x_BTHD.select(0, 0).narrow(0, first, sum(n for _, n in runs))
-        return torch.cat([x_BTHD.narrow(1, a, n).flatten(0, 1) for a, n in runs])
+        return x_BTHD.select(0, 0).index_select(0, self._indices(side, x_BTHD.device))
+
+    def _indices(self, side: str, device: torch.device) -> Tensor:
+        """The rows that are packed, one by one."""
+        if (side, device) not in self.known:
+            runs: list[tuple[int, int]] = getattr(self, side)
+            self.known[side, device] = torch.cat([torch.arange(a, a + n) for a, n in runs]).to(device)
+        return self.known[side, device]
 
     def starts(self, like_BHQD: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Where each slice starts among the packed queries and keys, and where the last one ends."""
         if len(self.tiles) == 1:
             return None, None
         b, device = like_BHQD.shape[0], like_BHQD.device
-        both = ([tile.rows for tile in self.tiles], [tile.cols for tile in self.tiles])
-        starts: list[Tensor] = []
-        for sizes in both:
-            ends = torch.tensor([0, *(n for n in sizes for _ in range(b))]).cumsum(0)
-            starts.append(ends.to(device=device, dtype=torch.int32))
-        return starts[0], starts[1]
+        for side, runs in (("rows", self.rows), ("cols", self.cols)):
+            if (side, b, device) not in self.known:
+                ends = torch.tensor([0, *(n for _, n in runs for _ in range(b))]).cumsum(0)
+                self.known[side, b, device] = ends.to(device=device, dtype=torch.int32)
+        return self.known["rows", b, device], self.known["cols", b, device]
 
     def split_queries(self, x: Tensor) -> Iterator[Tensor]:
         return self._split(x, [tile.rows for tile in self.tiles])

@@ -1,0 +1,58 @@
+"""The Triton kernels. Importing this needs Triton, which PyTorch brings along where it has CUDA.
+
+Shapes: see engine/merge.py and engine/token_store.py. A program works on some rows of one batch row and one head; all
+strides are given, so that views need no copy, and offsets are 64 bits wide.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def merge_kernel(
+    acc, top, num, out, lse, heads, rows, dim,
+    acc_b, acc_h, acc_t, top_b, top_h, top_t, num_b, num_h, num_t, out_b, out_h, out_t, lse_b, lse_h, lse_t,
+    ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """`engine.merge.merge`: the state (acc, top, num) takes up a partial (out, lse), in place."""
+    b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    d = tl.arange(0, DIM)
+    here = t < rows
+    at_top, at_num = top + b * top_b + h * top_h + t * top_t, num + b * num_b + h * num_h + t * num_t
+    old_top = tl.load(at_top, mask=here, other=0.0)
+    new_top = tl.load(lse + b * lse_b + h * lse_h + t * lse_t, mask=here, other=0.0).to(old_top.dtype)
+    high = tl.maximum(old_top, new_top, propagate_nan=tl.PropagateNan.ALL)
+    base = tl.where(high == float("-inf"), 0.0, high)  # -inf minus -inf is nan, not "nothing"
+    old, new = tl.exp(old_top - base), tl.exp(new_top - base)
+    tl.store(at_num, tl.load(at_num, mask=here, other=0.0) * old + new, mask=here)
+    tl.store(at_top, high, mask=here)
+    cells = here[:, None] & (d < dim)[None, :]
+    at_acc = acc + b * acc_b + h * acc_h + t[:, None] * acc_t + d[None, :]
+    part = tl.load(out + b * out_b + h * out_h + t[:, None] * out_t + d[None, :], mask=cells, other=0.0)
+    whole = tl.load(at_acc, mask=cells, other=0.0)
+    tl.store(at_acc, whole * old[:, None] + part.to(whole.dtype) * new[:, None], mask=cells)
+
+
+@triton.jit
+def rows_kernel(
+    source, target, here, there, heads, rows, dim,
+    source_b, source_h, source_t, target_b, target_h, target_t,
+    ROWS: tl.constexpr, DIM: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """target[there[i]] = source[here[i]], or += where it adds. No row of the target is there twice."""
+    b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, DIM)
+    cells = (i < rows)[:, None] & (d < dim)[None, :]
+    row = tl.load(here + i, mask=i < rows, other=0).to(tl.int64)
+    place = tl.load(there + i, mask=i < rows, other=0).to(tl.int64)
+    part = tl.load(source + b * source_b + h * source_h + row[:, None] * source_t + d[None, :], mask=cells, other=0.0)
+    at = target + b * target_b + h * target_h + place[:, None] * target_t + d[None, :]
+    if ADDS:
+        whole = tl.load(at, mask=cells, other=0.0)
+        tl.store(at, whole + part.to(whole.dtype), mask=cells)
+    else:
+        tl.store(at, part.to(target.dtype.element_ty), mask=cells)
