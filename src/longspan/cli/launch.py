@@ -48,15 +48,15 @@ class JobRanks:
         most = max(int(length) for length in lengths)
         padded = torch.zeros((most, *mine.shape[1:]), dtype=mine.dtype, device=self.device)
         padded[: len(mine)] = mine
-        found = [torch.zeros_like(padded) for _ in range(self.size)]
-        dist.all_gather(found, padded)
-        return [rows[: int(length)].cpu() for rows, length in zip(found, lengths, strict=True)]
+        parts = [torch.zeros_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded)
+        return [rows[: int(length)].cpu() for rows, length in zip(parts, lengths, strict=True)]
 
     def most(self, value: float) -> float:
         """The largest of every rank's number."""
         import torch
 
-        return max(float(found) for found in self.gathered(torch.tensor([value], dtype=torch.float64)))
+        return max(float(number) for number in self.gathered(torch.tensor([value], dtype=torch.float64)))
 
     def barrier(self) -> None:
         import torch.distributed as dist
@@ -177,22 +177,22 @@ def clocks(ranks: JobRanks, rounds: int = 20) -> list[Clock]:
 
     if ranks.size == 1:
         return [Clock(0.0, 0.0)]
-    found = torch.zeros(ranks.size, 2, dtype=torch.float64, device=ranks.device)
-    told = torch.zeros(1, dtype=torch.float64, device=ranks.device)
+    table = torch.zeros(ranks.size, 2, dtype=torch.float64, device=ranks.device)
+    reading = torch.zeros(1, dtype=torch.float64, device=ranks.device)
     for peer in range(1, ranks.size):
         best = (float("inf"), 0.0)
         for _ in range(rounds):
             if ranks.rank == 0:
                 asked = time.perf_counter()
-                dist.send(told, peer)
-                dist.recv(told, peer)
+                dist.send(reading, peer)
+                dist.recv(reading, peer)
                 answered = time.perf_counter()
-                best = min(best, (answered - asked, float(told) - (asked + answered) / 2))
+                best = min(best, (answered - asked, float(reading) - (asked + answered) / 2))
             elif ranks.rank == peer:
-                dist.recv(told, 0)
-                told[0] = time.perf_counter()
-                dist.send(told, 0)
+                dist.recv(reading, 0)
+                reading[0] = time.perf_counter()
+                dist.send(reading, 0)
         if ranks.rank == 0:
-            found[peer, 0], found[peer, 1] = best[1], best[0]
-    dist.broadcast(found, 0)
-    return [Clock(ahead, back) for ahead, back in found.tolist()]
+            table[peer, 0], table[peer, 1] = best[1], best[0]
+    dist.broadcast(table, 0)
+    return [Clock(ahead, back) for ahead, back in table.tolist()]

@@ -101,7 +101,7 @@ class Screen:
             self.console.print(line.rstrip(), style=style, markup=False, soft_wrap=True)
 
     @contextmanager
-    def progress(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
+    def progress(self, title: str, total: int) -> Iterator[Callable[[str], None]]:
         """A function to call with what comes next, `total` times; shown on stderr while it lasts."""
         if self.console is None or not sys.stderr.isatty():
             yield lambda _: None
@@ -110,7 +110,7 @@ class Screen:
         from rich.progress import Progress
 
         with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(what, total=total)
+            task = bar.add_task(title, total=total)
             yield lambda now: bar.update(task, advance=1, description=now)
 
 

@@ -34,21 +34,21 @@ MAX_RANKS = 1 << 16
 
 def add_arguments(parser: argparse.ArgumentParser, *, ranks: str = "one", layout: bool = True) -> None:
     """Adds what describes a workload. `ranks` is "one", "many" (a list) or "group" (as many as torchrun started)."""
-    what = parser.add_argument_group("workload")
-    what.add_argument("--seq", type=count, metavar="TOKENS", help="tokens of the sequence, such as 1M (1,048,576)")
+    workload = parser.add_argument_group("workload")
+    workload.add_argument("--seq", type=count, metavar="TOKENS", help="tokens of the sequence, such as 1M (1,048,576)")
     if ranks == "one":
-        what.add_argument("--ranks", type=count, default=8, help="ranks that share the sequence (8)")
+        workload.add_argument("--ranks", type=count, default=8, help="ranks that share the sequence (8)")
     elif ranks == "many":
-        what.add_argument("--ranks", type=counts, default=(8, 16, 64), help="numbers of ranks (8,16,64)")
-    what.add_argument(
+        workload.add_argument("--ranks", type=counts, default=(8, 16, 64), help="numbers of ranks (8,16,64)")
+    workload.add_argument(
         "--docs",
         default="causal",
         metavar="DOCS",
         help="causal (one document), full, longtail, short or mixed documents, lengths such as 700,1200,148, or a FILE"
         " with one length a line or a JSON list (causal)",
     )
-    what.add_argument("--window", type=count, help="a token sees itself and the WINDOW - 1 tokens before it")
-    what.add_argument("--seed", type=int, default=0, help="of drawn documents (0)")
+    workload.add_argument("--window", type=count, help="a token sees itself and the WINDOW - 1 tokens before it")
+    workload.add_argument("--seed", type=int, default=0, help="of drawn documents (0)")
     tensors = parser.add_argument_group("tensors")
     tensors.add_argument("--q-heads", type=count, default=32, help="query heads (32)")
     tensors.add_argument("--kv-heads", type=count, default=8, help="key/value heads (8)")

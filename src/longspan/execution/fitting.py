@@ -77,10 +77,10 @@ def _check_shapes(shapes: tuple[Shape, Shape, Shape], dtype: torch.dtype, plan: 
         (sizes.batch, sizes.kv_heads, tokens, sizes.head_dim),
         (sizes.batch, sizes.kv_heads, tokens, sizes.v_head_dim),
     )
-    for name, found, wanted in zip("qkv", shapes, expected, strict=True):
-        if found != wanted:
+    for name, shape, wanted in zip("qkv", shapes, expected, strict=True):
+        if shape != wanted:
             raise PlanError(
-                f"{name} has shape {found}, but on rank {rank} the plan expects (batch, heads, tokens, features) ="
+                f"{name} has shape {shape}, but on rank {rank} the plan expects (batch, heads, tokens, features) ="
                 f" {wanted}. Shard with layout.shard(x, rank, dim=2), or plan for these shapes."
             )
     if str(dtype).removeprefix("torch.") != plan.dtype:

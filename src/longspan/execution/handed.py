@@ -58,9 +58,9 @@ def check_cut(q: DTensor, plan_or_mask: Any) -> None:
     if not isinstance(plan_or_mask, Plan) or q.device_mesh.size() != plan_or_mask.layout.world_size:
         return  # which is refused elsewhere
     rank, layout = q.device_mesh.get_local_rank(), plan_or_mask.layout
-    found, wanted = q.to_local().shape[2], layout.num_slots(rank)
-    if found != wanted and q.shape[2] == layout.seq_len:
+    tokens, wanted = q.to_local().shape[2], layout.num_slots(rank)
+    if tokens != wanted and q.shape[2] == layout.seq_len:
         raise PlanError(
-            f"rank {rank} holds {found} tokens of a DTensor of {layout.seq_len}, but {layout} gives it {wanted}."
+            f"rank {rank} holds {tokens} tokens of a DTensor of {layout.seq_len}, but {layout} gives it {wanted}."
             f" DTensor cuts as torch.chunk does: plan with layouts.like_dtensor({layout.seq_len}, {layout.world_size})."
         )

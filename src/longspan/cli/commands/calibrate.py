@@ -99,8 +99,8 @@ def measured(
     return machine, _about(machine, times.name, ranks, dtype) | bare
 
 
-def _link(found: Any) -> tuple[float, float]:
-    return found.bandwidth, found.latency
+def _link(link: Any) -> tuple[float, float]:
+    return link.bandwidth, link.latency
 
 
 def _about(machine: Machine, kernel: str, ranks: JobRanks, dtype: str) -> dict[str, Any]:
@@ -142,9 +142,9 @@ def show(machine: Machine, about: dict[str, Any], out: Path | None, screen: Scre
         ("copies", rate_text(about["copy_bytes_per_second"], "B/s")),
     ]
     for link in about["links"]:
-        what = "link" if link["ranks"] == EVERYBODY else f"link of {link['ranks']}"
+        label = "link" if link["ranks"] == EVERYBODY else f"link of {link['ranks']}"
         facts.append(
-            (what, f"{rate_text(link['bytes_per_second'], 'B/s')}, {seconds_text(link['latency_seconds'])} a message")
+            (label, f"{rate_text(link['bytes_per_second'], 'B/s')}, {seconds_text(link['latency_seconds'])} a message")
         )
     screen.facts(facts)
     screen.text()

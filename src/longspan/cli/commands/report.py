@@ -34,21 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     workload = Workload.of(args)
-    made = workload.plan(args.ranks)
+    plan = workload.plan(args.ranks)
     text = report_html(
-        made,
+        plan,
         title=args.title,
         command=command_of(args),
-        python=python_of(workload, args, made.fingerprint),
+        python=python_of(workload, args, plan.fingerprint),
         asked=(("given as", workload.docs),) if workload.docs != "as given" else (),
         version=longspan.__version__,
     )
     args.out.write_text(text, encoding="utf-8")
     if args.json:
-        answer = {"out": str(args.out), "num_bytes": len(text.encode()), "fingerprint": made.fingerprint}
-        print_json("report", {"workload": workload.as_json(), "scheme": made.scheme.name, **answer})
+        answer = {"out": str(args.out), "num_bytes": len(text.encode()), "fingerprint": plan.fingerprint}
+        print_json("report", {"workload": workload.as_json(), "scheme": plan.scheme.name, **answer})
     else:
-        print(f"wrote {args.out}: {made.scheme.name}, plan {made.fingerprint[:12]}, {len(text.encode()):,} bytes")
+        print(f"wrote {args.out}: {plan.scheme.name}, plan {plan.fingerprint[:12]}, {len(text.encode()):,} bytes")
     return 0
 
 

@@ -119,21 +119,21 @@ class _Shown:
             tokens = self.layout.num_tokens.tolist()
             return {"layout": self.layout.name, "num_spans": len(rows), "tokens_by_rank": tokens}
         plan = self.plan()
-        found: dict[str, Any] = {"scheme": plan.scheme.name, "fingerprint": plan.fingerprint}
+        answer: dict[str, Any] = {"scheme": plan.scheme.name, "fingerprint": plan.fingerprint}
         for one in runs(plan):
             if self.what == "traffic":
-                found[one.direction] = {"bytes_from_to": traffic(plan, one.direction).tolist()}
+                answer[one.direction] = {"bytes_from_to": traffic(plan, one.direction).tolist()}
             elif self.what == "memory":
-                found[one.direction] = {"bytes_alive_by_rank_and_step": [steps.tolist() for steps in one.alive]}
+                answer[one.direction] = {"bytes_alive_by_rank_and_step": [steps.tolist() for steps in one.alive]}
             else:
                 line = one.timeline
-                found[one.direction] = {
+                answer[one.direction] = {
                     "seconds": line.seconds,
                     "finished_by_rank": line.finished,
                     "bytes_received_by_rank": line.bytes_received,
                     "num_steps": one.schedule.num_steps,
                 }
-        return found
+        return answer
 
     def text(self, screen: Screen, width: int) -> None:
         if self.what == "mask":
@@ -203,9 +203,11 @@ def _traffic_text(plan: Plan, screen: Screen) -> None:
             screen.table(columns, [*rows, received])
         else:
             columns = (Column("rank", False), Column("sent"), Column("received"), Column("peers"))
-            sent, got = matrix.sum(axis=1).tolist(), matrix.sum(axis=0).tolist()
+            sent, received_by_rank = matrix.sum(axis=1).tolist(), matrix.sum(axis=0).tolist()
             peers = ((matrix > 0) | (matrix.T > 0)).sum(axis=1).tolist()
-            rows = [Row((str(r), bytes_text(sent[r]), bytes_text(got[r]), str(peers[r]))) for r in range(size)]
+            rows = [
+                Row((str(r), bytes_text(sent[r]), bytes_text(received_by_rank[r]), str(peers[r]))) for r in range(size)
+            ]
             screen.table(columns, rows)
 
 

@@ -67,22 +67,22 @@ def run(args: argparse.Namespace) -> int:
         reports: list[Report] = []
         for dtype in args.dtype.split(","):
             for scheme in _split(args.scheme):
-                made = plan(
+                scheme_plan = plan(
                     mask, layout, q_heads=args.q_heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
                     batch=args.batch, dtype=dtype, schedule=scheme,
                 )  # fmt: skip
-                reports.append(_checked(made, group, args, device))
+                reports.append(_checked(scheme_plan, group, args, device))
                 if rank == 0 and not args.json:
                     print(f"{dtype}: {reports[-1]}", flush=True)
         ok = all(report.ok for report in reports)
         if rank == 0:
-            found = {"ok": ok, "ranks": world, "checks": [report.as_dict() for report in reports]}
+            answer = {"ok": ok, "ranks": world, "checks": [report.as_dict() for report in reports]}
             right = sum(report.ok for report in reports)
-            print(json.dumps(found) if args.json else f"{right} of {len(reports)} right")
+            print(json.dumps(answer) if args.json else f"{right} of {len(reports)} right")
     return 0 if ok else 1
 
 
-def _checked(made: Plan, group: Any, args: argparse.Namespace, device: Any) -> Report:
+def _checked(scheme_plan: Plan, group: Any, args: argparse.Namespace, device: Any) -> Report:
     import torch
 
     draw = torch.Generator().manual_seed(args.draw)
@@ -96,10 +96,10 @@ def _checked(made: Plan, group: Any, args: argparse.Namespace, device: Any) -> R
 
     def call(q: Any, k: Any, v: Any) -> Any:
         if group is None:
-            return loopback_attention(q, k, v, made, **options)
-        return attention(q, k, v, made, group=group, **options)
+            return loopback_attention(q, k, v, scheme_plan, **options)
+        return attention(q, k, v, scheme_plan, group=group, **options)
 
-    return verify(call, None, made, group=group, draw=args.draw, device=device, **options)
+    return verify(call, None, scheme_plan, group=group, draw=args.draw, device=device, **options)
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -160,14 +160,14 @@ def _split(text: str) -> list[str]:
     >>> _split("ring,hybrid(2,exchange),exchange")
     ['ring', 'hybrid(2,exchange)', 'exchange']
     """
-    made, depth = [""], 0
+    names, depth = [""], 0
     for letter in text.replace(" ", ""):
         depth += (letter == "(") - (letter == ")")
         if letter == "," and not depth:
-            made.append("")
+            names.append("")
         else:
-            made[-1] += letter
-    return made
+            names[-1] += letter
+    return names
 
 
 @contextmanager

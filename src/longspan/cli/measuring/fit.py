@@ -39,10 +39,10 @@ def scaled(
     cases: list[Case] = []
     for tokens in (SHORT, LONG):
         plans = _plans(ranks.size, tokens, machine, sizes, dtype)
-        passes = [timed(MeasuredRun(made, ranks), rounds, ahead) for made in plans]
+        passes = [timed(MeasuredRun(plan, ranks), rounds, ahead) for plan in plans]
         for kinds in (slice(0, 2), slice(2, None)):  # windows apart
-            took = {way: sum(found.median(way) for found in passes[kinds]) for way in DIRECTIONS}
-            cases.append(({way: [made.schedule(way) for made in plans[kinds]] for way in DIRECTIONS}, took))
+            took = {way: sum(times.median(way) for times in passes[kinds]) for way in DIRECTIONS}
+            cases.append(({way: [plan.schedule(way) for plan in plans[kinds]] for way in DIRECTIONS}, took))
         advance(f"attention, {tokens} tokens a rank")
     return fitted(machine, *cases) if ranks.speaks else machine
 

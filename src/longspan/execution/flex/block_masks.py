@@ -174,25 +174,25 @@ def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads
     [True, False]
     """
     num_rows, num_heads = _dims(block_mask)
-    for what, size, asked in (("batch rows", num_rows, batch), ("heads", num_heads, heads)):
+    for axis, size, asked in (("batch rows", num_rows, batch), ("heads", num_heads, heads)):
         if asked is not None and size not in (1, asked):
             raise MaskError(
-                f"the BlockMask has {size} {what}, but the tensors have {asked}. Create it for {asked}, or for None,"
+                f"the BlockMask has {size} {axis}, but the tensors have {asked}. Create it for {asked}, or for None,"
                 f" which serves all."
             )
     known = _read.setdefault(block_mask, {})
     key = batch == 1, heads == 1, block_mask.seq_lengths
-    mask_mod, tensors, found = block_mask.mask_mod, _tensors(block_mask), known.get(key)
+    mask_mod, tensors, entry = block_mask.mask_mod, _tensors(block_mask), known.get(key)
     reads = Reads.of(mask_mod)  # variables; of tensors in there the mask itself takes care
     if (
-        found is None
-        or found[0] is not mask_mod
-        or not same_tensors(found[1], tensors)
-        or found[2].difference(reads) is not None
+        entry is None
+        or entry[0] is not mask_mod
+        or not same_tensors(entry[1], tensors)
+        or entry[2].difference(reads) is not None
     ):
-        found = mask_mod, tensors, reads, _read_planes(block_mask, one_row=key[0], one_head=key[1])
-        known[key] = found
-    return found[3]
+        entry = mask_mod, tensors, reads, _read_planes(block_mask, one_row=key[0], one_head=key[1])
+        known[key] = entry
+    return entry[3]
 
 
 def _tensors(block_mask: BlockMask) -> tuple[Noted, ...]:
@@ -216,16 +216,16 @@ def _read_planes(block_mask: BlockMask, one_row: bool, one_head: bool) -> Mask:
         raise MaskError("the BlockMask lists a block as full and as partial. List every block once.")
     if mask_mod is noop_mask:
         full, partial = full | partial, np.zeros_like(partial)
-    made: dict[tuple[object, ...], Plane] = {}
+    planes: dict[tuple[object, ...], Plane] = {}
 
     def plane(row: int, head: int) -> Plane:
         sure, maybe = full[row, head], partial[row, head]
         b = row if num_rows > 1 or one_row else None
         h = head if num_heads > 1 or one_head else None
         key = sure.tobytes(), maybe.tobytes(), *((b, h) if maybe.any() else ())
-        if key not in made:
-            made[key] = Plane(_bands_of(sure, block_mask), _bands_of(maybe, block_mask), Function(mask_mod, b, h))
-        return made[key]
+        if key not in planes:
+            planes[key] = Plane(_bands_of(sure, block_mask), _bands_of(maybe, block_mask), Function(mask_mod, b, h))
+        return planes[key]
 
     grid = tuple(tuple(plane(row, head) for head in range(num_heads)) for row in range(num_rows))
     name = f"block_mask({getattr(mask_mod, '__name__', type(mask_mod).__name__)})"
@@ -239,13 +239,13 @@ def _listed(counts: Tensor | None, indices: Tensor | None, block_mask: BlockMask
     if counts is None or indices is None:
         return np.zeros(shape, dtype=np.bool_)
     blocks, counts_of = indices.detach().cpu().numpy(), counts.detach().cpu().numpy()
-    some = np.arange(blocks.shape[-1]) < counts_of[..., None]
-    if blocks[some].size and not 0 <= int(blocks[some].min()) <= int(blocks[some].max()) < width:
+    valid = np.arange(blocks.shape[-1]) < counts_of[..., None]
+    if blocks[valid].size and not 0 <= int(blocks[valid].min()) <= int(blocks[valid].max()) < width:
         raise MaskError(f"the BlockMask lists a block of keys outside 0 to {width - 1}. Those are the blocks it has.")
     listed = np.zeros((*blocks.shape[:-1], width + 1), dtype=np.bool_)
-    np.put_along_axis(listed, np.where(some, blocks, width).astype(np.int64), True, axis=-1)  # the last: not listed
+    np.put_along_axis(listed, np.where(valid, blocks, width).astype(np.int64), True, axis=-1)  # the last: not listed
     listed = listed[..., :width]
-    if int(listed.sum()) != int(some.sum()):
+    if int(listed.sum()) != int(valid.sum()):
         raise MaskError("the BlockMask lists a block of keys twice in one row. List each block once.")
     return np.broadcast_to(listed, shape)
 

@@ -197,23 +197,23 @@ class Detector:
         self._waited += passed
         self._current_for = self._current_for + passed if (current, num_waits) == self._at else 0.0
         self._current, self._num_waits = current, num_waits
-        told = self._fault or self._refused
-        if told is not None:
-            return Verdict(told.rank, told.text)
+        fault = self._fault or self._refused
+        if fault is not None:
+            return Verdict(fault.rank, fault.text)
         if self.strange is not None:
             return Verdict(-1, self.strange)
         if self.lost is not None and not self.closes:
             return Verdict(-1, f"the job's store is gone ({self.lost}): its host{self._holder()} has ended.")
-        found = self._store_trouble(passed)
-        some = self._some(self.waiting) if found is None else ()
-        for number in some:
-            text = self._trouble(number, now, passed * len(self.waiting) / len(some), broken)
+        verdict = self._store_trouble(passed)
+        looked_at = self._some(self.waiting) if verdict is None else ()
+        for number in looked_at:
+            text = self._trouble(number, now, passed * len(self.waiting) / len(looked_at), broken)
             if text is not None:
                 return Verdict(number, text)
-        if found is None and self._waited >= self._timeout:
+        if verdict is None and self._waited >= self._timeout:
             late = "; ".join(f"{self.name(n)} was last seen {self.last(n)}" for n in self.waiting[:4])
-            found = Verdict(self.waiting[0], f"no answer for {self._waited:.0f} s, though all are alive: {late}")
-        return found
+            verdict = Verdict(self.waiting[0], f"no answer for {self._waited:.0f} s, though all are alive: {late}")
+        return verdict
 
     def unexplained(self, current: int, error: str) -> Verdict:
         """That a message failed though all that it may have been with are alive."""
@@ -273,8 +273,8 @@ class Detector:
             sure = broken and not (ended and self._current == self.rank)
             if not self._is_needed(number, peer, now, passed, sure):
                 return None
-            what = "has ended" if ended else f"is dead: its process (pid {peer.process.pid}) has ended"
-            return f"{self.name(number)} {what}; last seen {self.last(number)}."
+            cause = "has ended" if ended else f"is dead: its process (pid {peer.process.pid}) has ended"
+            return f"{self.name(number)} {cause}; last seen {self.last(number)}."
         text = self._protocol(number, peer)
         if text is not None:
             return text
@@ -303,42 +303,42 @@ class Detector:
 
     def _protocol(self, number: int, peer: Peer) -> str | None:
         """What a rank says of itself that does not fit this wait, if anything does not."""
-        found, mine, who = peer.status, self.status, self.name(number)
-        if found is None or peer.heard < self._began:
+        theirs, mine, who = peer.status, self.status, self.name(number)
+        if theirs is None or peer.heard < self._began:
             return None
-        if found.call == mine.call:
-            return self._differs(who, mine, found)
-        then = found.was_in(mine.call)
+        if theirs.call == mine.call:
+            return self._differs(who, mine, theirs)
+        then = theirs.was_in(mine.call)
         if then and then != mine.was_in(mine.call):
             return (
-                f"{who} did something else in call {mine.call}: it is {found}, while {self.name(self.rank)} is {mine}."
+                f"{who} did something else in call {mine.call}: it is {theirs}, while {self.name(self.rank)} is {mine}."
             )
         # Whose trail shows this call has been in it, so that its message is on the way, however late.
-        ahead = found.call > mine.call and not then
+        ahead = theirs.call > mine.call and not then
         if ahead and self._current == number and self._current_for > 5 * self.patience:
-            return f"{who} went on alone: it is {found}, while {self.name(self.rank)} is {mine}."
+            return f"{who} went on alone: it is {theirs}, while {self.name(self.rank)} is {mine}."
         return None
 
-    def _differs(self, who: str, mine: Status, found: Status) -> str | None:
+    def _differs(self, who: str, mine: Status, theirs: Status) -> str | None:
         """How a rank in this very call is in another one than this rank, if it is."""
         # All ranks remember the same agreements, so a call is new to all of them or to none.
-        if found.compares != mine.compares and (found.training_step, found.direction) == (
+        if theirs.compares != mine.compares and (theirs.training_step, theirs.direction) == (
             mine.training_step,
             mine.direction,
         ):
-            compares = who if found.compares else self.name(self.rank)
+            compares = who if theirs.compares else self.name(self.rank)
             return (
-                f"{who} was asked for something else: it is {found}, while {self.name(self.rank)} is {mine}, and"
+                f"{who} was asked for something else: it is {theirs}, while {self.name(self.rank)} is {mine}, and"
                 f" only {compares} was asked for something new."
             )
-        if found.phase is Phase.IDLE:
+        if theirs.phase is Phase.IDLE:
             return None
-        both = found.phase is Phase.AGREEING and mine.phase is Phase.AGREEING  # they will see it for themselves
+        both = theirs.phase is Phase.AGREEING and mine.phase is Phase.AGREEING  # they will see it for themselves
         for name in (
             ("training_step", "direction") if both else ("training_step", "direction", "plan", "forward", "name")
         ):
-            if getattr(found, name) != getattr(mine, name):
-                return f"{who} does something else: it is {found}, while {self.name(self.rank)} is {mine}."
+            if getattr(theirs, name) != getattr(mine, name):
+                return f"{who} does something else: it is {theirs}, while {self.name(self.rank)} is {mine}."
         return None
 
     # -- words ------------------------------------------------------------------------------------------------------
@@ -371,8 +371,8 @@ class Detector:
         return f"rank {rank}" if self.names[rank] == rank else f"rank {rank} (global rank {self.names[rank]})"
 
     def last(self, number: int) -> str:
-        found = self._peer(number).status
-        return "in no call over this group" if found is None else str(found)
+        status = self._peer(number).status
+        return "in no call over this group" if status is None else str(status)
 
     def _holder(self) -> str:
         if self.store is None:

@@ -128,10 +128,10 @@ class Status:
         if self.phase in (Phase.IDLE, Phase.ENDED):
             return f"after {call}){training}"
         plan = f"plan {self.plan.hex()[:12]}"
-        what = (
+        place = (
             f"comparing {plan}" if self.phase is Phase.AGREEING else f"step {self.step + 1} of {self.num_steps}, {plan}"
         )
-        return f"in {call}, {what}){training}"
+        return f"in {call}, {place}){training}"
 
 
 @dataclass(frozen=True, slots=True)

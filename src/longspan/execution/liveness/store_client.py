@@ -80,22 +80,22 @@ class StoreClient:
 
     def _connected(self) -> socket.socket:
         try:
-            found = socket.create_connection(self.address, 5.0 if self.deadline is None else self.deadline)
-            found.settimeout(self.deadline)
-            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            found.sendall(_HELLO)
+            connection = socket.create_connection(self.address, 5.0 if self.deadline is None else self.deadline)
+            connection.settimeout(self.deadline)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(_HELLO)
         except OSError as error:
             raise LostError(f"no connection to {self.address[0]}:{self.address[1]}: {error}") from None
-        return found
+        return connection
 
     def _key(self, key: str) -> bytes:
         return _text(self.whole_key(key))
 
-    def _ask(self, kind: int, what: bytes, size: int = 0) -> bytes:
+    def _ask(self, kind: int, body: bytes, size: int = 0) -> bytes:
         """An answer of this many bytes. A connection that broke is made anew once: a store that lives answers then."""
         for last in (False, True):
             try:
-                self._socket.sendall(bytes((kind,)) + what)
+                self._socket.sendall(bytes((kind,)) + body)
                 return self._read(size)
             except TimeoutError:
                 self._socket.close()  # an answer that comes later must not be taken for the next one's
@@ -107,8 +107,8 @@ class StoreClient:
                 self._socket = self._connected()
         raise AssertionError("the second try has returned or raised")
 
-    def _value(self, kind: int, what: bytes) -> bytes:
-        size = struct.unpack("<Q", self._ask(kind, what, 8))[0]
+    def _value(self, kind: int, body: bytes) -> bytes:
+        size = struct.unpack("<Q", self._ask(kind, body, 8))[0]
         if size > MAX_VALUE:
             self.close()
             raise LostError(f"an answer of {size} bytes, where a record was expected")
@@ -118,13 +118,13 @@ class StoreClient:
             raise LostError(str(error)) from None
 
     def _read(self, size: int) -> bytes:
-        found = b""
-        while len(found) < size:
-            more = self._socket.recv(size - len(found))
+        answer = b""
+        while len(answer) < size:
+            more = self._socket.recv(size - len(answer))
             if not more:
                 raise ConnectionResetError("the store closed the connection")
-            found += more
-        return found
+            answer += more
+        return answer
 
 
 def _text(raw: bytes) -> bytes:

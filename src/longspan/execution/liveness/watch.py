@@ -140,9 +140,9 @@ class Watch:
         self.detector.begin(time.monotonic(), peers, timeout)
 
     def _look(self) -> None:
-        found = self.detector.look(time.monotonic(), self._waiter.current, self._waiter.num_waits)
-        if found is not None:
-            self._raise(found)
+        verdict = self.detector.look(time.monotonic(), self._waiter.current, self._waiter.num_waits)
+        if verdict is not None:
+            self._raise(verdict)
         warning = self.detector.warning()
         if warning is not None:
             _log.warning(warning)
@@ -153,17 +153,17 @@ class Watch:
         for _ in range(int((self.patience + DELIVERY) / (BEAT / 4))):  # looks, not seconds: all may have stood still
             self._wake.set()
             time.sleep(BEAT / 4)
-            found = self.detector.look(time.monotonic(), peer, -2, broken=True)
-            if found is not None:
-                self._raise(found)
+            verdict = self.detector.look(time.monotonic(), peer, -2, broken=True)
+            if verdict is not None:
+                self._raise(verdict)
         self._raise(self.detector.unexplained(peer, error))
 
-    def _raise(self, found: Verdict) -> None:
+    def _raise(self, verdict: Verdict) -> None:
         """The first finding of all ranks counts: everybody names the same one."""
-        if found.rank >= 0:
-            self._fail(Fault(found.rank, found.text))
+        if verdict.rank >= 0:
+            self._fail(Fault(verdict.rank, verdict.text))
         else:
-            self.failed = found.text
+            self.failed = verdict.text
         text = str(self.failed).rstrip(".")
         raise RankError(f"{text}. Meanwhile {self._name} was waiting {self.status}. {ADVICE}")
 
@@ -266,17 +266,17 @@ class Watch:
 
 def _holder(store: StoreClient) -> Process | None:
     """The process that holds the store; looked for once, as long as it lives."""
-    found = _holders.get(store.address)
-    if found is None or seen(found).state == GONE:
-        found = _holders[store.address] = listener(store.address[1])
-    return found
+    holder = _holders.get(store.address)
+    if holder is None or seen(holder).state == GONE:
+        holder = _holders[store.address] = listener(store.address[1])
+    return holder
 
 
 def _ask(store: Store, question: Question) -> bytes | None:
-    what, key, value = question
-    if what == "get":
+    kind, key, value = question
+    if kind == "get":
         return store.get(key)
-    return store.set(key, value) if what == "set" else store.claim(key, value)
+    return store.set(key, value) if kind == "set" else store.claim(key, value)
 
 
 def _said(error: BaseException) -> str:

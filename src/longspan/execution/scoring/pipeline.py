@@ -50,11 +50,11 @@ class Scoring:
         if not functions and dropout is None:
             return None
         score = torch.zeros((), dtype=wide(like.dtype), device=like.device)
-        made = Scoring(tuple(functions), (), dropout, like=score)
-        captured, seen = found_in(lambda mode: made.apply(score, *made._pair(), mode))
+        scoring = Scoring(tuple(functions), (), dropout, like=score)
+        captured, seen = found_in(lambda mode: scoring.apply(score, *scoring._pair(), mode))
         for tensor, _ in seen:
             check_no_tangent(**{f"a tensor of shape {tuple(tensor.shape)} that changes scores": tensor})
-        return Scoring(made.functions, captured, dropout, seen, made._now(), score)
+        return Scoring(scoring.functions, captured, dropout, seen, scoring._now(), score)
 
     def _pair(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(b, h, q_idx, kv_idx) of the first pair."""
@@ -111,19 +111,19 @@ class Scoring:
         """Scores after every function, each called under `mode`."""
         for function in self.functions:
             with mode:
-                found = function(score, b, h, q, kv)
-            if not isinstance(found, Tensor) or not found.is_floating_point() or not _fits(found, score):
-                what = (
-                    f"{found.dtype} of shape {tuple(found.shape)}"
-                    if isinstance(found, Tensor)
-                    else type(found).__name__
+                result = function(score, b, h, q, kv)
+            if not isinstance(result, Tensor) or not result.is_floating_point() or not _fits(result, score):
+                kind = (
+                    f"{result.dtype} of shape {tuple(result.shape)}"
+                    if isinstance(result, Tensor)
+                    else type(result).__name__
                 )
                 raise KernelError(
-                    f"score_mod got scores of shape {tuple(score.shape)} and returned {what}. It must return a"
+                    f"score_mod got scores of shape {tuple(score.shape)} and returned {kind}. It must return a"
                     f" floating-point tensor with a score for every pair. To hide pairs use a mask."
                 )
             with mode:  # what is handed on was made here, not captured
-                score = found.expand(score.shape).to(score.dtype)
+                score = result.expand(score.shape).to(score.dtype)
         return score
 
 
@@ -132,9 +132,9 @@ def _called(function: ScoreMod) -> Any:
     return function.elementwise.function if isinstance(function, ScoreFunction) else function
 
 
-def _fits(found: Tensor, score: Tensor) -> bool:
-    pairs = zip(reversed(found.shape), reversed(score.shape), strict=False)
-    return found.ndim <= score.ndim and all(a in (1, b) for a, b in pairs)
+def _fits(result: Tensor, score: Tensor) -> bool:
+    pairs = zip(reversed(result.shape), reversed(score.shape), strict=False)
+    return result.ndim <= score.ndim and all(a in (1, b) for a, b in pairs)
 
 
 class ScoreFunction:

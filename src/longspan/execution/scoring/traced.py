@@ -49,14 +49,14 @@ class Program:
     @cached_property
     def gradient(self) -> GraphModule:
         """(score, b, h, i, j, gradient, buffers) -> their gradients; captured tensors by index only."""
-        found = _refused(lambda: _torch.traced_gradient(self.function, self.examples, 4))
-        if False in _torch.adds_by_index(found):
+        graph = _refused(lambda: _torch.traced_gradient(self.function, self.examples, 4))
+        if False in _torch.adds_by_index(graph):
             raise KernelError(
                 "kernel 'flex' adds gradients of captured tensors up by index, but the score function uses one of them"
                 " as a whole. Take elements out of it, as in table[h], and compute with those, or use"
                 " kernel='reference'."
             )
-        return found
+        return graph
 
     @cached_property
     def why_not(self) -> str | None:
@@ -172,8 +172,8 @@ class Outside(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__" and not isinstance(found := func(*args, **kwargs), Tensor):
-            return found  # a shape or the like, which is no use of what is in the tensor
+        if getattr(func, "__name__", "") == "__get__" and not isinstance(value := func(*args, **kwargs), Tensor):
+            return value  # a shape or the like, which is no use of what is in the tensor
         args, kwargs = _torch.tree_map(self._taken, (args, kwargs))
         result = _plain(func, args, kwargs, self._device)
         _torch.tree_map(self._made, result)

@@ -84,9 +84,9 @@ class Members:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        found = self._group()
-        assert found is not None, "a group outlives the calls over it"
-        return found
+        group = self._group()
+        assert group is not None, "a group outlives the calls over it"
+        return group
 
     def watch(self, safety: Safety) -> Watch | None:
         """The watch of this group, started when first asked for; None if nobody watches."""
@@ -214,7 +214,7 @@ class Running:
         if self.members.rank == 0:
             rows = {rank: torch.empty_like(mine) for rank in others}
             self._exchange({}, rows, ROWS, device)
-            same = all(torch.equal(found, mine) for found in rows.values())
+            same = all(torch.equal(entry, mine) for entry in rows.values())
             self._exchange(
                 dict.fromkeys(others, torch.tensor([same], dtype=torch.uint8, device=device)), {}, VERDICT, device
             )
@@ -229,7 +229,7 @@ class Running:
             if not same.item():
                 table = torch.empty(self.members.size, len(row), dtype=torch.uint8, device=device)
                 self._exchange({}, {0: table}, TABLE, device)
-        return [found.tobytes() for found in table.cpu().numpy()]
+        return [entry.tobytes() for entry in table.cpu().numpy()]
 
     def meet(self) -> None:
         """Returns when all ranks have taken part in one operation on the call's device, unless they have before.
@@ -354,12 +354,12 @@ def message_device(group: dist.ProcessGroup, wanted: torch.device | None = None)
     """
     if "cpu" in _backends(str(dist.get_backend_config(group))):
         return torch.device("cpu")
-    found = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator()
     if wanted is not None and wanted.type != "cpu":
-        found = wanted
-    if found is None or found.index is not None:
-        return found or torch.device("cpu")
-    return group.bound_device_id or torch.device(found.type, torch.accelerator.current_device_index())
+        device = wanted
+    if device is None or device.index is not None:
+        return device or torch.device("cpu")
+    return group.bound_device_id or torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def first_waits(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -382,7 +382,7 @@ def _private(store: Store, members: Members) -> Store:
     ranks = ",".join(map(str, dist.get_process_group_ranks(members.group)))
     group = hashlib.sha256(f"{members.group.group_name} {ranks}".encode()).hexdigest()[:16]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    made = store.add(f"{attempt}/{group}/made/{members.rank}", 1)  # destroyed and made again, it starts anew
-    found = store.part(f"{attempt}/{group}/{made}")
+    generation = store.add(f"{attempt}/{group}/made/{members.rank}", 1)  # destroyed and made again, it starts anew
+    part = store.part(f"{attempt}/{group}/{generation}")
     store.close()
-    return found
+    return part

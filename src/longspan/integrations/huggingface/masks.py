@@ -147,36 +147,36 @@ def layer_mask(
         )
     padding = None if attention_mask is None else array_of(attention_mask).astype(bool)
     q, kv = (int(q_offset), int(q_length)), (int(kv_offset), int(kv_length))
-    made = LayerMask(int(batch_size), q, kv, term_of(mask_function), padding)
-    _check_reading(made, mask_function)
-    return made
+    mask = LayerMask(int(batch_size), q, kv, term_of(mask_function), padding)
+    _check_reading(mask, mask_function)
+    return mask
 
 
-def _made_ahead(made: LayerMask, shape: tuple[int, ...], mask_function: Callable[..., Any]) -> LayerMask:
+def _made_ahead(mask: LayerMask, shape: tuple[int, ...], mask_function: Callable[..., Any]) -> LayerMask:
     """A mask that comes back through attention_mask=, if it is the one that is asked for."""
     kind = kind_of(term_of(mask_function))
-    if made.shape != shape or made.kind != kind:
+    if mask.shape != shape or mask.kind != kind:
         raise MaskError(
-            f"a mask of shape {made.shape} and kind {made.kind} was passed as attention_mask=, but the model needs one"
+            f"a mask of shape {mask.shape} and kind {mask.kind} was passed as attention_mask=, but the model needs one"
             f" of shape {shape} and kind {kind}. Pass the 2-D mask of padding instead."
         )
-    return made
+    return mask
 
 
-def _check_reading(made: LayerMask, mask_function: Callable[..., Any]) -> None:
+def _check_reading(mask: LayerMask, mask_function: Callable[..., Any]) -> None:
     """Asks transformers' function about a few pairs: another version may mean something else by the same closures."""
-    if has(made.term, "function") or not (made.batch and made.q_len and made.kv_len):
+    if has(mask.term, "function") or not (mask.batch and mask.q_len and mask.kv_len):
         return
     step = np.arange(_SAMPLES, dtype=np.int64)
-    b, q = step * 5 % made.batch, step * 0x9E3779B1 % made.q_len + made.q_offset
-    kv = made.kv_offset + np.where(step % 2, step * 0x85EBCA6B, q - made.kv_offset - step // 8) % made.kv_len
+    b, q = step * 5 % mask.batch, step * 0x9E3779B1 % mask.q_len + mask.q_offset
+    kv = mask.kv_offset + np.where(step % 2, step * 0x85EBCA6B, q - mask.kv_offset - step // 8) % mask.kv_len
     device = next(_tables(mask_function), torch.zeros(0)).device
     asked = [torch.as_tensor(x, device=device) for x in (b, np.zeros_like(b), q, kv)]
     said = mask_function(*asked).cpu().numpy()
-    read, base = np.zeros(len(b), dtype=bool), made.frame.base
-    for row in range(made.batch):
+    read, base = np.zeros(len(b), dtype=bool), mask.frame.base
+    for row in range(mask.batch):
         here = b == row
-        read[here] = made.rule.allows(q[here] - base, kv[here] - base, row=row)
+        read[here] = mask.rule.allows(q[here] - base, kv[here] - base, row=row)
     wrong = np.flatnonzero(np.broadcast_to(said, b.shape) != read)
     if len(wrong):
         at = int(wrong[0])

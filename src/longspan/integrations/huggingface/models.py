@@ -29,10 +29,10 @@ def check_model(model: Any, batch: Mapping[str, Any], any_model: bool) -> Any:
     if not hasattr(config, "get_text_config"):
         raise BatchError(f"shard_inputs takes a model of transformers, but {type(model).__name__} came.")
     text = config.get_text_config()
-    found = text._attn_implementation
-    if found != NAME:
+    implementation = text._attn_implementation
+    if implementation != NAME:
         raise BatchError(
-            f"the model's attention is {found!r}, which knows nothing of other ranks. Call register(), and"
+            f"the model's attention is {implementation!r}, which knows nothing of other ranks. Call register(), and"
             f" model.set_attn_implementation({NAME!r}) or from_pretrained(..., attn_implementation={NAME!r})."
         )
     if config.model_type not in TRIED and not any_model:
@@ -100,9 +100,9 @@ def layer_kinds(config: Any) -> list[Kind]:
     """The kinds of attention layers of a model, as transformers makes masks for them."""
     from transformers.masking_utils import create_masks_for_generate
 
-    made = create_masks_for_generate(config, torch.empty(1, 2, 0), None, None, None)
-    found = list(made.values()) if isinstance(made, dict) else [made]
-    kinds = {mask.kind: None for mask in found if isinstance(mask, LayerMask) and mask.kind is not None}
-    if len(kinds) != len(found):
+    created = create_masks_for_generate(config, torch.empty(1, 2, 0), None, None, None)
+    masks = list(created.values()) if isinstance(created, dict) else [created]
+    kinds = {mask.kind: None for mask in masks if isinstance(mask, LayerMask) and mask.kind is not None}
+    if len(kinds) != len(masks):
         raise BatchError("transformers made masks for this model that are not Longspan's. Call register() first.")
     return sorted(kinds, key=repr)

@@ -49,12 +49,12 @@ class Whole:
         if kind not in self._masks:
             term = term_of_kind(kind, self.left_padding)
             frame = Frame(0, self.seq_len)
-            made = mask_of(term, frame, self.batch)
+            mask = mask_of(term, frame, self.batch)
             if self.documents is not None:
-                made = made & per_row_alike(self.documents)
+                mask = mask & per_row_alike(self.documents)
             if self.padding is not None:
-                made = made & mask_of(Term("padding", table=self.padding), frame, self.batch)
-            self._masks[kind] = made
+                mask = mask & mask_of(Term("padding", table=self.padding), frame, self.batch)
+            self._masks[kind] = mask
         return self._masks[kind]
 
 
@@ -107,16 +107,16 @@ class ShardedSequence:
 
     def check_seen(self, name: str, before: int = 0) -> None:
         """Refuses what a model has computed without its layers having asked here; they asked `before` times before."""
-        found, wanted = self.calls - before, max(self.num_layers, 1)
-        if found >= wanted:
+        num_seen, wanted = self.calls - before, max(self.num_layers, 1)
+        if num_seen >= wanted:
             return
-        if not found:
+        if not num_seen:
             raise BatchError(
                 f"no attention layer of {name} has seen longspan=: the model did not hand it down, and each rank"
                 f" attended to its own tokens alone. Such a model cannot be used on parts of sequences."
             )
         raise BatchError(
-            f"only {found} of the {wanted} layers of {name} have seen longspan=. In the others each rank saw its own"
+            f"only {num_seen} of the {wanted} layers of {name} have seen longspan=. In the others each rank saw its own"
             f" tokens alone: the model did not hand it down to them, or they are no attention layers. Such a model"
             f" cannot be used on parts of sequences."
         )

@@ -69,17 +69,17 @@ def _heads() -> dict[str, str]:
     """By the name of a class of transformers: what its head is for. One that is many things is the first of them."""
     from transformers.models.auto import modeling_auto as auto
 
-    found: dict[str, str] = {}
+    heads: dict[str, str] = {}
     for head in ("CAUSAL_LM", "BASE", *PER_TOKEN[1:], *POOLED):
         table = "MODEL_MAPPING_NAMES" if head == "BASE" else f"MODEL_FOR_{head}_MAPPING_NAMES"
         for names in getattr(auto, table, {}).values():
             for name in (names,) if isinstance(names, str) else names:
-                found.setdefault(name, head)
-    return found
+                heads.setdefault(name, head)
+    return heads
 
 
 def _check_head(model: Any, name: str, batch: Mapping[str, Any], any_model: bool) -> None:
-    head = next((found for kind in type(model).__mro__ if (found := _heads().get(kind.__name__))), None)
+    head = next((entry for kind in type(model).__mro__ if (entry := _heads().get(kind.__name__))), None)
     if model.base_model is model and getattr(model, "pooler", None) is not None:
         raise BatchError(
             f"{name} has a pooling layer, which takes the first token of each sequence, and over ranks each would take"
@@ -181,16 +181,16 @@ def check_packing(model: Any, is_causal: bool) -> None:
 @lru_cache(maxsize=1024)
 def _source(kind: type) -> str:
     """The source of a class and of those it builds on, but for what all models share."""
-    found = []
+    sources = []
     for part in kind.__mro__:
         package, *rest = part.__module__.split(".")
         if package in ("torch", "builtins") or (package == "transformers" and rest[:1] != ["models"]):
             continue
         try:
-            found.append(textwrap.dedent(inspect.getsource(part)))
+            sources.append(textwrap.dedent(inspect.getsource(part)))
         except (OSError, TypeError, IndentationError):
             continue  # a class that was typed in
-    return "\n".join(found)
+    return "\n".join(sources)
 
 
 @lru_cache(maxsize=1024)

@@ -45,7 +45,7 @@ def _known() -> dict[CodeType, tuple[str, str]]:
     from transformers import masking_utils as hf
 
     row = torch.zeros(1, 1, dtype=torch.long)
-    made = {
+    functions = {
         "causal": (hf.causal_mask_function, ""),
         "full": (hf.bidirectional_mask_function, ""),
         "window": (hf.sliding_window_overlay(1), "sliding_window"),
@@ -57,7 +57,7 @@ def _known() -> dict[CodeType, tuple[str, str]]:
         "and": (hf.and_masks(), "mask_functions"),
         "or": (hf.or_masks(), "mask_functions"),
     }
-    return {function.__code__: (name, variable) for name, (function, variable) in made.items()}
+    return {function.__code__: (name, variable) for name, (function, variable) in functions.items()}
 
 
 def term_of(function: Callable[..., Any]) -> Term:
@@ -89,10 +89,10 @@ def kind_of(term: Term) -> Kind | None:
     if term.name in ("function", "blocks"):
         return None
     if term.name in ("and", "or"):
-        found = [kind_of(part) for part in term.parts if part.name not in ("packed", "padding")]
-        if None in found:
+        kinds = [kind_of(part) for part in term.parts if part.name not in ("packed", "padding")]
+        if None in kinds:
             return None
-        kept = [part for part in found if part is not None]
+        kept = [part for part in kinds if part is not None]
         return kept[0] if len(kept) == 1 else (term.name, *sorted(kept, key=repr))
     return (term.name, term.size) if term.size else (term.name,)
 
@@ -247,4 +247,4 @@ def window_in(term: Term) -> int | None:
     """The sliding window of a term, if it has one."""
     if term.name in ("window", "around"):
         return term.size
-    return next((found for part in term.parts if (found := window_in(part)) is not None), None)
+    return next((window for part in term.parts if (window := window_in(part)) is not None), None)

@@ -200,8 +200,8 @@ def _no_count(inputs: Any) -> str:
 
 def _check_arguments(trainer: Any) -> None:
     """Refuses what would be computed on a rank's part as if it were the whole sequence."""
-    for asked, found, advice in (*_refused_losses(trainer), *_refused_setups(trainer)):
-        if found:
+    for asked, applies, advice in (*_refused_losses(trainer), *_refused_setups(trainer)):
+        if applies:
             raise BatchError(
                 f"{asked} was asked for, with sequences split over {trainer.get_cp_size()} ranks. {advice}"
             )

@@ -187,11 +187,11 @@ def context_parallel_shard(
     """This rank's shards of whole tensors, as new tensors; without a balancer, stretches of the sequence."""
     balancer = balancer_of(Contiguous() if load_balancer is None else load_balancer)
     _check_counts(buffers, seq_dims)
-    made = []
+    shards = []
     for tensor, dim in zip(buffers, seq_dims, strict=True):
         layout = balancer.layout(_length(tensor, dim), check_mesh(mesh).size())
-        made.append(layout.shard(tensor, mesh.get_local_rank(), dim))
-    return made
+        shards.append(layout.shard(tensor, mesh.get_local_rank(), dim))
+    return shards
 
 
 @torch.no_grad()
@@ -237,9 +237,9 @@ def _gathered(mesh: DeviceMesh, tensor: Tensor, dim: int, lengths: list[int]) ->
     padded = tensor.new_zeros(shape)
     padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
     mine = padded.flatten().view(torch.uint8)
-    found = [torch.empty_like(mine) for _ in lengths]
-    dist.all_gather(found, mine, group=mesh.get_group())
-    parts = [part.view(tensor.dtype).view(shape) for part in found]
+    messages = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(messages, mine, group=mesh.get_group())
+    parts = [part.view(tensor.dtype).view(shape) for part in messages]
     return [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
 
 

@@ -252,9 +252,9 @@ def with_longspan(config: Trainer.Config, *, any_model: bool = False) -> Longspa
     """
     spec = config.model_spec
     if type(config) is not Trainer.Config or type(config.validator) is not Validator.Config or spec is None:
-        found = f"{type(config).__qualname__} with {type(config.validator).__qualname__}"
+        classes = f"{type(config).__qualname__} with {type(config.validator).__qualname__}"
         raise TitanError(
-            f"with_longspan takes a Trainer.Config with a model_spec and a Validator.Config, but {found} was given:"
+            f"with_longspan takes a Trainer.Config with a model_spec and a Validator.Config, but {classes} was given:"
             f" trainers and validators of other classes shard batches themselves. Derive them from LongspanTrainer."
         )
     if spec.name not in MODELS and not any_model:
@@ -290,25 +290,25 @@ def _replaced(name: str, inner: Any) -> LongspanAttention.Config:
 
 def _configs() -> dict[str, Callable[[], Trainer.Config]]:
     """torchtitan's config functions by name."""
-    made: dict[str, Callable[[], Trainer.Config]] = {}
+    configs: dict[str, Callable[[], Trainer.Config]] = {}
     for model in MODELS:
         registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
         for name, value in vars(registry).items():
             own = getattr(value, "__module__", None) == registry.__name__ and not name.startswith("_")
             if own and inspect.isfunction(value) and not inspect.signature(value).parameters:
-                made[name] = value
-    return made
+                configs[name] = value
+    return configs
 
 
 def __getattr__(name: str) -> Callable[[], LongspanTrainer.Config]:
     """torchtitan's config of this name, with Longspan: torchtitan looks `--config` up as an attribute of `--module`."""
-    made = None if name.startswith("_") else _configs().get(name)
-    if made is None:
+    config = None if name.startswith("_") else _configs().get(name)
+    if config is None:
         raise AttributeError(
             f"longspan.integrations.torchtitan has no attribute, and torchtitan's {', '.join(MODELS)} no config,"
             f" {name!r}"
         )
-    return lambda: with_longspan(made())
+    return lambda: with_longspan(config())
 
 
 def __dir__() -> list[str]:

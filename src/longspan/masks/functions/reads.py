@@ -117,8 +117,8 @@ def same_tensors(then: tuple[Noted, ...], now: tuple[Noted, ...]) -> bool:
 
 def tensors_of(run: Run) -> tuple[Noted, ...] | None:
     """The tensors that a run uses and did not make, by first use; None if it fails."""
-    found, fails = tried(run)
-    return None if fails else found
+    tensors, fails = tried(run)
+    return None if fails else tensors
 
 
 def tried(run: Run) -> tuple[tuple[Noted, ...], bool]:

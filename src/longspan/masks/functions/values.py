@@ -117,10 +117,10 @@ def _names(code: CodeType) -> _Names:
             attributes.add(line.argval)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            found = _names(inner)
-            variables |= found.variables
-            attributes |= found.attributes
-            keys |= found.keys
+            names = _names(inner)
+            variables |= names.variables
+            attributes |= names.attributes
+            keys |= names.keys
     return _Names(frozenset(variables), frozenset(attributes), frozenset(keys))
 
 
@@ -142,10 +142,10 @@ class _Walk:
             self.function(function.__func__, path, depth)
             self._inside(function.__func__, function.__self__, "self", depth)
         elif isinstance(function, partial):
-            made = cast("partial[Any]", function)
-            self.function(made.func, path, depth)
-            self.value(list(made.args), f"{path}()", depth)
-            self.value(made.keywords, f"{path}()", depth)
+            wrapped = cast("partial[Any]", function)
+            self.function(wrapped.func, path, depth)
+            self.value(list(wrapped.args), f"{path}()", depth)
+            self.value(wrapped.keywords, f"{path}()", depth)
         elif isinstance(function, FunctionType):
             self._code(function, depth)
         elif callable(function) and not isinstance(function, BuiltinFunctionType | type):
