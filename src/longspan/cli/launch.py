@@ -36,7 +36,7 @@ class JobRanks:
         """Whether this rank prints and writes for all."""
         return self.rank == 0
 
-    def gathered(self, mine: Tensor) -> list[Tensor]:
+    def gather(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, by rank, on the CPU; they share dtype and all sizes but the first."""
         import torch
         import torch.distributed as dist
@@ -56,7 +56,7 @@ class JobRanks:
         """The largest of every rank's number."""
         import torch
 
-        return max(float(number) for number in self.gathered(torch.tensor([value], dtype=torch.float64)))
+        return max(float(number) for number in self.gather(torch.tensor([value], dtype=torch.float64)))
 
     def barrier(self) -> None:
         import torch.distributed as dist
@@ -114,9 +114,9 @@ def meet(backend: str, device: str) -> None:
     try:
         dist.init_process_group(backend)
     except (ValueError, RuntimeError) as wrong:
-        said = str(wrong).strip().partition("\n")[0].rstrip(".")
+        reason = str(wrong).strip().partition("\n")[0].rstrip(".")
         raise PlanError(
-            f"the ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe did not meet: {said:.160}. Start"
+            f"the ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe did not meet: {reason:.160}. Start"
             f" all with torchrun."
         ) from wrong
 

@@ -65,7 +65,7 @@ def _from_json(text: str, path: Path) -> Ints:
     for number, length in enumerate(lengths):
         if type(length) is not int or not 0 < length <= MAX_TOKENS:
             raise MaskError(f"{path}: entry {number} is {length!r:.40}. A length is a whole number, 1 or more.")
-    return _checked(lengths, str(path))
+    return _as_array(lengths, str(path))
 
 
 def _from_lines(text: str, path: Path) -> Ints:
@@ -77,10 +77,10 @@ def _from_lines(text: str, path: Path) -> Ints:
         if not (word.isascii() and word.isdecimal()) or len(word) > 13 or not 0 < int(word) <= MAX_TOKENS:
             raise MaskError(f"{path}, line {number}: {word!r:.40} was found. A length is a whole number, 1 or more.")
         lengths.append(int(word))
-    return _checked(lengths, str(path))
+    return _as_array(lengths, str(path))
 
 
-def _checked(lengths: list[int], where: str) -> Ints:
+def _as_array(lengths: list[int], where: str) -> Ints:
     if not lengths or sum(lengths) > MAX_TOKENS:
         raise MaskError(f"{where} lists {len(lengths)} lengths. They must add up to 1 to {MAX_TOKENS} tokens.")
     return np.array(lengths, dtype=np.int64)

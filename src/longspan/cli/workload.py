@@ -105,10 +105,10 @@ class Workload:
         """Who holds which tokens; made once for each name and number of ranks."""
         key = (self.layout_name if name is None else name, ranks)
         if key not in self._layouts:
-            self._layouts[key] = self._made_layout(*key)
+            self._layouts[key] = self._build_layout(*key)
         return self._layouts[key]
 
-    def _made_layout(self, name: str, ranks: int) -> Layout:
+    def _build_layout(self, name: str, ranks: int) -> Layout:
         if ranks > MAX_RANKS:
             raise LayoutError(f"{ranks} ranks were asked for. This command plans for {MAX_RANKS} at most.")
         if name == "balanced":

@@ -198,12 +198,12 @@ class Mask(Handled):
     def check_as_read(self, reads: tuple[Reads, ...] | None = None) -> None:
         """Refuses when what its functions read has changed since a forward pass (None: since every one of late)."""
         self._find_readers()
-        told = self._memo.state.change_since(reads)
-        if told is not None:
+        change = self._memo.state.change_since(reads)
+        if change is not None:
             raise MaskError(
                 f"what a function of {self} reads has changed between forward and backward, which calls it again:"
-                f" {told}. Backward would differentiate another attention. Run backward before the change, or give the"
-                f" function a copy of what it reads."
+                f" {change}. Backward would differentiate another attention. Run backward before the change, or give"
+                f" the function a copy of what it reads."
             )
 
     def _find_readers(self) -> None:

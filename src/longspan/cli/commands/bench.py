@@ -34,15 +34,15 @@ def run(args: argparse.Namespace) -> int:
     workload = Workload.of(args)
     with joined("bench", args.backend, alone=True) as ranks:
         _check_trace(args.out, ranks)
-        from longspan.cli.measuring.runs import MeasuredRun, clocks_ahead, sliced, timed
+        from longspan.cli.measuring.runs import MeasuredRun, clocks_ahead, profile_slices, time_passes
 
         plan = workload.plan(ranks.size)
         screen = screen_of(args)
         ahead = clocks_ahead(ranks)
         real = MeasuredRun(plan, ranks)
         with screen.only(ranks.speaks).progress("attention", args.repeats) as advance:
-            passes = timed(real, args.repeats, ahead, advance)
-        slices = sliced(real, ahead) if ranks.device == "cpu" else []
+            passes = time_passes(real, args.repeats, ahead, advance)
+        slices = profile_slices(real, ahead) if ranks.device == "cpu" else []
     if not ranks.speaks:
         return 0
     took = {name: passes.median(name) for name in ("forward", "backward")}

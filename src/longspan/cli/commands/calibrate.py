@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = Sizes(args.q_heads, args.kv_heads, args.head_dim, args.head_dim, ITEMSIZE[args.dtype])
     screen = screen_of(args)
     with joined("calibrate", args.backend) as ranks, screen.only(ranks.speaks).progress("measuring", 12) as advance:
-        machine, about = measured(ranks, sizes, args.dtype, args.rounds, args.name, advance)
+        machine, about = measure(ranks, sizes, args.dtype, args.rounds, args.name, advance)
     if not ranks.speaks:
         return 0
     if args.out is not None:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measured(
+def measure(
     ranks: JobRanks,
     sizes: Sizes,
     dtype: str,

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     screen = screen_of(args)
     with joined("doctor", "gloo", alone=True) as ranks, screen.only(ranks.speaks).progress("examining", 9) as advance:
-        findings = examined(ranks, args.quick, advance)
+        findings = examine(ranks, args.quick, advance)
     if ranks.speaks:
         if args.json:
             print_json("doctor", findings)
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if findings["ok"] else 1
 
 
-def examined(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> dict[str, Any]:
+def examine(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> dict[str, Any]:
     """Everything that was found, with advice."""
     findings: dict[str, Any] = {"versions": versions(), "backends": backends(), "kernels": kernels()}
     findings["host"] = {
@@ -54,7 +54,7 @@ def examined(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> di
     }
     findings["clocks"] = [{"ahead_seconds": c.ahead, "round_trip_seconds": c.round_trip} for c in clocks(ranks)]
     findings["speed"] = None if quick else speed(ranks, advance)
-    findings["checks"] = checked(ranks, quick)
+    findings["checks"] = run_self_check(ranks, quick)
     findings["ok"] = all(check["ok"] for check in findings["checks"])
     findings["advice"] = list(advice(findings))
     return findings
@@ -106,10 +106,10 @@ def _threads() -> int:
 
 def speed(ranks: JobRanks, advance: Callable[[str], None]) -> dict[str, float]:
     """What `longspan calibrate` would find, in a few rounds."""
-    from longspan.cli.commands.calibrate import measured
+    from longspan.cli.commands.calibrate import measure
     from longspan.schedules.steps import Sizes
 
-    machine, _ = measured(ranks, Sizes(8, 8, 64, 64, 2), "bfloat16", 3, "doctor", advance, whole=False)
+    machine, _ = measure(ranks, Sizes(8, 8, 64, 64, 2), "bfloat16", 3, "doctor", advance, whole=False)
     rates = {
         "forward_flops": machine.flops * machine.forward_share,
         "backward_flops": machine.flops * machine.backward_share,
@@ -121,7 +121,7 @@ def speed(ranks: JobRanks, advance: Callable[[str], None]) -> dict[str, float]:
     return rates
 
 
-def checked(ranks: JobRanks, quick: bool) -> list[dict[str, Any]]:
+def run_self_check(ranks: JobRanks, quick: bool) -> list[dict[str, Any]]:
     """The self-check, on one thread: its tensors are small."""
     import torch
 

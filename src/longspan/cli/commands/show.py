@@ -167,8 +167,8 @@ def strips(layout: Layout, width: int) -> list[str]:
         rows = layout.span_table(rank)
         i, j = join(rows, cells)
         size = np.minimum(rows[i, 1], edges[j + 1]) - np.maximum(rows[i, 0], edges[j])
-        held = np.bincount(j, weights=size.astype(np.float64), minlength=len(cells))
-        marks = np.where(held == 0, "·", np.where(held == np.diff(edges), "█", "▒"))
+        tokens = np.bincount(j, weights=size.astype(np.float64), minlength=len(cells))
+        marks = np.where(tokens == 0, "·", np.where(tokens == np.diff(edges), "█", "▒"))
         lines.append(f"rank {rank:{wide}d}  {''.join(marks.tolist())}  {int(layout.num_tokens[rank]):,} tokens")
     return lines
 

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
                     mask, layout, q_heads=args.q_heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
                     batch=args.batch, dtype=dtype, schedule=scheme,
                 )  # fmt: skip
-                reports.append(_checked(scheme_plan, group, args, device))
+                reports.append(_verify_plan(scheme_plan, group, args, device))
                 if rank == 0 and not args.json:
                     print(f"{dtype}: {reports[-1]}", flush=True)
         ok = all(report.ok for report in reports)
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
-def _checked(scheme_plan: Plan, group: Any, args: argparse.Namespace, device: Any) -> Report:
+def _verify_plan(scheme_plan: Plan, group: Any, args: argparse.Namespace, device: Any) -> Report:
     import torch
 
     draw = torch.Generator().manual_seed(args.draw)
@@ -146,9 +146,9 @@ def _device(name: str | None) -> Any:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as wrong:  # as torch says it, which differs by device
-        said = str(wrong).strip().partition("\n")[0].rstrip(".")
+        reason = str(wrong).strip().partition("\n")[0].rstrip(".")
         raise PlanError(
-            f"--device {name!r:.40} was asked for, but PyTorch cannot use it here: {said:.120}. Say cpu, or leave it"
+            f"--device {name!r:.40} was asked for, but PyTorch cannot use it here: {reason:.120}. Say cpu, or leave it"
             f" out."
         ) from wrong
     return device

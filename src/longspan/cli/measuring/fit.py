@@ -13,7 +13,7 @@ from dataclasses import replace
 from longspan import layouts, masks
 from longspan.api import plan
 from longspan.cli.launch import JobRanks
-from longspan.cli.measuring.runs import DIRECTIONS, MeasuredRun, clocks_ahead, timed
+from longspan.cli.measuring.runs import DIRECTIONS, MeasuredRun, clocks_ahead, time_passes
 from longspan.masks import Mask
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.cost.simulator import simulate
@@ -39,7 +39,7 @@ def scaled(
     cases: list[Case] = []
     for tokens in (SHORT, LONG):
         plans = _plans(ranks.size, tokens, machine, sizes, dtype)
-        passes = [timed(MeasuredRun(plan, ranks), rounds, ahead) for plan in plans]
+        passes = [time_passes(MeasuredRun(plan, ranks), rounds, ahead) for plan in plans]
         for kinds in (slice(0, 2), slice(2, None)):  # windows apart
             took = {way: sum(times.median(way) for times in passes[kinds]) for way in DIRECTIONS}
             cases.append(({way: [plan.schedule(way) for plan in plans[kinds]] for way in DIRECTIONS}, took))

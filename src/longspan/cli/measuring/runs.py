@@ -76,7 +76,7 @@ class MeasuredRun:
             times["backward"].append((again, end))
 
 
-def timed(run: MeasuredRun, repeats: int, ahead: list[float], advance: Any = None) -> Passes:
+def time_passes(run: MeasuredRun, repeats: int, ahead: list[float], advance: Any = None) -> Passes:
     """The passes, after one that warms up."""
     run.once()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in DIRECTIONS}
@@ -86,7 +86,7 @@ def timed(run: MeasuredRun, repeats: int, ahead: list[float], advance: Any = Non
             advance(f"repetition {number + 1}")
     took: list[tuple[float, ...]] = []
     for name in DIRECTIONS:
-        by_rank = run.ranks.gathered(torch.tensor(times[name], dtype=torch.float64))
+        by_rank = run.ranks.gather(torch.tensor(times[name], dtype=torch.float64))
         # (ranks, repeats, begin and end)
         common = torch.stack([rows - ahead[rank] for rank, rows in enumerate(by_rank)])
         # A barrier lets ranks go one after another: the pass begins when the last one may.
@@ -94,14 +94,14 @@ def timed(run: MeasuredRun, repeats: int, ahead: list[float], advance: Any = Non
     return Passes(*took)
 
 
-def sliced(run: MeasuredRun, ahead: list[float]) -> list[Slice]:
+def profile_slices(run: MeasuredRun, ahead: list[float]) -> list[Slice]:
     """One repetition of all ranks taken apart, on the clock of rank 0, beginning at 0."""
     with _profiled() as timings:
         run.once()
     mine = torch.tensor(_rows(timings, run), dtype=torch.int64).view(-1, 7)
     mine[:, 3:5] -= round(ahead[run.ranks.rank] * 1e9)
     slices: list[Slice] = []
-    every = run.ranks.gathered(mine)
+    every = run.ranks.gather(mine)
     zero = min(int(rows[:, 3].min()) for rows in every)
     for rank, rows in enumerate(every):
         for way, step, kind, start, stop, peer, size in rows.tolist():

@@ -198,7 +198,7 @@ def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads
 def _tensors(block_mask: BlockMask) -> tuple[Noted, ...]:
     """The tensors that say which blocks there are, and how often each was changed in place."""
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    return tuple(noted(held) for name in names if (held := getattr(block_mask, name)) is not None)
+    return tuple(noted(tensor) for name in names if (tensor := getattr(block_mask, name)) is not None)
 
 
 def _dims(block_mask: BlockMask) -> tuple[int, int]:

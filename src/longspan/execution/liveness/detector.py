@@ -145,7 +145,7 @@ class Detector:
         raw = yield "get", f"refused/{self.status.call}", b""
         if raw is not None and self.waiting is waiting:
             self._refused = Fault.parsed(raw, self.size)
-        for number in self._some(waiting):
+        for number in self._next_to_look_at(waiting):
             peer = self._peer(number)
             if peer.process is None:
                 raw = yield "get", f"process/{number}", b""
@@ -205,7 +205,7 @@ class Detector:
         if self.lost is not None and not self.closes:
             return Verdict(-1, f"the job's store is gone ({self.lost}): its host{self._holder()} has ended.")
         verdict = self._store_trouble(passed)
-        looked_at = self._some(self.waiting) if verdict is None else ()
+        looked_at = self._next_to_look_at(self.waiting) if verdict is None else ()
         for number in looked_at:
             text = self._trouble(number, now, passed * len(self.waiting) / len(looked_at), broken)
             if text is not None:
@@ -350,11 +350,11 @@ class Detector:
         self._warn *= 2
         number = self._current if self._current in self.waiting else self.waiting[0]
         peer = self._peer(number)
-        doing = "it has not come to this group yet" if peer.process is None else self._doing(peer)
+        activity = "it has not come to this group yet" if peer.process is None else self._doing(peer)
         slow = f" The job's store has not answered for {self._unanswered:.0f} s." if self._unanswered > 1 else ""
         return (
             f"{self.name(self.rank)} has waited {self._waited:.0f} s for {self.name(number)} {self.status}."
-            f" {self.name(number)} is alive, last seen {self.last(number)}: {doing}.{slow} It is waited for until"
+            f" {self.name(number)} is alive, last seen {self.last(number)}: {activity}.{slow} It is waited for until"
             f" {self._timeout:.0f} s have passed."
         )
 
@@ -386,7 +386,7 @@ class Detector:
     def _peer(self, number: int) -> Peer:
         return self.peers.setdefault(number, Peer())
 
-    def _some(self, waiting: tuple[int, ...]) -> tuple[int, ...]:
+    def _next_to_look_at(self, waiting: tuple[int, ...]) -> tuple[int, ...]:
         """Those to look at now: a few at a time, in turn."""
         if len(waiting) <= LOOKS:
             return waiting

@@ -29,7 +29,7 @@ class StoreClient:
     def __init__(self, address: tuple[str, int], prefix: str, deadline: float | None = None) -> None:
         self.address, self.prefix, self.deadline = address, prefix, deadline
         self._closed = False
-        self._socket = self._connected()
+        self._socket = self._connect()
 
     def part(self, prefix: str) -> StoreClient:
         """A connection of its own to the part whose keys begin with the prefix."""
@@ -78,7 +78,7 @@ class StoreClient:
         except OSError:
             return False
 
-    def _connected(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         try:
             connection = socket.create_connection(self.address, 5.0 if self.deadline is None else self.deadline)
             connection.settimeout(self.deadline)
@@ -104,7 +104,7 @@ class StoreClient:
                 if last or self._closed or kind in (_ADD, _COMPARE_SET):  # what may have been done is not done again
                     raise LostError(str(error)) from None
                 self._socket.close()
-                self._socket = self._connected()
+                self._socket = self._connect()
         raise AssertionError("the second try has returned or raised")
 
     def _value(self, kind: int, body: bytes) -> bytes:

@@ -67,20 +67,20 @@ class Waiter:
         self._left = None
 
     def _serve(self) -> None:
-        while self._served():
+        while self._serve_one():
             pass
 
-    def _served(self) -> bool:
+    def _serve_one(self) -> bool:
         """Waits for one list; nothing of it is held when this returns."""
         works = self._asked.get()
         if works is None:
             return False
-        answer = self._waited(works)
+        answer = self._wait_for_all(works)
         del works
         self._answers.put(answer)
         return True
 
-    def _waited(self, works: Works) -> tuple[int, str] | None:
+    def _wait_for_all(self, works: Works) -> tuple[int, str] | None:
         for peer, work in works:
             self.current = peer
             self.num_waits += 1

@@ -78,7 +78,7 @@ class Watch:
     def status(self) -> Status:
         return self.detector.status
 
-    def at(self, **changes: Any) -> None:
+    def publish(self, **changes: Any) -> None:
         """Where this rank is from now on; the others can read it soon."""
         self.detector.status = replace(self.detector.status, **changes)
 
@@ -86,7 +86,7 @@ class Watch:
         """A call begins: the others may know at once."""
         entered = self.status.entered(changes.pop("call"), changes.pop("identity"), changes.pop("name"))
         self.detector.status = entered
-        self.at(**changes)
+        self.publish(**changes)
         if time.monotonic() - self._spoke > BEAT / 4:
             self._wake.set()
 
@@ -97,11 +97,11 @@ class Watch:
 
     def tell(self, error: BaseException) -> None:
         """Writes down for all ranks that this one raised; the group has failed."""
-        self._fail(Fault(self.rank, f"{self._name} raised {self.status}: {_said(error)}"))
+        self._fail(Fault(self.rank, f"{self._name} raised {self.status}: {_error_text(error)}"))
 
     def refuse(self, call: int, error: BaseException) -> None:
         """Writes down for those who entered a call that this rank refused it; nothing was sent."""
-        text = f"{self._name} refused call {call}: {_said(error)}"
+        text = f"{self._name} refused call {call}: {_error_text(error)}"
         self._say(("set", f"refused/{call}", Fault(self.rank, text).packed()))
 
     # -- waiting ----------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class Watch:
                 self._raise_broken(self._waiter.current, broken)
         finally:
             self.detector.end()
-            self.at(phase=phase)
+            self.publish(phase=phase)
 
     def broken(self, error: Exception, peers: Sequence[int]) -> None:
         """Raises a `RankError` for messages that could not even be started: with any of these ranks."""
@@ -136,7 +136,7 @@ class Watch:
             self.detector.end()
 
     def _begin(self, peers: Sequence[int], timeout: float) -> None:
-        self.at(phase=self.status.phase if self.status.phase is Phase.AGREEING else Phase.WAITING)
+        self.publish(phase=self.status.phase if self.status.phase is Phase.AGREEING else Phase.WAITING)
         self.detector.begin(time.monotonic(), peers, timeout)
 
     def _look(self) -> None:
@@ -253,7 +253,7 @@ class Watch:
             self.tell(error)
         self._stop.set()
         self._wake.set()
-        self.at(phase=Phase.ENDED)
+        self.publish(phase=Phase.ENDED)
         last = replace(self.status, beat=self.detector.num_beats + 1)
         self._say(("set", f"status/{self.rank}", last.packed()))
         if lingers:
@@ -279,7 +279,7 @@ def _ask(store: Store, question: Question) -> bytes | None:
     return store.set(key, value) if kind == "set" else store.claim(key, value)
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

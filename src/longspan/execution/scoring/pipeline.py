@@ -84,10 +84,12 @@ class Scoring:
 
     def check_unchanged(self) -> None:
         """Refuses when what the functions read has changed since forward: backward calls them again."""
-        told = next((told for a, b in zip(self.reads, self._now(), strict=True) if (told := a.difference(b))), None)
-        if told is not None:
+        change = next(
+            (change for a, b in zip(self.reads, self._now(), strict=True) if (change := a.difference(b))), None
+        )
+        if change is not None:
             raise KernelError(
-                f"what a score function reads has changed between forward and backward, which calls it again: {told}."
+                f"what a score function reads has changed between forward and backward, which calls it again: {change}."
                 f" Backward would differentiate another attention. Run backward before the change, or give the function"
                 f" a copy of what it reads."
             )

@@ -101,7 +101,7 @@ class Members:
             world = dist.get_world_size()
             self._watch = Watch(_private(store, self), self.rank, ranks, world_size=world)
             finalize(self.group, self._watch.end)
-            self._watch.at(training_step=self.training_step)
+            self._watch.publish(training_step=self.training_step)
         self._watch.patience = safety.patience
         return self._watch
 
@@ -110,7 +110,7 @@ class Members:
         return self._timeout if safety.timeout is None else safety.timeout
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def enter(self) -> Iterator[None]:
         """One thread at a time. A second one is refused: which of the two calls comes first would be another one on
         every rank, and their messages would meet."""
         if not self._inside.acquire(blocking=False):
@@ -127,11 +127,11 @@ class Members:
     @contextmanager
     def call(self, call: Call) -> Iterator[Running]:
         """Numbers the call, compares what is new about it, and tells the others when it fails here."""
-        with self.entered(), self._called(call) as running:
+        with self.enter(), self._run_call(call) as running:
             yield running
 
     @contextmanager
-    def _called(self, call: Call) -> Iterator[Running]:
+    def _run_call(self, call: Call) -> Iterator[Running]:
         self.calls += 1
         watch = self.watch(call.safety)
         running = Running(self, call, self.calls, watch)
@@ -149,7 +149,7 @@ class Members:
         try:
             running.agree()
             running.meet()
-            watch.at(phase=Phase.RUNNING)
+            watch.publish(phase=Phase.RUNNING)
             yield running
         except AgreementError:
             raise  # on all ranks alike
@@ -158,11 +158,11 @@ class Members:
                 watch.tell(error)
             raise
         finally:
-            watch.at(phase=Phase.IDLE)
+            watch.publish(phase=Phase.IDLE)
 
     def tell_step(self) -> None:
         if self._watch is not None:
-            self._watch.at(training_step=self.training_step)
+            self._watch.publish(training_step=self.training_step)
 
     def tell(self, error: BaseException, safety: Safety) -> None:
         """This rank leaves its loop because of an error, which the others hear of unless they have it from a call."""
@@ -170,7 +170,7 @@ class Members:
         if watch is not None and watch.failed is None:
             watch.tell(error)
 
-    def refused(self, error: BaseException, safety: Safety) -> None:
+    def announce_refusal(self, error: BaseException, safety: Safety) -> None:
         """This rank refused a call that others may have entered."""
         self.calls += 1
         watch = self.watch(safety)
@@ -288,7 +288,7 @@ class Running:
 
     def at(self, step: int) -> None:
         if self.watch is not None:
-            self.watch.at(step=step)
+            self.watch.publish(step=step)
 
     def wait(
         self,
@@ -330,13 +330,13 @@ class Running:
 def told(group: dist.ProcessGroup) -> Iterator[None]:
     """Others hear of what is refused inside, unless the call itself has begun and told them."""
     members = members_of(group)
-    with members.entered():
+    with members.enter():
         before = members.calls
         try:
             yield
         except Exception as error:
             if members.calls == before:
-                members.refused(error, safety(members.settings))
+                members.announce_refusal(error, safety(members.settings))
             raise
 
 

@@ -92,8 +92,8 @@ def _check_others(others: dict[str, Any]) -> None:
         meaning = UNDONE.get(name, "which Longspan does not know")
         raise KernelError(
             f"the model passed {name}= to attention ({meaning}), and it might change scores. Longspan computes soft"
-            f" caps, sinks, windows, dropout and masks for transformers' models; use attn_implementation='eager' for this"
-            f" one, or call longspan.attention, which takes any score function."
+            f" caps, sinks, windows, dropout and masks for transformers' models; use attn_implementation='eager' for"
+            f" this one, or call longspan.attention, which takes any score function."
         )
 
 

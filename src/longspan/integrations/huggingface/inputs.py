@@ -173,19 +173,19 @@ def _padding(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[np.bo
 
 def _documents(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[Any] | None:
     """Whose each token is, (rows or 1, S), or None where every row is one document."""
-    said = numbers_of({name: batch.get(name) for name in PACKED}, rows, seq_len)
+    stated = numbers_of({name: batch.get(name) for name in PACKED}, rows, seq_len)
     from_positions = restarts(batch.get("position_ids"), rows, seq_len)
     mask = batch.get("attention_mask")
     if mask is not None:
-        if said is None and from_positions is not None:
+        if stated is None and from_positions is not None:
             _check_padded(mask, from_positions)
-        return said
-    if said is not None and from_positions is not None and not _same_borders(said, from_positions):
+        return stated
+    if stated is not None and from_positions is not None and not _same_borders(stated, from_positions):
         raise BatchError(
             "position_ids restart elsewhere than cu_seq_lens or seq_idx say that documents begin. Give one of them, or"
             " make them agree."
         )
-    return said if said is not None else from_positions
+    return stated if stated is not None else from_positions
 
 
 def _check_padded(mask: Tensor, numbers: NDArray[Any]) -> None:

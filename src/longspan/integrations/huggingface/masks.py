@@ -139,7 +139,7 @@ def layer_mask(
     if mask_function is None:
         from transformers.masking_utils import causal_mask_function as mask_function
     if isinstance(attention_mask, LayerMask):
-        return _made_ahead(attention_mask, (batch_size, 1, q_length, kv_length), mask_function)
+        return _reuse(attention_mask, (batch_size, 1, q_length, kv_length), mask_function)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise MaskError(
             f"attention_mask of shape {tuple(attention_mask.shape)} was given. Longspan takes the mask of padding,"
@@ -152,7 +152,7 @@ def layer_mask(
     return mask
 
 
-def _made_ahead(mask: LayerMask, shape: tuple[int, ...], mask_function: Callable[..., Any]) -> LayerMask:
+def _reuse(mask: LayerMask, shape: tuple[int, ...], mask_function: Callable[..., Any]) -> LayerMask:
     """A mask that comes back through attention_mask=, if it is the one that is asked for."""
     kind = kind_of(term_of(mask_function))
     if mask.shape != shape or mask.kind != kind:
@@ -172,26 +172,26 @@ def _check_reading(mask: LayerMask, mask_function: Callable[..., Any]) -> None:
     kv = mask.kv_offset + np.where(step % 2, step * 0x85EBCA6B, q - mask.kv_offset - step // 8) % mask.kv_len
     device = next(_tables(mask_function), torch.zeros(0)).device
     asked = [torch.as_tensor(x, device=device) for x in (b, np.zeros_like(b), q, kv)]
-    said = mask_function(*asked).cpu().numpy()
-    read, base = np.zeros(len(b), dtype=bool), mask.frame.base
+    answers = mask_function(*asked).cpu().numpy()
+    reading, base = np.zeros(len(b), dtype=bool), mask.frame.base
     for row in range(mask.batch):
         here = b == row
-        read[here] = mask.rule.allows(q[here] - base, kv[here] - base, row=row)
-    wrong = np.flatnonzero(np.broadcast_to(said, b.shape) != read)
+        reading[here] = mask.rule.allows(q[here] - base, kv[here] - base, row=row)
+    wrong = np.flatnonzero(np.broadcast_to(answers, b.shape) != reading)
     if len(wrong):
         at = int(wrong[0])
         raise MaskError(
-            f"transformers' mask says {not read[at]} about query {q[at]} and key {kv[at]} of row {b[at]}, and Longspan"
-            f" read {read[at]} out of it. This version of transformers has masks that Longspan does not know: use the"
-            f" tested one (5.22), or another attn_implementation."
+            f"transformers' mask says {not reading[at]} about query {q[at]} and key {kv[at]} of row {b[at]}, and"
+            f" Longspan read {reading[at]} out of it. This version of transformers has masks that Longspan does not"
+            f" know: use the tested one (5.22), or another attn_implementation."
         )
 
 
 def _tables(function: Callable[..., Any]) -> Any:
     """Tensors that a closure holds."""
     for cell in getattr(function, "__closure__", None) or ():
-        held = cell.cell_contents
-        if isinstance(held, Tensor):
-            yield held
-        for part in held if isinstance(held, tuple) else ():
+        content = cell.cell_contents
+        if isinstance(content, Tensor):
+            yield content
+        for part in content if isinstance(content, tuple) else ():
             yield from _tables(part)

@@ -82,11 +82,11 @@ def _check_arguments(config: Any, batch: Mapping[str, Any]) -> None:
             " ranks' own. Set it to False; with TRL, which sets it again, router_aux_loss_coef=0.0."
         )
     for name in ("logits_to_keep", "num_logits_to_keep"):
-        kept = batch.get(name)
-        if kept is not None and (isinstance(kept, torch.Tensor) or kept != 0):
+        number = batch.get(name)
+        if number is not None and (isinstance(number, torch.Tensor) or number != 0):
             raise BatchError(
-                f"{name} = {kept} was asked for over ranks, where each would keep the last tokens of its own part. Take"
-                f" it out of the batch, and put logits together with longspan.training.gather_outputs."
+                f"{name} = {number} was asked for over ranks, where each would keep the last tokens of its own part."
+                f" Take it out of the batch, and put logits together with longspan.training.gather_outputs."
             )
     for name in ("use_cache", "output_attentions", "past_key_values"):
         if batch.get(name) is not None and batch[name] is not False:

@@ -213,10 +213,10 @@ def _shows_positions(kind: type) -> bool:
         ):
             makers |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") in makers]
-    held = {getattr(key, "value", "") for node in nodes if isinstance(node, ast.Dict) for key in node.keys}
+    keys = {getattr(key, "value", "") for node in nodes if isinstance(node, ast.Dict) for key in node.keys}
     given = {word.arg for call in calls for word in call.keywords}
     given |= {getattr(value, "id", "") for call in calls for value in call.args}
-    return "position_ids" in given or (None in given and "position_ids" in held)
+    return "position_ids" in given or (None in given and "position_ids" in keys)
 
 
 def _names(tree: ast.AST) -> set[str]:

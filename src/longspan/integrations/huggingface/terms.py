@@ -65,16 +65,16 @@ def term_of(function: Callable[..., Any]) -> Term:
     code = getattr(function, "__code__", None)
     name, variable = _known().get(code, ("function", "")) if code is not None else ("function", "")
     cells = getattr(function, "__closure__", None) or ()
-    held = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if code else {}
-    if name == "function" or (variable and variable not in held):
+    contents = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if code else {}
+    if name == "function" or (variable and variable not in contents):
         return Term("function", function=function)
     if name in ("and", "or"):
-        return Term(name, parts=tuple(term_of(part) for part in held[variable]))
+        return Term(name, parts=tuple(term_of(part) for part in contents[variable]))
     if name in ("window", "around"):
-        return Term(name, size=int(held[variable]))
+        return Term(name, size=int(contents[variable]))
     if name == "chunk":
-        return Term(name, size=int(held["chunk_size"]), table=array_of(held[variable]))
-    return Term(name, table=array_of(held[variable]) if variable else None)
+        return Term(name, size=int(contents["chunk_size"]), table=array_of(contents[variable]))
+    return Term(name, table=array_of(contents[variable]) if variable else None)
 
 
 def array_of(table: Tensor) -> NDArray[Any]:

@@ -142,7 +142,7 @@ class ContextParallelTrainer(_Base):
         assert self._ranks is not None
         state = self.accelerator.gradient_state
         last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        return _gathered(data, self._ranks.dp, last)
+        return _gather(data, self._ranks.dp, last)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
@@ -169,11 +169,11 @@ def _whole(outputs: Any, sequence: Any, ranks: Ranks) -> Any:
     return gather_outputs(outputs, sequence.layout, ranks.cp, 1)
 
 
-def _gathered(data: Any, group: Any, last: int | None) -> Any:
+def _gather(data: Any, group: Any, last: int | None) -> Any:
     if isinstance(data, tuple | list):
-        return type(data)(_gathered(item, group, last) for item in data)
+        return type(data)(_gather(item, group, last) for item in data)
     if isinstance(data, dict):
-        return {name: _gathered(item, group, last) for name, item in data.items()}
+        return {name: _gather(item, group, last) for name, item in data.items()}
     if group is not None:
         parts = [torch.empty_like(data) for _ in range(group.size())]
         dist.all_gather(parts, data.contiguous(), group=group.get_group())

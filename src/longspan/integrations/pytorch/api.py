@@ -48,7 +48,7 @@ from longspan.integrations.pytorch.routes import (
     check_heads,
     check_mesh,
     current,
-    gathered_lengths,
+    gather_lengths,
     marked,
     rotation,
     route_for,
@@ -212,9 +212,9 @@ def context_parallel_unshard(
         route.results = True
     whole = []
     for tensor, dim in zip(buffers, seq_dims, strict=True):
-        lengths = gathered_lengths(mesh, _length(tensor, dim), tensor.device)
+        lengths = gather_lengths(mesh, _length(tensor, dim), tensor.device)
         layout = _layout_to_unshard(route, load_balancer, lengths)
-        whole.append(layout.unshard(_gathered(mesh, tensor, dim, lengths), dim))
+        whole.append(layout.unshard(_gather(mesh, tensor, dim, lengths), dim))
     return whole
 
 
@@ -229,7 +229,7 @@ def _layout_to_unshard(route: Route | None, asked: Balancer | Layout | None, len
     return layout_of_shards(balancer_of(route.layout), lengths, route.layout.seq_len)
 
 
-def _gathered(mesh: DeviceMesh, tensor: Tensor, dim: int, lengths: list[int]) -> list[Tensor]:
+def _gather(mesh: DeviceMesh, tensor: Tensor, dim: int, lengths: list[int]) -> list[Tensor]:
     """Every rank's shard. As bytes, because backends differ in the dtypes they carry, and padded, because they gather
     equal messages only."""
     shape = list(tensor.shape)

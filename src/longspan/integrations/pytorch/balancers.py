@@ -146,8 +146,8 @@ def known_length(balancer: Balancer, mask: Mask | None, asked: int | None = None
     }
     known = {name: length for name, length in lengths.items() if length is not None}
     if len(set(known.values())) > 1:
-        said = ", ".join(f"{name} says {length}" for name, length in known.items())
-        raise LayoutError(f"the sequence has one length, but {said} tokens. Make them for the same sequence.")
+        claims = ", ".join(f"{name} says {length}" for name, length in known.items())
+        raise LayoutError(f"the sequence has one length, but {claims} tokens. Make them for the same sequence.")
     return next(iter(known.values()), None)
 
 

@@ -72,7 +72,7 @@ class Route:
     def layout_of(self, local_len: int, device: torch.device) -> Layout:
         """The layout. If no one said how long the sequence is, the first call asks all ranks."""
         if self.layout is None:
-            lengths = gathered_lengths(self.mesh, local_len, device)
+            lengths = gather_lengths(self.mesh, local_len, device)
             self.layout = layout_of_shards(self.balancer, lengths, self.seq_len)
         expected = self.layout.num_slots(self.mesh.get_local_rank())
         if local_len != expected:
@@ -168,7 +168,7 @@ def check_heads(q: Tensor, k: Tensor, enable_gqa: bool) -> None:
         )
 
 
-def gathered_lengths(mesh: DeviceMesh, local_len: int, device: torch.device) -> list[int]:
+def gather_lengths(mesh: DeviceMesh, local_len: int, device: torch.device) -> list[int]:
     """How many tokens every rank of the mesh has."""
     mine = torch.tensor([local_len], dtype=torch.int64, device=device)
     lengths = [torch.empty_like(mine) for _ in range(mesh.size())]

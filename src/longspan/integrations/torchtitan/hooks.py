@@ -235,9 +235,9 @@ def _parallelize(model: Any, *, parallel_dims: Any, titans: Callable[..., nn.Mod
     if type(model)._create_flex_attention_mask is Decoder._create_flex_attention_mask:  # others make a BlockMask
         model._create_flex_attention_mask = lambda positions, _, mask_mods: mask_of_mods(positions, mask_mods)
     parallel_dims.get_mesh("fsdp")
-    told = copy.copy(parallel_dims)
-    told.cp = 1
-    return titans(model, parallel_dims=told, **options)
+    dims = copy.copy(parallel_dims)
+    dims.cp = 1
+    return titans(model, parallel_dims=dims, **options)
 
 
 # -- configs ----------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def with_longspan(config: Trainer.Config, *, any_model: bool = False) -> Longspa
         )
     layers: list[Any] = list(spec.traverse(BaseAttention.Config, recurse=True))
     for name, layer, _, _ in layers:
-        layer.inner_attention = _replaced(name, layer.inner_attention)
+        layer.inner_attention = _replacement(name, layer.inner_attention)
     if not layers:
         raise TitanError(f"model {spec.name!r} has no attention whose inner_attention could be replaced.")
     parallelism = replace(config.parallelism, spmd_backend="partial_dtensor", context_parallel_load_balancer="balanced")
@@ -276,7 +276,7 @@ def with_longspan(config: Trainer.Config, *, any_model: bool = False) -> Longspa
     )  # fmt: skip
 
 
-def _replaced(name: str, inner: Any) -> LongspanAttention.Config:
+def _replacement(name: str, inner: Any) -> LongspanAttention.Config:
     """The config of our attention that means what torchtitan's meant."""
     if type(inner) is FlexAttention.Config and not inner.kernel_options:
         return derive(inner, LongspanAttention.Config)
