@@ -105,7 +105,7 @@ def place(asked: str | None, num_gpus: int, local_rank: int) -> tuple[str, str]:
 
 
 def meet(backend: str, device: str) -> None:
-    """Makes the group of all ranks, in plain words if it cannot be made."""
+    """Makes the group of all ranks, or says in plain words why it cannot be made."""
     import torch
     import torch.distributed as dist
 
@@ -137,7 +137,7 @@ def _given(asked: str | None) -> JobRanks:
 
 @contextmanager
 def joined(command: str, backend: str | None, *, alone: bool = False) -> Iterator[JobRanks]:
-    """The ranks of the job for as long as they are needed; `alone` also goes without a launcher, as one rank."""
+    """The ranks of the job for as long as they are needed; with `alone`, also without a launcher, as one rank."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler talks on stderr
     import torch
     import torch.distributed as dist

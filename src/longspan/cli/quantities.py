@@ -45,7 +45,7 @@ def times(value: float) -> str:
 
 
 def bytes_against(mine: float, other: float, name: str) -> str:
-    """How many bytes one moves, against another of that name.
+    """The bytes that one moves, compared with another of that name.
 
     >>> bytes_against(10, 139, "ring"), bytes_against(18, 10, "ring"), bytes_against(0, 10, "ring")
     ('13.9x fewer bytes than ring', '1.80x the bytes of ring', 'no bytes at all')
@@ -60,7 +60,7 @@ def bytes_against(mine: float, other: float, name: str) -> str:
 
 
 def memory_against(mine: float, other: float) -> str:
-    """How much memory one takes, against another; nothing if it is about the same.
+    """The memory that one takes, compared with another; empty if it is about the same.
 
     >>> memory_against(10, 25), memory_against(25, 10), memory_against(0, 10), memory_against(100, 101)
     ('2.5x less memory', '2.5x the memory', 'no memory', '')

@@ -28,12 +28,13 @@ from longspan.span import Ints
 
 LAYOUTS = ("balanced", "zigzag", "contiguous", "per_document", "round_robin_by_work", "striped")
 STRIPE = 128
-"""Tokens of a stripe: with one token, as the layout has it by default, a plan of 1M tokens would list each of them."""
+"""Tokens of a stripe: with the layout's default of one, a plan of 1M tokens would list every token."""
 MAX_RANKS = 1 << 16
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, ranks: str = "one", layout: bool = True) -> None:
-    """Adds what describes a workload. `ranks` is "one", "many" (a list) or "group" (as many as torchrun started)."""
+    """Adds the arguments that describe a workload. `ranks` is "one", "many" (a list) or "group" (as many as torchrun
+    started)."""
     workload = parser.add_argument_group("workload")
     workload.add_argument("--seq", type=count, metavar="TOKENS", help="tokens of the sequence, such as 1M (1,048,576)")
     if ranks == "one":

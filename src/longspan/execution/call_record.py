@@ -15,7 +15,7 @@ from longspan.version import VERSION
 
 MAX_OF_ONE = 64
 _records: WeakKeyDictionary[Plan, dict[tuple[str, ...], Record]] = WeakKeyDictionary()
-"""Those of a plan, by what may differ between its calls: a plan is called many times, and its parts are long."""
+"""A plan's records, by what may differ between its calls: a plan is called many times, and its texts are long."""
 
 
 def record_of(job: Job, device: torch.device, sums: bool | None, name: str, safety: Safety) -> Record:

@@ -20,8 +20,8 @@ Shape = tuple[int, ...]
 
 
 def fitting_plan(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, place: tuple[int, int] | None) -> Plan:
-    """The plan of a mask or plan for these tensors, `place` being this rank and the group's size. What does not fit is
-    refused."""
+    """The plan for these tensors: the given one, or that of the given mask. `place` is this rank and the group's size.
+    What does not fit is refused."""
     shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     if isinstance(plan_or_mask, Mask):
         plan = one_device_plan(*shapes, q.dtype, plan_or_mask)

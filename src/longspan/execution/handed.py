@@ -1,5 +1,5 @@
-"""What callers hand over that is almost right: groups they are no member of, DTensors where none can be taken, or cut
-elsewhere than the plan cuts."""
+"""What callers hand over that is almost right: groups they are not a member of, DTensors where none can be taken, or
+DTensors that are cut elsewhere than the plan cuts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def group_of(group: Any) -> Any:
 
 
 def group_handed(group: Any) -> str:
-    """What was given as a group and is none, as the end of an error.
+    """What was given instead of a group, as the end of an error.
 
     >>> group_handed(3)
     'int was given'

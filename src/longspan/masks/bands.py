@@ -64,7 +64,7 @@ def _bound(text: str, within: str) -> int | None:
 
 
 def as_positions(value: ArrayLike, name: str) -> Ints:
-    """Positions as int64; refuses what are no whole numbers."""
+    """Positions as int64; refuses anything but whole numbers."""
     positions = np.asarray(value)
     if positions.size and not np.issubdtype(positions.dtype, np.integer):
         raise MaskError(

@@ -263,7 +263,8 @@ class Mask(Handled):
         return all(a == b for a, b in zip(self._planes(), other._planes(), strict=True))
 
     def __hash__(self) -> int:
-        # Only what no cutting into bands changes: the number of pairs, and of keys that a few fixed rows see.
+        # Only what does not depend on how the mask is cut into bands: the pair count, and the key counts of a few fixed
+        # rows.
         if self._hash:
             return self._hash[0]
         probes = np.arange(1, 5, dtype=np.int64) * 0x9E3779B1 % (self.seq_len or 4096)

@@ -42,7 +42,8 @@ class Place:
     """The positions of its keys, -1 for padding; None: all keys in order."""
     device: Any = "cpu"
     least: int = 1
-    """So many planes have room: batch rows that happen to agree this time must not make tables of another shape."""
+    """Room for at least this many planes: batch rows that happen to agree this time must not make tables of another
+    shape."""
 
     def tensor(self, array: ArrayLike) -> Tensor:
         import torch
@@ -54,7 +55,7 @@ class Place:
         return count if self.rows is None else 1 << (max(count, least) - 1).bit_length()
 
     def is_for_one(self, num_planes: int) -> bool:
-        """Whether planes need no numbers. For a rank they always have: the next batch may have more of them."""
+        """Whether planes need no numbers. For a rank they always have them: the next batch may have more of them."""
         return self.rows is None and num_planes == 1
 
 

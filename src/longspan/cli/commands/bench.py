@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_trace(out: Path | None, ranks: JobRanks) -> None:
-    """Refuses a trace of GPUs: its steps are seen where they are started, which says nothing of when they run."""
+    """Refuses to trace GPUs: there the profiler sees when the host starts a step, not when it runs."""
     if out is not None and ranks.device != "cpu":
         raise LongspanError(
             f"--out {out} asks for a trace, but steps are taken apart on CPUs only. Leave it out, or say --backend"

@@ -65,7 +65,7 @@ def measure(
     advance: Callable[[str], None],
     whole: bool = True,
 ) -> tuple[Machine, dict[str, Any]]:
-    """The machine that these ranks find themselves on; unless `whole`, by bare kernels, copies and links alone."""
+    """The machine that these ranks run on; unless `whole`, measured by bare kernels, copies and links alone."""
     import torch
 
     from longspan.cli.measuring.fit import scaled

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cases(workload: Workload, args: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
-    """(ranks, layout, scheme) of all that is to be compared; PyTorch's two always are."""
+    """(ranks, layout, scheme) of everything to compare; PyTorch's two are always included."""
     for name in () if args.layouts is None else args.layouts.split(","):
         if name not in LAYOUTS:
             raise PlanError(f"--layouts names {name!r:.40}. Choose one of {', '.join(LAYOUTS)}.")

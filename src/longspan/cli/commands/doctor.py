@@ -74,7 +74,7 @@ def versions() -> dict[str, str | None]:
 
 
 def backends() -> dict[str, bool]:
-    """What ranks could talk through, and whether there is a GPU."""
+    """The backends that ranks could talk through, and whether there is a GPU."""
     import torch
     import torch.distributed as dist
 
@@ -134,7 +134,7 @@ def run_self_check(ranks: JobRanks, quick: bool) -> list[dict[str, Any]]:
 
 
 def self_checks(ranks: JobRanks, quick: bool) -> Iterator[dict[str, Any]]:
-    """Small attentions over ranks, held against dense float64 by `longspan.verification.verify`."""
+    """Small attentions over ranks, compared with dense float64 by `longspan.verification.verify`."""
     import torch.distributed as dist
 
     from longspan import layouts, masks
@@ -188,7 +188,7 @@ def advice(findings: dict[str, Any]) -> Iterator[str]:
 
 
 def many(number: int, noun: str) -> str:
-    """A number of things.
+    """A number and its noun, in the plural where it needs one.
 
     >>> many(1, "rank"), many(4, "rank")
     ('1 rank', '4 ranks')

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def command_of(args: argparse.Namespace) -> str:
-    """The command that asks for the same report, without what is so by default."""
+    """The command that makes the same report, without options that are at their defaults."""
     words = ["longspan", "report"]
     for name, default in _WORDS.items():
         value = getattr(args, name)

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_asked(args: argparse.Namespace) -> None:
-    """Refuses what only schedules have where none is shown."""
+    """Refuses options of schedules where no schedule is shown."""
     asked = {"--scheme": args.scheme != "auto", "--keep": args.keep, "--fetch-bytes": args.fetch_bytes is not None}
     names = [name for name, given in asked.items() if given]
     if args.what in ("mask", "layout") and names:
@@ -152,7 +152,7 @@ class _Shown:
 
 
 def strips(layout: Layout, width: int) -> list[str]:
-    """One line per rank: where in the sequence its tokens are, and how many they are.
+    """One line per rank: where in the sequence its tokens are, and how many there are.
 
     >>> from longspan.layouts import zigzag
     >>> print("\\n".join(strips(zigzag(16, 2), 8)))

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def described(workload: Workload, plan: Plan, took: dict[str, float], how: str) -> dict[str, Any]:
-    """What a trace is of: told in the file, in JSON and on the screen."""
+    """What a trace shows, as the file, the JSON and the screen say it."""
     return {
         "how": how,
         "workload": workload.as_json(),

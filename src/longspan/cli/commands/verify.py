@@ -103,7 +103,7 @@ def _verify_plan(scheme_plan: Plan, group: Any, args: argparse.Namespace, device
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Refuses numbers that mean nothing, before anything is made of them."""
+    """Refuses meaningless numbers before anything is built from them."""
     if not 0 <= args.draw < 1 << 63:
         raise PlanError(f"--draw {args.draw} was asked for. It is a seed, 0 or more and below 2^63.")
 
@@ -155,7 +155,7 @@ def _device(name: str | None) -> Any:
 
 
 def _split(text: str) -> list[str]:
-    """Names separated by commas, but for commas inside brackets.
+    """Names separated by commas; commas inside brackets separate nothing.
 
     >>> _split("ring,hybrid(2,exchange),exchange")
     ['ring', 'hybrid(2,exchange)', 'exchange']

@@ -33,7 +33,7 @@ def scaled(
 ) -> Machine:
     """The machine with operations and kernels that make whole attentions take as long as they do.
 
-    Ranks that do not speak only take part in the runs: theirs is the machine as it was.
+    Ranks that do not speak only take part in the runs: they get the machine back as it was.
     """
     ahead = clocks_ahead(ranks)
     cases: list[Case] = []
@@ -94,7 +94,7 @@ def _op_seconds(machine: Machine, *cases: Case) -> float:
 
 
 def _fitted_kernels(machine: Machine, plain: Case, window: Case) -> Machine:
-    """With the rates that plain attentions show, and what windows have of them."""
+    """The machine with the rates that plain attentions show, and the share of them that windows reach."""
     schedules, took = plain
     machine = with_rates(machine, *(_rate(machine, schedules[way], took[way]) for way in DIRECTIONS))
     schedules, took = window
@@ -118,7 +118,7 @@ def _rate(machine: Machine, schedules: Sequence[Schedule], seconds: float) -> fl
 
 
 def with_windows(machine: Machine, forward: float, backward: float) -> Machine:
-    """The machine with kernels that have such a share of their speed on windows."""
+    """The machine with kernels that reach this share of their speed on windows."""
     tilings = (
         replace(machine.forward_tiling, far_share=forward),
         replace(machine.backward_tiling, far_share=backward),
@@ -138,7 +138,7 @@ def spent(machine: Machine, schedules: Sequence[Schedule]) -> float:
 
 
 def solved(low: float, high: float, predicted: Callable[[float], float], seconds: float) -> float:
-    """The cost at which a prediction that grows with it takes so long, or the nearest bound, by bisection.
+    """The cost at which a prediction that grows with it takes this long, or the nearest bound, by bisection.
 
     >>> round(solved(1e-3, 1e3, lambda x: 2 * x, 10.0), 3)
     5.0

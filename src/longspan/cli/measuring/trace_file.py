@@ -85,5 +85,5 @@ def write(path: Path, trace: dict[str, Any]) -> None:
 
 
 def busy(slices: Sequence[Slice], rank: int, kind: str, direction: str) -> float:
-    """Seconds that a rank spent on one kind of thing in one pass."""
+    """Seconds that a rank spent on one kind of slice in one pass."""
     return sum(s.stop - s.start for s in slices if (s.rank, s.kind, s.direction) == (rank, kind, direction))

@@ -127,7 +127,7 @@ def _kinds(plane: Plane, rows: Ints, keys: Ints, size: int) -> NDArray[np.int8]:
 
 
 def _ask(plane: Plane, rows: Ints, keys: Ints, size: int, maybe: Ints, pairs: Ints) -> None:
-    """Counts the pairs of those blocks in which the plane's function has a say, and of no others."""
+    """Counts the pairs of only those blocks in which the plane's function has a say."""
     assert plane.predicate is not None
     for i in np.flatnonzero(maybe.any(axis=1)).tolist():
         q = rows[i * size : (i + 1) * size]
@@ -148,12 +148,12 @@ def _ask(plane: Plane, rows: Ints, keys: Ints, size: int, maybe: Ints, pairs: In
 
 _Asked = tuple[bool, bool, tuple[int, int]]
 _read: WeakKeyDictionary[BlockMask, dict[_Asked, tuple[object, tuple[Noted, ...], Reads, Mask]]] = WeakKeyDictionary()
-"""What was read before: a model asks with the same BlockMask in every layer. People do replace its mask_mod, fill its
-tensors anew, and bind anew what its mask_mod reads."""
+"""What was read before: a model asks with the same BlockMask in every layer. People do replace its mask_mod, refill its
+tensors, and rebind what its mask_mod reads."""
 
 
 def check_lengths(block_mask: BlockMask, lengths: tuple[int, int], name: str, error: type[LongspanError]) -> None:
-    """Refuses a BlockMask of other numbers of queries and keys than attention is over."""
+    """Refuses a BlockMask that is not for these numbers of queries and keys."""
     if tuple(block_mask.seq_lengths) != lengths:
         raise error(
             f"{name} was made for {block_mask.seq_lengths[0]} queries and {block_mask.seq_lengths[1]} keys, but there"
@@ -163,7 +163,7 @@ def check_lengths(block_mask: BlockMask, lengths: tuple[int, int], name: str, er
 
 @torch.compiler.disable(reason="what is in a BlockMask decides what is computed")
 def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads: int | None = None) -> Mask:
-    """What a BlockMask says, for tensors of this batch size and number of query heads.
+    """The mask that a BlockMask means, for tensors of this batch size and number of query heads.
 
     Full blocks are sure; in partial ones `mask_mod` decides. Where the BlockMask has one plane for several rows or
     heads, a `mask_mod` that tells them apart is refused once it is asked. The mask is for as many tokens as the longer
@@ -183,7 +183,7 @@ def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads
     known = _read.setdefault(block_mask, {})
     key = batch == 1, heads == 1, block_mask.seq_lengths
     mask_mod, tensors, entry = block_mask.mask_mod, _tensors(block_mask), known.get(key)
-    reads = Reads.of(mask_mod)  # variables; of tensors in there the mask itself takes care
+    reads = Reads.of(mask_mod)  # variables; the mask itself takes care of tensors
     if (
         entry is None
         or entry[0] is not mask_mod

@@ -169,7 +169,7 @@ class _Call:
         return _last_dim_first(x.narrow(2, cover.k0, cover.cols))
 
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Adds what was found for buffers to the totals of the captured tensors they stand for."""
+        """Adds the gradients of buffers to the totals of the captured tensors they stand for."""
         for number, gradient in self.score.captured(gradients):
             assert self.pairs is not None
             totals = self.pairs.totals
@@ -314,7 +314,7 @@ class _Blocks:
 
 @lru_cache(maxsize=64)
 def _blocks_of(tiles: tuple[Tile, ...], device: torch.device) -> _Blocks:
-    """The same tiles come again in every layer and step, so what is made of them is kept."""
+    """Remembered: the same tiles come again in every layer and step."""
     from torch.nn.attention.flex_attention import BlockMask
 
     sides = np.array([(t.q0, t.q1, t.k0, t.k1) for t in tiles])

@@ -14,7 +14,7 @@ from longspan.execution.liveness.processes import NOWHERE, Process
 from longspan.execution.liveness.store_client import StoreClient
 
 MAX_MADE = 3
-"""Watchers that are started for a process, should they end by themselves."""
+"""How many watchers are started for a process, should they end by themselves."""
 _companions: dict[tuple[str, int], Companion] = {}
 _lock = threading.Lock()
 

@@ -4,8 +4,8 @@ It has no threads, no clock and no sockets of its own. `turn` is a conversation 
 is sent the answers), `look` is a look at processes and at what the store said, with the time as an argument. `Watch`
 runs both in a real process, `tests.simulation.detection` in a simulated one.
 
-Time counts only as far as it was watched: between two looks at most `STRIDE` seconds. Who stood still for a minute, or
-whose clock jumped, has not seen the others silent for that long.
+Time counts only as far as it was watched: between two looks at most `STRIDE` seconds. A rank that stood still for a
+minute, or whose clock jumped, has not seen the others silent for that long.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ STRIDE = 0.5
 LOOKS = 64
 """Ranks that are looked at in one go."""
 LAGS = 4.0
-"""How many times the store's own slowness is granted to who speaks through it."""
+"""Ranks that speak through the store may be late by this multiple of its own slowness."""
 SLOW_SIGNS = 30.0
 """Seconds of silence that a rank on another host is granted while it has no watcher: a thread may lack the lock."""
 DELIVERY = 1.0
-"""Seconds within which the last message of a process arrives that has ended, and the store says why it has."""
+"""Seconds within which the last message of an ended process arrives, and the store says why it has ended."""
 LATE = 30.0
-"""The same for one that had finished this very call when it ended: all it owed is on its way, on a crowded machine."""
+"""The same for one that had finished this very call when it ended: all it owed is on its way, if slowly on a crowded
+machine."""
 WARN = 10.0
 """Seconds after which a wait is worth a warning; the next come after twice as long each."""
 
@@ -57,7 +58,7 @@ class Peer:
     process: Process | None = None
     status: Status | None = None
     heard: float = -1.0
-    """When the question was asked that its status answered."""
+    """When the question was asked to which its status was the answer."""
     sight: Sight = field(default_factory=lambda: Sight(UNKNOWN))
     number: int = -1
     """How often its watcher has looked; -1 without one."""
@@ -132,8 +133,8 @@ class Detector:
             yield from self._hear(waiting, now)
 
     def _introduces(self) -> Turn:
-        """Says which process this is. The first of the group says where; who is elsewhere says that there are several
-        hosts."""
+        """Says which process this is. The first of the group says where; a rank that is elsewhere says that there are
+        several hosts."""
         yield "set", f"process/{self.rank}", packed_process(self.me)
         first = yield "claim", "host", self.me.host
         if first != self.me.host or self.me.host == NOWHERE:
@@ -190,7 +191,7 @@ class Detector:
         self.waiting = ()
 
     def look(self, now: float, current: int, num_waits: int, *, broken: bool = False) -> Verdict | None:
-        """Why this wait cannot end well, if so. `current` is the rank whose message is waited for right now, the
+        """Why this wait cannot end well, if it cannot. `current` is the rank whose message is waited for right now, the
         `num_waits`-th one, or this rank itself for anyone's; `broken` if that failed."""
         passed = min(max(now - self._looked, 0.0), STRIDE)
         self._looked = now
@@ -216,7 +217,7 @@ class Detector:
         return verdict
 
     def unexplained(self, current: int, error: str) -> Verdict:
-        """That a message failed though all that it may have been with are alive."""
+        """The verdict on a message that failed though everyone it may have been with is alive."""
         peers = self.waiting if current == self.rank else (current,)
         who = " or ".join(f"{self.name(n)}, last seen {self.last(n)}," for n in peers[:4])
         return Verdict(peers[0], f"messages with {who} failed: {error}")
@@ -252,7 +253,7 @@ class Detector:
 
     @property
     def _is_doubtful(self) -> bool:
-        """Whether the store may be in trouble: who has ended may have ended because of that."""
+        """Whether the store may be in trouble: a rank that has ended may have ended because of that."""
         if self.store is not None:
             return self._store_stopped > 0
         return self._unanswered > BEAT + LAGS * self._lag
@@ -261,7 +262,7 @@ class Detector:
         """What is wrong with a rank that is waited for, if anything is."""
         peer = self._peer(number)
         if peer.process is None:
-            return None  # it never came so far; the timeout ends that
+            return None  # it never got this far; the timeout ends that
         near = self._is_near(peer)
         if near:
             peer.sight = self._look_at(peer.process)
@@ -269,7 +270,7 @@ class Detector:
         peer.stopped = peer.stopped + passed if peer.sight.state == STOPPED else 0.0
         ended = peer.status is not None and peer.status.phase is Phase.ENDED
         if ended or peer.sight.state == GONE:
-            # If it may be anyone's message, who said goodbye is doubted after who did not.
+            # If it may be anyone's message, ranks that said goodbye are doubted after those that did not.
             sure = broken and not (ended and self._current == self.rank)
             if not self._is_needed(number, peer, now, passed, sure):
                 return None
@@ -289,7 +290,7 @@ class Detector:
         return None
 
     def _is_needed(self, number: int, peer: Peer, now: float, passed: float, broken: bool) -> bool:
-        """Whether a rank that is over still owes this one a message. It may have delivered all and rightly ended:
+        """Whether a rank that has ended still owes this one a message. It may have delivered all and rightly ended:
         which messages are done cannot be asked, only which one is waited for. So it is given time to arrive, and the
         store to say why the rank ended."""
         if self._current not in (number, self.rank):
@@ -302,7 +303,7 @@ class Detector:
         return not self._is_doubtful and (peer.over >= granted or (broken and peer.heard > peer.over_since))
 
     def _protocol(self, number: int, peer: Peer) -> str | None:
-        """What a rank says of itself that does not fit this wait, if anything does not."""
+        """What a rank says of itself that does not fit this wait, if anything."""
         theirs, mine, who = peer.status, self.status, self.name(number)
         if theirs is None or peer.heard < self._began:
             return None
@@ -313,14 +314,14 @@ class Detector:
             return (
                 f"{who} did something else in call {mine.call}: it is {theirs}, while {self.name(self.rank)} is {mine}."
             )
-        # Whose trail shows this call has been in it, so that its message is on the way, however late.
+        # A rank whose trail shows this call has been in it, so its message is on the way, however late.
         ahead = theirs.call > mine.call and not then
         if ahead and self._current == number and self._current_for > 5 * self.patience:
             return f"{who} went on alone: it is {theirs}, while {self.name(self.rank)} is {mine}."
         return None
 
     def _differs(self, who: str, mine: Status, theirs: Status) -> str | None:
-        """How a rank in this very call is in another one than this rank, if it is."""
+        """How a rank in the call of this number does something else than this rank, if it does."""
         # All ranks remember the same agreements, so a call is new to all of them or to none.
         if theirs.compares != mine.compares and (theirs.training_step, theirs.direction) == (
             mine.training_step,
@@ -344,7 +345,7 @@ class Detector:
     # -- words ------------------------------------------------------------------------------------------------------
 
     def warning(self) -> str | None:
-        """What to say of a wait that is long although nothing is wrong; after 10, 20, 40, ... seconds."""
+        """What to say about a wait that is long although nothing is wrong; after 10, 20, 40, ... seconds."""
         if self._waited < self._warn or not self.waiting:
             return None
         self._warn *= 2
@@ -387,7 +388,7 @@ class Detector:
         return self.peers.setdefault(number, Peer())
 
     def _next_to_look_at(self, waiting: tuple[int, ...]) -> tuple[int, ...]:
-        """Those to look at now: a few at a time, in turn."""
+        """The ranks to look at now: a few at a time, in turn."""
         if len(waiting) <= LOOKS:
             return waiting
         self._turn += LOOKS

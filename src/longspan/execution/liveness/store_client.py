@@ -20,7 +20,7 @@ _HELLO = struct.pack("<BI", 0, 0x3C85F7CE)
 
 
 class LostError(Exception):
-    """The store cannot be reached any more, or gave an answer that is none."""
+    """The store cannot be reached any more, or gave an answer that makes no sense."""
 
 
 class StoreClient:
@@ -60,7 +60,7 @@ class StoreClient:
         return struct.unpack("<q", self._ask(_ADD, self._key(key) + struct.pack("<q", number), 8))[0]
 
     def claim(self, key: str, value: bytes) -> bytes:
-        """Writes the value if nothing is there; what is there then."""
+        """Writes the value if nothing is there; returns what is there then."""
         return self._value(_COMPARE_SET, self._key(key) + _text(b"") + _text(value))
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class StoreClient:
         return _text(self.whole_key(key))
 
     def _ask(self, kind: int, body: bytes, size: int = 0) -> bytes:
-        """An answer of this many bytes. A connection that broke is made anew once: a store that lives answers then."""
+        """An answer of this many bytes. A broken connection is made anew once: a store that lives answers then."""
         for last in (False, True):
             try:
                 self._socket.sendall(bytes((kind,)) + body)

@@ -61,8 +61,8 @@ class Waiter:
             return
         if self._left is not None:
             _close(self._left)
-        # What is asleep now is deaf: Gloo never tells a message that its peer died in the middle of. It sleeps until
-        # the group's timeout, long after this process has ended.
+        # A thread that is asleep now is deaf: Gloo never ends a message whose peer died in the middle of it. It sleeps
+        # until the group's timeout, long after this process has ended.
         join_unless_asleep(self._thread)
         self._left = None
 

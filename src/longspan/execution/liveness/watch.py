@@ -1,8 +1,9 @@
 """Liveness: says where this rank is, and finds out why another one does not come.
 
 Ranks of one host are looked at directly, those of others through a watcher process beside each rank; where a rank is,
-and what went wrong, it says in the job's own store, in records of fixed layout. Who finds a fault writes it down for
-all, so that everybody raises the same message. The `Detector` decides; here are the threads, the clock and the store.
+and what went wrong, it says in the job's own store, in records of fixed layout. Whoever finds a fault writes it down
+for all, so that everybody raises the same message. The `Detector` decides; here are the threads, the clock and the
+store.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from longspan.execution.liveness.store_client import StoreClient
 from longspan.execution.liveness.waiter import Waiter, first_line, join_unless_asleep
 
 MANY = 2048
-"""Ranks from which on signs of life become rarer: one store serves them all."""
+"""With this many ranks or more, signs of life become rarer: one store serves them all."""
 GRACE = 0.75
 """Seconds for which a process that holds the store stays after a failure, so that all can read of it."""
 LAST = 5.0
@@ -79,7 +80,7 @@ class Watch:
         return self.detector.status
 
     def publish(self, **changes: Any) -> None:
-        """Where this rank is from now on; the others can read it soon."""
+        """Updates the status that the next sign of life publishes."""
         self.detector.status = replace(self.detector.status, **changes)
 
     def enter(self, **changes: Any) -> None:
@@ -128,7 +129,7 @@ class Watch:
             self.publish(phase=phase)
 
     def broken(self, error: Exception, peers: Sequence[int]) -> None:
-        """Raises a `RankError` for messages that could not even be started: with any of these ranks."""
+        """Raises a `RankError` for messages with these ranks that could not even be started."""
         self._begin(peers, math.inf)
         try:
             self._raise_broken(self.rank, first_line(error))
@@ -199,7 +200,7 @@ class Watch:
     def _fail(self, fault: Fault) -> None:
         self.failed = fault.text
         raw = self._say(("claim", "fault", fault.packed()))
-        with suppress(RankError):  # who came first counts; what is no record does not
+        with suppress(RankError):  # the first record counts; anything else does not
             self.failed = Fault.parsed(raw, self.detector.size).text if raw else fault.text
 
     def _say(self, question: Question) -> bytes | None:

@@ -184,7 +184,7 @@ class Extras:
             )
         if self.seed is None:
             return None
-        dropout = Dropout(self.dropout, self.seed)  # which refuses numbers that are none, also where nothing is dropped
+        dropout = Dropout(self.dropout, self.seed)  # validates p and seed even when p == 0
         return None if self.dropout == 0.0 else dropout
 
 

@@ -40,7 +40,7 @@ class Scoring:
     seen: tuple[Seen, ...] = ()
     """All tensors that the functions read, as far as one pair shows them."""
     reads: tuple[Reads, ...] = ()
-    """All that the functions read, each."""
+    """What each of the functions reads."""
     like: Tensor | None = None
     """A score."""
 
@@ -63,7 +63,7 @@ class Scoring:
         return index, index, index, index
 
     def _now(self) -> tuple[Reads, ...]:
-        """What the functions read now, each."""
+        """What each of the functions reads now."""
         before = self.reads or (None,) * len(self.functions)
         return tuple(
             Reads.of(_called(function), partial(self._run, function), known)

@@ -33,7 +33,7 @@ class Program:
 
     function: Callable[..., Tensor]
     examples: tuple[Tensor, ...]
-    """One of every argument of the graph."""
+    """An example of every argument of the graph."""
     num_given: int
     used: tuple[Tensor | int, ...]
     """Tensors that come from outside; of those that were captured, the number."""
@@ -65,7 +65,7 @@ class Program:
 
     @cached_property
     def why_no_gradient(self) -> str | None:
-        """The same, of the gradient too."""
+        """The same, for the gradient too."""
         return self.why_not or _refusal_of(lambda: self.gradient)
 
     def values(self, given: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Tensor]:
@@ -74,7 +74,7 @@ class Program:
         return [*given, *(_element(captured[use]) if isinstance(use, int) else use for use in self.used)]
 
     def marked(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The same, those marked that get a gradient."""
+        """The same, with those marked that get a gradient."""
         kinds = _torch.adds_by_index(self.gradient)
         return [x if kind is None else x.detach().requires_grad_() for x, kind in zip(values, kinds, strict=True)]
 
@@ -173,7 +173,7 @@ class Outside(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "__get__" and not isinstance(value := func(*args, **kwargs), Tensor):
-            return value  # a shape or the like, which is no use of what is in the tensor
+            return value  # a shape or the like: the tensor's numbers are not used
         args, kwargs = _torch.tree_map(self._take, (args, kwargs))
         result = _plain(func, args, kwargs, self._device)
         _torch.tree_map(self._note_made, result)

@@ -31,7 +31,7 @@ from longspan.schedules.steps import MAX_BATCH
 T = TypeVar("T")
 MAX_AGREED = 1024
 ROWS, VERDICT, TABLE, ALIKE = 1023, 1022, 1021, 1020
-"""Steps that no tag of a schedule has, for what ranks compare."""
+"""Steps that no tag of a schedule has, for the messages by which ranks compare calls."""
 _known: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
 
 
@@ -111,8 +111,8 @@ class Members:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """One thread at a time. A second one is refused: which of the two calls comes first would be another one on
-        every rank, and their messages would meet."""
+        """One thread at a time. A second one is refused: which of the two calls comes first may differ from rank to
+        rank, and their messages would meet."""
         if not self._inside.acquire(blocking=False):
             raise BusyError(
                 "a call over this group was asked for while another thread of this process is in one. Which of them"
@@ -165,13 +165,13 @@ class Members:
             self._watch.publish(training_step=self.training_step)
 
     def tell(self, error: BaseException, safety: Safety) -> None:
-        """This rank leaves its loop because of an error, which the others hear of unless they have it from a call."""
+        """Tells the others that this rank leaves its loop because of an error, unless a call has told them already."""
         watch = self.watch(safety)
         if watch is not None and watch.failed is None:
             watch.tell(error)
 
     def announce_refusal(self, error: BaseException, safety: Safety) -> None:
-        """This rank refused a call that others may have entered."""
+        """Tells the others that this rank refused a call, which they may have entered."""
         self.calls += 1
         watch = self.watch(safety)
         if watch is not None:
@@ -277,7 +277,8 @@ class Running:
             self._exchange({(rank + 1) % size: token}, {(rank - 1) % size: token.clone()}, ALIKE, device)
 
     def started(self, start: Callable[[], T], peers: Sequence[int]) -> T:
-        """What `start` gives. It raises when a connection is closed, which names nobody: the watch finds out who."""
+        """The result of `start`, which raises when a connection is closed. That names nobody: the watch finds out who
+        it was."""
         try:
             return start()
         except RuntimeError as error:
@@ -328,7 +329,7 @@ class Running:
 
 @contextmanager
 def told(group: dist.ProcessGroup) -> Iterator[None]:
-    """Others hear of what is refused inside, unless the call itself has begun and told them."""
+    """If the body raises before its call has begun, tells the other ranks."""
     members = members_of(group)
     with members.enter():
         before = members.calls
@@ -363,7 +364,8 @@ def message_device(group: dist.ProcessGroup, wanted: torch.device | None = None)
 
 
 def first_waits(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's first operation on such a device waits for all ranks. All but Gloo are taken for such."""
+    """Whether the group's first operation on such a device waits for all ranks. All backends but Gloo are assumed
+    to."""
     backend = _backends(str(dist.get_backend_config(group))).get(device.type, "gloo")
     return group.size() > 1 and backend != "gloo"
 
@@ -378,7 +380,7 @@ def _backends(config: str) -> dict[str, str]:
 
 
 def _private(store: Store, members: Members) -> Store:
-    """A part of the job's store for this group, this attempt of the launcher, and this making of the group."""
+    """A part of the job's store for this group, this attempt of the launcher, and this creation of the group."""
     ranks = ",".join(map(str, dist.get_process_group_ranks(members.group)))
     group = hashlib.sha256(f"{members.group.group_name} {ranks}".encode()).hexdigest()[:16]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

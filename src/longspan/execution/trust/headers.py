@@ -1,6 +1,6 @@
 """Headers: in checked mode every message says what it is, and a receiver refuses what it did not expect.
 
-Point-to-point messages are matched by order and size alone; a swapped, short, stale or damaged one is silent otherwise.
+Point-to-point messages are matched by order and size alone; a swapped, short, stale or damaged one would go unnoticed.
 """
 
 from __future__ import annotations

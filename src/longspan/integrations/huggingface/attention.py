@@ -180,7 +180,8 @@ def check_layer_mask(given: Any, asked: Asked) -> None:
 
 
 def document_numbers(given: LayerMask, position_ids: Any, documents: dict[str, Any]) -> NDArray[Any] | None:
-    """Whose each token is, where the mask does not say it already: `position_ids` are those that it has not seen."""
+    """The document of each token, where the mask does not say it already: `position_ids` are those that it has not
+    seen."""
     numbers = numbers_of(documents, given.batch, given.q_len)
     if numbers is None and given.padding is None and has(given.term, "causal") and not has(given.term, "packed"):
         if given.documents is None or given.documents[0] is not position_ids:
@@ -202,7 +203,8 @@ def restarts(position_ids: Any, batch: int, length: int) -> NDArray[Any] | None:
 
 
 def numbers_of(documents: dict[str, Any], batch: int, length: int) -> NDArray[Any] | None:
-    """Document numbers (rows, S) from what flash attention and recurrent layers are told: lengths added up, or numbers.
+    """Document numbers (rows, S) from what flash attention and recurrent layers are told: cumulative lengths, or
+    numbers.
 
     >>> numbers_of({"cu_seq_lens_q": torch.tensor([0, 1, 3])}, 1, 3)
     array([[0, 1, 1]])

@@ -141,7 +141,7 @@ def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _check_others(batch: Mapping[str, Any], seq_len: int) -> None:
-    """Refuses what may be about tokens and has no meaning here."""
+    """Refuses arguments that may be about tokens and have no meaning here."""
     if batch.get("loss_mask") is not None:
         raise BatchError(
             "the batch has a loss_mask, which transformers' losses do not know. Put -100 into labels where it is 0, and"
@@ -172,7 +172,7 @@ def _padding(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[np.bo
 
 
 def _documents(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[Any] | None:
-    """Whose each token is, (rows or 1, S), or None where every row is one document."""
+    """The document number of each token, (rows or 1, S), or None where every row is one document."""
     stated = numbers_of({name: batch.get(name) for name in PACKED}, rows, seq_len)
     from_positions = restarts(batch.get("position_ids"), rows, seq_len)
     mask = batch.get("attention_mask")
@@ -276,7 +276,8 @@ def _part(batch: Mapping[str, Any], layout: Layout, rank: int, position_ids: Ten
 
 
 def _shifted(batch: Mapping[str, Any]) -> Tensor | None:
-    """Labels one place earlier, as transformers' loss shifts them, documents or not; shift_labels go before labels."""
+    """Labels one place earlier, as transformers' loss shifts them, documents or not; shift_labels take precedence over
+    labels."""
     labels, shifted = batch.get("labels"), batch.get("shift_labels")
     if labels is None or shifted is not None:
         return shifted

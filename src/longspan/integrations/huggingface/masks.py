@@ -1,4 +1,4 @@
-"""What Longspan gives transformers as a mask: an object that knows what was asked for, and no tensor.
+"""What Longspan gives transformers as a mask: an object that knows what was asked for, not a tensor.
 
 Transformers asks once per kind of layer and forward, and hands what it got to all layers of that kind.
 """
@@ -118,7 +118,7 @@ class LayerMask:
         return whole
 
     def separated(self, numbers: NDArray[Any]) -> Mask:
-        """The mask, with documents apart: `numbers` (rows, S) says whose each token is."""
+        """The mask, with documents apart: `numbers` (rows, S) says which document each token belongs to."""
         key = numbers.tobytes()
         if key not in self._separated:
             self._separated[key] = self.mask & per_row_alike(numbers)

@@ -28,7 +28,7 @@ _STEP = 0x9E3779B97F4A7C15
 
 
 class Whole:
-    """The whole batch: its size, which tokens are real, whose each is."""
+    """The whole batch: its size, which tokens are real, and the document of each."""
 
     def __init__(
         self, batch: int, seq_len: int, padding: NDArray[np.bool_] | None, documents: NDArray[Any] | None
@@ -141,8 +141,8 @@ class ShardedSequence:
 
 
 def _local_kind(given: LayerMask) -> Kind:
-    """The kind of layer that a mask of local tokens stands for. Packing in it is none: where a rank's tokens have a
-    gap, transformers takes them for two documents."""
+    """The kind of layer that a mask of local tokens stands for. Packing in it means nothing: where a rank's tokens have
+    a gap, transformers takes them for two documents."""
     if given.padding is not None and not given.padding.all():  # some models make a mask of ones, which says nothing
         raise MaskError(
             "a mask of padding reached the layer beside longspan=: attention_mask= was given to the model, or the model"
@@ -166,7 +166,7 @@ def _local_kind(given: LayerMask) -> Kind:
 
 def with_temperature(module: Any, q: Tensor, layout: Layout, rank: int) -> Tensor:
     """Queries of Llama 4's layers without rotary embedding, which are scaled by their place in the sequence. The model
-    counts places from 0 on every rank: what it did is undone, and done with global places."""
+    counts places from 0 on every rank: its local scaling is undone and redone with global places."""
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return q
     places = torch.as_tensor(layout.positions(rank), device=q.device)

@@ -66,7 +66,8 @@ def check_structure(model: Any, config: Any, batch: Mapping[str, Any], tried: bo
 
 @lru_cache(maxsize=1)
 def _heads() -> dict[str, str]:
-    """By the name of a class of transformers: what its head is for. One that is many things is the first of them."""
+    """What the head of a class of transformers is for, by the name of the class; the first purpose of those with
+    several."""
     from transformers.models.auto import modeling_auto as auto
 
     heads: dict[str, str] = {}
@@ -189,7 +190,7 @@ def _source(kind: type) -> str:
         try:
             sources.append(textwrap.dedent(inspect.getsource(part)))
         except (OSError, TypeError, IndentationError):
-            continue  # a class that was typed in
+            continue  # a class typed at a prompt has no source
     return "\n".join(sources)
 
 

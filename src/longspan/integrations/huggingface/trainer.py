@@ -109,7 +109,7 @@ class ContextParallelTrainer(_Base):
         return super().get_batch_samples(*args, **kwargs)
 
     def _dropout_seed(self, training: bool) -> int:
-        """Another one for every batch, and the same for all parts of it. It is known from the step and the place in it
+        """A new seed for every batch, the same for all parts of it. It is known from the step and the place in it
         alone, so that a run that is resumed, or evaluates in between, drops the same pairs."""
         assert self._ranks is not None
         self._num_micro_batches += int(training)
@@ -252,7 +252,7 @@ def _refused_losses(trainer: Any) -> list[tuple[str, bool, str]]:
 
 
 def _refused_setups(trainer: Any) -> list[tuple[str, bool, str]]:
-    """The same, of ways to run it."""
+    """The same for ways to run it."""
     args = trainer.args
     return [
         (

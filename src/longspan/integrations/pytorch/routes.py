@@ -58,7 +58,7 @@ class Route:
         self.buffers: set[int] = set()
         """Tensors that the context sharded."""
         self.results = False
-        """Whether something was differentiated or gathered in here that is no buffer."""
+        """Whether anything but a buffer was differentiated or gathered in here."""
         self.planned = False
         """Whether attention was called that needs no route."""
 

@@ -8,7 +8,7 @@ from longspan.masks.functions.reads import Reads
 
 T = TypeVar("T")
 PAST = 8
-"""Moments of which it is known what was read."""
+"""How many past readings are remembered."""
 
 
 class Knowledge:
@@ -81,7 +81,7 @@ class Memo:
 
 
 def difference(then: tuple[Reads, ...], now: tuple[Reads, ...]) -> str | None:
-    """What is not as it was, in words; None if nothing is."""
+    """What has changed, in words; None if nothing has."""
     if then is now:
         return None
     return next((change for a, b in zip(then, now, strict=True) if (change := a.difference(b)) is not None), None)

@@ -107,7 +107,7 @@ class Reader:
         for i, noted in enumerate(tried(self._run)[0]):
             tensor = noted.tensor()
             if tensor is None or tensor.is_floating_point() or tensor.is_complex() or tensor.device.type == "meta":
-                checksums.append(f"{i}")  # made inside, of an array say, or perhaps of another rank's own numbers
+                checksums.append(f"{i}")  # made inside, from an array say, or perhaps from a rank's own numbers
                 continue
             flat = tensor.detach().flatten()
             flat = flat[:: -(-flat.numel() // CONTENTS)] if flat.numel() > CONTENTS else flat
@@ -117,7 +117,7 @@ class Reader:
 
 
 def readers_of(planes: Iterable[Plane]) -> tuple[Reader, ...]:
-    """Of every function that decides in some plane, once, whatever the batch row and head."""
+    """The reader of every function that decides in some plane, once, whatever the batch row and head."""
     readers: dict[int, Reader] = {}
     for plane in planes:
         for function in _functions(plane.predicate):

@@ -92,7 +92,7 @@ def noted(tensor: Any) -> Noted:
 
 
 def checksum(array: Any) -> int:
-    """Of all that is in an array."""
+    """A checksum of all that is in an array."""
     flat: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return zlib.crc32(flat)
 
