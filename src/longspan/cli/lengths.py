@@ -53,7 +53,7 @@ def read_lengths(path: Path) -> Ints:
     try:
         text = data.decode()
     except UnicodeDecodeError as wrong:
-        raise MaskError(f"{path} is no text. Give one length a line, or a JSON list of lengths.") from wrong
+        raise MaskError(f"{path} is not text. Give one length a line, or a JSON list of lengths.") from wrong
     return _from_json(text, path) if text.lstrip().startswith("[") else _from_lines(text, path)
 
 
@@ -61,7 +61,7 @@ def _from_json(text: str, path: Path) -> Ints:
     try:
         lengths = json.loads(text)
     except (ValueError, RecursionError) as wrong:
-        raise MaskError(f"{path} begins like a JSON list, but is none: {wrong!s:.80}.") from wrong
+        raise MaskError(f"{path} begins like a JSON list, but is not one: {wrong!s:.80}.") from wrong
     for number, length in enumerate(lengths):
         if type(length) is not int or not 0 < length <= MAX_TOKENS:
             raise MaskError(f"{path}: entry {number} is {length!r:.40}. A length is a whole number, 1 or more.")

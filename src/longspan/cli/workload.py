@@ -183,7 +183,7 @@ def machine_of(text: str) -> Machine:
     try:
         return parse_machine(data.decode())
     except UnicodeDecodeError as wrong:
-        raise PlanError(f"{path} is no text. A machine file is JSON as `longspan calibrate` writes it.") from wrong
+        raise PlanError(f"{path} is not text. A machine file is JSON as `longspan calibrate` writes it.") from wrong
     except PlanError as wrong:
         raise PlanError(f"{path}: {wrong}") from wrong
 

@@ -27,7 +27,7 @@ def group_handed(group: Any) -> str:
     """
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return (
-            "this process is no member of the group that was given: torch.distributed.new_group gave it a number"
+            "this process is not a member of the group that was given: torch.distributed.new_group gave it a number"
             " instead. Call this on the group's members alone"
         )
     return f"{type(group).__name__} was given"

@@ -169,8 +169,8 @@ def show(workload: Workload, entries: list[Entry], screen: Screen, plot: Path | 
     screen.text()
     notes = [
         f"Simulated on {workload.machine.name}, quickest first. Received: the most bytes of any rank, both passes."
-        " Fewer: PyTorch's all-gather receives so many times as much. Peak: memory beside the rank's own tensors. Peak,"
-        " forward and backward are of ranks likely to be busiest, at most five; another may take somewhat more.",
+        " Fewer: PyTorch's all-gather receives this many times as much. Peak: memory beside the rank's own tensors."
+        " Peak, forward and backward are of ranks likely to be busiest, at most five; another may take somewhat more.",
         "PyTorch's are priced as our own schedules of that name over zigzag (its head-tail): the same bytes, and our"
         " kernels, copies and overlap.",
     ]

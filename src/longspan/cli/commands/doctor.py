@@ -167,7 +167,7 @@ def advice(findings: dict[str, Any]) -> Iterator[str]:
     if not findings["ok"]:
         yield "The self-check failed: do not train with this installation. Report the text above."
     if not findings["backends"]["gloo"] and not findings["backends"]["nccl"]:
-        yield "This torch has neither Gloo nor NCCL: ranks cannot talk. Install one that has."
+        yield "This torch has neither Gloo nor NCCL: ranks cannot talk. Install one that has either."
     if findings["backends"]["cuda"]:
         yield "There is a GPU, and Longspan has not been run on any yet: start with `longspan verify` on your model."
     if host["ranks_per_host"] * host["threads_per_rank"] > (host["cores"] or 1):

@@ -238,7 +238,7 @@ class Detector:
             if self._store_stopped >= self.patience:
                 return Verdict(
                     -1,
-                    f"the job's store does not answer: its host{self._holder()} is stopped (SIGSTOP) for"
+                    f"the job's store does not answer: its host{self._holder()} has been stopped (SIGSTOP) for"
                     f" {self._store_stopped:.1f} s.",
                 )
             return None
@@ -280,7 +280,8 @@ class Detector:
         if text is not None:
             return text
         if peer.stopped >= self.patience:
-            return f"{self.name(number)} is stopped (SIGSTOP) for {peer.stopped:.1f} s; last seen {self.last(number)}."
+            stopped = f"has been stopped (SIGSTOP) for {peer.stopped:.1f} s"
+            return f"{self.name(number)} {stopped}; last seen {self.last(number)}."
         granted = SLOW_SIGNS if peer.number < 0 else self.patience + LAGS * self._lag
         if not near and peer.silent >= granted:
             return (

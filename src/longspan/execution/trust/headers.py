@@ -91,8 +91,8 @@ def opened(expected: Header, whole: Tensor) -> Tensor:
         )
     if header.checksum != _checksum(message):
         raise RankError(
-            f"the message {expected} arrived damaged or cut short: its checksum is wrong. End this job; if it comes"
-            f" again, look at the network and at who else sends over this group."
+            f"the message {expected} arrived damaged or cut short: its checksum is wrong. End this job; if it"
+            f" happens again, look at the network and at who else sends over this group."
         )
     return message
 

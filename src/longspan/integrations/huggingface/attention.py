@@ -237,7 +237,7 @@ def _edges(given: Any) -> tuple[int, ...]:
         kind = f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         raise MaskError(
             f"cu_seq_lens must be a tensor of whole numbers that do not fall, 0 and where each document ends, but"
-            f" {kind} came. Give torch.tensor([0, 10, 25]) for documents of 10 and 15 tokens."
+            f" {kind} was given. Give torch.tensor([0, 10, 25]) for documents of 10 and 15 tokens."
         )
     return edges
 

@@ -166,7 +166,7 @@ def _padding(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[np.bo
         kind = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise BatchError(
             f"attention_mask is {kind}, but over ranks it is (batch, tokens) = {(rows, seq_len)}, 1 for real tokens."
-            f" Other masks can be said in global positions to longspan.attention."
+            f" Pass other masks, in global positions, to longspan.attention."
         )
     return mask.detach().cpu().numpy().astype(bool)
 
@@ -182,7 +182,7 @@ def _documents(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[Any
         return stated
     if stated is not None and from_positions is not None and not _same_borders(stated, from_positions):
         raise BatchError(
-            "position_ids restart elsewhere than cu_seq_lens or seq_idx say that documents begin. Give one of them, or"
+            "position_ids restart elsewhere than where cu_seq_lens or seq_idx let documents begin. Give one of them, or"
             " make them agree."
         )
     return stated if stated is not None else from_positions
@@ -224,7 +224,7 @@ def _positions(
         raise BatchError(
             f"the batch has {'no documents' if documents is None else 'documents'} and no position_ids, and positions ="
             f" {positions!r}. Say 'document' if they start again with every document (as collators for packed batches"
-            f" do), 'sequence' if they count through."
+            f" do), 'sequence' if they count on through all documents."
         )
     counted = torch.arange(seq_len, device="cpu").expand(rows, -1)
     if positions == "document" and documents is not None:
@@ -242,8 +242,8 @@ def _layout(layout: Any, whole: Whole, kinds: list[Kind], world_size: int) -> La
         layout = getattr(layouts, layout)(seq_len, world_size)
     if not isinstance(layout, Layout):
         raise BatchError(
-            f"layout = {layout!r} was asked for. Choose one of 'balanced', 'zigzag', 'contiguous', 'striped', and what"
-            f" longspan.layouts makes."
+            f"layout = {layout!r} was asked for. Choose one of 'balanced', 'zigzag', 'contiguous', 'striped', or pass a"
+            f" layout of longspan.layouts."
         )
     if (layout.seq_len, layout.world_size) != (seq_len, world_size):
         raise BatchError(

@@ -34,7 +34,7 @@ _SAMPLES = 64
 
 _NO_TENSOR = (
     "the model computes with its mask as with a tensor (to choose keys, or to add biases to it), and Longspan's is"
-    " none: no tensor of all pairs is made. Use attn_implementation='eager' for this model."
+    " not one: no tensor of all pairs is made. Use attn_implementation='eager' for this model."
 )
 
 

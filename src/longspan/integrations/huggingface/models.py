@@ -27,7 +27,7 @@ def check_model(model: Any, batch: Mapping[str, Any], any_model: bool) -> Any:
     inner = text_model(model)
     config = getattr(model if inner is None else inner, "config", model)
     if not hasattr(config, "get_text_config"):
-        raise BatchError(f"shard_inputs takes a model of transformers, but {type(model).__name__} came.")
+        raise BatchError(f"shard_inputs takes a model of transformers, but {type(model).__name__} was given.")
     text = config.get_text_config()
     implementation = text._attn_implementation
     if implementation != NAME:
@@ -45,8 +45,8 @@ def check_model(model: Any, batch: Mapping[str, Any], any_model: bool) -> Any:
     _check_arguments(text, batch)
     if inner is None:
         raise BatchError(
-            f"{type(model).__name__} came without its model. What a model does beside attention is looked at, and its"
-            f" layers are counted: pass the model itself."
+            f"{type(model).__name__} was given without its model. What a model does beside attention is looked at, and"
+            f" its layers are counted: pass the model itself."
         )
     check_structure(inner, text, batch, config.model_type in TRIED, any_model)
     return inner
@@ -78,7 +78,7 @@ def _check_arguments(config: Any, batch: Mapping[str, Any]) -> None:
     routed = batch.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if routed is None else routed:
         raise BatchError(
-            "output_router_logits=True adds a loss that balances experts over all tokens, which is no sum of the"
+            "output_router_logits=True adds a loss that balances experts over all tokens, which is not a sum of the"
             " ranks' own. Set it to False; with TRL, which sets it again, router_aux_loss_coef=0.0."
         )
     for name in ("logits_to_keep", "num_logits_to_keep"):

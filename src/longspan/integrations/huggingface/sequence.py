@@ -95,7 +95,7 @@ class ShardedSequence:
         """Attention of this rank's tokens to those of all ranks."""
         if given is None:
             raise MaskError(
-                f"{type(module).__name__} passed no mask, so that it cannot be told whether this layer is causal. Call"
+                f"{type(module).__name__} passed no mask, so it cannot be told whether this layer is causal. Call"
                 f" longspan.integrations.huggingface.register() and name the attention 'longspan'."
             )
         check_layer_mask(given, asked)
@@ -117,7 +117,7 @@ class ShardedSequence:
             )
         raise BatchError(
             f"only {num_seen} of the {wanted} layers of {name} have seen longspan=. In the others each rank saw its own"
-            f" tokens alone: the model did not hand it down to them, or they are no attention layers. Such a model"
+            f" tokens alone: the model did not hand it down to them, or they are not attention layers. Such a model"
             f" cannot be used on parts of sequences."
         )
 

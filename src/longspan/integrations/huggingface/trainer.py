@@ -226,12 +226,12 @@ def _refused_losses(trainer: Any) -> list[tuple[str, bool, str]]:
             f"compute_loss of {own}",
             own is not None and not trainer.own_loss_takes_shards,
             "It gets a rank's part: shift_labels instead of labels to shift, and num_items_in_batch labels in all."
-            " If it does with these what it should, set own_loss_takes_shards = True in the class.",
+            " If it handles these as it should, set own_loss_takes_shards = True in the class.",
         ),
         (
             "average_tokens_across_devices = False",
             not args.average_tokens_across_devices,
-            "Ranks hold different numbers of labels, so their means must be weighed by these. Leave it at True.",
+            "Ranks hold different numbers of labels, so their means must be weighted by these. Leave it at True.",
         ),
         (
             f"neftune_noise_alpha = {args.neftune_noise_alpha}",
