@@ -121,7 +121,7 @@ def meet(backend: str, device: str) -> None:
         ) from wrong
 
 
-def _given(asked: str | None) -> JobRanks:
+def _ranks_of_group(asked: str | None) -> JobRanks:
     """This process's place in a group that somebody else has made, and that outlives the command."""
     import torch
     import torch.distributed as dist
@@ -143,7 +143,7 @@ def joined(command: str, backend: str | None, *, alone: bool = False) -> Iterato
     import torch.distributed as dist
 
     if dist.is_initialized():
-        yield _given(backend)
+        yield _ranks_of_group(backend)
         return
     where = place(backend, torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0")))
     if not is_launched() and not alone:

@@ -68,7 +68,7 @@ def measure(
     """The machine that these ranks run on; unless `whole`, measured by bare kernels, copies and links alone."""
     import torch
 
-    from longspan.cli.measuring.fit import scaled
+    from longspan.cli.measuring.fit import measure_and_fit
     from longspan.cli.measuring.rates import SMALL, Tensors, copy_rate, kernel_rate, kernel_times, wire
 
     base = CPU if ranks.device == "cpu" else H100  # its tiles, and what a launch does
@@ -95,7 +95,7 @@ def measure(
     )  # fmt: skip
     bare = {"bare_forward_flops": forward, "bare_backward_flops": backward, "bare_call_seconds": calls}
     if whole:
-        machine = scaled(ranks, machine, sizes, dtype, rounds, advance)
+        machine = measure_and_fit(ranks, machine, sizes, dtype, rounds, advance)
     return machine, _about(machine, times.name, ranks, dtype) | bare
 
 

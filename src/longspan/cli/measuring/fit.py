@@ -28,7 +28,7 @@ Case = tuple[Schedules, dict[str, float]]
 """Schedules of each direction, and how many seconds they took together."""
 
 
-def scaled(
+def measure_and_fit(
     ranks: JobRanks, machine: Machine, sizes: Sizes, dtype: str, rounds: int, advance: Callable[[str], None]
 ) -> Machine:
     """The machine with operations and kernels that make whole attentions take as long as they do.

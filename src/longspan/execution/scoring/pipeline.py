@@ -22,7 +22,7 @@ from longspan.execution.scoring.dropout import Dropout
 from longspan.execution.tile import wide
 from longspan.masks.functions.elementwise import Elementwise, check_signature, elementwise
 from longspan.masks.functions.frozen import frozen
-from longspan.masks.functions.reads import Reads, given
+from longspan.masks.functions.reads import Reads, exclude_arguments
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(score, b, h, q_idx, kv_idx) -> score."""
@@ -73,7 +73,7 @@ class Scoring:
     def _run(self, function: ScoreMod, finder: Any) -> None:
         assert self.like is not None
         arguments = self.like.clone(), *self._pair()
-        given(finder, *arguments)
+        exclude_arguments(finder, *arguments)
         with finder:
             function(*arguments)
 

@@ -14,7 +14,7 @@ import numpy as np
 from longspan.errors import MaskError
 from longspan.masks.functions.elementwise import elementwise
 from longspan.masks.functions.frozen import frozen
-from longspan.masks.functions.reads import Reads, given, tried
+from longspan.masks.functions.reads import Reads, exclude_arguments, tried
 from longspan.masks.plane import Bools, Both, Either, Neither, Plane, Predicate
 from longspan.span import Ints
 
@@ -78,7 +78,7 @@ class Reader:
         table is looked up by a single number on the host, which would have to wait for it."""
         b, h, q, kv = self.arguments(0, 0, device)
         arguments = (b, h, q, kv) if q.device.type == "cpu" else (b, h, q.view(1), kv.view(1))
-        given(finder, *arguments)
+        exclude_arguments(finder, *arguments)
         with finder:
             self.call(*arguments)
 

@@ -170,7 +170,7 @@ def _finder() -> Any:
     return Finder
 
 
-def given(finder: Any, *arguments: Any) -> None:
+def exclude_arguments(finder: Any, *arguments: Any) -> None:
     """Tells a finder the function's arguments, which do not count as read."""
     import torch
 
