@@ -271,7 +271,7 @@ FILES = [
     ("[1, 2", "is none"),
     ("[" * 100000, "is none"),
     ("1\n" * (1 << 19) + "1", "has more than 1048576 bytes"),
-    (b"\xff\xfe\x00", "is no text"),
+    (b"\xff\xfe\x00", "is not text"),
 ]
 
 

@@ -22,7 +22,7 @@ AT_ONCE = 2
 BAR = 3.0
 LIMIT = 60.0
 
-FACTS = {KILL: "is dead: its process (pid ", STOP: "is stopped (SIGSTOP) for "}
+FACTS = {KILL: "is dead: its process (pid ", STOP: "has been stopped (SIGSTOP) for "}
 KILLS = [
     Case(what, where, world, victim, scheme, named=FACTS[what])
     for what in (KILL, STOP)
@@ -261,7 +261,7 @@ def test_a_survivor_can_leave(launcher):
         assert pipes[0].poll(LIMIT), "the survivor said nothing"
         kind, _, text = pipes[0].recv()
         assert kind == "RankError", text
-        assert "rank 1 is stopped (SIGSTOP)" in text
+        assert "rank 1 has been stopped (SIGSTOP)" in text
         processes[0].join(8)
         assert processes[0].exitcode is not None, "the survivor hangs"
     finally:

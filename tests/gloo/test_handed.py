@@ -1,4 +1,4 @@
-"""Groups one is no member of, DTensors where none can be taken or cut elsewhere than the plan cuts."""
+"""Groups one is not a member of, DTensors where none can be taken or cut elsewhere than the plan cuts."""
 
 import pytest
 
@@ -29,8 +29,8 @@ MESSAGES = {
     "captured": ("score function", "DTensor"),
     "sparse": ("compares dense tensors", "'a' (Tensor of layout torch.sparse_coo)", "Leave them out"),
     "dtensor": ("'a' (DTensor)", "Leave them out"),
-    "stranger": ("no member of the group that was given", "on the group's members alone"),
-    "stranger's batch": ("no member of the group that was given",),
+    "stranger": ("not a member of the group that was given", "on the group's members alone"),
+    "stranger's batch": ("not a member of the group that was given",),
     "number": ("but int was given",),
     "members": ("",),
     "dense": ("not refused",),

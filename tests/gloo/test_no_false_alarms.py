@@ -80,7 +80,7 @@ def test_who_is_struck_on_another_host_is_named(what, store):
         for rank in (0, 2):
             kind, named, text = job.heard(rank)
             assert kind == "RankError", text
-            assert {"kill": "rank 1 is dead: its process", "stop": "rank 1 is stopped (SIGSTOP)"}.get(
+            assert {"kill": "rank 1 is dead: its process", "stop": "rank 1 has been stopped (SIGSTOP)"}.get(
                 what, "rank 1 is lost: its host"
             ) in text
             assert named - when < BAR * (2 if os.getloadavg()[0] > 4 else 1), text

@@ -304,7 +304,7 @@ def test_a_window_that_the_mask_does_not_know():
 
 MESSAGES = {
     "other attention": "which knows nothing of other ranks",
-    "no model": "takes a model of transformers, but int came",
+    "no model": "takes a model of transformers, but int was given",
     "untried model": "'qwen2' models have not been tried over ranks",
     "linear layers": "layers linear_attention, in which tokens meet by other means",
     "moving rope": "of type 'dynamic' depend on the largest position",
@@ -323,8 +323,8 @@ MESSAGES = {
     "documents without positions": "Say 'document' if they start again",
     "positions twice": "but the batch has position_ids",
     "short cu_seq_lens": "cu_seq_lens run from 0 to 30",
-    "list of cu_seq_lens": "0 and where each document ends, but list came",
-    "empty cu_seq_lens": "0 and where each document ends, but torch.int64 of shape (0,) came",
+    "list of cu_seq_lens": "0 and where each document ends, but list was given",
+    "empty cu_seq_lens": "0 and where each document ends, but torch.int64 of shape (0,) was given",
     "falling cu_seq_lens": "whole numbers that do not fall",
     "cu_seq_lens of two rows": "cu_seq_lens came with 2 rows of 52 tokens",
     "seq_idx of another length": "seq_idx is a tensor of shape (2, 51), but must be",
@@ -333,7 +333,7 @@ MESSAGES = {
     "unnamed tensor": "token_type_ids of shape (2, 52) has a dim as long as the sequence",
     "cache_position": "Take it out of the batch if the model computes the same without it",
     "mask beside longspan": "a mask of padding reached the layer beside longspan=",
-    "config alone": "LlamaConfig came without its model",
+    "config alone": "LlamaConfig was given without its model",
     "cache beside longspan": "the layer has a cache",
     "labels shifted late": "to match target batch_size (0)",
     "shards of another layout": "the plan expects",

@@ -38,13 +38,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def say(line: str) -> None:
-    """Prints an error, once: of ranks that torchrun started and that were all asked the same, the first speaks."""
+    """Prints an error once: torchrun's ranks were all asked the same, so only the first speaks."""
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr)
 
 
 def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of these arguments: only the subcommand that they name knows its own."""
+    """The parser for these arguments; only the subcommand that they name adds its own options."""
     parser = Parser(
         prog="longspan",
         description="Exact attention over sequences too long for one device: plan it, see it, measure it.",

@@ -36,7 +36,7 @@ class JobRanks:
         """Whether this rank prints and writes for all."""
         return self.rank == 0
 
-    def gathered(self, mine: Tensor) -> list[Tensor]:
+    def gather(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, by rank, on the CPU; they share dtype and all sizes but the first."""
         import torch
         import torch.distributed as dist
@@ -48,15 +48,15 @@ class JobRanks:
         most = max(int(length) for length in lengths)
         padded = torch.zeros((most, *mine.shape[1:]), dtype=mine.dtype, device=self.device)
         padded[: len(mine)] = mine
-        found = [torch.zeros_like(padded) for _ in range(self.size)]
-        dist.all_gather(found, padded)
-        return [rows[: int(length)].cpu() for rows, length in zip(found, lengths, strict=True)]
+        parts = [torch.zeros_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded)
+        return [rows[: int(length)].cpu() for rows, length in zip(parts, lengths, strict=True)]
 
     def most(self, value: float) -> float:
         """The largest of every rank's number."""
         import torch
 
-        return max(float(found) for found in self.gathered(torch.tensor([value], dtype=torch.float64)))
+        return max(float(number) for number in self.gather(torch.tensor([value], dtype=torch.float64)))
 
     def barrier(self) -> None:
         import torch.distributed as dist
@@ -105,7 +105,7 @@ def place(asked: str | None, num_gpus: int, local_rank: int) -> tuple[str, str]:
 
 
 def meet(backend: str, device: str) -> None:
-    """Makes the group of all ranks, in plain words if it cannot be made."""
+    """Makes the group of all ranks, or says in plain words why it cannot be made."""
     import torch
     import torch.distributed as dist
 
@@ -114,14 +114,14 @@ def meet(backend: str, device: str) -> None:
     try:
         dist.init_process_group(backend)
     except (ValueError, RuntimeError) as wrong:
-        said = str(wrong).strip().partition("\n")[0].rstrip(".")
+        reason = str(wrong).strip().partition("\n")[0].rstrip(".")
         raise PlanError(
-            f"the ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe did not meet: {said:.160}. Start"
+            f"the ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe did not meet: {reason:.160}. Start"
             f" all with torchrun."
         ) from wrong
 
 
-def _given(asked: str | None) -> JobRanks:
+def _ranks_of_group(asked: str | None) -> JobRanks:
     """This process's place in a group that somebody else has made, and that outlives the command."""
     import torch
     import torch.distributed as dist
@@ -137,13 +137,13 @@ def _given(asked: str | None) -> JobRanks:
 
 @contextmanager
 def joined(command: str, backend: str | None, *, alone: bool = False) -> Iterator[JobRanks]:
-    """The ranks of the job for as long as they are needed; `alone` also goes without a launcher, as one rank."""
+    """The ranks of the job for as long as they are needed; with `alone`, also without a launcher, as one rank."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler talks on stderr
     import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
-        yield _given(backend)
+        yield _ranks_of_group(backend)
         return
     where = place(backend, torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0")))
     if not is_launched() and not alone:
@@ -177,22 +177,22 @@ def clocks(ranks: JobRanks, rounds: int = 20) -> list[Clock]:
 
     if ranks.size == 1:
         return [Clock(0.0, 0.0)]
-    found = torch.zeros(ranks.size, 2, dtype=torch.float64, device=ranks.device)
-    told = torch.zeros(1, dtype=torch.float64, device=ranks.device)
+    table = torch.zeros(ranks.size, 2, dtype=torch.float64, device=ranks.device)
+    reading = torch.zeros(1, dtype=torch.float64, device=ranks.device)
     for peer in range(1, ranks.size):
         best = (float("inf"), 0.0)
         for _ in range(rounds):
             if ranks.rank == 0:
                 asked = time.perf_counter()
-                dist.send(told, peer)
-                dist.recv(told, peer)
+                dist.send(reading, peer)
+                dist.recv(reading, peer)
                 answered = time.perf_counter()
-                best = min(best, (answered - asked, float(told) - (asked + answered) / 2))
+                best = min(best, (answered - asked, float(reading) - (asked + answered) / 2))
             elif ranks.rank == peer:
-                dist.recv(told, 0)
-                told[0] = time.perf_counter()
-                dist.send(told, 0)
+                dist.recv(reading, 0)
+                reading[0] = time.perf_counter()
+                dist.send(reading, 0)
         if ranks.rank == 0:
-            found[peer, 0], found[peer, 1] = best[1], best[0]
-    dist.broadcast(found, 0)
-    return [Clock(ahead, back) for ahead, back in found.tolist()]
+            table[peer, 0], table[peer, 1] = best[1], best[0]
+    dist.broadcast(table, 0)
+    return [Clock(ahead, back) for ahead, back in table.tolist()]

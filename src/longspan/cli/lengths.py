@@ -53,34 +53,34 @@ def read_lengths(path: Path) -> Ints:
     try:
         text = data.decode()
     except UnicodeDecodeError as wrong:
-        raise MaskError(f"{path} is no text. Give one length a line, or a JSON list of lengths.") from wrong
+        raise MaskError(f"{path} is not text. Give one length a line, or a JSON list of lengths.") from wrong
     return _from_json(text, path) if text.lstrip().startswith("[") else _from_lines(text, path)
 
 
 def _from_json(text: str, path: Path) -> Ints:
     try:
-        found = json.loads(text)
+        lengths = json.loads(text)
     except (ValueError, RecursionError) as wrong:
-        raise MaskError(f"{path} begins like a JSON list, but is none: {wrong!s:.80}.") from wrong
-    for number, length in enumerate(found):
+        raise MaskError(f"{path} begins like a JSON list, but is not one: {wrong!s:.80}.") from wrong
+    for number, length in enumerate(lengths):
         if type(length) is not int or not 0 < length <= MAX_TOKENS:
             raise MaskError(f"{path}: entry {number} is {length!r:.40}. A length is a whole number, 1 or more.")
-    return _checked(found, str(path))
+    return _as_array(lengths, str(path))
 
 
 def _from_lines(text: str, path: Path) -> Ints:
-    found: list[int] = []
+    lengths: list[int] = []
     for number, line in enumerate(text.splitlines(), start=1):
         word = line.strip()
         if not word:
             continue
         if not (word.isascii() and word.isdecimal()) or len(word) > 13 or not 0 < int(word) <= MAX_TOKENS:
             raise MaskError(f"{path}, line {number}: {word!r:.40} was found. A length is a whole number, 1 or more.")
-        found.append(int(word))
-    return _checked(found, str(path))
+        lengths.append(int(word))
+    return _as_array(lengths, str(path))
 
 
-def _checked(lengths: list[int], where: str) -> Ints:
+def _as_array(lengths: list[int], where: str) -> Ints:
     if not lengths or sum(lengths) > MAX_TOKENS:
         raise MaskError(f"{where} lists {len(lengths)} lengths. They must add up to 1 to {MAX_TOKENS} tokens.")
     return np.array(lengths, dtype=np.int64)

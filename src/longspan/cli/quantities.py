@@ -16,10 +16,10 @@ def count(text: str) -> int:
     >>> count("1M"), count("1.5k"), count("1_000")
     (1048576, 1536, 1000)
     """
-    found = _COUNT.fullmatch(text.replace("_", "").replace(",", ""))
-    if not found:
+    match = _COUNT.fullmatch(text.replace("_", "").replace(",", ""))
+    if not match:
         raise argparse.ArgumentTypeError(f"a number such as 65536, 64k or 1M is expected, but {text!r:.40} was given.")
-    whole, part, letter = found[1], found[2] or "", _FACTOR[found[3].lower()]
+    whole, part, letter = match[1], match[2] or "", _FACTOR[match[3].lower()]
     scaled, left = divmod(int(whole + part) * letter, 10 ** len(part))
     if left or not 0 < scaled <= LARGEST:
         raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number from 1 to {LARGEST}.")
@@ -45,7 +45,7 @@ def times(value: float) -> str:
 
 
 def bytes_against(mine: float, other: float, name: str) -> str:
-    """How many bytes one moves, against another of that name.
+    """The bytes that one moves, compared with another of that name.
 
     >>> bytes_against(10, 139, "ring"), bytes_against(18, 10, "ring"), bytes_against(0, 10, "ring")
     ('13.9x fewer bytes than ring', '1.80x the bytes of ring', 'no bytes at all')
@@ -60,7 +60,7 @@ def bytes_against(mine: float, other: float, name: str) -> str:
 
 
 def memory_against(mine: float, other: float) -> str:
-    """How much memory one takes, against another; nothing if it is about the same.
+    """The memory that one takes, compared with another; empty if it is about the same.
 
     >>> memory_against(10, 25), memory_against(25, 10), memory_against(0, 10), memory_against(100, 101)
     ('2.5x less memory', '2.5x the memory', 'no memory', '')
@@ -77,5 +77,5 @@ def _about(mine: float, other: float) -> bool:
     return abs(mine - other) <= 0.015 * max(mine, other)
 
 
-def _more(mine: float, other: float, what: str) -> str:
-    return f"{times(mine / other)} the {what}" if other else f"more {what}"
+def _more(mine: float, other: float, noun: str) -> str:
+    return f"{times(mine / other)} the {noun}" if other else f"more {noun}"

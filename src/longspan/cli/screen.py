@@ -17,7 +17,7 @@ WIDEST = 100
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column's head; numbers go to the right."""
+    """A column's heading; numbers are aligned to the right."""
 
     head: str
     right: bool = True
@@ -58,7 +58,7 @@ class Screen:
             self.console.print(text, style="bold", markup=False)
 
     def facts(self, facts: Sequence[tuple[str, str]]) -> None:
-        """Labels and what is to be said about each; long texts go on below their beginning."""
+        """Labels with a text each; long texts continue below their beginning."""
         indent = max(len(label) for label, _ in facts) + 4
         for label, text in facts:
             lines = _wrapped(text, max(min(self.width, WIDEST) - indent, 30))
@@ -71,7 +71,7 @@ class Screen:
                     self.console.print(line, markup=False)
 
     def table(self, columns: Sequence[Column], rows: Sequence[Row]) -> None:
-        """Rows under heads; the chosen ones are marked."""
+        """Rows under headings; the chosen ones are marked."""
         widths = [
             max([len(c.head), *(len(row.cells[i]) for row in rows if i < len(row.cells))])
             for i, c in enumerate(columns)
@@ -101,8 +101,8 @@ class Screen:
             self.console.print(line.rstrip(), style=style, markup=False, soft_wrap=True)
 
     @contextmanager
-    def progress(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
-        """A function to call with what comes next, `total` times; shown on stderr while it lasts."""
+    def progress(self, title: str, total: int) -> Iterator[Callable[[str], None]]:
+        """A function to call `total` times with the name of what comes next; shown on stderr meanwhile."""
         if self.console is None or not sys.stderr.isatty():
             yield lambda _: None
             return
@@ -110,7 +110,7 @@ class Screen:
         from rich.progress import Progress
 
         with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(what, total=total)
+            task = bar.add_task(title, total=total)
             yield lambda now: bar.update(task, advance=1, description=now)
 
 

@@ -28,27 +28,28 @@ from longspan.span import Ints
 
 LAYOUTS = ("balanced", "zigzag", "contiguous", "per_document", "round_robin_by_work", "striped")
 STRIPE = 128
-"""Tokens of a stripe: with one token, as the layout has it by default, a plan of 1M tokens would list each of them."""
+"""Tokens of a stripe: with the layout's default of one, a plan of 1M tokens would list every token."""
 MAX_RANKS = 1 << 16
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, ranks: str = "one", layout: bool = True) -> None:
-    """Adds what describes a workload. `ranks` is "one", "many" (a list) or "group" (as many as torchrun started)."""
-    what = parser.add_argument_group("workload")
-    what.add_argument("--seq", type=count, metavar="TOKENS", help="tokens of the sequence, such as 1M (1,048,576)")
+    """Adds the arguments that describe a workload. `ranks` is "one", "many" (a list) or "group" (as many as torchrun
+    started)."""
+    workload = parser.add_argument_group("workload")
+    workload.add_argument("--seq", type=count, metavar="TOKENS", help="tokens of the sequence, such as 1M (1,048,576)")
     if ranks == "one":
-        what.add_argument("--ranks", type=count, default=8, help="ranks that share the sequence (8)")
+        workload.add_argument("--ranks", type=count, default=8, help="ranks that share the sequence (8)")
     elif ranks == "many":
-        what.add_argument("--ranks", type=counts, default=(8, 16, 64), help="numbers of ranks (8,16,64)")
-    what.add_argument(
+        workload.add_argument("--ranks", type=counts, default=(8, 16, 64), help="numbers of ranks (8,16,64)")
+    workload.add_argument(
         "--docs",
         default="causal",
         metavar="DOCS",
         help="causal (one document), full, longtail, short or mixed documents, lengths such as 700,1200,148, or a FILE"
         " with one length a line or a JSON list (causal)",
     )
-    what.add_argument("--window", type=count, help="a token sees itself and the WINDOW - 1 tokens before it")
-    what.add_argument("--seed", type=int, default=0, help="of drawn documents (0)")
+    workload.add_argument("--window", type=count, help="a token sees itself and the WINDOW - 1 tokens before it")
+    workload.add_argument("--seed", type=int, default=0, help="of drawn documents (0)")
     tensors = parser.add_argument_group("tensors")
     tensors.add_argument("--q-heads", type=count, default=32, help="query heads (32)")
     tensors.add_argument("--kv-heads", type=count, default=8, help="key/value heads (8)")
@@ -105,10 +106,10 @@ class Workload:
         """Who holds which tokens; made once for each name and number of ranks."""
         key = (self.layout_name if name is None else name, ranks)
         if key not in self._layouts:
-            self._layouts[key] = self._made_layout(*key)
+            self._layouts[key] = self._build_layout(*key)
         return self._layouts[key]
 
-    def _made_layout(self, name: str, ranks: int) -> Layout:
+    def _build_layout(self, name: str, ranks: int) -> Layout:
         if ranks > MAX_RANKS:
             raise LayoutError(f"{ranks} ranks were asked for. This command plans for {MAX_RANKS} at most.")
         if name == "balanced":
@@ -182,7 +183,7 @@ def machine_of(text: str) -> Machine:
     try:
         return parse_machine(data.decode())
     except UnicodeDecodeError as wrong:
-        raise PlanError(f"{path} is no text. A machine file is JSON as `longspan calibrate` writes it.") from wrong
+        raise PlanError(f"{path} is not text. A machine file is JSON as `longspan calibrate` writes it.") from wrong
     except PlanError as wrong:
         raise PlanError(f"{path}: {wrong}") from wrong
 

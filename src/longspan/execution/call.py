@@ -104,7 +104,7 @@ def _given_handle(plan_or_mask: Mask | Plan) -> Tensor:
 
 @torch.compiler.disable(reason="a score function is called on tiles, not traced: compile without fullgraph=True")
 def _scored(q: Tensor, k: Tensor, v: Tensor, asked: Request) -> Any:
-    """With functions of scores, which are called tile by tile and not traced: compiled code stops before and goes on
+    """With score functions, which are called tile by tile and not traced: compiled code stops before and goes on
     after."""
     dtensors = any(isinstance(t, DTensor) for t in (q, k, v))
     return (_of_dtensors if dtensors else _run)(q, k, v, asked)

@@ -15,12 +15,12 @@ from longspan.version import VERSION
 
 MAX_OF_ONE = 64
 _records: WeakKeyDictionary[Plan, dict[tuple[str, ...], Record]] = WeakKeyDictionary()
-"""Those of a plan, by what may differ between its calls: a plan is called many times, and its parts are long."""
+"""A plan's records, by what may differ between its calls: a plan is called many times, and its texts are long."""
 
 
 def record_of(job: Job, device: torch.device, sums: bool | None, name: str, safety: Safety) -> Record:
     """What this rank was asked for; `sums` is None where no gradients are wanted."""
-    rest = (
+    texts = (
         job.plan.fingerprint[: WIDTH - 1],
         device.type,
         _scheme(job.plan),
@@ -32,16 +32,16 @@ def record_of(job: Job, device: torch.device, sums: bool | None, name: str, safe
         repr(name) if name else "none",
     )
     known = _records.setdefault(job.plan, {})
-    if rest not in known:
+    if texts not in known:
         while len(known) >= MAX_OF_ONE:
             del known[next(iter(known))]
-        known[rest] = _made(job.plan, *rest)
-    return known[rest]
+        known[texts] = _build(job.plan, *texts)
+    return known[texts]
 
 
-def _made(plan: Plan, fingerprint: str, *rest: str) -> Record:
+def _build(plan: Plan, fingerprint: str, *texts: str) -> Record:
     parts = plan.mask.fingerprint[:16], plan.layout.fingerprint[:16], plan.sizes.text(), plan.dtype
-    return Record(VERSION, str(torch.__version__), fingerprint, *parts, *rest)
+    return Record(VERSION, str(torch.__version__), fingerprint, *parts, *texts)
 
 
 def _scheme(plan: Plan) -> str:

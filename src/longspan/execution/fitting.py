@@ -20,8 +20,8 @@ Shape = tuple[int, ...]
 
 
 def fitting_plan(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, place: tuple[int, int] | None) -> Plan:
-    """The plan of a mask or plan for these tensors, `place` being this rank and the group's size. What does not fit is
-    refused."""
+    """The plan for these tensors: the given one, or that of the given mask. `place` is this rank and the group's size.
+    What does not fit is refused."""
     shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     if isinstance(plan_or_mask, Mask):
         plan = one_device_plan(*shapes, q.dtype, plan_or_mask)
@@ -77,10 +77,10 @@ def _check_shapes(shapes: tuple[Shape, Shape, Shape], dtype: torch.dtype, plan: 
         (sizes.batch, sizes.kv_heads, tokens, sizes.head_dim),
         (sizes.batch, sizes.kv_heads, tokens, sizes.v_head_dim),
     )
-    for name, found, wanted in zip("qkv", shapes, expected, strict=True):
-        if found != wanted:
+    for name, shape, wanted in zip("qkv", shapes, expected, strict=True):
+        if shape != wanted:
             raise PlanError(
-                f"{name} has shape {found}, but on rank {rank} the plan expects (batch, heads, tokens, features) ="
+                f"{name} has shape {shape}, but on rank {rank} the plan expects (batch, heads, tokens, features) ="
                 f" {wanted}. Shard with layout.shard(x, rank, dim=2), or plan for these shapes."
             )
     if str(dtype).removeprefix("torch.") != plan.dtype:

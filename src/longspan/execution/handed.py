@@ -1,5 +1,5 @@
-"""What callers hand over that is almost right: groups they are no member of, DTensors where none can be taken, or cut
-elsewhere than the plan cuts."""
+"""What callers hand over that is almost right: groups they are not a member of, DTensors where none can be taken, or
+DTensors that are cut elsewhere than the plan cuts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def group_of(group: Any) -> Any:
 
 
 def group_handed(group: Any) -> str:
-    """What was given as a group and is none, as the end of an error.
+    """What was given instead of a group, as the end of an error.
 
     >>> group_handed(3)
     'int was given'
     """
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return (
-            "this process is no member of the group that was given: torch.distributed.new_group gave it a number"
+            "this process is not a member of the group that was given: torch.distributed.new_group gave it a number"
             " instead. Call this on the group's members alone"
         )
     return f"{type(group).__name__} was given"
@@ -58,9 +58,9 @@ def check_cut(q: DTensor, plan_or_mask: Any) -> None:
     if not isinstance(plan_or_mask, Plan) or q.device_mesh.size() != plan_or_mask.layout.world_size:
         return  # which is refused elsewhere
     rank, layout = q.device_mesh.get_local_rank(), plan_or_mask.layout
-    found, wanted = q.to_local().shape[2], layout.num_slots(rank)
-    if found != wanted and q.shape[2] == layout.seq_len:
+    tokens, wanted = q.to_local().shape[2], layout.num_slots(rank)
+    if tokens != wanted and q.shape[2] == layout.seq_len:
         raise PlanError(
-            f"rank {rank} holds {found} tokens of a DTensor of {layout.seq_len}, but {layout} gives it {wanted}."
+            f"rank {rank} holds {tokens} tokens of a DTensor of {layout.seq_len}, but {layout} gives it {wanted}."
             f" DTensor cuts as torch.chunk does: plan with layouts.like_dtensor({layout.seq_len}, {layout.world_size})."
         )

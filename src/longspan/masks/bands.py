@@ -64,13 +64,13 @@ def _bound(text: str, within: str) -> int | None:
 
 
 def as_positions(value: ArrayLike, name: str) -> Ints:
-    """Positions as int64; refuses what are no whole numbers."""
-    found = np.asarray(value)
-    if found.size and not np.issubdtype(found.dtype, np.integer):
+    """Positions as int64; refuses anything but whole numbers."""
+    positions = np.asarray(value)
+    if positions.size and not np.issubdtype(positions.dtype, np.integer):
         raise MaskError(
-            f"allows() was given {name} = {shortened(value)} of type {found.dtype}. Positions are whole numbers."
+            f"allows() was given {name} = {shortened(value)} of type {positions.dtype}. Positions are whole numbers."
         )
-    return found.astype(np.int64)
+    return positions.astype(np.int64)
 
 
 def length_or_none(seq_len: object, where: str) -> int | None:
@@ -286,21 +286,21 @@ def coalesce(rows: Ints) -> Ints:
 def contains(rows: Ints, q: Ints, kv: Ints) -> NDArray[np.bool_]:
     """Whether each pair of two equally shaped arrays is allowed."""
     flat_q, flat_kv = q.ravel(), kv.ravel()
-    found = np.zeros(flat_q.shape, dtype=np.bool_)
+    allowed = np.zeros(flat_q.shape, dtype=np.bool_)
     slabs = slabs_of(rows) if len(rows) else empty()
     if not len(slabs) or not len(flat_q):
-        return found.reshape(q.shape)
+        return allowed.reshape(q.shape)
     band, first, count = by_slab(rows, slabs)
     slab = np.clip(np.searchsorted(slabs[:, 0], flat_q, side="right") - 1, 0, None)
     inside = (flat_q >= slabs[slab, 0]) & (flat_q < slabs[slab, 1])
     for k in range(int(count.max())):
-        at = np.flatnonzero(inside & (count[slab] > k) & ~found)
+        at = np.flatnonzero(inside & (count[slab] > k) & ~allowed)
         row = rows[band[first[slab[at]] + k]]
         difference = flat_q[at] - flat_kv[at]
-        found[at] = (
+        allowed[at] = (
             (flat_kv[at] >= row[:, K0])
             & (flat_kv[at] < row[:, K1])
             & (difference >= row[:, LO])
             & (difference <= row[:, HI])
         )
-    return found.reshape(q.shape)
+    return allowed.reshape(q.shape)

@@ -73,9 +73,9 @@ class Classifier:
             kv = np.arange(start * tile, min(stop * tile, self.seq_len), dtype=np.int64)
             allowed = self._allowed(q, kv)
             edges = np.arange(0, len(kv), tile)
-            some = np.logical_or.reduceat(allowed.any(axis=0), edges)
-            every = np.logical_and.reduceat(allowed.all(axis=0), edges)
-            known[start:stop] = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
+            any_allowed = np.logical_or.reduceat(allowed.any(axis=0), edges)
+            all_allowed = np.logical_and.reduceat(allowed.all(axis=0), edges)
+            known[start:stop] = np.where(all_allowed, FULL, np.where(any_allowed, PARTIAL, EMPTY))
 
     def _allowed(self, q: Ints, kv: Ints) -> Bools:
         """The pairs of a rectangle. Where the function alone decides, it alone is asked: bands cost ten times more."""

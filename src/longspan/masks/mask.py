@@ -74,17 +74,17 @@ class Mask(Handled):
 
     def plane(self, row: int = 0, head: int = 0) -> Plane:
         """The plane of one batch row and head."""
-        for what, index, size in (("row", row, self.num_rows), ("head", head, self.num_heads)):
+        for axis, index, size in (("row", row, self.num_rows), ("head", head, self.num_heads)):
             if size > 1 and not (type(index) is int and 0 <= index < size):
-                whole(index, what, f"{self}", MaskError, -LIMIT)  # numpy's numbers pass, but not outside the range
+                whole(index, axis, f"{self}", MaskError, -LIMIT)  # numpy's numbers pass, but not outside the range
             if size > 1 and not 0 <= index < size:
-                raise MaskError(f"{self} has {size} {what}s and was asked for {what} {index}. Ask for 0 to {size - 1}.")
+                raise MaskError(f"{self} has {size} {axis}s and was asked for {axis} {index}. Ask for 0 to {size - 1}.")
         return self.grid[row if self.num_rows > 1 else 0][head if self.num_heads > 1 else 0]
 
     def distinct_planes(self) -> tuple[Plane, ...]:
         """Every plane once, in the order of first appearance."""
-        found: dict[int, Plane] = {id(plane): plane for plane in self._planes()}
-        return tuple(found.values())
+        by_id: dict[int, Plane] = {id(plane): plane for plane in self._planes()}
+        return tuple(by_id.values())
 
     def length(self, seq_len: int | None = None) -> int:
         """The sequence length, from the mask or from the argument; refuses when neither or both disagree."""
@@ -95,13 +95,13 @@ class Mask(Handled):
                 f"{self} is for {self.seq_len} tokens, but seq_len = {seq_len} was asked for. Build the mask for the"
                 f" length you use, or leave seq_len out."
             )
-        found = self.seq_len if self.seq_len is not None else seq_len
-        if found is None:
+        length = self.seq_len if self.seq_len is not None else seq_len
+        if length is None:
             raise MaskError(
                 f"{self} has no length of its own, and this question needs one. Pass seq_len=, or combine it with a"
                 f" mask that has a length, as in masks.documents(lengths) & masks.causal()."
             )
-        return found
+        return length
 
     # -- questions --------------------------------------------------------------------------------------------------
 
@@ -198,12 +198,12 @@ class Mask(Handled):
     def check_as_read(self, reads: tuple[Reads, ...] | None = None) -> None:
         """Refuses when what its functions read has changed since a forward pass (None: since every one of late)."""
         self._find_readers()
-        told = self._memo.state.change_since(reads)
-        if told is not None:
+        change = self._memo.state.change_since(reads)
+        if change is not None:
             raise MaskError(
                 f"what a function of {self} reads has changed between forward and backward, which calls it again:"
-                f" {told}. Backward would differentiate another attention. Run backward before the change, or give the"
-                f" function a copy of what it reads."
+                f" {change}. Backward would differentiate another attention. Run backward before the change, or give"
+                f" the function a copy of what it reads."
             )
 
     def _find_readers(self) -> None:
@@ -213,9 +213,9 @@ class Mask(Handled):
 
     def twin(self) -> Mask:
         """An equal mask that shares what is known, but not the plans: a plan that holds it does not hold itself."""
-        made = Mask(self.grid, self.seq_len, self.name)
-        made._memo.state = self._memo.state
-        return made
+        twin = Mask(self.grid, self.seq_len, self.name)
+        twin._memo.state = self._memo.state
+        return twin
 
     # -- algebra ----------------------------------------------------------------------------------------------------
 
@@ -263,7 +263,8 @@ class Mask(Handled):
         return all(a == b for a, b in zip(self._planes(), other._planes(), strict=True))
 
     def __hash__(self) -> int:
-        # Only what no cutting into bands changes: the number of pairs, and of keys that a few fixed rows see.
+        # Only what does not depend on how the mask is cut into bands: the pair count, and the key counts of a few fixed
+        # rows.
         if self._hash:
             return self._hash[0]
         probes = np.arange(1, 5, dtype=np.int64) * 0x9E3779B1 % (self.seq_len or 4096)
@@ -281,10 +282,10 @@ class Mask(Handled):
             self.read_anew()
         text = f"mask {self.seq_len} {self.num_rows}x{self.num_heads} "
         keys = {id(plane): plane.key() + plane.sample(self.seq_len) for plane in self.distinct_planes()}
-        found = hashlib.sha256((text + " ".join(keys[id(plane)] for plane in self._planes())).encode()).hexdigest()
+        digest = hashlib.sha256((text + " ".join(keys[id(plane)] for plane in self._planes())).encode()).hexdigest()
         if structured or self.last_reads:
-            self.known["fingerprint"] = found
-        return found
+            self.known["fingerprint"] = digest
+        return digest
 
     def __repr__(self) -> str:
         name = self.name[1:-1] if self.name.startswith("(") else self.name
@@ -323,10 +324,10 @@ def _combined(these: ByIdentity[Mask], those: ByIdentity[Mask], sign: str) -> Ma
 def _grid_meet(a: Mask, b: Mask, meet: Callable[[Plane, Plane], Plane]) -> Grid:
     """Plane by plane, a side of length 1 serving all of the other's; equal inputs are met once."""
     shape: list[int] = []
-    for what, size_a, size_b in (("row", a.num_rows, b.num_rows), ("head", a.num_heads, b.num_heads)):
+    for axis, size_a, size_b in (("row", a.num_rows, b.num_rows), ("head", a.num_heads, b.num_heads)):
         if size_a != size_b and 1 not in (size_a, size_b):
             raise MaskError(
-                f"{a} differs over {size_a} {what}s and {b} over {size_b}. Give both the same number of {what}s, or"
+                f"{a} differs over {size_a} {axis}s and {b} over {size_b}. Give both the same number of {axis}s, or"
                 f" let one of them serve all."
             )
         shape.append(max(size_a, size_b))

@@ -42,7 +42,8 @@ class Place:
     """The positions of its keys, -1 for padding; None: all keys in order."""
     device: Any = "cpu"
     least: int = 1
-    """So many planes have room: batch rows that happen to agree this time must not make tables of another shape."""
+    """Room for at least this many planes: batch rows that happen to agree this time must not make tables of another
+    shape."""
 
     def tensor(self, array: ArrayLike) -> Tensor:
         import torch
@@ -54,7 +55,7 @@ class Place:
         return count if self.rows is None else 1 << (max(count, least) - 1).bit_length()
 
     def is_for_one(self, num_planes: int) -> bool:
-        """Whether planes need no numbers. For a rank they always have: the next batch may have more of them."""
+        """Whether planes need no numbers. For a rank they always have them: the next batch may have more of them."""
         return self.rows is None and num_planes == 1
 
 
@@ -125,19 +126,19 @@ def _decider(members: Sequence[_Member], place: Place) -> Decide:
     asked: list[tuple[Tensor, Tables, Decide]] = []
     for group in groups.values():
         others = [_NOTHING] * (len(group) < len(members))  # number 0 stands for all planes outside the group
-        some = [*others, *(members[i] for i in group)]
+        askers = [*others, *(members[i] for i in group)]
         slot = np.zeros(place.room(len(members), place.least), dtype=np.int64)
-        slot[group] = np.arange(len(others), len(some))
-        maybe = _tables([member.plane.maybe for member in some], place)
-        asked.append((place.tensor(slot), maybe, _predicate_mod(some, place)))
+        slot[group] = np.arange(len(others), len(askers))
+        maybe = _tables([member.plane.maybe for member in askers], place)
+        asked.append((place.tensor(slot), maybe, _predicate_mod(askers, place)))
     open_questions = tuple(asked)
 
     def decide(plane: Tensor | None, b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
-        found = _seen(sure, plane, q, key)
+        allowed = _seen(sure, plane, q, key)
         for slot, maybe, predicate in open_questions:
             inner = None if plane is None else _beside(slot, q)[plane]
-            found = found | (_seen(maybe, inner, q, key) & predicate(inner, b, h, q, key))
-        return found
+            allowed = allowed | (_seen(maybe, inner, q, key) & predicate(inner, b, h, q, key))
+        return allowed
 
     return decide
 
@@ -145,21 +146,21 @@ def _decider(members: Sequence[_Member], place: Place) -> Decide:
 def _seen(tables: Tables, plane: Tensor | None, q: Tensor, key: Tensor) -> Tensor:
     at = q if plane is None else (plane, q)
     spans = [(key >= _beside(start, q)[at]) & (key < _beside(stop, q)[at]) for start, stop in tables]
-    found = spans[0] if spans else (q < 0) & (key < 0)  # nothing: rows are counted from 0
+    inside = spans[0] if spans else (q < 0) & (key < 0)  # nothing: rows are counted from 0
     for span in spans[1:]:
-        found = found | span
-    return found
+        inside = inside | span
+    return inside
 
 
 def _tables(bands: Sequence[Ints], place: Place) -> Tables:
     """Every plane's spans by row."""
     rows, whole = np.arange(place.seq_len) if place.rows is None else place.rows, (0, place.seq_len)
-    spans = [key_spans(bd.cut(some, whole, whole), rows) for some in bands]
+    spans = [key_spans(bd.cut(plane_bands, whole, whole), rows) for plane_bands in bands]
     depth = place.room(max(map(most_spans, spans)))
     dtype = np.int32 if place.seq_len < 1 << 31 else np.int64
     tables = np.zeros((depth, 2, place.room(len(bands), place.least), len(rows)), dtype=dtype)
-    for i, some in enumerate(spans):
-        tables[:, :, i] = span_table(some, depth, len(rows))
+    for i, plane_spans in enumerate(spans):
+        tables[:, :, i] = span_table(plane_spans, depth, len(rows))
     if place.is_for_one(len(bands)):
         tables = tables[:, :, 0]
     return tuple((place.tensor(start), place.tensor(stop)) for start, stop in tables)

@@ -85,13 +85,13 @@ class Plane:
     def allows(self, q: Ints, kv: Ints) -> Bools:
         """Whether each pair is allowed; `q` and `kv` broadcast against each other."""
         wide_q, wide_kv = np.broadcast_arrays(q, kv)
-        found = bd.contains(self.sure, wide_q, wide_kv)
+        allowed = bd.contains(self.sure, wide_q, wide_kv)
         if self.predicate is not None:
             # A function is asked about nothing outside its bands: its tables may end there.
             low, high = self.maybe[:, [bd.Q0, bd.K0]].min(axis=0), self.maybe[:, [bd.Q1, bd.K1]].max(axis=0) - 1
             near = np.clip(q, low[0], high[0]), np.clip(kv, low[1], high[1])
-            found |= bd.contains(self.maybe, wide_q, wide_kv) & self.predicate.allows(*near)
-        return found
+            allowed |= bd.contains(self.maybe, wide_q, wide_kv) & self.predicate.allows(*near)
+        return allowed
 
     def cut(self, q: tuple[int, int], kv: tuple[int, int]) -> Plane:
         """The part inside a rectangle."""

@@ -7,21 +7,21 @@ from longspan.masks.mask import Grid, Mask
 from longspan.masks.plane import Plane
 
 
-def _common_length(what: str, masks: tuple[Mask, ...]) -> tuple[tuple[Mask, ...], int | None]:
+def _common_length(name: str, masks: tuple[Mask, ...]) -> tuple[tuple[Mask, ...], int | None]:
     if not masks:
         raise MaskError(
-            f"{what}() needs at least one mask. Pass one for every head or batch row, as in {what}(causal(), a)."
+            f"{name}() needs at least one mask. Pass one for every head or batch row, as in {name}(causal(), a)."
         )
     for number, mask in enumerate(masks):
         if not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise MaskError(
-                f"{what}() takes masks, one argument each, but argument {number} is {type(mask).__name__}. Unpack a"
+                f"{name}() takes masks, one argument each, but argument {number} is {type(mask).__name__}. Unpack a"
                 f" list with *, and wrap functions with masks.from_mask_mod."
             )
     lengths = {mask.seq_len for mask in masks if mask.seq_len is not None}
     if len(lengths) > 1:
         raise MaskError(
-            f"{what}() joins masks of one sequence length, but lengths {sorted(lengths)} were given. Pad the shorter"
+            f"{name}() joins masks of one sequence length, but lengths {sorted(lengths)} were given. Pad the shorter"
             f" ones with a last document that nobody sees."
         )
     if not lengths:

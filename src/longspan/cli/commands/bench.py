@@ -34,24 +34,24 @@ def run(args: argparse.Namespace) -> int:
     workload = Workload.of(args)
     with joined("bench", args.backend, alone=True) as ranks:
         _check_trace(args.out, ranks)
-        from longspan.cli.measuring.runs import MeasuredRun, clocks_ahead, sliced, timed
+        from longspan.cli.measuring.runs import MeasuredRun, clocks_ahead, profile_slices, time_passes
 
-        made = workload.plan(ranks.size)
+        plan = workload.plan(ranks.size)
         screen = screen_of(args)
         ahead = clocks_ahead(ranks)
-        real = MeasuredRun(made, ranks)
+        real = MeasuredRun(plan, ranks)
         with screen.only(ranks.speaks).progress("attention", args.repeats) as advance:
-            passes = timed(real, args.repeats, ahead, advance)
-        slices = sliced(real, ahead) if ranks.device == "cpu" else []
+            passes = time_passes(real, args.repeats, ahead, advance)
+        slices = profile_slices(real, ahead) if ranks.device == "cpu" else []
     if not ranks.speaks:
         return 0
     took = {name: passes.median(name) for name in ("forward", "backward")}
-    predicted = {name: simulate(made.schedule(name), made.machine).seconds for name in took}
-    about = described(workload, made, took, "measured")
+    predicted = {name: simulate(plan.schedule(name), plan.machine).seconds for name in took}
+    about = described(workload, plan, took, "measured")
     about |= {
         "backend": ranks.backend,
         "repeats": {"forward_seconds": passes.forward, "backward_seconds": passes.backward},
-        "predicted": {"machine": made.machine.name, **{f"{k}_seconds": v for k, v in predicted.items()}},
+        "predicted": {"machine": plan.machine.name, **{f"{k}_seconds": v for k, v in predicted.items()}},
         "file": None if args.out is None else str(args.out),
     }
     if args.out is not None:
@@ -59,13 +59,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json("bench", about)
         return 0
-    show(about, made, slices, screen)
+    show(about, plan, slices, screen)
     screen.notes(_notes(about, workload, args.out))
     return 0
 
 
 def _check_trace(out: Path | None, ranks: JobRanks) -> None:
-    """Refuses a trace of GPUs: its steps are seen where they are started, which says nothing of when they run."""
+    """Refuses to trace GPUs: there the profiler sees when the host starts a step, not when it runs."""
     if out is not None and ranks.device != "cpu":
         raise LongspanError(
             f"--out {out} asks for a trace, but steps are taken apart on CPUs only. Leave it out, or say --backend"
@@ -74,7 +74,7 @@ def _check_trace(out: Path | None, ranks: JobRanks) -> None:
 
 
 def _notes(about: dict[str, Any], workload: Workload, out: Path | None) -> list[str]:
-    each = [f"{seconds_text(min(found))} to {seconds_text(max(found))}" for found in about["repeats"].values()]
+    each = [f"{seconds_text(min(seconds))} to {seconds_text(max(seconds))}" for seconds in about["repeats"].values()]
     times = len(about["repeats"]["forward_seconds"])
     notes = [f"Medians of {times} repetitions; forward took {each[0]}, backward {each[1]}."]
     total = sum(value for key, value in about["predicted"].items() if key.endswith("seconds"))

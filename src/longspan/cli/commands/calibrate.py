@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = Sizes(args.q_heads, args.kv_heads, args.head_dim, args.head_dim, ITEMSIZE[args.dtype])
     screen = screen_of(args)
     with joined("calibrate", args.backend) as ranks, screen.only(ranks.speaks).progress("measuring", 12) as advance:
-        machine, about = measured(ranks, sizes, args.dtype, args.rounds, args.name, advance)
+        machine, about = measure(ranks, sizes, args.dtype, args.rounds, args.name, advance)
     if not ranks.speaks:
         return 0
     if args.out is not None:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measured(
+def measure(
     ranks: JobRanks,
     sizes: Sizes,
     dtype: str,
@@ -65,10 +65,10 @@ def measured(
     advance: Callable[[str], None],
     whole: bool = True,
 ) -> tuple[Machine, dict[str, Any]]:
-    """The machine that these ranks find themselves on; unless `whole`, by bare kernels, copies and links alone."""
+    """The machine that these ranks run on; unless `whole`, measured by bare kernels, copies and links alone."""
     import torch
 
-    from longspan.cli.measuring.fit import scaled
+    from longspan.cli.measuring.fit import measure_and_fit
     from longspan.cli.measuring.rates import SMALL, Tensors, copy_rate, kernel_rate, kernel_times, wire
 
     base = CPU if ranks.device == "cpu" else H100  # its tiles, and what a launch does
@@ -95,12 +95,12 @@ def measured(
     )  # fmt: skip
     bare = {"bare_forward_flops": forward, "bare_backward_flops": backward, "bare_call_seconds": calls}
     if whole:
-        machine = scaled(ranks, machine, sizes, dtype, rounds, advance)
+        machine = measure_and_fit(ranks, machine, sizes, dtype, rounds, advance)
     return machine, _about(machine, times.name, ranks, dtype) | bare
 
 
-def _link(found: Any) -> tuple[float, float]:
-    return found.bandwidth, found.latency
+def _link(link: Any) -> tuple[float, float]:
+    return link.bandwidth, link.latency
 
 
 def _about(machine: Machine, kernel: str, ranks: JobRanks, dtype: str) -> dict[str, Any]:
@@ -142,9 +142,9 @@ def show(machine: Machine, about: dict[str, Any], out: Path | None, screen: Scre
         ("copies", rate_text(about["copy_bytes_per_second"], "B/s")),
     ]
     for link in about["links"]:
-        what = "link" if link["ranks"] == EVERYBODY else f"link of {link['ranks']}"
+        label = "link" if link["ranks"] == EVERYBODY else f"link of {link['ranks']}"
         facts.append(
-            (what, f"{rate_text(link['bytes_per_second'], 'B/s')}, {seconds_text(link['latency_seconds'])} a message")
+            (label, f"{rate_text(link['bytes_per_second'], 'B/s')}, {seconds_text(link['latency_seconds'])} a message")
         )
     screen.facts(facts)
     screen.text()

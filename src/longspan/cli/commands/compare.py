@@ -77,12 +77,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cases(workload: Workload, args: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
-    """(ranks, layout, scheme) of all that is to be compared; PyTorch's two always are."""
+    """(ranks, layout, scheme) of everything to compare; PyTorch's two are always included."""
     for name in () if args.layouts is None else args.layouts.split(","):
         if name not in LAYOUTS:
             raise PlanError(f"--layouts names {name!r:.40}. Choose one of {', '.join(LAYOUTS)}.")
-    some = ("balanced", "zigzag", "contiguous") + (("per_document",) if len(workload.lengths) > 1 else ())
-    layouts = some if args.layouts is None else tuple(args.layouts.split(","))
+    default = ("balanced", "zigzag", "contiguous") + (("per_document",) if len(workload.lengths) > 1 else ())
+    layouts = default if args.layouts is None else tuple(args.layouts.split(","))
     for ranks in dict.fromkeys(args.ranks):
         names = list(_schemes(workload, ranks, args.schemes))
         yield from dict.fromkeys(
@@ -117,19 +117,19 @@ def compared(
     workload: Workload, cases: list[tuple[int, str, str]], advance: Callable[[str], None] = lambda _: None
 ) -> list[Entry]:
     """The entries of all cases, by number of ranks and predicted time, with factors against PyTorch's all-gather."""
-    found: dict[tuple[int, str, str], tuple[Plan, Reason]] = {}
+    by_case: dict[tuple[int, str, str], tuple[Plan, Reason]] = {}
     for ranks, layout, scheme in cases:
         advance(f"{ranks} ranks, {scheme} over {layout}")
-        made = workload.plan(ranks, scheme, layout)
-        found[ranks, layout, scheme] = made, made.reasons[0]
+        plan = workload.plan(ranks, scheme, layout)
+        by_case[ranks, layout, scheme] = plan, plan.reasons[0]
     entries: list[Entry] = []
     for ranks in dict.fromkeys(case[0] for case in cases):
-        mine = [(case, *figures) for case, figures in found.items() if case[0] == ranks]
+        mine = [(case, *figures) for case, figures in by_case.items() if case[0] == ranks]
         mine.sort(key=lambda one: (one[2].seconds, one[2].bytes_received))
-        base = found[ranks, "zigzag", "all_gather"][1].bytes_received
-        for number, ((_, layout, scheme), made, reason) in enumerate(mine):
+        base = by_case[ranks, "zigzag", "all_gather"][1].bytes_received
+        for number, ((_, layout, scheme), plan, reason) in enumerate(mine):
             fewer = base / reason.bytes_received if reason.bytes_received else float("inf") if base else 1.0
-            entries.append(Entry(ranks, layout, scheme, made.imbalance, reason, number == 0, fewer))
+            entries.append(Entry(ranks, layout, scheme, plan.imbalance, reason, number == 0, fewer))
     return entries
 
 
@@ -169,8 +169,8 @@ def show(workload: Workload, entries: list[Entry], screen: Screen, plot: Path | 
     screen.text()
     notes = [
         f"Simulated on {workload.machine.name}, quickest first. Received: the most bytes of any rank, both passes."
-        " Fewer: PyTorch's all-gather receives so many times as much. Peak: memory beside the rank's own tensors. Peak,"
-        " forward and backward are of ranks likely to be busiest, at most five; another may take somewhat more.",
+        " Fewer: PyTorch's all-gather receives this many times as much. Peak: memory beside the rank's own tensors."
+        " Peak, forward and backward are of ranks likely to be busiest, at most five; another may take somewhat more.",
         "PyTorch's are priced as our own schedules of that name over zigzag (its head-tail): the same bytes, and our"
         " kernels, copies and overlap.",
     ]

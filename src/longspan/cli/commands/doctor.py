@@ -33,48 +33,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     screen = screen_of(args)
     with joined("doctor", "gloo", alone=True) as ranks, screen.only(ranks.speaks).progress("examining", 9) as advance:
-        found = examined(ranks, args.quick, advance)
+        findings = examine(ranks, args.quick, advance)
     if ranks.speaks:
         if args.json:
-            print_json("doctor", found)
+            print_json("doctor", findings)
         else:
-            show(found, screen)
-    return 0 if found["ok"] else 1
+            show(findings, screen)
+    return 0 if findings["ok"] else 1
 
 
-def examined(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> dict[str, Any]:
+def examine(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> dict[str, Any]:
     """Everything that was found, with advice."""
-    found: dict[str, Any] = {"versions": versions(), "backends": backends(), "kernels": kernels()}
-    found["host"] = {
+    findings: dict[str, Any] = {"versions": versions(), "backends": backends(), "kernels": kernels()}
+    findings["host"] = {
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "ranks": ranks.size,
         "ranks_per_host": ranks.local_size,
         "threads_per_rank": _threads(),
     }
-    found["clocks"] = [{"ahead_seconds": c.ahead, "round_trip_seconds": c.round_trip} for c in clocks(ranks)]
-    found["speed"] = None if quick else speed(ranks, advance)
-    found["checks"] = checked(ranks, quick)
-    found["ok"] = all(check["ok"] for check in found["checks"])
-    found["advice"] = list(advice(found))
-    return found
+    findings["clocks"] = [{"ahead_seconds": c.ahead, "round_trip_seconds": c.round_trip} for c in clocks(ranks)]
+    findings["speed"] = None if quick else speed(ranks, advance)
+    findings["checks"] = run_self_check(ranks, quick)
+    findings["ok"] = all(check["ok"] for check in findings["checks"])
+    findings["advice"] = list(advice(findings))
+    return findings
 
 
 def versions() -> dict[str, str | None]:
     """Versions of what is installed; None for what is not."""
     import longspan
 
-    found: dict[str, str | None] = {"longspan": longspan.__version__, "python": platform.python_version()}
+    by_package: dict[str, str | None] = {"longspan": longspan.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            by_package[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            by_package[name] = None
+    return by_package
 
 
 def backends() -> dict[str, bool]:
-    """What ranks could talk through, and whether there is a GPU."""
+    """The backends that ranks could talk through, and whether there is a GPU."""
     import torch
     import torch.distributed as dist
 
@@ -106,22 +106,22 @@ def _threads() -> int:
 
 def speed(ranks: JobRanks, advance: Callable[[str], None]) -> dict[str, float]:
     """What `longspan calibrate` would find, in a few rounds."""
-    from longspan.cli.commands.calibrate import measured
+    from longspan.cli.commands.calibrate import measure
     from longspan.schedules.steps import Sizes
 
-    machine, _ = measured(ranks, Sizes(8, 8, 64, 64, 2), "bfloat16", 3, "doctor", advance, whole=False)
-    found = {
+    machine, _ = measure(ranks, Sizes(8, 8, 64, 64, 2), "bfloat16", 3, "doctor", advance, whole=False)
+    rates = {
         "forward_flops": machine.flops * machine.forward_share,
         "backward_flops": machine.flops * machine.backward_share,
         "copy_bytes_per_second": machine.copy_bandwidth,
     }
     if ranks.size > 1:
-        found["link_bytes_per_second"] = machine.links[-1].bandwidth
-        found["link_latency_seconds"] = machine.links[-1].latency
-    return found
+        rates["link_bytes_per_second"] = machine.links[-1].bandwidth
+        rates["link_latency_seconds"] = machine.links[-1].latency
+    return rates
 
 
-def checked(ranks: JobRanks, quick: bool) -> list[dict[str, Any]]:
+def run_self_check(ranks: JobRanks, quick: bool) -> list[dict[str, Any]]:
     """The self-check, on one thread: its tensors are small."""
     import torch
 
@@ -134,7 +134,7 @@ def checked(ranks: JobRanks, quick: bool) -> list[dict[str, Any]]:
 
 
 def self_checks(ranks: JobRanks, quick: bool) -> Iterator[dict[str, Any]]:
-    """Small attentions over ranks, held against dense float64 by `longspan.verification.verify`."""
+    """Small attentions over ranks, compared with dense float64 by `longspan.verification.verify`."""
     import torch.distributed as dist
 
     from longspan import layouts, masks
@@ -148,32 +148,34 @@ def self_checks(ranks: JobRanks, quick: bool) -> Iterator[dict[str, Any]]:
             if name.startswith("hybrid") and size % 2:
                 continue
             layout = layouts.balanced(mask, world_size=size)
-            made = plan(mask, layout, q_heads=4, kv_heads=2, head_dim=32, dtype=dtype, schedule=name)
+            scheme_plan = plan(mask, layout, q_heads=4, kv_heads=2, head_dim=32, dtype=dtype, schedule=name)
             group = dist.group.WORLD if ranks.size > 1 else None
 
-            def call(q: Any, k: Any, v: Any, made: Any = made, group: Any = group) -> Any:
-                return loopback_attention(q, k, v, made) if group is None else attention(q, k, v, made, group=group)
+            def call(q: Any, k: Any, v: Any, scheme_plan: Any = scheme_plan, group: Any = group) -> Any:
+                if group is None:
+                    return loopback_attention(q, k, v, scheme_plan)
+                return attention(q, k, v, scheme_plan, group=group)
 
-            report = verify(call, None, made, group=group, probes=1 if quick else 3)
+            report = verify(call, None, scheme_plan, group=group, probes=1 if quick else 3)
             text = "" if report.ok else str(report)
             yield {"scheme": name, "dtype": dtype, "ranks": size, "ok": report.ok, "text": text}
 
 
-def advice(found: dict[str, Any]) -> Iterator[str]:
+def advice(findings: dict[str, Any]) -> Iterator[str]:
     """What to change, most urgent first."""
-    host, link = found["host"], found["speed"] or {}
-    if not found["ok"]:
+    host, link = findings["host"], findings["speed"] or {}
+    if not findings["ok"]:
         yield "The self-check failed: do not train with this installation. Report the text above."
-    if not found["backends"]["gloo"] and not found["backends"]["nccl"]:
-        yield "This torch has neither Gloo nor NCCL: ranks cannot talk. Install one that has."
-    if found["backends"]["cuda"]:
+    if not findings["backends"]["gloo"] and not findings["backends"]["nccl"]:
+        yield "This torch has neither Gloo nor NCCL: ranks cannot talk. Install one that has either."
+    if findings["backends"]["cuda"]:
         yield "There is a GPU, and Longspan has not been run on any yet: start with `longspan verify` on your model."
     if host["ranks_per_host"] * host["threads_per_rank"] > (host["cores"] or 1):
         yield (
             f"{host['ranks_per_host']} ranks of {host['threads_per_rank']} threads share {host['cores']} cores:"
             f" times here are not those of a cluster."
         )
-    far = [r for r, clock in enumerate(found["clocks"]) if abs(clock["ahead_seconds"]) > FAR_CLOCK]
+    far = [r for r, clock in enumerate(findings["clocks"]) if abs(clock["ahead_seconds"]) > FAR_CLOCK]
     if far:
         yield f"Clocks of ranks {far} differ from rank 0's by over a millisecond: `bench` corrects for it, logs do not."
     if link.get("link_latency_seconds", 0.0) > SLOW_MESSAGE:
@@ -181,34 +183,34 @@ def advice(found: dict[str, Any]) -> Iterator[str]:
     if host["ranks"] == 1:
         yield "Only one process was seen: run this under torchrun to examine the ranks' clocks and links."
     for name in ("rich", "matplotlib"):
-        if found["versions"][name] is None:
+        if findings["versions"][name] is None:
             yield f"{name} is not installed: {'plain tables' if name == 'rich' else 'no PNG pictures'}. It is optional."
 
 
-def many(number: int, what: str) -> str:
-    """A number of things.
+def many(number: int, noun: str) -> str:
+    """A number and its noun, in the plural where it needs one.
 
     >>> many(1, "rank"), many(4, "rank")
     ('1 rank', '4 ranks')
     """
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def show(found: dict[str, Any], screen: Screen) -> None:
+def show(findings: dict[str, Any], screen: Screen) -> None:
     """The findings as a person reads them."""
-    host, fast = found["host"], found["speed"]
-    screen.title(f"longspan {found['versions']['longspan']}: {'fit' if found['ok'] else 'NOT FIT'}")
+    host, fast = findings["host"], findings["speed"]
+    screen.title(f"longspan {findings['versions']['longspan']}: {'fit' if findings['ok'] else 'NOT FIT'}")
     threads = many(host["threads_per_rank"], "thread")
-    there = [f"{name} {what}" for name, what in found["versions"].items() if what and name != "longspan"]
+    there = [f"{name} {release}" for name, release in findings["versions"].items() if release and name != "longspan"]
     facts = [
         ("versions", ", ".join(there)),
         ("host", f"{host['system']}, {host['cores']} cores; {many(host['ranks'], 'rank')} of {threads}"),
-        ("backends", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in found["backends"].items())),
-        ("kernels", ", ".join(name for name, why in found["kernels"].items() if why == "yes")),
+        ("backends", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in findings["backends"].items())),
+        ("kernels", ", ".join(name for name, why in findings["kernels"].items() if why == "yes")),
     ]
     if host["ranks"] > 1:
-        worst = max(abs(clock["ahead_seconds"]) for clock in found["clocks"])
-        back = max(clock["round_trip_seconds"] for clock in found["clocks"])
+        worst = max(abs(clock["ahead_seconds"]) for clock in findings["clocks"])
+        back = max(clock["round_trip_seconds"] for clock in findings["clocks"])
         facts.append(("clocks", f"within {seconds_text(worst)} of rank 0's; there and back in {seconds_text(back)}"))
     if fast is not None:
         forward, backward = (rate_text(fast[f"{way}_flops"], "FLOP/s") for way in ("forward", "backward"))
@@ -217,16 +219,16 @@ def show(found: dict[str, Any], screen: Screen) -> None:
         if "link_bytes_per_second" in fast:
             latency = seconds_text(fast["link_latency_seconds"])
             facts.append(("links", f"{rate_text(fast['link_bytes_per_second'], 'B/s')}, {latency} a message"))
-    good = sum(check["ok"] for check in found["checks"])
+    good = sum(check["ok"] for check in findings["checks"])
     how = "over Gloo" if host["ranks"] > 1 else "in one process"
     facts.append(
-        ("self-check", f"{good} of {len(found['checks'])} attentions equal dense float64, gradients too, {how}")
+        ("self-check", f"{good} of {len(findings['checks'])} attentions equal dense float64, gradients too, {how}")
     )
     screen.facts(facts)
-    for check in found["checks"]:
+    for check in findings["checks"]:
         if not check["ok"]:
             screen.text(f"FAILED: {check['scheme']}, {check['dtype']}: {check['text']}")
-    if found["advice"]:
+    if findings["advice"]:
         screen.text()
-        for line in found["advice"]:
+        for line in findings["advice"]:
             screen.text(f"- {line}")

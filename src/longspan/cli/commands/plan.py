@@ -24,33 +24,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     workload = Workload.of(args)
-    made = workload.plan(args.ranks)
+    plan = workload.plan(args.ranks)
     if args.json:
-        print_json("plan", {"workload": workload.as_json(), **figures(made)})
+        print_json("plan", {"workload": workload.as_json(), **figures(plan)})
     else:
-        show(workload, made, screen_of(args))
+        show(workload, plan, screen_of(args))
     return 0
 
 
-def figures(made: Plan) -> dict[str, Any]:
+def figures(plan: Plan) -> dict[str, Any]:
     """What the plan says, for JSON; bytes over all ranks, seconds and peak of those in `figures_of_ranks`."""
-    chosen = next(reason for reason in made.reasons if reason.chosen)
+    chosen = next(reason for reason in plan.reasons if reason.chosen)
     return {
-        "fingerprint": made.fingerprint,
-        "scheme": made.scheme.name,
-        "layout": made.layout.name,
-        "ranks": made.layout.world_size,
-        "imbalance": made.imbalance,
+        "fingerprint": plan.fingerprint,
+        "scheme": plan.scheme.name,
+        "layout": plan.layout.name,
+        "ranks": plan.layout.world_size,
+        "imbalance": plan.imbalance,
         "forward_seconds": chosen.forward_seconds,
         "backward_seconds": chosen.backward_seconds,
-        "forward_bytes_received": int(made.scheme.received("forward", keep=made.keep).max()),
-        "backward_bytes_received": int(made.scheme.received("backward", keep=made.keep).max()),
+        "forward_bytes_received": int(plan.scheme.received("forward", keep=plan.keep).max()),
+        "backward_bytes_received": int(plan.scheme.received("backward", keep=plan.keep).max()),
         "bytes_received": chosen.bytes_received,
         "peak_bytes": chosen.peak_bytes,
-        "own_bytes": own_bytes(made),
-        "forward_flops_per_rank": forward_flop(made) / chosen.forward_seconds,
+        "own_bytes": own_bytes(plan),
+        "forward_flops_per_rank": forward_flop(plan) / chosen.forward_seconds,
         "figures_of_ranks": list(chosen.ranks),
-        "reasons": [as_json(reason) for reason in made.reasons],
+        "reasons": [as_json(reason) for reason in plan.reasons],
     }
 
 
@@ -69,53 +69,55 @@ def as_json(reason: Reason) -> dict[str, Any]:
     }
 
 
-def own_bytes(made: Plan) -> int:
+def own_bytes(plan: Plan) -> int:
     """Bytes of q, k, v, the output and all their gradients on the rank with most tokens."""
-    s = made.sizes
+    s = plan.sizes
     row = s.q_heads * (s.head_dim + s.v_head_dim) + s.kv_heads * (s.head_dim + s.v_head_dim)
-    slots = made.layout.local_len or int(made.layout.num_tokens.max())
+    slots = plan.layout.local_len or int(plan.layout.num_tokens.max())
     return 2 * slots * s.batch * row * s.itemsize
 
 
-def forward_flop(made: Plan) -> float:
+def forward_flop(plan: Plan) -> float:
     """Floating-point operations of a rank's pairs, forward, on average."""
-    return 2.0 * (made.sizes.head_dim + made.sizes.v_head_dim) * float(made.scheme.work.mean())
+    return 2.0 * (plan.sizes.head_dim + plan.sizes.v_head_dim) * float(plan.scheme.work.mean())
 
 
-def show(workload: Workload, made: Plan, screen: Screen) -> None:
+def show(workload: Workload, plan: Plan, screen: Screen) -> None:
     """The plan as a person reads it."""
-    found, ranks = figures(made), made.layout.world_size
-    screen.title(f"{workload.seq_len:,} tokens on {ranks:,} ranks: {made.scheme.name}")
-    received = f"{bytes_text(found['forward_bytes_received'])} forward, {bytes_text(found['backward_bytes_received'])}"
-    sampled = any(len(reason.ranks) < ranks for reason in made.reasons if not reason.at_least)
-    kept = "remote K/V are kept for backward" if made.keep else "remote K/V are fetched again; --keep keeps them"
-    forward, backward = found["forward_seconds"], found["backward_seconds"]
-    speed = rate_text(found["forward_flops_per_rank"], "FLOP/s")
+    summary, ranks = figures(plan), plan.layout.world_size
+    screen.title(f"{workload.seq_len:,} tokens on {ranks:,} ranks: {plan.scheme.name}")
+    received = (
+        f"{bytes_text(summary['forward_bytes_received'])} forward, {bytes_text(summary['backward_bytes_received'])}"
+    )
+    sampled = any(len(reason.ranks) < ranks for reason in plan.reasons if not reason.at_least)
+    kept = "remote K/V are kept for backward" if plan.keep else "remote K/V are fetched again; --keep keeps them"
+    forward, backward = summary["forward_seconds"], summary["backward_seconds"]
+    speed = rate_text(summary["forward_flops_per_rank"], "FLOP/s")
     screen.facts(
         (
             ("mask", workload.about_docs()),
             ("tensors", workload.about_tensors()),
             ("machine", workload.about_machine()),
-            ("layout", f"{made.layout.name}, imbalance {made.imbalance:.3f} (most pairs on a rank / mean)"),
+            ("layout", f"{plan.layout.name}, imbalance {plan.imbalance:.3f} (most pairs on a rank / mean)"),
             ("received", f"at most {received} backward by any rank ({kept})"),
-            ("memory", f"{bytes_text(found['peak_bytes'])} at the peak{' of the ranks looked at' * sampled}, beside"
-             f" {bytes_text(found['own_bytes'])} of own q, k, v, output and their gradients"),
+            ("memory", f"{bytes_text(summary['peak_bytes'])} at the peak{' of the ranks looked at' * sampled}, beside"
+             f" {bytes_text(summary['own_bytes'])} of own q, k, v, output and their gradients"),
             ("predicted", f"{seconds_text(forward)} forward ({speed} a rank), {seconds_text(backward)} backward"),
-            ("why", why(made)),
+            ("why", why(plan)),
         )
     )  # fmt: skip
     screen.text()
     screen.table(
         (Column("scheme", False), *map(Column, ("forward", "backward", "received", "peak memory"))),
-        reason_rows(made.reasons),
+        reason_rows(plan.reasons),
     )
     screen.text()
-    note = f"Times are simulated on {made.machine.name}, not measured. Received is the most of any rank, both passes."
+    note = f"Times are simulated on {plan.machine.name}, not measured. Received is the most of any rank, both passes."
     if sampled:
-        sample = ", ".join(map(str, found["figures_of_ranks"]))
+        sample = ", ".join(map(str, summary["figures_of_ranks"]))
         note += (
             " Times and memory are the largest of ranks likely to be busiest, for each scheme; those of"
-            f" {made.scheme.name} are {sample}. Another rank may take somewhat more."
+            f" {plan.scheme.name} are {sample}. Another rank may take somewhat more."
         )
     screen.notes((note,))
 
@@ -134,14 +136,14 @@ def reason_rows(reasons: Sequence[Reason]) -> list[Row]:
     return rows + [Row((r.scheme,), rest=bound.format(seconds_text(r.seconds))) for r in reasons if r.at_least]
 
 
-def why(made: Plan) -> str:
+def why(plan: Plan) -> str:
     """Why this scheme, in a sentence."""
-    chosen = next(reason for reason in made.reasons if reason.chosen)
-    others = [reason for reason in made.reasons if not reason.chosen]
+    chosen = next(reason for reason in plan.reasons if reason.chosen)
+    others = [reason for reason in plan.reasons if not reason.chosen]
     if not others:
-        return f"{made.scheme.name} was asked for; --scheme auto compares it with the others"
+        return f"{plan.scheme.name} was asked for; --scheme auto compares it with the others"
     second = others[0]
-    text = f"the quickest of {len(made.reasons)} schemes, {second.seconds / chosen.seconds - 1:.1%} ahead of"
+    text = f"the quickest of {len(plan.reasons)} schemes, {second.seconds / chosen.seconds - 1:.1%} ahead of"
     text += f" {second.scheme}"
     full = [reason for reason in others if reason.scheme == "all_gather" and not reason.at_least]
     if full and full[0].bytes_received:

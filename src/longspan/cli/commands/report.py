@@ -34,26 +34,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     workload = Workload.of(args)
-    made = workload.plan(args.ranks)
+    plan = workload.plan(args.ranks)
     text = report_html(
-        made,
+        plan,
         title=args.title,
         command=command_of(args),
-        python=python_of(workload, args, made.fingerprint),
+        python=python_of(workload, args, plan.fingerprint),
         asked=(("given as", workload.docs),) if workload.docs != "as given" else (),
         version=longspan.__version__,
     )
     args.out.write_text(text, encoding="utf-8")
     if args.json:
-        answer = {"out": str(args.out), "num_bytes": len(text.encode()), "fingerprint": made.fingerprint}
-        print_json("report", {"workload": workload.as_json(), "scheme": made.scheme.name, **answer})
+        answer = {"out": str(args.out), "num_bytes": len(text.encode()), "fingerprint": plan.fingerprint}
+        print_json("report", {"workload": workload.as_json(), "scheme": plan.scheme.name, **answer})
     else:
-        print(f"wrote {args.out}: {made.scheme.name}, plan {made.fingerprint[:12]}, {len(text.encode()):,} bytes")
+        print(f"wrote {args.out}: {plan.scheme.name}, plan {plan.fingerprint[:12]}, {len(text.encode()):,} bytes")
     return 0
 
 
 def command_of(args: argparse.Namespace) -> str:
-    """The command that asks for the same report, without what is so by default."""
+    """The command that makes the same report, without options that are at their defaults."""
     words = ["longspan", "report"]
     for name, default in _WORDS.items():
         value = getattr(args, name)

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_asked(args: argparse.Namespace) -> None:
-    """Refuses what only schedules have where none is shown."""
+    """Refuses options of schedules where no schedule is shown."""
     asked = {"--scheme": args.scheme != "auto", "--keep": args.keep, "--fetch-bytes": args.fetch_bytes is not None}
     names = [name for name, given in asked.items() if given]
     if args.what in ("mask", "layout") and names:
@@ -119,21 +119,21 @@ class _Shown:
             tokens = self.layout.num_tokens.tolist()
             return {"layout": self.layout.name, "num_spans": len(rows), "tokens_by_rank": tokens}
         plan = self.plan()
-        found: dict[str, Any] = {"scheme": plan.scheme.name, "fingerprint": plan.fingerprint}
+        answer: dict[str, Any] = {"scheme": plan.scheme.name, "fingerprint": plan.fingerprint}
         for one in runs(plan):
             if self.what == "traffic":
-                found[one.direction] = {"bytes_from_to": traffic(plan, one.direction).tolist()}
+                answer[one.direction] = {"bytes_from_to": traffic(plan, one.direction).tolist()}
             elif self.what == "memory":
-                found[one.direction] = {"bytes_alive_by_rank_and_step": [steps.tolist() for steps in one.alive]}
+                answer[one.direction] = {"bytes_alive_by_rank_and_step": [steps.tolist() for steps in one.alive]}
             else:
                 line = one.timeline
-                found[one.direction] = {
+                answer[one.direction] = {
                     "seconds": line.seconds,
                     "finished_by_rank": line.finished,
                     "bytes_received_by_rank": line.bytes_received,
                     "num_steps": one.schedule.num_steps,
                 }
-        return found
+        return answer
 
     def text(self, screen: Screen, width: int) -> None:
         if self.what == "mask":
@@ -152,7 +152,7 @@ class _Shown:
 
 
 def strips(layout: Layout, width: int) -> list[str]:
-    """One line per rank: where in the sequence its tokens are, and how many they are.
+    """One line per rank: where in the sequence its tokens are, and how many there are.
 
     >>> from longspan.layouts import zigzag
     >>> print("\\n".join(strips(zigzag(16, 2), 8)))
@@ -167,8 +167,8 @@ def strips(layout: Layout, width: int) -> list[str]:
         rows = layout.span_table(rank)
         i, j = join(rows, cells)
         size = np.minimum(rows[i, 1], edges[j + 1]) - np.maximum(rows[i, 0], edges[j])
-        held = np.bincount(j, weights=size.astype(np.float64), minlength=len(cells))
-        marks = np.where(held == 0, "·", np.where(held == np.diff(edges), "█", "▒"))
+        tokens = np.bincount(j, weights=size.astype(np.float64), minlength=len(cells))
+        marks = np.where(tokens == 0, "·", np.where(tokens == np.diff(edges), "█", "▒"))
         lines.append(f"rank {rank:{wide}d}  {''.join(marks.tolist())}  {int(layout.num_tokens[rank]):,} tokens")
     return lines
 
@@ -203,9 +203,11 @@ def _traffic_text(plan: Plan, screen: Screen) -> None:
             screen.table(columns, [*rows, received])
         else:
             columns = (Column("rank", False), Column("sent"), Column("received"), Column("peers"))
-            sent, got = matrix.sum(axis=1).tolist(), matrix.sum(axis=0).tolist()
+            sent, received_by_rank = matrix.sum(axis=1).tolist(), matrix.sum(axis=0).tolist()
             peers = ((matrix > 0) | (matrix.T > 0)).sum(axis=1).tolist()
-            rows = [Row((str(r), bytes_text(sent[r]), bytes_text(got[r]), str(peers[r]))) for r in range(size)]
+            rows = [
+                Row((str(r), bytes_text(sent[r]), bytes_text(received_by_rank[r]), str(peers[r]))) for r in range(size)
+            ]
             screen.table(columns, rows)
 
 

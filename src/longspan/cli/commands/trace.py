@@ -35,35 +35,35 @@ def run(args: argparse.Namespace) -> int:
             f"a trace of {args.ranks} ranks was asked for. Every rank and message is simulated, so this command takes"
             f" {MAX_RANKS} at most; `longspan plan` answers for more."
         )
-    made = workload.plan(args.ranks)
-    slices, took = chrome.planned(made)
-    about = described(workload, made, took, "simulated")
+    plan = workload.plan(args.ranks)
+    slices, took = chrome.planned(plan)
+    about = described(workload, plan, took, "simulated")
     chrome.write(args.out, chrome.trace(slices, args.ranks, about))
     if args.json:
         print_json("trace", {**about, "num_slices": len(slices), "file": str(args.out)})
     else:
-        show(about, made, slices, screen_of(args))
+        show(about, plan, slices, screen_of(args))
         screen_of(args).notes((f"Wrote {args.out}. Open it in ui.perfetto.dev or chrome://tracing.",))
     return 0
 
 
-def described(workload: Workload, made: Plan, took: dict[str, float], how: str) -> dict[str, Any]:
-    """What a trace is of: told in the file, in JSON and on the screen."""
+def described(workload: Workload, plan: Plan, took: dict[str, float], how: str) -> dict[str, Any]:
+    """What a trace shows, as the file, the JSON and the screen say it."""
     return {
         "how": how,
         "workload": workload.as_json(),
-        "ranks": made.layout.world_size,
-        "scheme": made.scheme.name,
-        "layout": made.layout.name,
-        "fingerprint": made.fingerprint,
-        "machine": made.machine.name,
+        "ranks": plan.layout.world_size,
+        "scheme": plan.scheme.name,
+        "layout": plan.layout.name,
+        "fingerprint": plan.fingerprint,
+        "machine": plan.machine.name,
         "forward_seconds": took["forward"],
         "backward_seconds": took["backward"],
         "seconds": took["forward"] + took["backward"],
     }
 
 
-def show(about: dict[str, Any], made: Plan, slices: list[chrome.Slice], screen: Screen) -> None:
+def show(about: dict[str, Any], plan: Plan, slices: list[chrome.Slice], screen: Screen) -> None:
     """How long it takes, and what every rank does meanwhile."""
     workload, ranks = about["workload"], about["ranks"]
     screen.title(f"{workload['seq_len']:,} tokens on {ranks} ranks: {about['scheme']} over {about['layout']}")
@@ -73,7 +73,7 @@ def show(about: dict[str, Any], made: Plan, slices: list[chrome.Slice], screen: 
     screen.text()
     if not slices:  # measured on GPUs, where nothing is taken apart
         return
-    rows = [_row(rank, made, slices, about) for rank in shown(ranks)]
+    rows = [_row(rank, plan, slices, about) for rank in shown(ranks)]
     heads = ("rank", "forward computes", "share", "backward computes", "share", "received")
     screen.table(tuple(map(Column, heads)), rows)
     if ranks > len(rows):
@@ -86,10 +86,10 @@ def shown(ranks: int) -> list[int]:
     return list(range(ranks)) if ranks <= 16 else [*range(8), *range(ranks - 8, ranks)]
 
 
-def _row(rank: int, made: Plan, slices: list[chrome.Slice], about: dict[str, Any]) -> Row:
+def _row(rank: int, plan: Plan, slices: list[chrome.Slice], about: dict[str, Any]) -> Row:
     cells = [str(rank)]
     for direction in ("forward", "backward"):
         spent = chrome.busy(slices, rank, chrome.COMPUTE, direction)
         cells += [seconds_text(spent), f"{spent / max(about[f'{direction}_seconds'], 1e-12):.0%}"]
-    received = sum(made.bytes_received(rank, direction) for direction in ("forward", "backward"))
+    received = sum(plan.bytes_received(rank, direction) for direction in ("forward", "backward"))
     return Row((*cells, bytes_text(received)))

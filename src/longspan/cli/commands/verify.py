@@ -67,22 +67,22 @@ def run(args: argparse.Namespace) -> int:
         reports: list[Report] = []
         for dtype in args.dtype.split(","):
             for scheme in _split(args.scheme):
-                made = plan(
+                scheme_plan = plan(
                     mask, layout, q_heads=args.q_heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
                     batch=args.batch, dtype=dtype, schedule=scheme,
                 )  # fmt: skip
-                reports.append(_checked(made, group, args, device))
+                reports.append(_verify_plan(scheme_plan, group, args, device))
                 if rank == 0 and not args.json:
                     print(f"{dtype}: {reports[-1]}", flush=True)
         ok = all(report.ok for report in reports)
         if rank == 0:
-            found = {"ok": ok, "ranks": world, "checks": [report.as_dict() for report in reports]}
+            answer = {"ok": ok, "ranks": world, "checks": [report.as_dict() for report in reports]}
             right = sum(report.ok for report in reports)
-            print(json.dumps(found) if args.json else f"{right} of {len(reports)} right")
+            print(json.dumps(answer) if args.json else f"{right} of {len(reports)} right")
     return 0 if ok else 1
 
 
-def _checked(made: Plan, group: Any, args: argparse.Namespace, device: Any) -> Report:
+def _verify_plan(scheme_plan: Plan, group: Any, args: argparse.Namespace, device: Any) -> Report:
     import torch
 
     draw = torch.Generator().manual_seed(args.draw)
@@ -96,14 +96,14 @@ def _checked(made: Plan, group: Any, args: argparse.Namespace, device: Any) -> R
 
     def call(q: Any, k: Any, v: Any) -> Any:
         if group is None:
-            return loopback_attention(q, k, v, made, **options)
-        return attention(q, k, v, made, group=group, **options)
+            return loopback_attention(q, k, v, scheme_plan, **options)
+        return attention(q, k, v, scheme_plan, group=group, **options)
 
-    return verify(call, None, made, group=group, draw=args.draw, device=device, **options)
+    return verify(call, None, scheme_plan, group=group, draw=args.draw, device=device, **options)
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Refuses numbers that mean nothing, before anything is made of them."""
+    """Refuses meaningless numbers before anything is built from them."""
     if not 0 <= args.draw < 1 << 63:
         raise PlanError(f"--draw {args.draw} was asked for. It is a seed, 0 or more and below 2^63.")
 
@@ -146,28 +146,28 @@ def _device(name: str | None) -> Any:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as wrong:  # as torch says it, which differs by device
-        said = str(wrong).strip().partition("\n")[0].rstrip(".")
+        reason = str(wrong).strip().partition("\n")[0].rstrip(".")
         raise PlanError(
-            f"--device {name!r:.40} was asked for, but PyTorch cannot use it here: {said:.120}. Say cpu, or leave it"
+            f"--device {name!r:.40} was asked for, but PyTorch cannot use it here: {reason:.120}. Say cpu, or leave it"
             f" out."
         ) from wrong
     return device
 
 
 def _split(text: str) -> list[str]:
-    """Names separated by commas, but for commas inside brackets.
+    """Names separated by commas; commas inside brackets separate nothing.
 
     >>> _split("ring,hybrid(2,exchange),exchange")
     ['ring', 'hybrid(2,exchange)', 'exchange']
     """
-    made, depth = [""], 0
+    names, depth = [""], 0
     for letter in text.replace(" ", ""):
         depth += (letter == "(") - (letter == ")")
         if letter == "," and not depth:
-            made.append("")
+            names.append("")
         else:
-            made[-1] += letter
-    return made
+            names[-1] += letter
+    return names
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import replace
 from longspan import layouts, masks
 from longspan.api import plan
 from longspan.cli.launch import JobRanks
-from longspan.cli.measuring.runs import DIRECTIONS, MeasuredRun, clocks_ahead, timed
+from longspan.cli.measuring.runs import DIRECTIONS, MeasuredRun, clocks_ahead, time_passes
 from longspan.masks import Mask
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.cost.simulator import simulate
@@ -28,21 +28,21 @@ Case = tuple[Schedules, dict[str, float]]
 """Schedules of each direction, and how many seconds they took together."""
 
 
-def scaled(
+def measure_and_fit(
     ranks: JobRanks, machine: Machine, sizes: Sizes, dtype: str, rounds: int, advance: Callable[[str], None]
 ) -> Machine:
     """The machine with operations and kernels that make whole attentions take as long as they do.
 
-    Ranks that do not speak only take part in the runs: theirs is the machine as it was.
+    Ranks that do not speak only take part in the runs: they get the machine back as it was.
     """
     ahead = clocks_ahead(ranks)
     cases: list[Case] = []
     for tokens in (SHORT, LONG):
         plans = _plans(ranks.size, tokens, machine, sizes, dtype)
-        passes = [timed(MeasuredRun(made, ranks), rounds, ahead) for made in plans]
+        passes = [time_passes(MeasuredRun(plan, ranks), rounds, ahead) for plan in plans]
         for kinds in (slice(0, 2), slice(2, None)):  # windows apart
-            took = {way: sum(found.median(way) for found in passes[kinds]) for way in DIRECTIONS}
-            cases.append(({way: [made.schedule(way) for made in plans[kinds]] for way in DIRECTIONS}, took))
+            took = {way: sum(times.median(way) for times in passes[kinds]) for way in DIRECTIONS}
+            cases.append(({way: [plan.schedule(way) for plan in plans[kinds]] for way in DIRECTIONS}, took))
         advance(f"attention, {tokens} tokens a rank")
     return fitted(machine, *cases) if ranks.speaks else machine
 
@@ -94,7 +94,7 @@ def _op_seconds(machine: Machine, *cases: Case) -> float:
 
 
 def _fitted_kernels(machine: Machine, plain: Case, window: Case) -> Machine:
-    """With the rates that plain attentions show, and what windows have of them."""
+    """The machine with the rates that plain attentions show, and the share of them that windows reach."""
     schedules, took = plain
     machine = with_rates(machine, *(_rate(machine, schedules[way], took[way]) for way in DIRECTIONS))
     schedules, took = window
@@ -118,7 +118,7 @@ def _rate(machine: Machine, schedules: Sequence[Schedule], seconds: float) -> fl
 
 
 def with_windows(machine: Machine, forward: float, backward: float) -> Machine:
-    """The machine with kernels that have such a share of their speed on windows."""
+    """The machine with kernels that reach this share of their speed on windows."""
     tilings = (
         replace(machine.forward_tiling, far_share=forward),
         replace(machine.backward_tiling, far_share=backward),
@@ -138,7 +138,7 @@ def spent(machine: Machine, schedules: Sequence[Schedule]) -> float:
 
 
 def solved(low: float, high: float, predicted: Callable[[float], float], seconds: float) -> float:
-    """The cost at which a prediction that grows with it takes so long, or the nearest bound, by bisection.
+    """The cost at which a prediction that grows with it takes this long, or the nearest bound, by bisection.
 
     >>> round(solved(1e-3, 1e3, lambda x: 2 * x, 10.0), 3)
     5.0

@@ -1,7 +1,7 @@
 """How fast kernels, copies and links are here, with all ranks at work at once, as they are in a step.
 
-Ranks that share cores slow each other down; so they do while this is measured, and the machine that comes of it is
-right for as many ranks on as many cores. Every figure is the median of several rounds.
+Ranks that share cores slow each other down, also while this is measured, so the resulting machine is right for this
+many ranks on this many cores. Every figure is the median of several rounds.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ class Kernels:
 
 
 def median_seconds(ranks: JobRanks, act: Callable[[], object], rounds: int, together: int = 1) -> float:
-    """Seconds of one act, of `together` in a row, in the median round; all ranks begin a round together."""
+    """Seconds of one act in the median round, which has `together` of them in a row; all ranks begin a round
+    together."""
     act()  # to warm up; the barrier waits for it
-    found: list[float] = []
+    seconds: list[float] = []
     for _ in range(rounds):
         ranks.barrier()
         begin = time.perf_counter()
         for _ in range(together):
             act()
         ranks.finish()
-        found.append((time.perf_counter() - begin) / together)
-    return float(np.median(found))
+        seconds.append((time.perf_counter() - begin) / together)
+    return float(np.median(seconds))
 
 
 class Tensors:
@@ -84,16 +85,16 @@ class Tensors:
 
 def kernel_times(ranks: JobRanks, tensors: Tensors, rounds: int, advance: Callable[[str], None]) -> Kernels:
     """Seconds of every tile, and of one with next to nothing in it."""
-    found: tuple[dict[tuple[int, int, bool], float], ...] = {}, {}
+    seconds: tuple[dict[tuple[int, int, bool], float], ...] = {}, {}
     for tile in (*TILES, (SMALL, 1, False)):
-        for direction, act in zip(found, tensors.passes(*tile), strict=True):
+        for direction, act in zip(seconds, tensors.passes(*tile), strict=True):
             direction[tile] = ranks.most(median_seconds(ranks, act, rounds, 20 if tile[1] == 1 else 1))
         advance(f"kernel, {tile[0]} x {tile[1]}")
-    return Kernels(tensors.kernel.name, *found)
+    return Kernels(tensors.kernel.name, *seconds)
 
 
 def kernel_rate(times: dict[tuple[int, int, bool], float], sizes: Sizes, base: Machine, direction: str) -> float:
-    """FLOP per second, counted as the model of `base` counts them, and less what a call costs anyway."""
+    """FLOP per second, counted as the model of `base` counts them, without the time that a call costs anyway."""
     call = times[SMALL, 1, False]
     work = spent = 0.0
     for q_rows, k_rows, causal in TILES:

@@ -61,9 +61,9 @@ class MeasuredRun:
         """Forward and backward; `times` are given when each began and ended here."""
         self.ranks.barrier()
         begin = time.perf_counter()
-        what = self.plan if self.ranks.size > 1 else self.plan.mask
+        plan_or_mask = self.plan if self.ranks.size > 1 else self.plan.mask
         q, k, v = self.inputs
-        out = attention(q, k, v, what, group=self.group if self.ranks.size > 1 else None)
+        out = attention(q, k, v, plan_or_mask, group=self.group if self.ranks.size > 1 else None)
         self.ranks.finish()
         middle = time.perf_counter()
         self.ranks.barrier()
@@ -76,7 +76,7 @@ class MeasuredRun:
             times["backward"].append((again, end))
 
 
-def timed(run: MeasuredRun, repeats: int, ahead: list[float], advance: Any = None) -> Passes:
+def time_passes(run: MeasuredRun, repeats: int, ahead: list[float], advance: Any = None) -> Passes:
     """The passes, after one that warms up."""
     run.once()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in DIRECTIONS}
@@ -86,21 +86,22 @@ def timed(run: MeasuredRun, repeats: int, ahead: list[float], advance: Any = Non
             advance(f"repetition {number + 1}")
     took: list[tuple[float, ...]] = []
     for name in DIRECTIONS:
-        found = run.ranks.gathered(torch.tensor(times[name], dtype=torch.float64))
-        common = torch.stack([rows - ahead[rank] for rank, rows in enumerate(found)])  # (ranks, repeats, begin and end)
+        by_rank = run.ranks.gather(torch.tensor(times[name], dtype=torch.float64))
+        # (ranks, repeats, begin and end)
+        common = torch.stack([rows - ahead[rank] for rank, rows in enumerate(by_rank)])
         # A barrier lets ranks go one after another: the pass begins when the last one may.
         took.append(tuple((common[:, :, 1].amax(0) - common[:, :, 0].amin(0)).tolist()))
     return Passes(*took)
 
 
-def sliced(run: MeasuredRun, ahead: list[float]) -> list[Slice]:
+def profile_slices(run: MeasuredRun, ahead: list[float]) -> list[Slice]:
     """One repetition of all ranks taken apart, on the clock of rank 0, beginning at 0."""
-    with _profiled() as found:
+    with _profiled() as timings:
         run.once()
-    mine = torch.tensor(_rows(found, run), dtype=torch.int64).view(-1, 7)
+    mine = torch.tensor(_rows(timings, run), dtype=torch.int64).view(-1, 7)
     mine[:, 3:5] -= round(ahead[run.ranks.rank] * 1e9)
     slices: list[Slice] = []
-    every = run.ranks.gathered(mine)
+    every = run.ranks.gather(mine)
     zero = min(int(rows[:, 3].min()) for rows in every)
     for rank, rows in enumerate(every):
         for way, step, kind, start, stop, peer, size in rows.tolist():
@@ -112,32 +113,32 @@ def sliced(run: MeasuredRun, ahead: list[float]) -> list[Slice]:
 @contextmanager
 def _profiled() -> Iterator[list[tuple[str, int, int]]]:
     """(name, start, stop) of what the profiler saw, in nanoseconds of `time.perf_counter`, filled in at the end."""
-    found: list[tuple[str, int, int]] = []
+    timings: list[tuple[str, int, int]] = []
     with profile(activities=[ProfilerActivity.CPU]) as profiler, observe(marks=True):
         anchor = time.perf_counter_ns()
         with record_function(_ANCHOR):
             pass
-        yield found
+        yield timings
     events: list[Any] = list(profiler.events() or [])
     zero = next(event.time_range.start for event in events if event.name == _ANCHOR)
     for event in events:
         start, stop = (anchor + round((t - zero) * 1e3) for t in (event.time_range.start, event.time_range.end))
-        found.append((event.name, start, stop))
+        timings.append((event.name, start, stop))
 
 
-def _rows(found: list[tuple[str, int, int]], run: MeasuredRun) -> list[list[int]]:
+def _rows(timings: list[tuple[str, int, int]], run: MeasuredRun) -> list[list[int]]:
     """(direction, step, kind, start, stop, peer, bytes) of this rank's steps.
 
     A message is seen from where its step's computes begin, just after it was started, to where the rank has waited for
     all of the step's messages: it may have arrived before.
     """
     rank = run.ranks.rank
-    waits = sorted((stop, start) for name, start, stop in found if name in ("gloo:recv", "gloo:send"))
+    waits = sorted((stop, start) for name, start, stop in timings if name in ("gloo:recv", "gloo:send"))
     rows: list[list[int]] = []
     for way, direction in enumerate(DIRECTIONS):
         for number, step in enumerate(run.plan.steps(rank, direction)):
             name = f"longspan {direction} rank {rank} step {number}"
-            marked = [(start, stop) for what, start, stop in found if what == name]
+            marked = [(start, stop) for label, start, stop in timings if label == name]
             if not marked:
                 continue
             start, stop = marked[0]

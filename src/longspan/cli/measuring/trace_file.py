@@ -35,19 +35,19 @@ class Slice:
         return self.peer + 1 if self.kind == MESSAGE else 0
 
 
-def planned(made: Plan) -> tuple[list[Slice], dict[str, float]]:
+def planned(plan: Plan) -> tuple[list[Slice], dict[str, float]]:
     """What the simulator sees on the plan's machine, backward after forward, and the seconds of each pass."""
-    found: list[Slice] = []
+    slices: list[Slice] = []
     took: dict[str, float] = {}
     begin = 0.0
     for direction in ("forward", "backward"):
-        timeline = simulate(made.schedule(direction), made.machine)
+        timeline = simulate(plan.schedule(direction), plan.machine)
         for e in timeline.events:
             times = begin + e.start, begin + e.stop
-            found.append(Slice(e.rank, direction, e.step, e.kind, *times, e.peer, e.num_bytes))
+            slices.append(Slice(e.rank, direction, e.step, e.kind, *times, e.peer, e.num_bytes))
         took[direction] = timeline.seconds
         begin += timeline.seconds
-    return found, took
+    return slices, took
 
 
 def trace(slices: Iterable[Slice], num_ranks: int, about: dict[str, Any]) -> dict[str, Any]:
@@ -79,11 +79,11 @@ def _name(kind: str, rank: int, track: int, text: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": {"name": text}}
 
 
-def write(path: Path, made: dict[str, Any]) -> None:
+def write(path: Path, trace: dict[str, Any]) -> None:
     """Writes a trace."""
-    path.write_text(json.dumps(made, separators=(",", ":")) + "\n")
+    path.write_text(json.dumps(trace, separators=(",", ":")) + "\n")
 
 
 def busy(slices: Sequence[Slice], rank: int, kind: str, direction: str) -> float:
-    """Seconds that a rank spent on one kind of thing in one pass."""
+    """Seconds that a rank spent on one kind of slice in one pass."""
     return sum(s.stop - s.start for s in slices if (s.rank, s.kind, s.direction) == (rank, kind, direction))

@@ -127,7 +127,7 @@ def _kinds(plane: Plane, rows: Ints, keys: Ints, size: int) -> NDArray[np.int8]:
 
 
 def _ask(plane: Plane, rows: Ints, keys: Ints, size: int, maybe: Ints, pairs: Ints) -> None:
-    """Counts the pairs of those blocks in which the plane's function has a say, and of no others."""
+    """Counts the pairs of only those blocks in which the plane's function has a say."""
     assert plane.predicate is not None
     for i in np.flatnonzero(maybe.any(axis=1)).tolist():
         q = rows[i * size : (i + 1) * size]
@@ -148,12 +148,12 @@ def _ask(plane: Plane, rows: Ints, keys: Ints, size: int, maybe: Ints, pairs: In
 
 _Asked = tuple[bool, bool, tuple[int, int]]
 _read: WeakKeyDictionary[BlockMask, dict[_Asked, tuple[object, tuple[Noted, ...], Reads, Mask]]] = WeakKeyDictionary()
-"""What was read before: a model asks with the same BlockMask in every layer. People do replace its mask_mod, fill its
-tensors anew, and bind anew what its mask_mod reads."""
+"""What was read before: a model asks with the same BlockMask in every layer. People do replace its mask_mod, refill its
+tensors, and rebind what its mask_mod reads."""
 
 
 def check_lengths(block_mask: BlockMask, lengths: tuple[int, int], name: str, error: type[LongspanError]) -> None:
-    """Refuses a BlockMask of other numbers of queries and keys than attention is over."""
+    """Refuses a BlockMask that is not for these numbers of queries and keys."""
     if tuple(block_mask.seq_lengths) != lengths:
         raise error(
             f"{name} was made for {block_mask.seq_lengths[0]} queries and {block_mask.seq_lengths[1]} keys, but there"
@@ -163,7 +163,7 @@ def check_lengths(block_mask: BlockMask, lengths: tuple[int, int], name: str, er
 
 @torch.compiler.disable(reason="what is in a BlockMask decides what is computed")
 def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads: int | None = None) -> Mask:
-    """What a BlockMask says, for tensors of this batch size and number of query heads.
+    """The mask that a BlockMask means, for tensors of this batch size and number of query heads.
 
     Full blocks are sure; in partial ones `mask_mod` decides. Where the BlockMask has one plane for several rows or
     heads, a `mask_mod` that tells them apart is refused once it is asked. The mask is for as many tokens as the longer
@@ -174,31 +174,31 @@ def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads
     [True, False]
     """
     num_rows, num_heads = _dims(block_mask)
-    for what, size, asked in (("batch rows", num_rows, batch), ("heads", num_heads, heads)):
+    for axis, size, asked in (("batch rows", num_rows, batch), ("heads", num_heads, heads)):
         if asked is not None and size not in (1, asked):
             raise MaskError(
-                f"the BlockMask has {size} {what}, but the tensors have {asked}. Create it for {asked}, or for None,"
+                f"the BlockMask has {size} {axis}, but the tensors have {asked}. Create it for {asked}, or for None,"
                 f" which serves all."
             )
     known = _read.setdefault(block_mask, {})
     key = batch == 1, heads == 1, block_mask.seq_lengths
-    mask_mod, tensors, found = block_mask.mask_mod, _tensors(block_mask), known.get(key)
-    reads = Reads.of(mask_mod)  # variables; of tensors in there the mask itself takes care
+    mask_mod, tensors, entry = block_mask.mask_mod, _tensors(block_mask), known.get(key)
+    reads = Reads.of(mask_mod)  # variables; the mask itself takes care of tensors
     if (
-        found is None
-        or found[0] is not mask_mod
-        or not same_tensors(found[1], tensors)
-        or found[2].difference(reads) is not None
+        entry is None
+        or entry[0] is not mask_mod
+        or not same_tensors(entry[1], tensors)
+        or entry[2].difference(reads) is not None
     ):
-        found = mask_mod, tensors, reads, _read_planes(block_mask, one_row=key[0], one_head=key[1])
-        known[key] = found
-    return found[3]
+        entry = mask_mod, tensors, reads, _read_planes(block_mask, one_row=key[0], one_head=key[1])
+        known[key] = entry
+    return entry[3]
 
 
 def _tensors(block_mask: BlockMask) -> tuple[Noted, ...]:
     """The tensors that say which blocks there are, and how often each was changed in place."""
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    return tuple(noted(held) for name in names if (held := getattr(block_mask, name)) is not None)
+    return tuple(noted(tensor) for name in names if (tensor := getattr(block_mask, name)) is not None)
 
 
 def _dims(block_mask: BlockMask) -> tuple[int, int]:
@@ -216,16 +216,16 @@ def _read_planes(block_mask: BlockMask, one_row: bool, one_head: bool) -> Mask:
         raise MaskError("the BlockMask lists a block as full and as partial. List every block once.")
     if mask_mod is noop_mask:
         full, partial = full | partial, np.zeros_like(partial)
-    made: dict[tuple[object, ...], Plane] = {}
+    planes: dict[tuple[object, ...], Plane] = {}
 
     def plane(row: int, head: int) -> Plane:
         sure, maybe = full[row, head], partial[row, head]
         b = row if num_rows > 1 or one_row else None
         h = head if num_heads > 1 or one_head else None
         key = sure.tobytes(), maybe.tobytes(), *((b, h) if maybe.any() else ())
-        if key not in made:
-            made[key] = Plane(_bands_of(sure, block_mask), _bands_of(maybe, block_mask), Function(mask_mod, b, h))
-        return made[key]
+        if key not in planes:
+            planes[key] = Plane(_bands_of(sure, block_mask), _bands_of(maybe, block_mask), Function(mask_mod, b, h))
+        return planes[key]
 
     grid = tuple(tuple(plane(row, head) for head in range(num_heads)) for row in range(num_rows))
     name = f"block_mask({getattr(mask_mod, '__name__', type(mask_mod).__name__)})"
@@ -239,13 +239,13 @@ def _listed(counts: Tensor | None, indices: Tensor | None, block_mask: BlockMask
     if counts is None or indices is None:
         return np.zeros(shape, dtype=np.bool_)
     blocks, counts_of = indices.detach().cpu().numpy(), counts.detach().cpu().numpy()
-    some = np.arange(blocks.shape[-1]) < counts_of[..., None]
-    if blocks[some].size and not 0 <= int(blocks[some].min()) <= int(blocks[some].max()) < width:
+    valid = np.arange(blocks.shape[-1]) < counts_of[..., None]
+    if blocks[valid].size and not 0 <= int(blocks[valid].min()) <= int(blocks[valid].max()) < width:
         raise MaskError(f"the BlockMask lists a block of keys outside 0 to {width - 1}. Those are the blocks it has.")
     listed = np.zeros((*blocks.shape[:-1], width + 1), dtype=np.bool_)
-    np.put_along_axis(listed, np.where(some, blocks, width).astype(np.int64), True, axis=-1)  # the last: not listed
+    np.put_along_axis(listed, np.where(valid, blocks, width).astype(np.int64), True, axis=-1)  # the last: not listed
     listed = listed[..., :width]
-    if int(listed.sum()) != int(some.sum()):
+    if int(listed.sum()) != int(valid.sum()):
         raise MaskError("the BlockMask lists a block of keys twice in one row. List each block once.")
     return np.broadcast_to(listed, shape)
 

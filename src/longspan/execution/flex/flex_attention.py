@@ -147,7 +147,7 @@ def _of_block_mask(block_mask: Any, batch: int, heads: int, num_q: int, num_kv: 
 
 
 class _MaxScores(Forward):
-    """One device's run that keeps nothing but the highest score of every row."""
+    """A run on one device that keeps only the highest score of every row."""
 
     def __init__(self, job: Job, q: Tensor, k: Tensor, v: Tensor, captured: Any) -> None:
         super().__init__(job, q, k, v, captured)

@@ -52,7 +52,7 @@ def choose_kernel(
     asked: Features = PLAIN,
     why_not_inside: Callable[[], str | None] = lambda: None,
 ) -> str:
-    """The name of the kernel to use: the one asked for, or the first of the choice that does this for these tensors.
+    """The name of the kernel to use: the one asked for, or the first candidate that can do this for these tensors.
 
     `why_not_inside` says why functions cannot run inside a kernel, or None; it is asked where one would be chosen.
     """

@@ -147,9 +147,9 @@ def gpu_refusal(like: Tensor, least: tuple[int, int]) -> str | None:
         return f"it runs on GPUs, and the tensors are on {like.device}"
     if (rocm := _torch.rocm()) is not None:
         return f"it was written for CUDA, and this PyTorch is built for ROCm {rocm}, on which nobody has tried it"
-    found = _torch.capability(like.device)
-    if found is not None and found < least:
-        have, need = ("{}.{}".format(*pair) for pair in (found, least))
+    capability = _torch.capability(like.device)
+    if capability is not None and capability < least:
+        have, need = ("{}.{}".format(*pair) for pair in (capability, least))
         return f"it needs a GPU of compute capability {need} or more, and that of {like.device} is {have}"
     return None
 

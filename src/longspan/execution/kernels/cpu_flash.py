@@ -43,7 +43,7 @@ def forward_op(
 
 
 def _huge(lse_BHQ: Tensor, dtype: torch.dtype) -> bool:
-    """Whether scores are so large that rounding them otherwise than forward did would show. +inf: saw nothing."""
+    """Whether scores are so large that rounding them differently from forward would show. +inf: saw nothing."""
     if dtype != torch.bfloat16 or not lse_BHQ.numel():
         return False
     low, high = (float(bound) for bound in lse_BHQ.aminmax())

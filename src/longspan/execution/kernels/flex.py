@@ -101,7 +101,7 @@ def why_not_inside(mask: Mask, scoring: Scoring | None, like: Tensor) -> str | N
     asking = [plane.predicate for plane in mask.distinct_planes() if plane.predicate is not None]
     length = mask.length(None)
     try:
-        whys = [_asking_program(found, (1, 1), length, like.device, mask.known).why_not for found in asking]
+        whys = [_asking_program(predicate, (1, 1), length, like.device, mask.known).why_not for predicate in asking]
     except KernelError as error:
         return str(error)
     if scoring is not None:
@@ -169,7 +169,7 @@ class _Call:
         return _last_dim_first(x.narrow(2, cover.k0, cover.cols))
 
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Adds what was found for buffers to the totals of the captured tensors they stand for."""
+        """Adds the gradients of buffers to the totals of the captured tensors they stand for."""
         for number, gradient in self.score.captured(gradients):
             assert self.pairs is not None
             totals = self.pairs.totals
@@ -250,11 +250,11 @@ def _score_program(scoring: Scoring, device: torch.device, dtype: torch.dtype) -
 
 def _seen(i: Tensor, j: Tensor, start: Tensor, stop: Tensor, depth: int) -> Tensor:
     """Whether key j is in one of the `depth` spans of row i."""
-    found = j < 0
+    inside = j < 0
     for k in range(depth):
         at = i * depth + k
-        found = found | ((j >= start[at]) & (j < stop[at]))
-    return found
+        inside = inside | ((j >= start[at]) & (j < stop[at]))
+    return inside
 
 
 @cache
@@ -314,7 +314,7 @@ class _Blocks:
 
 @lru_cache(maxsize=64)
 def _blocks_of(tiles: tuple[Tile, ...], device: torch.device) -> _Blocks:
-    """The same tiles come again in every layer and step, so what is made of them is kept."""
+    """Remembered: the same tiles come again in every layer and step."""
     from torch.nn.attention.flex_attention import BlockMask
 
     sides = np.array([(t.q0, t.q1, t.k0, t.k1) for t in tiles])
@@ -322,12 +322,12 @@ def _blocks_of(tiles: tuple[Tile, ...], device: torch.device) -> _Blocks:
     plain, asking = (_spans([t for t in tiles if t.asks is asks], cover) for asks in (False, True))
     sure, maybe = (pairs_per_block(spans, cover.rows, np.arange(cover.cols), BLOCK) for spans in (plain, asking))
     full = sure == BLOCK * BLOCK
-    made: tuple[Any, ...] = BlockMask.from_kv_blocks(
+    fields: tuple[Any, ...] = BlockMask.from_kv_blocks(
         *_listed(((sure > 0) | (maybe > 0)) & ~full), *_listed(full), BLOCK_SIZE=BLOCK
     ).as_tuple()
     tables, depths = zip(*(_tables(spans, cover.rows, device) for spans in (plain, asking)), strict=True)
     return _Blocks(
-        cover, (max(depths[0], 1), depths[1]), (*tables[0], *tables[1]), tuple(x.to(device) for x in made[2:10])
+        cover, (max(depths[0], 1), depths[1]), (*tables[0], *tables[1]), tuple(x.to(device) for x in fields[2:10])
     )
 
 

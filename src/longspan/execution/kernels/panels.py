@@ -300,14 +300,14 @@ def run_backward(
                 *biases.of(piece),
                 work.scale,
             )
-            found = _cut(dq, d), _cut(dk, d), _cut(dv, e)
+            gradients = _cut(dq, d), _cut(dk, d), _cut(dv, e)
             if sums is None and (piece.rows, piece.cols) == (tile.rows, tile.cols):
-                sums = found
+                sums = gradients
                 continue
             if sums is None:
                 sums = _zeros(q_BHQD, tile.rows, wide), _zeros(k_BGKD, tile.cols, wide), _zeros(v_BGKE, tile.cols, wide)
             starts = piece.q0 - tile.q0, piece.k0 - tile.k0, piece.k0 - tile.k0
-            for total, start, part in zip(sums, starts, found, strict=True):
+            for total, start, part in zip(sums, starts, gradients, strict=True):
                 total.narrow(2, start, part.shape[2]).add_(part)
         assert sums is not None, f"{tile} has no pair"
         yield tile, *sums

@@ -65,11 +65,11 @@ class Reference:
                     lse, delta = (_by_group(x[at].to(wide), groups) for x in (lse_BHQ, upstream.delta_BHQ))
                     dout = _grouped(upstream.dout_BHQE[at], groups)
                     keys = slice(heads.start // group, heads.stop // group)
-                    for block, *found in _gradients(panel, dout, lse, delta):
+                    for block, dq_part, dk_part, dv_part in _gradients(panel, dout, lse, delta):
                         cols = slice(block.k0 - tile.k0, block.k1 - tile.k0)
-                        dq[here, heads, rows.q0 - tile.q0 : rows.q1 - tile.q0] += found[0]
-                        dk[here, keys, cols] += found[1]
-                        dv[here, keys, cols] += found[2]
+                        dq[here, heads, rows.q0 - tile.q0 : rows.q1 - tile.q0] += dq_part
+                        dk[here, keys, cols] += dk_part
+                        dv[here, keys, cols] += dv_part
             yield tile, dq, dk, dv
 
 
@@ -159,12 +159,12 @@ def _product(weights: Tensor, x: Tensor, apart: Tensor | None) -> Tensor:
     >>> _product(torch.tensor([[0.0, 2.0]]), torch.tensor([[torch.nan], [3.0]]), torch.tensor([[True, False]]))
     tensor([[6.]])
     """
-    found = weights @ x.nan_to_num(0.0, 0.0, 0.0)
+    product = weights @ x.nan_to_num(0.0, 0.0, 0.0)
     meet = x.new_ones(weights.shape[-2:]) if apart is None else (~apart).to(x.dtype)
     up, down = (meet @ (x == value).to(x.dtype) > 0 for value in (torch.inf, -torch.inf))
     neither = (meet @ x.isnan().to(x.dtype) > 0) | (up & down)
-    found = torch.where(up, torch.inf, torch.where(down, -torch.inf, found))
-    return torch.where(neither, torch.nan, found)
+    product = torch.where(up, torch.inf, torch.where(down, -torch.inf, product))
+    return torch.where(neither, torch.nan, product)
 
 
 def _grouped(x_BHbD: Tensor, groups: int) -> Tensor:

@@ -14,7 +14,7 @@ from longspan.execution.liveness.processes import NOWHERE, Process
 from longspan.execution.liveness.store_client import StoreClient
 
 MAX_MADE = 3
-"""Watchers that are started for a process, should they end by themselves."""
+"""How many watchers are started for a process, should they end by themselves."""
 _companions: dict[tuple[str, int], Companion] = {}
 _lock = threading.Lock()
 
@@ -67,13 +67,13 @@ def companion_of(store: Store, me: Process, key: str) -> bool:
     if not isinstance(store, StoreClient) or me.host == NOWHERE or not sys.executable:
         return False
     with _lock:
-        found = _companions.get(store.address)
-        if found is None or found.pid != os.getpid() or found.process.poll() is not None:
-            made = found.made if found is not None and found.pid == os.getpid() else 0
-            if made == MAX_MADE:
+        companion = _companions.get(store.address)
+        if companion is None or companion.pid != os.getpid() or companion.process.poll() is not None:
+            num_started = companion.made if companion is not None and companion.pid == os.getpid() else 0
+            if num_started == MAX_MADE:
                 return False
             try:
-                found = _companions[store.address] = Companion(store.address, me, made + 1)
+                companion = _companions[store.address] = Companion(store.address, me, num_started + 1)
             except OSError:
                 return False
-    return found.writes(store.whole_key(key))
+    return companion.writes(store.whole_key(key))

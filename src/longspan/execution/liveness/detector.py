@@ -4,8 +4,8 @@ It has no threads, no clock and no sockets of its own. `turn` is a conversation 
 is sent the answers), `look` is a look at processes and at what the store said, with the time as an argument. `Watch`
 runs both in a real process, `tests.simulation.detection` in a simulated one.
 
-Time counts only as far as it was watched: between two looks at most `STRIDE` seconds. Who stood still for a minute, or
-whose clock jumped, has not seen the others silent for that long.
+Time counts only as far as it was watched: between two looks at most `STRIDE` seconds. A rank that stood still for a
+minute, or whose clock jumped, has not seen the others silent for that long.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ STRIDE = 0.5
 LOOKS = 64
 """Ranks that are looked at in one go."""
 LAGS = 4.0
-"""How many times the store's own slowness is granted to who speaks through it."""
+"""Ranks that speak through the store may be late by this multiple of its own slowness."""
 SLOW_SIGNS = 30.0
 """Seconds of silence that a rank on another host is granted while it has no watcher: a thread may lack the lock."""
 DELIVERY = 1.0
-"""Seconds within which the last message of a process arrives that has ended, and the store says why it has."""
+"""Seconds within which the last message of an ended process arrives, and the store says why it has ended."""
 LATE = 30.0
-"""The same for one that had finished this very call when it ended: all it owed is on its way, on a crowded machine."""
+"""The same for one that had finished this very call when it ended: all it owed is on its way, if slowly on a crowded
+machine."""
 WARN = 10.0
 """Seconds after which a wait is worth a warning; the next come after twice as long each."""
 
@@ -57,7 +58,7 @@ class Peer:
     process: Process | None = None
     status: Status | None = None
     heard: float = -1.0
-    """When the question was asked that its status answered."""
+    """When the question was asked to which its status was the answer."""
     sight: Sight = field(default_factory=lambda: Sight(UNKNOWN))
     number: int = -1
     """How often its watcher has looked; -1 without one."""
@@ -132,8 +133,8 @@ class Detector:
             yield from self._hear(waiting, now)
 
     def _introduces(self) -> Turn:
-        """Says which process this is. The first of the group says where; who is elsewhere says that there are several
-        hosts."""
+        """Says which process this is. The first of the group says where; a rank that is elsewhere says that there are
+        several hosts."""
         yield "set", f"process/{self.rank}", packed_process(self.me)
         first = yield "claim", "host", self.me.host
         if first != self.me.host or self.me.host == NOWHERE:
@@ -145,7 +146,7 @@ class Detector:
         raw = yield "get", f"refused/{self.status.call}", b""
         if raw is not None and self.waiting is waiting:
             self._refused = Fault.parsed(raw, self.size)
-        for number in self._some(waiting):
+        for number in self._next_to_look_at(waiting):
             peer = self._peer(number)
             if peer.process is None:
                 raw = yield "get", f"process/{number}", b""
@@ -190,33 +191,33 @@ class Detector:
         self.waiting = ()
 
     def look(self, now: float, current: int, num_waits: int, *, broken: bool = False) -> Verdict | None:
-        """Why this wait cannot end well, if so. `current` is the rank whose message is waited for right now, the
+        """Why this wait cannot end well, if it cannot. `current` is the rank whose message is waited for right now, the
         `num_waits`-th one, or this rank itself for anyone's; `broken` if that failed."""
         passed = min(max(now - self._looked, 0.0), STRIDE)
         self._looked = now
         self._waited += passed
         self._current_for = self._current_for + passed if (current, num_waits) == self._at else 0.0
         self._current, self._num_waits = current, num_waits
-        told = self._fault or self._refused
-        if told is not None:
-            return Verdict(told.rank, told.text)
+        fault = self._fault or self._refused
+        if fault is not None:
+            return Verdict(fault.rank, fault.text)
         if self.strange is not None:
             return Verdict(-1, self.strange)
         if self.lost is not None and not self.closes:
             return Verdict(-1, f"the job's store is gone ({self.lost}): its host{self._holder()} has ended.")
-        found = self._store_trouble(passed)
-        some = self._some(self.waiting) if found is None else ()
-        for number in some:
-            text = self._trouble(number, now, passed * len(self.waiting) / len(some), broken)
+        verdict = self._store_trouble(passed)
+        looked_at = self._next_to_look_at(self.waiting) if verdict is None else ()
+        for number in looked_at:
+            text = self._trouble(number, now, passed * len(self.waiting) / len(looked_at), broken)
             if text is not None:
                 return Verdict(number, text)
-        if found is None and self._waited >= self._timeout:
+        if verdict is None and self._waited >= self._timeout:
             late = "; ".join(f"{self.name(n)} was last seen {self.last(n)}" for n in self.waiting[:4])
-            found = Verdict(self.waiting[0], f"no answer for {self._waited:.0f} s, though all are alive: {late}")
-        return found
+            verdict = Verdict(self.waiting[0], f"no answer for {self._waited:.0f} s, though all are alive: {late}")
+        return verdict
 
     def unexplained(self, current: int, error: str) -> Verdict:
-        """That a message failed though all that it may have been with are alive."""
+        """The verdict on a message that failed though everyone it may have been with is alive."""
         peers = self.waiting if current == self.rank else (current,)
         who = " or ".join(f"{self.name(n)}, last seen {self.last(n)}," for n in peers[:4])
         return Verdict(peers[0], f"messages with {who} failed: {error}")
@@ -237,7 +238,7 @@ class Detector:
             if self._store_stopped >= self.patience:
                 return Verdict(
                     -1,
-                    f"the job's store does not answer: its host{self._holder()} is stopped (SIGSTOP) for"
+                    f"the job's store does not answer: its host{self._holder()} has been stopped (SIGSTOP) for"
                     f" {self._store_stopped:.1f} s.",
                 )
             return None
@@ -252,7 +253,7 @@ class Detector:
 
     @property
     def _is_doubtful(self) -> bool:
-        """Whether the store may be in trouble: who has ended may have ended because of that."""
+        """Whether the store may be in trouble: a rank that has ended may have ended because of that."""
         if self.store is not None:
             return self._store_stopped > 0
         return self._unanswered > BEAT + LAGS * self._lag
@@ -261,7 +262,7 @@ class Detector:
         """What is wrong with a rank that is waited for, if anything is."""
         peer = self._peer(number)
         if peer.process is None:
-            return None  # it never came so far; the timeout ends that
+            return None  # it never got this far; the timeout ends that
         near = self._is_near(peer)
         if near:
             peer.sight = self._look_at(peer.process)
@@ -269,17 +270,18 @@ class Detector:
         peer.stopped = peer.stopped + passed if peer.sight.state == STOPPED else 0.0
         ended = peer.status is not None and peer.status.phase is Phase.ENDED
         if ended or peer.sight.state == GONE:
-            # If it may be anyone's message, who said goodbye is doubted after who did not.
+            # If it may be anyone's message, ranks that said goodbye are doubted after those that did not.
             sure = broken and not (ended and self._current == self.rank)
             if not self._is_needed(number, peer, now, passed, sure):
                 return None
-            what = "has ended" if ended else f"is dead: its process (pid {peer.process.pid}) has ended"
-            return f"{self.name(number)} {what}; last seen {self.last(number)}."
+            cause = "has ended" if ended else f"is dead: its process (pid {peer.process.pid}) has ended"
+            return f"{self.name(number)} {cause}; last seen {self.last(number)}."
         text = self._protocol(number, peer)
         if text is not None:
             return text
         if peer.stopped >= self.patience:
-            return f"{self.name(number)} is stopped (SIGSTOP) for {peer.stopped:.1f} s; last seen {self.last(number)}."
+            stopped = f"has been stopped (SIGSTOP) for {peer.stopped:.1f} s"
+            return f"{self.name(number)} {stopped}; last seen {self.last(number)}."
         granted = SLOW_SIGNS if peer.number < 0 else self.patience + LAGS * self._lag
         if not near and peer.silent >= granted:
             return (
@@ -289,7 +291,7 @@ class Detector:
         return None
 
     def _is_needed(self, number: int, peer: Peer, now: float, passed: float, broken: bool) -> bool:
-        """Whether a rank that is over still owes this one a message. It may have delivered all and rightly ended:
+        """Whether a rank that has ended still owes this one a message. It may have delivered all and rightly ended:
         which messages are done cannot be asked, only which one is waited for. So it is given time to arrive, and the
         store to say why the rank ended."""
         if self._current not in (number, self.rank):
@@ -302,59 +304,59 @@ class Detector:
         return not self._is_doubtful and (peer.over >= granted or (broken and peer.heard > peer.over_since))
 
     def _protocol(self, number: int, peer: Peer) -> str | None:
-        """What a rank says of itself that does not fit this wait, if anything does not."""
-        found, mine, who = peer.status, self.status, self.name(number)
-        if found is None or peer.heard < self._began:
+        """What a rank says of itself that does not fit this wait, if anything."""
+        theirs, mine, who = peer.status, self.status, self.name(number)
+        if theirs is None or peer.heard < self._began:
             return None
-        if found.call == mine.call:
-            return self._differs(who, mine, found)
-        then = found.was_in(mine.call)
+        if theirs.call == mine.call:
+            return self._differs(who, mine, theirs)
+        then = theirs.was_in(mine.call)
         if then and then != mine.was_in(mine.call):
             return (
-                f"{who} did something else in call {mine.call}: it is {found}, while {self.name(self.rank)} is {mine}."
+                f"{who} did something else in call {mine.call}: it is {theirs}, while {self.name(self.rank)} is {mine}."
             )
-        # Whose trail shows this call has been in it, so that its message is on the way, however late.
-        ahead = found.call > mine.call and not then
+        # A rank whose trail shows this call has been in it, so its message is on the way, however late.
+        ahead = theirs.call > mine.call and not then
         if ahead and self._current == number and self._current_for > 5 * self.patience:
-            return f"{who} went on alone: it is {found}, while {self.name(self.rank)} is {mine}."
+            return f"{who} went on alone: it is {theirs}, while {self.name(self.rank)} is {mine}."
         return None
 
-    def _differs(self, who: str, mine: Status, found: Status) -> str | None:
-        """How a rank in this very call is in another one than this rank, if it is."""
+    def _differs(self, who: str, mine: Status, theirs: Status) -> str | None:
+        """How a rank in the call of this number does something else than this rank, if it does."""
         # All ranks remember the same agreements, so a call is new to all of them or to none.
-        if found.compares != mine.compares and (found.training_step, found.direction) == (
+        if theirs.compares != mine.compares and (theirs.training_step, theirs.direction) == (
             mine.training_step,
             mine.direction,
         ):
-            compares = who if found.compares else self.name(self.rank)
+            compares = who if theirs.compares else self.name(self.rank)
             return (
-                f"{who} was asked for something else: it is {found}, while {self.name(self.rank)} is {mine}, and"
+                f"{who} was asked for something else: it is {theirs}, while {self.name(self.rank)} is {mine}, and"
                 f" only {compares} was asked for something new."
             )
-        if found.phase is Phase.IDLE:
+        if theirs.phase is Phase.IDLE:
             return None
-        both = found.phase is Phase.AGREEING and mine.phase is Phase.AGREEING  # they will see it for themselves
+        both = theirs.phase is Phase.AGREEING and mine.phase is Phase.AGREEING  # they will see it for themselves
         for name in (
             ("training_step", "direction") if both else ("training_step", "direction", "plan", "forward", "name")
         ):
-            if getattr(found, name) != getattr(mine, name):
-                return f"{who} does something else: it is {found}, while {self.name(self.rank)} is {mine}."
+            if getattr(theirs, name) != getattr(mine, name):
+                return f"{who} does something else: it is {theirs}, while {self.name(self.rank)} is {mine}."
         return None
 
     # -- words ------------------------------------------------------------------------------------------------------
 
     def warning(self) -> str | None:
-        """What to say of a wait that is long although nothing is wrong; after 10, 20, 40, ... seconds."""
+        """What to say about a wait that is long although nothing is wrong; after 10, 20, 40, ... seconds."""
         if self._waited < self._warn or not self.waiting:
             return None
         self._warn *= 2
         number = self._current if self._current in self.waiting else self.waiting[0]
         peer = self._peer(number)
-        doing = "it has not come to this group yet" if peer.process is None else self._doing(peer)
+        activity = "it has not come to this group yet" if peer.process is None else self._doing(peer)
         slow = f" The job's store has not answered for {self._unanswered:.0f} s." if self._unanswered > 1 else ""
         return (
             f"{self.name(self.rank)} has waited {self._waited:.0f} s for {self.name(number)} {self.status}."
-            f" {self.name(number)} is alive, last seen {self.last(number)}: {doing}.{slow} It is waited for until"
+            f" {self.name(number)} is alive, last seen {self.last(number)}: {activity}.{slow} It is waited for until"
             f" {self._timeout:.0f} s have passed."
         )
 
@@ -371,8 +373,8 @@ class Detector:
         return f"rank {rank}" if self.names[rank] == rank else f"rank {rank} (global rank {self.names[rank]})"
 
     def last(self, number: int) -> str:
-        found = self._peer(number).status
-        return "in no call over this group" if found is None else str(found)
+        status = self._peer(number).status
+        return "in no call over this group" if status is None else str(status)
 
     def _holder(self) -> str:
         if self.store is None:
@@ -386,8 +388,8 @@ class Detector:
     def _peer(self, number: int) -> Peer:
         return self.peers.setdefault(number, Peer())
 
-    def _some(self, waiting: tuple[int, ...]) -> tuple[int, ...]:
-        """Those to look at now: a few at a time, in turn."""
+    def _next_to_look_at(self, waiting: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks to look at now: a few at a time, in turn."""
         if len(waiting) <= LOOKS:
             return waiting
         self._turn += LOOKS

@@ -42,7 +42,7 @@ class TorchStore:
         return TorchStore(self._inner, f"{self._prefix}/{prefix}")
 
     def again(self, deadline: float | None) -> TorchStore:  # noqa: ARG002
-        """The same once more; PyTorch's clients know no deadline."""
+        """The same store again; PyTorch's clients know no deadline."""
         return TorchStore(self._inner, self._prefix)
 
     def set(self, key: str, value: bytes) -> None:
@@ -56,7 +56,7 @@ class TorchStore:
         return self._store.add(key, number)
 
     def claim(self, key: str, value: bytes) -> bytes:
-        """Writes the value if nobody did; what is there then. (`compare_set` takes texts only, no bytes.)"""
+        """Writes the value if nobody has; returns what is there then. (`compare_set` takes texts only, no bytes.)"""
         if self.add(f"{key}/claims", 1) == 1:
             self.set(key, value)
             return value
@@ -100,7 +100,7 @@ def _through_torch(store: Any, prefix: str) -> TorchStore:
 
 
 def _client(store: Any, prefix: str) -> StoreClient | None:
-    """A client in plain Python, if it reads what PyTorch's wrote, and the other way round."""
+    """A client in plain Python, if it reads what PyTorch's wrote, and vice versa."""
     proof, key = secrets.token_hex(16), f"proof/{secrets.token_hex(16)}"
     client = None
     try:

@@ -44,10 +44,10 @@ def this_process() -> Process:
     True
     """
     pid = os.getpid()
-    found = _read(pid)
-    if found is None or os.readlink("/proc/self") != str(pid):  # /proc is another container's
+    stat = _read(pid)
+    if stat is None or os.readlink("/proc/self") != str(pid):  # /proc is another container's
         return Process(NOWHERE, pid, 0)
-    return Process(_host(), pid, found[2])
+    return Process(_host(), pid, stat[2])
 
 
 def _host() -> bytes:
@@ -65,10 +65,10 @@ def seen(process: Process) -> Sight:
     >>> seen(Process(b"", os.getpid(), 1)).state  # another one had this number before
     'X'
     """
-    found = _read(process.pid)
-    if found is None:
+    stat = _read(process.pid)
+    if stat is None:
         return Sight(UNKNOWN if _answers(process.pid) else GONE)
-    state, seconds, start = found
+    state, seconds, start = stat
     if start != process.start or state in "ZXx":
         return Sight(GONE, seconds)
     return Sight(STOPPED if state in "Tt" else state, seconds)
@@ -86,8 +86,8 @@ def _read(pid: int | str) -> tuple[str, float, int] | None:
 
 def is_asleep(thread: int | None) -> bool:
     """Whether a thread of this process waits for anything but a processor; so, too, where that cannot be seen."""
-    found = None if thread is None else _read(f"self/task/{thread}")
-    return found is None or found[0] != "R"
+    stat = None if thread is None else _read(f"self/task/{thread}")
+    return stat is None or stat[0] != "R"
 
 
 def _answers(pid: int) -> bool:
@@ -113,7 +113,7 @@ def listener(port: int) -> Process | None:
         rows = [line.split() for line in lines]
         inodes |= {row[9] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
     targets = {f"socket:[{inode}]" for inode in inodes}
-    holders = [(found[2], pid) for pid in _pids() if _holds(pid, targets) and (found := _read(pid)) is not None]
+    holders = [(stat[2], pid) for pid in _pids() if _holds(pid, targets) and (stat := _read(pid)) is not None]
     if not targets or not holders:
         return None
     start, pid = min(holders)

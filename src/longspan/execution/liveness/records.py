@@ -72,7 +72,7 @@ class Status:
 
     @classmethod
     def parsed(cls, raw: bytes) -> Status:
-        """The status of such bytes, which come from a store that strangers may write.
+        """The status in these bytes, which come from a store that strangers may write to.
 
         >>> Status.parsed(Status(call=3, direction=Direction.FORWARD).packed()).call
         3
@@ -101,7 +101,7 @@ class Status:
         return replace(self, call=call, trail=trail, name=raw.ljust(NAME, b"\0"))
 
     def was_in(self, call: int) -> int:
-        """Which one a call was here; 0 if that is not known."""
+        """The identity of a call here; 0 if that is not known."""
         back = self.call - call
         return self.trail[-1 - back] if 0 <= back < TRAIL else 0
 
@@ -128,10 +128,10 @@ class Status:
         if self.phase in (Phase.IDLE, Phase.ENDED):
             return f"after {call}){training}"
         plan = f"plan {self.plan.hex()[:12]}"
-        what = (
+        place = (
             f"comparing {plan}" if self.phase is Phase.AGREEING else f"step {self.step + 1} of {self.num_steps}, {plan}"
         )
-        return f"in {call}, {what}){training}"
+        return f"in {call}, {place}){training}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Fault:
 
     @classmethod
     def parsed(cls, raw: bytes, world_size: int) -> Fault:
-        """The fault of such bytes.
+        """The fault in these bytes.
 
         >>> Fault.parsed(Fault(2, "ValueError: no").packed(), 4)
         Fault(rank=2, text='ValueError: no')
@@ -173,7 +173,7 @@ def packed_process(process: Process) -> bytes:
 
 
 def parsed_process(raw: bytes) -> Process:
-    """The process of such bytes.
+    """The process in these bytes.
 
     >>> parsed_process(packed_process(Process(bytes(16), 7, 9))).pid
     7

@@ -20,7 +20,7 @@ _HELLO = struct.pack("<BI", 0, 0x3C85F7CE)
 
 
 class LostError(Exception):
-    """The store cannot be reached any more, or gave an answer that is none."""
+    """The store cannot be reached any more, or gave an answer that makes no sense."""
 
 
 class StoreClient:
@@ -29,7 +29,7 @@ class StoreClient:
     def __init__(self, address: tuple[str, int], prefix: str, deadline: float | None = None) -> None:
         self.address, self.prefix, self.deadline = address, prefix, deadline
         self._closed = False
-        self._socket = self._connected()
+        self._socket = self._connect()
 
     def part(self, prefix: str) -> StoreClient:
         """A connection of its own to the part whose keys begin with the prefix."""
@@ -60,7 +60,7 @@ class StoreClient:
         return struct.unpack("<q", self._ask(_ADD, self._key(key) + struct.pack("<q", number), 8))[0]
 
     def claim(self, key: str, value: bytes) -> bytes:
-        """Writes the value if nothing is there; what is there then."""
+        """Writes the value if nothing is there; returns what is there then."""
         return self._value(_COMPARE_SET, self._key(key) + _text(b"") + _text(value))
 
     def close(self) -> None:
@@ -78,24 +78,24 @@ class StoreClient:
         except OSError:
             return False
 
-    def _connected(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         try:
-            found = socket.create_connection(self.address, 5.0 if self.deadline is None else self.deadline)
-            found.settimeout(self.deadline)
-            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            found.sendall(_HELLO)
+            connection = socket.create_connection(self.address, 5.0 if self.deadline is None else self.deadline)
+            connection.settimeout(self.deadline)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(_HELLO)
         except OSError as error:
             raise LostError(f"no connection to {self.address[0]}:{self.address[1]}: {error}") from None
-        return found
+        return connection
 
     def _key(self, key: str) -> bytes:
         return _text(self.whole_key(key))
 
-    def _ask(self, kind: int, what: bytes, size: int = 0) -> bytes:
-        """An answer of this many bytes. A connection that broke is made anew once: a store that lives answers then."""
+    def _ask(self, kind: int, body: bytes, size: int = 0) -> bytes:
+        """An answer of this many bytes. A broken connection is made anew once: a store that lives answers then."""
         for last in (False, True):
             try:
-                self._socket.sendall(bytes((kind,)) + what)
+                self._socket.sendall(bytes((kind,)) + body)
                 return self._read(size)
             except TimeoutError:
                 self._socket.close()  # an answer that comes later must not be taken for the next one's
@@ -104,11 +104,11 @@ class StoreClient:
                 if last or self._closed or kind in (_ADD, _COMPARE_SET):  # what may have been done is not done again
                     raise LostError(str(error)) from None
                 self._socket.close()
-                self._socket = self._connected()
+                self._socket = self._connect()
         raise AssertionError("the second try has returned or raised")
 
-    def _value(self, kind: int, what: bytes) -> bytes:
-        size = struct.unpack("<Q", self._ask(kind, what, 8))[0]
+    def _value(self, kind: int, body: bytes) -> bytes:
+        size = struct.unpack("<Q", self._ask(kind, body, 8))[0]
         if size > MAX_VALUE:
             self.close()
             raise LostError(f"an answer of {size} bytes, where a record was expected")
@@ -118,13 +118,13 @@ class StoreClient:
             raise LostError(str(error)) from None
 
     def _read(self, size: int) -> bytes:
-        found = b""
-        while len(found) < size:
-            more = self._socket.recv(size - len(found))
+        answer = b""
+        while len(answer) < size:
+            more = self._socket.recv(size - len(answer))
             if not more:
                 raise ConnectionResetError("the store closed the connection")
-            found += more
-        return found
+            answer += more
+        return answer
 
 
 def _text(raw: bytes) -> bytes:

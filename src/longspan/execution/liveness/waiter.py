@@ -61,26 +61,26 @@ class Waiter:
             return
         if self._left is not None:
             _close(self._left)
-        # What is asleep now is deaf: Gloo never tells a message that its peer died in the middle of. It sleeps until
-        # the group's timeout, long after this process has ended.
+        # A thread that is asleep now is deaf: Gloo never ends a message whose peer died in the middle of it. It sleeps
+        # until the group's timeout, long after this process has ended.
         join_unless_asleep(self._thread)
         self._left = None
 
     def _serve(self) -> None:
-        while self._served():
+        while self._serve_one():
             pass
 
-    def _served(self) -> bool:
+    def _serve_one(self) -> bool:
         """Waits for one list; nothing of it is held when this returns."""
         works = self._asked.get()
         if works is None:
             return False
-        answer = self._waited(works)
+        answer = self._wait_for_all(works)
         del works
         self._answers.put(answer)
         return True
 
-    def _waited(self, works: Works) -> tuple[int, str] | None:
+    def _wait_for_all(self, works: Works) -> tuple[int, str] | None:
         for peer, work in works:
             self.current = peer
             self.num_waits += 1

@@ -1,8 +1,9 @@
 """Liveness: says where this rank is, and finds out why another one does not come.
 
 Ranks of one host are looked at directly, those of others through a watcher process beside each rank; where a rank is,
-and what went wrong, it says in the job's own store, in records of fixed layout. Who finds a fault writes it down for
-all, so that everybody raises the same message. The `Detector` decides; here are the threads, the clock and the store.
+and what went wrong, it says in the job's own store, in records of fixed layout. Whoever finds a fault writes it down
+for all, so that everybody raises the same message. The `Detector` decides; here are the threads, the clock and the
+store.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from longspan.execution.liveness.store_client import StoreClient
 from longspan.execution.liveness.waiter import Waiter, first_line, join_unless_asleep
 
 MANY = 2048
-"""Ranks from which on signs of life become rarer: one store serves them all."""
+"""With this many ranks or more, signs of life become rarer: one store serves them all."""
 GRACE = 0.75
 """Seconds for which a process that holds the store stays after a failure, so that all can read of it."""
 LAST = 5.0
@@ -78,15 +79,15 @@ class Watch:
     def status(self) -> Status:
         return self.detector.status
 
-    def at(self, **changes: Any) -> None:
-        """Where this rank is from now on; the others can read it soon."""
+    def publish(self, **changes: Any) -> None:
+        """Updates the status that the next sign of life publishes."""
         self.detector.status = replace(self.detector.status, **changes)
 
     def enter(self, **changes: Any) -> None:
         """A call begins: the others may know at once."""
         entered = self.status.entered(changes.pop("call"), changes.pop("identity"), changes.pop("name"))
         self.detector.status = entered
-        self.at(**changes)
+        self.publish(**changes)
         if time.monotonic() - self._spoke > BEAT / 4:
             self._wake.set()
 
@@ -97,11 +98,11 @@ class Watch:
 
     def tell(self, error: BaseException) -> None:
         """Writes down for all ranks that this one raised; the group has failed."""
-        self._fail(Fault(self.rank, f"{self._name} raised {self.status}: {_said(error)}"))
+        self._fail(Fault(self.rank, f"{self._name} raised {self.status}: {_error_text(error)}"))
 
     def refuse(self, call: int, error: BaseException) -> None:
         """Writes down for those who entered a call that this rank refused it; nothing was sent."""
-        text = f"{self._name} refused call {call}: {_said(error)}"
+        text = f"{self._name} refused call {call}: {_error_text(error)}"
         self._say(("set", f"refused/{call}", Fault(self.rank, text).packed()))
 
     # -- waiting ----------------------------------------------------------------------------------------------------
@@ -125,10 +126,10 @@ class Watch:
                 self._raise_broken(self._waiter.current, broken)
         finally:
             self.detector.end()
-            self.at(phase=phase)
+            self.publish(phase=phase)
 
     def broken(self, error: Exception, peers: Sequence[int]) -> None:
-        """Raises a `RankError` for messages that could not even be started: with any of these ranks."""
+        """Raises a `RankError` for messages with these ranks that could not even be started."""
         self._begin(peers, math.inf)
         try:
             self._raise_broken(self.rank, first_line(error))
@@ -136,13 +137,13 @@ class Watch:
             self.detector.end()
 
     def _begin(self, peers: Sequence[int], timeout: float) -> None:
-        self.at(phase=self.status.phase if self.status.phase is Phase.AGREEING else Phase.WAITING)
+        self.publish(phase=self.status.phase if self.status.phase is Phase.AGREEING else Phase.WAITING)
         self.detector.begin(time.monotonic(), peers, timeout)
 
     def _look(self) -> None:
-        found = self.detector.look(time.monotonic(), self._waiter.current, self._waiter.num_waits)
-        if found is not None:
-            self._raise(found)
+        verdict = self.detector.look(time.monotonic(), self._waiter.current, self._waiter.num_waits)
+        if verdict is not None:
+            self._raise(verdict)
         warning = self.detector.warning()
         if warning is not None:
             _log.warning(warning)
@@ -153,17 +154,17 @@ class Watch:
         for _ in range(int((self.patience + DELIVERY) / (BEAT / 4))):  # looks, not seconds: all may have stood still
             self._wake.set()
             time.sleep(BEAT / 4)
-            found = self.detector.look(time.monotonic(), peer, -2, broken=True)
-            if found is not None:
-                self._raise(found)
+            verdict = self.detector.look(time.monotonic(), peer, -2, broken=True)
+            if verdict is not None:
+                self._raise(verdict)
         self._raise(self.detector.unexplained(peer, error))
 
-    def _raise(self, found: Verdict) -> None:
+    def _raise(self, verdict: Verdict) -> None:
         """The first finding of all ranks counts: everybody names the same one."""
-        if found.rank >= 0:
-            self._fail(Fault(found.rank, found.text))
+        if verdict.rank >= 0:
+            self._fail(Fault(verdict.rank, verdict.text))
         else:
-            self.failed = found.text
+            self.failed = verdict.text
         text = str(self.failed).rstrip(".")
         raise RankError(f"{text}. Meanwhile {self._name} was waiting {self.status}. {ADVICE}")
 
@@ -199,7 +200,7 @@ class Watch:
     def _fail(self, fault: Fault) -> None:
         self.failed = fault.text
         raw = self._say(("claim", "fault", fault.packed()))
-        with suppress(RankError):  # who came first counts; what is no record does not
+        with suppress(RankError):  # the first record counts; anything else does not
             self.failed = Fault.parsed(raw, self.detector.size).text if raw else fault.text
 
     def _say(self, question: Question) -> bytes | None:
@@ -253,7 +254,7 @@ class Watch:
             self.tell(error)
         self._stop.set()
         self._wake.set()
-        self.at(phase=Phase.ENDED)
+        self.publish(phase=Phase.ENDED)
         last = replace(self.status, beat=self.detector.num_beats + 1)
         self._say(("set", f"status/{self.rank}", last.packed()))
         if lingers:
@@ -266,20 +267,20 @@ class Watch:
 
 def _holder(store: StoreClient) -> Process | None:
     """The process that holds the store; looked for once, as long as it lives."""
-    found = _holders.get(store.address)
-    if found is None or seen(found).state == GONE:
-        found = _holders[store.address] = listener(store.address[1])
-    return found
+    holder = _holders.get(store.address)
+    if holder is None or seen(holder).state == GONE:
+        holder = _holders[store.address] = listener(store.address[1])
+    return holder
 
 
 def _ask(store: Store, question: Question) -> bytes | None:
-    what, key, value = question
-    if what == "get":
+    kind, key, value = question
+    if kind == "get":
         return store.get(key)
-    return store.set(key, value) if what == "set" else store.claim(key, value)
+    return store.set(key, value) if kind == "set" else store.claim(key, value)
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

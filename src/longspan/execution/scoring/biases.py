@@ -70,8 +70,8 @@ class RelativeBias:
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, Tensor) or self.table.ndim != 2:
-            found = tuple(self.table.shape) if isinstance(self.table, Tensor) else type(self.table).__name__
-            raise KernelError(f"RelativeBias takes a table (buckets, heads), but {found} was given.")
+            given = tuple(self.table.shape) if isinstance(self.table, Tensor) else type(self.table).__name__
+            raise KernelError(f"RelativeBias takes a table (buckets, heads), but {given} was given.")
         whole_number(self.max_distance, "max_distance", "RelativeBias()", KernelError, low=1)
         buckets = self.table.shape[0] // 2 if self.bidirectional else self.table.shape[0]
         if buckets < 2 or self.max_distance <= buckets // 2:
@@ -120,20 +120,20 @@ def additive_bias(bias: Tensor, batch: int, heads: int, seq_len: int) -> ScoreMo
     """score + bias[b, h, q, kv] in global positions; dims of 1 serve all."""
     wanted = (batch, heads, seq_len, seq_len)
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
-        what = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        given = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise KernelError(
-            f"bias must be a floating-point tensor (batch, heads, queries, keys) that is added to scores, but {what}"
+            f"bias must be a floating-point tensor (batch, heads, queries, keys) that is added to scores, but {given}"
             f" was given. To hide pairs use a mask."
         )
-    found = tuple(bias.shape)
-    if len(found) != 4 or any(a not in (1, b) for a, b in zip(found, wanted, strict=True)):
+    shape = tuple(bias.shape)
+    if len(shape) != 4 or any(a not in (1, b) for a, b in zip(shape, wanted, strict=True)):
         raise KernelError(
-            f"bias has shape {found}, but it is indexed by global (batch, head, query, key) = {wanted}; dims of 1 serve"
+            f"bias has shape {shape}, but it is indexed by global (batch, head, query, key) = {wanted}; dims of 1 serve"
             f" all. Pass the whole bias on every rank."
         )
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        index = [torch.zeros_like(i) if size == 1 else i for i, size in zip((b, h, q, kv), found, strict=True)]
+        index = [torch.zeros_like(i) if size == 1 else i for i, size in zip((b, h, q, kv), shape, strict=True)]
         return score + bias[tuple(index)]
 
     return biased
@@ -153,8 +153,8 @@ class Extras:
 
     def any(self) -> bool:
         """Whether anything was asked for."""
-        found = (self.score_mod, self.softcap, self.alibi, self.relative_bias, self.bias, self.seed)
-        return self.dropout != 0.0 or any(value is not None for value in found)
+        options = (self.score_mod, self.softcap, self.alibi, self.relative_bias, self.bias, self.seed)
+        return self.dropout != 0.0 or any(value is not None for value in options)
 
     def scoring(self, like: Tensor, plan: Plan) -> Scoring | None:
         """The functions in their order; see `scores`."""
@@ -184,8 +184,8 @@ class Extras:
             )
         if self.seed is None:
             return None
-        made = Dropout(self.dropout, self.seed)  # which refuses numbers that are none, also where nothing is dropped
-        return None if self.dropout == 0.0 else made
+        dropout = Dropout(self.dropout, self.seed)  # validates p and seed even when p == 0
+        return None if self.dropout == 0.0 else dropout
 
 
 def _check_device(name: str, tensor: object, like: Tensor) -> None:
@@ -202,9 +202,9 @@ def check_sinks(sinks: Tensor, heads: int) -> None:
 
 def _check_shape(name: str, tensor: Tensor, dims: dict[str, int | None]) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        what = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        given = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise KernelError(
-            f"{name} must be a floating-point tensor ({', '.join(dims)}), but {what} was given. Convert it first."
+            f"{name} must be a floating-point tensor ({', '.join(dims)}), but {given} was given. Convert it first."
         )
     wanted = tuple(dims.values())
     if tensor.ndim != len(wanted) or any(b not in (None, a) for a, b in zip(tensor.shape, wanted, strict=True)):

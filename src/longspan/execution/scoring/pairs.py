@@ -89,10 +89,10 @@ class TilePairs:
         assert self.predicate is not None, "only tiles of an opaque plane ask"
         if tile not in self._answers:
             q, kv = self.where.q[tile.q0 : tile.q1], self.where.kv[tile.k0 : tile.k1]
-            found = torch.from_numpy(np.array(self.predicate.allows(q[:, None], kv[None, :])))
+            answers = torch.from_numpy(np.array(self.predicate.allows(q[:, None], kv[None, :])))
             if len(self._answers) >= REMEMBERED:
                 self._answers.pop(next(iter(self._answers)))
-            self._answers[tile] = found.to(self.where.tensors[0].device)
+            self._answers[tile] = answers.to(self.where.tensors[0].device)
         return self._answers[tile]
 
     def change(self, scores_BHqk: Tensor, tile: Tile) -> Tensor:
@@ -117,9 +117,9 @@ class TilePairs:
             leaves = [leaf, *(taken for _, _, taken in swap.taken)]
             with _torch.recording():
                 first, *rest = torch.autograd.grad(changed, leaves, gradient, allow_unused=True)
-            for (number, at, _), found in zip(swap.taken, rest, strict=True):
-                if found is not None:
-                    self.totals.add(number, at, found)
+            for (number, at, _), grad in zip(swap.taken, rest, strict=True):
+                if grad is not None:
+                    self.totals.add(number, at, grad)
             return torch.zeros_like(gradient) if first is None else first
 
         return changed, pulled

@@ -22,7 +22,7 @@ from longspan.execution.scoring.dropout import Dropout
 from longspan.execution.tile import wide
 from longspan.masks.functions.elementwise import Elementwise, check_signature, elementwise
 from longspan.masks.functions.frozen import frozen
-from longspan.masks.functions.reads import Reads, given
+from longspan.masks.functions.reads import Reads, exclude_arguments
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(score, b, h, q_idx, kv_idx) -> score."""
@@ -40,7 +40,7 @@ class Scoring:
     seen: tuple[Seen, ...] = ()
     """All tensors that the functions read, as far as one pair shows them."""
     reads: tuple[Reads, ...] = ()
-    """All that the functions read, each."""
+    """What each of the functions reads."""
     like: Tensor | None = None
     """A score."""
 
@@ -50,11 +50,11 @@ class Scoring:
         if not functions and dropout is None:
             return None
         score = torch.zeros((), dtype=wide(like.dtype), device=like.device)
-        made = Scoring(tuple(functions), (), dropout, like=score)
-        captured, seen = found_in(lambda mode: made.apply(score, *made._pair(), mode))
+        scoring = Scoring(tuple(functions), (), dropout, like=score)
+        captured, seen = found_in(lambda mode: scoring.apply(score, *scoring._pair(), mode))
         for tensor, _ in seen:
             check_no_tangent(**{f"a tensor of shape {tuple(tensor.shape)} that changes scores": tensor})
-        return Scoring(made.functions, captured, dropout, seen, made._now(), score)
+        return Scoring(scoring.functions, captured, dropout, seen, scoring._now(), score)
 
     def _pair(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(b, h, q_idx, kv_idx) of the first pair."""
@@ -63,7 +63,7 @@ class Scoring:
         return index, index, index, index
 
     def _now(self) -> tuple[Reads, ...]:
-        """What the functions read now, each."""
+        """What each of the functions reads now."""
         before = self.reads or (None,) * len(self.functions)
         return tuple(
             Reads.of(_called(function), partial(self._run, function), known)
@@ -73,7 +73,7 @@ class Scoring:
     def _run(self, function: ScoreMod, finder: Any) -> None:
         assert self.like is not None
         arguments = self.like.clone(), *self._pair()
-        given(finder, *arguments)
+        exclude_arguments(finder, *arguments)
         with finder:
             function(*arguments)
 
@@ -84,10 +84,12 @@ class Scoring:
 
     def check_unchanged(self) -> None:
         """Refuses when what the functions read has changed since forward: backward calls them again."""
-        told = next((told for a, b in zip(self.reads, self._now(), strict=True) if (told := a.difference(b))), None)
-        if told is not None:
+        change = next(
+            (change for a, b in zip(self.reads, self._now(), strict=True) if (change := a.difference(b))), None
+        )
+        if change is not None:
             raise KernelError(
-                f"what a score function reads has changed between forward and backward, which calls it again: {told}."
+                f"what a score function reads has changed between forward and backward, which calls it again: {change}."
                 f" Backward would differentiate another attention. Run backward before the change, or give the function"
                 f" a copy of what it reads."
             )
@@ -111,19 +113,19 @@ class Scoring:
         """Scores after every function, each called under `mode`."""
         for function in self.functions:
             with mode:
-                found = function(score, b, h, q, kv)
-            if not isinstance(found, Tensor) or not found.is_floating_point() or not _fits(found, score):
-                what = (
-                    f"{found.dtype} of shape {tuple(found.shape)}"
-                    if isinstance(found, Tensor)
-                    else type(found).__name__
+                result = function(score, b, h, q, kv)
+            if not isinstance(result, Tensor) or not result.is_floating_point() or not _fits(result, score):
+                kind = (
+                    f"{result.dtype} of shape {tuple(result.shape)}"
+                    if isinstance(result, Tensor)
+                    else type(result).__name__
                 )
                 raise KernelError(
-                    f"score_mod got scores of shape {tuple(score.shape)} and returned {what}. It must return a"
+                    f"score_mod got scores of shape {tuple(score.shape)} and returned {kind}. It must return a"
                     f" floating-point tensor with a score for every pair. To hide pairs use a mask."
                 )
             with mode:  # what is handed on was made here, not captured
-                score = found.expand(score.shape).to(score.dtype)
+                score = result.expand(score.shape).to(score.dtype)
         return score
 
 
@@ -132,9 +134,9 @@ def _called(function: ScoreMod) -> Any:
     return function.elementwise.function if isinstance(function, ScoreFunction) else function
 
 
-def _fits(found: Tensor, score: Tensor) -> bool:
-    pairs = zip(reversed(found.shape), reversed(score.shape), strict=False)
-    return found.ndim <= score.ndim and all(a in (1, b) for a, b in pairs)
+def _fits(result: Tensor, score: Tensor) -> bool:
+    pairs = zip(reversed(result.shape), reversed(score.shape), strict=False)
+    return result.ndim <= score.ndim and all(a in (1, b) for a, b in pairs)
 
 
 class ScoreFunction:

@@ -33,14 +33,14 @@ class Program:
 
     function: Callable[..., Tensor]
     examples: tuple[Tensor, ...]
-    """One of every argument of the graph."""
+    """An example of every argument of the graph."""
     num_given: int
     used: tuple[Tensor | int, ...]
     """Tensors that come from outside; of those that were captured, the number."""
 
     @cached_property
     def graph(self) -> GraphModule:
-        return _refused(lambda: _torch.traced(self.function, [x.detach() for x in self.examples]))
+        return _trace_or_refuse(lambda: _torch.traced(self.function, [x.detach() for x in self.examples]))
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -49,24 +49,24 @@ class Program:
     @cached_property
     def gradient(self) -> GraphModule:
         """(score, b, h, i, j, gradient, buffers) -> their gradients; captured tensors by index only."""
-        found = _refused(lambda: _torch.traced_gradient(self.function, self.examples, 4))
-        if False in _torch.adds_by_index(found):
+        graph = _trace_or_refuse(lambda: _torch.traced_gradient(self.function, self.examples, 4))
+        if False in _torch.adds_by_index(graph):
             raise KernelError(
                 "kernel 'flex' adds gradients of captured tensors up by index, but the score function uses one of them"
                 " as a whole. Take elements out of it, as in table[h], and compute with those, or use"
                 " kernel='reference'."
             )
-        return found
+        return graph
 
     @cached_property
     def why_not(self) -> str | None:
         """What tracing says if it fails, None if it does not."""
-        return _said(lambda: self.graph)
+        return _refusal_of(lambda: self.graph)
 
     @cached_property
     def why_no_gradient(self) -> str | None:
-        """The same, of the gradient too."""
-        return self.why_not or _said(lambda: self.gradient)
+        """The same, for the gradient too."""
+        return self.why_not or _refusal_of(lambda: self.gradient)
 
     def values(self, given: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Tensor]:
         """What the graph takes after the numbers."""
@@ -74,7 +74,7 @@ class Program:
         return [*given, *(_element(captured[use]) if isinstance(use, int) else use for use in self.used)]
 
     def marked(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The same, those marked that get a gradient."""
+        """The same, with those marked that get a gradient."""
         kinds = _torch.adds_by_index(self.gradient)
         return [x if kind is None else x.detach().requires_grad_() for x, kind in zip(values, kinds, strict=True)]
 
@@ -90,7 +90,7 @@ def _element(captured: Tensor) -> Tensor:
     return captured.detach().view(1) if captured.ndim == 0 else captured.detach()
 
 
-def _refused(trace: Callable[[], GraphModule]) -> GraphModule:
+def _trace_or_refuse(trace: Callable[[], GraphModule]) -> GraphModule:
     try:
         with torch.no_grad():
             return trace()
@@ -105,7 +105,7 @@ def _refused(trace: Callable[[], GraphModule]) -> GraphModule:
         ) from error
 
 
-def _said(trace: Callable[[], GraphModule]) -> str | None:
+def _refusal_of(trace: Callable[[], GraphModule]) -> str | None:
     try:
         trace()
     except KernelError as error:
@@ -172,18 +172,18 @@ class Outside(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__" and not isinstance(found := func(*args, **kwargs), Tensor):
-            return found  # a shape or the like, which is no use of what is in the tensor
-        args, kwargs = _torch.tree_map(self._taken, (args, kwargs))
+        if getattr(func, "__name__", "") == "__get__" and not isinstance(value := func(*args, **kwargs), Tensor):
+            return value  # a shape or the like: the tensor's numbers are not used
+        args, kwargs = _torch.tree_map(self._take, (args, kwargs))
         result = _plain(func, args, kwargs, self._device)
-        _torch.tree_map(self._made, result)
+        _torch.tree_map(self._note_made, result)
         return result
 
-    def _made(self, value: Any) -> None:
+    def _note_made(self, value: Any) -> None:
         if isinstance(value, Tensor):
             self._inside[id(value)] = value
 
-    def _taken(self, value: Any) -> Any:
+    def _take(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or id(value) in self._inside:
             return value
         slot = self._slots.get(id(value))

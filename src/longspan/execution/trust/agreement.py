@@ -1,4 +1,4 @@
-"""Agreement before data: what every rank must have been asked for alike is compared once per new call.
+"""Agreement before data: what must be the same on every rank is compared once per new call.
 
 A record is a row of texts of fixed width; every rank sees all rows, so every rank refuses, and names the same fields.
 """

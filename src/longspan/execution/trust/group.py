@@ -31,7 +31,7 @@ from longspan.schedules.steps import MAX_BATCH
 T = TypeVar("T")
 MAX_AGREED = 1024
 ROWS, VERDICT, TABLE, ALIKE = 1023, 1022, 1021, 1020
-"""Steps that no tag of a schedule has, for what ranks compare."""
+"""Steps that no tag of a schedule has, for the messages by which ranks compare calls."""
 _known: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
 
 
@@ -84,9 +84,9 @@ class Members:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        found = self._group()
-        assert found is not None, "a group outlives the calls over it"
-        return found
+        group = self._group()
+        assert group is not None, "a group outlives the calls over it"
+        return group
 
     def watch(self, safety: Safety) -> Watch | None:
         """The watch of this group, started when first asked for; None if nobody watches."""
@@ -101,7 +101,7 @@ class Members:
             world = dist.get_world_size()
             self._watch = Watch(_private(store, self), self.rank, ranks, world_size=world)
             finalize(self.group, self._watch.end)
-            self._watch.at(training_step=self.training_step)
+            self._watch.publish(training_step=self.training_step)
         self._watch.patience = safety.patience
         return self._watch
 
@@ -110,9 +110,9 @@ class Members:
         return self._timeout if safety.timeout is None else safety.timeout
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """One thread at a time. A second one is refused: which of the two calls comes first would be another one on
-        every rank, and their messages would meet."""
+    def enter(self) -> Iterator[None]:
+        """One thread at a time. A second one is refused: which of the two calls comes first may differ from rank to
+        rank, and their messages would meet."""
         if not self._inside.acquire(blocking=False):
             raise BusyError(
                 "a call over this group was asked for while another thread of this process is in one. Which of them"
@@ -127,11 +127,11 @@ class Members:
     @contextmanager
     def call(self, call: Call) -> Iterator[Running]:
         """Numbers the call, compares what is new about it, and tells the others when it fails here."""
-        with self.entered(), self._called(call) as running:
+        with self.enter(), self._run_call(call) as running:
             yield running
 
     @contextmanager
-    def _called(self, call: Call) -> Iterator[Running]:
+    def _run_call(self, call: Call) -> Iterator[Running]:
         self.calls += 1
         watch = self.watch(call.safety)
         running = Running(self, call, self.calls, watch)
@@ -149,7 +149,7 @@ class Members:
         try:
             running.agree()
             running.meet()
-            watch.at(phase=Phase.RUNNING)
+            watch.publish(phase=Phase.RUNNING)
             yield running
         except AgreementError:
             raise  # on all ranks alike
@@ -158,20 +158,20 @@ class Members:
                 watch.tell(error)
             raise
         finally:
-            watch.at(phase=Phase.IDLE)
+            watch.publish(phase=Phase.IDLE)
 
     def tell_step(self) -> None:
         if self._watch is not None:
-            self._watch.at(training_step=self.training_step)
+            self._watch.publish(training_step=self.training_step)
 
     def tell(self, error: BaseException, safety: Safety) -> None:
-        """This rank leaves its loop because of an error, which the others hear of unless they have it from a call."""
+        """Tells the others that this rank leaves its loop because of an error, unless a call has told them already."""
         watch = self.watch(safety)
         if watch is not None and watch.failed is None:
             watch.tell(error)
 
-    def refused(self, error: BaseException, safety: Safety) -> None:
-        """This rank refused a call that others may have entered."""
+    def announce_refusal(self, error: BaseException, safety: Safety) -> None:
+        """Tells the others that this rank refused a call, which they may have entered."""
         self.calls += 1
         watch = self.watch(safety)
         if watch is not None:
@@ -214,7 +214,7 @@ class Running:
         if self.members.rank == 0:
             rows = {rank: torch.empty_like(mine) for rank in others}
             self._exchange({}, rows, ROWS, device)
-            same = all(torch.equal(found, mine) for found in rows.values())
+            same = all(torch.equal(entry, mine) for entry in rows.values())
             self._exchange(
                 dict.fromkeys(others, torch.tensor([same], dtype=torch.uint8, device=device)), {}, VERDICT, device
             )
@@ -229,7 +229,7 @@ class Running:
             if not same.item():
                 table = torch.empty(self.members.size, len(row), dtype=torch.uint8, device=device)
                 self._exchange({}, {0: table}, TABLE, device)
-        return [found.tobytes() for found in table.cpu().numpy()]
+        return [entry.tobytes() for entry in table.cpu().numpy()]
 
     def meet(self) -> None:
         """Returns when all ranks have taken part in one operation on the call's device, unless they have before.
@@ -277,7 +277,8 @@ class Running:
             self._exchange({(rank + 1) % size: token}, {(rank - 1) % size: token.clone()}, ALIKE, device)
 
     def started(self, start: Callable[[], T], peers: Sequence[int]) -> T:
-        """What `start` gives. It raises when a connection is closed, which names nobody: the watch finds out who."""
+        """The result of `start`, which raises when a connection is closed. That names nobody: the watch finds out who
+        it was."""
         try:
             return start()
         except RuntimeError as error:
@@ -288,7 +289,7 @@ class Running:
 
     def at(self, step: int) -> None:
         if self.watch is not None:
-            self.watch.at(step=step)
+            self.watch.publish(step=step)
 
     def wait(
         self,
@@ -328,15 +329,15 @@ class Running:
 
 @contextmanager
 def told(group: dist.ProcessGroup) -> Iterator[None]:
-    """Others hear of what is refused inside, unless the call itself has begun and told them."""
+    """If the body raises before its call has begun, tells the other ranks."""
     members = members_of(group)
-    with members.entered():
+    with members.enter():
         before = members.calls
         try:
             yield
         except Exception as error:
             if members.calls == before:
-                members.refused(error, safety(members.settings))
+                members.announce_refusal(error, safety(members.settings))
             raise
 
 
@@ -354,16 +355,17 @@ def message_device(group: dist.ProcessGroup, wanted: torch.device | None = None)
     """
     if "cpu" in _backends(str(dist.get_backend_config(group))):
         return torch.device("cpu")
-    found = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator()
     if wanted is not None and wanted.type != "cpu":
-        found = wanted
-    if found is None or found.index is not None:
-        return found or torch.device("cpu")
-    return group.bound_device_id or torch.device(found.type, torch.accelerator.current_device_index())
+        device = wanted
+    if device is None or device.index is not None:
+        return device or torch.device("cpu")
+    return group.bound_device_id or torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def first_waits(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's first operation on such a device waits for all ranks. All but Gloo are taken for such."""
+    """Whether the group's first operation on such a device waits for all ranks. All backends but Gloo are assumed
+    to."""
     backend = _backends(str(dist.get_backend_config(group))).get(device.type, "gloo")
     return group.size() > 1 and backend != "gloo"
 
@@ -378,11 +380,11 @@ def _backends(config: str) -> dict[str, str]:
 
 
 def _private(store: Store, members: Members) -> Store:
-    """A part of the job's store for this group, this attempt of the launcher, and this making of the group."""
+    """A part of the job's store for this group, this attempt of the launcher, and this creation of the group."""
     ranks = ",".join(map(str, dist.get_process_group_ranks(members.group)))
     group = hashlib.sha256(f"{members.group.group_name} {ranks}".encode()).hexdigest()[:16]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    made = store.add(f"{attempt}/{group}/made/{members.rank}", 1)  # destroyed and made again, it starts anew
-    found = store.part(f"{attempt}/{group}/{made}")
+    generation = store.add(f"{attempt}/{group}/made/{members.rank}", 1)  # destroyed and made again, it starts anew
+    part = store.part(f"{attempt}/{group}/{generation}")
     store.close()
-    return found
+    return part

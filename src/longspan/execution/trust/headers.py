@@ -1,6 +1,6 @@
 """Headers: in checked mode every message says what it is, and a receiver refuses what it did not expect.
 
-Point-to-point messages are matched by order and size alone; a swapped, short, stale or damaged one is silent otherwise.
+Point-to-point messages are matched by order and size alone; a swapped, short, stale or damaged one would go unnoticed.
 """
 
 from __future__ import annotations
@@ -79,20 +79,20 @@ def opened(expected: Header, whole: Tensor) -> Tensor:
             f"a message without a header arrived from rank {expected.src}, where {expected} was expected. All ranks"
             f" must be in checked mode or none, and no one else may send over this group."
         )
-    found = Header(*_FORM.unpack(raw[: _FORM.size])[1:])
+    header = Header(*_FORM.unpack(raw[: _FORM.size])[1:])
     message = whole[SIZE:]
     wrong = [
-        f.name for f in fields(Header) if f.name != "checksum" and getattr(found, f.name) != getattr(expected, f.name)
+        f.name for f in fields(Header) if f.name != "checksum" and getattr(header, f.name) != getattr(expected, f.name)
     ]
     if wrong:
         raise RankError(
             f"a message arrived that is not the expected one: {', '.join(wrong)} differ. Expected {expected}; found"
-            f" {found}. A rank skipped a call, or runs another program than the others."
+            f" {header}. A rank skipped a call, or runs another program than the others."
         )
-    if found.checksum != _checksum(message):
+    if header.checksum != _checksum(message):
         raise RankError(
-            f"the message {expected} arrived damaged or cut short: its checksum is wrong. End this job; if it comes"
-            f" again, look at the network and at who else sends over this group."
+            f"the message {expected} arrived damaged or cut short: its checksum is wrong. End this job; if it"
+            f" happens again, look at the network and at who else sends over this group."
         )
     return message
 

@@ -43,10 +43,10 @@ _safety: ContextVar[Safety] = ContextVar("longspan_safety")
 
 def safety(last: Safety | None = None) -> Safety:
     """The settings of this scope; on threads of autograd, which have no scope, the `last` that a call had."""
-    found = _safety.get(None)
-    if found is None and last is not None and threading.current_thread() is not threading.main_thread():
+    settings = _safety.get(None)
+    if settings is None and last is not None and threading.current_thread() is not threading.main_thread():
         return last
-    return found or Safety()
+    return settings or Safety()
 
 
 @contextmanager

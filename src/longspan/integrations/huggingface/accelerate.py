@@ -39,7 +39,7 @@ def split_sequences(accelerator: Any, cp_size: int | None = None) -> Ranks | Non
     if size == 1:
         return None
     if named:
-        return _planned(accelerator)
+        return _adopt_mesh(accelerator)
     if not dist.is_initialized():
         raise BatchError(f"cp_size = {size} was asked for, but torch.distributed is not initialised. Use torchrun.")
     names = ("dp_shard", "cp")  # accelerate's words
@@ -48,7 +48,7 @@ def split_sequences(accelerator: Any, cp_size: int | None = None) -> Ranks | Non
     return Ranks(mesh["cp"], mesh["dp_shard"] if world > size else None)
 
 
-def _planned(accelerator: Any) -> Ranks:
+def _adopt_mesh(accelerator: Any) -> Ranks:
     """The groups of a ParallelismConfig with cp_size > 1; accelerate's own context parallelism is left out: it would
     drop masks and refuse windows."""
     accelerator._prepare_cp = lambda *objects: objects

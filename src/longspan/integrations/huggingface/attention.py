@@ -89,11 +89,11 @@ def _check_others(others: dict[str, Any]) -> None:
     for name, value in others.items():
         if value is None or value is False or name in IGNORED:
             continue
-        what = UNDONE.get(name, "which Longspan does not know")
+        meaning = UNDONE.get(name, "which Longspan does not know")
         raise KernelError(
-            f"the model passed {name}= to attention ({what}), and it might change scores. Longspan computes soft caps,"
-            f" sinks, windows, dropout and masks for transformers' models; use attn_implementation='eager' for this"
-            f" one, or call longspan.attention, which takes any score function."
+            f"the model passed {name}= to attention ({meaning}), and it might change scores. Longspan computes soft"
+            f" caps, sinks, windows, dropout and masks for transformers' models; use attn_implementation='eager' for"
+            f" this one, or call longspan.attention, which takes any score function."
         )
 
 
@@ -163,9 +163,9 @@ def _without_mask(module: Any, q: Tensor, k: Tensor, asked: Asked) -> Mask:
 def check_layer_mask(given: Any, asked: Asked) -> None:
     """Refuses masks that are not ours, and windows that the mask does not know of."""
     if not isinstance(given, LayerMask):
-        what = f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"({type(given).__name__})"
+        kind = f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"({type(given).__name__})"
         raise MaskError(
-            f"a mask {what} reached attention, which takes what Longspan's own mask function makes. Pass the 2-D mask"
+            f"a mask {kind} reached attention, which takes what Longspan's own mask function makes. Pass the 2-D mask"
             f" of padding as attention_mask=, and documents as position_ids= that restart; a 4-D mask can be given to"
             f" longspan.attention as masks.from_mask_mod(lambda b, h, q, kv: mask[b, h, q, kv], ...)."
         )
@@ -180,13 +180,14 @@ def check_layer_mask(given: Any, asked: Asked) -> None:
 
 
 def document_numbers(given: LayerMask, position_ids: Any, documents: dict[str, Any]) -> NDArray[Any] | None:
-    """Whose each token is, where the mask does not say it already: `position_ids` are those that it has not seen."""
-    found = numbers_of(documents, given.batch, given.q_len)
-    if found is None and given.padding is None and has(given.term, "causal") and not has(given.term, "packed"):
+    """The document of each token, where the mask does not say it already: `position_ids` are those that it has not
+    seen."""
+    numbers = numbers_of(documents, given.batch, given.q_len)
+    if numbers is None and given.padding is None and has(given.term, "causal") and not has(given.term, "packed"):
         if given.documents is None or given.documents[0] is not position_ids:
             given.documents = position_ids, restarts(position_ids, given.batch, given.q_len)
-        found = given.documents[1]
-    return found
+        numbers = given.documents[1]
+    return numbers
 
 
 def restarts(position_ids: Any, batch: int, length: int) -> NDArray[Any] | None:
@@ -202,7 +203,8 @@ def restarts(position_ids: Any, batch: int, length: int) -> NDArray[Any] | None:
 
 
 def numbers_of(documents: dict[str, Any], batch: int, length: int) -> NDArray[Any] | None:
-    """Document numbers (rows, S) from what flash attention and recurrent layers are told: lengths added up, or numbers.
+    """Document numbers (rows, S) from what flash attention and recurrent layers are told: cumulative lengths, or
+    numbers.
 
     >>> numbers_of({"cu_seq_lens_q": torch.tensor([0, 1, 3])}, 1, 3)
     array([[0, 1, 1]])
@@ -213,40 +215,40 @@ def numbers_of(documents: dict[str, Any], batch: int, length: int) -> NDArray[An
         raise MaskError("cu_seq_lens_q and cu_seq_lens_k differ, but queries and keys are the same tokens.")
     if not edges:
         return _numbered(documents.get("seq_idx"), batch, length)
-    found = np.asarray(edges.pop())
-    if found[0] != 0 or found[-1] != length:
+    borders = np.asarray(edges.pop())
+    if borders[0] != 0 or borders[-1] != length:
         raise MaskError(
-            f"cu_seq_lens run from {found[0]} to {found[-1]}, but the sequence has {length} tokens in one row. Packed"
-            f" batches have one row, and cumulative lengths from 0 to its end."
+            f"cu_seq_lens run from {borders[0]} to {borders[-1]}, but the sequence has {length} tokens in one row."
+            f" Packed batches have one row, and cumulative lengths from 0 to its end."
         )
     if batch != 1:
         raise MaskError(
             f"cu_seq_lens came with {batch} rows of {length} tokens, but they are about one row. Pack all documents"
             f" into one row, or give seq_idx (batch, tokens), a number for each token's document."
         )
-    return np.repeat(np.arange(len(found) - 1), np.diff(found))[None]
+    return np.repeat(np.arange(len(borders) - 1), np.diff(borders))[None]
 
 
 def _edges(given: Any) -> tuple[int, ...]:
     """Cumulative lengths as numbers."""
     whole = isinstance(given, Tensor) and not given.is_floating_point() and given.ndim == 1
-    found = tuple(given.tolist()) if whole else ()
-    if len(found) < 2 or list(found) != sorted(found):
-        what = f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+    edges = tuple(given.tolist()) if whole else ()
+    if len(edges) < 2 or list(edges) != sorted(edges):
+        kind = f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         raise MaskError(
             f"cu_seq_lens must be a tensor of whole numbers that do not fall, 0 and where each document ends, but"
-            f" {what} came. Give torch.tensor([0, 10, 25]) for documents of 10 and 15 tokens."
+            f" {kind} was given. Give torch.tensor([0, 10, 25]) for documents of 10 and 15 tokens."
         )
-    return found
+    return edges
 
 
 def _numbered(index: Any, batch: int, length: int) -> NDArray[Any] | None:
     if index is None:
         return None
     if not isinstance(index, Tensor) or tuple(index.shape) not in ((length,), (1, length), (batch, length)):
-        what = f"a tensor of shape {tuple(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
+        kind = f"a tensor of shape {tuple(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
         raise MaskError(
-            f"seq_idx is {what}, but must be a tensor (batch, tokens) = {(batch, length)} or (1, {length}), with the"
+            f"seq_idx is {kind}, but must be a tensor (batch, tokens) = {(batch, length)} or (1, {length}), with the"
             f" number of each token's document."
         )
     return index.detach().cpu().numpy().reshape(-1, length)
@@ -257,9 +259,11 @@ def _drawn_seed(asked: Asked) -> int | None:
     return None if not asked.dropout else int(torch.randint(0, 2**62, ()).item())
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, what: Any, asked: Asked, seed: int | None, group: Any = None) -> Tensor:
+def run(
+    q: Tensor, k: Tensor, v: Tensor, plan_or_mask: Any, asked: Asked, seed: int | None, group: Any = None
+) -> Tensor:
     """`longspan.attention` with what the layer asks for. Trainers reduce gradients of sinks with all others."""
     return attention(
-        q, k, v, what, group=group, scale=asked.scale, softcap=asked.softcap, sinks=asked.sinks,
+        q, k, v, plan_or_mask, group=group, scale=asked.scale, softcap=asked.softcap, sinks=asked.sinks,
         dropout=asked.dropout, seed=seed, captured_grads="share",
     )  # fmt: skip

@@ -131,17 +131,17 @@ def full_loss(loss: Tensor, inputs: Mapping[str, Any], *, gradients: str = "sum"
 
 
 def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
-    found = [batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None]
-    if len(found) != 1 or not isinstance(found[0], Tensor) or found[0].ndim not in (2, 3):
+    tensors = [batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None]
+    if len(tensors) != 1 or not isinstance(tensors[0], Tensor) or tensors[0].ndim not in (2, 3):
         raise BatchError(
             "a batch has input_ids (batch, tokens) or inputs_embeds (batch, tokens, features), one of them. This one"
             f" has {', '.join(batch) or 'nothing'}."
         )
-    return int(found[0].shape[0]), int(found[0].shape[1])
+    return int(tensors[0].shape[0]), int(tensors[0].shape[1])
 
 
 def _check_others(batch: Mapping[str, Any], seq_len: int) -> None:
-    """Refuses what may be about tokens and has no meaning here."""
+    """Refuses arguments that may be about tokens and have no meaning here."""
     if batch.get("loss_mask") is not None:
         raise BatchError(
             "the batch has a loss_mask, which transformers' losses do not know. Put -100 into labels where it is 0, and"
@@ -163,35 +163,35 @@ def _padding(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[np.bo
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or tuple(mask.shape) != (rows, seq_len):
-        what = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        kind = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise BatchError(
-            f"attention_mask is {what}, but over ranks it is (batch, tokens) = {(rows, seq_len)}, 1 for real tokens."
-            f" Other masks can be said in global positions to longspan.attention."
+            f"attention_mask is {kind}, but over ranks it is (batch, tokens) = {(rows, seq_len)}, 1 for real tokens."
+            f" Pass other masks, in global positions, to longspan.attention."
         )
     return mask.detach().cpu().numpy().astype(bool)
 
 
 def _documents(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[Any] | None:
-    """Whose each token is, (rows or 1, S), or None where every row is one document."""
-    said = numbers_of({name: batch.get(name) for name in PACKED}, rows, seq_len)
-    found = restarts(batch.get("position_ids"), rows, seq_len)
+    """The document number of each token, (rows or 1, S), or None where every row is one document."""
+    stated = numbers_of({name: batch.get(name) for name in PACKED}, rows, seq_len)
+    from_positions = restarts(batch.get("position_ids"), rows, seq_len)
     mask = batch.get("attention_mask")
     if mask is not None:
-        if said is None and found is not None:
-            _check_padded(mask, found)
-        return said
-    if said is not None and found is not None and not _same_borders(said, found):
+        if stated is None and from_positions is not None:
+            _check_padded(mask, from_positions)
+        return stated
+    if stated is not None and from_positions is not None and not _same_borders(stated, from_positions):
         raise BatchError(
-            "position_ids restart elsewhere than cu_seq_lens or seq_idx say that documents begin. Give one of them, or"
+            "position_ids restart elsewhere than where cu_seq_lens or seq_idx let documents begin. Give one of them, or"
             " make them agree."
         )
-    return said if said is not None else found
+    return stated if stated is not None else from_positions
 
 
-def _check_padded(mask: Tensor, found: NDArray[Any]) -> None:
+def _check_padded(mask: Tensor, numbers: NDArray[Any]) -> None:
     """With a mask of padding transformers looks for no documents: positions may jump at padding, and nowhere else."""
     real = mask.detach().cpu().numpy().astype(bool)
-    borders = (np.diff(found, axis=1) != 0) & real[:, 1:] & real[:, :-1]
+    borders = (np.diff(numbers, axis=1) != 0) & real[:, 1:] & real[:, :-1]
     if borders.any():
         row, place = (int(x[0]) for x in np.nonzero(borders))
         raise BatchError(
@@ -214,9 +214,9 @@ def _positions(
         raise BatchError(f"positions = {positions!r} was asked for, but the batch has position_ids. Take one out.")
     if given is not None:
         if not isinstance(given, Tensor) or tuple(given.shape) not in ((1, seq_len), (rows, seq_len)):
-            what = f"have shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"are {type(given).__name__}"
+            kind = f"have shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"are {type(given).__name__}"
             raise BatchError(
-                f"position_ids {what}, but whole sequences have a tensor (batch, tokens) = {(rows, seq_len)}. Give"
+                f"position_ids {kind}, but whole sequences have a tensor (batch, tokens) = {(rows, seq_len)}. Give"
                 f" whole tensors, not shards."
             )
         return given.expand(rows, -1)
@@ -224,7 +224,7 @@ def _positions(
         raise BatchError(
             f"the batch has {'no documents' if documents is None else 'documents'} and no position_ids, and positions ="
             f" {positions!r}. Say 'document' if they start again with every document (as collators for packed batches"
-            f" do), 'sequence' if they count through."
+            f" do), 'sequence' if they count on through all documents."
         )
     counted = torch.arange(seq_len, device="cpu").expand(rows, -1)
     if positions == "document" and documents is not None:
@@ -242,8 +242,8 @@ def _layout(layout: Any, whole: Whole, kinds: list[Kind], world_size: int) -> La
         layout = getattr(layouts, layout)(seq_len, world_size)
     if not isinstance(layout, Layout):
         raise BatchError(
-            f"layout = {layout!r} was asked for. Choose one of 'balanced', 'zigzag', 'contiguous', 'striped', and what"
-            f" longspan.layouts makes."
+            f"layout = {layout!r} was asked for. Choose one of 'balanced', 'zigzag', 'contiguous', 'striped', or pass a"
+            f" layout of longspan.layouts."
         )
     if (layout.seq_len, layout.world_size) != (seq_len, world_size):
         raise BatchError(
@@ -276,7 +276,8 @@ def _part(batch: Mapping[str, Any], layout: Layout, rank: int, position_ids: Ten
 
 
 def _shifted(batch: Mapping[str, Any]) -> Tensor | None:
-    """Labels one place earlier, as transformers' loss shifts them, documents or not; shift_labels go before labels."""
+    """Labels one place earlier, as transformers' loss shifts them, documents or not; shift_labels take precedence over
+    labels."""
     labels, shifted = batch.get("labels"), batch.get("shift_labels")
     if labels is None or shifted is not None:
         return shifted

@@ -1,4 +1,4 @@
-"""What Longspan gives transformers as a mask: an object that knows what was asked for, and no tensor.
+"""What Longspan gives transformers as a mask: an object that knows what was asked for, not a tensor.
 
 Transformers asks once per kind of layer and forward, and hands what it got to all layers of that kind.
 """
@@ -34,7 +34,7 @@ _SAMPLES = 64
 
 _NO_TENSOR = (
     "the model computes with its mask as with a tensor (to choose keys, or to add biases to it), and Longspan's is"
-    " none: no tensor of all pairs is made. Use attn_implementation='eager' for this model."
+    " not one: no tensor of all pairs is made. Use attn_implementation='eager' for this model."
 )
 
 
@@ -118,7 +118,7 @@ class LayerMask:
         return whole
 
     def separated(self, numbers: NDArray[Any]) -> Mask:
-        """The mask, with documents apart: `numbers` (rows, S) says whose each token is."""
+        """The mask, with documents apart: `numbers` (rows, S) says which document each token belongs to."""
         key = numbers.tobytes()
         if key not in self._separated:
             self._separated[key] = self.mask & per_row_alike(numbers)
@@ -139,7 +139,7 @@ def layer_mask(
     if mask_function is None:
         from transformers.masking_utils import causal_mask_function as mask_function
     if isinstance(attention_mask, LayerMask):
-        return _made_ahead(attention_mask, (batch_size, 1, q_length, kv_length), mask_function)
+        return _reuse(attention_mask, (batch_size, 1, q_length, kv_length), mask_function)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise MaskError(
             f"attention_mask of shape {tuple(attention_mask.shape)} was given. Longspan takes the mask of padding,"
@@ -147,51 +147,51 @@ def layer_mask(
         )
     padding = None if attention_mask is None else array_of(attention_mask).astype(bool)
     q, kv = (int(q_offset), int(q_length)), (int(kv_offset), int(kv_length))
-    made = LayerMask(int(batch_size), q, kv, term_of(mask_function), padding)
-    _check_reading(made, mask_function)
-    return made
+    mask = LayerMask(int(batch_size), q, kv, term_of(mask_function), padding)
+    _check_reading(mask, mask_function)
+    return mask
 
 
-def _made_ahead(made: LayerMask, shape: tuple[int, ...], mask_function: Callable[..., Any]) -> LayerMask:
+def _reuse(mask: LayerMask, shape: tuple[int, ...], mask_function: Callable[..., Any]) -> LayerMask:
     """A mask that comes back through attention_mask=, if it is the one that is asked for."""
     kind = kind_of(term_of(mask_function))
-    if made.shape != shape or made.kind != kind:
+    if mask.shape != shape or mask.kind != kind:
         raise MaskError(
-            f"a mask of shape {made.shape} and kind {made.kind} was passed as attention_mask=, but the model needs one"
+            f"a mask of shape {mask.shape} and kind {mask.kind} was passed as attention_mask=, but the model needs one"
             f" of shape {shape} and kind {kind}. Pass the 2-D mask of padding instead."
         )
-    return made
+    return mask
 
 
-def _check_reading(made: LayerMask, mask_function: Callable[..., Any]) -> None:
+def _check_reading(mask: LayerMask, mask_function: Callable[..., Any]) -> None:
     """Asks transformers' function about a few pairs: another version may mean something else by the same closures."""
-    if has(made.term, "function") or not (made.batch and made.q_len and made.kv_len):
+    if has(mask.term, "function") or not (mask.batch and mask.q_len and mask.kv_len):
         return
     step = np.arange(_SAMPLES, dtype=np.int64)
-    b, q = step * 5 % made.batch, step * 0x9E3779B1 % made.q_len + made.q_offset
-    kv = made.kv_offset + np.where(step % 2, step * 0x85EBCA6B, q - made.kv_offset - step // 8) % made.kv_len
+    b, q = step * 5 % mask.batch, step * 0x9E3779B1 % mask.q_len + mask.q_offset
+    kv = mask.kv_offset + np.where(step % 2, step * 0x85EBCA6B, q - mask.kv_offset - step // 8) % mask.kv_len
     device = next(_tables(mask_function), torch.zeros(0)).device
     asked = [torch.as_tensor(x, device=device) for x in (b, np.zeros_like(b), q, kv)]
-    said = mask_function(*asked).cpu().numpy()
-    read, base = np.zeros(len(b), dtype=bool), made.frame.base
-    for row in range(made.batch):
+    answers = mask_function(*asked).cpu().numpy()
+    reading, base = np.zeros(len(b), dtype=bool), mask.frame.base
+    for row in range(mask.batch):
         here = b == row
-        read[here] = made.rule.allows(q[here] - base, kv[here] - base, row=row)
-    wrong = np.flatnonzero(np.broadcast_to(said, b.shape) != read)
+        reading[here] = mask.rule.allows(q[here] - base, kv[here] - base, row=row)
+    wrong = np.flatnonzero(np.broadcast_to(answers, b.shape) != reading)
     if len(wrong):
         at = int(wrong[0])
         raise MaskError(
-            f"transformers' mask says {not read[at]} about query {q[at]} and key {kv[at]} of row {b[at]}, and Longspan"
-            f" read {read[at]} out of it. This version of transformers has masks that Longspan does not know: use the"
-            f" tested one (5.22), or another attn_implementation."
+            f"transformers' mask says {not reading[at]} about query {q[at]} and key {kv[at]} of row {b[at]}, and"
+            f" Longspan read {reading[at]} out of it. This version of transformers has masks that Longspan does not"
+            f" know: use the tested one (5.22), or another attn_implementation."
         )
 
 
 def _tables(function: Callable[..., Any]) -> Any:
     """Tensors that a closure holds."""
     for cell in getattr(function, "__closure__", None) or ():
-        held = cell.cell_contents
-        if isinstance(held, Tensor):
-            yield held
-        for part in held if isinstance(held, tuple) else ():
+        content = cell.cell_contents
+        if isinstance(content, Tensor):
+            yield content
+        for part in content if isinstance(content, tuple) else ():
             yield from _tables(part)

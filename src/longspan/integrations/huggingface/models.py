@@ -27,12 +27,12 @@ def check_model(model: Any, batch: Mapping[str, Any], any_model: bool) -> Any:
     inner = text_model(model)
     config = getattr(model if inner is None else inner, "config", model)
     if not hasattr(config, "get_text_config"):
-        raise BatchError(f"shard_inputs takes a model of transformers, but {type(model).__name__} came.")
+        raise BatchError(f"shard_inputs takes a model of transformers, but {type(model).__name__} was given.")
     text = config.get_text_config()
-    found = text._attn_implementation
-    if found != NAME:
+    implementation = text._attn_implementation
+    if implementation != NAME:
         raise BatchError(
-            f"the model's attention is {found!r}, which knows nothing of other ranks. Call register(), and"
+            f"the model's attention is {implementation!r}, which knows nothing of other ranks. Call register(), and"
             f" model.set_attn_implementation({NAME!r}) or from_pretrained(..., attn_implementation={NAME!r})."
         )
     if config.model_type not in TRIED and not any_model:
@@ -45,8 +45,8 @@ def check_model(model: Any, batch: Mapping[str, Any], any_model: bool) -> Any:
     _check_arguments(text, batch)
     if inner is None:
         raise BatchError(
-            f"{type(model).__name__} came without its model. What a model does beside attention is looked at, and its"
-            f" layers are counted: pass the model itself."
+            f"{type(model).__name__} was given without its model. What a model does beside attention is looked at, and"
+            f" its layers are counted: pass the model itself."
         )
     check_structure(inner, text, batch, config.model_type in TRIED, any_model)
     return inner
@@ -78,15 +78,15 @@ def _check_arguments(config: Any, batch: Mapping[str, Any]) -> None:
     routed = batch.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if routed is None else routed:
         raise BatchError(
-            "output_router_logits=True adds a loss that balances experts over all tokens, which is no sum of the"
+            "output_router_logits=True adds a loss that balances experts over all tokens, which is not a sum of the"
             " ranks' own. Set it to False; with TRL, which sets it again, router_aux_loss_coef=0.0."
         )
     for name in ("logits_to_keep", "num_logits_to_keep"):
-        kept = batch.get(name)
-        if kept is not None and (isinstance(kept, torch.Tensor) or kept != 0):
+        number = batch.get(name)
+        if number is not None and (isinstance(number, torch.Tensor) or number != 0):
             raise BatchError(
-                f"{name} = {kept} was asked for over ranks, where each would keep the last tokens of its own part. Take"
-                f" it out of the batch, and put logits together with longspan.training.gather_outputs."
+                f"{name} = {number} was asked for over ranks, where each would keep the last tokens of its own part."
+                f" Take it out of the batch, and put logits together with longspan.training.gather_outputs."
             )
     for name in ("use_cache", "output_attentions", "past_key_values"):
         if batch.get(name) is not None and batch[name] is not False:
@@ -100,9 +100,9 @@ def layer_kinds(config: Any) -> list[Kind]:
     """The kinds of attention layers of a model, as transformers makes masks for them."""
     from transformers.masking_utils import create_masks_for_generate
 
-    made = create_masks_for_generate(config, torch.empty(1, 2, 0), None, None, None)
-    found = list(made.values()) if isinstance(made, dict) else [made]
-    kinds = {mask.kind: None for mask in found if isinstance(mask, LayerMask) and mask.kind is not None}
-    if len(kinds) != len(found):
+    created = create_masks_for_generate(config, torch.empty(1, 2, 0), None, None, None)
+    masks = list(created.values()) if isinstance(created, dict) else [created]
+    kinds = {mask.kind: None for mask in masks if isinstance(mask, LayerMask) and mask.kind is not None}
+    if len(kinds) != len(masks):
         raise BatchError("transformers made masks for this model that are not Longspan's. Call register() first.")
     return sorted(kinds, key=repr)

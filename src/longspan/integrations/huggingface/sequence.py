@@ -28,7 +28,7 @@ _STEP = 0x9E3779B97F4A7C15
 
 
 class Whole:
-    """The whole batch: its size, which tokens are real, whose each is."""
+    """The whole batch: its size, which tokens are real, and the document of each."""
 
     def __init__(
         self, batch: int, seq_len: int, padding: NDArray[np.bool_] | None, documents: NDArray[Any] | None
@@ -49,12 +49,12 @@ class Whole:
         if kind not in self._masks:
             term = term_of_kind(kind, self.left_padding)
             frame = Frame(0, self.seq_len)
-            made = mask_of(term, frame, self.batch)
+            mask = mask_of(term, frame, self.batch)
             if self.documents is not None:
-                made = made & per_row_alike(self.documents)
+                mask = mask & per_row_alike(self.documents)
             if self.padding is not None:
-                made = made & mask_of(Term("padding", table=self.padding), frame, self.batch)
-            self._masks[kind] = made
+                mask = mask & mask_of(Term("padding", table=self.padding), frame, self.batch)
+            self._masks[kind] = mask
         return self._masks[kind]
 
 
@@ -95,7 +95,7 @@ class ShardedSequence:
         """Attention of this rank's tokens to those of all ranks."""
         if given is None:
             raise MaskError(
-                f"{type(module).__name__} passed no mask, so that it cannot be told whether this layer is causal. Call"
+                f"{type(module).__name__} passed no mask, so it cannot be told whether this layer is causal. Call"
                 f" longspan.integrations.huggingface.register() and name the attention 'longspan'."
             )
         check_layer_mask(given, asked)
@@ -107,17 +107,17 @@ class ShardedSequence:
 
     def check_seen(self, name: str, before: int = 0) -> None:
         """Refuses what a model has computed without its layers having asked here; they asked `before` times before."""
-        found, wanted = self.calls - before, max(self.num_layers, 1)
-        if found >= wanted:
+        num_seen, wanted = self.calls - before, max(self.num_layers, 1)
+        if num_seen >= wanted:
             return
-        if not found:
+        if not num_seen:
             raise BatchError(
                 f"no attention layer of {name} has seen longspan=: the model did not hand it down, and each rank"
                 f" attended to its own tokens alone. Such a model cannot be used on parts of sequences."
             )
         raise BatchError(
-            f"only {found} of the {wanted} layers of {name} have seen longspan=. In the others each rank saw its own"
-            f" tokens alone: the model did not hand it down to them, or they are no attention layers. Such a model"
+            f"only {num_seen} of the {wanted} layers of {name} have seen longspan=. In the others each rank saw its own"
+            f" tokens alone: the model did not hand it down to them, or they are not attention layers. Such a model"
             f" cannot be used on parts of sequences."
         )
 
@@ -141,8 +141,8 @@ class ShardedSequence:
 
 
 def _local_kind(given: LayerMask) -> Kind:
-    """The kind of layer that a mask of local tokens stands for. Packing in it is none: where a rank's tokens have a
-    gap, transformers takes them for two documents."""
+    """The kind of layer that a mask of local tokens stands for. Packing in it means nothing: where a rank's tokens have
+    a gap, transformers takes them for two documents."""
     if given.padding is not None and not given.padding.all():  # some models make a mask of ones, which says nothing
         raise MaskError(
             "a mask of padding reached the layer beside longspan=: attention_mask= was given to the model, or the model"
@@ -166,7 +166,7 @@ def _local_kind(given: LayerMask) -> Kind:
 
 def with_temperature(module: Any, q: Tensor, layout: Layout, rank: int) -> Tensor:
     """Queries of Llama 4's layers without rotary embedding, which are scaled by their place in the sequence. The model
-    counts places from 0 on every rank: what it did is undone, and done with global places."""
+    counts places from 0 on every rank: its local scaling is undone and redone with global places."""
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return q
     places = torch.as_tensor(layout.positions(rank), device=q.device)

@@ -66,20 +66,21 @@ def check_structure(model: Any, config: Any, batch: Mapping[str, Any], tried: bo
 
 @lru_cache(maxsize=1)
 def _heads() -> dict[str, str]:
-    """By the name of a class of transformers: what its head is for. One that is many things is the first of them."""
+    """What the head of a class of transformers is for, by the name of the class; the first purpose of those with
+    several."""
     from transformers.models.auto import modeling_auto as auto
 
-    found: dict[str, str] = {}
+    heads: dict[str, str] = {}
     for head in ("CAUSAL_LM", "BASE", *PER_TOKEN[1:], *POOLED):
         table = "MODEL_MAPPING_NAMES" if head == "BASE" else f"MODEL_FOR_{head}_MAPPING_NAMES"
         for names in getattr(auto, table, {}).values():
             for name in (names,) if isinstance(names, str) else names:
-                found.setdefault(name, head)
-    return found
+                heads.setdefault(name, head)
+    return heads
 
 
 def _check_head(model: Any, name: str, batch: Mapping[str, Any], any_model: bool) -> None:
-    head = next((found for kind in type(model).__mro__ if (found := _heads().get(kind.__name__))), None)
+    head = next((entry for kind in type(model).__mro__ if (entry := _heads().get(kind.__name__))), None)
     if model.base_model is model and getattr(model, "pooler", None) is not None:
         raise BatchError(
             f"{name} has a pooling layer, which takes the first token of each sequence, and over ranks each would take"
@@ -181,16 +182,16 @@ def check_packing(model: Any, is_causal: bool) -> None:
 @lru_cache(maxsize=1024)
 def _source(kind: type) -> str:
     """The source of a class and of those it builds on, but for what all models share."""
-    found = []
+    sources = []
     for part in kind.__mro__:
         package, *rest = part.__module__.split(".")
         if package in ("torch", "builtins") or (package == "transformers" and rest[:1] != ["models"]):
             continue
         try:
-            found.append(textwrap.dedent(inspect.getsource(part)))
+            sources.append(textwrap.dedent(inspect.getsource(part)))
         except (OSError, TypeError, IndentationError):
-            continue  # a class that was typed in
-    return "\n".join(found)
+            continue  # a class typed at a prompt has no source
+    return "\n".join(sources)
 
 
 @lru_cache(maxsize=1024)
@@ -213,10 +214,10 @@ def _shows_positions(kind: type) -> bool:
         ):
             makers |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") in makers]
-    held = {getattr(key, "value", "") for node in nodes if isinstance(node, ast.Dict) for key in node.keys}
+    keys = {getattr(key, "value", "") for node in nodes if isinstance(node, ast.Dict) for key in node.keys}
     given = {word.arg for call in calls for word in call.keywords}
     given |= {getattr(value, "id", "") for call in calls for value in call.args}
-    return "position_ids" in given or (None in given and "position_ids" in held)
+    return "position_ids" in given or (None in given and "position_ids" in keys)
 
 
 def _names(tree: ast.AST) -> set[str]:

@@ -45,7 +45,7 @@ def _known() -> dict[CodeType, tuple[str, str]]:
     from transformers import masking_utils as hf
 
     row = torch.zeros(1, 1, dtype=torch.long)
-    made = {
+    functions = {
         "causal": (hf.causal_mask_function, ""),
         "full": (hf.bidirectional_mask_function, ""),
         "window": (hf.sliding_window_overlay(1), "sliding_window"),
@@ -57,7 +57,7 @@ def _known() -> dict[CodeType, tuple[str, str]]:
         "and": (hf.and_masks(), "mask_functions"),
         "or": (hf.or_masks(), "mask_functions"),
     }
-    return {function.__code__: (name, variable) for name, (function, variable) in made.items()}
+    return {function.__code__: (name, variable) for name, (function, variable) in functions.items()}
 
 
 def term_of(function: Callable[..., Any]) -> Term:
@@ -65,16 +65,16 @@ def term_of(function: Callable[..., Any]) -> Term:
     code = getattr(function, "__code__", None)
     name, variable = _known().get(code, ("function", "")) if code is not None else ("function", "")
     cells = getattr(function, "__closure__", None) or ()
-    held = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if code else {}
-    if name == "function" or (variable and variable not in held):
+    contents = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if code else {}
+    if name == "function" or (variable and variable not in contents):
         return Term("function", function=function)
     if name in ("and", "or"):
-        return Term(name, parts=tuple(term_of(part) for part in held[variable]))
+        return Term(name, parts=tuple(term_of(part) for part in contents[variable]))
     if name in ("window", "around"):
-        return Term(name, size=int(held[variable]))
+        return Term(name, size=int(contents[variable]))
     if name == "chunk":
-        return Term(name, size=int(held["chunk_size"]), table=array_of(held[variable]))
-    return Term(name, table=array_of(held[variable]) if variable else None)
+        return Term(name, size=int(contents["chunk_size"]), table=array_of(contents[variable]))
+    return Term(name, table=array_of(contents[variable]) if variable else None)
 
 
 def array_of(table: Tensor) -> NDArray[Any]:
@@ -89,10 +89,10 @@ def kind_of(term: Term) -> Kind | None:
     if term.name in ("function", "blocks"):
         return None
     if term.name in ("and", "or"):
-        found = [kind_of(part) for part in term.parts if part.name not in ("packed", "padding")]
-        if None in found:
+        kinds = [kind_of(part) for part in term.parts if part.name not in ("packed", "padding")]
+        if None in kinds:
             return None
-        kept = [part for part in found if part is not None]
+        kept = [part for part in kinds if part is not None]
         return kept[0] if len(kept) == 1 else (term.name, *sorted(kept, key=repr))
     return (term.name, term.size) if term.size else (term.name,)
 
@@ -247,4 +247,4 @@ def window_in(term: Term) -> int | None:
     """The sliding window of a term, if it has one."""
     if term.name in ("window", "around"):
         return term.size
-    return next((found for part in term.parts if (found := window_in(part)) is not None), None)
+    return next((window for part in term.parts if (window := window_in(part)) is not None), None)

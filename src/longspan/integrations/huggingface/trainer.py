@@ -109,7 +109,7 @@ class ContextParallelTrainer(_Base):
         return super().get_batch_samples(*args, **kwargs)
 
     def _dropout_seed(self, training: bool) -> int:
-        """Another one for every batch, and the same for all parts of it. It is known from the step and the place in it
+        """A new seed for every batch, the same for all parts of it. It is known from the step and the place in it
         alone, so that a run that is resumed, or evaluates in between, drops the same pairs."""
         assert self._ranks is not None
         self._num_micro_batches += int(training)
@@ -142,7 +142,7 @@ class ContextParallelTrainer(_Base):
         assert self._ranks is not None
         state = self.accelerator.gradient_state
         last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        return _gathered(data, self._ranks.dp, last)
+        return _gather(data, self._ranks.dp, last)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
@@ -169,11 +169,11 @@ def _whole(outputs: Any, sequence: Any, ranks: Ranks) -> Any:
     return gather_outputs(outputs, sequence.layout, ranks.cp, 1)
 
 
-def _gathered(data: Any, group: Any, last: int | None) -> Any:
+def _gather(data: Any, group: Any, last: int | None) -> Any:
     if isinstance(data, tuple | list):
-        return type(data)(_gathered(item, group, last) for item in data)
+        return type(data)(_gather(item, group, last) for item in data)
     if isinstance(data, dict):
-        return {name: _gathered(item, group, last) for name, item in data.items()}
+        return {name: _gather(item, group, last) for name, item in data.items()}
     if group is not None:
         parts = [torch.empty_like(data) for _ in range(group.size())]
         dist.all_gather(parts, data.contiguous(), group=group.get_group())
@@ -200,8 +200,8 @@ def _no_count(inputs: Any) -> str:
 
 def _check_arguments(trainer: Any) -> None:
     """Refuses what would be computed on a rank's part as if it were the whole sequence."""
-    for asked, found, advice in (*_refused_losses(trainer), *_refused_setups(trainer)):
-        if found:
+    for asked, applies, advice in (*_refused_losses(trainer), *_refused_setups(trainer)):
+        if applies:
             raise BatchError(
                 f"{asked} was asked for, with sequences split over {trainer.get_cp_size()} ranks. {advice}"
             )
@@ -226,12 +226,12 @@ def _refused_losses(trainer: Any) -> list[tuple[str, bool, str]]:
             f"compute_loss of {own}",
             own is not None and not trainer.own_loss_takes_shards,
             "It gets a rank's part: shift_labels instead of labels to shift, and num_items_in_batch labels in all."
-            " If it does with these what it should, set own_loss_takes_shards = True in the class.",
+            " If it handles these as it should, set own_loss_takes_shards = True in the class.",
         ),
         (
             "average_tokens_across_devices = False",
             not args.average_tokens_across_devices,
-            "Ranks hold different numbers of labels, so their means must be weighed by these. Leave it at True.",
+            "Ranks hold different numbers of labels, so their means must be weighted by these. Leave it at True.",
         ),
         (
             f"neftune_noise_alpha = {args.neftune_noise_alpha}",
@@ -252,7 +252,7 @@ def _refused_losses(trainer: Any) -> list[tuple[str, bool, str]]:
 
 
 def _refused_setups(trainer: Any) -> list[tuple[str, bool, str]]:
-    """The same, of ways to run it."""
+    """The same for ways to run it."""
     args = trainer.args
     return [
         (

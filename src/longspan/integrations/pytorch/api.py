@@ -48,7 +48,7 @@ from longspan.integrations.pytorch.routes import (
     check_heads,
     check_mesh,
     current,
-    gathered_lengths,
+    gather_lengths,
     marked,
     rotation,
     route_for,
@@ -187,11 +187,11 @@ def context_parallel_shard(
     """This rank's shards of whole tensors, as new tensors; without a balancer, stretches of the sequence."""
     balancer = balancer_of(Contiguous() if load_balancer is None else load_balancer)
     _check_counts(buffers, seq_dims)
-    made = []
+    shards = []
     for tensor, dim in zip(buffers, seq_dims, strict=True):
         layout = balancer.layout(_length(tensor, dim), check_mesh(mesh).size())
-        made.append(layout.shard(tensor, mesh.get_local_rank(), dim))
-    return made
+        shards.append(layout.shard(tensor, mesh.get_local_rank(), dim))
+    return shards
 
 
 @torch.no_grad()
@@ -212,9 +212,9 @@ def context_parallel_unshard(
         route.results = True
     whole = []
     for tensor, dim in zip(buffers, seq_dims, strict=True):
-        lengths = gathered_lengths(mesh, _length(tensor, dim), tensor.device)
+        lengths = gather_lengths(mesh, _length(tensor, dim), tensor.device)
         layout = _layout_to_unshard(route, load_balancer, lengths)
-        whole.append(layout.unshard(_gathered(mesh, tensor, dim, lengths), dim))
+        whole.append(layout.unshard(_gather(mesh, tensor, dim, lengths), dim))
     return whole
 
 
@@ -229,7 +229,7 @@ def _layout_to_unshard(route: Route | None, asked: Balancer | Layout | None, len
     return layout_of_shards(balancer_of(route.layout), lengths, route.layout.seq_len)
 
 
-def _gathered(mesh: DeviceMesh, tensor: Tensor, dim: int, lengths: list[int]) -> list[Tensor]:
+def _gather(mesh: DeviceMesh, tensor: Tensor, dim: int, lengths: list[int]) -> list[Tensor]:
     """Every rank's shard. As bytes, because backends differ in the dtypes they carry, and padded, because they gather
     equal messages only."""
     shape = list(tensor.shape)
@@ -237,9 +237,9 @@ def _gathered(mesh: DeviceMesh, tensor: Tensor, dim: int, lengths: list[int]) ->
     padded = tensor.new_zeros(shape)
     padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
     mine = padded.flatten().view(torch.uint8)
-    found = [torch.empty_like(mine) for _ in lengths]
-    dist.all_gather(found, mine, group=mesh.get_group())
-    parts = [part.view(tensor.dtype).view(shape) for part in found]
+    messages = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(messages, mine, group=mesh.get_group())
+    parts = [part.view(tensor.dtype).view(shape) for part in messages]
     return [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
 
 

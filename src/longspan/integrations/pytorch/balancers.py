@@ -139,15 +139,15 @@ def balancer_of(asked: Any) -> Balancer:
 
 def known_length(balancer: Balancer, mask: Mask | None, asked: int | None = None) -> int | None:
     """The length of the whole sequence, if argument, balancer or mask says it; they must not differ."""
-    found = {
+    lengths = {
         "seq_len": asked,
         "load_balancer": getattr(balancer, "seq_len", None),
         "mask": None if mask is None else mask.seq_len,
     }
-    known = {name: length for name, length in found.items() if length is not None}
+    known = {name: length for name, length in lengths.items() if length is not None}
     if len(set(known.values())) > 1:
-        said = ", ".join(f"{name} says {length}" for name, length in known.items())
-        raise LayoutError(f"the sequence has one length, but {said} tokens. Make them for the same sequence.")
+        claims = ", ".join(f"{name} says {length}" for name, length in known.items())
+        raise LayoutError(f"the sequence has one length, but {claims} tokens. Make them for the same sequence.")
     return next(iter(known.values()), None)
 
 

@@ -58,7 +58,7 @@ class Route:
         self.buffers: set[int] = set()
         """Tensors that the context sharded."""
         self.results = False
-        """Whether something was differentiated or gathered in here that is no buffer."""
+        """Whether anything but a buffer was differentiated or gathered in here."""
         self.planned = False
         """Whether attention was called that needs no route."""
 
@@ -72,7 +72,7 @@ class Route:
     def layout_of(self, local_len: int, device: torch.device) -> Layout:
         """The layout. If no one said how long the sequence is, the first call asks all ranks."""
         if self.layout is None:
-            lengths = gathered_lengths(self.mesh, local_len, device)
+            lengths = gather_lengths(self.mesh, local_len, device)
             self.layout = layout_of_shards(self.balancer, lengths, self.seq_len)
         expected = self.layout.num_slots(self.mesh.get_local_rank())
         if local_len != expected:
@@ -146,8 +146,8 @@ class Route:
 
 def check_mesh(mesh: Any) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        found = f"a mesh of axes {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-        raise PlanError(f"a mesh of one axis holds the sequence, but {found} was given. Pass one, as in mesh['cp'].")
+        kind = f"a mesh of axes {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise PlanError(f"a mesh of one axis holds the sequence, but {kind} was given. Pass one, as in mesh['cp'].")
     return mesh
 
 
@@ -168,12 +168,12 @@ def check_heads(q: Tensor, k: Tensor, enable_gqa: bool) -> None:
         )
 
 
-def gathered_lengths(mesh: DeviceMesh, local_len: int, device: torch.device) -> list[int]:
+def gather_lengths(mesh: DeviceMesh, local_len: int, device: torch.device) -> list[int]:
     """How many tokens every rank of the mesh has."""
     mine = torch.tensor([local_len], dtype=torch.int64, device=device)
-    found = [torch.empty_like(mine) for _ in range(mesh.size())]
-    dist.all_gather(found, mine, group=mesh.get_group())
-    return [int(length) for length in found]
+    lengths = [torch.empty_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(lengths, mine, group=mesh.get_group())
+    return [int(length) for length in lengths]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -220,8 +220,8 @@ class _Mark(torch.autograd.Function):
 def marked(query: Tensor) -> Tensor:
     if isinstance(query, DTensor) or not torch.is_grad_enabled():
         return query
-    made: Tensor = _Mark.apply(query)  # type: ignore[assignment]
-    return made
+    marked_query: Tensor = _Mark.apply(query)  # type: ignore[assignment]
+    return marked_query
 
 
 # -- the mode -------------------------------------------------------------------------------------------------------
@@ -315,9 +315,9 @@ class Router(TorchFunctionMode):
         if func is torch.autograd.grad:
             zeros = kwargs.pop("materialize_grads", False)
             with self:
-                found = func(roots, edges, **kwargs)
-            pairs = zip(found, args[1], strict=True)
-            return tuple(torch.zeros_like(like) if zeros and got is None else got for got, like in pairs)
+                gradients = func(roots, edges, **kwargs)
+            pairs = zip(gradients, args[1], strict=True)
+            return tuple(torch.zeros_like(like) if zeros and gradient is None else gradient for gradient, like in pairs)
         for tensor in inputs or ():
             if isinstance(tensor, Tensor) and not tensor.is_leaf:
                 tensor.retain_grad()  # as backward does for tensors

@@ -235,9 +235,9 @@ def _parallelize(model: Any, *, parallel_dims: Any, titans: Callable[..., nn.Mod
     if type(model)._create_flex_attention_mask is Decoder._create_flex_attention_mask:  # others make a BlockMask
         model._create_flex_attention_mask = lambda positions, _, mask_mods: mask_of_mods(positions, mask_mods)
     parallel_dims.get_mesh("fsdp")
-    told = copy.copy(parallel_dims)
-    told.cp = 1
-    return titans(model, parallel_dims=told, **options)
+    dims = copy.copy(parallel_dims)
+    dims.cp = 1
+    return titans(model, parallel_dims=dims, **options)
 
 
 # -- configs ----------------------------------------------------------------------------------------------------------
@@ -252,9 +252,9 @@ def with_longspan(config: Trainer.Config, *, any_model: bool = False) -> Longspa
     """
     spec = config.model_spec
     if type(config) is not Trainer.Config or type(config.validator) is not Validator.Config or spec is None:
-        found = f"{type(config).__qualname__} with {type(config.validator).__qualname__}"
+        classes = f"{type(config).__qualname__} with {type(config.validator).__qualname__}"
         raise TitanError(
-            f"with_longspan takes a Trainer.Config with a model_spec and a Validator.Config, but {found} was given:"
+            f"with_longspan takes a Trainer.Config with a model_spec and a Validator.Config, but {classes} was given:"
             f" trainers and validators of other classes shard batches themselves. Derive them from LongspanTrainer."
         )
     if spec.name not in MODELS and not any_model:
@@ -264,7 +264,7 @@ def with_longspan(config: Trainer.Config, *, any_model: bool = False) -> Longspa
         )
     layers: list[Any] = list(spec.traverse(BaseAttention.Config, recurse=True))
     for name, layer, _, _ in layers:
-        layer.inner_attention = _replaced(name, layer.inner_attention)
+        layer.inner_attention = _replacement(name, layer.inner_attention)
     if not layers:
         raise TitanError(f"model {spec.name!r} has no attention whose inner_attention could be replaced.")
     parallelism = replace(config.parallelism, spmd_backend="partial_dtensor", context_parallel_load_balancer="balanced")
@@ -276,7 +276,7 @@ def with_longspan(config: Trainer.Config, *, any_model: bool = False) -> Longspa
     )  # fmt: skip
 
 
-def _replaced(name: str, inner: Any) -> LongspanAttention.Config:
+def _replacement(name: str, inner: Any) -> LongspanAttention.Config:
     """The config of our attention that means what torchtitan's meant."""
     if type(inner) is FlexAttention.Config and not inner.kernel_options:
         return derive(inner, LongspanAttention.Config)
@@ -290,25 +290,25 @@ def _replaced(name: str, inner: Any) -> LongspanAttention.Config:
 
 def _configs() -> dict[str, Callable[[], Trainer.Config]]:
     """torchtitan's config functions by name."""
-    made: dict[str, Callable[[], Trainer.Config]] = {}
+    configs: dict[str, Callable[[], Trainer.Config]] = {}
     for model in MODELS:
         registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
         for name, value in vars(registry).items():
             own = getattr(value, "__module__", None) == registry.__name__ and not name.startswith("_")
             if own and inspect.isfunction(value) and not inspect.signature(value).parameters:
-                made[name] = value
-    return made
+                configs[name] = value
+    return configs
 
 
 def __getattr__(name: str) -> Callable[[], LongspanTrainer.Config]:
     """torchtitan's config of this name, with Longspan: torchtitan looks `--config` up as an attribute of `--module`."""
-    made = None if name.startswith("_") else _configs().get(name)
-    if made is None:
+    config = None if name.startswith("_") else _configs().get(name)
+    if config is None:
         raise AttributeError(
             f"longspan.integrations.torchtitan has no attribute, and torchtitan's {', '.join(MODELS)} no config,"
             f" {name!r}"
         )
-    return lambda: with_longspan(made())
+    return lambda: with_longspan(config())
 
 
 def __dir__() -> list[str]:

@@ -35,14 +35,14 @@ class TitanError(LongspanError, RuntimeError):
     """Something that torchtitan was asked to do and that cannot be done exactly with Longspan underneath."""
 
 
-def check_version(found: str | None) -> None:
+def check_version(version: str | None) -> None:
     """Refuses versions of torchtitan that this was not tested with: its hooks are not promised to stay.
 
     >>> check_version("0.3.0")
     """
-    if found != TESTED:
+    if version != TESTED:
         raise TitanError(
-            f"torchtitan {found or '(not installed)'} was found, but longspan.integrations.torchtitan was tested with"
+            f"torchtitan {version or '(not installed)'} was found, but longspan.integrations.torchtitan was tested with"
             f" {TESTED} only. Install torchtitan=={TESTED}."
         )
 
@@ -114,8 +114,8 @@ def _closed(mod: MaskMod, name: str, positions: Tensor, ordered: bool) -> Mask |
     if name == _DOCUMENT or (name == _PACKED and ordered):
         edges = _edges(positions)
         if _separates(mod, edges, length, both=name == _DOCUMENT):
-            made = [documents(np.diff(row)) for row in edges]
-            return made[0] if len(made) == 1 else per_row(*made)
+            by_row = [documents(np.diff(row)) for row in edges]
+            return by_row[0] if len(by_row) == 1 else per_row(*by_row)
     return None
 
 
@@ -147,24 +147,24 @@ def _separates(mod: MaskMod, edges: list[np.ndarray], length: int, both: bool) -
     return bool(seen.all()) and not bool(hidden.any())
 
 
-def mask_of(made: Any, batch: int, seq_len: int) -> Mask:
+def mask_of(given: Any, batch: int, seq_len: int) -> Mask:
     """What a model's `get_attention_masks` gave for one kind of layer."""
-    if isinstance(made, Mask):
-        return made
-    if not isinstance(made, BlockMask):
+    if isinstance(given, Mask):
+        return given
+    if not isinstance(given, BlockMask):
         raise TitanError(
-            f"get_attention_masks of the model gave {type(made).__name__}, which cannot be read as a mask of the whole"
+            f"get_attention_masks of the model gave {type(given).__name__}, which cannot be read as a mask of the whole"
             f" sequence. Give a BlockMask, a mask of longspan.masks, or a dict of these."
         )
-    check_lengths(made, (seq_len, seq_len), "the BlockMask that get_attention_masks of the model gave", TitanError)
-    return mask_of_block_mask(made, batch=batch)
+    check_lengths(given, (seq_len, seq_len), "the BlockMask that get_attention_masks of the model gave", TitanError)
+    return mask_of_block_mask(given, batch=batch)
 
 
-def masks_by_name(made: Any, batch: int, seq_len: int) -> dict[str | None, Mask]:
+def masks_by_name(given: Any, batch: int, seq_len: int) -> dict[str | None, Mask]:
     """What a model's `get_attention_masks` gave, by kind of layer; the one mask for all layers is named None."""
-    if isinstance(made, Mapping):
-        return {name: mask_of(mask, batch, seq_len) for name, mask in made.items() if mask is not None}
-    return {None: mask_of(made, batch, seq_len)}
+    if isinstance(given, Mapping):
+        return {name: mask_of(mask, batch, seq_len) for name, mask in given.items() if mask is not None}
+    return {None: mask_of(given, batch, seq_len)}
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def elementwise(function: Callable[..., Any], call: Callable[..., Any] | None = 
 
 
 def check_signature(
-    function: Callable[..., Any], names: tuple[str, ...], what: str, error: type[LongspanError]
+    function: Callable[..., Any], names: tuple[str, ...], role: str, error: type[LongspanError]
 ) -> None:
     """Raises unless the function can be called with these arguments."""
     try:
@@ -57,7 +57,7 @@ def check_signature(
         signature.bind(*names)
     except TypeError as mismatch:
         raise error(
-            f"{what} is called as {what}({', '.join(names)}), but the given function takes {signature}. Give it these"
+            f"{role} is called as {role}({', '.join(names)}), but the given function takes {signature}. Give it these"
             f" {len(names)} arguments."
         ) from mismatch
 
@@ -91,8 +91,8 @@ class Elementwise:
         if self.broadcasts or 0 in shape:
             return self.function(*arguments)
         single = [a.reshape(()) if _is_tensor(a) else a for a in arguments]
-        found = self.function(*single)
-        return found.reshape(shape) if _is_tensor(found) and found.numel() == 1 else found
+        answer = self.function(*single)
+        return answer.reshape(shape) if _is_tensor(answer) and answer.numel() == 1 else answer
 
     def settle(self, *arguments: Any) -> None:
         """Finds out how to call the function, unless that is known or one pair is all there is to try."""
@@ -134,8 +134,8 @@ class Elementwise:
 
         shape = _shape(arguments)
         flat = [a.expand(shape).flatten() if _is_tensor(a) else a for a in arguments]
-        found = [self.function(*(a[i] if _is_tensor(a) else a for a in flat)) for i in range(math.prod(shape))]
-        return torch.stack([torch.as_tensor(value) for value in found]).view(shape)
+        answers = [self.function(*(a[i] if _is_tensor(a) else a for a in flat)) for i in range(math.prod(shape))]
+        return torch.stack([torch.as_tensor(value) for value in answers]).view(shape)
 
     def _agrees(self, *arguments: Any) -> bool:
         """Whether arrays give what single pairs give: on a sample, and by the operations that were used."""
@@ -154,15 +154,15 @@ class Elementwise:
         watch = _mixing()(arguments)
         try:
             with watch:
-                found = self.function(*arguments)
-            if not isinstance(found, torch.Tensor | np.ndarray | np.generic | int | float | complex):
+                answer = self.function(*arguments)
+            if not isinstance(answer, torch.Tensor | np.ndarray | np.generic | int | float | complex):
                 return True  # whoever called it refuses that
-            found = torch.as_tensor(found)
+            answer = torch.as_tensor(answer)
         except (RuntimeError, IndexError):
             return False
-        if (watch.mixes and can_map) or found.ndim > single.ndim:
+        if (watch.mixes and can_map) or answer.ndim > single.ndim:
             return False
-        wide = found.to(single.device).expand(single.shape)
+        wide = answer.to(single.device).expand(single.shape)
         return wide.dtype == single.dtype and bool(torch.isclose(wide, single, equal_nan=True).all())
 
 
@@ -247,7 +247,7 @@ def _sampled(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
             continue
         wanted = [0, 1, 2, size // 3, size // 3 + 1, size // 2, size * 3 // 4, size - 2, size - 1]
         picks.append(torch.tensor(sorted({min(max(i, 0), size - 1) for i in wanted}) if size else [], dtype=torch.long))
-    made: list[Any] = []
+    samples: list[Any] = []
     for argument in arguments:
         if _is_tensor(argument):
             argument = argument.detach()
@@ -255,5 +255,5 @@ def _sampled(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
                 pick = picks[len(shape) - argument.ndim + dim]
                 if argument.shape[dim] > 1:
                     argument = argument.index_select(dim, pick.to(argument.device))
-        made.append(argument)
-    return tuple(made)
+        samples.append(argument)
+    return tuple(samples)

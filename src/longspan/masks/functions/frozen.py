@@ -13,8 +13,8 @@ def frozen(function: Any, within: tuple[int, ...] = ()) -> Any:
 
     Backward calls a function again after forward, and by then a loop over layers has gone on:
 
-    >>> made = [lambda: width for width in (1, 2)]
-    >>> [function() for function in made]
+    >>> functions = [lambda: width for width in (1, 2)]
+    >>> [function() for function in functions]
     [2, 2]
     >>> [frozen(lambda: width)() for width in (1, 2)]
     [1, 2]
@@ -24,10 +24,10 @@ def frozen(function: Any, within: tuple[int, ...] = ()) -> Any:
     if not isinstance(function, FunctionType) or not function.__closure__ or _writes(function.__code__):
         return function
     cells = tuple(_cell(cell, (*within, id(function))) for cell in function.__closure__)
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__dict__.update(function.__dict__)
-    return made
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
+    return copy
 
 
 def _cell(cell: CellType, within: tuple[int, ...]) -> CellType:

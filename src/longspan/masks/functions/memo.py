@@ -8,7 +8,7 @@ from longspan.masks.functions.reads import Reads
 
 T = TypeVar("T")
 PAST = 8
-"""Moments of which it is known what was read."""
+"""How many past readings are remembered."""
 
 
 class Knowledge:
@@ -47,14 +47,14 @@ class Knowledge:
         """What differs now from what was read then (None: in any forward pass of late), in words."""
         if not self.readers:
             return None
-        told, now = None, self._now(self.reads)
+        change, now = None, self._now(self.reads)
         for then in self.past[::-1] if reads is None else (reads,):
-            told = difference(then, now)
-            if told is None:
+            change = difference(then, now)
+            if change is None:
                 if then is not self.reads:
                     self._take(then)
                 return None
-        return told
+        return change
 
     def _now(self, before: tuple[Reads, ...]) -> tuple[Reads, ...]:
         readers = self.readers or ()
@@ -81,10 +81,10 @@ class Memo:
 
 
 def difference(then: tuple[Reads, ...], now: tuple[Reads, ...]) -> str | None:
-    """What is not as it was, in words; None if nothing is."""
+    """What has changed, in words; None if nothing has."""
     if then is now:
         return None
-    return next((told for a, b in zip(then, now, strict=True) if (told := a.difference(b)) is not None), None)
+    return next((change for a, b in zip(then, now, strict=True) if (change := a.difference(b)) is not None), None)
 
 
 class ByIdentity(Generic[T]):

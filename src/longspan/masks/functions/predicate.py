@@ -14,7 +14,7 @@ import numpy as np
 from longspan.errors import MaskError
 from longspan.masks.functions.elementwise import elementwise
 from longspan.masks.functions.frozen import frozen
-from longspan.masks.functions.reads import Reads, given, tried
+from longspan.masks.functions.reads import Reads, exclude_arguments, tried
 from longspan.masks.plane import Bools, Both, Either, Neither, Plane, Predicate
 from longspan.span import Ints
 
@@ -78,7 +78,7 @@ class Reader:
         table is looked up by a single number on the host, which would have to wait for it."""
         b, h, q, kv = self.arguments(0, 0, device)
         arguments = (b, h, q, kv) if q.device.type == "cpu" else (b, h, q.view(1), kv.view(1))
-        given(finder, *arguments)
+        exclude_arguments(finder, *arguments)
         with finder:
             self.call(*arguments)
 
@@ -86,8 +86,8 @@ class Reader:
         import torch
 
         cpu = torch.device("cpu")
-        found, fails = tried(lambda finder: self._run(finder, cpu))
-        tensors = [tensor for noted in found if (tensor := noted.tensor()) is not None]
+        reads, fails = tried(lambda finder: self._run(finder, cpu))
+        tensors = [tensor for noted in reads if (tensor := noted.tensor()) is not None]
         other = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
         if other is None:
             return cpu
@@ -103,26 +103,26 @@ class Reader:
         ranks; large ones by a sample."""
         import torch
 
-        made: list[str] = []
+        checksums: list[str] = []
         for i, noted in enumerate(tried(self._run)[0]):
             tensor = noted.tensor()
             if tensor is None or tensor.is_floating_point() or tensor.is_complex() or tensor.device.type == "meta":
-                made.append(f"{i}")  # made inside, of an array say, or perhaps of another rank's own numbers
+                checksums.append(f"{i}")  # made inside, from an array say, or perhaps from a rank's own numbers
                 continue
             flat = tensor.detach().flatten()
             flat = flat[:: -(-flat.numel() // CONTENTS)] if flat.numel() > CONTENTS else flat
             raw = flat.cpu().contiguous().view(torch.uint8).numpy()
-            made.append(f"{i} {tuple(tensor.shape)} {zlib.crc32(raw)}")
-        return " ".join(made)
+            checksums.append(f"{i} {tuple(tensor.shape)} {zlib.crc32(raw)}")
+        return " ".join(checksums)
 
 
 def readers_of(planes: Iterable[Plane]) -> tuple[Reader, ...]:
-    """Of every function that decides in some plane, once, whatever the batch row and head."""
-    found: dict[int, Reader] = {}
+    """The reader of every function that decides in some plane, once, whatever the batch row and head."""
+    readers: dict[int, Reader] = {}
     for plane in planes:
         for function in _functions(plane.predicate):
-            found.setdefault(id(function.mask_mod), function.reader)
-    return tuple(found.values())
+            readers.setdefault(id(function.mask_mod), function.reader)
+    return tuple(readers.values())
 
 
 def _functions(predicate: Predicate | None) -> Iterator[Function]:
@@ -165,25 +165,25 @@ class Function:
         arguments = self.reader.arguments(q.copy(), kv.copy())
         if arguments[2].device.type == "meta":
             raise MaskError("mask_mod reads tensors on the meta device, which have no values. Give it real ones.")
-        found = elementwise(self.mask_mod, self.call)(*arguments)
-        kind: str = type(cast(object, found)).__name__
-        if isinstance(found, tuple | list | dict | None):
+        answer = elementwise(self.mask_mod, self.call)(*arguments)
+        kind: str = type(cast(object, answer)).__name__
+        if isinstance(answer, tuple | list | dict | None):
             raise MaskError(
                 f"mask_mod must return booleans (True: may attend), but it returned {kind}. Return one"
                 f" boolean tensor with an answer for every pair."
             )
-        found = np.asarray(found.cpu() if isinstance(found, torch.Tensor) else found)
-        if found.dtype != np.bool_:
+        answer = np.asarray(answer.cpu() if isinstance(answer, torch.Tensor) else answer)
+        if answer.dtype != np.bool_:
             raise MaskError(
-                f"mask_mod must return booleans (True: may attend), but it returned {found.dtype}. Compare the scores"
+                f"mask_mod must return booleans (True: may attend), but it returned {answer.dtype}. Compare the scores"
                 f" it computes with a threshold, or use a score function for a bias."
             )
         try:
-            return np.broadcast_to(found, shape)
+            return np.broadcast_to(answer, shape)
         except ValueError as error:
             raise MaskError(
                 f"mask_mod was given q_idx of shape {q.shape} and kv_idx of shape {kv.shape} and returned shape"
-                f" {found.shape}. It must work element by element and return shape {shape}."
+                f" {answer.shape}. It must work element by element and return shape {shape}."
             ) from error
 
     def key(self) -> str:

@@ -77,7 +77,7 @@ class Reads:
         return Reads(self.tensors, later, self.fresh, self.own + new) if new else self
 
     def difference(self, now: Reads) -> str | None:
-        """What is not as it was, in words; None if nothing is."""
+        """What has changed, in words; None if nothing has."""
         if self is now:
             return None
         return self._of_tensors(now) or self._of_values(now)
@@ -105,7 +105,7 @@ class Reads:
 
 
 def _changed(values: dict[str, Any], later: dict[str, Any]) -> tuple[str, ...]:
-    """How paths to what is not the same later begin."""
+    """How paths to values that differ later begin."""
     paths = (path for path in {**values, **later} if not same(values.get(path), later.get(path)))
     return tuple(path.removesuffix("len]") for path in paths)
 
@@ -117,8 +117,8 @@ def same_tensors(then: tuple[Noted, ...], now: tuple[Noted, ...]) -> bool:
 
 def tensors_of(run: Run) -> tuple[Noted, ...] | None:
     """The tensors that a run uses and did not make, by first use; None if it fails."""
-    found, fails = tried(run)
-    return None if fails else found
+    tensors, fails = tried(run)
+    return None if fails else tensors
 
 
 def tried(run: Run) -> tuple[tuple[Noted, ...], bool]:
@@ -170,8 +170,8 @@ def _finder() -> Any:
     return Finder
 
 
-def given(finder: Any, *arguments: Any) -> None:
-    """Tells a finder what the function is called with: that is not read."""
+def exclude_arguments(finder: Any, *arguments: Any) -> None:
+    """Tells a finder the function's arguments, which do not count as read."""
     import torch
 
     for value in arguments:

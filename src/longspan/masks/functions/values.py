@@ -92,7 +92,7 @@ def noted(tensor: Any) -> Noted:
 
 
 def checksum(array: Any) -> int:
-    """Of all that is in an array."""
+    """A checksum of all that is in an array."""
     flat: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return zlib.crc32(flat)
 
@@ -117,10 +117,10 @@ def _names(code: CodeType) -> _Names:
             attributes.add(line.argval)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            found = _names(inner)
-            variables |= found.variables
-            attributes |= found.attributes
-            keys |= found.keys
+            names = _names(inner)
+            variables |= names.variables
+            attributes |= names.attributes
+            keys |= names.keys
     return _Names(frozenset(variables), frozenset(attributes), frozenset(keys))
 
 
@@ -142,10 +142,10 @@ class _Walk:
             self.function(function.__func__, path, depth)
             self._inside(function.__func__, function.__self__, "self", depth)
         elif isinstance(function, partial):
-            made = cast("partial[Any]", function)
-            self.function(made.func, path, depth)
-            self.value(list(made.args), f"{path}()", depth)
-            self.value(made.keywords, f"{path}()", depth)
+            wrapped = cast("partial[Any]", function)
+            self.function(wrapped.func, path, depth)
+            self.value(list(wrapped.args), f"{path}()", depth)
+            self.value(wrapped.keywords, f"{path}()", depth)
         elif isinstance(function, FunctionType):
             self._code(function, depth)
         elif callable(function) and not isinstance(function, BuiltinFunctionType | type):
@@ -236,12 +236,12 @@ class _Walk:
     def _object(self, value: Any, path: str, depth: int) -> None:
         """Attributes that the code names, of the object or of its class; of an object without any, which one it is."""
         size = len(self.found)
-        held: dict[str, Any] = dict(getattr(value, "__dict__", {}))
-        self._attributes(held, path, depth)
+        attributes: dict[str, Any] = dict(getattr(value, "__dict__", {}))
+        self._attributes(attributes, path, depth)
         if not isinstance(value, type):  # a module of PyTorch keeps its tensors and parts in three dicts
             for name in ("_parameters", "_buffers", "_modules"):
-                self._attributes(held.get(name) or {}, path, depth)
-        hidden = set(held)
+                self._attributes(attributes.get(name) or {}, path, depth)
+        hidden = set(attributes)
         kinds: tuple[type, ...] = type(cast(object, value)).__mro__
         for kind in kinds[:-1]:
             if getattr(builtins, kind.__name__, None) is not kind and not _of_library(kind.__module__):
@@ -258,17 +258,17 @@ class _Walk:
     def _class(self, owner: Any, kind: type, hidden: set[str], path: str, depth: int) -> None:
         """What a class has for the object, but for names that the object, or a class before, has itself."""
         for name in sorted(self._names.attributes - hidden):
-            held = vars(kind).get(name, GONE)
-            if held is GONE:
+            attribute = vars(kind).get(name, GONE)
+            if attribute is GONE:
                 continue
-            method = held.fget if isinstance(held, property) else held
+            method = attribute.fget if isinstance(attribute, property) else attribute
             if isinstance(method, FunctionType):
                 self._code(method, depth + 1)
                 self._inside(method, owner, path, depth + 1)
-            elif type(held).__name__ == "member_descriptor":  # a slot
+            elif type(attribute).__name__ == "member_descriptor":  # a slot
                 self.value(getattr(owner, name, None), f"{path}.{name}", depth + 1)
             else:
-                self.value(held, f"{path}.{name}", depth + 1)
+                self.value(attribute, f"{path}.{name}", depth + 1)
 
 
 def _of_library(module: Any) -> bool:
