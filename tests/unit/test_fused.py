@@ -64,12 +64,14 @@ def test_kernels_become_machine_code(capability, kind, tmp_path, record_property
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from longspan.execution.fused import pieces
     from longspan.execution.fused.triton_kernels import merge_kernel, rows_kernel
 
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    ptxas = folder / ("ptxas-blackwell" if capability >= 90 else "ptxas")
     wide = {"acc": "*fp32", "top": "*fp32", "num": "*fp32", "lse": "*fp32", "here": "*i32", "there": "*i32"}
     for kernel in (merge_kernel, rows_kernel):
-        sizes = {"ROWS": 32, "DIM": 128, "ADDS": False}
+        sizes = pieces._grid(1, 4096, 128)[1] | {"ADDS": False}
         constants = {name: size for name, size in sizes.items() if name in kernel.arg_names}
         tensors = dict.fromkeys(("out", "source", "target"), kind) | wide
         signature = {name: "constexpr" if name in constants else tensors.get(name, "i64") for name in kernel.arg_names}
@@ -83,7 +85,7 @@ def test_kernels_become_machine_code(capability, kind, tmp_path, record_property
         told = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stderr
         registers = int(re.search(r"Used (\d+) registers", told)[1])
         assert "0 bytes spill stores" in told
-        assert registers <= 128
+        assert registers <= 168  # three blocks of 128 threads on a multiprocessor
         record_property(
             f"{kernel.__name__} sm_{capability} {kind}", f"{registers} registers, {compiled.metadata.shared} B"
         )

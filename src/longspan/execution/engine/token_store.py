@@ -188,7 +188,8 @@ def gather(stores: Sequence[TokenStore], piece: Piece, batch: Span, tables: RowT
         if tables.cover(store.runs, piece):
             return TokenStore(store.runs, piece.heads, batch, store.part(piece.heads, batch))
     runs = tables.runs(piece)
-    assert tables.once(_are_all_held, runs, *(store.runs for store in stores)), f"{piece!r} is not all held"
+    is_whole = tables.once(_are_all_held, runs, *(store.runs for store in stores))
+    assert is_whole, f"{piece!r} is not all held"
     shape = (len(batch), len(piece.heads), piece.num_tokens)
     made = TokenStore(runs, piece.heads, batch, tuple(t.new_empty((*shape, t.shape[3])) for t in stores[0].tensors))
     for store in stores:
