@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent
 collect_ignore = ["src/longspan/integrations/torchtitan"]
 if find_spec("transformers") is None:
     collect_ignore += ["src/longspan/integrations/huggingface/inputs.py"]
+if find_spec("triton") is None:
+    collect_ignore += ["src/longspan/execution/fused/triton_kernels.py"]
 # Helpers of tests have no examples in them, and some import frameworks that may be missing.
 collect_ignore_glob = ["tests/*/*_work.py", "tests/*/titan_*.py", "tests/*/*_script.py"]
 

@@ -48,7 +48,8 @@ def move_rows(source: Tensor, target: Tensor, here: Tensor, there: Tensor, *, ad
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    assert tensor.stride(3) == 1, "rows that are written to are dense"
+    last = tensor.stride(3)
+    assert last == 1, "rows that are written to are dense"
     return tensor
 
 
