@@ -95,7 +95,8 @@ def parameters(function):
 
 
 def is_free(name, function):
-    """Whether a function may have many: a public one with keyword-only options, an operator (all by position), a Triton kernel."""
+    """Whether a function may have many: a public one with keyword-only options, an operator (all by position), or a
+    Triton kernel."""
     public = not function.name.startswith("_") and function.args.kwonlyargs
     foreign = (name, function.name) in FOREIGN or name.endswith(("._torch", ".triton_kernels"))
     return public or function.args.posonlyargs or foreign
