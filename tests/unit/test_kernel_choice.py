@@ -119,6 +119,6 @@ def test_functions_that_look_at_numbers_are_found_before_a_kernel_is_chosen():
 
 def test_operators_stay_out_of_cuda_graphs():
     for operator in (ops.attention, ops.attention_backward):
-        tags = operator._opoverload.tags
+        tags = operator.tags
         assert torch.Tag.cudagraph_unsafe in tags
         assert torch.Tag.pt2_compliant_tag in tags, "and in compiled graphs"
