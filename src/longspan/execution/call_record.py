@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from longspan.execution.engine.runner import Job
+from longspan.execution.kernels.cuda_flash import implementation
 from longspan.execution.scoring.pipeline import Scoring
 from longspan.execution.trust.agreement import WIDTH, Record
 from longspan.execution.trust.settings import Safety
@@ -22,7 +23,7 @@ def record_of(job: Job, device: torch.device, sums: bool | None, name: str, safe
     """What this rank was asked for; `sums` is None where no gradients are wanted."""
     texts = (
         job.plan.fingerprint[: WIDTH - 1],
-        device.type,
+        _device(device),
         _scheme(job.plan),
         repr(job.scale),
         _scores(job.scoring),
@@ -42,6 +43,11 @@ def record_of(job: Job, device: torch.device, sums: bool | None, name: str, safe
 def _build(plan: Plan, fingerprint: str, *texts: str) -> Record:
     parts = plan.mask.fingerprint[:16], plan.layout.fingerprint[:16], plan.sizes.text(), plan.dtype
     return Record(VERSION, str(torch.__version__), fingerprint, *parts, *texts)
+
+
+def _device(device: torch.device) -> str:
+    """Ranks must not only compute on devices of one kind, but by one implementation of flash attention."""
+    return device.type if device.type == "cpu" else f"{device.type}, {implementation()}"
 
 
 def _scheme(plan: Plan) -> str:

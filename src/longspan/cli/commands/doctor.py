@@ -44,7 +44,10 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> dict[str, Any]:
     """Everything that was found, with advice."""
+    from longspan.execution.kernels.cuda_flash import implementation
+
     findings: dict[str, Any] = {"versions": versions(), "backends": backends(), "kernels": kernels()}
+    findings["flash_implementation"] = implementation()
     findings["host"] = {
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
@@ -208,6 +211,8 @@ def show(findings: dict[str, Any], screen: Screen) -> None:
         ("backends", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in findings["backends"].items())),
         ("kernels", ", ".join(name for name, why in findings["kernels"].items() if why == "yes")),
     ]
+    if findings["backends"]["cuda"]:
+        facts.append(("flash attention", findings["flash_implementation"]))
     if host["ranks"] > 1:
         worst = max(abs(clock["ahead_seconds"]) for clock in findings["clocks"])
         back = max(clock["round_trip_seconds"] for clock in findings["clocks"])

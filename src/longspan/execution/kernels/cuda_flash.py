@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Protocol
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
 from longspan.execution import _torch
@@ -27,6 +28,17 @@ MULTIPLE = 8
 WIDEST = 256
 
 Window = tuple[int, int]
+
+
+def implementation() -> str:
+    """Whose flash attention PyTorch's operator runs on GPUs: its own FA2, or what the user has activated by
+    `torch.nn.attention.activate_flash_attention_impl`, which takes the operator's place.
+
+    >>> implementation()
+    'FA2'
+    """
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # not in older versions of PyTorch
+    return (current and current()) or "FA2"
 
 
 class FlashOp(Protocol):
