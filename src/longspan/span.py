@@ -186,8 +186,10 @@ def union(rows: Ints) -> Ints:
         return rows
     rows = by_position(rows)
     reach = np.maximum.accumulate(rows[:, 1])
-    first, after = run_table(rows[1:, 0] > reach[:-1], len(rows)).T
-    return np.stack((rows[first, 0], reach[after - 1]), axis=1)
+    # Not by `run_table`: this is asked thousands of times in planning, and flags are quicker than numbers.
+    first = np.concatenate(([True], rows[1:, 0] > reach[:-1]))
+    last = np.concatenate((first[1:], [True]))
+    return np.stack((rows[first, 0], reach[last]), axis=1)
 
 
 def steps_within(counts: Ints) -> Ints:

@@ -93,7 +93,7 @@ def first_call(backend, meets=True):
     """For two passes over a new group: what they gave, or what was said, and what the group was asked to do."""
     group, meet = _made(backend), trust_group.Running.meet
     if not meets:  # as it was once
-        trust_group.Running.meet = lambda self: None
+        trust_group.Running.meet = lambda self, device: None
     said = ""
     right = []
     try:

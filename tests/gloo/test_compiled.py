@@ -320,6 +320,33 @@ def test_operators_hold_on_to_nothing():
     assert [found() for found in gone] == [None] * 3
 
 
+def test_modules_may_be_imported_again():
+    """As notebooks do it: reloaded one by one, or all of them forgotten and imported anew."""
+    code = """
+import importlib, sys, torch
+import longspan as ls
+from longspan.execution import operators, ops
+
+q = torch.randn(1, 2, 8, 4, requires_grad=True)
+
+def attended(ls):
+    out = ls.attention(q, q, q, ls.masks.causal(8))
+    return out.detach(), *torch.autograd.grad(out.sum(), q)
+
+first = attended(ls)
+for module in (ops, operators):
+    importlib.reload(module)
+    assert all(map(torch.equal, first, attended(ls)))
+for name in [name for name in sys.modules if name.startswith("longspan")]:
+    del sys.modules[name]
+import longspan as again
+assert again is not ls
+assert all(map(torch.equal, first, attended(again)))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+
+
 def test_the_operators_keep_what_they_promise_to_torch():
     (q, k, v), _ = tensors(8, dtype=torch.float32)
     rest = ([], None, documents(3, 8).handle, "", "auto", None, 0, True, True, False, "", ops.FORM)

@@ -83,13 +83,13 @@ def test_messages_go_by_a_device_with_an_index(config, wanted, bound, found, mon
     assert trust_group.message_device(group, wanted and torch.device(wanted)) == torch.device(found)
 
 
-@pytest.mark.parametrize(("device", "order"), [("cpu", ["compare"]), ("meta", ["meet", "compare"])])
+@pytest.mark.parametrize(("device", "order"), [("cpu", ["compare"]), ("meta", ["meet on meta", "compare"])])
 def test_ranks_meet_before_they_compare_where_comparing_takes_messages_of_the_device(device, order, monkeypatch):
     """On CPUs they compare first, so that a rank with tensors of another device is named and not waited for."""
     found = []
     running = trust_group.Running(_Members(), _Call(), 1, None)
     monkeypatch.setattr(trust_group, "message_device", lambda group, wanted: torch.device(device))
-    monkeypatch.setattr(trust_group.Running, "meet", lambda self: found.append("meet"))
+    monkeypatch.setattr(trust_group.Running, "meet", lambda self, device: found.append(f"meet on {device}"))
     monkeypatch.setattr(trust_group.Running, "_exchange", lambda *_: found.append("compare"))
     with contextlib.suppress(NotImplementedError):  # rows on `meta` cannot be read afterwards
         running._rows(b"row")

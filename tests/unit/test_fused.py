@@ -20,7 +20,7 @@ MUTANTS = {
     "the maximum is not kept": ("tl.store(at_top, high, mask=here)", "tl.store(at_top, old_top, mask=here)", "merge"),
     "the sum is not scaled": ("other=0.0) * old + new", "other=0.0) + new", "merge"),
     "rows beyond the end are written": ("here = t < rows", "here = t < rows + 3", "merge"),
-    "heads are batch rows": ("tl.program_id(1) // heads", "tl.program_id(1) % heads", "merge"),
+    "heads are batch rows": ("(plane // heads)", "(plane % heads)", "merge"),
     "rows go where they came from": ("place[:, None] * target_t", "row[:, None] * target_t", "moves"),
     "what should be added replaces": ("whole + part.to(whole.dtype)", "part.to(whole.dtype)", "moves"),
     "features beyond the last are written": ("(d < dim)[None, :]\n    row", "(d < dim + 2)[None, :]\n    row", "moves"),

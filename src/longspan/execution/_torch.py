@@ -22,6 +22,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_map as tree_map  # a function applied to every leaf of nested arguments
 
 _aten = torch.ops.aten
+destroy = operator.methodcaller("_destroy")  # of a library of operators, with all that it has registered
 _AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
 
 
@@ -48,9 +49,8 @@ def version(tensor: Tensor) -> int:
 
 def has_tangent(tensor: Tensor) -> bool:
     """Whether forward-mode differentiation is on and the tensor takes part in it."""
-    if torch.autograd.forward_ad._current_level < 0:
-        return False
-    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+    is_on = torch.autograd.forward_ad._current_level >= 0
+    return is_on and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def rocm() -> str | None:

@@ -15,7 +15,16 @@ from longspan.errors import PlanError
 from longspan.execution import _torch
 from longspan.untraced import untraced
 
-_library = torch.library.Library("longspan", "FRAGMENT")  # operators last as long as this does
+
+def _library(name: str, *, anew: bool = False) -> torch.library.Library:
+    """The library of one operator. It is kept where PyTorch keeps operators: when modules of ours are imported again (a
+    notebook that reloads them), the one of before must go first."""
+    kept: dict[str, torch.library.Library] = vars(torch.ops.longspan).setdefault("_libraries", {})
+    if anew and name in kept:
+        _torch.destroy(kept.pop(name))
+    if name not in kept:
+        kept[name] = torch.library.Library("longspan", "FRAGMENT")
+    return kept[name]
 
 
 def defined(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -23,15 +32,16 @@ def defined(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any
     nothing that shares memory with one; `fake` makes results without data."""
     schema = torch.library.infer_schema(run, mutates_args=())
     short = name.partition("::")[2]
-    _library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag, *_torch.CUDAGRAPH_UNSAFE))
-    _library.impl(short, untraced(run), "CompositeExplicitAutograd")
-    torch.library.register_fake(name, fake, lib=_library)
+    library = _library(name, anew=True)
+    library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag, *_torch.CUDAGRAPH_UNSAFE))
+    library.impl(short, untraced(run), "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=library)
     return getattr(torch.ops.longspan, short).default
 
 
 def differentiate(operator: Any, run: Callable[..., Any]) -> None:
     """Runs this instead of the operator where autograd looks on; it calls the operator below autograd."""
-    _library.impl(operator, run, "Autograd")
+    _library(operator.name()).impl(operator, run, "Autograd")
 
 
 def refuse_derivative(operator: Any) -> None:
@@ -46,7 +56,7 @@ def refuse_derivative(operator: Any) -> None:
             return found
         return _torch.tree_map(lambda t: _NoDerivative.apply(t, *tensors) if t.is_floating_point() else t, found)
 
-    _library.impl(operator, run, "Autograd")
+    _library(operator.name()).impl(operator, run, "Autograd")
 
 
 class _NoDerivative(torch.autograd.Function):

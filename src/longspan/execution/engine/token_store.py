@@ -81,8 +81,8 @@ class RowTables:
     def once(self, make: Callable[..., T], *about: Any) -> T:
         """`make(*about)`, from memory if it was asked for these objects before."""
         key = (make.__name__, *(part if isinstance(part, int | str) else id(part) for part in about))
-        if key not in self._known:
-            self._known[key] = make(*about), about  # held, so that no other object gets their ids
+        if key not in self._known:  # what it is about is held, so that no other object gets its id
+            self._known.setdefault(key, (make(*about), about))  # two threads may ask, and get the same
         return self._known[key][0]
 
     def runs(self, piece: Piece) -> Ints:

@@ -48,14 +48,14 @@ def move_rows(source: Tensor, target: Tensor, here: Tensor, there: Tensor, *, ad
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    last = tensor.stride(3)
+    last = tensor.stride(3) if tensor.shape[3] > 1 else 1  # of a single number the stride says nothing
     assert last == 1, "rows that are written to are dense"
     return tensor
 
 
-def _grid(planes: int, rows: int, dim: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Programs, and how many rows and features each has: powers of two."""
+def _grid(planes: int, rows: int, dim: int) -> tuple[tuple[int], dict[str, Any]]:
+    """Programs, all on the one axis that has room for billions, and the rows and features of each: powers of two."""
     width = 1 << (dim - 1).bit_length()
     height = max(1, min(CELLS // width, 1 << (max(rows, 1) - 1).bit_length()))
     # Products are rounded before they are added, as PyTorch's operators do it, whatever Triton's default is.
-    return (-(-rows // height), planes), {"ROWS": height, "DIM": width, "enable_fp_fusion": False}
+    return (-(-rows // height) * planes,), {"ROWS": height, "DIM": width, "enable_fp_fusion": False}

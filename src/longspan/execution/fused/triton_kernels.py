@@ -17,8 +17,10 @@ def merge_kernel(
     ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """`engine.merge.merge`: the state (acc, top, num) takes up a partial (out, lse), in place."""
-    b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    blocks = tl.cdiv(rows, ROWS)
+    plane = tl.program_id(0) // blocks
+    b, h = (plane // heads).to(tl.int64), (plane % heads).to(tl.int64)
+    t = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, DIM)
     here = t < rows
     at_top, at_num = top + b * top_b + h * top_h + t * top_t, num + b * num_b + h * num_h + t * num_t
@@ -43,8 +45,10 @@ def rows_kernel(
     ROWS: tl.constexpr, DIM: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """target[there[i]] = source[here[i]], or += where it adds. No row of the target is there twice."""
-    b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    blocks = tl.cdiv(rows, ROWS)
+    plane = tl.program_id(0) // blocks
+    b, h = (plane // heads).to(tl.int64), (plane % heads).to(tl.int64)
+    i = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, DIM)
     cells = (i < rows)[:, None] & (d < dim)[None, :]
     row = tl.load(here + i, mask=i < rows, other=0).to(tl.int64)

@@ -137,7 +137,7 @@ class Members:
         running = Running(self, call, self.calls, watch)
         if watch is None:
             running.agree()
-            running.meet()
+            running.meet(call.device)
             yield running
             return
         watch.check()
@@ -148,7 +148,7 @@ class Members:
         )  # fmt: skip
         try:
             running.agree()
-            running.meet()
+            running.meet(call.device)
             watch.publish(phase=Phase.RUNNING)
             yield running
         except AgreementError:
@@ -208,7 +208,7 @@ class Running:
         """
         device = message_device(self.members.group, self.call.device)
         if device.type != "cpu":  # these messages are the group's first
-            self.meet()
+            self.meet(device)
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
         others = [rank for rank in range(self.members.size) if rank != self.members.rank]
         if self.members.rank == 0:
@@ -231,14 +231,15 @@ class Running:
                 self._exchange({}, {0: table}, TABLE, device)
         return [entry.tobytes() for entry in table.cpu().numpy()]
 
-    def meet(self) -> None:
-        """Returns when all ranks have taken part in one operation on the call's device, unless they have before.
+    def meet(self, device: torch.device) -> None:
+        """Returns when all ranks have taken part in one operation on their devices of this kind, unless they have
+        before.
 
         NCCL makes a group's communicator in the first operation, which waits for all ranks, and a plan may leave some
         of them without a message: they would never come. Where messages of CPUs go over Gloo, what ranks compare is no
         such operation; it comes first, so that a rank with tensors of another device is named instead of waited for.
         """
-        device, met = self.call.device, self.members.met
+        met = self.members.met
         if device.type in met:
             return
         if first_waits(self.members.group, device):
