@@ -25,7 +25,6 @@ from longspan.masks.draw import draw
 from longspan.masks.functions.memo import ByIdentity, Memo
 from longspan.masks.functions.predicate import readers_of
 from longspan.masks.functions.reads import Reads
-from longspan.masks.mask_mods import Place, to_mask_mod
 from longspan.masks.plane import Bools, Plane
 from longspan.sealed import sealed
 from longspan.span import Ints, Span, whole
@@ -299,6 +298,8 @@ class Mask(Handled):
 
     def to_mask_mod(self, seq_len: int | None = None) -> Callable[[object, object, object, object], object]:
         """A function (b, h, q_idx, kv_idx) on torch tensors, as FlexAttention takes it."""
+        from longspan.masks.mask_mods import Place, to_mask_mod  # not needed for planning, which starts quickly
+
         mask = self.resized(self.length(seq_len))
         return to_mask_mod(mask.grid, Place(mask.length()))
 
