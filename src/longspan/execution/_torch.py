@@ -63,6 +63,11 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
+def break_graph(why: str) -> None:
+    """Ends the graph that is being traced; refused, with these words, where it must be whole."""
+    torch._dynamo.graph_break(why)
+
+
 # Operators with this tag are left out of CUDA graphs.
 CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)
 

@@ -6,6 +6,7 @@ runs: it travels as data (see `longspan.handles`), so that one graph serves them
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from longspan.errors import PlanError, in_context
-from longspan.execution import ops
+from longspan.execution import _torch, ops
 from longspan.execution.fitting import SEQ_DIM, check_tensors, fitting_plan
 from longspan.execution.handed import check_captured, check_cut, group_handed, group_of
 from longspan.execution.scoring.biases import Extras, check_sinks
@@ -61,8 +62,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, asked: Request) -> Any:
             f"captured_grads = {asked.captured_grads!r} was asked for. 'sum' adds gradients of captured tensors up over"
             f" the group; 'share' leaves each rank its own share, for trainers that reduce them with all others."
         )
-    if asked.extras is not None:
-        return _scored(q, k, v, asked)
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
         return _of_dtensors(q, k, v, asked)
     return _run(q, k, v, asked)
@@ -74,19 +73,27 @@ def _run(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: Any = None) -> 
     group = _group_name(group if asked.group is None else asked.group, asked.plan_or_mask)
     if asked.sinks is not None:
         check_sinks(asked.sinks, q.shape[1])
-    scoring = None
-    if asked.extras is not None:  # only outside of compiled code
+    scoring, recorded, said = None, None, ()
+    if asked.extras is not None and torch.compiler.is_compiling():
+        recorded = asked.extras.recorded(q)
+        if recorded.why != "":
+            return _outside_of_graph(q, k, v, asked, group, recorded.why)
+        said = recorded.text, recorded.numbers, recorded.reals, len(recorded.constants)
+    elif asked.extras is not None:
         scoring = asked.extras.scoring(q, fitting_plan(asked.plan_or_mask, q, k, v, ops.place_in(group)))
     captured = [] if scoring is None else list(scoring.captured)
-    check_captured(captured)
+    captured = captured if recorded is None else recorded.captured
+    constants = [] if recorded is None else recorded.constants
+    check_captured([*captured, *constants])
     shared = captured if asked.sinks is None else [*captured, asked.sinks]
     records = torch.is_grad_enabled()
     learns = records and any(t.requires_grad for t in shared)
     saves = learns or (records and (q.requires_grad or k.requires_grad or v.requires_grad))
     scale = None if asked.scale is None else float(asked.scale)
     out, lse, _ = ops.attention(
-        q, k, v, captured, asked.sinks, _handle(asked.plan_or_mask), group, asked.kernel, scale,
+        q, k, v, [*captured, *constants], asked.sinks, _handle(asked.plan_or_mask), group, asked.kernel, scale,
         ops.number_of_scoring(scoring), asked.captured_grads == "sum", saves, learns, asked.name, ops.FORM,
+        *said,
     )  # fmt: skip
     return (out, lse) if asked.return_lse else out
 
@@ -102,12 +109,20 @@ def _given_handle(plan_or_mask: Mask | Plan) -> Tensor:
     return plan_or_mask.handle
 
 
-@torch.compiler.disable(reason="a score function is called on tiles, not traced: compile without fullgraph=True")
-def _scored(q: Tensor, k: Tensor, v: Tensor, asked: Request) -> Any:
-    """With score functions, which are called tile by tile and not traced: compiled code stops before and goes on
-    after."""
-    dtensors = any(isinstance(t, DTensor) for t in (q, k, v))
-    return (_of_dtensors if dtensors else _run)(q, k, v, asked)
+def _outside_of_graph(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: str, why: str) -> Any:
+    """With a score function that cannot be compiled: refused where the whole graph was asked for, else run between two
+    graphs, and that is told."""
+    _torch.break_graph(f"longspan: a score function cannot be compiled: {why}.")
+    return _run_eagerly(q, k, v, asked, group, why)
+
+
+@torch.compiler.disable(reason="a score function cannot be compiled")
+def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: str, why: str) -> Any:
+    warnings.warn(
+        f"a score function cannot be compiled, so the graph ends before it and another begins after it: {why}.",
+        stacklevel=2,
+    )
+    return _run(q, k, v, asked, _torch.group_named(group) if group else None)
 
 
 def in_call(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: Any) -> AbstractContextManager[None]:

@@ -26,7 +26,9 @@ from longspan.execution.engine.runner import Job
 from longspan.execution.engine.transports import Loopback, ProcessGroup, Program
 from longspan.execution.fitting import fitting_plan
 from longspan.execution.kernels import Features, choose_kernel, kernel_named, why_not_inside
+from longspan.execution.scoring.biases import check_bias
 from longspan.execution.scoring.pipeline import Scoring
+from longspan.execution.scoring.score_text import Operands, bias_in, scoring_of
 from longspan.execution.tile import wide
 from longspan.execution.trust.agreement import Record
 from longspan.execution.trust.group import Call, members_of, told
@@ -36,9 +38,29 @@ from longspan.masks import Mask
 from longspan.masks.functions.reads import Reads
 from longspan.schedules.plan import Plan
 
-FORM = 2
+FORM = 3
 """The form of both operators. PyTorch keeps compiled code on disk and finds it by the arguments of the forward: a new
 signature of the backward needs a new number, or code of an older version would call it."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What compiled code says about scores: a text (see `score_text`) and the numbers in it. Its tensors are arguments
+    of both operators: memory of a graph's own is used again."""
+
+    text: str = ""
+    numbers: Sequence[int] = ()
+    reals: Sequence[float] = ()
+
+    def scoring(self, captured: Sequence[Tensor], constants: Sequence[Tensor], like: Tensor, plan: Plan) -> Scoring:
+        operands = Operands(captured, constants, self.numbers, self.reals)
+        scoring = scoring_of(self.text, operands, like)
+        if (bias := bias_in(self.text, operands)) is not None:
+            check_bias(bias, plan.sizes.batch, plan.sizes.q_heads, plan.layout.seq_len)
+        return scoring
+
+
+NOTHING = Said()
 
 
 class Kept(list[Tensor]):
@@ -59,6 +81,8 @@ class Pass:
     reads: tuple[Reads, ...]
     """What functions of the mask had read."""
     kept: ref[Kept]
+    said: Said = NOTHING
+    """What compiled code says about scores."""
 
 
 class _Memory(bytearray):
@@ -154,10 +178,10 @@ def _apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 
 def _job(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...], learns: bool) -> Job:
     """What this rank is asked to run, all of it known by now; what cannot be done is refused."""
-    group, kernel, scale, scoring, sinks = asked
+    group, kernel, scale, sinks, scores = asked
     place = place_in(group)
     plan = fitting_plan(plan_or_mask, q, k, v, place)
-    functions: Scoring | None = found_under(scoring) if scoring else None
+    functions: Scoring | None = scores(plan)
     drops = functions is not None and functions.dropout is not None
     honours = Features(not plan.mask.is_structured, functions is not None, drops, plan.chunks is not None)
     why_not = lambda: why_not_inside(plan.mask, functions, q)  # noqa: E731
@@ -188,14 +212,26 @@ def run_forward(
     learns: bool,
     name: str,
     form: int,
+    text: str = "",
+    numbers: list[int] | None = None,
+    reals: list[float] | None = None,
+    num_constants: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output and lse of the rank's rows, and the ticket of this pass.
 
-    `saves` says that a backward may come, `learns` that it gives gradients to what all ranks share.
+    `saves` says that a backward may come, `learns` that it gives gradients to what all ranks share. What happens to
+    scores has a number, or in compiled code a text with the numbers that it reads. The last `num_constants` of what is
+    captured get no gradient.
     """
     with _told(group):
         assert form == FORM, "compiled code of another version"
-        job = _job(_value_of(handle), q, k, v, (group, kernel, scale, scoring, sinks), learns)
+        said = Said(text, tuple(numbers or ()), tuple(reals or ())) if text else NOTHING
+        captured, constants = _parted(captured, num_constants)
+
+        def scores(plan: Plan) -> Scoring | None:
+            return said.scoring(captured, constants, q, plan) if text else found_under(scoring)
+
+        job = _job(_value_of(handle), q, k, v, (group, kernel, scale, sinks, scores), learns)
         job.plan.mask.read_anew()
         settings = _settings(group)
         record: Record | None = None
@@ -205,9 +241,12 @@ def run_forward(
         (out, lse, kept), number = _run(Forward(job, q, k, v, captured).program(saves=saves), group, call)
         out, lse = _apart((out.contiguous(), lse.contiguous()), (q, k, v))
         made, reads = Kept(kept), job.plan.mask.settled_reads()
-        if job.scoring is not None:
+        if text:
+            job = replace(job, scoring=None)
+        elif job.scoring is not None:
             job.scoring.settle()
-        return out, lse, _ticket(Pass(replace(job, sinks=None), group, number, name, sums, reads, ref(made)), made)
+        done = Pass(replace(job, sinks=None), group, number, name, sums, reads, ref(made), said)
+        return out, lse, _ticket(done, made)
 
 
 def _fake_forward(
@@ -235,6 +274,7 @@ def run_backward(
     ticket: Tensor,
     kept: list[Tensor],
     plain: bool,
+    num_constants: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of the rank's rows, of captured tensors and, last, of the sinks.
 
@@ -242,10 +282,13 @@ def run_backward(
     It also wants `plain` strides, which it has to know beforehand; elsewhere a copy would be for nothing.
     """
     forward = _pass_of(ticket)
+    captured, constants = _parted(captured, num_constants)
     kept = kept or forward.kept() or []
     with _told(forward.group):
         _check_unchanged(forward)
         job = replace(forward.job, sinks=sinks)
+        if forward.said.text:
+            job = replace(job, scoring=forward.said.scoring(captured, constants, q, job.plan))
         if dlse is not None:
             # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
             job = replace(job, kernel=kernel_named("reference"))
@@ -269,6 +312,12 @@ def _check_unchanged(forward: Pass) -> None:
         forward.job.plan.mask.check_as_read(forward.reads)
 
 
+def _parted(captured: list[Tensor], num_constants: int) -> tuple[list[Tensor], list[Tensor]]:
+    """What gets gradients, and what does not."""
+    at = len(captured) - num_constants
+    return captured[:at], captured[at:]
+
+
 def _shared(captured: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
     """What every rank has a copy of."""
     return [*captured, *([] if sinks is None else [sinks])]
@@ -284,14 +333,19 @@ def _summed(gradients: list[Tensor], group: str, call: Call) -> list[Tensor]:
 
 
 def _fake_backward(
-    dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, captured: Any, sinks: Any, *_: Any
+    dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, captured: Any, sinks: Any, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    captured, _ = _parted(captured, rest[5] if len(rest) > 5 else 0)  # PyTorch leaves out what is as by default
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     return dq, dk, dv, [t.new_empty(t.shape) for t in _shared(captured, sinks)]
 
 
 attention = operators.defined("longspan::attention", run_forward, _fake_forward)
 attention_backward = operators.defined("longspan::attention_backward", run_backward, _fake_backward)
+
+
+_TO_CONSTANTS = 13
+"""Arguments of the operator from the handle to the number of constants; PyTorch leaves out what is as by default."""
 
 
 class _Attention(torch.autograd.Function):
@@ -309,6 +363,7 @@ class _Attention(torch.autograd.Function):
             ctx.forward_pass = _pass_of(ticket)  # hooks may copy what is saved, and the copy of a ticket holds nothing
             kept = ctx.forward_pass.kept() or ()
         ctx.num_kept, ctx.has_sinks = len(kept), sinks is not None
+        ctx.num_constants = others[_TO_CONSTANTS] if len(others) > _TO_CONSTANTS else 0
         ctx.save_for_backward(q, k, v, out, lse, ticket, *kept, *_shared(captured, sinks))
         ctx.mark_non_differentiable(ticket)
         ctx.set_materialize_grads(False)
@@ -322,9 +377,9 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         saved = captured, sinks, out, lse, ticket, kept
-        *gradients, shared = attention_backward(dout, dlse, q, k, v, *saved, ctx.is_traced)
+        *gradients, shared = attention_backward(dout, dlse, q, k, v, *saved, ctx.is_traced, ctx.num_constants)
         dsinks = shared.pop() if ctx.has_sinks else None
-        return (None, *gradients, dsinks, *shared)
+        return (None, *gradients, dsinks, *shared, *(None,) * ctx.num_constants)
 
 
 def _with_gradients(

@@ -14,8 +14,10 @@ from torch import Tensor
 from longspan.errors import KernelError
 from longspan.execution.handed import check_plain
 from longspan.execution.inputs import is_number
-from longspan.execution.scoring.dropout import Dropout
+from longspan.execution.scoring.dropout import Dropout, dropout_of
 from longspan.execution.scoring.pipeline import ScoreFunction, ScoreMod, Scoring
+from longspan.execution.scoring.recorded import Recorded, record
+from longspan.execution.tile import wide
 from longspan.schedules.plan import Plan
 from longspan.span import whole as whole_number
 
@@ -116,8 +118,8 @@ def relative_bias(bias: RelativeBias, heads: int) -> ScoreMod:
     return biased
 
 
-def additive_bias(bias: Tensor, batch: int, heads: int, seq_len: int) -> ScoreMod:
-    """score + bias[b, h, q, kv] in global positions; dims of 1 serve all."""
+def check_bias(bias: Tensor, batch: int, heads: int, seq_len: int | None) -> None:
+    """Refuses a bias that does not broadcast to all pairs; without a length, its last two dims are not looked at."""
     wanted = (batch, heads, seq_len, seq_len)
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         given = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
@@ -126,11 +128,16 @@ def additive_bias(bias: Tensor, batch: int, heads: int, seq_len: int) -> ScoreMo
             f" was given. To hide pairs use a mask."
         )
     shape = tuple(bias.shape)
-    if len(shape) != 4 or any(a not in (1, b) for a, b in zip(shape, wanted, strict=True)):
+    if len(shape) != 4 or any(b is not None and a not in (1, b) for a, b in zip(shape, wanted, strict=True)):
         raise KernelError(
             f"bias has shape {shape}, but it is indexed by global (batch, head, query, key) = {wanted}; dims of 1 serve"
             f" all. Pass the whole bias on every rank."
         )
+
+
+def additive_bias(bias: Tensor) -> ScoreMod:
+    """score + bias[b, h, q, kv] in global positions; dims of 1 serve all."""
+    shape = tuple(bias.shape)
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         index = [torch.zeros_like(i) if size == 1 else i for i, size in zip((b, h, q, kv), shape, strict=True)]
@@ -157,8 +164,31 @@ class Extras:
         return self.dropout != 0.0 or any(value is not None for value in options)
 
     def scoring(self, like: Tensor, plan: Plan) -> Scoring | None:
-        """The functions in their order; see `scores`."""
-        batch, heads, functions = plan.sizes.batch, plan.sizes.q_heads, list[ScoreMod]()
+        """All that happens to scores in this plan's calls."""
+        functions = self._functions(like, plan.sizes.batch, plan.sizes.q_heads, plan.layout.seq_len)
+        if self.score_mod is not None:
+            functions.append(ScoreFunction(self.score_mod))
+        dropout = self._dropout()
+        # Functions are asked about the first pair, which a sequence of no tokens does not have.
+        return None if plan.layout.seq_len == 0 else Scoring.of(functions, dropout, like)
+
+    def recorded(self, like: Tensor) -> Recorded:
+        """The same in compiled code, as text. What depends on the plan is checked when the operator runs."""
+        functions = self._functions(like, like.shape[0], like.shape[1], None)
+        if self.score_mod is not None:
+            functions.append(self.score_mod)
+        found = record(functions, wide(like.dtype), like.device)
+        if self.bias is not None:
+            found.text = f"bias({found.name_of(self.bias)})\n{found.text}"
+        if self._has_seed():
+            found.numbers.append(self.seed)  # type: ignore[arg-type]
+            found.reals.append(float(self.dropout))
+            found.text = f"dropout(f{len(found.reals) - 1}, i{len(found.numbers) - 1})\n{found.text}"
+        return found
+
+    def _functions(self, like: Tensor, batch: int, heads: int, seq_len: int | None) -> list[ScoreMod]:
+        """Those with names of their own, in their order; see `scores`."""
+        functions: list[ScoreMod] = []
         if self.softcap is not None:
             functions.append(soft_cap(self.softcap))
         for name, tensor in (("alibi", self.alibi), ("bias", self.bias)):
@@ -169,23 +199,21 @@ class Extras:
         if self.relative_bias is not None:
             functions.append(relative_bias(self.relative_bias, heads))
         if self.bias is not None:
-            functions.append(additive_bias(self.bias, batch, heads, plan.layout.seq_len))
-        if self.score_mod is not None:
-            functions.append(ScoreFunction(self.score_mod))
-        dropout = self._dropout()
-        # Functions are asked about the first pair, which a sequence of no tokens does not have.
-        return None if plan.layout.seq_len == 0 else Scoring.of(functions, dropout, like)
+            check_bias(self.bias, batch, heads, seq_len)
+            functions.append(additive_bias(self.bias))
+        return functions
 
-    def _dropout(self) -> Dropout | None:
+    def _has_seed(self) -> bool:
+        """Whether there is a seed, without which no pair can be dropped."""
         if self.dropout != 0.0 and self.seed is None:
             raise KernelError(
                 f"dropout = {self.dropout} was asked for without a seed. What is dropped is a function of the seed and"
                 f" of global positions: pass seed=, the same on every rank and another one in every step and layer."
             )
-        if self.seed is None:
-            return None
-        dropout = Dropout(self.dropout, self.seed)  # validates p and seed even when p == 0
-        return None if self.dropout == 0.0 else dropout
+        return self.seed is not None
+
+    def _dropout(self) -> Dropout | None:
+        return dropout_of(self.dropout, self.seed) if self._has_seed() else None  # type: ignore[arg-type]
 
 
 def _check_device(name: str, tensor: object, like: Tensor) -> None:

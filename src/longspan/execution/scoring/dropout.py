@@ -52,6 +52,12 @@ class Dropout:
         return self.keeps(b, h, q, kv).to(dtype).div_(1.0 - self.p)
 
 
+def dropout_of(p: float, seed: int) -> Dropout | None:
+    """Dropout with this probability and seed, both of which must make sense; None where nothing is dropped."""
+    dropout = Dropout(p, seed)
+    return None if dropout.p == 0.0 else dropout
+
+
 def _mixed(x: Tensor) -> Tensor:
     """Every bit of the result depends on every bit of the input (int64, wrapping)."""
     x = x + _GOLDEN

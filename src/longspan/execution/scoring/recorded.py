@@ -1,0 +1,260 @@
+"""Score functions in compiled code: recorded as text while the model is traced, with all that they read.
+
+A function is called once on one pair under a torch-function mode. Operations on the pair are written down; operations
+on anything else mean the same for all pairs, so they are left to the graph around, gradients included. What cannot be
+written down is refused: `Recorded.why` says why.
+
+This module is traced itself. It keeps to plain lists, texts and `is`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from longspan.errors import KernelError
+from longspan.execution.scoring.score_text import SPACES
+
+RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "normal", "multinomial", "poisson", "dropout", "rrelu")
+METADATA = ("dim", "ndimension", "numel", "nelement", "size", "is_floating_point", "is_complex", "element_size")
+"""Operations that tell what a tensor is like, not what is in it."""
+
+
+@dataclass
+class Recorded:
+    """A score function as text and what it reads; see `score_text`."""
+
+    text: str = ""
+    captured: list[Tensor] = field(default_factory=list)
+    constants: list[Tensor] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    reals: list[float] = field(default_factory=list)
+    why: str = ""
+    """Why it cannot be compiled; "" if it can."""
+
+    def name_of(self, tensor: Tensor) -> str:
+        """A tensor that it reads, as the text has it."""
+        at = _place(self.captured, tensor)
+        return f"c{at}" if at >= 0 else f"k{_place(self.constants, tensor)}"
+
+
+class _Recorder(TorchFunctionMode):
+    """Writes down what happens to tensors that depend on the pair."""
+
+    def __init__(self, arguments: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.inside = list(arguments)
+        """Tensors that depend on the pair, by number."""
+        self.made: list[Tensor] = []
+        """Tensors that do not, and that operations inside have made."""
+        self.outside: list[Tensor] = []
+        """Tensors that do not, and that operations on the pair read; `names` are theirs."""
+        self.names: list[str] = []
+        self.roots: list[Tensor] = []
+        """Tensors that nothing inside was seen to make."""
+        self.found = Recorded()
+        self.lines: list[str] = []
+        self.learns = torch.is_grad_enabled()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _name(func)
+        if _is_random(func):
+            self.refuse(f"it draws random numbers by {name}")
+        if not self._depends(args) and not self._depends(list(kwargs.values())):
+            if _in_place(func):
+                self.refuse(f"it changes a tensor that it captured in place, by {name}")
+            self._note_roots(args)
+            self._note_roots(list(kwargs.values()))
+            result = func(*args, **kwargs)
+            self.made.extend(_tensors(result))
+            return result
+        where = _space(func)
+        if where == "":
+            self.refuse(f"it uses {name}, which is not an operation of torch, torch.Tensor or torch.nn.functional")
+            return func(*args, **kwargs)
+        if _in_place(func) and not self._depends(args[:1]):
+            self.refuse(f"it changes a tensor that it captured in place, by {name}")
+        given = [self.written(value) for value in args]
+        given += [f"{key}={self.written(value)}" for key, value in kwargs.items()]
+        result = _example(name, func, args, kwargs)
+        self._note(f"{where}.{name}({', '.join(given)})", name, result)
+        return result
+
+    def refuse(self, why: str) -> None:
+        self.found.why = self.found.why or why
+
+    def _note(self, call: str, name: str, result: Any) -> None:
+        results = _tensors(result)
+        if len(results) == 0:
+            if name not in METADATA:
+                self.refuse(f"it looks at values, by {name}")
+            return
+        numbers = [f"t{len(self.inside) + i}" for i in range(len(results))]
+        self.inside.extend(results)
+        self.lines.append(f"{', '.join(numbers)} = {call}")
+        if self.learns and not torch.is_grad_enabled():
+            self.lines.extend([f"{number} = Tensor.detach({number})" for number in numbers])
+
+    def _depends(self, values: Any) -> bool:
+        return any([_place(self.inside, tensor) >= 0 for tensor in _tensors(values)])
+
+    def _note_roots(self, values: Any) -> None:
+        self.roots.extend([tensor for tensor in _tensors(values) if _place(self.made, tensor) < 0])
+
+    def written(self, value: Any) -> str:
+        """A value as the text has it."""
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if value is None or value is Ellipsis or isinstance(value, bool):
+            return "None" if value is None else "Ellipsis" if value is Ellipsis else str(value)
+        if isinstance(value, int):
+            self.found.numbers.append(value)
+            return f"i{len(self.found.numbers) - 1}"
+        if isinstance(value, float):
+            self.found.reals.append(value)
+            return f"f{len(self.found.reals) - 1}"
+        if isinstance(value, tuple | list):
+            parts = ", ".join([self.written(part) for part in value])
+            return f"({parts}{',' if len(value) == 1 else ''})" if isinstance(value, tuple) else f"[{parts}]"
+        if isinstance(value, slice):
+            return f"slice({self.written(value.start)}, {self.written(value.stop)}, {self.written(value.step)})"
+        if isinstance(value, torch.dtype):
+            return f"{value}"
+        if isinstance(value, torch.device):
+            return f"device('{value}')"
+        if isinstance(value, str):
+            return f"'{value}'"
+        self.refuse(f"it hands {type(value).__name__} to an operation")
+        return "None"
+
+    def _tensor(self, tensor: Tensor) -> str:
+        inside = _place(self.inside, tensor)
+        if inside >= 0:
+            return f"t{inside}"
+        at = _place(self.outside, tensor)
+        if at >= 0:
+            return self.names[at]
+        self._note_roots(tensor)
+        kept = self.found.captured if tensor.requires_grad else self.found.constants
+        name = f"{'c' if tensor.requires_grad else 'k'}{len(kept)}"
+        kept.append(tensor)
+        self.outside.append(tensor)
+        self.names.append(name)
+        return name
+
+
+def _place(tensors: list[Tensor], tensor: Tensor) -> int:
+    for at, other in enumerate(tensors):
+        if other is tensor:
+            return at
+    return -1
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Tensors in nested values."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    if isinstance(value, tuple | list):
+        for part in value:
+            found.extend(_tensors(part))
+    return found
+
+
+# What is asked about an operation is a constant of the graph.
+
+
+@torch.compiler.assume_constant_result
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", type(func).__name__)
+
+
+@torch.compiler.assume_constant_result
+def _is_random(func: Any) -> bool:
+    return _name(func).removesuffix("_like").removesuffix("_") in RANDOM
+
+
+@torch.compiler.assume_constant_result
+def _in_place(func: Any) -> bool:
+    name = _name(func)
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return name.endswith("_")
+
+
+@torch.compiler.assume_constant_result
+def _space(func: Any) -> str:
+    """Where the operation is found by its name, "" if nowhere."""
+    return next((space for space, holder in SPACES.items() if getattr(holder, _name(func), None) is func), "")
+
+
+def _example(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """The operation's result for one pair, whichever: PyTorch would look at the number to index by it."""
+    if name != "__getitem__":
+        return func(*args, **kwargs)
+    at = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return func(args[0], tuple([0 if _is_index(i) else i for i in at]))
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 0 and not value.is_floating_point() and value.dtype != torch.bool
+
+
+ScoreMods = Sequence[Callable[..., Any]]
+
+
+def record(functions: ScoreMods, dtype: torch.dtype, device: torch.device) -> Recorded:
+    """The functions, one after the other, as a text, and what they read.
+
+    >>> slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    >>> found = record([lambda s, b, h, q, kv: s - slopes.exp()[h] * (q - kv)], torch.float32, torch.device("cpu"))
+    >>> print(found.text)
+    t5 = Tensor.__getitem__(c0, t2)
+    t6 = Tensor.sub(t3, t4)
+    t7 = Tensor.mul(t5, t6)
+    t8 = Tensor.sub(t0, t7)
+    return t8
+    >>> found.captured[0].equal(slopes.exp())
+    True
+    """
+    with torch.autocast(device.type, enabled=False):  # as the operator runs them
+        first, second = (_recorded(functions, dtype, device) for _ in range(2))
+    if first.found.why == "" and not _same_reads(first, second):
+        first.refuse(
+            "it reads something that is made anew in every call in a way that is not seen (an attribute like x.T, an"
+            " autograd.Function, torch.cond), or does not do the same in every call"
+        )
+    return first.found
+
+
+def _recorded(functions: ScoreMods, dtype: torch.dtype, device: torch.device) -> _Recorder:
+    score = torch.zeros((), dtype=dtype, device=device)
+    index = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
+    recorder = _Recorder([score, *index])
+    with recorder:
+        for function in functions:
+            result = function(score, *index)
+            if not isinstance(result, Tensor) or not result.is_floating_point() or result.ndim != 0:
+                kind = f"{result.dtype}" if isinstance(result, Tensor) else type(result).__name__
+                raise KernelError(
+                    f"score_mod was called on one pair and returned {kind}. It must return a floating-point tensor of"
+                    f" no dims: a score. To hide pairs use a mask."
+                )
+            score = result if result.dtype == dtype else result.to(dtype)
+    recorder.lines.append(f"return {recorder.written(score)}")
+    recorder.found.text = "\n".join(recorder.lines)
+    return recorder
+
+
+def _same_reads(first: _Recorder, second: _Recorder) -> bool:
+    """Whether all that comes from outside is the same in both runs. What is new in every run, and nothing was seen to
+    make, may depend on the pair without having been written down."""
+    if first.found.text != second.found.text or len(first.roots) != len(second.roots):
+        return False
+    return all([a is b for a, b in zip(first.roots, second.roots, strict=True)])
