@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +35,26 @@ def recording() -> Iterator[None]:
         excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
         yield
+
+
+_OFF_IN_GRAPHS = tuple(
+    getattr(torch._C.DispatchKey, name)
+    for name in (
+        *("FuncTorchDynamicLayerBackMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchBatched", "FuncTorchVmapMode"),
+        *("FuncTorchGradWrapper", "ADInplaceOrView", "Conjugate", "Negative", "ZeroTensor"),
+    )
+)
+
+
+def as_in_eager() -> AbstractContextManager[Any]:
+    """Compiled graphs call operators with `torch.vmap` and PyTorch's count of changes in place switched off. Functions
+    of users need both, so here they are as outside of graphs."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    if not excluded.has(torch._C.DispatchKey.FuncTorchBatched):
+        return nullcontext()
+    for key in _OFF_IN_GRAPHS:
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def below_autograd() -> AbstractContextManager[None]:
@@ -65,7 +85,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 def break_graph(why: str) -> None:
     """Ends the graph that is being traced; refused, with these words, where it must be whole."""
-    torch._dynamo.graph_break(why)
+    torch._dynamo.graph_break(msg=why)
 
 
 # Operators with this tag are left out of CUDA graphs.

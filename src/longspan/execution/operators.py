@@ -34,7 +34,13 @@ def defined(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any
     short = name.partition("::")[2]
     library = _library(name, anew=True)
     library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag, *_torch.CUDAGRAPH_UNSAFE))
-    library.impl(short, untraced(run), "CompositeExplicitAutograd")
+
+
+    def called(*args: Any) -> Any:
+        with _torch.as_in_eager():
+            return run(*args)
+
+    library.impl(short, untraced(called), "CompositeExplicitAutograd")
     torch.library.register_fake(name, fake, lib=library)
     return getattr(torch.ops.longspan, short).default
 

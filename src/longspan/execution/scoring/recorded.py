@@ -74,7 +74,7 @@ class _Recorder(TorchFunctionMode):
             result = func(*args, **kwargs)
             self.made.extend(_tensors(result))
             return result
-        where = _space(func)
+        where = _place_of(func)
         if where == "":
             self.refuse(f"it uses {name}, which is not an operation of torch, torch.Tensor or torch.nn.functional")
             return func(*args, **kwargs)
@@ -83,7 +83,7 @@ class _Recorder(TorchFunctionMode):
         given = [self.written(value) for value in args]
         given += [f"{key}={self.written(value)}" for key, value in kwargs.items()]
         result = _example(name, func, args, kwargs)
-        self._note(f"{where}.{name}({', '.join(given)})", name, result)
+        self._note(f"{where}({', '.join(given)})", name, result)
         return result
 
     def refuse(self, why: str) -> None:
@@ -189,9 +189,17 @@ def _in_place(func: Any) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _space(func: Any) -> str:
-    """Where the operation is found by its name, "" if nowhere."""
-    return next((space for space, holder in SPACES.items() if getattr(holder, _name(func), None) is func), "")
+def _place_of(func: Any) -> str:
+    """Where the operation is found, "" if nowhere. What `**` calls is named like the method that it wraps.
+
+    >>> _place_of(torch.where), _place_of(Tensor.where), _place_of(Tensor.__pow__), _place_of(len)
+    ('torch.where', 'Tensor.where', 'Tensor.__pow__', '')
+    """
+    for name in (_name(func), f"__{_name(func)}__"):
+        for space, holder in SPACES.items():
+            if getattr(holder, name, None) is func:
+                return f"{space}.{name}"
+    return ""
 
 
 def _example(name: str, func: Any, args: Any, kwargs: Any) -> Any:
