@@ -88,6 +88,23 @@ def break_graph(why: str) -> None:
     torch._dynamo.graph_break(msg=why)
 
 
+@torch.compiler.assume_constant_result
+def higher_order_calls() -> int:
+    """How many calls of the graph that is being traced take functions (an `autograd.Function`, `torch.cond`); 0 where
+    none is traced. Torch-function modes do not see them."""
+    if not torch.compiler.is_compiling():
+        return 0
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    nodes = InstructionTranslator.current_tx().output.graph.nodes
+    return sum(isinstance(node.target, torch._ops.HigherOrderOperator) for node in nodes)
+
+
+def whole_graph() -> AbstractContextManager[Any]:
+    """What is traced inside must be one graph; what is not is refused by PyTorch, which says why."""
+    return torch._dynamo.error_on_graph_break(True)
+
+
 # Operators with this tag are left out of CUDA graphs.
 CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)
 

@@ -75,7 +75,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: Any = None) -> 
         check_sinks(asked.sinks, q.shape[1])
     scoring, recorded, said = None, None, ()
     if asked.extras is not None and torch.compiler.is_compiling():
-        recorded = asked.extras.recorded(q)
+        recorded = asked.extras.recorded(q, k)
         if recorded.why != "":
             return _outside_of_graph(q, k, v, asked, group, recorded.why)
         said = recorded.text, recorded.numbers, recorded.reals, len(recorded.constants)
@@ -112,7 +112,10 @@ def _given_handle(plan_or_mask: Mask | Plan) -> Tensor:
 def _outside_of_graph(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: str, why: str) -> Any:
     """With a score function that cannot be compiled: refused where the whole graph was asked for, else run between two
     graphs, and that is told."""
-    _torch.break_graph(f"longspan: a score function cannot be compiled: {why}.")
+    _torch.break_graph(
+        f"longspan: a score function cannot be compiled: {why}. Write it otherwise, work out beforehand what does not"
+        f" depend on the pair, or compile without fullgraph=True."
+    )
     return _run_eagerly(q, k, v, asked, group, why)
 
 

@@ -172,12 +172,12 @@ class Extras:
         # Functions are asked about the first pair, which a sequence of no tokens does not have.
         return None if plan.layout.seq_len == 0 else Scoring.of(functions, dropout, like)
 
-    def recorded(self, like: Tensor) -> Recorded:
+    def recorded(self, q: Tensor, k: Tensor) -> Recorded:
         """The same in compiled code, as text. What depends on the plan is checked when the operator runs."""
-        functions = self._functions(like, like.shape[0], like.shape[1], None)
+        functions = self._functions(q, q.shape[0], q.shape[1], None)
         if self.score_mod is not None:
             functions.append(self.score_mod)
-        found = record(functions, wide(like.dtype), like.device)
+        found = record(functions, (q if q.requires_grad else k).sum().to(wide(q.dtype)))
         if self.bias is not None:
             found.text = f"bias({found.name_of(self.bias)})\n{found.text}"
         if self._has_seed():

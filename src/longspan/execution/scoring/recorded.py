@@ -18,9 +18,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from longspan.errors import KernelError
+from longspan.execution._torch import higher_order_calls, whole_graph
 from longspan.execution.scoring.score_text import SPACES
 
 RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "normal", "multinomial", "poisson", "dropout", "rrelu")
+VALUES = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose")
+"""Operations that tell what is in a tensor, which code then goes by."""
 METADATA = ("dim", "ndimension", "numel", "nelement", "size", "is_floating_point", "is_complex", "element_size")
 """Operations that tell what a tensor is like, not what is in it."""
 
@@ -59,14 +62,18 @@ class _Recorder(TorchFunctionMode):
         """Tensors that nothing inside was seen to make."""
         self.found = Recorded()
         self.lines: list[str] = []
-        self.learns = torch.is_grad_enabled()
+        self.learns, self.compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = _name(func)
+        if torch.compiler.is_compiling() is not self.compiling:
+            self.refuse("PyTorch's compiler ends the graph inside of it")
         if _is_random(func):
             self.refuse(f"it draws random numbers by {name}")
         if not self._depends(args) and not self._depends(list(kwargs.values())):
+            if name in VALUES:
+                self.refuse(f"it looks at values, by {name}")
             if _in_place(func):
                 self.refuse(f"it changes a tensor that it captured in place, by {name}")
             self._note_roots(args)
@@ -112,7 +119,7 @@ class _Recorder(TorchFunctionMode):
         if isinstance(value, Tensor):
             return self._tensor(value)
         if value is None or value is Ellipsis or isinstance(value, bool):
-            return "None" if value is None else "Ellipsis" if value is Ellipsis else str(value)
+            return "..." if value is Ellipsis else str(value)
         if isinstance(value, int):
             self.found.numbers.append(value)
             return f"i{len(self.found.numbers) - 1}"
@@ -195,7 +202,7 @@ def _place_of(func: Any) -> str:
     >>> _place_of(torch.where), _place_of(Tensor.where), _place_of(Tensor.__pow__), _place_of(len)
     ('torch.where', 'Tensor.where', 'Tensor.__pow__', '')
     """
-    for name in (_name(func), f"__{_name(func)}__"):
+    for name in (_name(func), f"__{_name(func)}__", _name(func).removeprefix("special_")):
         for space, holder in SPACES.items():
             if getattr(holder, name, None) is func:
                 return f"{space}.{name}"
@@ -217,11 +224,12 @@ def _is_index(value: Any) -> bool:
 ScoreMods = Sequence[Callable[..., Any]]
 
 
-def record(functions: ScoreMods, dtype: torch.dtype, device: torch.device) -> Recorded:
-    """The functions, one after the other, as a text, and what they read.
+def record(functions: ScoreMods, score: Tensor) -> Recorded:
+    """The functions, one after the other, as a text, and what they read. `score` is any one score; it needs a gradient
+    where scores do, by which PyTorch tells whether a backward of the user's own matters.
 
     >>> slopes = torch.tensor([0.5, 0.25], requires_grad=True)
-    >>> found = record([lambda s, b, h, q, kv: s - slopes.exp()[h] * (q - kv)], torch.float32, torch.device("cpu"))
+    >>> found = record([lambda s, b, h, q, kv: s - slopes.exp()[h] * (q - kv)], torch.tensor(1.0))
     >>> print(found.text)
     t5 = Tensor.__getitem__(c0, t2)
     t6 = Tensor.sub(t3, t4)
@@ -231,20 +239,21 @@ def record(functions: ScoreMods, dtype: torch.dtype, device: torch.device) -> Re
     >>> found.captured[0].equal(slopes.exp())
     True
     """
-    with torch.autocast(device.type, enabled=False):  # as the operator runs them
-        first, second = (_recorded(functions, dtype, device) for _ in range(2))
+    # as the operator runs them; a graph that ended inside would be recorded in part
+    with torch.autocast(score.device.type, enabled=False), whole_graph():
+        first, second = _recorded(functions, score), _recorded(functions, score)
     if first.found.why == "" and not _same_reads(first, second):
         first.refuse(
-            "it reads something that is made anew in every call in a way that is not seen (an attribute like x.T, an"
-            " autograd.Function, torch.cond), or does not do the same in every call"
+            "it reads something that is made anew in every call in a way that is not seen (an attribute like x.T, a"
+            " loop over a tensor, torch.vmap), or does not do the same in every call"
         )
     return first.found
 
 
-def _recorded(functions: ScoreMods, dtype: torch.dtype, device: torch.device) -> _Recorder:
-    score = torch.zeros((), dtype=dtype, device=device)
-    index = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
-    recorder = _Recorder([score, *index])
+def _recorded(functions: ScoreMods, score: Tensor) -> _Recorder:
+    dtype, score = score.dtype, score.clone()  # a function may work in place
+    index = [torch.zeros((), dtype=torch.int64, device=score.device) for _ in range(4)]
+    recorder, calls = _Recorder([score, *index]), higher_order_calls()
     with recorder:
         for function in functions:
             result = function(score, *index)
@@ -255,6 +264,8 @@ def _recorded(functions: ScoreMods, dtype: torch.dtype, device: torch.device) ->
                     f" no dims: a score. To hide pairs use a mask."
                 )
             score = result if result.dtype == dtype else result.to(dtype)
+    if higher_order_calls() != calls:
+        recorder.refuse("it uses an autograd.Function, torch.cond or the like")
     recorder.lines.append(f"return {recorder.written(score)}")
     recorder.found.text = "\n".join(recorder.lines)
     return recorder
@@ -265,4 +276,6 @@ def _same_reads(first: _Recorder, second: _Recorder) -> bool:
     make, may depend on the pair without having been written down."""
     if first.found.text != second.found.text or len(first.roots) != len(second.roots):
         return False
-    return all([a is b for a, b in zip(first.roots, second.roots, strict=True)])
+    numbers = zip([*first.found.numbers, *first.found.reals], [*second.found.numbers, *second.found.reals], strict=True)
+    pairs = zip(first.roots, second.roots, strict=True)
+    return all([a == b or a != a for a, b in numbers]) and all([a is b for a, b in pairs])  # noqa: PLR0124

@@ -28,7 +28,7 @@ from longspan.execution.scoring.pipeline import ScoreFunction, Scoring
 from longspan.execution.tile import wide
 from longspan.masks.functions.elementwise import elementwise
 
-SPACES: dict[str, Any] = {"Tensor": Tensor, "torch": torch, "functional": functional}
+SPACES: dict[str, Any] = {"Tensor": Tensor, "torch": torch, "functional": functional, "special": torch.special}
 """Where operations are found by name."""
 NUM_ARGUMENTS = 5
 Values = dict[str, Any]
@@ -75,7 +75,10 @@ class ScoreText:
             values = known | {f"t{i}": argument for i, argument in enumerate(arguments)}
             for names, work_out in self.lines:
                 found = work_out(values)
-                values.update(zip(names, found if isinstance(found, tuple | list) else (found,), strict=True))
+                results = found if isinstance(found, tuple | list) else (found,)
+                if len(results) != len(names):  # on a tile, unlike on a pair
+                    raise RuntimeError(f"{len(names)} results were expected, and there are {len(results)}")
+                values.update(zip(names, results, strict=True))
             return self.result(values)
 
         return run
