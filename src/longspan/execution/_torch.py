@@ -100,6 +100,16 @@ def higher_order_calls() -> int:
     return sum(isinstance(node.target, torch._ops.HigherOrderOperator) for node in nodes)
 
 
+@torch.compiler.assume_constant_result
+def inside_of_call() -> bool:
+    """Whether what is traced is a part that another call takes as its function, as checkpointing does."""
+    if not torch.compiler.is_compiling():
+        return False
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().output.current_tracer.parent is not None
+
+
 def whole_graph() -> AbstractContextManager[Any]:
     """What is traced inside must be one graph; what is not is refused by PyTorch, which says why."""
     return torch._dynamo.error_on_graph_break(True)

@@ -58,7 +58,7 @@ def is_number(value: Any) -> bool:
         if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool or value.device.type == "meta":
             return False
         return torch.compiler.is_compiling() or math.isfinite(value.detach())  # compiled, the operator looks
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(-math.inf < value < math.inf)
 
 
 def check_no_tangent(**tensors: Any) -> None:

@@ -35,7 +35,6 @@ def defined(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any
     library = _library(name, anew=True)
     library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag, *_torch.CUDAGRAPH_UNSAFE))
 
-
     def called(*args: Any) -> Any:
         with _torch.as_in_eager():
             return run(*args)

@@ -178,7 +178,7 @@ class Extras:
         if self.score_mod is not None:
             functions.append(self.score_mod)
         found = record(functions, (q if q.requires_grad else k).sum().to(wide(q.dtype)))
-        if self.bias is not None:
+        if self.bias is not None and found.why == "":
             found.text = f"bias({found.name_of(self.bias)})\n{found.text}"
         if self._has_seed():
             found.numbers.append(self.seed)  # type: ignore[arg-type]

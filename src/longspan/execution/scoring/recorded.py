@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from longspan.errors import KernelError
-from longspan.execution._torch import higher_order_calls, whole_graph
+from longspan.execution._torch import higher_order_calls, inside_of_call, whole_graph
 from longspan.execution.scoring.score_text import SPACES
 
 RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "normal", "multinomial", "poisson", "dropout", "rrelu")
@@ -51,13 +51,13 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
         super().__init__()
-        self.inside = list(arguments)
-        """Tensors that depend on the pair, by number."""
-        self.made: list[Tensor] = []
+        self.inside = {argument: f"t{i}" for i, argument in enumerate(arguments)}
+        """Tensors that depend on the pair, and their names."""
+        self.outside: dict[Tensor, str] = {}
+        """Tensors that do not, and that operations on the pair read."""
+        self.made: dict[Tensor, bool] = {}
         """Tensors that do not, and that operations inside have made."""
-        self.outside: list[Tensor] = []
-        """Tensors that do not, and that operations on the pair read; `names` are theirs."""
-        self.names: list[str] = []
+        self.num_tensors = len(arguments)
         self.roots: list[Tensor] = []
         """Tensors that nothing inside was seen to make."""
         self.found = Recorded()
@@ -79,7 +79,8 @@ class _Recorder(TorchFunctionMode):
             self._note_roots(args)
             self._note_roots(list(kwargs.values()))
             result = func(*args, **kwargs)
-            self.made.extend(_tensors(result))
+            for tensor in _tensors(result):
+                self.made[tensor] = True
             return result
         where = _place_of(func)
         if where == "":
@@ -102,17 +103,22 @@ class _Recorder(TorchFunctionMode):
             if name not in METADATA:
                 self.refuse(f"it looks at values, by {name}")
             return
-        numbers = [f"t{len(self.inside) + i}" for i in range(len(results))]
-        self.inside.extend(results)
+        numbers = [f"t{self.num_tensors + i}" for i in range(len(results))]
+        self.num_tensors += len(results)
+        for tensor, number in zip(results, numbers, strict=True):
+            self.inside[tensor] = number
         self.lines.append(f"{', '.join(numbers)} = {call}")
         if self.learns and not torch.is_grad_enabled():
             self.lines.extend([f"{number} = Tensor.detach({number})" for number in numbers])
 
     def _depends(self, values: Any) -> bool:
-        return any([_place(self.inside, tensor) >= 0 for tensor in _tensors(values)])
+        for tensor in _tensors(values):
+            if tensor in self.inside:
+                return True
+        return False
 
     def _note_roots(self, values: Any) -> None:
-        self.roots.extend([tensor for tensor in _tensors(values) if _place(self.made, tensor) < 0])
+        self.roots.extend([tensor for tensor in _tensors(values) if tensor not in self.made])
 
     def written(self, value: Any) -> str:
         """A value as the text has it."""
@@ -141,19 +147,14 @@ class _Recorder(TorchFunctionMode):
         return "None"
 
     def _tensor(self, tensor: Tensor) -> str:
-        inside = _place(self.inside, tensor)
-        if inside >= 0:
-            return f"t{inside}"
-        at = _place(self.outside, tensor)
-        if at >= 0:
-            return self.names[at]
-        self._note_roots(tensor)
-        kept = self.found.captured if tensor.requires_grad else self.found.constants
-        name = f"{'c' if tensor.requires_grad else 'k'}{len(kept)}"
-        kept.append(tensor)
-        self.outside.append(tensor)
-        self.names.append(name)
-        return name
+        if tensor in self.inside:
+            return self.inside[tensor]
+        if tensor not in self.outside:
+            self._note_roots(tensor)
+            kept = self.found.captured if tensor.requires_grad else self.found.constants
+            self.outside[tensor] = f"{'c' if tensor.requires_grad else 'k'}{len(kept)}"
+            kept.append(tensor)
+        return self.outside[tensor]
 
 
 def _place(tensors: list[Tensor], tensor: Tensor) -> int:
@@ -239,6 +240,11 @@ def record(functions: ScoreMods, score: Tensor) -> Recorded:
     >>> found.captured[0].equal(slopes.exp())
     True
     """
+    if inside_of_call():
+        return Recorded(
+            why="it is inside of a call that takes a function, such as torch.utils.checkpoint, where PyTorch's compiler"
+            " allows no torch-function mode: let the checkpoint be around the compiled part"
+        )
     # as the operator runs them; a graph that ended inside would be recorded in part
     with torch.autocast(score.device.type, enabled=False), whole_graph():
         first, second = _recorded(functions, score), _recorded(functions, score)
