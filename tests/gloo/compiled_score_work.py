@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from torch.nn import functional
 from torch import Tensor, nn
 
 import longspan as ls
@@ -19,7 +19,7 @@ LIMIT = 1e-10
 make of it, forward and back: less than 10 for each of two layers in between."""
 
 
-# -- score functions as models write them: parameters of a module, values of the forward pass ---------------------------
+# -- score functions as models write them: parameters of a module, values of the forward pass --------------------------
 
 
 class Made(nn.Module):
@@ -42,7 +42,7 @@ class Made(nn.Module):
 
     def positive_slopes(self, x: Tensor) -> dict:
         """What does not depend on the pair is worked out in the graph."""
-        return {"score_mod": lambda s, b, h, q, kv: s - F.softplus(self.slopes)[h] * (q - kv).abs()}
+        return {"score_mod": lambda s, b, h, q, kv: s - functional.softplus(self.slopes)[h] * (q - kv).abs()}
 
     def gated_by_tokens(self, x: Tensor) -> dict:
         """Captures a value of the forward pass, and hands a gradient on to the layers before."""

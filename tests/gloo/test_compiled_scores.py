@@ -165,7 +165,7 @@ def test_a_bias_of_another_length_is_refused_when_the_graph_runs():
         torch.compile(lambda q: ls.attention(q, q, q, mask, dropout=0.1, seed=-1), backend="aot_eager")(q)
 
 
-# -- what cannot be compiled ---------------------------------------------------------------------------------------------
+# -- what cannot be compiled -------------------------------------------------------------------------------------------
 
 TABLE = torch.nn.Parameter(torch.randn(8, dtype=torch.float64))
 FIXED = torch.randn(3, 4, dtype=torch.float64)
@@ -257,7 +257,7 @@ def test_what_would_be_recorded_wrongly_is_refused(function, why):
         call(q)
 
 
-# -- over ranks ----------------------------------------------------------------------------------------------------------
+# -- over ranks --------------------------------------------------------------------------------------------------------
 
 OVER_RANKS = [
     work.Case("positive_slopes", "documents"), work.Case("t5_table", "causal"), work.Case("bias_tensor", "window"),

@@ -252,13 +252,12 @@ def test_many_tiles_in_one_call():
 
 def test_blocks_are_told_apart():
     for _, (num_q, num_k, tiles) in zip(range(40), tile_cases(), strict=False):
-        blocks = flex._blocks_of(tuple(tiles), torch.device("cpu"))
-        cover = blocks.cover
-        sure = torch.zeros(-(-cover.rows // 128) * 128, -(-cover.cols // 128) * 128, dtype=torch.int64)
+        blocks = flex._blocks_of(tuple(tiles), (num_q, num_k), torch.device("cpu"))
+        assert (blocks.rows, blocks.cols) == (flex.bucket(num_q), flex.bucket(num_k))
+        sure = torch.zeros(blocks.rows, blocks.cols, dtype=torch.int64)
         maybe = sure.clone()
         for tile in tiles:
-            found = allowed(tile, num_q, num_k)[cover.q0 : cover.q1, cover.k0 : cover.k1].long()
-            (maybe if tile.asks else sure)[: cover.rows, : cover.cols] += found
+            (maybe if tile.asks else sure)[:num_q, :num_k] += allowed(tile, num_q, num_k).long()
         sure, maybe = (x.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).sum((1, 3)) for x in (sure, maybe))
         full_ = sure == 128 * 128
         for (counts, order), true in ((blocks.tensors[0:2], (sure + maybe > 0) & ~full_), (blocks.tensors[2:4], full_)):
@@ -412,6 +411,52 @@ def test_equal_code_is_compiled_once(monkeypatch):
     ls.attention(q, q, q, causal(64), kernel="flex", score_mod=lambda s, b, h, q, kv: s * 2.0)
     ls.attention(q, q, q, causal(64), kernel="flex", score_mod=lambda s, b, h, q, kv: s * 3.0)
     assert len(keys) == 4
+
+
+@pytest.mark.parametrize("functions", [False, True])
+def test_packed_batches_of_one_size_share_what_was_compiled(functions, monkeypatch):
+    """20 packings of 2,048 tokens on 4 ranks: a GPU would compile a handful of times, not in every step."""
+
+    def compiled_by(num_batches):
+        made, run = set(), flex._run
+
+        def shapes_only(key, graph, inputs):
+            made.add(flex.compiled_for(key, inputs))
+            if key[0] == "forward":
+                q, v = inputs[0], inputs[2]
+                return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_zeros(q.shape[:3])
+            gradients = [None if kind is None else inputs[15 + i].detach() * 0 for i, kind in enumerate(kinds)]
+            return *(torch.zeros_like(x) for x in inputs[:3]), *gradients
+
+        kinds = [None] * 4 + [True] if functions else []
+        monkeypatch.setattr(flex, "_run", shapes_only)
+        rng = np.random.default_rng(0)
+        for _ in range(num_batches):
+            cuts = np.sort(rng.choice(np.arange(1, 2048), size=int(rng.integers(2, 9)), replace=False))
+            lengths = np.diff([0, *cuts, 2048]).tolist()
+            mask = ls.masks.documents(lengths) & ls.masks.causal()
+            table = torch.randn(9, 2, requires_grad=True)
+            extras = Extras(score_mod=lambda s, b, h, q, kv, t=table: s + t[(q - kv).clamp(0, 8), h])
+            plan = ls.plan(
+                mask,
+                ls.layouts.zigzag(2048, 4),
+                q_heads=2,
+                kv_heads=2,
+                head_dim=8,
+                dtype="float32",
+                schedule="exchange",
+            )
+            q, k, v, dout = torch.randn(4, 1, 2, 2048, 8)
+            run_loopback(plan, q, k, v, dout, kernel="flex", extras=extras if functions else None)
+        monkeypatch.setattr(flex, "_run", run)
+        return len(made)
+
+    few = compiled_by(20)
+    assert few <= 24, few
+    monkeypatch.setattr(flex, "bucket", lambda size: size)
+    flex._blocks_of.cache_clear()
+    assert compiled_by(20) > 4 * few
+    flex._blocks_of.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")

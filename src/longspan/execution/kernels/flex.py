@@ -1,7 +1,8 @@
 """`flex`: PyTorch's flex attention, all tiles of a compute in one block-sparse launch, functions inside the kernel.
 
-Not run on a GPU: there the same graphs go through PyTorch's compiler, once for every set of shapes; that the graphs are
-right is checked on CPUs, where the operators write out all scores.
+Not run on a GPU: there the same graphs go through PyTorch's compiler, once for every set of shapes. So shapes come in
+buckets (`bucket`): packed batches, whose tiles are others in every step, share what was compiled. Rows and keys beyond
+the real ones are masked out. That the graphs are right is checked on CPUs, where the operators write out all scores.
 
 Whatever tiles there are, a query row sees a few spans of keys, so tables of spans by row are the mask. Functions of a
 user are traced (see `traced`) and run inside the kernel. Shapes: see contract.py.
@@ -22,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.nn.functional import pad
 
 from longspan.errors import KernelError
 from longspan.execution import _torch
@@ -75,13 +77,14 @@ class Flex:
         inputs += [*call.blocks.tensors, *call.score_values, *call.mask_values]
         with torch.no_grad():
             out, lse = _run(call.forward_key, call.forward_graph, inputs)
-        yield call.blocks.cover, out, lse.mul_(LN2)
+        cover = call.blocks.cover
+        yield cover, out.narrow(2, cover.q0, cover.rows), lse.narrow(2, cover.q0, cover.rows).mul_(LN2)
 
     def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
         if not work.tiles:
             return
         call = _Call.of(work)
-        dout, lse = call.rows(upstream.dout_BHQE), call.rows(upstream.lse_BHQ)
+        dout, lse = call.rows(upstream.dout_BHQE), call.rows(upstream.lse_BHQ, -torch.inf)
         # exp(score - inf) is 0 for a row that saw nothing
         lse = lse.masked_fill(lse.isneginf(), torch.inf).div_(LN2).contiguous()
         # The operator works out rowsum(dout * out) - dlse / log(2). With `out` of zeros this is any delta we like, in
@@ -93,7 +96,9 @@ class Flex:
             inputs = [*three, nothing, lse, dout, dlse, *buffers]
             dq, dk, dv, *rest = _run(call.backward_key, call.backward_graph, inputs)
         call.add_gradients(rest)
-        yield call.blocks.cover, dq, dk, dv
+        cover = call.blocks.cover
+        dk, dv = (x.narrow(2, cover.k0, cover.cols) for x in (dk, dv))
+        yield cover, dq.narrow(2, cover.q0, cover.rows), dk, dv
 
 
 def why_not_inside(mask: Mask, scoring: Scoring | None, like: Tensor) -> str | None:
@@ -129,10 +134,11 @@ class _Call:
     @staticmethod
     def of(work: TileWork) -> _Call:
         like, pairs = work.q_BHQD, work.pairs
-        blocks, wide = _blocks_of(tuple(work.tiles), like.device), widened(like.dtype)
+        sides = like.shape[2], work.k_BGKD.shape[2]
+        blocks, wide = _blocks_of(tuple(work.tiles), sides, like.device), widened(like.dtype)
         scoring = None if pairs is None else pairs.scoring
         predicate = pairs.predicate if pairs is not None and blocks.depths[1] else None
-        local = _positions(blocks.cover, pairs, like.device) if scoring is not None or predicate is not None else ()
+        local = _positions(blocks, pairs, like.device) if scoring is not None or predicate is not None else ()
         score = _UNCHANGED if scoring is None else _score_program(scoring, like.device, wide)
         if predicate is None:
             mask = _bands_program(blocks.depths[0])
@@ -160,13 +166,11 @@ class _Call:
         counts, score = (len(self.score_values), len(self.mask_values)), self.score
         return _torch.flex_backward_graph(score.graph, score.gradient, self.mask.graph, self.scale, *counts)
 
-    def rows(self, x: Tensor) -> Tensor:
-        cover = self.blocks.cover
-        return _last_dim_first(x.narrow(2, cover.q0, cover.rows))
+    def rows(self, x: Tensor, value: float = 0.0) -> Tensor:
+        return _filled(x, self.blocks.rows, value)
 
     def keys(self, x: Tensor) -> Tensor:
-        cover = self.blocks.cover
-        return _last_dim_first(x.narrow(2, cover.k0, cover.cols))
+        return _filled(x, self.blocks.cols, 0.0)
 
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Adds the gradients of buffers to the totals of the captured tensors they stand for."""
@@ -176,16 +180,30 @@ class _Call:
             totals.add(number, None, gradient.view(totals.values[number].shape))
 
 
-def _last_dim_first(x: Tensor) -> Tensor:
-    return x if x.ndim < 4 or x.stride(3) == 1 else x.contiguous()
+def bucket(size: int) -> int:
+    """A number of rows or keys, rounded up to a power of two, at least a block. It costs memory, no time: blocks in
+    which nothing is seen are not looked at.
+
+    >>> [bucket(n) for n in (1, 128, 129, 500, 600)]
+    [128, 128, 256, 512, 1024]
+    """
+    return max(BLOCK, 1 << (size - 1).bit_length())
 
 
-def _positions(cover: Tile, pairs: Pairs | None, device: torch.device) -> tuple[Tensor, ...]:
-    """First batch row, first head, position of every query row and of every key."""
+def _filled(x: Tensor, size: int, value: float) -> Tensor:
+    """Contiguous, with rows of this value up to the size: strides are part of what is compiled for, too."""
+    more = size - x.shape[2]
+    return (pad(x, (0, 0) * (x.ndim - 3) + (0, more), value=value) if more else x).contiguous()
+
+
+def _positions(blocks: _Blocks, pairs: Pairs | None, device: torch.device) -> tuple[Tensor, ...]:
+    """First batch row, first head, position of every query row and of every key; those beyond the real ones have some
+    real position, so that functions find it in their tables."""
     assert pairs is not None
     where = pairs.where
     first = (torch.full((), start, device=device) for start in (where.batch.start, where.heads.start))
-    return *first, _on(device, where.q[cover.q0 : cover.q1]), _on(device, where.kv[cover.k0 : cover.k1])
+    lines = ((where.q, blocks.rows), (where.kv, blocks.cols))
+    return *first, *(_on(device, np.pad(line, (0, size - len(line)), mode="edge")) for line, size in lines)
 
 
 def _on(device: torch.device, array: NDArray[Any]) -> Tensor:
@@ -207,12 +225,23 @@ _compiled: dict[tuple[object, ...], Callable[..., Sequence[Tensor]]] = {}
 def _run(key: tuple[object, ...], graph: Callable[[], GraphModule], inputs: list[Tensor]) -> Sequence[Any]:
     if inputs[0].device.type == "cpu":
         return graph()(*inputs)
-    known = (*key, *((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in inputs))
+    known = compiled_for(key, inputs)
     if known not in _compiled:
         while len(_compiled) >= MAX_COMPILED:
             del _compiled[next(iter(_compiled))]
         _compiled[known] = _torch.compiled(graph(), inputs)
     return _compiled[known](*inputs)
+
+
+def compiled_for(key: tuple[object, ...], inputs: Sequence[Tensor]) -> tuple[object, ...]:
+    """Calls with equal ones share what was compiled: the code, and the form of all tensors."""
+    forms = ((x.shape, _strides(x), x.dtype, x.device, x.requires_grad) for x in inputs)
+    return *key, *forms
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Strides that matter."""
+    return tuple(stride if size > 1 else 0 for stride, size in zip(x.stride(), x.shape, strict=True))
 
 
 def _zeros(device: torch.device | str, num: int) -> tuple[Tensor, ...]:
@@ -302,9 +331,13 @@ def _made_asking_program(predicate: Predicate, depths: tuple[int, int], length: 
 
 @dataclass(frozen=True, eq=False)
 class _Blocks:
-    """All tiles of one launch, counted from the first row and the first key of any."""
+    """All tiles of one launch."""
 
     cover: Tile
+    """From the first row and the first key of any tile to the last ones."""
+    rows: int
+    cols: int
+    """Those of the tensors, rounded up to a bucket."""
     depths: tuple[int, int]
     """How many spans of keys a row has at most, rounded up: of those that all may see, and of those that ask."""
     tables: tuple[Tensor, Tensor, Tensor, Tensor]
@@ -313,32 +346,38 @@ class _Blocks:
 
 
 @lru_cache(maxsize=64)
-def _blocks_of(tiles: tuple[Tile, ...], device: torch.device) -> _Blocks:
+def _blocks_of(tiles: tuple[Tile, ...], shape: tuple[int, int], device: torch.device) -> _Blocks:
     """Remembered: the same tiles come again in every layer and step."""
     from torch.nn.attention.flex_attention import BlockMask
 
     sides = np.array([(t.q0, t.q1, t.k0, t.k1) for t in tiles])
     cover = Tile(int(sides[:, 0].min()), int(sides[:, 1].max()), int(sides[:, 2].min()), int(sides[:, 3].max()))
-    plain, asking = (_spans([t for t in tiles if t.asks is asks], cover) for asks in (False, True))
-    sure, maybe = (pairs_per_block(spans, cover.rows, np.arange(cover.cols), BLOCK) for spans in (plain, asking))
+    rows, cols = bucket(shape[0]), bucket(shape[1])
+    plain, asking = (_spans([t for t in tiles if t.asks is asks], rows) for asks in (False, True))
+    sure, maybe = (pairs_per_block(spans, rows, np.arange(cols), BLOCK) for spans in (plain, asking))
     full = sure == BLOCK * BLOCK
     fields: tuple[Any, ...] = BlockMask.from_kv_blocks(
         *_listed(((sure > 0) | (maybe > 0)) & ~full), *_listed(full), BLOCK_SIZE=BLOCK
     ).as_tuple()
-    tables, depths = zip(*(_tables(spans, cover.rows, device) for spans in (plain, asking)), strict=True)
+    tables, depths = zip(*(_tables(spans, rows, device) for spans in (plain, asking)), strict=True)
     return _Blocks(
-        cover, (max(depths[0], 1), depths[1]), (*tables[0], *tables[1]), tuple(x.to(device) for x in fields[2:10])
+        cover,
+        rows,
+        cols,
+        (max(depths[0], 1), depths[1]),
+        (*tables[0], *tables[1]),
+        tuple(x.to(device) for x in fields[2:10]),
     )
 
 
-def _spans(tiles: Sequence[Tile], cover: Tile) -> KeySpans:
-    """What every row sees. A tile counts rows and keys from its own corner, a band from that of the cover."""
+def _spans(tiles: Sequence[Tile], num_rows: int) -> KeySpans:
+    """What every row sees. A tile counts rows and keys from its own corner, a band from that of the tensors."""
     rows: list[tuple[int, ...]] = []
     for t in tiles:
-        q, k = t.q0 - cover.q0, t.k0 - cover.k0
-        lo, hi = -LIMIT if t.lo is None else t.lo + q - k, LIMIT if t.hi is None else t.hi + q - k
-        rows.append((q, q + t.rows, k, k + t.cols, lo, hi))
-    return key_spans(np.array(rows, dtype=np.int64).reshape(-1, 6), np.arange(cover.rows))
+        shift = t.q0 - t.k0
+        lo, hi = -LIMIT if t.lo is None else t.lo + shift, LIMIT if t.hi is None else t.hi + shift
+        rows.append((t.q0, t.q1, t.k0, t.k1, lo, hi))
+    return key_spans(np.array(rows, dtype=np.int64).reshape(-1, 6), np.arange(num_rows))
 
 
 def _tables(spans: KeySpans, num_rows: int, device: torch.device) -> tuple[tuple[Tensor, Tensor], int]:

@@ -42,8 +42,11 @@ class Recorded:
 
     def name_of(self, tensor: Tensor) -> str:
         """A tensor that it reads, as the text has it."""
-        at = _place(self.captured, tensor)
-        return f"c{at}" if at >= 0 else f"k{_place(self.constants, tensor)}"
+        for letter, tensors in (("c", self.captured), ("k", self.constants)):
+            for at, other in enumerate(tensors):
+                if other is tensor:
+                    return f"{letter}{at}"
+        raise AssertionError("no tensor of this function")
 
 
 class _Recorder(TorchFunctionMode):
@@ -112,10 +115,7 @@ class _Recorder(TorchFunctionMode):
             self.lines.extend([f"{number} = Tensor.detach({number})" for number in numbers])
 
     def _depends(self, values: Any) -> bool:
-        for tensor in _tensors(values):
-            if tensor in self.inside:
-                return True
-        return False
+        return any(tensor in self.inside for tensor in _tensors(values))
 
     def _note_roots(self, values: Any) -> None:
         self.roots.extend([tensor for tensor in _tensors(values) if tensor not in self.made])
@@ -155,13 +155,6 @@ class _Recorder(TorchFunctionMode):
             self.outside[tensor] = f"{'c' if tensor.requires_grad else 'k'}{len(kept)}"
             kept.append(tensor)
         return self.outside[tensor]
-
-
-def _place(tensors: list[Tensor], tensor: Tensor) -> int:
-    for at, other in enumerate(tensors):
-        if other is tensor:
-            return at
-    return -1
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -284,4 +277,4 @@ def _same_reads(first: _Recorder, second: _Recorder) -> bool:
         return False
     numbers = zip([*first.found.numbers, *first.found.reals], [*second.found.numbers, *second.found.reals], strict=True)
     pairs = zip(first.roots, second.roots, strict=True)
-    return all([a == b or a != a for a, b in numbers]) and all([a is b for a, b in pairs])  # noqa: PLR0124
+    return all(a == b or a != a for a, b in numbers) and all(a is b for a, b in pairs)
