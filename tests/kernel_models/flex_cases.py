@@ -60,7 +60,7 @@ class Case:
         scoring = self.scores(tables)
         captured = () if scoring is None else scoring.captured
         where = TilePositions.of(Span(0, 1), Span(0, self.heads[0]), np.arange(self.q), np.arange(self.k), torch.device("cpu"))
-        predicate = Function(answers, 0, 0) if self.asks else None
+        predicate = Function(answers, None, None) if self.asks else None
         pairs = TilePairs(where, scoring, predicate, Totals(captured))
         return TileWork(q, k, v, list(self.tiles), SCALE, pairs if scoring is not None or self.asks else None)
 

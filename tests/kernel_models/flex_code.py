@@ -91,6 +91,26 @@ def pretended_h100():
         yield
 
 
+def gradient_by_cpu(trace):
+    """Autograd wants a GPU that is there: gradients are traced with CPU tensors, and say "cuda" afterwards."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    def traced(function, arguments, num_index):
+        with unset_fake_temporarily():
+            examples = [
+                torch.zeros(x.shape, dtype=x.dtype).requires_grad_(x.requires_grad and x.is_floating_point())
+                for x in arguments
+            ]
+            graph = trace(function, examples, num_index)
+        for node in graph.graph.nodes:
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": torch.device("cuda:0")}
+        graph.recompile()
+        return graph
+
+    return traced
+
+
 def generated(name: str) -> list[str]:
     """The code of a case's forward and of its backward."""
     import torch._inductor.config
@@ -128,6 +148,7 @@ def generated(name: str) -> list[str]:
     with (
         pretended_h100(), FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(_torch, "compiled", compiled), mock.patch.object(flex, "_compiled", {}),
+        mock.patch.object(_torch, "traced_gradient", gradient_by_cpu(_torch.traced_gradient)),
     ):  # fmt: skip
         flex._blocks_of.cache_clear()
         q, k, v, dout, *tables = case.tensors("cuda")

@@ -19,6 +19,7 @@ from longspan.errors import KernelError
 from longspan.execution import _torch
 from longspan.execution.kernels import Features, choose_kernel, flex, kernel_named
 from longspan.execution.kernels.contract import TileWork, Upstream
+from longspan.execution.scoring import traced
 from longspan.execution.scoring.biases import Extras, RelativeBias
 from longspan.execution.scoring.captured import Totals
 from longspan.execution.scoring.pairs import TilePairs, TilePositions
@@ -411,6 +412,21 @@ def test_equal_code_is_compiled_once(monkeypatch):
     ls.attention(q, q, q, causal(64), kernel="flex", score_mod=lambda s, b, h, q, kv: s * 2.0)
     ls.attention(q, q, q, causal(64), kernel="flex", score_mod=lambda s, b, h, q, kv: s * 3.0)
     assert len(keys) == 4
+
+
+def test_tensors_are_told_by_identity_when_a_trial_took_another_way():
+    """A trial on the CPU uses tensors in the order of the function; tracing for a GPU moves all of them there first."""
+    row, head, idle = torch.tensor(3), torch.tensor(5), torch.tensor(9)
+    moves = False
+
+    def function(x):
+        if moves:
+            _ = idle.to(x.dtype), row.to(x.dtype), head.to(x.dtype)
+        return x + 10 * head + 100 * row
+
+    made = traced.program(function, (torch.tensor(1.0),), ())
+    moves = True
+    assert made.graph(torch.tensor(1.0), *made.values((), ())) == 351.0
 
 
 @pytest.mark.parametrize("functions", [False, True])

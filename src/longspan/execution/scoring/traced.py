@@ -124,6 +124,7 @@ def program(
     device, order = (*numbers, *given)[0].device, {id(t): i for i, t in enumerate(captured)}
     trial = (*numbers, *given) if trial is None else trial
     finder = Outside(trial, None, order)
+    found = finder.used  # kept: tracing tells these tensors by identity
     try:
         with torch.no_grad(), _torch.indexing(), finder:
             function(*trial)
@@ -131,12 +132,12 @@ def program(
         raise
     except Exception:  # noqa: S110  # tracing meets it again, and says what to do
         pass
-    used = tuple(order[id(t)] if id(t) in order else t.detach().to(device) for t in finder.used)
+    used = tuple(order[id(t)] if id(t) in order else t.detach().to(device) for t in found)
     examples = tuple(_element(captured[use]).requires_grad_() if isinstance(use, int) else use for use in used)
     size = len(numbers) + len(given)
 
     def swapped(*arguments: Tensor) -> Tensor:
-        with _torch.indexing(), Outside(arguments[:size], arguments[size:], order):
+        with _torch.indexing(), Outside(arguments[:size], list(zip(found, arguments[size:], strict=True)), order):
             return function(*arguments[:size])
 
     return Program(swapped, (*numbers, *given, *examples), len(given), used)
@@ -158,17 +159,22 @@ def _plain(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
 
 
 class Outside(TorchFunctionMode):
-    """Notes the tensors from outside that a function uses, or puts others, in the same order, in their place.
+    """Notes the tensors from outside that a function uses, or puts others in their place: `others` are pairs of both.
 
-    Every use of a captured tensor counts as another one: PyTorch takes gradients of one index for each.
+    Every use of a captured tensor counts as another one: PyTorch takes gradients of one index for each. A tensor that
+    has no other stays; where one was moved to a device and not looked at, the trial on another device did not see it.
     """
 
-    def __init__(self, arguments: Sequence[Tensor], others: Sequence[Tensor] | None, captured: dict[int, int]) -> None:
+    def __init__(
+        self, arguments: Sequence[Tensor], others: Sequence[tuple[Tensor, Tensor]] | None, captured: dict[int, int]
+    ) -> None:
         super().__init__()
         self.used: list[Tensor] = []
-        self._others, self._captured, self._device = others, captured, arguments[0].device
+        self._finds, self._captured, self._device = others is None, captured, arguments[0].device
         self._inside = {id(t): t for t in arguments}  # kept, so that an id is not used again
-        self._slots: dict[int, int] = {}
+        self._others: dict[int, list[Tensor]] = {}
+        for tensor, other in others or ():
+            self._others.setdefault(id(tensor), []).append(other)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -186,11 +192,12 @@ class Outside(TorchFunctionMode):
     def _take(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or id(value) in self._inside:
             return value
-        slot = self._slots.get(id(value))
-        if slot is None or id(value) in self._captured:
-            slot = self._slots[id(value)] = len(self.used)
-            self.used.append(value)
-        if self._others is None:
+        if self._finds:
+            if id(value) in self._captured or not any(value is known for known in self.used):
+                self.used.append(value)
             return value
-        other = self._others[slot]
+        others = self._others.get(id(value))
+        if others is None:
+            return value
+        other = others.pop(0) if id(value) in self._captured else others[0]
         return _plain(Tensor.__getitem__, (other, 0), {}, self._device) if other.ndim > value.ndim else other
