@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 from torch import Tensor, nn
+from torch.nn import functional
 
 import longspan as ls
 from longspan.scores import RelativeBias

@@ -59,7 +59,9 @@ class Case:
         tables = tuple(t.detach().requires_grad_() for t in tables)
         scoring = self.scores(tables)
         captured = () if scoring is None else scoring.captured
-        where = TilePositions.of(Span(0, 1), Span(0, self.heads[0]), np.arange(self.q), np.arange(self.k), torch.device("cpu"))
+        where = TilePositions.of(
+            Span(0, 1), Span(0, self.heads[0]), np.arange(self.q), np.arange(self.k), torch.device("cpu")
+        )
         predicate = Function(answers, None, None) if self.asks else None
         pairs = TilePairs(where, scoring, predicate, Totals(captured))
         return TileWork(q, k, v, list(self.tiles), SCALE, pairs if scoring is not None or self.asks else None)
@@ -74,7 +76,13 @@ def documents(asks=False):
 
 QUICK = {
     "bands": Case(documents(), 150, 150),
-    "scores": Case((*documents(asks=True), Tile(20, 90, 150, 170)), 150, 170, scores=learned_table, asks=True),
+    "scores": Case(
+        (Tile(0, 30, 0, 30, lo=0, asks=True), Tile(30, 60, 30, 60, lo=0, hi=20), Tile(10, 50, 60, 80)),
+        60,
+        80,
+        scores=learned_table,
+        asks=True,
+    ),
 }
 """Interpreted in every run of the tests."""
 MORE = {
@@ -83,6 +91,9 @@ MORE = {
     "half precision": Case(documents(), 150, 150, (4, 2), dtype=torch.float16),
     "scores in half precision": Case(documents(), 150, 150, scores=learned_table, dtype=torch.float16),
     "many spans": Case(tuple(Tile(8 * i, 8 * i + 8, 20 * j, 20 * j + 9) for i in range(9) for j in range(5)), 80, 130),
+    "scores of two blocks": Case(
+        (*documents(asks=True), Tile(20, 90, 150, 170)), 150, 170, scores=learned_table, asks=True
+    ),
     "score function alone": Case((Tile(0, 130, 0, 130, lo=0),), 130, 130, (4, 2), scores=learned_table),
 }
 """Interpreted when the tests are asked for all of them."""

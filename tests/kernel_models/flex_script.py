@@ -17,6 +17,7 @@ import types
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 
 from longspan.execution.engine.merge import merge
@@ -54,6 +55,7 @@ def launcher(name: str, source: str, device_str: str = ""):
     import triton
 
     kind, given, kernel = loaded(name, source)
+    kernel.fn.__globals__["libdevice"] = types.SimpleNamespace(tanh=interpreted_tanh)
     params = list(inspect.signature(kernel.fn).parameters)
 
     def run(*args, stream=None, **_):
@@ -65,6 +67,14 @@ def launcher(name: str, source: str, device_str: str = ""):
         kernel[(triton.cdiv(named["xnumel"], sizes.get("XBLOCK", 1)), 1, 1)](*args, **sizes)
 
     return types.SimpleNamespace(run=run)
+
+
+def interpreted_tanh(x, **_):
+    """The interpreter has nothing of CUDA's own library of functions."""
+    from triton.language.core import tensor
+    from triton.runtime.interpreter import TensorHandle
+
+    return tensor(TensorHandle(np.tanh(x.handle.data), x.handle.dtype), x.type)
 
 
 def callable_code(code: str):
@@ -136,7 +146,11 @@ def expected(case: Case, q, k, v, dout, *tables):
     """(out, lse, delta) and gradients by `reference` in float64."""
     q, k, v, dout, *tables = (t.double() for t in (q, k, v, dout, *tables))
     work, kernel = case.work(q, k, v, *tables), Reference()
-    acc, top, num = torch.zeros_like(dout), torch.full(q.shape[:3], -torch.inf).double(), torch.zeros(q.shape[:3]).double()
+    acc, top, num = (
+        torch.zeros_like(dout),
+        torch.full(q.shape[:3], -torch.inf).double(),
+        torch.zeros(q.shape[:3]).double(),
+    )
     for tile, out, lse in kernel.forward(work):
         rows = slice(tile.q0, tile.q1)
         merge(acc[:, :, rows], top[:, :, rows], num[:, :, rows], out.double(), lse.double())

@@ -2,11 +2,9 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,11 +14,14 @@ from tests.kernel_models.flex_cases import MORE, QUICK
 pytest.importorskip("triton", reason="Triton is not installed")
 if shutil.which("g++") is None:
     pytest.skip("the library that pretends a GPU is compiled by g++, which is missing", allow_module_level=True)
+# Two small cases always; all of them (some minutes) with LONGSPAN_NIGHTLY=1.
 ALL = bool(os.environ.get("LONGSPAN_NIGHTLY"))
 NAMES = [*QUICK, *MORE] if ALL else [*QUICK]
 LIMIT = {"float32": 1e-6, "float16": 2e-3}
 """Relative. float32: the roundings of 170 products of 16 terms, 6e-8 each, add up as squares to less than ten of them;
 float16: results are rounded to it (5e-4), and so are probabilities and their gradients before they are multiplied."""
+CANCELLED = 10
+"""Gradients of scores add up to 0 in every row, so sums over all pairs are a tenth of their terms, or less."""
 CAUGHT = {
     "wrong_blocks": ("bands", "out"),
     "wrong_base": ("bands", "lse"),
@@ -43,7 +44,7 @@ def python(module, *args, **env):
 def code(tmp_path_factory):
     """A folder with the code of all cases."""
     folder = tmp_path_factory.mktemp("code")
-    python("flex_code", folder, *NAMES)
+    python("flex_code", folder, *NAMES, TORCHINDUCTOR_CACHE_DIR=str(folder))
     return folder
 
 
@@ -52,7 +53,8 @@ def test_generated_code_does_what_reference_does(name, code):
     (line,) = python("flex_script", code, name, TRITON_INTERPRET="1").splitlines()
     errors = json.loads(line)
     limit = LIMIT[str((QUICK | MORE)[name].dtype)[6:]]
-    assert max(errors.values()) <= limit, errors
+    for result, error in errors.items():
+        assert error <= limit * (CANCELLED if result.startswith("captured") else 1), errors
     assert ("captured 1" in errors) == ("score" in name)
 
 
