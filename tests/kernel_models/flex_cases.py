@@ -1,4 +1,4 @@
-"""Launches of the flex kernel: tiles, tensors and functions, for whoever generates, interprets or compiles their code."""
+"""Launches of the flex kernel, for whoever generates, interprets or compiles their code."""
 
 from dataclasses import dataclass
 

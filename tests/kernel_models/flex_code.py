@@ -1,9 +1,10 @@
 """What PyTorch's compiler makes of the flex kernel for an H100, on a machine that has none.
 
-    python -m tests.kernel_models.flex_code FOLDER CASE ...
+    python -m tests.kernel_models.flex_code FOLDER CASE
 
 A library of a few lines makes tensors without data pretend to be on a GPU; what the compiler asks about the GPU is
-answered here. Nothing is launched. FOLDER gets the code of each case's forward and backward.
+answered here. Nothing is launched. FOLDER gets the code of the case's forward and backward.
+One case to a process: what is remembered of one are tensors without data of that one.
 """
 
 import ctypes
@@ -40,6 +41,9 @@ H100 = types.SimpleNamespace(
 
 def load_guard(folder: Path) -> None:
     source, library = folder / "guard.cpp", folder / "guard.so"
+    if library.exists():
+        ctypes.CDLL(str(library))
+        return
     source.write_text(GUARD)
     home = Path(torch.__file__).parent
     command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}", str(source), "-o", str(library)]
@@ -122,14 +126,14 @@ def generated(name: str) -> list[str]:
     from longspan.execution.kernels import flex
     from longspan.execution.kernels.contract import Upstream
 
-    class Stopped(Exception):
+    class StoppedError(Exception):
         """All that was wanted is there."""
 
     made: list[str] = []
 
     def grab(self, *args, **kwargs):
         made.append(self.codegen()[0].value)
-        raise Stopped
+        raise StoppedError
 
     def compiled(graph, inputs):
         before = len(made)
@@ -153,7 +157,7 @@ def generated(name: str) -> list[str]:
         flex._blocks_of.cache_clear()
         q, k, v, dout, *tables = case.tensors("cuda")
         kernel, work = flex.Flex(), case.work(q, k, v, *tables)
-        ((_, _, lse),) = kernel.forward(work)
+        assert len(list(kernel.forward(work))) == 1
         full = torch.empty(dout.shape[:3], dtype=torch.float32, device="cuda")
         assert len(list(kernel.backward(work, Upstream(dout, dout, full, full)))) == 1
         flex._blocks_of.cache_clear()
@@ -161,12 +165,10 @@ def generated(name: str) -> list[str]:
     return made
 
 
-def main(folder: str, *names: str) -> None:
+def main(folder: str, name: str) -> None:
     torch.set_num_threads(1)
-    where = Path(folder)
-    load_guard(where)
-    for name in names:
-        (where / f"{name}.json").write_text(json.dumps(generated(name)))
+    load_guard(Path(folder))
+    (Path(folder) / f"{name}.json").write_text(json.dumps(generated(name)))
 
 
 if __name__ == "__main__":

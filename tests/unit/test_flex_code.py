@@ -44,7 +44,8 @@ def python(module, *args, **env):
 def code(tmp_path_factory):
     """A folder with the code of all cases."""
     folder = tmp_path_factory.mktemp("code")
-    python("flex_code", folder, *NAMES, TORCHINDUCTOR_CACHE_DIR=str(folder))
+    for name in NAMES:
+        python("flex_code", folder, name, TORCHINDUCTOR_CACHE_DIR=str(folder))
     return folder
 
 

@@ -58,7 +58,10 @@ def is_number(value: Any) -> bool:
         if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool or value.device.type == "meta":
             return False
         return torch.compiler.is_compiling() or math.isfinite(value.detach())  # compiled, the operator looks
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(-math.inf < value < math.inf)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    number: Any = value
+    return -math.inf < number < math.inf  # compiled code has no math.isfinite
 
 
 def check_no_tangent(**tensors: Any) -> None:

@@ -130,7 +130,7 @@ def parsed(text: str, dims: tuple[int, ...] = ()) -> ScoreText:  # noqa: ARG001
             special[call.func.id] = call.args
         else:
             target = statement.targets[0]
-            names = target.elts if isinstance(target, ast.Tuple) else [target]
+            names: list[Any] = target.elts if isinstance(target, ast.Tuple) else [target]
             lines.append((tuple(name.id for name in names), _getter(statement.value)))
     dropout = None if special["dropout"] is None else _getter(ast.Tuple(special["dropout"]))
     bias = None if special["bias"] is None else special["bias"][0].id
@@ -157,11 +157,12 @@ def _getter(node: Any) -> Get:
             bounds = [_getter(part) for part in args]
             return lambda values: slice(*(part(values) for part in bounds))
         case ast.Call(ast.Name("device"), [ast.Constant(name)]):
-            return lambda _: torch.device(name)
+            device = torch.device(str(name))
+            return lambda _: device
         case ast.Call(ast.Attribute(ast.Name(space), name), args, keywords):
             run = getattr(SPACES[space], name)
             given = [_getter(part) for part in args]
-            named = {keyword.arg: _getter(keyword.value) for keyword in keywords}
+            named = {str(keyword.arg): _getter(keyword.value) for keyword in keywords}
             return lambda values: run(
                 *[part(values) for part in given], **{key: part(values) for key, part in named.items()}
             )
