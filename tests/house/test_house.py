@@ -98,7 +98,7 @@ def is_free(name, function):
     """Whether a function may have many: a public one with keyword-only options, an operator (all by position), or a
     Triton kernel."""
     public = not function.name.startswith("_") and function.args.kwonlyargs
-    foreign = (name, function.name) in FOREIGN or name.endswith(("._torch", ".triton_kernels"))
+    foreign = (name, function.name) in FOREIGN or name.endswith(("._torch", "._torch_compiler", ".triton_kernels"))
     return public or function.args.posonlyargs or foreign
 
 

@@ -1,4 +1,4 @@
-"""Every private torch name Longspan uses, each behind a small typed function. Nothing else in the package has one.
+"""Every private torch name Longspan uses, each behind a small typed function; `_torch_compiler.py` has the compiler's.
 
 Shapes: B batch, H query heads, G key/value heads, Q query rows, K key rows, T rows of many slices packed one after
 another, D head dim. Dropout is always off, so the random states that the GPU operators carry are placeholders.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -37,26 +37,6 @@ def recording() -> Iterator[None]:
         yield
 
 
-_OFF_IN_GRAPHS = tuple(
-    getattr(torch._C.DispatchKey, name)
-    for name in (
-        *("FuncTorchDynamicLayerBackMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchBatched", "FuncTorchVmapMode"),
-        *("FuncTorchGradWrapper", "ADInplaceOrView", "Conjugate", "Negative", "ZeroTensor"),
-    )
-)
-
-
-def as_in_eager() -> AbstractContextManager[Any]:
-    """Compiled graphs call operators with `torch.vmap` and PyTorch's count of changes in place switched off. Functions
-    of users need both, so here they are as outside of graphs."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    if not excluded.has(torch._C.DispatchKey.FuncTorchBatched):
-        return nullcontext()
-    for key in _OFF_IN_GRAPHS:
-        excluded = excluded.remove(key)
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
-
-
 def below_autograd() -> AbstractContextManager[None]:
     """Operators called inside are run without autograd looking on."""
     return torch._C._AutoDispatchBelowAutograd()
@@ -81,38 +61,6 @@ def rocm() -> str | None:
 def capability(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of a GPU; None where there is none and tensors only pretend to be on one."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
-
-
-def break_graph(why: str) -> None:
-    """Ends the graph that is being traced; refused, with these words, where it must be whole."""
-    torch._dynamo.graph_break(msg=why)
-
-
-@torch.compiler.assume_constant_result
-def higher_order_calls() -> int:
-    """How many calls of the graph that is being traced take functions (an `autograd.Function`, `torch.cond`); 0 where
-    none is traced. Torch-function modes do not see them."""
-    if not torch.compiler.is_compiling():
-        return 0
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    nodes = InstructionTranslator.current_tx().output.graph.nodes
-    return sum(isinstance(node.target, torch._ops.HigherOrderOperator) for node in nodes)
-
-
-@torch.compiler.assume_constant_result
-def inside_of_call() -> bool:
-    """Whether what is traced is a part that another call takes as its function, as checkpointing does."""
-    if not torch.compiler.is_compiling():
-        return False
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    return InstructionTranslator.current_tx().output.current_tracer.parent is not None
-
-
-def whole_graph() -> AbstractContextManager[Any]:
-    """What is traced inside must be one graph; what is not is refused by PyTorch, which says why."""
-    return torch._dynamo.error_on_graph_break(True)
 
 
 # Operators with this tag are left out of CUDA graphs.

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from longspan.errors import PlanError, in_context
-from longspan.execution import _torch, ops
+from longspan.execution import _torch, _torch_compiler, ops
 from longspan.execution.fitting import SEQ_DIM, check_tensors, fitting_plan
 from longspan.execution.handed import check_captured, check_cut, group_handed, group_of
 from longspan.execution.scoring.biases import Extras, check_sinks
@@ -112,7 +112,7 @@ def _given_handle(plan_or_mask: Mask | Plan) -> Tensor:
 def _outside_of_graph(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: str, why: str) -> Any:
     """With a score function that cannot be compiled: refused where the whole graph was asked for, else run between two
     graphs, and that is told."""
-    _torch.break_graph(
+    _torch_compiler.break_graph(
         f"longspan: a score function cannot be compiled: {why}. Write it otherwise, work out beforehand what does not"
         f" depend on the pair, or compile without fullgraph=True."
     )

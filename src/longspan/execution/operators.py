@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from longspan.errors import PlanError
-from longspan.execution import _torch
+from longspan.execution import _torch, _torch_compiler
 from longspan.untraced import untraced
 
 
@@ -36,7 +36,7 @@ def defined(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any
     library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag, *_torch.CUDAGRAPH_UNSAFE))
 
     def called(*args: Any) -> Any:
-        with _torch.as_in_eager():
+        with _torch_compiler.as_in_eager():
             return run(*args)
 
     library.impl(short, untraced(called), "CompositeExplicitAutograd")

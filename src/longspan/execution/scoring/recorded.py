@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from longspan.errors import KernelError
-from longspan.execution._torch import higher_order_calls, inside_of_call, whole_graph
+from longspan.execution._torch_compiler import higher_order_calls, inside_of_call, whole_graph
 from longspan.execution.scoring.score_text import SPACES
 
 RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "normal", "multinomial", "poisson", "dropout", "rrelu")

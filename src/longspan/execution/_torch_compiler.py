@@ -1,0 +1,59 @@
+"""Private torch names, continued: what code asks that is traced by PyTorch's compiler, or called by its graphs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+_OFF_IN_GRAPHS = tuple(
+    getattr(torch._C.DispatchKey, name)
+    for name in (
+        *("FuncTorchDynamicLayerBackMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchBatched", "FuncTorchVmapMode"),
+        *("FuncTorchGradWrapper", "ADInplaceOrView", "Conjugate", "Negative", "ZeroTensor"),
+    )
+)
+
+
+def as_in_eager() -> AbstractContextManager[Any]:
+    """Compiled graphs call operators with `torch.vmap` and PyTorch's count of changes in place switched off. Functions
+    of users need both, so here they are as outside of graphs."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    if not excluded.has(torch._C.DispatchKey.FuncTorchBatched):
+        return nullcontext()
+    for key in _OFF_IN_GRAPHS:
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def break_graph(why: str) -> None:
+    """Ends the graph that is being traced; refused, with these words, where it must be whole."""
+    torch._dynamo.graph_break(msg=why)
+
+
+@torch.compiler.assume_constant_result
+def higher_order_calls() -> int:
+    """How many calls of the graph that is being traced take functions (an `autograd.Function`, `torch.cond`); 0 where
+    none is traced. Torch-function modes do not see them."""
+    if not torch.compiler.is_compiling():
+        return 0
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    nodes = InstructionTranslator.current_tx().output.graph.nodes
+    return sum(isinstance(node.target, torch._ops.HigherOrderOperator) for node in nodes)
+
+
+@torch.compiler.assume_constant_result
+def inside_of_call() -> bool:
+    """Whether what is traced is a part that another call takes as its function, as checkpointing does."""
+    if not torch.compiler.is_compiling():
+        return False
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().output.current_tracer.parent is not None
+
+
+def whole_graph() -> AbstractContextManager[Any]:
+    """What is traced inside must be one graph; what is not is refused by PyTorch, which says why."""
+    return torch._dynamo.error_on_graph_break(True)
