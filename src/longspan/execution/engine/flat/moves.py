@@ -47,6 +47,10 @@ class Move:
         self.twin: Move | None = None
         """Another of the same kind that does not wait for this one: on GPUs both are one launch."""
 
+    def __repr__(self) -> str:
+        lines = [_text(self.kind, lane) for lane in self.lanes]
+        return "; ".join((*lines, repr(self.twin)) if self.twin is not None else lines)
+
     def fits(self, other: Move) -> bool:
         """Whether the other can be its twin."""
         return self.kind is other.kind and self.kind in (Kind.COPY, Kind.ADD) and 0 < self.level == other.level
@@ -188,6 +192,16 @@ class Move:
             if stride is not None
         ]
         return np.concatenate(found)
+
+
+def _text(kind: Kind, lane: Lane) -> str:
+    """A lane in words: buffers, and tokens of the targets and of the sources."""
+    targets, sources = (
+        " ".join(f"b{buffer.number}" for buffer, *_ in places)
+        for places in (lane.places[: kind.num_targets], lane.places[kind.num_targets :])
+    )
+    there, here = (" ".join(f"{run[side]}:{run[side] + run[2]}" for run in lane.runs) for side in (0, 1))
+    return f"{kind} {targets}[{there}]" + (f" <- {sources}[{here}]" if sources else "")
 
 
 def _cut(place: Place, start: int, num: int) -> Cut:
