@@ -84,8 +84,9 @@ class NcclRank(Rank):
         """Hosts are far ahead of their devices, further than a status tells of."""
         plan = self.plan()
         for _ in range(12):
-            self.group.kernel(0.1)
+            self.group.kernel(0.2)
             self.attention(plan)
+        time.sleep(0.6)  # the others know by now how far its host is
         self.strike()
 
     def swapped(self):
@@ -98,7 +99,7 @@ class NcclRank(Rank):
         for name in ("image", "text") if self.is_victim else ("text", "image"):
             self.attention(plan, name=name)
         self.finish()
-        end = time.monotonic() + 5
+        end = time.monotonic() + 8
         while time.monotonic() < end:  # whatever else a loop does; the calls themselves were over at once
             time.sleep(0.01)
 
@@ -153,6 +154,15 @@ class NcclRank(Rank):
         if self.is_victim:
             self._let_go_after(1.0, f"os.kill({os.getpid()}, {int(signal.SIGCONT)})")
             os.kill(os.getpid(), signal.SIGSTOP)
+        self.step()
+
+    def unneeded_stop(self):
+        """One rank is stopped for longer than anybody's patience, while nobody needs it."""
+        if self.is_victim:
+            self._let_go_after(3.0, f"os.kill({os.getpid()}, {int(signal.SIGCONT)})")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            time.sleep(3.5)
         self.step()
 
     def debugger(self):

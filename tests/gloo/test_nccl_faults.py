@@ -86,6 +86,7 @@ HARMLESS = [
         ("slow host", 3, 1, "all_gather", NCCL),
         ("lock", 2, 0, "ring", NCCL),
         ("short stop", 3, 1, "ring", NCCL),
+        ("unneeded stop", 3, 1, "ring", NCCL),
         ("debugger", 2, 1, "ring", NCCL),
         ("early end", 3, 0, "exchange", NCCL),
         ("disagreement", 3, 1, "exchange", NCCL),
@@ -93,7 +94,7 @@ HARMLESS = [
 ]
 BY_NAME = {name_of(case): case for case in FAULTS + HARMLESS}
 MUTANTS = {
-    "nothing is polled": "nccl-nothing-early end",
+    "nothing is polled": "nccl-nothing-unneeded stop",
     "nobody looks": "nccl-kill-layers",
     "nothing is aborted": "nccl-kill-ahead",
     "nobody is interrupted": "nccl-raise-swapped",
@@ -139,7 +140,8 @@ def check_named(case, heard):
     for rank, said in enumerate(heard):
         if rank == case.victim and not case.everyone:
             continue
-        assert said and said[-1][0] != "struck", f"rank {rank} said nothing within {LIMIT} s"
+        assert said[-1:], f"rank {rank} said nothing within {LIMIT} s"
+        assert said[-1][0] != "struck", f"rank {rank} said nothing within {LIMIT} s"
         kind, when, text = said[-1]
         assert kind == case.kind, f"rank {rank}: {kind}: {text}\n{heard}"
         assert case.named in text, f"rank {rank}: {text}"
