@@ -96,7 +96,11 @@ class Members:
     def store(self) -> Store | None:
         """The part of the job's store that belongs to this group; None where there is no store."""
         store = job_store(self.group)
-        return None if store is None else _private(store, self)
+        if store is None:
+            return None
+        part = _private(store, self)
+        finalize(self.group, part.close)
+        return part
 
     def watch(self, safety: Safety) -> Watch | None:
         """The watch of this group, started when first asked for; None if nobody watches."""
