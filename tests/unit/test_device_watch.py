@@ -1,6 +1,7 @@
 """Watching what a device has under way, piece by piece: flights, the detector's rules for them in virtual time, rows
 compared through a store, and an error that is raised in the main thread."""
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,13 +11,14 @@ import pytest
 import torch.distributed as dist
 
 from longspan.errors import RankError
+from longspan.execution.liveness import flights
 from longspan.execution.liveness.detector import BEAT, LOOK, Detector
 from longspan.execution.liveness.flights import Flights
 from longspan.execution.liveness.interrupt import Interrupt
 from longspan.execution.liveness.job_store import TorchStore
 from longspan.execution.liveness.lookout import Lookout
 from longspan.execution.liveness.processes import GONE, STOPPED, TRACED, Process, Sight
-from longspan.execution.liveness.records import Direction, Phase, Status
+from longspan.execution.liveness.records import Direction, Fault, Phase, Status
 from longspan.execution.liveness.store_client import StoreClient
 from longspan.execution.trust.store_table import Comparison
 
@@ -46,33 +48,53 @@ def status(call, **more):
 
 
 def test_flights_are_over_in_their_order():
-    flights, works = Flights(), [Work() for _ in range(3)]
+    queue, works = Flights(), [Work() for _ in range(3)]
     for call, (peer, work) in enumerate(zip((1, 2, 1), works, strict=True), start=4):
-        flights.begin(status(call), [peer], TIMEOUT).works = [work]
-    assert (flights.flying, {p: s.call for p, s in flights.owed().items()}) == (4, {1: 6, 2: 5})
+        queue.begin(status(call), [peer], TIMEOUT).works = [work]
+    assert (queue.flying, {p: s.call for p, s in queue.owed().items()}) == (4, {1: 6, 2: 5})
     works[1].is_done = True
-    assert not flights.poll(), "the oldest is not done"
+    assert not queue.poll(), "the oldest is not done"
     works[0].is_done = True
-    assert flights.poll()
-    assert (flights.flying, {p: s.call for p, s in flights.owed().items()}) == (6, {1: 6})
+    assert queue.poll()
+    assert (queue.flying, {p: s.call for p, s in queue.owed().items()}) == (6, {1: 6})
     works[2].is_done = True
-    assert flights.poll()
-    assert (flights.flying, flights.owed(), flights.oldest) == (0, {}, None)
+    assert queue.poll()
+    assert (queue.flying, queue.owed(), queue.oldest) == (0, {}, None)
 
 
 def test_what_the_host_has_not_begun_is_not_over():
-    flights = Flights()
-    flight = flights.begin(status(1), [1], TIMEOUT)
-    assert not flights.poll()
+    queue = Flights()
+    flight = queue.begin(status(1), [1], TIMEOUT)
+    assert not queue.poll()
     flight.works = []
-    assert flights.poll()
+    assert queue.poll()
 
 
 def test_a_device_that_is_broken_is_nobody_elses_fault():
-    flights = Flights()
-    flights.begin(status(1), [1], TIMEOUT).works = [Broken()]
-    assert flights.poll()
-    assert flights.oldest is None
+    queue = Flights()
+    queue.begin(status(1), [1], TIMEOUT).works = [Broken()]
+    assert queue.poll()
+    assert queue.oldest is None
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_polling_leaves_captures_alone(is_loaded, monkeypatch):
+    """CUDA refuses questions about events while a graph is captured on another thread, unless this one is relaxed."""
+    modes = []
+
+    class Runtime:
+        def __init__(self, name, mode):
+            if not is_loaded:
+                raise OSError(name)
+            assert (name, bool(mode & os.RTLD_NOLOAD)) == ("libcudart.so.13", True)
+
+        def cudaThreadExchangeStreamCaptureMode(self, mode):  # noqa: N802
+            modes.append(mode._obj.value)
+
+    monkeypatch.setattr(flights.torch.version, "cuda", "13.2")
+    monkeypatch.setattr(flights.ctypes, "CDLL", Runtime)
+    flights.poll_beside_captures()
+    assert modes == ([flights.RELAXED] if is_loaded else [])
 
 
 # -- rules, in virtual time -------------------------------------------------------------------------------------------
@@ -190,6 +212,18 @@ def test_calls_that_only_one_rank_knows_are_not_compared():
     assert world.found_within(5) is None
     world.theirs = replace(Status().entered(50, 9, ""), direction=Direction.FORWARD)  # far ahead
     assert world.found_within(5) is None
+
+
+@pytest.mark.parametrize("is_flying", [False, True])
+def test_a_fault_of_others_disturbs_only_who_needs_them(is_flying):
+    world = World()
+    world.detector.remember(3, 7)
+    world.detector.fault = Fault(1, "rank 1 raised ValueError")
+    if is_flying:
+        world.fly(3)
+    found = world.found_within(5)
+    assert (found is not None) == is_flying
+    assert found is None or (found[0] < 0.5 and "ValueError" in found[1])
 
 
 # -- rows, through a store --------------------------------------------------------------------------------------------

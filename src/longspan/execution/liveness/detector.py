@@ -349,10 +349,8 @@ class Detector:
         )
 
     def overheard(self) -> Verdict | None:
-        """What is wrong though nobody waits: something that was written down, or a next rank that makes other calls.
-        Messages of a device have no tags, so those of different calls may have met."""
-        if self.fault is not None:
-            return Verdict(self.fault.rank, self.fault.text)
+        """That the next rank makes other calls, if it does, though nobody waits: messages of a device have no tags, so
+        those of different calls may have met. What else went wrong is no matter for a rank that needs nothing."""
         number = (self.rank + 1) % self.size
         theirs = self._peer(number).status
         text = None if theirs is None else self._apart(number, theirs)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from longspan.execution.liveness.detector import BEAT, LOOK, Detector
-from longspan.execution.liveness.flights import Flights
+from longspan.execution.liveness.flights import Flights, poll_beside_captures
 from longspan.execution.liveness.peers import Verdict
 from longspan.execution.liveness.waiter import join_unless_asleep
 
@@ -63,6 +63,7 @@ class Lookout:
         return verdict
 
     def _live(self) -> None:
+        poll_beside_captures()
         while not self._stop.wait(BEAT if self._since is None else LOOK):
             if self.has_failed.is_set():
                 return self._found(None)

@@ -31,6 +31,11 @@ def first_waits(group: dist.ProcessGroup, device: torch.device) -> bool:
     return group.size() > 1 and backend != "gloo"
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether what is begun here goes into a CUDA graph: it is done whenever that is replayed, and cannot be polled."""
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def token_on(device: torch.device) -> Tensor:
     """One byte to send."""
     return torch.zeros(1, dtype=torch.uint8, device=device)

@@ -24,7 +24,7 @@ from longspan.execution.liveness.records import Phase
 from longspan.execution.liveness.watch import Watch, direction_named
 from longspan.execution.trust import agreement
 from longspan.execution.trust.agreement import Record
-from longspan.execution.trust.backends import first_waits, message_device, token_on, works_of
+from longspan.execution.trust.backends import first_waits, is_captured, message_device, token_on, works_of
 from longspan.execution.trust.headers import Header
 from longspan.execution.trust.settings import Safety, safety
 from longspan.execution.trust.store_table import Comparison
@@ -321,8 +321,8 @@ class Running:
         """The result of `start`, which raises when a connection is closed. That names nobody: the watch finds out who
         it was. Works of a device are polled from here on: nobody waits for them, nor for the host while it is inside of
         PyTorch to begin them."""
-        flight = None
-        if self.watch is not None and peers and (device or self.call.device).type != "cpu":
+        flight, device = None, device or self.call.device
+        if self.watch is not None and peers and device.type != "cpu" and not is_captured(device):
             flight = self.watch.fly(peers, self.members.timeout(self.call.safety))
         try:
             started = start()
