@@ -14,9 +14,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from longspan.execution.liveness.peers import Peer, Verdict
+from longspan.execution.liveness.peers import Peer, Verdict, difference, first_apart
 from longspan.execution.liveness.processes import GONE, NOWHERE, STOPPED, Process, Sight
-from longspan.execution.liveness.protocol import difference, first_apart
 from longspan.execution.liveness.records import Fault, Phase, Status, packed_process, parsed_life, parsed_process
 
 BEAT = 0.25
