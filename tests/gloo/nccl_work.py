@@ -252,7 +252,7 @@ def nothing_is_aborted():
 
 
 def nobody_is_interrupted():
-    from longspan.execution.liveness.interrupt import Interrupt
+    from longspan.execution.liveness.native import Interrupt
 
     Interrupt.send = lambda self, text: None
 

@@ -11,12 +11,12 @@ import pytest
 import torch.distributed as dist
 
 from longspan.errors import RankError
-from longspan.execution.liveness import flights
+from longspan.execution.liveness import native
 from longspan.execution.liveness.detector import BEAT, LOOK, Detector
 from longspan.execution.liveness.flights import Flights
-from longspan.execution.liveness.interrupt import Interrupt
 from longspan.execution.liveness.job_store import TorchStore
 from longspan.execution.liveness.lookout import Lookout
+from longspan.execution.liveness.native import Interrupt
 from longspan.execution.liveness.processes import GONE, STOPPED, TRACED, Process, Sight
 from longspan.execution.liveness.records import Direction, Fault, Phase, Status
 from longspan.execution.liveness.store_client import StoreClient
@@ -91,10 +91,10 @@ def test_polling_leaves_captures_alone(is_loaded, monkeypatch):
         def cudaThreadExchangeStreamCaptureMode(self, mode):  # noqa: N802
             modes.append(mode._obj.value)
 
-    monkeypatch.setattr(flights.torch.version, "cuda", "13.2")
-    monkeypatch.setattr(flights.ctypes, "CDLL", Runtime)
-    flights.poll_beside_captures()
-    assert modes == ([flights.RELAXED] if is_loaded else [])
+    monkeypatch.setattr(native.torch.version, "cuda", "13.2")
+    monkeypatch.setattr(native.ctypes, "CDLL", Runtime)
+    native.poll_beside_captures()
+    assert modes == ([native.RELAXED] if is_loaded else [])
 
 
 # -- rules, in virtual time -------------------------------------------------------------------------------------------

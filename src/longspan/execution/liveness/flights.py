@@ -10,23 +10,16 @@ communicator they are done in the order in which they were begun. Three steps, o
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from longspan.execution.liveness.records import Status
 
-RELAXED = 2
-"""cudaStreamCaptureModeRelaxed."""
 
-
-class Work(Protocol):
+class Polled(Protocol):
     """What is asked of a work that is polled."""
 
     def is_completed(self) -> bool: ...
@@ -41,7 +34,7 @@ class Flight:
     peers: tuple[int, ...]
     timeout: float
     """Seconds to wait for a rank that is alive but does not come."""
-    works: Sequence[Work] | None = None
+    works: Sequence[Polled] | None = None
     """None as long as the host has not begun them all: a group's first operation waits for all ranks."""
     is_over: bool = False
 
@@ -106,15 +99,3 @@ def _is_over(flight: Flight) -> bool:
         return all(work.is_completed() for work in flight.works)
     except RuntimeError:  # the device itself is broken, as whoever waits for it will hear; nobody else is to blame
         return True
-
-
-def poll_beside_captures() -> None:
-    """Lets this thread poll works while another one captures a CUDA graph, which CUDA otherwise takes for a mistake in
-    the capture. The runtime that PyTorch has loaded is asked; where there is none, there is nothing to let."""
-    if torch.version.cuda is None:
-        return
-    try:
-        runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
-    except (OSError, AttributeError):
-        return

@@ -61,11 +61,16 @@ class TorchStore:
         return self._store.add(key, number)
 
     def claim(self, key: str, value: bytes) -> bytes:
-        """Writes the value if nobody has; returns what is there then. (`compare_set` takes texts only, no bytes.)"""
+        """Writes the value if nobody has; returns what is there then. (`compare_set` takes texts only, no bytes.)
+        Whoever came first may not have written yet, and is given a second for it."""
         if self.add(f"{key}/claims", 1) == 1:
             self.set(key, value)
             return value
-        return self.get(key) or b""
+        for _ in range(int(1 / PAUSE)):
+            if (found := self.get(key)) is not None:
+                return found
+            time.sleep(PAUSE)
+        return b""
 
     def wait(self, key: str) -> None:
         """Returns when something is there. Asked again and again: a wait inside of PyTorch cannot be ended."""

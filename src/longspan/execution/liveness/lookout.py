@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 
 from longspan.execution.liveness.detector import BEAT, LOOK, Detector
-from longspan.execution.liveness.flights import Flights, poll_beside_captures
+from longspan.execution.liveness.flights import Flights
+from longspan.execution.liveness.native import poll_beside_captures
 from longspan.execution.liveness.peers import Verdict
 from longspan.execution.liveness.waiter import join_unless_asleep
 

@@ -27,9 +27,9 @@ from longspan.errors import RankError
 from longspan.execution.liveness.companion import companion_of
 from longspan.execution.liveness.detector import BEAT, DELIVERY, LOOK, Detector, Question, answered_by
 from longspan.execution.liveness.flights import Flight, Flights
-from longspan.execution.liveness.interrupt import Interrupt
 from longspan.execution.liveness.job_store import Store
 from longspan.execution.liveness.lookout import Lookout
+from longspan.execution.liveness.native import Interrupt
 from longspan.execution.liveness.peers import Verdict
 from longspan.execution.liveness.processes import GONE, Process, listener, seen, this_process
 from longspan.execution.liveness.records import Direction, Fault, Phase, Status
