@@ -4,6 +4,7 @@ compared through a store, and an error that is raised in the main thread."""
 import os
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -53,27 +54,58 @@ def test_flights_are_over_in_their_order():
         queue.begin(status(call), [peer], TIMEOUT).works = [work]
     assert (queue.flying, {p: s.call for p, s in queue.owed().items()}) == (4, {1: 6, 2: 5})
     works[1].is_done = True
-    assert not queue.poll(), "the oldest is not done"
+    queue.poll()
+    assert queue.num_over == 0, "the oldest is not done"
     works[0].is_done = True
-    assert queue.poll()
-    assert (queue.flying, {p: s.call for p, s in queue.owed().items()}) == (6, {1: 6})
+    queue.poll()
+    assert (queue.num_over, queue.flying) == (2, 6)
+    assert {p: s.call for p, s in queue.owed().items()} == {1: 6}
     works[2].is_done = True
-    assert queue.poll()
-    assert (queue.flying, queue.owed(), queue.oldest) == (0, {}, None)
+    queue.poll()
+    assert (queue.num_over, queue.flying, queue.owed(), queue.oldest) == (3, 0, {}, None)
+
+
+def test_what_is_over_is_let_go_by_the_next_call():
+    """Works may hold the memory of their messages: a loop must not gather them until somebody polls."""
+    queue, held = Flights(), []
+    for call in range(50):
+        work = Work(is_done=True)
+        queue.begin(status(call), [1], TIMEOUT).works = [work]
+        held.append(weakref.ref(work))
+        del work
+    assert sum(each() is not None for each in held) <= 1
+
+
+def test_two_threads_may_poll():
+    queue, num = Flights(), 2000
+    works = [Work() for _ in range(num)]
+    for call, work in enumerate(works):
+        queue.begin(status(call), [1], TIMEOUT).works = [work]
+    threads = [threading.Thread(target=lambda: [queue.poll() for _ in range(500)]) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for work in works:
+        work.is_done = True
+    for thread in threads:
+        thread.join()
+    queue.poll()
+    assert (queue.num_over, queue.oldest) == (num, None)
 
 
 def test_what_the_host_has_not_begun_is_not_over():
     queue = Flights()
     flight = queue.begin(status(1), [1], TIMEOUT)
-    assert not queue.poll()
+    queue.poll()
+    assert queue.oldest is flight
     flight.works = []
-    assert queue.poll()
+    queue.poll()
+    assert queue.oldest is None
 
 
 def test_a_device_that_is_broken_is_nobody_elses_fault():
     queue = Flights()
     queue.begin(status(1), [1], TIMEOUT).works = [Broken()]
-    assert queue.poll()
+    queue.poll()
     assert queue.oldest is None
 
 
@@ -111,7 +143,7 @@ class World:
         self.flights = Flights()
         self.lookout = Lookout.__new__(Lookout)  # without its thread
         self.lookout.detector, self.lookout.flights = self.detector, self.flights
-        self.lookout._since, self.lookout._num_done = None, 0
+        self.lookout._since, self.lookout._num_over = None, 0
         self.peer = self.detector._peer(1)
         self.peer.process = Process(b"h" * 16, 2, 2)
         self.now = 1000.0

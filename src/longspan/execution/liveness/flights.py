@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,32 +44,43 @@ class Flights:
     """What is under way over one group, in order."""
 
     def __init__(self) -> None:
+        self.num_over = 0
+        """How many are over, so far."""
         self._queue: deque[Flight] = deque()
         self._last: dict[int, Flight] = {}
-        self._lock = threading.Lock()
+        self._lock, self._polls = threading.Lock(), threading.Lock()
 
     def begin(self, status: Status, peers: Sequence[int], timeout: float) -> Flight:
-        """Messages with these ranks are about to be begun; their works are filled in when there are any."""
+        """Messages with these ranks are about to be begun; their works are filled in when there are any.
+
+        Works may hold the memory of their messages, so what is over by now is let go first.
+        """
+        self.poll()
         flight = Flight(status, tuple(peers), timeout)
         with self._lock:
             self._queue.append(flight)
             self._last.update(dict.fromkeys(flight.peers, flight))
         return flight
 
-    def poll(self) -> bool:
-        """Forgets what is done, and says whether there was any."""
-        some = False
-        while (flight := self.oldest) is not None and _is_over(flight):
-            some = flight.is_over = True
-            flight.works = ()  # nothing of PyTorch's is held any longer than it has to be
-            with self._lock:
-                self._queue.popleft()
-        return some
+    def poll(self) -> None:
+        """Lets go of what is over; one thread at a time."""
+        if not self._polls.acquire(blocking=False):
+            return
+        try:
+            while (flight := self.oldest) is not None and _is_over(flight):
+                flight.is_over, flight.works = True, ()
+                self.num_over += 1
+                with suppress(IndexError):  # all were dropped meanwhile
+                    self._queue.popleft()
+        finally:
+            self._polls.release()
 
     @property
     def oldest(self) -> Flight | None:
-        with self._lock:
-            return self._queue[0] if self._queue else None
+        try:
+            return self._queue[0]
+        except IndexError:
+            return None
 
     @property
     def flying(self) -> int:

@@ -34,16 +34,17 @@ class Lookout:
         """Whether somebody else has found why the group cannot be used any more."""
         self._since: float | None = None
         """Since when nothing was done; None: nothing is under way."""
-        self._num_done = 0
+        self._num_over = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._live, daemon=True, name="longspan looks")
         self._thread.start()
 
     def tick(self, now: float) -> Verdict | None:
         """One look, if it is time for one: why what is under way cannot end well, if it cannot."""
-        is_done = self.flights.poll()
-        if is_done or self.flights.oldest is None or self._since is None:
-            self._num_done += is_done
+        self.flights.poll()
+        is_new = self.flights.num_over != self._num_over or self._since is None
+        if is_new or self.flights.oldest is None:
+            self._num_over = self.flights.num_over
             self._since = None if self.flights.oldest is None else now
             if self.detector.owed:
                 self.detector.end()
@@ -57,7 +58,7 @@ class Lookout:
         if oldest is None:
             return None
         self.detector.begin_device(now, oldest.status, self.flights.owed(), oldest.timeout)
-        verdict = self.detector.look(now, self.detector.rank, self._num_done)
+        verdict = self.detector.look(now, self.detector.rank, self._num_over)
         warning = self.detector.warning()
         if warning is not None:
             _log.warning(warning)
@@ -82,7 +83,8 @@ class Lookout:
     def land(self, seconds: float) -> None:
         """Returns when all is done, or after this number of seconds."""
         end = time.monotonic() + seconds
-        while self.flights.poll() or self.flights.oldest is not None:
+        while self.flights.oldest is not None:
+            self.flights.poll()
             if time.monotonic() > end or not self._thread.is_alive():
                 return
             time.sleep(LOOK / 10)

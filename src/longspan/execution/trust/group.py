@@ -324,16 +324,20 @@ class Running:
         flight, device = None, device or self.call.device
         if self.watch is not None and peers and device.type != "cpu" and not is_captured(device):
             flight = self.watch.fly(peers, self.members.timeout(self.call.safety))
+        started = self._blamed(start, peers)
+        if flight is not None:
+            flight.works = works_of(started)
+        return started
+
+    def _blamed(self, act: Callable[[], T], peers: Sequence[int]) -> T:
+        """What it gives; if it raises, the watch finds out who of these ranks is to blame."""
         try:
-            started = start()
+            return act()
         except RuntimeError as error:
             if self.watch is None or not peers:
                 raise
             self.watch.broken(error, peers)
             raise
-        if flight is not None:
-            flight.works = works_of(started)
-        return started
 
     def at(self, step: int) -> None:
         if self.watch is not None:
@@ -349,8 +353,8 @@ class Running:
     ) -> None:
         """Returns when all is done. Work of a device is only put in order here, on the stream of this thread."""
         if self.watch is None or (device or self.call.device).type != "cpu":
-            for _, work in works:
-                work.wait()
+            peers = [peer for peer, _ in works] if peers is None else peers
+            self._blamed(lambda: [work.wait() for _, work in works], peers)
         elif works:
             self.watch.wait(works, self.members.group, self.members.timeout(self.call.safety), peers)
 
