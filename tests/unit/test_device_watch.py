@@ -247,14 +247,15 @@ def test_calls_that_only_one_rank_knows_are_not_compared():
 
 
 @pytest.mark.parametrize("is_flying", [False, True])
-def test_a_fault_of_others_disturbs_only_who_needs_them(is_flying):
+@pytest.mark.parametrize("spoils", [False, True])
+def test_a_fault_of_others_disturbs_only_who_needs_them_unless_it_spoils_results(is_flying, spoils):
     world = World()
     world.detector.remember(3, 7)
-    world.detector.fault = Fault(1, "rank 1 raised ValueError")
+    world.detector.fault = Fault(1, "rank 1 raised ValueError", spoils)
     if is_flying:
         world.fly(3)
     found = world.found_within(5)
-    assert (found is not None) == is_flying
+    assert (found is not None) == (is_flying or spoils)
     assert found is None or (found[0] < 0.5 and "ValueError" in found[1])
 
 

@@ -212,7 +212,8 @@ class Detector:
         for number in looked_at:
             text = self._trouble(number, now, passed * len(self.waiting) / len(looked_at), broken)
             if text is not None:
-                return Verdict(number, text)
+                theirs = self._peer(number).status
+                return Verdict(number, text, theirs is not None and first_apart(self.made, theirs) is not None)
         late = [n for n in self.waiting if not self._has_come(n)] if self._waited >= self._timeout else []
         if verdict is None and late:
             seen = "; ".join(f"{self.name(n)} was last seen {self.last(n)}" for n in late[:4])
@@ -348,12 +349,14 @@ class Detector:
         )
 
     def overheard(self) -> Verdict | None:
-        """That the next rank makes other calls, if it does, though nobody waits: messages of a device have no tags, so
-        those of different calls may have met. What else went wrong is no matter for a rank that needs nothing."""
+        """That ranks make different calls, if they do, though nobody waits: messages of a device have no tags, so those
+        of different calls may have met. What else went wrong is no matter for a rank that needs nothing."""
+        if self.fault is not None and self.fault.spoils:
+            return Verdict(self.fault.rank, self.fault.text, True)
         number = (self.rank + 1) % self.size
         theirs = self._peer(number).status
         text = None if theirs is None else self._apart(number, theirs)
-        return None if text is None else Verdict(number, text)
+        return None if text is None else Verdict(number, text, True)
 
     # -- words ------------------------------------------------------------------------------------------------------
 

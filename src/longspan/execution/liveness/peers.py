@@ -16,6 +16,8 @@ class Verdict:
     rank: int
     """Who is to blame; -1 if it is the store."""
     text: str
+    spoils: bool = False
+    """Whether results of all ranks may be wrong by now."""
 
 
 @dataclass

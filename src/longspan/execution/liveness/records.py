@@ -153,28 +153,30 @@ class Fault:
     rank: int
     """The rank that is to blame."""
     text: str
+    spoils: bool = False
+    """Whether it may have spoilt what ranks have computed that wait for nobody now."""
 
-    _form = struct.Struct("<4sIH")
+    _form = struct.Struct("<4sIHB")
 
     def packed(self) -> bytes:
         raw = self.text.encode()[:MAX_TEXT]
-        return self._form.pack(MAGIC, self.rank, len(raw)) + raw
+        return self._form.pack(MAGIC, self.rank, len(raw), self.spoils) + raw
 
     @classmethod
     def parsed(cls, raw: bytes, world_size: int) -> Fault:
         """The fault in these bytes.
 
         >>> Fault.parsed(Fault(2, "ValueError: no").packed(), 4)
-        Fault(rank=2, text='ValueError: no')
+        Fault(rank=2, text='ValueError: no', spoils=False)
         """
         size = cls._form.size
         if len(raw) < size or len(raw) > size + MAX_TEXT or raw[:4] != MAGIC:
             raise RankError(_strange("fault", raw))
-        _, rank, length = cls._form.unpack(raw[:size])
-        if length != len(raw) - size or rank >= world_size:
+        _, rank, length, spoils = cls._form.unpack(raw[:size])
+        if length != len(raw) - size or rank >= world_size or spoils > 1:
             raise RankError(_strange("fault", raw))
         text = raw[size:].decode(errors="replace")
-        return cls(rank, "".join(c if c.isprintable() or c == "\n" else "?" for c in text))
+        return cls(rank, "".join(c if c.isprintable() or c == "\n" else "?" for c in text), bool(spoils))
 
 
 _PROCESS = struct.Struct("<4s16sIQ")

@@ -195,7 +195,7 @@ class Watch:
     def _failure(self, verdict: Verdict, where: Status) -> str:
         """What to say of it; the group has failed."""
         if verdict.rank >= 0:
-            self._fail(Fault(verdict.rank, verdict.text))
+            self._fail(Fault(verdict.rank, verdict.text, verdict.spoils))
         else:
             self.failed = verdict.text
             self._give_up()
