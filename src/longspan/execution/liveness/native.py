@@ -27,6 +27,11 @@ class Interrupt:
         self._lock = threading.Lock()
         self._is_raised = self._is_sent = False
 
+    @property
+    def is_told(self) -> bool:
+        """Whether the program has heard of it, one way or the other."""
+        return self._is_raised or self._is_sent
+
     def send(self, text: str) -> None:
         """Has the error raised, unless a call has raised it already."""
 

@@ -111,6 +111,11 @@ class Watch:
             self._interrupt.take()
             raise RankError(f"this group failed before, and cannot be used any more: {self.failed}")
 
+    def check_told(self) -> None:
+        """Refuses to go on without a word where the group has failed and no call has said so."""
+        if not self._interrupt.is_told:
+            self.check()
+
     def check_device(self) -> None:
         """Refuses as well what another rank has written down: nobody waits in a call of a device, and would see it."""
         self.check()

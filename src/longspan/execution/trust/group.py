@@ -181,10 +181,9 @@ class Members:
         if self._watch is not None:
             self._watch.publish(training_step=self.training_step)
 
-    def check(self) -> None:
-        """Refuses to go on once the group has failed."""
+    def check_told(self) -> None:
         if self._watch is not None:
-            self._watch.check()
+            self._watch.check_told()
 
     def tell(self, error: BaseException, safety: Safety) -> None:
         """Tells the others that this rank leaves its loop because of an error, unless a call has told them already."""
