@@ -21,7 +21,7 @@ from longspan.execution.liveness.native import Interrupt
 from longspan.execution.liveness.processes import GONE, STOPPED, TRACED, Process, Sight
 from longspan.execution.liveness.records import Direction, Fault, Phase, Status
 from longspan.execution.liveness.store_client import StoreClient
-from longspan.execution.trust.store_table import Comparison
+from longspan.execution.trust.store_table import Comparison, rows_alone
 
 pytestmark = pytest.mark.timeout(60)
 TIMEOUT = 100.0
@@ -286,7 +286,7 @@ def connections(server, tmp_path):
 
 
 def compared(stores, names, rows):
-    found = [Comparison(store, rank, len(stores), names, rows[rank]) for rank, store in enumerate(stores)]
+    found = [Comparison(store, (rank, len(stores)), names, rows[rank]) for rank, store in enumerate(stores)]
     with ThreadPoolExecutor(len(stores)) as pool:
         list(pool.map(Comparison.wait, found))
     return [list(each.rows) for each in found]
@@ -304,7 +304,7 @@ def test_every_rank_sees_every_row_where_they_differ(kind, connections):
 
 def test_nobody_goes_on_before_all_have_come(connections):
     stores = connections(3)
-    waits = [Comparison(store, rank, 3, ("all", ""), b"a") for rank, store in enumerate(stores)]
+    waits = [Comparison(store, (rank, 3), ("all", ""), b"a") for rank, store in enumerate(stores)]
     threads = [threading.Thread(target=each.wait) for each in waits[:2]]
     for thread in threads:
         thread.start()
@@ -340,6 +340,14 @@ def test_a_wait_for_the_store_ends_when_its_connection_is_closed(connections):
     store.close()
     thread.join(10)
     assert errors == ["LostError"]
+
+
+def test_who_compares_unwatched_gives_up_at_the_timeout(connections):
+    store, _ = connections(2)
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 0 of 2 could not compare its call with the others within 1 s"):
+        rows_alone(store, (0, 2), ("alone", ""), b"a", 1.0)
+    assert 0.9 < time.monotonic() - begin < 10
 
 
 # -- an error in the main thread --------------------------------------------------------------------------------------

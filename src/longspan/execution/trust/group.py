@@ -27,7 +27,7 @@ from longspan.execution.trust.agreement import Record
 from longspan.execution.trust.backends import first_waits, is_captured, message_device, token_on, works_of
 from longspan.execution.trust.headers import Header
 from longspan.execution.trust.settings import Safety, safety
-from longspan.execution.trust.store_table import Comparison
+from longspan.execution.trust.store_table import Comparison, rows_alone
 from longspan.schedules.steps import MAX_BATCH
 
 T = TypeVar("T")
@@ -237,17 +237,17 @@ class Running:
             rows = {rank: torch.empty_like(mine) for rank in others}
             self._exchange({}, rows, ROWS)
             same = all(torch.equal(entry, mine) for entry in rows.values())
-            self._exchange(dict.fromkeys(others, torch.tensor([same], dtype=torch.uint8)), {}, VERDICT)
+            self._exchange(dict.fromkeys(others, torch.tensor([same], dtype=torch.uint8, device=CPU)), {}, VERDICT)
             table = torch.stack([mine, *rows.values()]) if not same else mine[None]
             if not same:
                 self._exchange(dict.fromkeys(others, table), {}, TABLE)
         else:
-            same = torch.empty(1, dtype=torch.uint8)
+            same = torch.empty(1, dtype=torch.uint8, device=CPU)
             self._exchange({0: mine}, {}, ROWS)
             self._exchange({}, {0: same}, VERDICT)
             table = mine[None]
             if not same.item():
-                table = torch.empty(self.members.size, len(row), dtype=torch.uint8)
+                table = torch.empty(self.members.size, len(row), dtype=torch.uint8, device=CPU)
                 self._exchange({}, {0: table}, TABLE)
         return [entry.tobytes() for entry in table.numpy()]
 
@@ -255,16 +255,16 @@ class Running:
         members, timeout = self.members, self.members.timeout(self.call.safety)
         if members.store is None:
             return [row]
-        names = f"agree/{self.number}/{members.training_step}", members.compared
-        store = members.store.again(timeout) if self.watch is None else self.watch.connection
-        found = Comparison(store, members.rank, members.size, names, row)
+        names, members.compared = (f"agree/{self.number}/{members.training_step}", members.compared), ""
+        place = members.rank, members.size
         if self.watch is None:
-            found.wait()
-            store.close()
+            rows = rows_alone(members.store, place, names, row, timeout)
         else:
+            found = Comparison(self.watch.connection, place, names, row)
             self.watch.wait([(members.rank, found)], members.group, timeout, self._others)
+            rows = found.rows
         members.compared = names[0]
-        return list(found.rows)
+        return list(rows)
 
     @property
     def _others(self) -> list[int]:

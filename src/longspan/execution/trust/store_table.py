@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from longspan.errors import RankError
 from longspan.execution.liveness.job_store import Store
+from longspan.execution.liveness.store_client import LostError
 
 SAME, DIFFERENT = b"same", b"different"
 
@@ -22,9 +24,11 @@ SAME, DIFFERENT = b"same", b"different"
 class Comparison:
     """One comparison. It is waited for like a message, by a thread that does nothing else."""
 
-    def __init__(self, store: Store, rank: int, size: int, names: tuple[str, str], row: bytes) -> None:
-        """`names` are those of this comparison and of the one before, which may be cleared away; "" for none."""
-        self.store, self.rank, self.size, self.row = store, rank, size, row
+    def __init__(self, store: Store, place: tuple[int, int], names: tuple[str, str], row: bytes) -> None:
+        """`place` is this rank and how many there are; `names` are those of this comparison and of the one before,
+        which may be cleared away, or "" for none."""
+        self.store, self.row = store, row
+        self.rank, self.size = place
         self.name, self.before = names
         self.rows: Sequence[bytes] = ()
         """Every rank's row where they differ, this rank's alone where not."""
@@ -51,3 +55,21 @@ class Comparison:
         if self.before:
             for end in ("", "/others", "/came", "/end"):
                 self.store.delete(f"{self.before}{end}")
+
+
+def rows_alone(
+    store: Store, place: tuple[int, int], names: tuple[str, str], row: bytes, timeout: float
+) -> Sequence[bytes]:
+    """The rows of a comparison that nobody watches."""
+    connection = store.again(timeout)
+    try:
+        found = Comparison(connection, place, names, row)
+        found.wait()
+    except LostError as error:
+        raise RankError(
+            f"rank {place[0]} of {place[1]} could not compare its call with the others within {timeout:.0f} s: {error}."
+            f" A rank did not come, or the job's store is gone; nobody watches here (patience = 0), so nobody is named."
+        ) from None
+    finally:
+        connection.close()
+    return found.rows
