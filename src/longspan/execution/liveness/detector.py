@@ -344,8 +344,8 @@ class Detector:
         if call is None:
             return None
         return (
-            f"{self.name(number)} did something else in call {call}: it is {theirs}, while {self.name(self.rank)} is"
-            f" {self.status}."
+            f"{self.name(number)} did something else in call {call} (another plan, pass, name or training step): it is"
+            f" {theirs}, while {self.name(self.rank)} is {self.status}."
         )
 
     def overheard(self) -> Verdict | None:
