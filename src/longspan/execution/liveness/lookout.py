@@ -42,8 +42,8 @@ class Lookout:
     def tick(self, now: float) -> Verdict | None:
         """One look, if it is time for one: why what is under way cannot end well, if it cannot."""
         self.flights.poll()
-        is_new = self.flights.num_over != self._num_over or self._since is None
-        if is_new or self.flights.oldest is None:
+        is_over = self.flights.num_over != self._num_over or self.flights.oldest is None
+        if is_over or self._since is None:
             self._num_over = self.flights.num_over
             self._since = None if self.flights.oldest is None else now
             if self.detector.owed:
