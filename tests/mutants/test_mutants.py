@@ -7,6 +7,7 @@ pass the test that is usual in the field.
 
 import dataclasses
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -105,13 +106,15 @@ def on_the_wire(patch, role, change, kinds=(forward.ForwardWalk, backward.Backwa
 
         def arrived(self, transfer, found, original=kind.arrived):
             if transfer.piece.role is role:
-                number = range(len(found.tensors))
-                made = [
-                    self.recorder.call(
-                        lambda *t, i=i: change(list(t))[i].contiguous(), found.tensors, found.tensors[i].shape
-                    )
-                    for i in number
-                ]
+                made, parts = [], []
+
+                def part(*tensors, i, parts=parts):
+                    if i == 0:  # of a message, once
+                        parts[:] = change(list(tensors))
+                    return parts[i].contiguous()
+
+                for i, like in enumerate(found.tensors):
+                    made.append(self.recorder.call(partial(part, i=i), found.tensors, like.shape))
                 for rows, like in zip(made, found.tensors, strict=True):
                     rows.buffer.dtype = like.dtype
                 found = dataclasses.replace(found, tensors=tuple(made))
@@ -128,7 +131,7 @@ def steps(patch, change):
 
 def gradients_of(patch, change):
     """What the kernel finds in backward is changed: change(is_remote, dq, dk, dv) -> (dq, dk, dv)."""
-    attend = runner.Run._attend
+    attend = runner.Run.attend
 
     def changed(self, launch, tensors):
         found = attend(self, launch, tensors)
@@ -138,7 +141,7 @@ def gradients_of(patch, change):
         is_remote = not token_store.have_all(own, launch.stores[1].runs)
         return (change(is_remote, *three) for three in found)
 
-    patch.setattr(runner.Run, "_attend", changed)
+    patch.setattr(runner.Run, "attend", changed)
 
 
 @mutant

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.execution.engine.flat.grouping import Group, Lane, Place, Run
+from longspan.execution.engine.flat.grouping import Group, Place, RowLane, Run
 from longspan.execution.engine.flat.memory import Memory, Strides, rows_in_message
 from longspan.execution.engine.flat.recorder import Kind
 from longspan.execution.engine.merge import finished_rows, merge
@@ -58,9 +58,9 @@ class Move:
     def run(self, memory: Memory) -> None:
         if self.twin is not None:
             if memory.by_index and pieces.is_fused(memory.get(self.buffers[0])):
-                both = [move.as_rows(memory) for move in (self, self.twin)]
-                if both[0] is not None and both[1] is not None:
-                    return pieces.move_two(*both, adds=self.kind is Kind.ADD)
+                first, second = self.as_rows(memory), self.twin.as_rows(memory)
+                if first is not None and second is not None:
+                    return pieces.move_two(first, second, adds=self.kind is Kind.ADD)
             self.twin.run(memory)
         return self._run(memory)
 
@@ -90,7 +90,7 @@ class Move:
 
     # -- run by run -------------------------------------------------------------------------------------------------
 
-    def _is_quicker_by_row(self, lane: Lane) -> bool:
+    def _is_quicker_by_row(self, lane: RowLane) -> bool:
         """Whether one copy row by row takes a CPU less than a copy for every run."""
         if self.kind is not Kind.COPY or len(lane.runs) <= FEW:
             return False
@@ -99,7 +99,7 @@ class Move:
         fills = rows == target.shape[2] and _are_neighbours(lane.runs)
         return fills and rows < LONG * len(lane.runs) and source.dtype == target.dtype
 
-    def _cuts_of(self, lane: Lane) -> Iterator[tuple[Cut, ...]]:
+    def _cuts_of(self, lane: RowLane) -> Iterator[tuple[Cut, ...]]:
         num_targets = self.kind.num_targets
         for run in lane.runs:
             yield tuple(
@@ -126,7 +126,7 @@ class Move:
 
     # -- by tables of tokens ----------------------------------------------------------------------------------------
 
-    def _table(self, memory: Memory, lane: Lane) -> Table:
+    def _table(self, memory: Memory, lane: RowLane) -> Table:
         """Tokens of the targets and of the sources, and whether each are all that there are, in order."""
         key = id(lane), memory.device
         if key not in self._tables:
@@ -136,7 +136,7 @@ class Move:
             self._tables[key] = memory.table(there), memory.table(here), all_there, all_here
         return self._tables[key]
 
-    def _by_tokens(self, memory: Memory, lane: Lane) -> None:
+    def _by_tokens(self, memory: Memory, lane: RowLane) -> None:
         self._indexed([memory.part(place) for place in lane.places], self._table(memory, lane))
 
     def _indexed(self, sides: list[Tensor], table: Table) -> None:
@@ -194,7 +194,7 @@ class Move:
         return np.concatenate(found)
 
 
-def _text(kind: Kind, lane: Lane) -> str:
+def _text(kind: Kind, lane: RowLane) -> str:
     """A lane in words: buffers, and tokens of the targets and of the sources."""
     targets, sources = (
         " ".join(f"b{buffer.number}" for buffer, *_ in places)
