@@ -38,7 +38,7 @@ def memory_picture(plan: Plan, *, title: str | None = None) -> Scene:
     worst = peaks.index(max(peaks))
     remark = (
         f"peak {bytes_text(peaks[worst])} on rank {worst}, {bytes_text(min(peaks))} on the rank with least; beside its"
-        f" own q, k, v, results and gradients, and what kernels use inside. Times are simulated."
+        f" own q, k, v, results and gradients, and what {plan.machine.kernel or 'kernels'} allocate inside. Times are simulated."
     )
     scene, top = headed(title or f"Memory: {plan.scheme.name}", [remark], _ABOUT)
     left, right = MARGIN + 64, WIDTH - MARGIN - 78

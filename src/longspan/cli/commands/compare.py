@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longspan.cli.commands.plan import workspaces_alike
 from longspan.cli.quantities import bytes_against, memory_against, times
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import LAYOUTS, Workload
@@ -146,18 +147,21 @@ def as_json(entry: Entry) -> dict[str, Any]:
         "backward_seconds": reason.backward_seconds,
         "bytes_received": reason.bytes_received,
         "peak_bytes": reason.peak_bytes,
+        "workspace_bytes": reason.workspace_bytes,
+        "host_seconds": reason.host_seconds,
         "figures_of_ranks": list(reason.ranks),
         "fewer_bytes_than_torch_all_gather": entry.fewer if entry.fewer != float("inf") else None,
     }
 
 
-HEADS = ("imbalance", "received", "fewer", "peak", "forward", "backward")
+HEADS = ("imbalance", "received", "fewer", "peak", "in kernels", "forward", "backward", "host")
 
 
 def show(workload: Workload, entries: list[Entry], screen: Screen, plot: Path | None) -> None:
     """One table for each number of ranks."""
     screen.title(f"{workload.seq_len:,} tokens: {workload.about_docs()}")
-    screen.facts((("tensors", workload.about_tensors()), ("machine", workload.about_machine())))
+    kernel = workload.plan(entries[0].ranks, entries[0].scheme, entries[0].layout).kernel_assumed
+    screen.facts((("tensors", workload.about_tensors()), ("machine", workload.about_machine()), ("kernel", kernel)))
     for ranks in dict.fromkeys(entry.ranks for entry in entries):
         screen.text()
         screen.title(f"{ranks:,} ranks")
@@ -169,8 +173,9 @@ def show(workload: Workload, entries: list[Entry], screen: Screen, plot: Path | 
     screen.text()
     notes = [
         f"Simulated on {workload.machine.name}, quickest first. Received: the most bytes of any rank, both passes."
-        " Fewer: PyTorch's all-gather receives this many times as much. Peak: memory beside the rank's own tensors."
-        " Peak, forward and backward are of ranks likely to be busiest, at most five; another may take somewhat more.",
+        " Fewer: PyTorch's all-gather receives this many times as much. Peak: memory beside the rank's own tensors; in"
+        " kernels: what those allocate on top. Host: how long queueing takes, beside the device. All but received are of"
+        " ranks likely to be busiest, at most five; another may take somewhat more.",
         "PyTorch's are priced as our own schedules of that name over zigzag (its head-tail): the same bytes, and our"
         " kernels, copies and overlap.",
     ]
@@ -185,8 +190,10 @@ def _rows(entries: list[Entry]) -> Iterator[Row]:
         bytes_alike([reason.bytes_received for reason in reasons]),
         [times(entry.fewer) if entry.fewer != float("inf") else "no bytes" for entry in entries],
         bytes_alike([reason.peak_bytes for reason in reasons]),
+        workspaces_alike(reasons),
         seconds_alike([reason.forward_seconds for reason in reasons]),
         seconds_alike([reason.backward_seconds for reason in reasons]),
+        seconds_alike([reason.host_seconds for reason in reasons]),
     )
     for entry, *cells in zip(entries, *columns, strict=True):
         yield Row((entry.scheme, entry.layout, f"{entry.imbalance:.3f}", *cells, entry.note), entry.chosen)
@@ -208,7 +215,8 @@ def plot(entries: list[Entry], workload: Workload, path: Path) -> None:
             reason = entry.reason
             points.append(ScalingPoint(name, ranks, reason.seconds, reason.bytes_received, reason.peak_bytes))
     points.sort(key=lambda point: (point.scheme != "quickest", not point.scheme.startswith("PyTorch")))
-    remark = f"{workload.about_docs()}; {workload.about_tensors()}; simulated on {workload.machine.name}, not run."
+    remark = f"{workload.about_docs()}; {workload.about_tensors()}; simulated on {workload.machine.name}"
+    remark += f" ({workload.machine.kernel or 'kernel not named'}), not run."
     scene = scaling_picture(points, title=f"{workload.seq_len:,} tokens on more and more ranks", remark=remark)
     if path.suffix == ".svg":
         path.write_text(scene.svg())
