@@ -49,7 +49,7 @@ def _compared(plan: Plan) -> str:
             cells[2:] = [f"at least {seconds_text(reason.seconds)}", "", "", "", ""]
         lines.append("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in cells) + "</tr>")
     said = (
-        f"Times are simulated on {plan.machine.name}, for {plan.kernel_assumed}. Bytes are the most of any rank; times and memory are of ranks"
-        " likely to be busiest."
+        f"Times are simulated on {plan.machine.name}, for {plan.kernel_assumed}. Bytes are the most of any rank; times"
+        " and memory are of ranks likely to be busiest."
     )
     return f"<table>{''.join(lines)}</table><p>{escaped(said)}</p>"

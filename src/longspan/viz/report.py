@@ -43,8 +43,8 @@ def report_html(
         paragraph(_lead(plan), "lead"),
         cards(_cards(plan)),
         paragraph(
-            f"Times are simulated on the machine {plan.machine.name}, for {plan.kernel_assumed}; nothing here was run on"
-            " a GPU. Bytes follow from the plan and are what the transport sends.",
+            f"Times are simulated on the machine {plan.machine.name}, for {plan.kernel_assumed}; nothing here was run"
+            " on a GPU. Bytes follow from the plan and are what the transport sends.",
             "note",
         ),
         heading("What was asked"),

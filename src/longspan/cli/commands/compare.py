@@ -174,8 +174,8 @@ def show(workload: Workload, entries: list[Entry], screen: Screen, plot: Path | 
     notes = [
         f"Simulated on {workload.machine.name}, quickest first. Received: the most bytes of any rank, both passes."
         " Fewer: PyTorch's all-gather receives this many times as much. Peak: memory beside the rank's own tensors; in"
-        " kernels: what those allocate on top. Host: how long queueing takes, beside the device. All but received are of"
-        " ranks likely to be busiest, at most five; another may take somewhat more.",
+        " kernels: what those allocate on top. Host: how long queueing takes, beside the device. All but received are"
+        " of ranks likely to be busiest, at most five; another may take somewhat more.",
         "PyTorch's are priced as our own schedules of that name over zigzag (its head-tail): the same bytes, and our"
         " kernels, copies and overlap.",
     ]

@@ -130,8 +130,8 @@ def show(workload: Workload, plan: Plan, screen: Screen) -> None:
     )
     screen.text()
     note = (
-        f"Times are simulated on {plan.machine.name} ({plan.machine.kernel or 'kernel not named'}), not measured. Received"
-        " is the most of any rank, both passes; host is how long queueing takes, beside the device."
+        f"Times are simulated on {plan.machine.name} ({plan.machine.kernel or 'kernel not named'}), not measured."
+        " Received is the most of any rank, both passes; host is how long queueing takes, beside the device."
     )
     if sampled:
         sample = ", ".join(map(str, summary["figures_of_ranks"]))

@@ -76,7 +76,10 @@ def _fa2(launch: Launched, splits: int) -> int:
     rows, cols = launch.batch * launch.rows, launch.batch * launch.cols
     sums = launch.padded_rows * launch.q_heads * (splits * wide + 1) * 4
     grouped = 2 * cols * launch.q_heads * launch.width * launch.itemsize
-    copies = rows * launch.q_heads * (2 * launch.width * launch.itemsize + 4)
+    moved = (
+        2 * launch.width * launch.itemsize if launch.q_heads > 1 or launch.slices > 1 else 0
+    )  # one head lies in order
+    copies = rows * launch.q_heads * (moved + 4)
     return sums + (grouped if launch.q_heads != launch.kv_heads else 0) + copies
 
 

@@ -173,3 +173,13 @@ def assumed_machine(*, functions: bool) -> Machine:
     ('FA2', 'flex')
     """
     return H100_FLEX if functions else H100
+
+
+def nearest(major: int, kernel: str) -> Machine:
+    """The preset for a GPU of this compute capability and kernel, or for PyTorch's own on the GPU that is nearest.
+
+    >>> nearest(9, "FA3").name, nearest(8, "FA4").name, nearest(12, "FA2").name
+    ('h100-fa3', 'a100', 'b200')
+    """
+    gpu = "a100" if major < 9 else "h100" if major == 9 else "b200"
+    return MACHINES.get(f"{gpu}-{kernel.lower()}", MACHINES[gpu])
