@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longspan.cli.commands.plan import workspaces_alike
 from longspan.cli.quantities import bytes_against, memory_against, times
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import LAYOUTS, Workload
@@ -43,6 +42,11 @@ class Entry:
     chosen: bool = False
     fewer: float = 1.0
     """How many times the bytes PyTorch's all-gather receives."""
+
+    @property
+    def memory(self) -> int:
+        """The peak beside a rank's own tensors, and what kernels allocate on top, where that is known."""
+        return self.reason.peak_bytes + (self.reason.workspace_bytes or 0)
 
     @property
     def note(self) -> str:
@@ -154,7 +158,7 @@ def as_json(entry: Entry) -> dict[str, Any]:
     }
 
 
-HEADS = ("imbalance", "received", "fewer", "peak", "in kernels", "forward", "backward", "host")
+HEADS = ("imbalance", "received", "fewer", "memory", "forward", "backward")
 
 
 def show(workload: Workload, entries: list[Entry], screen: Screen, plot: Path | None) -> None:
@@ -171,11 +175,15 @@ def show(workload: Workload, entries: list[Entry], screen: Screen, plot: Path | 
         screen.text()
         screen.text(verdict(mine))
     screen.text()
+    known = entries[0].reason.workspace_bytes is not None
+    kernels = (
+        "with what kernels allocate inside" if known else "without what kernels allocate inside, which is not known"
+    )
     notes = [
         f"Simulated on {workload.machine.name}, quickest first. Received: the most bytes of any rank, both passes."
-        " Fewer: PyTorch's all-gather receives this many times as much. Peak: memory beside the rank's own tensors; in"
-        " kernels: what those allocate on top. Host: how long queueing takes, beside the device. All but received are"
-        " of ranks likely to be busiest, at most five; another may take somewhat more.",
+        " Fewer: PyTorch's all-gather receives this many times as much. Memory: beside the rank's own tensors,"
+        f" {kernels}. Memory, forward and backward are of ranks likely to be busiest, at most five; another may take"
+        " somewhat more.",
         "PyTorch's are priced as our own schedules of that name over zigzag (its head-tail): the same bytes, and our"
         " kernels, copies and overlap.",
     ]
@@ -189,11 +197,9 @@ def _rows(entries: list[Entry]) -> Iterator[Row]:
     columns = (
         bytes_alike([reason.bytes_received for reason in reasons]),
         [times(entry.fewer) if entry.fewer != float("inf") else "no bytes" for entry in entries],
-        bytes_alike([reason.peak_bytes for reason in reasons]),
-        workspaces_alike(reasons),
+        bytes_alike([entry.memory for entry in entries]),
         seconds_alike([reason.forward_seconds for reason in reasons]),
         seconds_alike([reason.backward_seconds for reason in reasons]),
-        seconds_alike([reason.host_seconds for reason in reasons]),
     )
     for entry, *cells in zip(entries, *columns, strict=True):
         yield Row((entry.scheme, entry.layout, f"{entry.imbalance:.3f}", *cells, entry.note), entry.chosen)
@@ -231,7 +237,7 @@ def verdict(entries: list[Entry]) -> str:
     if best is theirs:
         return "Nothing is quicker than PyTorch's all-gather here."
     moved = bytes_against(best.reason.bytes_received, theirs.reason.bytes_received, "PyTorch's all-gather")
-    memory = memory_against(best.reason.peak_bytes, theirs.reason.peak_bytes)
+    memory = memory_against(best.memory, theirs.memory)
     text = f"{best.scheme} over {best.layout}: {moved}, predicted"
     text += f" {times(theirs.reason.seconds / best.reason.seconds)} as fast"
     return text + (f", with {memory}." if memory else ".")
