@@ -112,11 +112,9 @@ def device_bytes(
     *,
     deterministic: bool = False,
 ) -> int | None:
-    """The largest workspace of a launch in either pass, and the tables of both."""
-    passes = ((forward, "forward"), (backward, "backward"))
-    found = [workspace_bytes(steps, sizes, machine, way, deterministic=deterministic) for steps, way in passes]
-    tables = sum(table_bytes(steps, sizes, machine) for steps, _ in passes)
-    return None if None in found else tables + max(size for size in found if size is not None)
+    """The largest workspace of a launch, and the tables of both passes."""
+    inside = workspace_bytes(backward, sizes, machine, deterministic=deterministic)
+    return None if inside is None else inside + table_bytes(forward, backward, machine)
 
 
 def candidates(problem: Problem) -> Iterator[str]:

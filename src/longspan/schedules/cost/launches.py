@@ -80,8 +80,9 @@ def launch_table(rows: Ints, side: Ints) -> LaunchTable:
     near, far = bd.borders(rows)
     left = np.where(far, rows[:, bd.HI] + rows[:, bd.K1] - rows[:, bd.Q1], OPEN)
     right = np.where(near, rows[:, bd.Q1] - rows[:, bd.K1] - rows[:, bd.LO], OPEN)
-    keys, which = np.unique(np.stack((each, left, right), axis=1), axis=0, return_inverse=True)
-    compute, which = keys[:, 0], which.reshape(-1)
+    windows, window = np.unique((left + 1) * (right.max(initial=0) + 2) + right + 1, return_inverse=True)
+    keys, which = np.unique(each * max(len(windows), 1) + window, return_inverse=True)
+    compute = keys // max(len(windows), 1)
     q, kv = (
         np.bincount(which, rows[:, end] - rows[:, begin], len(keys)).astype(np.int64)
         for begin, end in ((bd.Q0, bd.Q1), (bd.K0, bd.K1))

@@ -254,12 +254,14 @@ def _steps_work(
 def _transfer_ops(moved: Ints, rank: int, num_steps: int) -> tuple[Floats, Floats]:
     """In each step, operations and messages of the rank's own transfers: one that packs for each peer, one that starts
     all messages, and one that adds for each peer from whom rows come home."""
-    messages = np.unique(moved[:, (STEP, SRC, DST)], axis=0)
-    home = np.unique(moved[(moved[:, DST] == rank) & (moved[:, ADDED] > 0)][:, (STEP, SRC)], axis=0)
-    packed = messages[messages[:, 1] == rank][:, 0]
-    begun = np.unique(messages[:, 0])
-    ops = np.bincount(np.concatenate((packed, begun, home[:, 0])), minlength=num_steps)
-    return ops.astype(np.float64), np.bincount(messages[:, 0], minlength=num_steps).astype(np.float64)
+    sent, added = moved[:, SRC] == rank, (moved[:, DST] == rank) & (moved[:, ADDED] > 0)
+    size = int(moved[:, (SRC, DST)].max(initial=0)) + 1
+    numbers = moved[:, STEP] * size + np.where(sent, moved[:, DST], moved[:, SRC])  # a step and a peer
+    packed, home, taken = (np.unique(numbers[which]) // size for which in (sent, added, ~sent))
+    begun = np.unique(moved[:, STEP])
+    ops = np.bincount(np.concatenate((packed, begun, home)), minlength=num_steps)
+    messages = np.bincount(np.concatenate((packed, taken)), minlength=num_steps)
+    return ops.astype(np.float64), messages.astype(np.float64)
 
 
 def _meets_again(step: Step) -> list[bool]:

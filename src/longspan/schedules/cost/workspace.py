@@ -45,24 +45,34 @@ def launched(steps: tuple[Step, ...], sizes: Sizes) -> list[Launched]:
 
 
 def workspace_bytes(
-    steps: tuple[Step, ...], sizes: Sizes, machine: Machine, direction: str, *, deterministic: bool = False
+    backward: tuple[Step, ...], sizes: Sizes, machine: Machine, *, deterministic: bool = False
 ) -> int | None:
-    """The largest workspace of one launch of the pass, or None where the machine's kernel does not tell."""
+    """The largest workspace of one launch, or None where the machine's kernel does not tell.
+
+    Backward has forward's launches, and needs more for each: its steps are enough.
+    """
     if machine.kernel not in KERNELS or KERNELS[machine.kernel].workspace is None:
         return None
     if not machine.one_launch:  # a CPU's kernel takes tiles one by one, and rows where they lie
         return 0
     found = [
-        workspace_of(machine.kernel, launch, direction, machine.slots, deterministic=deterministic)
-        for launch in launched(steps, sizes)
+        workspace_of(machine.kernel, launch, "backward", machine.slots, deterministic=deterministic)
+        for launch in launched(backward, sizes)
     ]
     return max((size for size in found if size is not None), default=0)
 
 
-def table_bytes(steps: tuple[Step, ...], sizes: Sizes, machine: Machine) -> int:
-    """Tables of rows that a plan keeps on a GPU for one pass; CPUs keep none worth counting."""
+def table_bytes(forward: tuple[Step, ...], backward: tuple[Step, ...], machine: Machine) -> int:
+    """Tables of rows that a plan keeps on a GPU; CPUs keep none worth counting."""
     if not machine.one_launch:
         return 0
-    side = sides([compute for step in steps for compute in step.computes], sizes)
-    moved = sum([t.piece.num_tokens for step in steps for t in step.transfers])
-    return INDEX_BYTES * (moved + int(side[:, (Q_TOKENS, KV_TOKENS)].sum()))
+    moved = [t.piece for steps in (forward, backward) for step in steps for t in step.transfers]
+    used = [piece for step in forward for compute in step.computes for piece in (compute.q, compute.kv)]
+    tokens: dict[int, int] = {}  # pieces share tuples of spans
+    total = 0
+    for piece in (*moved, *used, *used):  # the computes of both passes
+        spans = id(piece.spans)
+        if spans not in tokens:
+            tokens[spans] = piece.num_tokens
+        total += tokens[spans]
+    return INDEX_BYTES * total
