@@ -298,7 +298,7 @@ def print_constants(machine: Machine) -> list[str]:
 
 
 NOTES = """\
-All of it is SIMULATED, on presets.H100_FITTED and ours on H100_FA3, but the rows marked measured, which are read off a chart.
+All of it is SIMULATED, on H100_FITTED and ours on H100_FA3, but rows marked measured, which are read off a chart.
 - The model's structure was settled with all 48 points in view; only its six constants were held to half of them.
 - Published systems: the slowest of three ranks, every step priced by itself. Ours: every rank, message by message.
 - Optimistic for ours: a kernel that takes a list of tiles (no empty slots, no padding), no contention between

@@ -21,7 +21,7 @@ from longspan.execution.engine.transports import Loopback
 from longspan.execution.kernels.cuda_flash import Flash, implementation
 from longspan.schedules import MACHINES, Machine, simulate
 from longspan.schedules.choose import TIE
-from longspan.schedules.cost.kernels import KERNELS, Launched, workspace_of
+from longspan.schedules.cost.kernels import KERNELS, LaunchShape, workspace_of
 from longspan.schedules.cost.machine import Work, queued_at, rank_seconds, rank_times, steps_work
 from longspan.schedules.cost.machine_text import machine_text, parse_machine
 from longspan.schedules.cost.presets import A100, CPU, H100, H100_FA3, H100_FITTED, H100_FLEX, nearest
@@ -333,7 +333,7 @@ def test_fa2_allocates_what_is_predicted(kind, heads, scheme):
 
 
 def test_deterministic_algorithms_need_more_by_the_factor_of_the_source():
-    launch = Launched(rows=256, cols=256, slices=1, q_heads=8, kv_heads=8, batch=2, packed=0, width=64, itemsize=2)
+    launch = LaunchShape(rows=256, cols=256, slices=1, q_heads=8, kv_heads=8, batch=2, packed=0, width=64, itemsize=2)
     dq = 2 * 256 * 8 * 64 * 4
     usual, more = (workspace_of("FA2", launch, "backward", 132, deterministic=flag) for flag in (False, True))
     assert more - usual == (math.ceil(132 / (2 * 8)) - 1) * dq

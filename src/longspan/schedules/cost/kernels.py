@@ -20,7 +20,7 @@ FA2 on one slice of 1,000 rows and keys, 8 query heads on 2 key heads, width 64,
 dq takes 1,024 * 8 * 64 * 4 = 2,097,152 bytes, row sums 1,024 * 8 * 4 = 32,768, dk and dv 2 * 1,000 * 8 * 64 * 2 =
 2,048,000, out and its gradient as much, lse 1,000 * 8 * 4 = 32,000: 6,257,920 in all.
 
->>> launch = Launched(rows=1000, cols=1000, slices=1, q_heads=8, kv_heads=2, batch=1, packed=0, width=64, itemsize=2)
+>>> launch = LaunchShape(rows=1000, cols=1000, slices=1, q_heads=8, kv_heads=2, batch=1, packed=0, width=64, itemsize=2)
 >>> workspace_of("FA2", launch, "backward", multiprocessors=132)
 6257920
 >>> workspace_of("FA2", launch, "backward", multiprocessors=132, deterministic=True) - 6257920 == 16 * 2097152
@@ -39,7 +39,7 @@ BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchShape:
     """What one launch works on; rows, keys and slices of one batch row."""
 
     rows: int
@@ -71,7 +71,7 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _fa2(launch: Launched, splits: int) -> int:
+def _fa2(launch: LaunchShape, splits: int) -> int:
     wide = _up(launch.width, 32 if launch.width <= 128 else 64)
     rows, cols = launch.batch * launch.rows, launch.batch * launch.cols
     sums = launch.padded_rows * launch.q_heads * (splits * wide + 1) * 4
@@ -83,14 +83,14 @@ def _fa2(launch: Launched, splits: int) -> int:
     return sums + (grouped if launch.q_heads != launch.kv_heads else 0) + copies
 
 
-def _fa3(launch: Launched, splits: int) -> int:  # noqa: ARG001 (deterministic: semaphores, a few bytes)
+def _fa3(launch: LaunchShape, splits: int) -> int:  # noqa: ARG001 (deterministic: semaphores, a few bytes)
     wide = _up(launch.width, 32)
     sums = launch.padded_rows * launch.q_heads * (wide + 2) * 4
     grouped = 2 * launch.padded_cols * launch.kv_heads * wide * 4
     return sums + (grouped if launch.q_heads != launch.kv_heads else 0)
 
 
-def _flex(launch: Launched, splits: int) -> int:  # noqa: ARG001
+def _flex(launch: LaunchShape, splits: int) -> int:  # noqa: ARG001
     return launch.batch * launch.rows * launch.q_heads * 2 * 4
 
 
@@ -103,10 +103,10 @@ class KernelFacts:
     widest: int = 256
     functions: bool = False
     """Whether functions of masks run inside."""
-    workspace: Callable[[Launched, int], int] | None = None
+    workspace: Callable[[LaunchShape, int], int] | None = None
 
 
-def _none(launch: Launched, splits: int) -> int:  # noqa: ARG001
+def _none(launch: LaunchShape, splits: int) -> int:  # noqa: ARG001
     return 0
 
 
@@ -150,7 +150,7 @@ def why_not(kernel: str, sizes: Sizes, *, functions: bool) -> str | None:
 
 
 def workspace_of(
-    kernel: str, launch: Launched, direction: str, multiprocessors: int, *, deterministic: bool = False
+    kernel: str, launch: LaunchShape, direction: str, multiprocessors: int, *, deterministic: bool = False
 ) -> int | None:
     """Bytes that a launch allocates beside its results, or None where that is not known."""
     facts = KERNELS.get(kernel)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from longspan.schedules.cost.kernels import KERNELS, Launched, workspace_of
+from longspan.schedules.cost.kernels import KERNELS, LaunchShape, workspace_of
 from longspan.schedules.cost.launches import (
     BATCH,
     KV_HEADS,
@@ -28,7 +28,7 @@ VECTOR = 8
 """Features that GPU kernels read at once: heads are padded to a multiple of it."""
 
 
-def launched(steps: tuple[Step, ...], sizes: Sizes) -> list[Launched]:
+def launched(steps: tuple[Step, ...], sizes: Sizes) -> list[LaunchShape]:
     """The largest launch of every compute and window."""
     computes = [compute for step in steps for compute in step.computes]
     if not computes:
@@ -41,7 +41,7 @@ def launched(steps: tuple[Step, ...], sizes: Sizes) -> list[Launched]:
     heads = (side[table.compute, i] for i in (Q_HEADS, KV_HEADS, BATCH))
     columns = (table.rows, table.cols, table.slices, *heads, packed)
     rows = np.unique(np.stack(columns, axis=1), axis=0)
-    return [Launched(*row, width, sizes.itemsize) for row in rows.tolist()]
+    return [LaunchShape(*row, width, sizes.itemsize) for row in rows.tolist()]
 
 
 def workspace_bytes(
