@@ -41,7 +41,7 @@ def launched(steps: tuple[Step, ...], sizes: Sizes) -> list[LaunchShape]:
     heads = (side[table.compute, i] for i in (Q_HEADS, KV_HEADS, BATCH))
     columns = (table.rows, table.cols, table.slices, *heads, packed)
     rows = np.unique(np.stack(columns, axis=1), axis=0)
-    return [LaunchShape(*row, width, sizes.itemsize) for row in rows.tolist()]
+    return [LaunchShape(*row, width=width, itemsize=sizes.itemsize) for row in rows.tolist()]
 
 
 def workspace_bytes(
