@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
-from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # sees every operator that is called
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator
 from torch.utils._pytree import tree_map as tree_map  # a function applied to every leaf of nested arguments
 
 _aten = torch.ops.aten

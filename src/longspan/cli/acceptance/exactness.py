@@ -1,4 +1,4 @@
-"""Attention over the ranks against one device: schemes, masks, what happens to scores, kinds of groups, and the bits."""
+"""Attention over the ranks against one device: schemes, masks, what happens to scores, kinds of groups, the bits."""
 
 from __future__ import annotations
 
@@ -103,12 +103,20 @@ def _scored(name: str, site: Site) -> Outcome:
     elif name == "softcap":
         options = {"softcap": 5.0}
     elif name == "mask_function":
-        mask = masks.from_mask_mod(lambda b, h, q, kv: (q - kv) % 3 != 1, tokens, within=mask)
+        mask = masks.from_mask_mod(_not_every_third, tokens, within=mask)
     else:
-        options = {"score_mod": lambda score, b, h, q, kv: score + learned[h] * (q - kv) / tokens}
+
+        def tilted(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:  # noqa: ARG001
+            return score + learned[h] * (q - kv) / tokens
+
+        options = {"score_mod": tilted}
     group = site.group()
     return _judged({dtype: _verified(site, _plan(site, mask, "exchange", dtype), group, **options)
                     for dtype in _dtypes(site)})  # fmt: skip
+
+
+def _not_every_third(b: Any, h: Any, q: Any, kv: Any) -> Any:  # noqa: ARG001
+    return (q - kv) % 3 != 1
 
 
 def quiet_plan(size: int, dtype: str) -> Plan:
@@ -128,7 +136,11 @@ def _first_call(backend: str, site: Site) -> Outcome:
     made = quiet_plan(site.ranks.size, "bfloat16" if site.is_gpu else "float32")
     quiet = [r for r in range(site.ranks.size) if not made.bytes_received(r) and not made.bytes_received(r, "backward")]
     found = _judged({"one document": _verified(site, made, group)})
-    return right(f"{len(quiet)} ranks without a message; {found.text}", **found.figures) if not found.judgement.is_red else found
+    return (
+        right(f"{len(quiet)} ranks without a message; {found.text}", **found.figures)
+        if not found.judgement.is_red
+        else found
+    )
 
 
 def _over_group(backend: str, site: Site) -> Outcome:
@@ -152,7 +164,7 @@ def _repeated(site: Site) -> Outcome:
     answers: list[list[torch.Tensor]] = []
     with _deterministic(site.is_gpu):
         for _ in range(2):
-            out, lse = attention(*inputs, made, group=group, return_lse=True)
+            out, lse = attention(inputs[0], inputs[1], inputs[2], made, group=group, return_lse=True)
             answers.append([out, lse, *torch.autograd.grad(out, inputs, dout)])
     names = ("out", "lse", "dq", "dk", "dv")
     different = [name for name, a, b in zip(names, *answers, strict=True) if not torch.equal(a, b)]

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from longspan.cli.acceptance.lines import Site
 from longspan.execution.kernels import choose_kernel
@@ -71,7 +72,7 @@ def _versions() -> dict[str, str | None]:
             found[name] = None
     if torch.cuda.is_available():
         found["CUDA"] = torch.version.cuda
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["NCCL"] = ".".join(map(str, nccl.version()))
         cudnn = torch.backends.cudnn.version()
         found["cuDNN"] = None if cudnn is None else str(cudnn)
     return found

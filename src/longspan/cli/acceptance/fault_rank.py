@@ -65,8 +65,8 @@ def run(rank: int, size: int, port: int, what: str, backend: str) -> None:
     device = "cpu" if backend == "gloo" else f"cuda:{rank}"
     if device != "cpu":
         torch.cuda.set_device(device)
-    store = dist.TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
-    dist.init_process_group(backend, store=dist.PrefixStore(what, store), rank=rank, world_size=size)
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=dist.PrefixStore(what, store), rank=rank, world_size=size)  # type: ignore[attr-defined]
     group = dist.group.WORLD
     assert group is not None
     try:
@@ -83,6 +83,7 @@ def run(rank: int, size: int, port: int, what: str, backend: str) -> None:
 
 
 if __name__ == "__main__":
-    run(*map(int, sys.argv[1:4]), *sys.argv[4:6])
+    numbers = [int(word) for word in sys.argv[1:4]]
+    run(numbers[0], numbers[1], numbers[2], *sys.argv[4:6])
     sys.stdin.read()
     os._exit(0)

@@ -12,7 +12,7 @@ import subprocess  # nosec B404  # ranks of a small job
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,23 +92,21 @@ class FaultJob:
 
     def __init__(self, what: str, backend: str) -> None:
         self.what, self.backend = what, backend
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self.lines: queue.SimpleQueue[Said] = queue.SimpleQueue()
-        self.ended: dict[int, bytes] = {}
+        self.readers: list[threading.Thread] = []
 
     def run(self) -> list[Said]:
         """Everything that was said until all who can have said their last word."""
-        with_files = [self._started(rank) for rank in range(RANKS)]
-        try:
-            return self._heard()
-        finally:
-            for process in with_files:
-                process.kill()
-            for process in with_files:
-                process.wait()
-                for stream in (process.stdin, process.stdout, process.stderr):
-                    with suppress(OSError):
-                        stream and stream.close()
+        with ExitStack() as files:
+            processes = [files.enter_context(self._started(rank)) for rank in range(RANKS)]
+            try:
+                return self._heard()
+            finally:
+                for process in processes:
+                    process.kill()
+                for reader in self.readers:
+                    reader.join(5.0)
 
     def _started(self, rank: int) -> subprocess.Popen[str]:
         words = [str(rank), str(RANKS), str(self.store.port), self.what, self.backend]
@@ -116,7 +114,8 @@ class FaultJob:
             [sys.executable, "-m", PROGRAM, *words],
             env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        threading.Thread(target=self._read, args=(rank, process), daemon=True).start()
+        self.readers.append(threading.Thread(target=self._read, args=(rank, process), daemon=True))
+        self.readers[-1].start()
         return process
 
     def _read(self, rank: int, process: subprocess.Popen[str]) -> None:

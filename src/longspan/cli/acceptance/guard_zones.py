@@ -1,8 +1,8 @@
 """Tensors with NaN around them: a kernel that reads beside its operands shows it in its results.
 
-Before and after an operand, and in between where it is a slice of something wider, there is memory of NaN. A kernel that
-takes a tensor for laid out otherwise than it is, or reads behind its end, brings NaN into its results; what it writes
-there is found afterwards.
+Before and after an operand, and in between where it is a slice of something wider, there is memory of NaN. A kernel
+that takes a tensor for laid out otherwise than it is, or reads behind its end, brings NaN into its results; what it
+writes there is found afterwards.
 """
 
 from __future__ import annotations

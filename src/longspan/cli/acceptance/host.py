@@ -19,7 +19,7 @@ from longspan.cli.acceptance.operators import no_waiting
 from longspan.cli.acceptance.programs import RankPrograms, driven
 from longspan.cli.acceptance.timing import tokens_of, workload_plan
 from longspan.cli.measuring.runs import DIRECTIONS, MeasuredRun
-from longspan.execution._torch import DispatchMode
+from longspan.execution._torch import TorchDispatchMode
 from longspan.execution.kernels.cuda_flash import Flash
 from longspan.number_words import seconds_text
 from longspan.schedules.plan import Plan
@@ -33,11 +33,11 @@ SHARE = (0.5, 1.0)
 """Of the device's time: a host that takes longer than all of it leaves the device without work."""
 
 
-def host_lines(*, is_gpu: bool) -> list[AcceptanceLine]:  # noqa: ARG001
+def host_lines(*, is_gpu: bool) -> list[AcceptanceLine]:
     return [AcceptanceLine("host.waits", _waits), AcceptanceLine("host.time", _host_time, 2 if is_gpu else 1)]
 
 
-class Counted(DispatchMode):
+class Counted(TorchDispatchMode):
     """Counts what would be launched on a device, what would be copied to it, and what would wait for it."""
 
     def __init__(self, device: str) -> None:
@@ -46,7 +46,7 @@ class Counted(DispatchMode):
         self.launches = self.copies = self.waits = 0
         self.waited: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         kwargs = kwargs or {}
         if name in WAITS and self.device in _devices((args, kwargs)):
@@ -93,7 +93,7 @@ def pretended(plan: Plan, rank: int, device: str) -> RankPrograms:
 
 
 def _plans(site: Site) -> list[tuple[str, Plan]]:
-    size = tokens_of("256k" if site.is_gpu else "16k")
+    size = tokens_of("256k" if site.is_gpu else "4k")
     return [(word, workload_plan(site, word, size)) for word in ("causal", "documents", "window")]
 
 
@@ -122,7 +122,9 @@ def _pretended_launches(site: Site, made: Plan) -> dict[str, int | str]:
                     raise
                 return {way: f"the host waits for the device ({counted.waited[-1]}): {str(error).splitlines()[0]}"}
         waits = counted.waits + counted.copies
-        found[way] = f"the host waits or copies {waits} times: {', '.join(counted.waited)}" if waits else counted.launches
+        found[way] = (
+            f"the host waits or copies {waits} times: {', '.join(counted.waited)}" if waits else counted.launches
+        )
     return found
 
 

@@ -130,7 +130,7 @@ class Site:
     def group(self, backend: str | None = None) -> dist.ProcessGroup:
         """A new group of all ranks, for one line: what goes wrong in a line stays there."""
         made = dist.new_group(backend=backend or self.ranks.backend, timeout=PATIENCE)
-        assert made is not None
+        assert isinstance(made, dist.ProcessGroup)
         self._groups.append(made)
         return made
 

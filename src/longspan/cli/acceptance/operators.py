@@ -128,8 +128,7 @@ def _run_kernel(name: str, dtype: torch.dtype, site: Site) -> Outcome:
         for check in check_case(kernel, case, dtype, ranks.device):
             if check.ratio > 1:
                 return wrong(
-                    f"{case.name}: {check.tensor} is off by {check.error:.2e}, and rounding explains"
-                    f" {check.budget:.2e}"
+                    f"{case.name}: {check.tensor} is off by {check.error:.2e}, and rounding explains {check.budget:.2e}"
                 )
             used, checks = max(used, check.ratio), checks + 1
     if not checks and refused:

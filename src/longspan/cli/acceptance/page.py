@@ -10,6 +10,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,17 @@ from longspan.cli.screen import Column, Row, Screen
 from longspan.number_words import seconds_text
 
 _PATH = re.compile(r"(?<![\w.:/])~?/(?:[\w.+@-]+/)*[\w.+@-]+")
-_ADDRESS = re.compile(r"(?<![\w.])\[?(?:\d{1,3}(?:\.\d{1,3}){3}|[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){3,7})\]?(?::\d+)?(?![\w.])")
+_ADDRESS = re.compile(
+    r"(?<![\w.])\[?(?:\d{1,3}(?:\.\d{1,3}){3}|[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){3,7})\]?(?::\d+)?(?![\w.])"
+)
 MOST_TEXT = 600
 
 
 def private_words() -> set[str]:
     """Names of this host and of who runs this."""
     words = {platform.node(), platform.node().partition(".")[0], Path.home().name}
-    try:
+    with suppress(OSError, KeyError, ImportError):  # a user without a name
         words.add(getpass.getuser())
-    except (OSError, KeyError, ImportError):  # nobody by a name
-        pass
     return {word for word in words if len(word) > 1}
 
 

@@ -48,10 +48,15 @@ class RankPrograms:
 
     @staticmethod
     def of(plan: Plan, rank: int, device: str, kernel: Kernel | None = None) -> RankPrograms:
-        """With the kernel that `auto` takes here, unless one is given. Forward has run once, for what backward needs."""
+        """With the kernel that `auto` takes here, unless one is given; forward has run, for what backward needs."""
         s, dtype = plan.sizes, getattr(torch, plan.dtype)
         slots = plan.layout.num_slots(rank)
-        shapes = (s.q_heads, s.head_dim), (s.kv_heads, s.head_dim), (s.kv_heads, s.v_head_dim), (s.q_heads, s.v_head_dim)
+        shapes = (
+            (s.q_heads, s.head_dim),
+            (s.kv_heads, s.head_dim),
+            (s.kv_heads, s.v_head_dim),
+            (s.q_heads, s.v_head_dim),
+        )
         q, k, v, dout = (torch.ones(s.batch, h, slots, d, dtype=dtype, device=device) for h, d in shapes)
         chosen = kernel or kernel_named(choose_kernel("auto", q, k, v))
         job = Job(plan, rank, chosen, s.head_dim**-0.5, dtype)

@@ -3,6 +3,7 @@ passes on it, and how much of the messages is hidden under the computing."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +33,8 @@ TRIES = 3
 """Other guests of a machine make it slow now and then; what is slow by itself is so every time."""
 SLOW_LINK = 4.0
 """Times the median of its kind from which a link is red."""
+LinkSeconds = dict[tuple[int, int], float]
+"""By source and target."""
 WORKLOADS = ("causal", "documents", "window")
 
 
@@ -47,29 +50,45 @@ def timing_lines(*, is_gpu: bool) -> list[AcceptanceLine]:
     return [*lines, AcceptanceLine("time.overlap", _overlap, 2, is_quick=False)]
 
 
-# -- links --------------------------------------------------------------------------------------------------------------
+# -- links ------------------------------------------------------------------------------------------------------------
 
 
 def _links(site: Site) -> Outcome:
     """Every rank sends to the one so many places on, all at once, as in a step; a link far slower than most is red."""
-    ranks, size = site.ranks, (64 << 20) if site.is_gpu else (1 << 20)
-    group = site.group()
-    outgoing, incoming = torch.zeros(2, size, dtype=torch.uint8, device=ranks.device)
-    mine: list[float] = []
-    for hop in range(1, ranks.size):
-        mine.append(_quickest(site, partial(_pass_on, group, outgoing, incoming, hop)))
-    table = torch.stack(ranks.gather(torch.tensor(mine, dtype=torch.float64)[None]))[:, 0]  # (receiver, hop - 1)
-    links = {((dst - hop) % ranks.size, dst): float(table[dst, hop - 1])
-             for dst in range(ranks.size) for hop in range(1, ranks.size)}  # fmt: skip
-    kinds = [{pair: s for pair, s in links.items() if _same_host(pair, site) == same} for same in (True, False)]
-    slow = [(seconds / median(kind.values()), pair) for kind in kinds for pair, seconds in kind.items()]
-    worst, (src, dst) = max(slow)
-    rates = [rate_text(size / median(kind.values()), "B/s") for kind in kinds if kind]
+    size, group, links = (64 << 20) if site.is_gpu else (1 << 20), site.group(), LinkSeconds()
+    memory = torch.zeros(2, size, dtype=torch.uint8, device=site.ranks.device)
+    _measure_links(site, group, memory, links)
+    for _ in range(TRIES - 1):
+        if _slowest(links, site)[0] > SLOW_LINK:  # on all ranks alike: all have the same table
+            _measure_links(site, group, memory, links)
+    slowest, (src, dst) = _slowest(links, site)
+    rates = [rate_text(size / seconds, "B/s") for seconds in sorted({_usual(links, link, site) for link in links})]
     said = f"{len(links)} links, {' inside and '.join(rates)}{' between hosts' if len(rates) > 1 else ''}"
-    if worst > SLOW_LINK:
+    if slowest > SLOW_LINK:
         rate = rate_text(size / links[src, dst], "B/s")
-        return wrong(f"from rank {src} to rank {dst}: {rate}, {times(worst)} slower than the median of {said}")
-    return right(f"{said} in messages of {bytes_text(size)}; the slowest takes {times(worst)} the median", used=worst)
+        return wrong(f"from rank {src} to rank {dst}: {rate}, {times(slowest)} slower than the median of {said}")
+    text = f"{said} in messages of {bytes_text(size)}; the slowest takes {times(slowest)} the median"
+    return right(text, used=slowest)
+
+
+def _measure_links(site: Site, group: dist.ProcessGroup, memory: Tensor, links: LinkSeconds) -> None:
+    """Brings down the seconds of every link to the best that was seen."""
+    size = site.ranks.size
+    for hop in range(1, size):
+        mine = _quickest(site, partial(_pass_on, group, memory, hop))
+        for dst, seconds in enumerate(site.ranks.gather(torch.tensor([mine], dtype=torch.float64))):
+            link = (dst - hop) % size, dst
+            links[link] = min(links.get(link, math.inf), float(seconds))
+
+
+def _slowest(links: LinkSeconds, site: Site) -> tuple[float, tuple[int, int]]:
+    """The link that is slowest beside others of its kind, and how many times their median it takes."""
+    return max((seconds / _usual(links, link, site), link) for link, seconds in links.items())
+
+
+def _usual(links: LinkSeconds, link: tuple[int, int], site: Site) -> float:
+    """The median of links of the same kind: inside of a host, or between hosts."""
+    return median(s for other, s in links.items() if _same_host(other, site) == _same_host(link, site))
 
 
 def _same_host(pair: tuple[int, int], site: Site) -> bool:
@@ -89,8 +108,8 @@ def _quickest(site: Site, act: Callable[[], None], rounds: int = 7) -> float:
     return min(seconds)
 
 
-def _pass_on(group: dist.ProcessGroup, outgoing: Tensor, incoming: Tensor, hop: int) -> None:
-    size, rank = group.size(), group.rank()
+def _pass_on(group: dist.ProcessGroup, memory: Tensor, hop: int) -> None:
+    size, rank, (outgoing, incoming) = group.size(), group.rank(), memory
     ops = [
         dist.P2POp(dist.isend, outgoing, group=group, group_peer=(rank + hop) % size),
         dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - hop) % size),
@@ -99,7 +118,7 @@ def _pass_on(group: dist.ProcessGroup, outgoing: Tensor, incoming: Tensor, hop: 
         work.wait()
 
 
-# -- whole passes -------------------------------------------------------------------------------------------------------
+# -- whole passes -----------------------------------------------------------------------------------------------------
 
 
 def _calibrated(site: Site, *, anew: bool = False) -> Machine:
@@ -169,7 +188,7 @@ def _workload(word: str, size: str, site: Site) -> Outcome:
         if best is None or ratio < best[0]:
             best = ratio, took, said
         # The rank that speaks has the fitted machine, so its word counts for all.
-        if float(site.ranks.gather(torch.tensor([ratio], dtype=torch.float64))[0]) <= BARS[0]:
+        if float(site.ranks.gather(torch.tensor([ratio], dtype=torch.float64))[0]) <= BARS[min(attempt, 1)]:
             break
     assert best is not None
     ratio, took, said = best
@@ -186,7 +205,7 @@ def _passes(site: Site, made: Plan) -> dict[str, float]:
     return {way: found.median(way) for way in DIRECTIONS}
 
 
-# -- overlap ------------------------------------------------------------------------------------------------------------
+# -- overlap ----------------------------------------------------------------------------------------------------------
 
 
 def _overlap(site: Site) -> Outcome:

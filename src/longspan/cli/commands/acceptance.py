@@ -1,4 +1,4 @@
-"""Is this machine ready? Kernels, answers, memory, time, host and faults, looked at one by one: a verdict for each line.
+"""Is this machine ready? Kernels, answers, memory, times, host and faults, one by one, with a verdict for each line.
 
   torchrun --nproc-per-node 8 -m longspan acceptance                    # ten minutes on GPUs, a page and a JSON file
   torchrun --nproc-per-node 8 -m longspan acceptance --only exact.ring  # one line again, by its name
@@ -47,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
                 return
             show(report, screen)
             screen.text()
-            screen.text(f"Wrote {args.out.with_suffix('.md')} and {args.out.with_suffix('.json')}: paste them as they are.")
+            screen.text(
+                f"Wrote {args.out.with_suffix('.md')} and {args.out.with_suffix('.json')}: paste them as they are."
+            )
 
         torch.set_num_threads(1)
         with screen.only(ranks.speaks).progress("acceptance", len(lines)) as advance:
