@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +31,9 @@ OWN = {"attention": ops.run_forward, "attention_backward": ops.run_backward}
 
 def memory_lines(*, is_gpu: bool) -> list[AcceptanceLine]:
     def line(scheme: str, word: str, size: str) -> AcceptanceLine:
-        return AcceptanceLine(f"memory.{scheme}.{word}", lambda site: _memory(site, scheme, word, size), 2)
+        return AcceptanceLine(f"memory.{scheme}.{word}", partial(_memory, scheme, word, size), 2)
 
-    size = "256k" if is_gpu else "4k"
+    size = "256k" if is_gpu else "2k"
     return [line("exchange", "causal", size), line("exchange", "window", size), line("ring", "causal", size)]
 
 
@@ -86,7 +87,7 @@ def kernel_room(plan: Plan, rank: int) -> int:
     return most
 
 
-def _memory(site: Site, scheme: str, word: str, size: str) -> Outcome:
+def _memory(scheme: str, word: str, size: str, site: Site) -> Outcome:
     made = workload_plan(site, word, tokens_of(size), scheme)
     run, group = MeasuredRun(made, site.ranks), site.group()
     peak = _gpu_peak if site.is_gpu else _cpu_peak

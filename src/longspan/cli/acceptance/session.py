@@ -35,7 +35,7 @@ def all_lines(*, is_gpu: bool) -> list[AcceptanceLine]:
 
 
 def chosen_lines(lines: Sequence[AcceptanceLine], only: str | None, *, quick: bool) -> list[AcceptanceLine]:
-    """Those that were asked for, by name or by the beginning of it.
+    """Those that were asked for, by name or by the beginning of it, which with `quick` stands for the quick ones.
 
     >>> lines = [AcceptanceLine(name, lambda _: not_run("")) for name in ("exact.ring", "exact.repeat", "host.waits")]
     >>> [line.name for line in chosen_lines(lines, "exact.ring,host", quick=False)]
@@ -51,7 +51,11 @@ def chosen_lines(lines: Sequence[AcceptanceLine], only: str | None, *, quick: bo
                 f" {', '.join(line.name for line in lines)}; the beginning of a name, such as exact, stands for all"
                 f" that have it."
             )
-    return [line for line in lines if any(_is_named(line, word) for word in wanted)]
+    return [
+        line
+        for line in lines
+        if line.name in wanted or (any(_is_named(line, word) for word in wanted) and (line.is_quick or not quick))
+    ]
 
 
 def _is_named(line: AcceptanceLine, word: str) -> bool:
