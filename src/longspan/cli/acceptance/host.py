@@ -107,7 +107,7 @@ def _waits(site: Site) -> Outcome:
                 return wrong(f"{word}, {way}: {count}")
             launches[f"{word}_{way}"] = count
     words = [f"{name.replace('_', ' ')} {count}" for name, count in launches.items()]
-    what = "launches" if site.is_gpu else "launches beside attention, counted on tensors without data"
+    what = "launches" if site.is_gpu else "operators beside attention, on tensors without data and without Triton"
     return right(f"no host wait and no copy in a warm call; {what}: {', '.join(words)}", **launches)
 
 

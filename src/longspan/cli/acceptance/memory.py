@@ -24,7 +24,7 @@ from longspan.execution._torch import TorchDispatchMode
 from longspan.number_words import bytes_text
 from longspan.schedules.plan import Plan
 
-MOST = 1.25
+MOST = 1.5
 """Times the plan's figure, and the kernel's room beside it, from which a line is red: allocators round up."""
 OWN = {"attention": ops.run_forward, "attention_backward": ops.run_backward}
 
