@@ -14,7 +14,7 @@ import torch
 from torch.cuda import nccl
 
 from longspan.cli.acceptance.lines import Site
-from longspan.execution.kernels import choose_kernel
+from longspan.cli.kernel_used import kernel_used
 from longspan.execution.kernels.cuda_flash import implementation
 from longspan.number_words import bytes_text
 
@@ -54,11 +54,8 @@ def _device(site: Site) -> str:
 
 def _kernel(site: Site) -> str:
     """What `auto` takes for bfloat16, and for float32."""
-    words: list[str] = []
-    for dtype in (torch.bfloat16, torch.float32):
-        q, k, v = (torch.zeros(1, h, 16, 64, dtype=dtype, device=site.ranks.device) for h in (4, 2, 2))
-        words.append(f"{choose_kernel('auto', q, k, v)} for {str(dtype).removeprefix('torch.')}")
-    return ", ".join(words)
+    device, sizes = site.ranks.device, site.sizes
+    return ", ".join(f"{kernel_used(sizes, dtype, device)} for {dtype}" for dtype in ("bfloat16", "float32"))
 
 
 def _versions() -> dict[str, str | None]:

@@ -77,7 +77,7 @@ class Tensors:
         q, k, v, dout = self.q[:, :, :q_rows], self.k[:, :, :k_rows], self.v[:, :, :k_rows], self.dout[:, :, :q_rows]
         tiles, scale = [Tile(0, q_rows, 0, k_rows, lo=0 if causal else None)], q.shape[-1] ** -0.5
         work = TileWork(q, k, v, tiles, scale)
-        ((_, out, lse),) = list(self.kernel.forward(work))
+        ((out, lse),) = list(self.kernel.forward(work))
         out = out.to(q.dtype)
         upstream = Upstream(dout, out, lse, (dout.float() * out.float()).sum(-1))
         return lambda: list(self.kernel.forward(work)), lambda: list(self.kernel.backward(work, upstream))
