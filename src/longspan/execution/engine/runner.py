@@ -134,7 +134,7 @@ class Walk(ABC):
         groups = self.job.kernel.groups(tiles, inputs[0].shape[2], inputs[1].shape[2])
         for number, group in enumerate(groups):
             results = [self.recorder.new(shape, None) for shape in self.result_shapes(group, inputs)]
-            taken = Taken(launch, tuple(rows.buffer for rows in results), number == len(groups) - 1)
+            taken = Taken(launch, number, tuple(rows.buffer for rows in results), number == len(groups) - 1)
             self.recorder.log.append(taken)
             yield group, results
 
