@@ -32,8 +32,8 @@ BARS = (1.25, 2.0)
 TRIES = 3
 """Other guests of a machine make it slow now and then; what is slow by itself is so every time."""
 SLOW_LINK = {"cuda": 4.0, "cpu": 16.0}
-"""Times the median of its kind from which a link is red. On CPUs a message waits for a core: on two shared by twenty busy
-processes, links of one memory were up to 4.3 times apart in the best of 21 rounds."""
+"""Times the median of its kind from which a link is red. On CPUs a message waits for a core: on two shared by twenty
+busy processes, links of one memory were up to 4.3 times apart in the best of 21 rounds."""
 LinkSeconds = dict[tuple[int, int], float]
 """By source and target."""
 WORKLOADS = ("causal", "documents", "window")
