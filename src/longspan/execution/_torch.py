@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator
 from torch.utils._pytree import tree_map as tree_map  # a function applied to every leaf of nested arguments
 
 _aten = torch.ops.aten
@@ -411,8 +412,7 @@ def compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequ
 
 
 def function_modes() -> list[Any]:
-    """The torch-function modes that are on, innermost last. Threads of the autograd engine have those of the thread
-    that called backward, which is not so of context variables."""
+    """The torch-function modes that are on, innermost last; threads of autograd have those of who called backward."""
     from torch.overrides import _get_current_function_mode_stack
 
     return list(_get_current_function_mode_stack())

@@ -142,6 +142,7 @@ def _about(machine: Machine, kernel: str, ranks: JobRanks, dtype: str) -> dict[s
         "ranks_per_host": ranks.local_size,
         "cores": os.cpu_count(),
         "backend": ranks.backend,
+        "device": ranks.device,
         "kernel": kernel,
         "implementation": machine.kernel,
         "dtype": dtype,
@@ -171,7 +172,7 @@ def _by(about: dict[str, Any]) -> str:
 def show(machine: Machine, about: dict[str, Any], out: Path | None, screen: Screen) -> None:
     """What was found, and what to do with it."""
     hosts = f"{about['ranks_per_host']} on a host of {about['cores']} cores"
-    screen.title(f"{machine.name}: {about['ranks']} ranks at once, {hosts}")
+    screen.title(f"{machine.name}: {about['ranks']} ranks at once on {about['device'].partition(':')[0]}, {hosts}")
     call, bare = seconds_text(about["call_seconds"]), seconds_text(about["bare_call_seconds"])
     facts = [
         ("kernel", f"{about['kernel']}{_by(about)}, {about['dtype']}"),
