@@ -84,9 +84,21 @@ def error(found, right):
 
 
 def moves(generator):
-    """The largest error of rows that are moved or added, which are exact."""
+    """The largest error of rows that are moved or added, which are exact; of one move, or of two at once."""
     pick = lambda low, high: int(torch.randint(low, high, (), generator=generator))  # noqa: E731
-    dtype, adds = DTYPES[pick(0, 4)], bool(pick(0, 2))
+    adds = bool(pick(0, 2))
+    drawn = [move(generator, pick, adds) for _ in range(pick(1, 3))]
+    rows = [(source, view, here, there) for source, view, here, there, _ in drawn]
+    if len(rows) == 1:
+        pieces.move_rows(*rows[0], adds=adds)
+    else:
+        pieces.move_two(*rows, adds=adds)
+    return max(found() for *_, found in drawn)
+
+
+def move(generator, pick, adds):
+    """A source, a target, the rows of a move between them, and what finds its error."""
+    dtype = DTYPES[pick(0, 4)]
     batch, heads, dim, long, other = pick(1, 3), pick(1, 4), pick(1, 40), pick(1, 60), pick(1, 60)
     source = torch.randn((batch, heads, long, dim), generator=generator).to(dtype)
     target = torch.randn((batch, heads, other, dim), generator=generator).to(torch.float32 if adds else dtype)
@@ -99,8 +111,8 @@ def moves(generator):
         expected[:, :, there] = source[:, :, here]
     (source, source_check), (view, check) = guarded(source), guarded(target, 3.0)
     kind = torch.int32 if pick(0, 2) else torch.int64
-    pieces.move_rows(source, view, here.to(kind), there.to(kind), adds=adds)
-    return error(view, expected) if check() and source_check() else float("inf")
+    found = lambda: error(view, expected) if check() and source_check() else float("inf")  # noqa: E731
+    return source, view, here.to(kind), there.to(kind), found
 
 
 def by_tables(program, device):
@@ -119,7 +131,7 @@ def whole_runs(generator):
         )
         inputs = [torch.randn((1, 4, 64, 8), generator=generator) for _ in range(4)]
         right = loopback.run_loopback(made, *inputs, kernel="reference", scale=0.3)
-        counted = {name: getattr(pieces, name) for name in ("is_fused", "merge", "merge_rows", "move_rows")}
+        counted = {name: getattr(pieces, name) for name in ("is_fused", "merge", "merge_rows", "move_rows", "move_two")}
 
         def count(name, counted=counted):
             def run(*args, **kwargs):
@@ -130,7 +142,7 @@ def whole_runs(generator):
             return run
 
         pieces.is_fused = lambda tensor: tensor.dim() == 4 and tensor.stride(3) == 1
-        for name in ("merge", "merge_rows", "move_rows"):
+        for name in ("merge", "merge_rows", "move_rows", "move_two"):
             setattr(pieces, name, count(name))
         memory_for, runner.memory_for = runner.memory_for, by_tables
         try:
@@ -156,7 +168,7 @@ def main(*paths):
         generator = torch.Generator().manual_seed(0)
         if path is not None:
             used(path)
-        cases = 60 if path is None else 10
+        cases = 60 if path is None else 14
         results = {"merge": max(merges(generator) for _ in range(cases))}
         results["moves"] = max(moves(generator) for _ in range(cases))
         if path is None:
