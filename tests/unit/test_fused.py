@@ -20,17 +20,12 @@ MUTANTS = {
     "the maximum is not kept": ("tl.store(at_top, high, mask=known)", "tl.store(at_top, old_top, mask=known)", "merge"),
     "the sum is not scaled": ("other=0.0) * old + new", "other=0.0) + new", "merge"),
     "rows beyond the end are written": ("known = i < rows", "known = i < rows + 3", "merge"),
-    "partial rows are those of the state": ("tl.load(here + i, mask=known", "tl.load(there + i, mask=known", "merge"),
-        "tl.load(here + i, mask=known",
-        "tl.load(there + i, mask=known",
-        "merge",
-    ),
-    "the second move never adds": ("target2_t, ROWS, DIM, ADDS", "target2_t, ROWS, DIM, False", "moves"),
-    "the second move is not done": ("block - first, source2", "block - first, target2", "moves"),
+    "rows of both are one's": ("tl.load(here + i, mask=known", "tl.load(there + i, mask=known", "merge"),
     "heads are batch rows": ("(plane // heads)", "(plane % heads)", "merge"),
     "rows go where they came from": ("place[:, None] * target_t", "row[:, None] * target_t", "moves"),
     "what should be added replaces": ("whole + part.to(whole.dtype)", "part.to(whole.dtype)", "moves"),
     "features beyond the last are written": ("(d < dim)[None, :]\n    row", "(d < dim + 2)[None, :]\n    row", "moves"),
+    "the second move never adds": ("target2_t, ROWS, DIM, ADDS", "target2_t, ROWS, DIM, False", "moves"),
 }
 
 
