@@ -46,19 +46,23 @@ class RowMoves:
         return self._indices[device]
 
     @cached_property
+    def num_rows(self) -> int:
+        return sum(here.stop - here.start for here, _ in self.pairs)
+
+    @property
     def _by_row(self) -> bool:
         """Whether one copy row by row takes a CPU less than a copy for every run."""
-        rows = sum(here.stop - here.start for here, _ in self.pairs)
-        return self.fills and len(self.pairs) > FEW and rows < LONG * len(self.pairs)
+        return len(self.pairs) > FEW and self.num_rows < LONG * len(self.pairs)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copies `(B, H, T, D)` rows. On GPUs what counts is the number of launches."""
         if len(self.pairs) > 1 and pieces.is_fused(target):
             return pieces.move_rows(source, target, *self.indices(target.device))
+        fills = self.fills and target.shape[2] == self.num_rows  # behind a rank's own rows there may be padding
         on_cpu = target.device.type == "cpu"
-        if source.dtype == target.dtype and (self._by_row if on_cpu else len(self.pairs) > 2 - self.fills):
+        if source.dtype == target.dtype and (fills and self._by_row if on_cpu else len(self.pairs) > 2 - fills):
             here, there = self.indices(target.device)
-            if self.fills:
+            if fills:
                 torch.index_select(source, 2, here, out=target)
             else:
                 target.index_copy_(2, there, source.index_select(2, here))
