@@ -86,9 +86,13 @@ class Stream:
     @property
     def head(self):
         """The operation that is next, if nothing stops it."""
-        if self.queue and all(event.is_done for event in self.queue[0][1]):
-            return self.queue[0][0] or nothing
-        return None
+        if not self.queue:
+            return None
+        run, waits = self.queue[0]
+        for event in waits:
+            if not event.is_done:
+                return None
+        return run or nothing
 
     def pop(self):
         self.queue.popleft()
@@ -159,12 +163,11 @@ class Memory:
 
     def collect(self):
         """Takes back what the host has dropped."""
-        for key, (storage, block) in list(self.used.items()):
-            if storage.expired():
-                del self.used[key]
-                events = [stream.event() for stream in block.recorded] if self.records else []
-                block.recorded = []
-                self.leaving.append((events, block))
+        for key in [key for key in self.used if torch.UntypedStorage._expired(key)]:
+            _, block = self.used.pop(key)
+            events = [stream.event() for stream in block.recorded] if self.records else []
+            block.recorded = []
+            self.leaving.append((events, block))
         waiting, self.leaving = self.leaving, []
         for events, block in waiting:
             if all(event.is_done for event in events):
@@ -251,35 +254,32 @@ class Simulation:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def ready(self):
-        """What could run next: (stream, action)."""
-        found = []
-        for gpu in self.gpus:
-            for stream in gpu.streams:
-                head = stream.head
-                if head is None:
-                    continue
-                if isinstance(head, Batch):
-                    found += [(stream, action) for action in head.actions(self)]
-                else:
-                    found.append((stream, head))
-        return found
-
     def step(self):
-        """Runs one operation; whether there was any."""
-        ready = self.ready()
-        if not ready:
-            return False
-        if self.left == 0:
+        """Runs one operation, or a few of one stream; whether there was any that could run."""
+        streams = [stream for gpu in self.gpus for stream in gpu.streams if stream.queue]
+        if self.left <= 0:
             self.left = self.draw.choice((1, 10, 100, 1000))
             self.paces = {stream: self.draw.choice(PACES) for gpu in self.gpus for stream in gpu.streams}
-        self.left -= 1
-        stream, action = self.draw.choices(ready, [self.paces[stream] for stream, _ in ready])[0]
-        action()
-        self.num_run += 1
-        head = stream.queue[0][0]
-        if not isinstance(head, Batch) or head.is_over:
-            stream.pop()
+        while streams:
+            stream = self.draw.choices(streams, [self.paces[stream] for stream in streams])[0]
+            num = self.draw.choice((1, 2, 20))
+            if self.run_some(stream, num):
+                return True
+            streams.remove(stream)
+        return False
+
+    def run_some(self, stream, num):
+        """Runs up to so many of the stream's operations; whether any could run."""
+        for done in range(num):
+            head = stream.head
+            actions = head.actions(self) if isinstance(head, Batch) else [head] if head is not None else []
+            if not actions:
+                return done > 0
+            self.draw.choice(actions)()
+            self.num_run += 1
+            self.left -= 1
+            if not isinstance(head, Batch) or head.is_over:
+                stream.pop()
         return True
 
     def drain(self):
@@ -352,22 +352,31 @@ class QueuedOperations(TorchDispatchMode):
         super().__init__()
         self.simulation = simulation
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # nothing is compiled here, and looking for it takes longer than most operations
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name, tensors = func.overloadpacket.__name__, list(leaves((args, kwargs)))
+        name = func.overloadpacket.__name__
+        if func.is_view or name in VIEWS:
+            return func(*args, **kwargs)
+        tensors = leaves(args, leaves(kwargs.values(), []))
         if not any(t.is_meta for t in tensors) and _device(kwargs) != "meta":
             return func(*args, **kwargs)
         check(func, args, kwargs, tensors, warm=self.simulation.warm)
-        found = func(*args, **kwargs)
-        if func.is_view or name in VIEWS:
-            return found
         gpu = self.simulation.gpu
         if name in COPIES and any(not t.is_meta for t in tensors):
-            return self.copied(found, tensors)
+            return self.copied(func(*args, **kwargs), tensors)
         if name in ALLOCATIONS:
+            found = func(*args, **kwargs)
             gpu.current.add(gpu.memory.allocate(found, gpu.current).poison)
+        elif func._schema.is_mutable:
+            found = kwargs["out"] if "out" in kwargs else args[0]
+            self.queue(gpu, func, args, kwargs, [])
         else:
-            self.queue(gpu, func, args, kwargs, found)
+            found = func(*args, **kwargs)
+            self.queue(gpu, func, args, kwargs, leaves((found,), []))
         self.simulation.advance()
         return found
 
@@ -379,26 +388,22 @@ class QueuedOperations(TorchDispatchMode):
         memory.place(found).tensor().copy_(next(t for t in tensors if not t.is_meta))
         return found
 
-    def queue(self, gpu, func, args, kwargs, found):
-        known = {t.untyped_storage()._cdata for t in leaves((args, kwargs))}
-        places = mapped(lambda t: gpu.memory.place(t) if t.is_meta else t.clone(), (args, kwargs))
-        fresh = [t if t.untyped_storage()._cdata not in known else None for t in leaves(found)]
-        into = [None if t is None else self.new_place(gpu, t) for t in fresh]
+    def queue(self, gpu, func, args, kwargs, results):
+        """Queues an operation, which writes into its arguments or gives new results."""
+        args, kwargs = mapped(lambda t: gpu.memory.place(t) if t.is_meta else t.clone(), (args, kwargs))
+        if "device" in kwargs:
+            kwargs["device"] = "cpu"
+        for tensor in results:
+            gpu.memory.allocate(tensor, gpu.current)
+        into = [gpu.memory.place(tensor) for tensor in results]
 
         def run():
-            real_args, real_kwargs = mapped(lambda place: place.tensor() if isinstance(place, Place) else place, places)
-            if "device" in real_kwargs:
-                real_kwargs = {**real_kwargs, "device": "cpu"}
+            real_args, real_kwargs = mapped(lambda place: place.tensor() if type(place) is Place else place, (args, kwargs))
             made = func(*real_args, **real_kwargs)
-            for place, tensor in zip(into, leaves(made), strict=True):
-                if place is not None:
-                    place.tensor().copy_(tensor)
+            for place, tensor in zip(into, leaves((made,), []) if into else (), strict=True):
+                place.tensor().copy_(tensor)
 
         gpu.current.add(run)
-
-    def new_place(self, gpu, tensor):
-        gpu.memory.allocate(tensor, gpu.current)
-        return gpu.memory.place(tensor)
 
 
 def check(func, args, kwargs, tensors, *, warm):
@@ -425,23 +430,21 @@ def _device(kwargs):
     return None if device is None else torch.device(device).type
 
 
-def leaves(tree):
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, tuple | list):
-        for value in tree:
-            yield from leaves(value)
+def leaves(tree, found):
+    """All tensors in lists and tuples, after those found before."""
+    for value in tree:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            leaves(value, found)
+    return found
 
 
 def mapped(change, tree):
     """The same tree with other tensors, or places."""
-    if isinstance(tree, torch.Tensor | Place):
-        return change(tree)
-    if isinstance(tree, dict):
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([mapped(change, value) for value in tree])
+    if kind is dict:
         return {key: mapped(change, value) for key, value in tree.items()}
-    if isinstance(tree, tuple | list):
-        return type(tree)(mapped(change, value) for value in tree)
-    return tree
+    return change(tree) if kind is Place or isinstance(tree, torch.Tensor) else tree

@@ -191,7 +191,7 @@ def schemes(world):
     return [*PLANNERS, "all_to_all", *(f"hybrid({n},{name})" for n in groups for name in PLANNERS)]
 
 
-def case_of(seed, *, worlds=(2, 3, 4, 4, 6), layers=(1, 2, 3), tokens=(12, 48), name=None):
+def case_of(seed, *, worlds=(2, 2, 3, 3, 4, 4, 4, 6), layers=(2, 2, 2, 3), tokens=(8, 32), name=None):
     """The case of a seed."""
     rng = np.random.default_rng(seed)
     world = int(rng.choice(worlds))
@@ -216,8 +216,7 @@ def case_of(seed, *, worlds=(2, 3, 4, 4, 6), layers=(1, 2, 3), tokens=(12, 48), 
 
 
 def on_gpus(case, seed, *, ahead, nccl=SimulatedNccl, records=True):
-    """What every rank gets on simulated GPUs: a first call of everything, then all layers while nothing may be copied
-    from the host. Returns the simulation, too."""
+    """What every rank gets on simulated GPUs, and the simulation."""
     simulation = Simulation(len(case.plans), seed, ahead)
     for gpu in simulation.gpus:
         gpu.memory.records = records
@@ -227,17 +226,15 @@ def on_gpus(case, seed, *, ahead, nccl=SimulatedNccl, records=True):
         for gpu, layers in zip(simulation.gpus, case.shards, strict=True)
     ]
     with simulated(nccl(simulation)):
-        queue(case, simulation, [layers[:1] for layers in shards])
-        simulation.drain()
-        simulation.warm = True
         results = queue(case, simulation, shards)
         simulation.drain()
     return [[gpu.read(t) for t in found] for gpu, found in zip(simulation.gpus, results, strict=True)], simulation
 
 
 def queue(case, simulation, shards):
-    """Every rank's host does all its calls, one call at a time, ranks in any order."""
-    hosts, results = case.hosts(shards), {}
+    """Every rank's host does all its calls, one call at a time, ranks in any order. A rank's first call in a direction
+    may copy from the host what its plan fixes; the others may not."""
+    hosts, results, known = case.hosts(shards), {}, set()
     answers = dict.fromkeys(range(len(hosts)))
     draw = random.Random(simulation.draw.random())
     while answers:
@@ -249,6 +246,8 @@ def queue(case, simulation, shards):
                 results[rank] = stop.value
                 del answers[rank]
                 continue
+            simulation.warm = (rank, direction) in known
+            known.add((rank, direction))
             answers[rank] = run(simulation, rank, make(), case.plans[rank], direction)
         simulation.advance()
     return [results[rank] for rank in range(len(hosts))]
