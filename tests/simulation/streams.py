@@ -110,6 +110,8 @@ class Block:
     memory: torch.UntypedStorage
     stream: Stream
     recorded: list[Stream] = field(default_factory=list)
+    is_shared: bool = False
+    """Whether another stream has used it since it was handed out."""
 
     @property
     def size(self):
@@ -151,9 +153,10 @@ class Memory:
         storage = tensor.untyped_storage()
         size = -(-max(storage.nbytes(), 1) // ROUND) * ROUND
         fits = [block for block in self.free if block.stream is stream and size <= block.size <= 4 * size]
-        if fits and not anew:
-            block = self.draw.choice(fits)
+        if fits and not anew:  # of all that could be handed out, the most dangerous one is
+            block = next((block for block in fits if block.is_shared), None) or self.draw.choice(fits)
             self.free.remove(block)
+            block.is_shared = False
         else:
             block = Block(torch.UntypedStorage(size), stream)
             block.poison()
@@ -181,7 +184,9 @@ class Memory:
 
     def record(self, tensor, stream):
         """The memory is not handed out again before the stream has passed, once it is dropped."""
-        self.place(tensor).block.recorded.append(stream)
+        block = self.place(tensor).block
+        block.recorded.append(stream)
+        block.is_shared = True
 
 
 class Gpu:
@@ -258,7 +263,7 @@ class Simulation:
         """Runs one operation, or a few of one stream; whether there was any that could run."""
         streams = [stream for gpu in self.gpus for stream in gpu.streams if stream.queue]
         if self.left <= 0:
-            self.left = self.draw.choice((1, 10, 100, 1000))
+            self.left = self.draw.choice((1, 10, 50, 250))
             self.paces = {stream: self.draw.choice(PACES) for gpu in self.gpus for stream in gpu.streams}
         while streams:
             stream = self.draw.choices(streams, [self.paces[stream] for stream in streams])[0]
@@ -375,7 +380,7 @@ class QueuedOperations(TorchDispatchMode):
             found = kwargs["out"] if "out" in kwargs else args[0]
             self.queue(gpu, func, args, kwargs, [])
         else:
-            found = func(*args, **kwargs)
+            found = results_of(func, args, kwargs)
             self.queue(gpu, func, args, kwargs, leaves((found,), []))
         self.simulation.advance()
         return found
@@ -398,12 +403,42 @@ class QueuedOperations(TorchDispatchMode):
         into = [gpu.memory.place(tensor) for tensor in results]
 
         def run():
-            real_args, real_kwargs = mapped(lambda place: place.tensor() if type(place) is Place else place, (args, kwargs))
+            real_args, real_kwargs = mapped(
+                lambda place: place.tensor() if type(place) is Place else place, (args, kwargs)
+            )
             made = func(*real_args, **real_kwargs)
+            assert "out" not in kwargs or made.shape == kwargs["out"].shape, f"{func} resized its output"
             for place, tensor in zip(into, leaves((made,), []) if into else (), strict=True):
                 place.tensor().copy_(tensor)
 
         gpu.current.add(run)
+
+
+class NoHostWaits(TorchDispatchMode):
+    """Inside, what makes the host wait for tensors of the `meta` device, or copies to them from the host, raises."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = leaves(args, leaves(kwargs.values(), []))
+        if any(t.is_meta for t in tensors) or _device(kwargs) == "meta":
+            check(func, args, kwargs, tensors, warm=True)
+        return func(*args, **kwargs)
+
+
+_forms = {}
+
+
+def results_of(func, args, kwargs):
+    """The results of an operation, without data. Working out their shapes takes long, so it is done once."""
+    form = lambda t: (t.shape, t.stride(), t.dtype, t.is_meta)  # noqa: E731
+    key = repr((func, mapped(form, (args, kwargs))))
+    if key not in _forms:
+        _forms[key] = mapped(form, func(*args, **kwargs))
+        return func(*args, **kwargs)
+    found = _forms[key]
+    if isinstance(found[0], torch.Size):
+        return torch.empty_strided(found[0], found[1], dtype=found[2], device="meta")
+    return tuple(torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype, _ in found)
 
 
 def check(func, args, kwargs, tensors, *, warm):
