@@ -35,7 +35,6 @@ VIEWS = {"detach", "alias", "_unsafe_view", "lift_fresh", "_reshape_alias"}
 WAITS = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "_unique2", "unique_dim", "bincount"}
 COPIES = {"_to_copy", "copy_", "lift"}
 PACES = (0.01, 1.0, 100.0)
-"""How likely a stream's next operation is to be next, relative to others; drawn anew every so often."""
 
 
 class HostWaitError(RuntimeError):
@@ -62,12 +61,14 @@ class Event:
         return self.stream.done >= self.count
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Stream:
     name: str
     queue: deque = field(default_factory=deque)
     put: int = 0
     done: int = 0
+    pace: float = 1.0
+    """How likely its next operation is to be next, relative to others; drawn anew every so often."""
 
     def event(self):
         """Reached when all that is queued by now has run."""
@@ -103,7 +104,7 @@ def nothing():
     """An operation that only keeps order."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Block:
     """Memory of the GPU, and who may still use it."""
 
@@ -122,7 +123,7 @@ class Block:
         whole.fill_(POISON)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Place:
     """A tensor of the GPU as an operation sees it: it does not keep the memory from being handed out again."""
 
@@ -141,6 +142,8 @@ class Memory:
 
     def __init__(self, draw):
         self.draw, self.reserved = draw, 0
+        self.others: list[Memory] = []
+        """Tensors of these are known here, too; they hand out memory of their own."""
         self.used: dict[int, tuple[StorageWeakRef, Block]] = {}
         self.free: list[Block] = []
         self.leaving: list[tuple[list[Event], Block]] = []
@@ -179,7 +182,8 @@ class Memory:
                 self.leaving.append((events, block))
 
     def place(self, tensor):
-        _, block = self.used[tensor.untyped_storage()._cdata]
+        key = tensor.untyped_storage()._cdata
+        _, block = next(memory for memory in (self, *self.others) if key in memory.used).used[key]
         return Place(block, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def record(self, tensor, stream):
@@ -195,7 +199,8 @@ class Gpu:
     def __init__(self, rank, draw):
         self.rank = rank
         self.compute, self.comm, self.side = (Stream(f"{name} of rank {rank}") for name in ("compute", "comm", "side"))
-        self.streams = [self.compute, self.comm, self.side]
+        self.own = (self.compute, self.comm, self.side)
+        self.streams = [*self.own]
         self.current = self.compute
         self.memory = Memory(draw)
 
@@ -233,7 +238,6 @@ class Simulation:
         self.gpus = [Gpu(rank, random.Random(f"{seed} {rank}")) for rank in range(world)]
         self.ahead, self.warm = ahead, False
         self.gpu = self.gpus[0]
-        self.paces: dict[Stream, float] = {}
         self.left = 0
         self.num_run = 0
 
@@ -264,9 +268,10 @@ class Simulation:
         streams = [stream for gpu in self.gpus for stream in gpu.streams if stream.queue]
         if self.left <= 0:
             self.left = self.draw.choice((1, 10, 50, 250))
-            self.paces = {stream: self.draw.choice(PACES) for gpu in self.gpus for stream in gpu.streams}
+            for stream in streams:
+                stream.pace = self.draw.choice(PACES)
         while streams:
-            stream = self.draw.choices(streams, [self.paces[stream] for stream in streams])[0]
+            stream = self.draw.choices(streams, [stream.pace for stream in streams])[0]
             num = self.draw.choice((1, 2, 20))
             if self.run_some(stream, num):
                 return True
@@ -321,12 +326,16 @@ class Batch:
         for at, (peer, place) in enumerate(self.receives):
             if any(src == peer for src, _ in self.receives[:at]):
                 continue  # an earlier message of the same rank comes first
-            other = simulation.gpus[peer].comm.head
-            if isinstance(other, Batch) and other.has_begun:
-                sent = next((entry for entry in other.sends if entry[0] == self.gpu.rank), None)
+            for stream in simulation.gpus[peer].streams:
+                other = stream.head
+                sent = other.next_to(self.gpu.rank) if isinstance(other, Batch) else None
                 if sent is not None:
-                    found.append(lambda e=(peer, place), o=other, s=sent: self.take(simulation, e, o, s))
+                    found.append(lambda e=(peer, place), s=stream, m=sent: self.take(e, s, m))
         return found
+
+    def next_to(self, rank):
+        """The next message to a rank, if messages pass by now."""
+        return next((entry for entry in self.sends if entry[0] == rank), None) if self.has_begun else None
 
     def begin(self):
         """From now on buffers may be written to, in any order."""
@@ -334,16 +343,15 @@ class Batch:
         for _, place in self.receives:
             place.tensor().fill_(POISON)
 
-    def take(self, simulation, entry, other, sent):
-        target, source = entry[1].tensor(), sent[1].tensor()
+    def take(self, entry, stream, sent):
+        """Receives the next message of another rank's stream."""
+        target, source, other = entry[1].tensor(), sent[1].tensor(), stream.head
         if target.numel() != source.numel():
             raise DeadlockError(f"{source.numel()} bytes are sent, and {target.numel()} expected")
         target.copy_(source)
         self.receives.remove(entry)
         other.sends.remove(sent)
         if other is not self and other.is_over:
-            stream = simulation.gpus[other.gpu.rank].comm
-            assert stream.queue[0][0] is other
             stream.pop()
 
 

@@ -197,7 +197,9 @@ def schemes(world):
     return [*PLANNERS, "all_to_all", *(f"hybrid({n},{name})" for n in groups for name in PLANNERS)]
 
 
-def case_of(seed, *, worlds=(2, 2, 3, 3, 4, 4, 4, 6), layers=(2, 2, 2, 3), tokens=(8, 32), name=None, dense=False):
+def case_of(
+    seed, *, worlds=(2, 2, 2, 3, 3, 3, 4, 4, 4, 4, 4, 6), layers=(2, 2, 2, 2, 3), tokens=(8, 28), name=None, dense=False
+):
     """The case of a seed; if it is `dense`, every rank needs as many rows of every other."""
     rng = np.random.default_rng(seed)
     world = int(rng.choice(worlds))

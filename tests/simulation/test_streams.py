@@ -11,12 +11,15 @@ import torch
 import longspan as ls
 from benchmarks.host_time import driven, no_backward, no_forward
 from longspan.execution.engine.backward import Backward, Saved
+from longspan.execution.engine.buffers import Buffers
 from longspan.execution.engine.forward import Forward
 from longspan.execution.engine.runner import Job
 from longspan.execution.kernels.cuda_flash import Flash
 from tests.cases import LAYOUTS
-from tests.simulation.streams import Batch, DeadlockError, HostCopyError, HostWaitError, NoHostWaits, Simulation
+from tests.simulation.streams import Batch, DeadlockError, HostCopyError, HostWaitError, Memory, NoHostWaits, Simulation
+from tests.simulation.streams_capture import UnjoinedError, capturing, other_inputs, pass_of, replayed
 from tests.simulation.streams_cases import AHEAD, DTYPES, KINDS, case_of, check, on_gpus, same, schemes
+from tests.simulation.streams_group import SimulatedNccl, simulated
 from tests.simulation.streams_mistakes import MISTAKES, Mistake, in_run, in_start, tried
 
 PLANS, EACH, RUNS = 300, 10, 30
@@ -181,6 +184,73 @@ def test_warm_calls_neither_wait_nor_copy(scheme):
             driven(Forward(job, q, k, v).program(saves=True))
             driven(Backward(job, Saved(q, k, v, out, lse, kept), out).program())
     assert copied
+
+
+# -- memory of messages ------------------------------------------------------------------------------------------------
+
+
+def test_messages_take_memory_again(monkeypatch):
+    """With the host far ahead, a ring needs memory for a few messages, and not for those of all its steps."""
+
+    def reserved():
+        case = case_of(6, worlds=(6,), layers=(1,), tokens=(96, 97), name="ring", dense=True)
+        blocks = {}
+        record = Memory.record
+
+        def noted(memory, tensor, stream):
+            block = memory.place(tensor).block
+            blocks[block] = block.size
+            record(memory, tensor, stream)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Memory, "record", noted)
+            on_gpus(case, 6, ahead=1.0)
+        return sum(blocks.values())
+
+    again = reserved()
+    monkeypatch.setattr(Buffers, "take", lambda _, size, device: torch.empty(size, dtype=torch.uint8, device=device))
+    assert again < 0.65 * reserved()
+
+
+# -- CUDA graphs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", range(0, 20, 5))
+def test_a_captured_pass(first):
+    """Forward and backward as one graph for each rank, launched twice with other data, and an eager pass after it."""
+    for seed in range(first, first + 5):
+        case = case_of(seed, layers=(1,), tokens=(8, 24), worlds=(2, 3, 4))
+        others = [other_inputs(case, 1000 + 2 * seed + number) for number in range(2)]
+        expected = [other.plainly() for other in others]
+        launched, eager = replayed(case, others, seed, AHEAD[seed % 3])
+        for number in range(2):
+            assert same([found[number] for found in launched], expected[number]), f"{case}, launch {number}"
+        assert same(eager, expected[1]), f"{case}, eager"
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("no wait before messages are unpacked", UnjoinedError),
+        ("a wait on a stream that is not the current one", UnjoinedError),
+        ("the host looks at a message", HostWaitError),
+        ("sizes are copied from the host", HostCopyError),
+    ],
+)
+def test_captures_that_fail(name, error):
+    for seed in range(3):
+        case = case_of(seed, worlds=(3,), layers=(1,), tokens=(9, 16), name=MISTAKES[name].schemes[0], dense=True)
+        with pytest.raises(error), MISTAKES[name].made():
+            replayed(case, [other_inputs(case, seed)], seed, AHEAD[0])
+
+
+def test_a_first_call_cannot_be_captured():
+    """It copies what the plan fixes; the eager call before a capture is there for this."""
+    case = case_of(4, worlds=(2,), layers=(1,), tokens=(16, 17), name="exchange", dense=True)
+    simulation = Simulation(2, 0)
+    case.operators.simulation = simulation
+    with simulated(SimulatedNccl(simulation)), pytest.raises(HostCopyError), capturing(simulation, 0):
+        pass_of(case, simulation, 0, [simulation.gpus[0].upload(t) for t in case.shards[0][0]])
 
 
 def test_results_compare_all_bits():

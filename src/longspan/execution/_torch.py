@@ -47,6 +47,13 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """Whether another tensor has the same memory."""
+    return (
+        torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
+    )  # the tensor's own, and that of the question
+
+
 def has_tangent(tensor: Tensor) -> bool:
     """Whether forward-mode differentiation is on and the tensor takes part in it."""
     is_on = torch.autograd.forward_ad._current_level >= 0

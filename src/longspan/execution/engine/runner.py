@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longspan.errors import PlanError
+from longspan.execution.engine.buffers import Buffers
 from longspan.execution.engine.observe import mark
 from longspan.execution.engine.tiles import tiles_for
 from longspan.execution.engine.token_store import RowTables, TokenStore, gather, laid_out
@@ -101,6 +102,7 @@ class Runner(ABC):
         self.num_computes = 0
         self.held: dict[Role, list[tuple[int, TokenStore]]] = {}
         self.totals = Totals(captured)
+        self.buffers = Buffers()
 
     # -- what a direction fills in ----------------------------------------------------------------------------------
 
@@ -141,7 +143,7 @@ class Runner(ABC):
             messages = self.tables.once(messages_of, step, self.job.rank)
             outgoing = {peer: self._packed(transfers) for peer, transfers in messages.sends.items()}
             expected = {peer: self.form.num_bytes(transfers) for peer, transfers in messages.receives.items()}
-            yield Exchange(number, outgoing, expected, self.device, messages.pieces)
+            yield Exchange(number, outgoing, expected, self.device, messages.pieces, self.buffers)
             del outgoing  # the transport lets go of the messages when they are delivered
             with mark(self.direction, self.job.rank, number):
                 for compute in step.computes:
@@ -153,7 +155,7 @@ class Runner(ABC):
                 self._unpack(transfers, found.pop(peer))
 
     def _packed(self, transfers: list[Transfer]) -> Tensor:
-        message = torch.empty(self.form.num_bytes(transfers), dtype=torch.uint8, device=self.device)
+        message = self.buffers.take(self.form.num_bytes(transfers), self.device)
         offset = 0
         for t in transfers:
             offset = self.form.pack(t.piece, message, offset, partial(self.fill, t.piece))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.execution.engine.buffers import Buffers
 from longspan.execution.engine.observe import count
 from longspan.execution.trust import headers
 from longspan.execution.trust.group import Running
@@ -32,6 +33,8 @@ class Exchange:
     device: torch.device
     pieces: dict[tuple[int, int], list[Transfer]] = field(default_factory=dict)
     """What the messages are made of, by source and target."""
+    buffers: Buffers = field(default_factory=Buffers)
+    """Where the memory of messages comes from, the same for all steps of a run."""
 
 
 Program = Generator[Exchange | None, dict[int, Tensor] | None, T]
@@ -108,9 +111,10 @@ class ProcessGroup:
         buffers = {
             src: torch.zeros(size + extra, dtype=torch.uint8, device=exchange.device)
             if self.checked
-            else torch.empty(size, dtype=torch.uint8, device=exchange.device)
+            else exchange.buffers.take(size, exchange.device)
             for src, size in exchange.receives.items()
         }
+        exchange.buffers.release()
         lists: dict[int, list[dist.P2POp]] = {}
         size, me = self.group.size(), self.group.rank()
         for peer, message in exchange.sends.items():
