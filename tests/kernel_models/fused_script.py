@@ -13,6 +13,8 @@ import torch
 
 from longspan import layouts, masks, plan
 from longspan.execution.engine import merge as engine_merge
+from longspan.execution.engine import runner
+from longspan.execution.engine.flat.memory import Memory
 from longspan.execution.fused import pieces
 from longspan.testing import loopback
 
@@ -56,10 +58,20 @@ def merges(generator):
     out, lse, _ = state(generator, shape, wide)
     out = out.to(dtype)
     expected = [t.clone() for t in mine]
-    engine_merge.merge(*expected, out, lse)
     both = [*(guarded(t, 3.0) for t in mine), guarded(out), guarded(lse)]
     views, checks = zip(*both, strict=True)
-    pieces.merge(*views)
+    if pick(0, 2):
+        size = pick(1, shape[2] + 1)
+        here, there = (torch.randperm(shape[2], generator=generator)[:size] for _ in range(2))
+        rows = [t[:, :, there] for t in expected]
+        engine_merge.merge(*rows, out[:, :, here], lse[:, :, here])
+        for t, part in zip(expected, rows, strict=True):
+            t[:, :, there] = part
+        kind = torch.int32 if pick(0, 2) else torch.int64
+        pieces.merge_rows(views[:3], *views[3:], here.to(kind), there.to(kind))
+    else:
+        engine_merge.merge(*expected, out, lse)
+        pieces.merge(*views)
     if not all(check() for check in checks):
         return float("inf")
     return max(error(found, right) for found, right in zip(views, expected, strict=False))
@@ -91,6 +103,11 @@ def moves(generator):
     return error(view, expected) if check() and source_check() else float("inf")
 
 
+def by_tables(program, device):
+    """Memory in which rows are moved by tables, as on GPUs."""
+    return Memory(program.buffers, device, by_index=True)
+
+
 def whole_runs(generator):
     """The largest difference that the kernels make to forward and backward over ranks, and how often they ran."""
     calls = 0
@@ -102,7 +119,7 @@ def whole_runs(generator):
         )
         inputs = [torch.randn((1, 4, 64, 8), generator=generator) for _ in range(4)]
         right = loopback.run_loopback(made, *inputs, kernel="reference", scale=0.3)
-        counted = {name: getattr(pieces, name) for name in ("is_fused", "merge", "move_rows")}
+        counted = {name: getattr(pieces, name) for name in ("is_fused", "merge", "merge_rows", "move_rows")}
 
         def count(name, counted=counted):
             def run(*args, **kwargs):
@@ -113,10 +130,13 @@ def whole_runs(generator):
             return run
 
         pieces.is_fused = lambda tensor: tensor.dim() == 4 and tensor.stride(3) == 1
-        pieces.merge, pieces.move_rows = count("merge"), count("move_rows")
+        for name in ("merge", "merge_rows", "move_rows"):
+            setattr(pieces, name, count(name))
+        memory_for, runner.memory_for = runner.memory_for, by_tables
         try:
             found = loopback.run_loopback(made, *inputs, kernel="reference", scale=0.3)
         finally:
+            runner.memory_for = memory_for
             for name, function in counted.items():
                 setattr(pieces, name, function)
         worst = max(worst, *(error(a, b) for a, b in zip(found, right, strict=True)))

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.execution.engine.buffers import Buffers
 from longspan.execution.engine.observe import count
 from longspan.execution.trust import headers
 from longspan.execution.trust.group import Running
@@ -33,8 +32,8 @@ class Exchange:
     device: torch.device
     pieces: dict[tuple[int, int], list[Transfer]] = field(default_factory=dict)
     """What the messages are made of, by source and target."""
-    buffers: Buffers = field(default_factory=Buffers)
-    """Where the memory of messages comes from, the same for all steps of a run."""
+    into: dict[int, Tensor] = field(default_factory=dict)
+    """Memory for what is expected, by source: a transport may use it, or memory of its own."""
 
 
 Program = Generator[Exchange | None, dict[int, Tensor] | None, T]
@@ -64,7 +63,9 @@ class Loopback:
         assert now[src].step == exchange.step
         assert message.numel() == exchange.receives[src]
         count(src, dst, message.numel())
-        return message.clone()
+        if (into := exchange.into.get(src)) is None:
+            return message.clone()
+        return into.copy_(message)
 
     def _resume(
         self,
@@ -111,10 +112,9 @@ class ProcessGroup:
         buffers = {
             src: torch.zeros(size + extra, dtype=torch.uint8, device=exchange.device)
             if self.checked
-            else exchange.buffers.take(size, exchange.device)
+            else exchange.into[src]
             for src, size in exchange.receives.items()
         }
-        exchange.buffers.release()
         lists: dict[int, list[dist.P2POp]] = {}
         size, me = self.group.size(), self.group.rank()
         for peer, message in exchange.sends.items():

@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 
 from longspan.errors import KernelError
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import Pairs, TileWork, Upstream, gpu_refusal
+from longspan.execution.kernels.contract import Group, Pairs, TileWork, Upstream, gpu_refusal
 from longspan.execution.scoring.pipeline import Scoring
 from longspan.execution.scoring.traced import Program, key_of, program
 from longspan.execution.tile import Features, Tile
@@ -67,7 +67,10 @@ class Flex:
             return "PyTorch compiles it with Triton, and Triton is not installed"
         return gpu_refusal(q_BHQD, TRITON) if device == "cuda" else None
 
-    def forward(self, work: TileWork) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+    def groups(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> Sequence[Group]:  # noqa: ARG002
+        return [(_cover(tiles),)] if tiles else []
+
+    def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
         if not work.tiles:
             return
         call = _Call.of(work)
@@ -75,9 +78,9 @@ class Flex:
         inputs += [*call.blocks.tensors, *call.score_values, *call.mask_values]
         with torch.no_grad():
             out, lse = _run(call.forward_key, call.forward_graph, inputs)
-        yield call.blocks.cover, out, lse.mul_(LN2)
+        yield out, lse.mul_(LN2)
 
-    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         if not work.tiles:
             return
         call = _Call.of(work)
@@ -93,7 +96,7 @@ class Flex:
             inputs = [*three, nothing, lse, dout, dlse, *buffers]
             dq, dk, dv, *rest = _run(call.backward_key, call.backward_graph, inputs)
         call.add_gradients(rest)
-        yield call.blocks.cover, dq, dk, dv
+        yield dq, dk, dv
 
 
 def why_not_inside(mask: Mask, scoring: Scoring | None, like: Tensor) -> str | None:
@@ -312,13 +315,18 @@ class _Blocks:
     """Which blocks are partial and which full."""
 
 
+def _cover(tiles: Sequence[Tile]) -> Tile:
+    """From the first row and the first key of any tile to the last ones."""
+    sides = np.array([(t.q0, t.q1, t.k0, t.k1) for t in tiles])
+    return Tile(int(sides[:, 0].min()), int(sides[:, 1].max()), int(sides[:, 2].min()), int(sides[:, 3].max()))
+
+
 @lru_cache(maxsize=64)
 def _blocks_of(tiles: tuple[Tile, ...], device: torch.device) -> _Blocks:
     """Remembered: the same tiles come again in every layer and step."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    sides = np.array([(t.q0, t.q1, t.k0, t.k1) for t in tiles])
-    cover = Tile(int(sides[:, 0].min()), int(sides[:, 1].max()), int(sides[:, 2].min()), int(sides[:, 3].max()))
+    cover = _cover(tiles)
     plain, asking = (_spans([t for t in tiles if t.asks is asks], cover) for asks in (False, True))
     sure, maybe = (pairs_per_block(spans, cover.rows, np.arange(cover.cols), BLOCK) for spans in (plain, asking))
     full = sure == BLOCK * BLOCK
