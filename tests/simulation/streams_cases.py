@@ -140,14 +140,15 @@ class Case:
             for rank, shards in enumerate(self.shards):
                 shards.append([plan.layout.shard(t, rank, 2) for t in whole])
         self.is_chained = s.head_dim == s.v_head_dim
+        flash = Flash(op=self.operators.forward, backward_op=self.operators.backward)
+        self.kernel = Guarded(flash, Reference(), looks=False)
 
     def __str__(self):
         plan = self.plans[0]
         return f"{plan.scheme.name} of {plan.mask} over {plan.layout}, {plan.sizes}, {plan.dtype}, {self.layers} calls"
 
     def job(self, rank):
-        flash = Flash(op=self.operators.forward, backward_op=self.operators.backward)
-        return Job(self.plans[rank], rank, Guarded(flash, Reference(), looks=False), SCALE, self.dtype)
+        return Job(self.plans[rank], rank, self.kernel, SCALE, self.dtype)
 
     def hosts(self, shards):
         """Every rank's part of a model of some layers, as a generator that yields programs and is sent results: layer

@@ -13,8 +13,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-import torch
-
 from longspan.execution.engine import transports
 from longspan.execution.engine.buffers import Buffers
 from tests.simulation.streams import DeadlockError, Event, HostCopyError, HostWaitError
@@ -112,22 +110,6 @@ class EarlyEvent(SimulatedNccl):
         return Event(event.stream, event.count - 1)
 
 
-class OneBuffer(SimulatedNccl):
-    """Has one buffer for each rank and size, and hands it out every time."""
-
-    def __init__(self, simulation):
-        super().__init__(simulation)
-        self.buffers = {}
-
-    def buffer(self, src, size, device):
-        key = self.simulation.gpu.rank, src, size
-        if key not in self.buffers:
-            self.buffers[key] = torch.empty(size, dtype=torch.uint8, device=device)
-        return self.buffers[key]
-
-
-TAKEN = "else exchange.buffers.take(size, exchange.device)"
-
 MISTAKES = {
     "no wait before messages are unpacked": Mistake("wrong", in_run(WAIT, "pass")),
     "no wait in backward": Mistake("wrong", in_run(WAIT, f"self.running.call.direction == 'backward' or {WAIT}")),
@@ -158,14 +140,6 @@ MISTAKES = {
     ),
     "a send buffer is freed before it was sent, and not recorded": Mistake(
         "wrong", in_run(START, START + "; exchange.sends.clear()"), records=False, schemes=OVERLAPPING
-    ),
-    "a receive buffer is taken again while it is read": Mistake(
-        "wrong",
-        in_start(TAKEN, "else dist.buffer(src, size, exchange.device)"),
-        nccl=OneBuffer,
-        schemes=("ring",),
-        worlds=(4,),
-        layers=2,
     ),
     "buffers are taken again while they are used": Mistake(
         "wrong", ((Buffers, "take", "and not _torch.is_shared(whole)", ""),)
