@@ -26,6 +26,7 @@ from tests.simulation.streams_group import SimulatedNccl, run, simulated
 
 KINDS = ("causal", "full", "documents", "window", "prefix", "chunked", "sinks", "per_head", "per_row")
 DTYPES = ("float32", "bfloat16", "float16")
+WORLDS = (2, 3, 4, 2, 3, 4, 2, 3, 4, 2, 3, 6)
 SCALE = 0.5
 AHEAD = (1.0, 0.95, 0.6)
 """How far hosts are ahead of GPUs: all the way, some twenty operations, hardly at all."""
@@ -125,6 +126,8 @@ class Case:
     plans: list[Plan]
     layers: int
     seed: int
+    kinds: tuple[str, ...] = ()
+    """Of its mask and layout."""
 
     def __post_init__(self):
         plan = self.plans[0]
@@ -198,34 +201,25 @@ def schemes(world):
     return [*PLANNERS, "all_to_all", *(f"hybrid({n},{name})" for n in groups for name in PLANNERS)]
 
 
-def case_of(
-    seed, *, worlds=(2, 2, 2, 3, 3, 3, 4, 4, 4, 4, 4, 6), layers=(2, 2, 2, 2, 3), tokens=(8, 28), name=None, dense=False
-):
+def case_of(seed, *, worlds=WORLDS, layers=(2, 2, 2, 2, 3), tokens=(8, 24), name=None, dense=False):
     """The case of a seed; if it is `dense`, every rank needs as many rows of every other."""
     rng = np.random.default_rng(seed)
-    world = int(rng.choice(worlds))
-    kv_heads, share = int(rng.choice((1, 2))), int(rng.choice((1, 2)))
-    dim = int(rng.choice((4, 8)))
-    dtype = DTYPES[seed % 3]
-    sizes = Sizes(
-        kv_heads * share,
-        kv_heads,
-        dim,
-        int(rng.choice((dim, 4))),
-        getattr(torch, dtype).itemsize,
-        int(rng.choice((1, 1, 2))),
-    )
-    total = int(rng.integers(*tokens)) // (world if dense else 1) * (world if dense else 1)
-    mask = random_mask(rng, ("full", "causal")[seed % 2] if dense else KINDS[seed % len(KINDS)], total, sizes)
-    layout = layouts.striped(total, world, stripe=1)
-    if not dense:
-        layout = random_layout(rng, LAYOUTS[seed // 3 % len(LAYOUTS)], mask, total, world)
+    world = worlds[seed % len(worlds)]
     names = schemes(world)
-    name = name or names[seed % len(names)]
-    keep = bool(rng.random() < 0.3)
+    name = name or names[seed // len(worlds) % len(names)]
+    kv_heads, share, dim = (int(rng.choice(options)) for options in ((1, 2), (1, 2), (4, 8)))
+    dtype, kind, cut = (str(rng.choice(options)) for options in (DTYPES, KINDS, LAYOUTS))
+    v_dim, batch = int(rng.choice((dim, 4))), int(rng.choice((1, 1, 2)))
+    sizes = Sizes(kv_heads * share, kv_heads, dim, v_dim, getattr(torch, dtype).itemsize, batch)
+    total = int(rng.integers(*tokens))
+    if dense:
+        total, kind = total // world * world, ("full", "causal")[seed % 2]
+    mask = random_mask(rng, kind, total, sizes)
+    layout = layouts.striped(total, world, stripe=1) if dense else random_layout(rng, cut, mask, total, world)
     made = scheme(name, Problem.make(mask, layout, sizes))
+    keep = bool(rng.random() < 0.3)
     plans = [Plan(mask, layout, sizes, dtype, made, CPU, True, keep) for _ in range(world)]
-    return Case(plans, int(rng.choice(layers)), seed)
+    return Case(plans, int(rng.choice(layers)), seed, (kind, cut))
 
 
 # -- on simulated GPUs -------------------------------------------------------------------------------------------------
