@@ -22,6 +22,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_map as tree_map  # a function applied to every leaf of nested arguments
 
 _aten = torch.ops.aten
+num_users = torch._C._storage_Use_Count  # of a storage, which is named by its address
 destroy = operator.methodcaller("_destroy")  # of a library of operators, with all that it has registered
 _AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
 
@@ -47,13 +48,6 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def is_shared(tensor: Tensor) -> bool:
-    """Whether another tensor has the same memory."""
-    return (
-        torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
-    )  # the tensor's own, and that of the question
-
-
 def has_tangent(tensor: Tensor) -> bool:
     """Whether forward-mode differentiation is on and the tensor takes part in it."""
     is_on = torch.autograd.forward_ad._current_level >= 0
@@ -70,8 +64,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
-# Operators with this tag are left out of CUDA graphs.
-CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)
+CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)  # operators with this tag are left out of CUDA graphs
 
 
 def cpu_flash(
