@@ -1,7 +1,7 @@
 """Random plans with several attention calls one behind the other, run plainly and on simulated GPUs."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -214,6 +214,7 @@ def case_of(seed, *, worlds=WORLDS, layers=(2, 2, 2, 2, 3), tokens=(8, 24), name
     total = int(rng.integers(*tokens))
     if dense:
         total, kind = total // world * world, ("full", "causal")[seed % 2]
+        sizes = replace(sizes, v_head_dim=dim)  # calls depend on each other
     mask = random_mask(rng, kind, total, sizes)
     layout = layouts.striped(total, world, stripe=1) if dense else random_layout(rng, cut, mask, total, world)
     made = scheme(name, Problem.make(mask, layout, sizes))

@@ -81,6 +81,8 @@ def in_start(old, new):
 WAIT, SEND, START = "self.running.wait(works)", "exchange = program.send(arrived)", "self._start(exchange)"
 ON_SIDE = "with dist.simulation.on(dist.simulation.gpu.side): "
 EACH = "for n in sorted(lists)"
+LET_GO = START + "; exchange.sends.clear()"
+NOT_HELD = (Buffers, "take", "return self._all[-1]", "return self._all.pop()")
 
 
 class NoSync(SimulatedNccl):
@@ -139,10 +141,10 @@ MISTAKES = {
         "wrong", in_run(START, START + "; [message.zero_() for message in exchange.sends.values()]")
     ),
     "a send buffer is freed before it was sent, and not recorded": Mistake(
-        "wrong", in_run(START, START + "; exchange.sends.clear()"), records=False, schemes=OVERLAPPING
+        "wrong", (*in_run(START, LET_GO), NOT_HELD), records=False, schemes=OVERLAPPING
     ),
     "buffers are taken again while they are used": Mistake(
-        "wrong", ((Buffers, "take", "and not is_shared(whole)", ""),)
+        "wrong", ((Buffers, "take", "and not is_shared(whole)", ""),), layers=2
     ),
     "a message goes into another rank's buffer": Mistake(
         "wrong",

@@ -20,7 +20,7 @@ from tests.simulation.streams import Batch, DeadlockError, HostCopyError, HostWa
 from tests.simulation.streams_capture import UnjoinedError, capturing, other_inputs, pass_of, replayed
 from tests.simulation.streams_cases import AHEAD, DTYPES, KINDS, case_of, check, on_gpus, same, schemes
 from tests.simulation.streams_group import SimulatedNccl, simulated
-from tests.simulation.streams_mistakes import MISTAKES, Mistake, in_run, in_start, tried
+from tests.simulation.streams_mistakes import LET_GO, MISTAKES, NOT_HELD, START, Mistake, in_run, in_start, tried
 
 PLANS, EACH, RUNS = 300, 10, 30
 
@@ -61,10 +61,9 @@ def test_enough_kinds_of_mistakes():
 # What differs from a mistake in one thing, and is right.
 RIGHT = {
     "several batches in the same order": Mistake("", set={"MAX_BATCH": 2}),
-    "messages that are not recorded, but held until they are over": Mistake("", records=False),
-    "messages that are let go early, but recorded": Mistake(
-        "", in_run("self._start(exchange)", "self._start(exchange); exchange.sends.clear()")
-    ),
+    "messages that are not recorded, but held until they are over": Mistake("", (NOT_HELD,), records=False),
+    "messages that are let go early, but recorded": Mistake("", (*in_run(START, LET_GO), NOT_HELD)),
+    "messages that are let go early, but held by their buffers": Mistake("", in_run(START, LET_GO), records=False),
     "a second wait": Mistake("", in_run("self.running.wait(works)", "self.running.wait(works * 2)")),
     "receives before sends": Mistake(
         "", in_start("[pair for n in sorted(lists) for pair in _started(lists[n])]",
