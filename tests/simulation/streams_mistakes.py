@@ -136,6 +136,7 @@ MISTAKES = {
             "exchange = program.send(arrived); here.comm.wait(here.side.event()); here.current = here.compute",
         ),
         layers=2,
+        schemes=OVERLAPPING,
     ),
     "a send buffer is written to before it was sent": Mistake(
         "wrong", in_run(START, START + "; [message.zero_() for message in exchange.sends.values()]")
@@ -144,7 +145,7 @@ MISTAKES = {
         "wrong", (*in_run(START, LET_GO), NOT_HELD), records=False, schemes=OVERLAPPING
     ),
     "buffers are taken again while they are used": Mistake(
-        "wrong", ((Buffers, "take", "and not is_shared(whole)", ""),), layers=2
+        "wrong", ((Buffers, "take", "and not is_shared(whole)", ""),), layers=2, schemes=OVERLAPPING
     ),
     "a message goes into another rank's buffer": Mistake(
         "wrong",
