@@ -134,7 +134,7 @@ class Walk(ABC):
         groups = self.job.kernel.groups(tiles, inputs[0].shape[2], inputs[1].shape[2])
         for number, group in enumerate(groups):
             results = [self.recorder.new(shape, None) for shape in self.result_shapes(group, inputs)]
-            taken = Taken(launch, tuple(rows.buffer for rows in results), number == len(groups) - 1)
+            taken = Taken(launch, number, tuple(rows.buffer for rows in results), number == len(groups) - 1)
             self.recorder.log.append(taken)
             yield group, results
 
@@ -280,7 +280,7 @@ class Run(ABC):
         memory = memory_for(program, self.device)
         memory.tensors[: len(self.inputs)] = [t if t.dim() == 4 else t.view(1, 1, -1, 1) for t in self.inputs]
         del self.inputs
-        yield from program.run(memory, self._attend, self.direction, self.job.rank)
+        yield from program.run(memory, self.attend, self.direction, self.job.rank)
         return [part_of(memory, rows) for rows in program.results]
 
     def _recorded(self, saves: bool) -> FlatProgram:
@@ -294,13 +294,18 @@ class Run(ABC):
             known[key] = plan.mask.last_reads, kernel, program  # which holds the kernel, so that no other has its id
         return program
 
-    def _attend(self, launch: Launched, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        q, k, v, *rest = tensors
-        work = TileWork(q, k, v, launch.tiles, self.job.scale, self._pairs(launch))
-        if not rest:
+    def attend(self, launch: Launched, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """Starts a launch; gives its results one by one."""
+        work = self.work(launch, tensors)
+        if len(tensors) == 3:
             return self.job.kernel.forward(work)
-        dout, out, lse, delta = rest
+        dout, out, lse, delta = tensors[3:]
         return self.job.kernel.backward(work, Upstream(dout, out, lse.squeeze(3), delta.squeeze(3)))
+
+    def work(self, launch: Launched, tensors: Sequence[Tensor]) -> TileWork:
+        """The launch as a kernel is given it."""
+        q, k, v = tensors[:3]
+        return TileWork(q, k, v, launch.tiles, self.job.scale, self._pairs(launch))
 
     def _pairs(self, launch: Launched) -> TilePairs | None:
         """What a kernel may ask about pairs, where more than bands matters."""
@@ -311,6 +316,6 @@ class Run(ABC):
         if self.job.scoring is None and predicate is None:
             return None
         if self.device not in launch.known:
-            positions = [store.positions() for store in launch.stores]
-            launch.known[self.device] = TilePositions.of(launch.batch, launch.heads, *positions, self.device)
+            q, kv = (store.positions() for store in launch.stores)
+            launch.known[self.device] = TilePositions.of(launch.batch, launch.heads, q, kv, self.device)
         return TilePairs(launch.known[self.device], self.job.scoring, predicate, self.totals, mask.known)

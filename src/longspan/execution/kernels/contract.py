@@ -87,7 +87,7 @@ class Pairs(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TileWork:
-    """What a kernel is given: tiles, and the tensors whose rows they count."""
+    """What a kernel is given: tight tiles, and the tensors whose rows they count."""
 
     q_BHQD: Tensor
     k_BGKD: Tensor

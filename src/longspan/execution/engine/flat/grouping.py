@@ -29,7 +29,7 @@ Run = tuple[int, int, int]
 
 
 @dataclass(eq=False)
-class Lane:
+class RowLane:
     """Runs of tokens between the same places, in the order of targets."""
 
     places: tuple[Place, ...]
@@ -42,7 +42,7 @@ class Group:
 
     kind: Kind
     value: float
-    lanes: list[Lane]
+    lanes: list[RowLane]
     level: int = 0
     """That of its notes; 0 if nobody asked."""
 
@@ -72,7 +72,7 @@ def _groups(notes: Sequence[Note]) -> list[Group]:
 
 
 def _alone(note: Note) -> Group:
-    return Group(note.kind, note.value, [Lane(_places(note), [_run(note)])])
+    return Group(note.kind, note.value, [RowLane(_places(note), [_run(note)])])
 
 
 def _places(note: Note) -> tuple[Place, ...]:
@@ -92,12 +92,12 @@ def _memory(note: Note) -> Iterator[object]:
             yield from (side.batch, side.heads)
 
 
-def _lanes(notes: Sequence[Note]) -> Iterator[Lane]:
+def _lanes(notes: Sequence[Note]) -> Iterator[RowLane]:
     found: dict[tuple[Place, ...], list[Run]] = {}
     for note in notes:
         found.setdefault(_places(note), []).append(_run(note))
     for places, runs in found.items():
-        yield Lane(places, joined(runs))
+        yield RowLane(places, joined(runs))
 
 
 def joined(runs: Sequence[Run]) -> list[Run]:

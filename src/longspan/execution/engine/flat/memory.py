@@ -12,6 +12,21 @@ from longspan.execution.engine.buffers import Buffers
 from longspan.execution.engine.flat.recorder import Buffer
 from longspan.span import Ints, Span
 
+Strides = tuple[int, int, int, int]
+"""The number of a buffer's first row, and how far apart neighbours among batch rows, heads and tokens are, in rows."""
+
+
+def rows_in_message(buffer: Buffer) -> Strides | None:
+    """How rows of a part of a message are numbered among rows of their size, from the start of the message; None if
+    they do not begin on a multiple of their size."""
+    assert buffer.inside is not None
+    assert buffer.dtype is not None
+    size = buffer.shape[3] * buffer.dtype.itemsize
+    if buffer.offset % size or buffer.inside.num_bytes % size:
+        return None
+    _, heads, tokens, _ = buffer.shape
+    return buffer.offset // size, heads * tokens, tokens, 1
+
 
 class Memory:
     """Tensors by the number of their buffer. What is not there yet is allocated when it is asked for."""
@@ -64,19 +79,14 @@ class Memory:
             part = part.clone()
         return part.view(buffer.dtype).view(buffer.shape)
 
-    def as_list(self, buffer: Buffer) -> tuple[Tensor, tuple[int, int, int, int]] | None:
-        """The buffer's memory, or that of the message it is in, as `(1, 1, rows, D)`; the number of its first row, and
-        the rows from one batch row, head and token to the next. None if its rows are not multiples of D apart."""
-        dim = buffer.shape[3]
+    def as_list(self, buffer: Buffer) -> tuple[Tensor, Strides | None] | None:
+        """The buffer's memory, or that of the message it is in, as `(1, 1, rows, D)`, and, if it is in no message, how
+        its rows are numbered there. None if rows are not multiples of D apart."""
         if buffer.inside is None:
             return _as_list(self.get(buffer))
         assert buffer.dtype is not None
-        size = dim * buffer.dtype.itemsize
         message = self.get(buffer.inside).view(-1)
-        if buffer.offset % size or message.numel() % size:
-            return None
-        _, heads, tokens, _ = buffer.shape
-        return message.view(buffer.dtype).view(1, 1, -1, dim), (buffer.offset // size, heads * tokens, tokens, 1)
+        return message.view(buffer.dtype).view(1, 1, -1, buffer.shape[3]), None
 
     def table(self, rows: Ints) -> Tensor:
         """Row numbers on the device. Triton's kernels take short ones; some of PyTorch's operators on CPUs do not."""
@@ -84,7 +94,7 @@ class Memory:
         return torch.from_numpy(rows.astype(np.int32 if short else np.int64)).to(self.device)
 
 
-def _as_list(x: Tensor) -> tuple[Tensor, tuple[int, int, int, int]] | None:
+def _as_list(x: Tensor) -> tuple[Tensor, Strides] | None:
     dim = x.shape[3]
     steps = [stride if n > 1 else 0 for stride, n in zip(x.stride(), x.shape, strict=True)]
     if (dim > 1 and steps[3] != 1) or any(step % dim for step in steps[:3]):

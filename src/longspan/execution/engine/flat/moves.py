@@ -8,6 +8,7 @@ several places, tensors are seen as one long list of rows of D numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.execution.engine.flat.grouping import Group, Lane, Place, Run
-from longspan.execution.engine.flat.memory import Memory
+from longspan.execution.engine.flat.grouping import Group, Place, RowLane, Run
+from longspan.execution.engine.flat.memory import Memory, Strides, rows_in_message
 from longspan.execution.engine.flat.recorder import Kind
 from longspan.execution.engine.merge import finished_rows, merge
 from longspan.execution.fused import pieces
@@ -24,9 +25,6 @@ from longspan.span import Ints
 
 FEW, LONG = 8, 256
 """So few runs, or rows a run on average, are copied run by run on CPUs, where that is quicker than row by row."""
-
-Strides = tuple[int, int, int, int]
-"""The number of a buffer's first row, and how far apart neighbours among batch rows, heads and tokens are, in rows."""
 
 
 Table = tuple[Tensor, Tensor, bool, bool]
@@ -49,6 +47,10 @@ class Move:
         self.twin: Move | None = None
         """Another of the same kind that does not wait for this one: on GPUs both are one launch."""
 
+    def __repr__(self) -> str:
+        lines = [_text(self.kind, lane) for lane in self.lanes]
+        return "; ".join((*lines, repr(self.twin)) if self.twin is not None else lines)
+
     def fits(self, other: Move) -> bool:
         """Whether the other can be its twin."""
         return self.kind is other.kind and self.kind in (Kind.COPY, Kind.ADD) and 0 < self.level == other.level
@@ -56,9 +58,9 @@ class Move:
     def run(self, memory: Memory) -> None:
         if self.twin is not None:
             if memory.by_index and pieces.is_fused(memory.get(self.buffers[0])):
-                both = [move.as_rows(memory) for move in (self, self.twin)]
-                if both[0] is not None and both[1] is not None:
-                    return pieces.move_two(*both, adds=self.kind is Kind.ADD)
+                first, second = self.as_rows(memory), self.twin.as_rows(memory)
+                if first is not None and second is not None:
+                    return pieces.move_two(first, second, adds=self.kind is Kind.ADD)
             self.twin.run(memory)
         return self._run(memory)
 
@@ -88,7 +90,7 @@ class Move:
 
     # -- run by run -------------------------------------------------------------------------------------------------
 
-    def _is_quicker_by_row(self, lane: Lane) -> bool:
+    def _is_quicker_by_row(self, lane: RowLane) -> bool:
         """Whether one copy row by row takes a CPU less than a copy for every run."""
         if self.kind is not Kind.COPY or len(lane.runs) <= FEW:
             return False
@@ -97,7 +99,7 @@ class Move:
         fills = rows == target.shape[2] and _are_neighbours(lane.runs)
         return fills and rows < LONG * len(lane.runs) and source.dtype == target.dtype
 
-    def _cuts_of(self, lane: Lane) -> Iterator[tuple[Cut, ...]]:
+    def _cuts_of(self, lane: RowLane) -> Iterator[tuple[Cut, ...]]:
         num_targets = self.kind.num_targets
         for run in lane.runs:
             yield tuple(
@@ -124,7 +126,7 @@ class Move:
 
     # -- by tables of tokens ----------------------------------------------------------------------------------------
 
-    def _table(self, memory: Memory, lane: Lane) -> Table:
+    def _table(self, memory: Memory, lane: RowLane) -> Table:
         """Tokens of the targets and of the sources, and whether each are all that there are, in order."""
         key = id(lane), memory.device
         if key not in self._tables:
@@ -134,7 +136,7 @@ class Move:
             self._tables[key] = memory.table(there), memory.table(here), all_there, all_here
         return self._tables[key]
 
-    def _by_tokens(self, memory: Memory, lane: Lane) -> None:
+    def _by_tokens(self, memory: Memory, lane: RowLane) -> None:
         self._indexed([memory.part(place) for place in lane.places], self._table(memory, lane))
 
     def _indexed(self, sides: list[Tensor], table: Table) -> None:
@@ -158,30 +160,48 @@ class Move:
 
     # -- by tables of rows ------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _in_messages(self) -> list[list[Strides | None]]:
+        """For each side how rows of its lanes are numbered in their message; empty for a side that is in none."""
+        sides = zip(*(lane.places for lane in self.lanes), strict=True)
+        return [[] if side[0][0].inside is None else [rows_in_message(place[0]) for place in side] for side in sides]
+
     def _as_lists(self, memory: Memory) -> tuple[list[Tensor], Table] | None:
         """All lanes at once, if their places can be seen as one list of rows on each side."""
-        strides: list[list[Strides]] = []
         lists: list[Tensor] = []
-        for side in range(len(self.lanes[0].places)):
-            seen = [memory.as_list(lane.places[side][0]) for lane in self.lanes]
-            if any(found is None for found in seen):
+        numbered: list[Strides | None] = []
+        for place, fixed in zip(self.lanes[0].places, self._in_messages, strict=True):
+            found = None if None in fixed else memory.as_list(place[0])
+            if found is None:
                 return None
-            lists.append(seen[0][0])  # type: ignore[index]
-            strides.append([found[1] for found in seen])  # type: ignore[index]
-        key = (memory.device, *map(tuple, strides))
+            lists.append(found[0])
+            numbered.append(found[1])
+        key = (memory.device, *numbered)
         if key not in self._tables:
-            there, here = (self._numbers(strides[side], side) for side in (0, -1))
+            there, here = (self._numbers(numbered[side], side) for side in (0, -1))
             all_there = _is_all(there, lists[0].shape[2])
             self._tables[key] = memory.table(there), memory.table(here), all_there, False
         return lists, self._tables[key]
 
-    def _numbers(self, strides: Sequence[Strides], side: int) -> Ints:
+    def _numbers(self, strides: Strides | None, side: int) -> Ints:
         """The rows of one side, lane by lane."""
+        every = self._in_messages[side] if strides is None else [strides] * len(self.lanes)
         found = [
             _numbered(lane.places[side], _tokens(lane.runs, 0 if side == 0 else 1), stride)
-            for lane, stride in zip(self.lanes, strides, strict=True)
+            for lane, stride in zip(self.lanes, every, strict=True)
+            if stride is not None
         ]
         return np.concatenate(found)
+
+
+def _text(kind: Kind, lane: RowLane) -> str:
+    """A lane in words: buffers, and tokens of the targets and of the sources."""
+    targets, sources = (
+        " ".join(f"b{buffer.number}" for buffer, *_ in places)
+        for places in (lane.places[: kind.num_targets], lane.places[kind.num_targets :])
+    )
+    there, here = (" ".join(f"{run[side]}:{run[side] + run[2]}" for run in lane.runs) for side in (0, 1))
+    return f"{kind} {targets}[{there}]" + (f" <- {sources}[{here}]" if sources else "")
 
 
 def _cut(place: Place, start: int, num: int) -> Cut:

@@ -164,14 +164,21 @@ class Launched:
     known: dict[Any, Any] = field(default_factory=dict)
     """What was worked out for it, by device."""
 
+    def __repr__(self) -> str:
+        return f"launch of {len(self.tiles)} tile{'s' * (len(self.tiles) != 1)}"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taken:
     """The next result of a launch."""
 
     launch: Launched
+    number: int
     results: tuple[Buffer, ...]
     is_last: bool
+
+    def __repr__(self) -> str:
+        return f"result {self.number}: {' '.join(f'b{buffer.number}' for buffer in self.results)}"
 
 
 Event = Called | Launched | Taken
