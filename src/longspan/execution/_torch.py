@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode 
 from torch.utils._pytree import tree_map as tree_map  # a function applied to every leaf of nested arguments
 
 _aten = torch.ops.aten
+num_users = torch._C._storage_Use_Count  # of a storage, which is named by its address
 destroy = operator.methodcaller("_destroy")  # of a library of operators, with all that it has registered
 _AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
 
@@ -64,8 +65,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
-# Operators with this tag are left out of CUDA graphs.
-CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)
+CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)  # operators with this tag are left out of CUDA graphs
 
 
 def cpu_flash(

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longspan.execution.engine.buffers import Buffers
 from longspan.execution.engine.flat.recorder import Buffer
 from longspan.span import Ints, Span
 
@@ -33,6 +34,7 @@ class Memory:
     def __init__(self, buffers: Sequence[Buffer], device: torch.device, *, by_index: bool) -> None:
         self.tensors: list[Tensor | None] = [None] * len(buffers)
         self.buffers, self.device, self.by_index = buffers, device, by_index
+        self.messages = Buffers()
 
     def get(self, buffer: Buffer) -> Tensor:
         found = self.tensors[buffer.number]
@@ -63,6 +65,8 @@ class Memory:
             self.tensors[number] = None
 
     def _new(self, buffer: Buffer) -> Tensor:
+        if buffer.is_message:
+            return self.messages.take(buffer.num_bytes, self.device).view(buffer.shape)
         if buffer.initial is None:
             return torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
         return torch.full(buffer.shape, buffer.initial, dtype=buffer.dtype, device=self.device)

@@ -92,6 +92,7 @@ class FlatProgram:
             put_back(memory, step.loose)
             sends = {} if step.sends is None else step.sends.slices(memory.get(step.sends.buffer))
             into = {peer: part for mail in step.receives for peer, part in mail.slices(memory.get(mail.buffer)).items()}
+            memory.messages.release()
             yield Exchange(number, sends, step.sizes, memory.device, step.pieces, into)
             memory.drop(self.gone.get(id(step), ()))
             del sends  # the transport lets go of the messages when they are delivered

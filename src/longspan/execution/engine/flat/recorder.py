@@ -41,6 +41,7 @@ class Buffer:
     """The message it is a part of."""
     offset: int = 0
     """Where in the message it begins, in bytes."""
+    is_message: bool = False
 
     @property
     def root(self) -> Buffer:
@@ -210,7 +211,9 @@ class Recorder:
         return Rows(self, buffer, Span(0, b), Span(0, h), Span(t, t + num))
 
     def message(self, num_bytes: int) -> Buffer:
-        return self.buffer((1, 1, num_bytes, 1), torch.uint8)
+        made = self.buffer((1, 1, num_bytes, 1), torch.uint8)
+        made.is_message = True
+        return made
 
     def note(self, kind: Kind, *sides: Rows, value: float = 0.0) -> None:
         if all(side.shape[i] for side in sides[:1] for i in range(3)):
