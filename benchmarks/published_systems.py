@@ -19,7 +19,7 @@ from longspan.masks import Mask
 from longspan.masks import bands as bd
 from longspan.schedules import Problem, Role, Step, scheme
 from longspan.schedules.cost.machine import Work, tile_work
-from longspan.schedules.cost.presets import H100
+from longspan.schedules.cost.presets import H100_FITTED
 from longspan.schedules.fetch import by_taker
 from longspan.schedules.problem import cells, in_rows
 from longspan.span import Ints
@@ -138,7 +138,7 @@ def link_bytes(step: Step, rank: int) -> tuple[float, float]:
     for t in step.transfers:
         tensors = 2 if t.piece.role in (Role.KV, Role.DKV) else 1
         size = t.piece.num_tokens * len(t.piece.heads) * SIZES.head_dim * SIZES.itemsize * tensors
-        sums[H100.level(t.src, t.dst), int(t.dst == rank)] += size
+        sums[H100_FITTED.level(t.src, t.dst), int(t.dst == rank)] += size
     near, far = sums.max(axis=1).tolist()
     return near, far
 
@@ -148,10 +148,10 @@ def link_bytes(step: Step, rank: int) -> tuple[float, float]:
 
 def kernel_work(call: Call, direction: str) -> Work:
     """FlashAttention-3's variable-length kernel on one call."""
-    tiles = tile_work(call.bands, call.q_heads, call.kv_heads, 2 * SIZES.head_dim, H100, direction)
+    tiles = tile_work(call.bands, call.q_heads, call.kv_heads, 2 * SIZES.head_dim, H100_FITTED, direction)
     if direction == "forward" or not len(call.bands):
         return tiles
-    rows, width = H100.backward_tiling.rows, H100.backward_tiling.cut_width
+    rows, width = H100_FITTED.backward_tiling.rows, H100_FITTED.backward_tiling.cut_width
     longest_q = int((call.bands[:, bd.Q1] - call.bands[:, bd.Q0]).max())
     longest_kv = int((call.bands[:, bd.K1] - call.bands[:, bd.K0]).max())
     # The grid has a block for every tile of the longest document, in every document and head, used or not; the kernels
@@ -223,7 +223,7 @@ def ring_run(problem: Problem, rank: int) -> Run:
         calls += kernel_calls(here, docs, (SIZES.q_heads, SIZES.kv_heads))
         level = [0.0, 0.0]
         for src in {rank, (rank - 1) % size} if i < size - 1 else ():
-            place = H100.level(src, (src + 1) % size)
+            place = H100_FITTED.level(src, (src + 1) % size)
             level[place] = max(level[place], 2.0 * K_ROW * int(layout.num_tokens[(src - i) % size]))
         moved.append((level[0], level[1]))
     return Run(rank, float(layout.num_tokens[rank]), float(layout.seq_len), tuple(calls), tuple(moved))

@@ -35,7 +35,7 @@ def pictures() -> dict[str, Scene]:
     long = ls.masks.documents(drawn_lengths("longtail", 1 << 20)) & ls.masks.causal()
     wide = ls.plan(long, ls.layouts.balanced(long, world_size=64), **SIZES)
     points = scaling_points(long, RANKS, **SIZES)
-    said = "H100, 32 query and 8 key/value heads of 128, bfloat16, balanced layouts. Simulated, not run on a GPU."
+    said = "H100s with FA2, 32 query and 8 key/value heads of 128, bfloat16, balanced layouts. Simulated, not run."
     return {
         "mask": mask_picture(mask, layout),
         "layout": layout_picture(layout, mask),

@@ -9,7 +9,7 @@ from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules.chunks import MAX_CHUNKS
 from longspan.schedules.cost.machine import Machine
-from longspan.schedules.cost.presets import H100, machine_named
+from longspan.schedules.cost.presets import assumed_machine, machine_named
 from longspan.schedules.plan import Plan, PlanRequest, planned
 from longspan.schedules.steps import Sizes
 from longspan.span import shortened, whole
@@ -189,7 +189,8 @@ def plan(
         v_head_dim: features of a value, if they differ from `head_dim`.
         batch: batch rows.
         schedule: a scheme by name, which is obeyed or refused; "auto" compares all, with reasons.
-        machine: what "auto" prices schemes on: a `Machine`, or the name of one. Default: an assumed H100 cluster.
+        machine: what "auto" prices schemes on: a `Machine`, or the name of one, such as "h100" (with PyTorch's own
+            kernels) or "h100-fa3". Default: an H100 cluster is assumed, with the kernel that would run there.
         keep: keep remote K/V for backward instead of fetching them again.
         fetch_bytes: bounds the remote K/V that an exchange holds at once.
         chunks: with `chunks=n`, results are bit-for-bit identical on any number of ranks (including one), provided n
@@ -223,7 +224,8 @@ def plan(
             q_heads, kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, ITEMSIZE[name], batch
         )
         max_rows = None if fetch_bytes is None else _rows_within(fetch_bytes, sizes)
-        hardware = H100 if machine is None else machine_named(machine) if isinstance(machine, str) else machine
+        hardware = machine_named(machine) if isinstance(machine, str) else machine
+        hardware = hardware or assumed_machine(functions=not mask.is_structured)
         scheme, cut = schedule.replace(" ", ""), _cut(chunks, fetch_bytes)
         return planned(mask, PlanRequest(layout, sizes, name, scheme, hardware, machine is None, keep, max_rows, cut))
 

@@ -32,12 +32,12 @@ original = longspan.masks.sliding_window
 longspan.masks.sliding_window = lambda left, right=0, *rest: original(left + 1, right, *rest)
 """,
     "a later partial output replaces an earlier one": """
-from longspan.execution.engine import merge
+from longspan.execution.engine.flat import moves
 def merged(acc, top, num, out, lse):
     acc.copy_(out)
     top.copy_(lse)
     num.copy_((~lse.isneginf()).to(num.dtype))
-merge.merge = merged
+moves.merge = merged
 """,
     "strides are forgotten": _WRAP.format(
         change="k = k.as_strided(k.shape, k.contiguous().stride()) if k.numel() else k"

@@ -32,7 +32,8 @@ class Case:
 
     def __str__(self):
         size = f"-{self.megabytes}MB" if self.megabytes else ""
-        return f"{self.what}-{self.where}{size}-{self.scheme}-{self.world}-victim{self.victim}-{self.store}"
+        group = f"{self.settings['group']}-" if "group" in self.settings else ""
+        return f"{group}{self.what}-{self.where}{size}-{self.scheme}-{self.world}-victim{self.victim}-{self.store}"
 
 
 class Rank:
@@ -298,7 +299,12 @@ class Rank:
 
 def main(rank, case, port, pipe):
     """A rank's process."""
-    Rank(rank, case, port, pipe).run()
+    if "group" in case.settings:
+        from tests.gloo.nccl_work import NcclRank
+
+        NcclRank(rank, case, port, pipe).run()
+    else:
+        Rank(rank, case, port, pipe).run()
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()  # survivors stay until the end
     os._exit(0)

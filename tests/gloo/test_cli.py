@@ -166,6 +166,10 @@ def test_plan_says_what_the_api_says(answer):
     assert found["figures_of_ranks"] == list(chosen.ranks) != list(range(16))
     assert [reason["scheme"] for reason in found["reasons"]] == [reason.scheme for reason in plan.reasons]
     assert found["workload"]["num_documents"] == len(drawn_lengths("longtail", 1 << 18))
+    assert (found["kernel"], found["workload"]["kernel"]) == ("FA2", "FA2")
+    assert (found["workspace_bytes"], found["host_seconds"]) == (chosen.workspace_bytes, chosen.host_seconds)
+    assert found["deterministic_workspace_bytes"] > found["workspace_bytes"] > 0
+    assert found["kernel_assumed"] == plan.kernel_assumed
 
 
 def test_plan_fits_one_screen_and_says_why(longspan):
@@ -175,10 +179,11 @@ def test_plan_fits_one_screen_and_says_why(longspan):
     assert lines[0] == "1,048,576 tokens on 64 ranks: hybrid(8,exchange)"
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 100
-    for label in ("mask", "tensors", "machine", "layout", "received", "memory", "predicted", "why"):
+    for label in ("mask", "tensors", "machine", "kernel", "layout", "received", "memory", "predicted", "host", "why"):
         assert any(line.startswith(f"  {label} ") for line in lines), label
     assert "the quickest of 12 schemes" in out
-    assert re.search(r"^\* hybrid\(8,exchange\) +[\d.]+ ms +[\d.]+ ms +[\d.]+ GiB +[\d.]+ GiB$", out, re.MULTILINE)
+    figures = r" +[\d.]+ ms" * 3 + r" +[\d.]+ GiB" * 3
+    assert re.search(rf"^\* hybrid\(8,exchange\){figures}$", out, re.MULTILINE)
     assert re.search(r"^  ring +at least \d+ ms in all, for its bytes alone$", out, re.MULTILINE)
     assert "simulated" in out
 
@@ -186,6 +191,19 @@ def test_plan_fits_one_screen_and_says_why(longspan):
 def test_a_machine_that_was_not_named_is_said_to_be_assumed(longspan):
     assert "h100 (assumed; say --machine)" in longspan("plan", "--seq", "8k")[1]
     assert "assumed" not in longspan("plan", "--seq", "8k", "--machine", "a100")[1]
+
+
+def test_commands_say_which_kernel_was_assumed(longspan, tmp_path):
+    words = ("--seq", "64k", "--ranks", "8", *SMALL)
+    for machine, kernel in (("h100", "FA2, PyTorch's own"), ("b200-fa4", "FA4, which has"), ("cpu", "on CPUs")):
+        assert kernel in longspan("plan", *words, "--machine", machine)[1]
+        assert kernel in longspan("compare", *words, "--machine", machine, "--layouts", "zigzag")[1]
+        path = tmp_path / f"{machine}.html"
+        assert longspan("report", *words, "--machine", machine, "--out", str(path))[0] == 0
+        assert kernel.partition("'")[0] in path.read_text()
+    out = longspan("plan", *words, "--machine", "h100-cudnn")[1]
+    assert "which is not known" in " ".join(out.split())
+    assert "does the work itself" in longspan("plan", *words, "--machine", "cpu")[1]
 
 
 def test_named_schemes_and_layouts_are_obeyed(answer):
@@ -225,7 +243,10 @@ REFUSALS = [
     (("plan", "--seq", "8k", "--docs", "700,x"), "a number such as 65536"),
     (("plan", "--seq", "8k", "--docs", "700,800"), "2 documents of 1500 tokens together, but --seq is 8192"),
     (("plan", "--seq", "8k", "--docs", "full", "--window", "4"), "--window goes with causal documents"),
-    (("plan", "--seq", "8k", "--machine", "tpu"), "machine 'tpu' was asked for. Choose one of h100, a100, cpu"),
+    (
+        ("plan", "--seq", "8k", "--machine", "tpu"),
+        "machine 'tpu' was asked for. Choose one of h100, h100-fa3, h100-cudnn",
+    ),
     (("plan", "--seq", "8k", "--scheme", "magic"), "schedule 'magic' was asked for"),
     (("plan", "--seq", "8k", "--layout", "magic"), "invalid choice: 'magic'"),
     (("plan", "--seq", "8k", "--q-heads", "7"), "leaves 7 over"),

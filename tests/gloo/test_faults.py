@@ -5,22 +5,18 @@ processes, since most cases end some.
 """
 
 import os
-import queue
 import signal
-import socket
 import statistics
-import threading
 import time
 
 import pytest
 
-from tests.gloo.fault_work import KILL, LEAVE, RAISE, STOP, Case, leave_after_the_fault, main, stand_still
+from tests.gloo.fault_jobs import LIMIT, Launcher, name_of
+from tests.gloo.fault_work import KILL, LEAVE, RAISE, STOP, Case, leave_after_the_fault, stand_still
 from tests.pool import context
 
 REPEATS = int(os.environ.get("LONGSPAN_FAULT_REPEATS", "3"))
-AT_ONCE = 2
 BAR = 3.0
-LIMIT = 60.0
 
 FACTS = {KILL: "is dead: its process (pid ", STOP: "has been stopped (SIGSTOP) for "}
 KILLS = [
@@ -116,100 +112,9 @@ DIFFERENT.append(Case(RAISE, "different", 4, -1, "exchange", named="something el
 CASES = KILLS + MESSAGES + HOSTS + RAISES + OTHERS + DIFFERENT
 
 
-def name_of(case):
-    return f"{case}-{case.settings['differs']}" if "differs" in case.settings else str(case)
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-class Launcher:
-    """Holds the store, as torchrun does, and runs cases, a few at a time: most of their time is waiting."""
-
-    def __init__(self):
-        import torch.distributed as dist
-
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.results = {name_of(case): [None] * REPEATS for case in CASES}
-        self.done = {name: threading.Event() for name in self.results}
-        self.work = queue.SimpleQueue()
-        self.lock = threading.Lock()
-        self.started = False
-        context()
-
-    def result(self, case, wanted):
-        """What the ranks of every repeat reported; the first question starts all cases that were selected."""
-        if not self.started:
-            self.started = True
-            for number, each in enumerate(wanted):
-                for repeat in range(REPEATS):
-                    self.work.put((each, repeat, number * REPEATS + repeat))
-            for _ in range(AT_ONCE):
-                threading.Thread(target=self._serve, daemon=True).start()
-        name = name_of(case)
-        assert self.done[name].wait(280), "the case did not run"
-        return self.results[name]
-
-    def _serve(self):
-        while True:
-            try:
-                case, repeat, number = self.work.get_nowait()
-            except queue.Empty:
-                return
-            found = self._run(case, number)
-            with self.lock:
-                results = self.results[name_of(case)]
-                results[repeat] = found
-                if None not in results:
-                    self.done[name_of(case)].set()
-
-    def _run(self, case, number):
-        port = free_port() if case.store == "rank 0" else self.store.port
-        case = Case(**{**case.__dict__, "settings": {**case.settings, "number": number}})
-        pipes, processes = [], []
-        for rank in range(case.world):
-            here, there = context().Pipe()
-            with self.lock:  # the forkserver takes one request at a time
-                process = context().Process(target=main, args=(rank, case, port, there), daemon=True)
-                process.start()
-            there.close()
-            pipes.append(here)
-            processes.append(process)
-        try:
-            return [self._heard(pipe) for pipe in pipes]
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join(10)
-
-    def _heard(self, pipe):
-        """Everything a rank said, until it reported or died."""
-        heard, end = [], time.monotonic() + LIMIT
-        while time.monotonic() < end:
-            try:
-                if not pipe.poll(0.2):
-                    if heard and heard[-1][0] == "struck" and not self._may_report(heard, end):
-                        break
-                    continue
-                heard.append(pipe.recv())
-            except (EOFError, OSError):
-                break
-            if heard[-1][0] != "struck":
-                break
-        return heard
-
-    def _may_report(self, heard, end):
-        """A victim may have more to say; one that was stopped has not."""
-        return time.time() - heard[-1][1] < 8.0 and time.monotonic() < end
-
-
 @pytest.fixture(scope="module")
 def launcher():
-    return Launcher()
+    return Launcher(CASES, REPEATS)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.gloo import trust_work
 from tests.pool import pool
 
 HEADER = Header(b"12345678", 3, -1, 1, 2, 0, 1, 77, 24, b"float32\0")
-STATUS = Status(9, 3, Direction.BACKWARD, 1, 4, Phase.WAITING, True, 12, b"abcdefgh")
+STATUS = Status(9, 3, Direction.BACKWARD, 1, 4, Phase.WAITING, True, 12, b"abcdefgh", flying=2)
 
 
 def message():
@@ -68,7 +68,9 @@ def test_a_message_without_header_is_found():
 
 def test_records_come_back():
     assert Status.parsed(STATUS.packed()) == STATUS
-    assert Fault.parsed(Fault(2, "ValueError: no").packed(), 4) == Fault(2, "ValueError: no")
+    for spoils in (False, True):
+        fault = Fault(2, "ValueError: no", spoils)
+        assert Fault.parsed(fault.packed(), 4) == fault
     assert len(Fault.parsed(Fault(2, "x" * 5000).packed(), 4).text) == 1000
 
 

@@ -561,7 +561,7 @@ def test_the_command_says_what_a_launcher_left_out(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl")])
 def test_ranks_of_the_command_talk_over_what_suits_the_tensors(monkeypatch, device, backend):
-    """Hosts with CUDA as well: tensors live on the CPU unless --device says otherwise."""
+    """NCCL for tensors on GPUs, Gloo for those on CPUs, whatever else the host has."""
     asked = []
 
     def join(name):

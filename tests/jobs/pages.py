@@ -30,8 +30,9 @@ EXAMPLES = {
     "migration": f"one process {SMALL}",
     "windows": f"one process {SMALL}",
 }
-# torchtitan's needs a registered config of a GPU run; the others in the pages are files, which are blocks above.
-LEFT_OUT = re.compile(r"torchtitan|\.py\b|^\d+$|machine\.json")
+# torchtitan's needs a registered config of a GPU run; `acceptance` takes minutes, and gloo/test_acceptance.py runs it;
+# the others in the pages are files, which are blocks above.
+LEFT_OUT = re.compile(r"torchtitan|\.py\b|^\d+$|machine\.json|acceptance")
 
 
 def blocks() -> list[tuple[str, int, str]]:

@@ -151,14 +151,14 @@ def expected(case: Case, q, k, v, dout, *tables):
         torch.full(q.shape[:3], -torch.inf).double(),
         torch.zeros(q.shape[:3]).double(),
     )
-    for tile, out, lse in kernel.forward(work):
+    for tile, (out, lse) in zip(case.tiles, kernel.forward(work), strict=True):
         rows = slice(tile.q0, tile.q1)
         merge(acc[:, :, rows], top[:, :, rows], num[:, :, rows], out.double(), lse.double())
     out, lse = acc / num.clamp(min=1e-300)[..., None], (top + num.log()).masked_fill(num == 0, -torch.inf)
     delta = (dout * out).sum(-1)
     sums = [torch.zeros_like(t) for t in (q, k, v)]
-    for tile, dq, dk, dv in kernel.backward(work, Upstream(dout, out, lse, delta)):
-        for total, part, at in zip(sums, (dq, dk, dv), ("q", "k", "k"), strict=True):
+    for tile, parts in zip(case.tiles, kernel.backward(work, Upstream(dout, out, lse, delta)), strict=True):
+        for total, part, at in zip(sums, parts, ("q", "k", "k"), strict=True):
             total[:, :, getattr(tile, f"{at}0") : getattr(tile, f"{at}1")] += part
     captured = () if work.pairs is None else work.pairs.totals.sums
     return out, lse, delta, sums, captured
@@ -185,14 +185,15 @@ def compared(folder: Path, name: str, mutant: str) -> dict[str, float]:
         stack.enter_context(mock.patch.object(flex, "_run", run))
         flex._blocks_of.cache_clear()
         work: TileWork = case.work(q, k, v, *tables)
-        ((cover, found, found_lse),) = flex.Flex().forward(work)
+        ((cover,),) = flex.Flex().groups(work.tiles, case.q, case.k)
+        ((found, found_lse),) = flex.Flex().forward(work)
         rows, keys = slice(cover.q0, cover.q1), slice(cover.k0, cover.k1)
         blind = lse[:, :, rows].isneginf()
         right = torch.equal(found_lse.isneginf(), blind) and not found[blind].any()
         errors = {"out": error(found, out[:, :, rows]), "blind": 0.0 if right else float("inf")}
         errors["lse"] = error(found_lse[~blind], lse[:, :, rows][~blind])
         upstream = Upstream(dout, out.to(case.dtype), lse.float(), delta.float())
-        ((cover, *grads),) = flex.Flex().backward(work, upstream)
+        (grads,) = flex.Flex().backward(work, upstream)
         for label, grad, total, at in zip(("dq", "dk", "dv"), grads, sums, (rows, keys, keys), strict=True):
             errors[label] = error(grad, total[:, :, at])
         for number, (grad, total) in enumerate(

@@ -13,6 +13,8 @@ import torch
 
 from longspan import layouts, masks, plan
 from longspan.execution.engine import merge as engine_merge
+from longspan.execution.engine import runner
+from longspan.execution.engine.flat.memory import Memory
 from longspan.execution.fused import pieces
 from longspan.testing import loopback
 
@@ -56,10 +58,20 @@ def merges(generator):
     out, lse, _ = state(generator, shape, wide)
     out = out.to(dtype)
     expected = [t.clone() for t in mine]
-    engine_merge.merge(*expected, out, lse)
     both = [*(guarded(t, 3.0) for t in mine), guarded(out), guarded(lse)]
     views, checks = zip(*both, strict=True)
-    pieces.merge(*views)
+    if pick(0, 2):
+        size = pick(1, shape[2] + 1)
+        here, there = (torch.randperm(shape[2], generator=generator)[:size] for _ in range(2))
+        rows = [t[:, :, there] for t in expected]
+        engine_merge.merge(*rows, out[:, :, here], lse[:, :, here])
+        for t, part in zip(expected, rows, strict=True):
+            t[:, :, there] = part
+        kind = torch.int32 if pick(0, 2) else torch.int64
+        pieces.merge_rows(views[:3], *views[3:], here.to(kind), there.to(kind))
+    else:
+        engine_merge.merge(*expected, out, lse)
+        pieces.merge(*views)
     if not all(check() for check in checks):
         return float("inf")
     return max(error(found, right) for found, right in zip(views, expected, strict=False))
@@ -72,9 +84,21 @@ def error(found, right):
 
 
 def moves(generator):
-    """The largest error of rows that are moved or added, which are exact."""
+    """The largest error of rows that are moved or added, which are exact; of one move, or of two at once."""
     pick = lambda low, high: int(torch.randint(low, high, (), generator=generator))  # noqa: E731
-    dtype, adds = DTYPES[pick(0, 4)], bool(pick(0, 2))
+    adds = bool(pick(0, 2))
+    drawn = [move(generator, pick, adds) for _ in range(pick(1, 3))]
+    rows = [(source, view, here, there) for source, view, here, there, _ in drawn]
+    if len(rows) == 1:
+        pieces.move_rows(*rows[0], adds=adds)
+    else:
+        pieces.move_two(*rows, adds=adds)
+    return max(found() for *_, found in drawn)
+
+
+def move(generator, pick, adds):
+    """A source, a target, the rows of a move between them, and what finds its error."""
+    dtype = DTYPES[pick(0, 4)]
     batch, heads, dim, long, other = pick(1, 3), pick(1, 4), pick(1, 40), pick(1, 60), pick(1, 60)
     source = torch.randn((batch, heads, long, dim), generator=generator).to(dtype)
     target = torch.randn((batch, heads, other, dim), generator=generator).to(torch.float32 if adds else dtype)
@@ -87,8 +111,13 @@ def moves(generator):
         expected[:, :, there] = source[:, :, here]
     (source, source_check), (view, check) = guarded(source), guarded(target, 3.0)
     kind = torch.int32 if pick(0, 2) else torch.int64
-    pieces.move_rows(source, view, here.to(kind), there.to(kind), adds=adds)
-    return error(view, expected) if check() and source_check() else float("inf")
+    found = lambda: error(view, expected) if check() and source_check() else float("inf")  # noqa: E731
+    return source, view, here.to(kind), there.to(kind), found
+
+
+def by_tables(program, device):
+    """Memory in which rows are moved by tables, as on GPUs."""
+    return Memory(program.buffers, device, by_index=True)
 
 
 def whole_runs(generator):
@@ -102,7 +131,7 @@ def whole_runs(generator):
         )
         inputs = [torch.randn((1, 4, 64, 8), generator=generator) for _ in range(4)]
         right = loopback.run_loopback(made, *inputs, kernel="reference", scale=0.3)
-        counted = {name: getattr(pieces, name) for name in ("is_fused", "merge", "move_rows")}
+        counted = {name: getattr(pieces, name) for name in ("is_fused", "merge", "merge_rows", "move_rows", "move_two")}
 
         def count(name, counted=counted):
             def run(*args, **kwargs):
@@ -113,10 +142,13 @@ def whole_runs(generator):
             return run
 
         pieces.is_fused = lambda tensor: tensor.dim() == 4 and tensor.stride(3) == 1
-        pieces.merge, pieces.move_rows = count("merge"), count("move_rows")
+        for name in ("merge", "merge_rows", "move_rows", "move_two"):
+            setattr(pieces, name, count(name))
+        memory_for, runner.memory_for = runner.memory_for, by_tables
         try:
             found = loopback.run_loopback(made, *inputs, kernel="reference", scale=0.3)
         finally:
+            runner.memory_for = memory_for
             for name, function in counted.items():
                 setattr(pieces, name, function)
         worst = max(worst, *(error(a, b) for a, b in zip(found, right, strict=True)))
@@ -136,7 +168,7 @@ def main(*paths):
         generator = torch.Generator().manual_seed(0)
         if path is not None:
             used(path)
-        cases = 60 if path is None else 10
+        cases = 60 if path is None else 14
         results = {"merge": max(merges(generator) for _ in range(cases))}
         results["moves"] = max(moves(generator) for _ in range(cases))
         if path is None:

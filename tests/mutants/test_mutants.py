@@ -7,6 +7,7 @@ pass the test that is usual in the field.
 
 import dataclasses
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,16 +16,20 @@ import torch
 import longspan
 from longspan import layouts, masks
 from longspan.execution.engine import backward, forward, merge, runner, token_store
+from longspan.execution.engine.flat import moves
 from longspan.execution.engine.merge import Accumulator, Sum
 from longspan.execution.engine.transports import Loopback
 from longspan.execution.kernels import kernel_named
 from longspan.execution.kernels.contract import TileWork, Upstream
+from longspan.execution.tile import KnownTiles
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules.plan import Plan
 from longspan.schedules.steps import Role
 from longspan.testing import allowed, dense_attention, loopback
+from tests import flat_rows
 from tests.exact_cases import NAMES, Oracle, anew, assert_exact, fused
+from tests.flat_rows import changed
 
 MUTANTS = {}
 
@@ -43,7 +48,7 @@ class Wrapped:
 
     def __init__(self, kernel, forward=None, backward=None):
         self.kernel, self.name, self.refuses = kernel, kernel.name, kernel.refuses
-        self.honours = kernel.honours
+        self.honours, self.groups = kernel.honours, kernel.groups
         # Written out for mutants, and without the pairs of functions: masks here have none.
         self.forward = kernel.forward if forward is None else lambda work: forward(self._forward, *spread(work))
         self.backward = (
@@ -69,33 +74,50 @@ def kernels(patch, forward=None, backward=None):
     patch.setattr(loopback, "kernel_named", lambda name: Wrapped(kernel_named(name), forward, backward))
 
 
+def all_tiles(patch, change, directions=("forward", "backward")):
+    """Computes have other tiles: change(list of tiles, number of keys) -> list of tiles."""
+    original = runner.tiles_for
+
+    def changed(plan, which, compute, plane, q, kv):
+        found = original(plan, which, compute, plane, q, kv)
+        num_keys = kv.tensors[0].shape[2]
+        return KnownTiles(change(list(found), num_keys) if which[1] in directions else found)
+
+    patch.setattr(runner, "tiles_for", changed)
+
+
 def tiles(patch, change):
     """Both directions see other tiles; a change to None drops the tile."""
 
-    def changed(found, k):
-        made = [change(tile, k) for tile in found]
-        made = [(tile, new.tight()) for tile, new in zip(found, made, strict=True) if new is not None]
-        return {new: tile for tile, new in made if new is not None and inside(new, k)}
+    def changed(found, num_keys):
+        made = [change(tile, num_keys) for tile in found]
+        made = [new.tight() for new in made if new is not None]
+        return list(dict.fromkeys(new for new in made if new is not None and inside(new, num_keys)))
 
-    def inside(tile, k):
-        return tile.q0 >= 0 and tile.k0 >= 0 and tile.k1 <= k.shape[2]
+    def inside(tile, num_keys):
+        return tile.q0 >= 0 and tile.k0 >= 0 and tile.k1 <= num_keys
 
-    def run_forward(run, q, k, v, found, scale):
-        yield from run(q, k, v, list(changed(found, k)), scale)
-
-    def run_backward(run, dout, q, k, v, out, lse, found, scale, delta):
-        yield from run(dout, q, k, v, out, lse, list(changed(found, k)), scale, delta)
-
-    kernels(patch, run_forward, run_backward)
+    all_tiles(patch, changed)
 
 
-def on_the_wire(patch, role, change, kinds=(forward.Forward, backward.Backward)):
+def on_the_wire(patch, role, change, kinds=(forward.ForwardWalk, backward.BackwardWalk)):
     """Pieces of a role arrive as something else: change(list of tensors) -> list of tensors."""
     for kind in kinds:
 
         def arrived(self, transfer, found, original=kind.arrived):
             if transfer.piece.role is role:
-                found = dataclasses.replace(found, tensors=tuple(change(list(found.tensors))))
+                made, parts = [], []
+
+                def part(*tensors, i, parts=parts):
+                    if i == 0:  # of a message, once
+                        parts[:] = change(list(tensors))
+                    return parts[i].contiguous()
+
+                for i, like in enumerate(found.tensors):
+                    made.append(self.recorder.call(partial(part, i=i), found.tensors, like.shape))
+                for rows, like in zip(made, found.tensors, strict=True):
+                    rows.buffer.dtype = like.dtype
+                found = dataclasses.replace(found, tensors=tuple(made))
             original(self, transfer, found)
 
         patch.setattr(kind, "arrived", arrived)
@@ -107,29 +129,19 @@ def steps(patch, change):
     patch.setattr(Plan, "steps", lambda self, rank, direction="forward": change(original(self, rank, direction)))
 
 
-def remote(run, compute):
-    """Whether a compute works on keys of other ranks."""
-    own = runner.own_runs(run.job.plan.layout, run.job.rank)
-    return not token_store.have_all(own, token_store.runs_of(compute.kv.spans))
-
-
 def gradients_of(patch, change):
     """What the kernel finds in backward is changed: change(is_remote, dq, dk, dv) -> (dq, dk, dv)."""
-    compute, state = backward.Backward.compute, {}
+    attend = runner.Run.attend
 
-    def computed(self, what, *rest):
-        state["remote"] = remote(self, what)
-        compute(self, what, *rest)
+    def changed(self, launch, tensors):
+        found = attend(self, launch, tensors)
+        if self.direction == "forward":
+            return found
+        own = runner.own_runs(self.job.plan.layout, self.job.rank)
+        is_remote = not token_store.have_all(own, launch.stores[1].runs)
+        return (change(is_remote, *three) for three in found)
 
-    def run_backward(run, *args):
-        for tile, *found in run(*args):
-            yield tile, *change(state["remote"], *found)
-
-    patch.setattr(backward.Backward, "compute", computed)
-    kernels(patch, backward=run_backward)
-
-
-# -- merge -------------------------------------------------------------------------------------------------------------
+    patch.setattr(runner.Run, "attend", changed)
 
 
 @mutant
@@ -143,7 +155,7 @@ def merge_without_rescaling(patch):
         num.add_(new)
         top.copy_(high)
 
-    patch.setattr(merge, "merge", merged)
+    patch.setattr(moves, "merge", merged)
 
 
 @mutant
@@ -156,7 +168,7 @@ def merge_by_mean(patch):
         num.add_((~lse.isneginf()).to(num.dtype))
         top.copy_(total - num.log())
 
-    patch.setattr(merge, "merge", merged)
+    patch.setattr(moves, "merge", merged)
 
 
 @mutant
@@ -171,7 +183,7 @@ def merge_in_base_2(patch):
         num.mul_(old).add_(new)
         top.copy_(high)
 
-    patch.setattr(merge, "merge", merged)
+    patch.setattr(moves, "merge", merged)
 
 
 @mutant
@@ -183,7 +195,7 @@ def merge_keeps_the_last(patch):
         top.copy_(lse)
         num.copy_((~lse.isneginf()).to(num.dtype))
 
-    patch.setattr(merge, "merge", merged)
+    patch.setattr(moves, "merge", merged)
 
 
 @mutant
@@ -196,7 +208,7 @@ def merge_keeps_the_largest(patch):
         top.copy_(torch.maximum(top, lse))
         num.copy_((~top.isneginf()).to(num.dtype))
 
-    patch.setattr(merge, "merge", merged)
+    patch.setattr(moves, "merge", merged)
 
 
 @mutant
@@ -210,7 +222,7 @@ def merge_without_guard(patch):
         num.mul_(old).add_(new)
         top.copy_(high)
 
-    patch.setattr(merge, "merge", merged)
+    patch.setattr(moves, "merge", merged)
 
 
 @mutant
@@ -223,7 +235,7 @@ def merge_without_maximum(patch):
         num.mul_(old).add_(new)
         top.zero_()
 
-    patch.setattr(merge, "merge", merged)
+    patch.setattr(moves, "merge", merged)
 
 
 @mutant
@@ -236,7 +248,7 @@ def merge_in_bfloat16(patch):
         if acc.dtype == torch.float32:
             acc.copy_(acc.bfloat16())
 
-    patch.setattr(merge, "merge", merged)
+    patch.setattr(moves, "merge", merged)
 
 
 @mutant
@@ -246,7 +258,7 @@ def statistics_in_bfloat16(patch):
 
     def rounded(self):
         out, lse = result(self)
-        return out, lse.bfloat16().float() if out.dtype == torch.bfloat16 else lse
+        return out, changed(lambda lse: lse.bfloat16().float(), lse) if self._dtype == torch.bfloat16 else lse
 
     patch.setattr(Accumulator, "result", rounded)
 
@@ -264,7 +276,7 @@ def lse_loses_the_sum(patch):
         top.copy_(high)
         num.copy_((~high.isneginf()).to(num.dtype))
 
-    patch.setattr(merge, "merge", merged)
+    patch.setattr(moves, "merge", merged)
 
 
 @mutant
@@ -274,7 +286,7 @@ def empty_rows_have_lse_zero(patch):
 
     def filled(self):
         out, lse = result(self)
-        return out, lse.masked_fill(lse.isneginf(), 0.0)
+        return out, changed(lambda lse: lse.masked_fill(lse.isneginf(), 0.0), lse)
 
     patch.setattr(Accumulator, "result", filled)
 
@@ -286,9 +298,9 @@ def gradients_summed_in_bfloat16(patch):
 
     def rounded(self, state, part):
         absorb(self, state, part)
-        for tensor in state:
-            if tensor.dtype == torch.float32:
-                tensor.copy_(tensor.bfloat16())
+        for rows in state:
+            if rows.dtype == torch.float32:
+                rows.copy_(changed(lambda t: t.bfloat16().float(), rows))
 
     patch.setattr(Sum, "_absorb", rounded)
 
@@ -336,8 +348,8 @@ def lse_in_base_2(patch):
     """Kernels hand over logarithms to base 2."""
 
     def run_forward(run, *args):
-        for tile, out, lse in run(*args):
-            yield tile, out, lse / math.log(2)
+        for out, lse in run(*args):
+            yield out, lse / math.log(2)
 
     kernels(patch, forward=run_forward)
 
@@ -365,7 +377,7 @@ def delta_doubled(patch):
 def _local(run, q, k, v, found, scale):
     """Each tile's own (out, lse)."""
     reference = kernel_named("reference").forward
-    return {tile: (out, lse) for tile, out, lse in reference(TileWork(q, k, v, found, scale))}
+    return dict(zip(found, reference(TileWork(q, k, v, found, scale)), strict=True))
 
 
 @mutant
@@ -403,8 +415,8 @@ def heads_in_the_wrong_groups(patch):
         return t.unflatten(1, (num_kv, -1)).transpose(1, 2).flatten(1, 2)
 
     def run_forward(run, q, k, v, found, scale):
-        for tile, out, lse in run(regroup(q, k.shape[1]), k, v, found, scale):
-            yield tile, regroup(out, q.shape[1] // k.shape[1]), regroup(lse, q.shape[1] // k.shape[1])
+        for out, lse in run(regroup(q, k.shape[1]), k, v, found, scale):
+            yield regroup(out, q.shape[1] // k.shape[1]), regroup(lse, q.shape[1] // k.shape[1])
 
     kernels(patch, forward=run_forward)
 
@@ -414,8 +426,8 @@ def heads_shifted_by_one(patch):
     """Query head h gets the result of head h - 1."""
 
     def run_forward(run, *args):
-        for tile, out, lse in run(*args):
-            yield tile, out.roll(1, 1), lse.roll(1, 1)
+        for out, lse in run(*args):
+            yield out.roll(1, 1), lse.roll(1, 1)
 
     kernels(patch, forward=run_forward)
 
@@ -435,27 +447,19 @@ def batch_rows_mixed(patch):
 @mutant
 def tile_dropped(patch):
     """Of three tiles or more, forward forgets the last."""
-
-    def run_forward(run, q, k, v, found, scale):
-        return run(q, k, v, found[:-1] if len(found) > 2 else found, scale)
-
-    kernels(patch, forward=run_forward)
+    all_tiles(patch, lambda found, _: found[:-1] if len(found) > 2 else found, ["forward"])
 
 
 @mutant
 def tile_counted_twice_forward(patch):
     """The first tile of a compute is merged twice."""
-    kernels(patch, forward=lambda run, q, k, v, found, scale: run(q, k, v, [found[0], *found], scale))
+    all_tiles(patch, lambda found, _: [*found[:1], *found], ["forward"])
 
 
 @mutant
 def tile_counted_twice_backward(patch):
     """The gradients of the first tile of a compute are added twice."""
-
-    def run_backward(run, dout, q, k, v, out, lse, found, scale, delta):
-        return run(dout, q, k, v, out, lse, [found[0], *found], scale, delta)
-
-    kernels(patch, backward=run_backward)
+    all_tiles(patch, lambda found, _: [*found[:1], *found], ["backward"])
 
 
 @mutant
@@ -573,7 +577,7 @@ def documents_ignored(patch):
 @mutant
 def key_rows_one_off(patch):
     """Tiles begin at the row after their first key."""
-    tiles(patch, lambda t, k: dataclasses.replace(t, k0=t.k0 + 1, k1=t.k1 + 1) if t.k1 < k.shape[2] else t)
+    tiles(patch, lambda t, num: dataclasses.replace(t, k0=t.k0 + 1, k1=t.k1 + 1) if t.k1 < num else t)
 
 
 @mutant
@@ -586,19 +590,18 @@ def last_key_of_tiles_lost(patch):
 def padding_attended(patch):
     """Tiles that reach the last token of a shard go on into its padding."""
     state = {}
-    for kind in (forward.Forward, backward.Backward):
+    launch = runner.Walk.launch
 
-        def compute(self, *args, original=kind.compute):
-            layout, rank = self.job.plan.layout, self.job.rank
-            state["padding"] = layout.num_padding(rank)
-            state["slots"] = len(layout.positions(rank))
-            original(self, *args)
+    def launched(self, *args):
+        layout, rank = self.job.plan.layout, self.job.rank
+        state.update(padding=layout.num_padding(rank), slots=layout.num_slots(rank))
+        return launch(self, *args)
 
-        patch.setattr(kind, "compute", compute)
+    patch.setattr(runner.Walk, "launch", launched)
 
-    def change(t, k):
-        padded = state["padding"] and k.shape[2] == state["slots"] and t.k1 == k.shape[2] - state["padding"]
-        return dataclasses.replace(t, k1=k.shape[2], lo=None, hi=None) if padded else t
+    def change(t, num):
+        padded = state["padding"] and num == state["slots"] and t.k1 == num - state["padding"]
+        return dataclasses.replace(t, k1=num, lo=None, hi=None) if padded else t
 
     tiles(patch, change)
 
@@ -644,7 +647,7 @@ def stale_kv_in_backward(patch):
     def change(t):
         return seen.setdefault(t[0].shape, [x.clone() for x in t])
 
-    on_the_wire(patch, Role.KV, change, kinds=[backward.Backward])
+    on_the_wire(patch, Role.KV, change, kinds=[backward.BackwardWalk])
 
 
 @mutant
@@ -830,20 +833,20 @@ def kept_pieces_lost(patch):
 @mutant
 def returned_kv_not_taken(patch):
     """K and V that come back in backward are not taken up."""
-    arrived = backward.Backward.arrived
+    arrived = backward.BackwardWalk.arrived
 
     def ignoring(self, transfer, found):
         if transfer.piece.role is not Role.KV:
             arrived(self, transfer, found)
 
-    patch.setattr(backward.Backward, "arrived", ignoring)
+    patch.setattr(backward.BackwardWalk, "arrived", ignoring)
 
 
 @mutant
 def pieces_dropped_too_early(patch):
     """What arrived is forgotten a step before its last use."""
-    hold = runner.Runner.hold
-    patch.setattr(runner.Runner, "hold", lambda self, role, found, until: hold(self, role, found, until - 1))
+    hold = runner.Walk.hold
+    patch.setattr(runner.Walk, "hold", lambda self, role, found, until: hold(self, role, found, until - 1))
 
 
 # -- the battery -------------------------------------------------------------------------------------------------------
@@ -913,7 +916,7 @@ def _with_gradient_of_lse():
 def _merge_unit():
     """Partials that the runner never sees together in the problems above: nothing first, and very large lse."""
     like = torch.zeros(1, 1, 3, 1)
-    made = Accumulator(like, 1)
+    made = flat_rows.Accumulator(like, 1)
     for value, lse in ((0.0, [-torch.inf] * 3), (1.0, [-torch.inf, 2.0, 2e4]), (3.0, [-torch.inf, 2.0, 2e4])):
         made.add(0, 3, torch.full((1, 1, 3, 1), value), torch.tensor(lse).view(1, 1, 3))
     out, lse = made.result()

@@ -22,6 +22,7 @@ from longspan.execution.scoring.pairs import TilePairs, TilePositions
 from longspan.masks.functions.elementwise import Elementwise
 from longspan.masks.functions.predicate import Function
 from tests.exact_cases import anew
+from tests.flat_rows import changed
 from tests.score_cases import made_plan, problem
 
 MUTANTS = {}
@@ -143,7 +144,7 @@ def lse_of_blind_rows_is_zero(patch):
 
     def filled(self):
         out, lse = result(self)
-        return out, lse.masked_fill(lse.isneginf(), 0.0)
+        return out, changed(lambda lse: lse.masked_fill(lse.isneginf(), 0.0), lse)
 
     patch.setattr(Accumulator, "result", filled)
 
@@ -322,10 +323,15 @@ def sinks_of_every_rank(patch):
 
     def joined(self):
         out, lse = result(self)
-        return (
-            forward.with_sinks(out, lse, torch.zeros(lse.shape[1], dtype=lse.dtype))
-            if lse.shape[1] == 4
-            else (out, lse)
+        if lse.shape[1] != 4:
+            return out, lse
+
+        def both(out, lse):
+            made, stat = forward.with_sinks(out, lse.squeeze(3), torch.zeros(lse.shape[1], dtype=lse.dtype))
+            return made, stat.unsqueeze(3)
+
+        return changed(lambda out, lse: both(out, lse)[0], out, lse), changed(
+            lambda lse, out: both(out, lse)[1], lse, out
         )
 
     patch.setattr(Accumulator, "result", joined)

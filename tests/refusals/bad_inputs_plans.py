@@ -86,7 +86,7 @@ def _machines():
         for value in (0, -1.0, NAN, INF, "fast", None, True):
             says = f"machine 'cpu' was given {word} = {value!r}", "a finite number above 0"
             yield bad(f"{word} {value!r}", lambda w=word, v=value: machine(**{w: v}), PlanError, *says)
-    for word in ("slot_seconds", "op_seconds"):
+    for word in ("slot_seconds", "op_seconds", "launch_seconds", "message_seconds", "call_seconds"):
         for value in (-1.0, NAN, INF, "slow"):
             says = f"machine 'cpu' was given {word} = {value!r}", "a finite number 0 or more"
             yield bad(f"{word} {value!r}", lambda w=word, v=value: machine(**{w: v}), PlanError, *says)

@@ -9,6 +9,7 @@ import torch
 
 from longspan.cli import main
 from longspan.cli.commands.bench import _check_trace
+from longspan.cli.commands.verify import _usual_device
 from longspan.cli.launch import JobRanks, joined, place
 from longspan.errors import LongspanError
 
@@ -80,6 +81,33 @@ def test_a_job_on_gpus_has_its_tensors_on_the_gpu_of_the_rank(monkeypatch):
     with joined("bench", "gloo") as ranks:
         assert ranks == JobRanks(6, 8, 4, "gloo", "cpu")
     assert asked[2:] == ["gloo"]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "ranks", "found"),
+    [(8, "8", "cuda"), (8, "2", "cuda"), (2, "4", "cpu"), (0, "1", "cpu"), (1, None, "cuda")],
+)
+def test_verify_takes_gpus_where_every_rank_has_one(monkeypatch, num_gpus, ranks, found):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert _usual_device(num_gpus) == found
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for config, device in (("cpu:gloo", "cpu"), ("cpu:gloo,cuda:nccl", found), ("cuda:nccl", found)):
+        monkeypatch.setattr(torch.distributed, "get_backend_config", lambda config=config: config)
+        assert _usual_device(num_gpus) == device
+
+
+def test_commands_say_device_and_kernel():
+    code, out, err = said("verify", "--ranks", "2", "--seq", "48", "--scheme", "ring", "--dtype", "float32,bfloat16")
+    assert (code, err) == (0, "")
+    assert "2 of 2 right, on cpu by cpu_flash" in out
+    code, out, _ = said("verify", "--ranks", "2", "--seq", "48", "--scheme", "ring", "--softcap", "9", "--json")
+    assert code == 0
+    assert json.loads(out)["kernels"] == {"float32": "reference"}
+    code, out, _ = said("bench", "--seq", "64", *SMALL)
+    assert code == 0
+    assert "on cpu by cpu_flash" in " ".join(out.split())
 
 
 def test_a_trace_of_gpus_is_refused_and_one_of_cpus_is_not(tmp_path):

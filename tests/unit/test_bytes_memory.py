@@ -204,7 +204,7 @@ class Unseen:
     name = "unseen"
 
     def __init__(self, kernel, ledger):
-        self.kernel, self.ledger = kernel, ledger
+        self.kernel, self.ledger, self.groups = kernel, ledger, kernel.groups
 
     def forward(self, *args):
         yield from self._seen(self.kernel.forward(*args))
@@ -219,7 +219,7 @@ class Unseen:
             self.ledger.paused = False
             if found is None:
                 return
-            self.ledger.note(found[1:])
+            self.ledger.note(found)
             yield found
             del found  # or it would outlive its use here
 
@@ -238,7 +238,7 @@ class Mailboxes(ProcessGroup):
             work.wait()
 
     def _start(self, exchange):
-        buffers = {src: torch.empty(size, dtype=torch.uint8) for src, size in exchange.receives.items()}
+        buffers = dict(exchange.into)
         sent = []
         for peer, message in exchange.sends.items():
             sent.append(threading.Event())

@@ -30,6 +30,7 @@ from longspan.masks import causal, documents, from_mask_mod, sliding_window
 from longspan.masks.functions.predicate import Function
 from longspan.span import Span
 from longspan.testing.loopback import run_loopback
+from tests.kernel_models.cases import by_tile
 
 FLEX, REFERENCE = kernel_named("flex"), kernel_named("reference")
 LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -230,7 +231,7 @@ def test_many_tiles_in_one_call():
         plain = torch.stack([allowed(t, num_q, num_k) & torch.tensor(not t.asks) for t in tiles]).any(0)
         mask = plain | (asks & dense_answers(0, 0, torch.arange(num_q)[:, None] + 5, torch.arange(num_k)))
         scores = (q @ k.mT * 0.3).masked_fill(~mask, -math.inf)
-        ((cover, out, lse),) = FLEX.forward(TileWork(q, k, v, tiles, 0.3, pairs))
+        ((cover, out, lse),) = by_tile(FLEX, TileWork(q, k, v, tiles, 0.3, pairs))
         rows, keys = slice(cover.q0, cover.q1), slice(cover.k0, cover.k1)
         assert (cover.q0, cover.q1) == (min(t.q0 for t in tiles), max(t.q1 for t in tiles))
         same([lse], [scores.logsumexp(-1)[:, :, rows]], torch.float64)  # natural logarithms
@@ -241,10 +242,10 @@ def test_many_tiles_in_one_call():
         whole[:, :, ::7] = -math.inf
         wrong = torch.full_like(dout, math.nan)  # `out` is not looked at
         work, upstream = TileWork(q, k, v, tiles, 0.3, pairs), Upstream(dout, wrong, whole, delta)
-        ((_, dq, dk, dv),) = FLEX.backward(work, upstream)
+        ((dq, dk, dv),) = FLEX.backward(work, upstream)
         sums = [torch.zeros_like(x) for x in (q, k, v)]
-        for tile, *parts in REFERENCE.backward(
-            TileWork(q, k, v, tiles, 0.3, pairs), Upstream(dout, wrong, whole, delta)
+        for tile, *parts in by_tile(
+            REFERENCE, TileWork(q, k, v, tiles, 0.3, pairs), Upstream(dout, wrong, whole, delta)
         ):
             for total, part, (a, b) in zip(sums, parts, ((tile.q0, tile.q1), *[(tile.k0, tile.k1)] * 2), strict=True):
                 total[:, :, a:b] += part
@@ -372,12 +373,12 @@ def test_gpu_calls_have_the_right_form(dtype, monkeypatch):
         scoring = Scoring((lambda s, b, h, q, kv: s + table[(q - kv) % 9, h],), (table,))
         pairs = pairs_of(200, 300, scoring, (table,))
         for _ in range(2):  # the second time nothing is compiled
-            ((tile, out, lse),) = kernel.forward(TileWork(q, k, v, tiles, 0.1, pairs))
+            ((tile, out, lse),) = by_tile(kernel, TileWork(q, k, v, tiles, 0.1, pairs))
             assert (tile.rows, tile.cols) == (200, 300)
             assert (out.shape, out.dtype, out.device.type) == ((2, 6, 200, 24), dtype, "cuda")
             assert (lse.shape, lse.dtype, lse.device.type) == ((2, 6, 200), torch.float32, "cuda")
             bare = pairs_of(200, 300)  # autograd of fake cuda tensors ends the process
-            ((tile, dq, dk, dv),) = kernel.backward(TileWork(q, k, v, tiles, 0.1, bare), Upstream(dout, dout, lse, lse))
+            ((dq, dk, dv),) = kernel.backward(TileWork(q, k, v, tiles, 0.1, bare), Upstream(dout, dout, lse, lse))
             assert [x.shape for x in (dq, dk, dv)] == [q.shape, k.shape, v.shape]
             assert {(x.dtype, x.device.type) for x in (dq, dk, dv)} == {(dtype, "cuda")}
     flex._blocks_of.cache_clear()

@@ -17,13 +17,15 @@ LIMIT = 1e-6
 
 MUTANTS = {
     "rows that saw nothing are nan": ('tl.where(high == float("-inf"), 0.0, high)', "high", "merge"),
-    "the maximum is not kept": ("tl.store(at_top, high, mask=here)", "tl.store(at_top, old_top, mask=here)", "merge"),
+    "the maximum is not kept": ("tl.store(at_top, high, mask=known)", "tl.store(at_top, old_top, mask=known)", "merge"),
     "the sum is not scaled": ("other=0.0) * old + new", "other=0.0) + new", "merge"),
-    "rows beyond the end are written": ("here = t < rows", "here = t < rows + 3", "merge"),
+    "rows beyond the end are written": ("known = i < rows", "known = i < rows + 3", "merge"),
+    "rows of both are one's": ("tl.load(here + i, mask=known", "tl.load(there + i, mask=known", "merge"),
     "heads are batch rows": ("(plane // heads)", "(plane % heads)", "merge"),
     "rows go where they came from": ("place[:, None] * target_t", "row[:, None] * target_t", "moves"),
     "what should be added replaces": ("whole + part.to(whole.dtype)", "part.to(whole.dtype)", "moves"),
     "features beyond the last are written": ("(d < dim)[None, :]\n    row", "(d < dim + 2)[None, :]\n    row", "moves"),
+    "the second move never adds": ("target2_t, ROWS, DIM, ADDS", "target2_t, ROWS, DIM, False", "moves"),
 }
 
 
@@ -65,15 +67,16 @@ def test_kernels_become_machine_code(capability, kind, tmp_path, record_property
     from triton.compiler import ASTSource
 
     from longspan.execution.fused import pieces
-    from longspan.execution.fused.triton_kernels import merge_kernel, rows_kernel
+    from longspan.execution.fused.triton_kernels import merge_kernel, rows_kernel, two_rows_kernel
 
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     ptxas = folder / ("ptxas-blackwell" if capability >= 90 else "ptxas")
     wide = {"acc": "*fp32", "top": "*fp32", "num": "*fp32", "lse": "*fp32", "here": "*i32", "there": "*i32"}
-    for kernel in (merge_kernel, rows_kernel):
-        sizes = pieces._grid(1, 4096, 128)[1] | {"ADDS": False}
+    wide |= {"here2": "*i32", "there2": "*i32"}
+    for kernel in (merge_kernel, rows_kernel, two_rows_kernel):
+        sizes = pieces._grid(1, 4096, 128)[1] | {"ADDS": False, "BY_ROW": True}
         constants = {name: size for name, size in sizes.items() if name in kernel.arg_names}
-        tensors = dict.fromkeys(("out", "source", "target"), kind) | wide
+        tensors = dict.fromkeys(("out", "source", "target", "source2", "target2"), kind) | wide
         signature = {name: "constexpr" if name in constants else tensors.get(name, "i64") for name in kernel.arg_names}
         source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): n for name, n in constants.items()})
         compiled = triton.compile(source, GPUTarget("cuda", capability, 32), {"enable_fp_fusion": False})

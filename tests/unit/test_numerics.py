@@ -13,7 +13,6 @@ import longspan
 from longspan import layouts, masks
 from longspan.execution.engine.backward import Backward, Saved, stand_in
 from longspan.execution.engine.forward import Forward
-from longspan.execution.engine.merge import Accumulator, Sum
 from longspan.execution.engine.runner import Job
 from longspan.execution.engine.transports import Loopback
 from longspan.execution.kernels import choose_kernel, kernel_named
@@ -21,6 +20,7 @@ from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.testing import run_loopback
 from tests.exact_cases import NAMES, Oracle, unit
+from tests.flat_rows import Accumulator, Sum
 
 S, DIM, WORLD = 192, 16, 4
 SCHEMES = ("ring", "exchange", "all_gather", "all_to_all", "hybrid(2)", "hybrid(2,exchange)")

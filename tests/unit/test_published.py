@@ -13,7 +13,7 @@ from benchmarks.published_systems import Leg, Run, padded_problem, plain_problem
 from longspan.masks import bands as bd
 from longspan.schedules import Role, Step, reverse, scheme
 from longspan.schedules.cost.machine import Work
-from longspan.schedules.cost.presets import H100
+from longspan.schedules.cost.presets import H100_FITTED
 from tests.step_times import move_seconds
 
 WORLD = 16
@@ -40,7 +40,9 @@ def received(steps: tuple[Step, ...], rank: int) -> list[list[int]]:
         for t in step.transfers:
             if t.dst == rank:
                 lse = 4 * t.piece.num_tokens * len(t.piece.heads) if t.piece.role is Role.OUT else 0
-                at[H100.level(t.src, t.dst)] += t.piece.num_bytes(SIZES) - lse  # the published systems keep theirs
+                at[H100_FITTED.level(t.src, t.dst)] += (
+                    t.piece.num_bytes(SIZES) - lse
+                )  # the published systems keep theirs
     return sums
 
 
@@ -98,11 +100,11 @@ def test_a_trace_costs_what_the_machine_says() -> None:
     near, far = ring_run(problem, 0).moved[0]
     work = Work(flop=1e9, slots=50.0, copied=1e6, ops=2.0)
     for direction in DIRECTIONS:
-        seconds = work.seconds(H100, direction), move_seconds(step, 0, SIZES, H100)
+        seconds = work.seconds(H100_FITTED, direction), move_seconds(step, 0, SIZES, H100_FITTED)
         for exposed, expected in ((False, max(seconds)), (True, sum(seconds))):
             legs = [Leg(work, near, far, exposed=exposed)] * 2
             trace = pub.Trace.of([[legs, legs[:1]]], [1.0], direction)
-            assert trace.seconds(H100) == pytest.approx([2 * expected])
+            assert trace.seconds(H100_FITTED) == pytest.approx([2 * expected])
 
 
 def test_the_fit_finds_constants_that_made_the_points() -> None:
@@ -116,7 +118,7 @@ def test_the_fit_finds_constants_that_made_the_points() -> None:
 
 
 def test_drifted_constants_and_wrong_orders_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    drifted = pub.print_constants(replace(H100, op_seconds=2 * H100.op_seconds))
+    drifted = pub.print_constants(replace(H100_FITTED, op_seconds=2 * H100_FITTED.op_seconds))
     assert len(drifted) == 1
     assert "op_seconds" in drifted[0]
     assert "op_seconds" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -84,24 +84,39 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=("nccl", "gloo"), help=words)
 
 
-def place(asked: str | None, num_gpus: int, local_rank: int) -> tuple[str, str]:
+def place(asked: str | None, num_gpus: int, local_rank: int, *, shown_one: bool = False) -> tuple[str, str]:
     """The backend, and the device of this rank's tensors: each rank of a host has a GPU of its own.
 
-    >>> place(None, 8, 3), place("gloo", 8, 3), place(None, 0, 3)
-    (('nccl', 'cuda:3'), ('gloo', 'cpu'), ('gloo', 'cpu'))
+    With `shown_one` the launcher has shown this rank a single GPU, its own, which is number 0 to each of them.
+
+    >>> place(None, 8, 3), place("gloo", 8, 3), place(None, 0, 3), place(None, 1, 3, shown_one=True)
+    (('nccl', 'cuda:3'), ('gloo', 'cpu'), ('gloo', 'cpu'), ('nccl', 'cuda:0'))
     """
     backend = asked or ("nccl" if num_gpus else "gloo")
     if backend == "gloo":
         return backend, "cpu"
+    if num_gpus == 1 and shown_one:
+        return backend, "cuda:0"
     if local_rank >= num_gpus:
         raise LongspanError(
             f"NCCL gives every rank a GPU of its own, but PyTorch sees {num_gpus} on this host, which has a rank"
-            f" {local_rank} (they count from 0). Start at most {num_gpus} ranks on a host, or say --backend gloo."
+            f" {local_rank} (they count from 0). Start at most {num_gpus} ranks on a host, show each rank its own GPU"
+            f" only (CUDA_VISIBLE_DEVICES), or say --backend gloo."
             if num_gpus
             else "--backend nccl was asked for, but PyTorch sees no CUDA device here. Say --backend gloo, or leave it"
             " out."
         )
     return backend, f"cuda:{local_rank}"
+
+
+def is_shown_one(env: Mapping[str, str]) -> bool:
+    """Whether whoever started this process has shown it exactly one of the GPUs.
+
+    >>> [is_shown_one({"CUDA_VISIBLE_DEVICES": names}) for names in ("3", "GPU-1f", "0,1", "")], is_shown_one({})
+    ([True, True, False, False], False)
+    """
+    shown = env.get("CUDA_VISIBLE_DEVICES", "")
+    return bool(shown) and "," not in shown
 
 
 def meet(backend: str, device: str) -> None:
@@ -145,7 +160,8 @@ def joined(command: str, backend: str | None, *, alone: bool = False) -> Iterato
     if dist.is_initialized():
         yield _ranks_of_group(backend)
         return
-    where = place(backend, torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0")))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    where = place(backend, torch.cuda.device_count(), local_rank, shown_one=is_shown_one(os.environ))
     if not is_launched() and not alone:
         raise LongspanError(
             f"{command} runs on all ranks at once. Start it as: torchrun --nproc-per-node 4 -m longspan {command} ..."

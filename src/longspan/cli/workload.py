@@ -22,7 +22,7 @@ from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.cost.machine_text import MAX_TEXT, parse_machine
-from longspan.schedules.cost.presets import H100, MACHINES
+from longspan.schedules.cost.presets import MACHINES, assumed_machine
 from longspan.schedules.plan import Plan
 from longspan.span import Ints
 
@@ -94,7 +94,7 @@ class Workload:
         tensors = {name: getattr(args, name) for name in ("q_heads", "kv_heads", "head_dim", "dtype", "batch")}
         if args.v_head_dim is not None:
             tensors["v_head_dim"] = args.v_head_dim
-        machine = H100 if args.machine is None else machine_of(args.machine)
+        machine = assumed_machine(functions=False) if args.machine is None else machine_of(args.machine)
         scheme, layout = getattr(args, "scheme", "auto"), getattr(args, "layout", "balanced")
         given = args.machine is not None
         return Workload(
@@ -163,6 +163,7 @@ class Workload:
             "window": self.window,
             **self.tensors,
             "machine": self.machine.name,
+            "kernel": self.machine.kernel,
             "keep": self.keep,
             "fetch_bytes": self.fetch_bytes,
         }

@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator
 from torch.utils._pytree import tree_map as tree_map  # a function applied to every leaf of nested arguments
 
 _aten = torch.ops.aten
+num_users = torch._C._storage_Use_Count  # of a storage, which is named by its address
 destroy = operator.methodcaller("_destroy")  # of a library of operators, with all that it has registered
 _AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
 
@@ -63,8 +65,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
-# Operators with this tag are left out of CUDA graphs.
-CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)
+CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)  # operators with this tag are left out of CUDA graphs
 
 
 def cpu_flash(
@@ -86,16 +87,9 @@ def cpu_flash(
 
 
 def cpu_flash_backward(
-    dout_BHQD: Tensor,
-    q_BHQD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKD: Tensor,
-    out_BHQD: Tensor,
-    lse_BHQ: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout_BHQD: Tensor, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, out_BHQD: Tensor, lse_BHQ: Tensor,
+    bias: Tensor | None, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) of the CPU flash operator, dk and dv with the key/value heads.
 
     A bool bias is taken without complaint and gives wrong gradients.
@@ -280,10 +274,15 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()  # type: ignore[attr-defined]
 
 
-def timeout_of(group: ProcessGroup) -> float | None:
+def abort(group: ProcessGroup, device: torch.device) -> None:
+    """Ends all that the group has under way on such a device, and whatever waits for it."""
+    group._get_backend(device).abort()
+
+
+def timeout_of(group: ProcessGroup, device: torch.device) -> float | None:
     """Seconds after which the group itself gives up a message; None if it does not say."""
     try:
-        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()  # type: ignore[attr-defined]
+        return group._get_backend(device).options._timeout.total_seconds()  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
         return None
 
@@ -413,8 +412,7 @@ def compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequ
 
 
 def function_modes() -> list[Any]:
-    """The torch-function modes that are on, innermost last. Threads of the autograd engine have those of the thread
-    that called backward, which is not so of context variables."""
+    """The torch-function modes that are on, innermost last; threads of autograd have those of who called backward."""
     from torch.overrides import _get_current_function_mode_stack
 
     return list(_get_current_function_mode_stack())

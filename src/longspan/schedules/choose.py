@@ -4,6 +4,10 @@ Bytes are exact: the most that any rank receives. Times and memory are those of 
 most remote rows, most bytes, first, last), since a step is done when the slowest rank is; where ranks differ much,
 another may take somewhat more. They come from the same steps and the same cost functions as the simulator, without
 waits between ranks.
+
+The quickest is taken, unless others are within 3 % of it: the model cannot tell those apart. Of them the one is taken
+that would be the quickest if hosts could not run ahead of their devices: they have the rest of the model to run, too.
+Say ring takes 10.0 ms, 2.0 of which hosts are busy, and exchange 10.2 ms with 0.5: exchange is taken.
 """
 
 from __future__ import annotations
@@ -14,13 +18,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from longspan.schedules.cost.machine import Machine, rank_seconds
+from longspan.schedules.cost.machine import Machine, rank_times
 from longspan.schedules.cost.memory import peak_bytes
+from longspan.schedules.cost.workspace import table_bytes, workspace_bytes
 from longspan.schedules.planners import PLANNERS, Scheme, scheme
 from longspan.schedules.planners.volume import lent
 from longspan.schedules.problem import Problem
 from longspan.schedules.reversal import reverse
-from longspan.schedules.steps import Role
+from longspan.schedules.steps import Role, Sizes, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +38,16 @@ class Reason:
     bytes_received: int
     """The most that any rank receives, both passes together."""
     peak_bytes: int
-    """The most memory, of `ranks`, that one needs at any step beside its own tensors."""
+    """The most memory, of `ranks`, that one needs at any step beside its own tensors and the kernel's workspace."""
     chosen: bool = False
     at_least: bool = False
     """Only a lower bound was worked out, and it was worse than a scheme that was worked out fully."""
     ranks: tuple[int, ...] = ()
     """The ranks whose times and memory were worked out; the figures are the largest of theirs."""
+    host_seconds: float = 0.0
+    """How long hosts are busy queueing both passes; on a GPU, beside what the device does. 0: the host does it all."""
+    workspace_bytes: int | None = 0
+    """What the machine's kernel allocates inside itself, and the plan's tables on the device. None: not known."""
 
     @property
     def seconds(self) -> float:
@@ -48,13 +57,17 @@ class Reason:
         mark = "*" if self.chosen else " "
         if self.at_least:
             return f"  {self.scheme:20s} at least {self.seconds * 1e3:.3f} ms in all, for its bytes alone"
+        inside = "unknown" if self.workspace_bytes is None else f"{self.workspace_bytes / 2**20:.1f}"
         return (
             f"{mark} {self.scheme:20s} {self.forward_seconds * 1e3:9.3f} {self.backward_seconds * 1e3:9.3f}"
-            f" {self.bytes_received / 2**20:10.1f} {self.peak_bytes / 2**20:10.1f}"
+            f" {self.host_seconds * 1e3:9.3f} {self.bytes_received / 2**20:10.1f} {self.peak_bytes / 2**20:10.1f}"
+            f" {inside:>10s}"
         )
 
 
-REASON_HEAD = f"  {'scheme':20s} {'fwd ms':>9s} {'bwd ms':>9s} {'recv MiB':>10s} {'peak MiB':>10s}"
+_HEADS = f"{'fwd ms':>9s} {'bwd ms':>9s} {'host ms':>9s} {'recv MiB':>10s} {'peak MiB':>10s} {'kernel MiB':>10s}"
+REASON_HEAD = f"  {'scheme':20s} {_HEADS}"
+TIE = 0.03
 
 
 def busiest(chosen: Scheme) -> list[int]:
@@ -73,24 +86,35 @@ def busiest(chosen: Scheme) -> list[int]:
 def judge(candidate: Scheme, machine: Machine, *, keep: bool) -> Reason:
     """The scheme's figures on the machine."""
     problem, sizes = candidate.problem, candidate.problem.sizes
-    rows: list[tuple[float, float, int]] = []
+    rows: list[tuple[float, float, float, int, int]] = []
     ranks = busiest(candidate)
     for rank in ranks:
         forward = candidate.steps(rank)
         backward, kept = reverse(forward, rank, keep=keep)
-        rows.append(
-            (
-                rank_seconds(forward, rank, sizes, machine, "forward"),
-                rank_seconds(backward, rank, sizes, machine, "backward"),
-                max(
-                    peak_bytes(forward, rank, problem.layout, sizes, "forward"),
-                    peak_bytes(backward, rank, problem.layout, sizes, "backward", kept),
-                ),
-            )
-        )
-    seconds, back, peak = (max(column) for column in zip(*rows, strict=True))
+        passes = ((forward, "forward", ()), (backward, "backward", kept))
+        (ahead, host), (back, host_back) = (rank_times(steps, rank, sizes, machine, way) for steps, way, _ in passes)
+        peaks = (peak_bytes(steps, rank, problem.layout, sizes, way, held) for steps, way, held in passes)
+        inside = device_bytes(forward, backward, sizes, machine)
+        rows.append((ahead, back, host + host_back, max(peaks), -1 if inside is None else inside))
+    seconds, back, host, peak, inside = (max(column) for column in zip(*rows, strict=True))
     received = sum(candidate.received(direction, keep=keep) for direction in ("forward", "backward"))
-    return Reason(candidate.name, seconds, back, int(np.max(received)), int(peak), ranks=tuple(ranks))
+    return Reason(
+        candidate.name, seconds, back, int(np.max(received)), int(peak), ranks=tuple(ranks), host_seconds=host,
+        workspace_bytes=None if inside < 0 else int(inside),
+    )  # fmt: skip
+
+
+def device_bytes(
+    forward: tuple[Step, ...],
+    backward: tuple[Step, ...],
+    sizes: Sizes,
+    machine: Machine,
+    *,
+    deterministic: bool = False,
+) -> int | None:
+    """The largest workspace of a launch, and the tables of both passes."""
+    inside = workspace_bytes(backward, sizes, machine, deterministic=deterministic)
+    return None if inside is None else inside + table_bytes(forward, backward, machine)
 
 
 def candidates(problem: Problem) -> Iterator[str]:
@@ -128,7 +152,10 @@ def floor_seconds(candidate: Scheme, machine: Machine) -> float:
 
 
 def choose(problem: Problem, machine: Machine, *, keep: bool) -> tuple[Scheme, tuple[Reason, ...]]:
-    """The scheme with the least predicted time, and every scheme's figures, quickest first; ties go to fewer bytes."""
+    """The scheme with the least predicted time, and every scheme's figures: the chosen one's, then quickest first.
+
+    Of those within `TIE` of the least, hosts decide; where they cost nothing, time, and then bytes.
+    """
     judged: list[tuple[Reason, Scheme]] = []
     best = math.inf
     for candidate in (scheme(name, problem) for name in candidates(problem)):
@@ -139,6 +166,7 @@ def choose(problem: Problem, machine: Machine, *, keep: bool) -> tuple[Scheme, t
         judged.append((judge(candidate, machine, keep=keep), candidate))
         best = min(best, judged[-1][0].seconds)
     judged.sort(key=lambda pair: (pair[0].at_least, pair[0].seconds, pair[0].bytes_received))
-    reasons = [reason for reason, _ in judged]
-    reasons[0] = replace(reasons[0], chosen=True)
-    return judged[0][1], tuple(reasons)
+    tied = [pair for pair in judged if not pair[0].at_least and pair[0].seconds <= (1 + TIE) * best]
+    chosen = min(tied, key=lambda pair: pair[0].seconds + pair[0].host_seconds)  # the first of equals
+    others = [reason for reason, _ in judged if reason is not chosen[0]]
+    return chosen[1], (replace(chosen[0], chosen=True), *others)

@@ -11,7 +11,9 @@ from longspan.handles import Handled
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.masks.mask_key import MaskKey
-from longspan.schedules.choose import REASON_HEAD, Reason, choose, judge
+from longspan.number_words import bytes_text
+from longspan.schedules.choose import REASON_HEAD, Reason, choose, device_bytes, judge
+from longspan.schedules.cost.kernels import about_kernel, why_not
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.cost.memory import peak_bytes
 from longspan.schedules.cost.traffic import received
@@ -97,6 +99,27 @@ class Plan(Handled):
             peak_bytes(backward, rank, self.layout, self.sizes, "backward", kept),
         )
 
+    def workspace_bytes(self, rank: int, *, deterministic: bool = False) -> int | None:
+        """What the machine's kernel allocates on the rank beside its results, and the plan's tables on the device.
+
+        `deterministic`: under `torch.use_deterministic_algorithms`. None where the kernel's workspace is not known.
+        """
+        forward, backward, _ = self._rank(rank)
+        return device_bytes(forward, backward, self.sizes, self.machine, deterministic=deterministic)
+
+    @property
+    def kernel_assumed(self) -> str:
+        """Whose speed and workspace the predictions have, and why a call would run another kernel, if it would.
+
+        >>> import longspan as ls
+        >>> sizes = {"q_heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+        >>> ls.plan(ls.masks.causal(64), ls.layouts.zigzag(64, 4), **sizes).kernel_assumed
+        "FA2, PyTorch's own flash attention"
+        """
+        why = why_not(self.machine.kernel, self.sizes, functions=not self.mask.is_structured)
+        other = "" if why is None else f"; but {why}, so another kernel would run, and figures are not for that"
+        return about_kernel(self.machine.kernel) + other
+
     @property
     def predicted_seconds(self) -> float:
         """Forward and backward of one attention on `machine`, simulated on the busiest ranks."""
@@ -137,6 +160,12 @@ class Plan(Handled):
             return []
         return [f"  chunks     {chunks.num} of {chunks.length}: the same bits on any number of ranks that cuts none"]
 
+    def _about_memory(self, chosen: Reason) -> str:
+        inside = "what kernels use inside, which is not known"
+        if chosen.workspace_bytes is not None:
+            inside = f"{bytes_text(chosen.workspace_bytes)} of kernels and tables"
+        return f"{bytes_text(chosen.peak_bytes)} at the peak + {inside}, beside own tensors"
+
     def __repr__(self) -> str:
         return f"<plan {self.scheme.name} of {self.mask} over {self.layout}, {self.fingerprint[:12]}>"
 
@@ -155,8 +184,10 @@ class Plan(Handled):
             *self._about_chunks(),
             f"  remote K/V {'kept for backward' if self.keep else 'fetched again in backward'}",
             f"  machine    {self.machine.name}{assumed}; times are simulated",
+            f"  kernel     {self.kernel_assumed}",
             f"  predicted  {chosen.forward_seconds * 1e3:.3f} ms forward,"
             f" {chosen.backward_seconds * 1e3:.3f} ms backward",
+            f"  memory     {self._about_memory(chosen)}",
             f"compared ({len(self.reasons)}; bytes are the most of any rank, both passes; times and peaks are of ranks"
             " likely to be busiest):",
             REASON_HEAD,

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.errors import LongspanError
 from longspan.execution.handed import group_handed, group_of
-from longspan.execution.trust.group import message_device
+from longspan.execution.trust.backends import message_device
 from longspan.layouts import Layout
 
 __all__ = ["BatchError", "check_batch", "check_layout", "message_device", "process_group"]

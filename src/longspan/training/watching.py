@@ -26,6 +26,7 @@ class Watching:
         skipped a step cannot go on unnoticed."""
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise BatchError(f"step({number!r}) was asked for. It is the number of the training step, 0 or more.")
+        self.members.check_told()
         self.members.training_step = number
         self.members.tell_step()
 
@@ -49,6 +50,7 @@ def watch(
     with safely(settings):
         try:
             yield Watching(members)
+            members.check_told()
         except BaseException as error:
             if not _ends_well(error):
                 members.tell(error, settings)

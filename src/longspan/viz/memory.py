@@ -38,7 +38,7 @@ def memory_picture(plan: Plan, *, title: str | None = None) -> Scene:
     worst = peaks.index(max(peaks))
     remark = (
         f"peak {bytes_text(peaks[worst])} on rank {worst}, {bytes_text(min(peaks))} on the rank with least; beside its"
-        f" own q, k, v, results and gradients, and what kernels use inside. Times are simulated."
+        f" own q, k, v, results and gradients, and what kernels allocate inside ({_inside(plan)}). Times are simulated."
     )
     scene, top = headed(title or f"Memory: {plan.scheme.name}", [remark], _ABOUT)
     left, right = MARGIN + 64, WIDTH - MARGIN - 78
@@ -65,6 +65,11 @@ def memory_picture(plan: Plan, *, title: str | None = None) -> Scene:
         _names(scene, left, right, top, peaks)
     scene.height = top + tall + 52
     return scene
+
+
+def _inside(plan: Plan) -> str:
+    chosen = next(reason for reason in plan.reasons if reason.chosen)
+    return "not known" if chosen.workspace_bytes is None else f"{bytes_text(chosen.workspace_bytes)} at most"
 
 
 _ABOUT = "Bytes alive on each rank over the time of forward and backward."

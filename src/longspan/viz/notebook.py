@@ -33,7 +33,7 @@ def _framed(scene: Scene) -> str:
 
 
 def _compared(plan: Plan) -> str:
-    heads = ("", "scheme", "forward", "backward", "received", "peak")
+    heads = ("", "scheme", "forward", "backward", "received", "peak", "in kernels")
     lines = ["<tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
     for reason in plan.reasons:
         cells = [
@@ -43,12 +43,13 @@ def _compared(plan: Plan) -> str:
             seconds_text(reason.backward_seconds),
             bytes_text(reason.bytes_received),
             bytes_text(reason.peak_bytes),
+            "unknown" if reason.workspace_bytes is None else bytes_text(reason.workspace_bytes),
         ]
         if reason.at_least:
-            cells[2:] = [f"at least {seconds_text(reason.seconds)}", "", "", ""]
+            cells[2:] = [f"at least {seconds_text(reason.seconds)}", "", "", "", ""]
         lines.append("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in cells) + "</tr>")
     said = (
-        f"Times are simulated on {plan.machine.name}. Bytes are the most of any rank; times and memory are of ranks"
-        " likely to be busiest."
+        f"Times are simulated on {plan.machine.name}, for {plan.kernel_assumed}. Bytes are the most of any rank; times"
+        " and memory are of ranks likely to be busiest."
     )
     return f"<table>{''.join(lines)}</table><p>{escaped(said)}</p>"

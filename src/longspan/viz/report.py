@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from longspan.number_words import bytes_text, count_text, rate_text, seconds_text, three
 from longspan.schedules.choose import Reason, busiest
+from longspan.schedules.cost.kernels import about_kernel
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.plan import Plan
 from longspan.viz.drawing.page import Bar, cards, code, facts_table, figure, heading, page, paragraph, table
@@ -42,8 +43,8 @@ def report_html(
         paragraph(_lead(plan), "lead"),
         cards(_cards(plan)),
         paragraph(
-            f"Times are simulated on the machine {plan.machine.name}; nothing here was run on a GPU. Bytes follow from"
-            " the plan and are what the transport sends.",
+            f"Times are simulated on the machine {plan.machine.name}, for {plan.kernel_assumed}; nothing here was run"
+            " on a GPU. Bytes follow from the plan and are what the transport sends.",
             "note",
         ),
         heading("What was asked"),
@@ -105,7 +106,12 @@ def _cards(plan: Plan) -> Iterator[tuple[str, str]]:
     yield seconds_text(chosen.seconds), "forward and backward, predicted"
     yield bytes_text(received), "most received by a rank, both passes"
     yield bytes_text(peak), f"highest peak beside own tensors{_of_few(plan, chosen)}"
+    yield _inside(chosen), "of workspace inside kernels, and of tables"
     yield f"{plan.imbalance:.3f}", "most pairs on a rank / mean"
+
+
+def _inside(reason: Reason) -> str:
+    return "unknown" if reason.workspace_bytes is None else bytes_text(reason.workspace_bytes)
 
 
 def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -132,7 +138,13 @@ def _choice(plan: Plan) -> Iterator[str]:
         yield paragraph(f"The scheme {plan.scheme.name} was asked for by name, so nothing else was compared.")
     else:
         words = f"{len(plan.reasons)} schemes were compared. {chosen.scheme} has the least predicted time."
-        if len(full) > 1 and chosen.seconds:
+        if len(full) > 1 and full[1].seconds < chosen.seconds:
+            words = (
+                f"{len(plan.reasons)} schemes were compared. {full[1].scheme} is predicted to be"
+                f" {100 * (1 - full[1].seconds / chosen.seconds):.1f} % quicker than {chosen.scheme}, which is a tie;"
+                f" {chosen.scheme} leaves hosts less to do."
+            )
+        elif len(full) > 1 and chosen.seconds:
             words += f" The next, {full[1].scheme}, takes {_more(full[1].seconds / chosen.seconds)}."
         gather = next((reason for reason in full if reason.scheme == "all_gather"), None)
         most = _most(plan)[0]
@@ -142,15 +154,16 @@ def _choice(plan: Plan) -> Iterator[str]:
         yield paragraph(words)
     longest = max(reason.seconds for reason in plan.reasons) or 1.0
     yield table(
-        ("scheme", "forward", "backward", "both", "received", "peak"),
+        ("scheme", "forward", "backward", "both", "host", "received", "peak", "in kernels"),
         [_reason_row(reason, longest) for reason in plan.reasons],
         chosen=plan.reasons.index(chosen),
     )
     ranks = ", ".join(map(str, chosen.ranks))
     yield paragraph(
-        "Received is the most of any rank, both passes together; peak is memory beside a rank's own q, k, v, results"
-        f" and gradients. Times and peaks are the largest of ranks likely to be busiest, of {chosen.scheme} ranks"
-        f" {ranks}; another may take somewhat more. “At least” marks"
+        "Host is how long a host is busy with queueing both passes, beside what its device does. Received is the most"
+        " of any rank, both passes together; peak is memory beside a rank's own q, k, v, results and gradients, and"
+        " beside what kernels allocate inside. Times and peaks are the largest of ranks likely to be busiest, of"
+        f" {chosen.scheme} ranks {ranks}; another may take somewhat more. “At least” marks"
         " schemes whose bytes alone take longer than the one that was chosen.",
         "muted",
     )
@@ -163,10 +176,12 @@ def _more(ratio: float) -> str:
 def _reason_row(reason: Reason, longest: float) -> tuple[str, ...]:
     share = reason.seconds / longest
     if reason.at_least:
-        return reason.scheme, "", "", Bar.of(f"at least {seconds_text(reason.seconds)}", share), "", ""
+        return reason.scheme, "", "", Bar.of(f"at least {seconds_text(reason.seconds)}", share), "", "", "", ""
     spent = seconds_text(reason.forward_seconds), seconds_text(reason.backward_seconds)
     both = Bar.of(seconds_text(reason.seconds), share)
-    return reason.scheme, *spent, both, bytes_text(reason.bytes_received), bytes_text(reason.peak_bytes)
+    host = seconds_text(reason.host_seconds)
+    sizes = bytes_text(reason.bytes_received), bytes_text(reason.peak_bytes), _inside(reason)
+    return reason.scheme, *spent, both, host, *sizes
 
 
 def _pictures(plan: Plan) -> Iterator[str]:
@@ -201,7 +216,8 @@ def _pictures(plan: Plan) -> Iterator[str]:
     )
     yield figure(
         memory_picture(plan, title="Memory over time"),
-        "What the plan itself makes a rank hold: pieces that arrived or are on their way, sums, and copies.",
+        "What the plan itself makes a rank hold: pieces that arrived or are on their way, sums, and copies. What"
+        " kernels allocate inside comes on top; see the table above.",
     )
 
 
@@ -253,9 +269,20 @@ def _machine(machine: Machine, assumed: bool) -> Iterator[str]:
             ("name", machine.name),
             ("source of figures", machine.source),
             ("arithmetic", f"{machine.flops / 1e12:.3g} TFLOP/s a rank, {shares}"),
+            ("kernel", about_kernel(machine.kernel)),
             ("copies", f"{rate_text(machine.copy_bandwidth, 'B/s')}; {seconds_text(machine.op_seconds)} per operation"),
+            ("host", _host_words(machine)),
             ("links", "; ".join(links)),
         )
+    )
+
+
+def _host_words(machine: Machine) -> str:
+    if not machine.launch_seconds:
+        return "does the work itself"
+    times = (machine.launch_seconds, machine.message_seconds, machine.call_seconds)
+    return "queues, ahead of the device: {} per operation, {} per message, {} per call".format(
+        *map(seconds_text, times)
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from longspan.errors import PlanError
-from longspan.schedules.cost.machine import steps_work
+from longspan.schedules.cost.machine import queued_at, steps_work
 from longspan.schedules.cost.memory import live_bytes
 from longspan.schedules.cost.simulator import Timeline, simulate
 from longspan.schedules.plan import Plan
@@ -61,8 +61,9 @@ def _run(plan: Plan, direction: str) -> SimulatedPass:
     left: list[tuple[float, ...]] = []
     for rank, steps in enumerate(schedule.ranks):
         now, times = 0.0, list[float]()
-        for number, work in enumerate(steps_work(steps, rank, plan.sizes, plan.machine, direction)):
-            now = max(now + work.seconds(plan.machine, direction), arrived.get((rank, number), 0.0))
+        works = steps_work(steps, rank, plan.sizes, plan.machine, direction)
+        for number, (work, queued) in enumerate(zip(works, queued_at(works, plan.machine), strict=True)):
+            now = max(now + work.seconds(plan.machine, direction), queued, arrived.get((rank, number), 0.0))
             times.append(now)
         left.append(tuple(times))
     return SimulatedPass(direction, schedule, timeline, tuple(left))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli.commands.trace import described, show
+from longspan.cli.kernel_used import kernel_used
 from longspan.cli.launch import JobRanks, add_backend, joined
 from longspan.cli.measuring import trace_file as chrome
 from longspan.cli.quantities import count
@@ -50,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     about = described(workload, plan, took, "measured")
     about |= {
         "backend": ranks.backend,
+        "device": ranks.device,
+        "kernel": kernel_used(plan.sizes, plan.dtype, ranks.device),
         "repeats": {"forward_seconds": passes.forward, "backward_seconds": passes.backward},
         "predicted": {"machine": plan.machine.name, **{f"{k}_seconds": v for k, v in predicted.items()}},
         "file": None if args.out is None else str(args.out),
@@ -76,7 +79,10 @@ def _check_trace(out: Path | None, ranks: JobRanks) -> None:
 def _notes(about: dict[str, Any], workload: Workload, out: Path | None) -> list[str]:
     each = [f"{seconds_text(min(seconds))} to {seconds_text(max(seconds))}" for seconds in about["repeats"].values()]
     times = len(about["repeats"]["forward_seconds"])
-    notes = [f"Medians of {times} repetitions; forward took {each[0]}, backward {each[1]}."]
+    notes = [
+        f"Medians of {times} repetitions; forward took {each[0]}, backward {each[1]}; on {about['device']} by"
+        f" {about['kernel']}."
+    ]
     total = sum(value for key, value in about["predicted"].items() if key.endswith("seconds"))
     if workload.machine_given:
         off = total / about["seconds"] - 1

@@ -22,7 +22,7 @@ from longspan.cli.screen import Screen, print_json, screen_of
 from longspan.number_words import rate_text, seconds_text
 from longspan.schedules.cost.machine import Link, Machine
 from longspan.schedules.cost.machine_text import machine_text
-from longspan.schedules.cost.presets import CPU, H100
+from longspan.schedules.cost.presets import CPU, nearest
 from longspan.schedules.steps import Sizes
 
 EVERYBODY = 1 << 30
@@ -71,8 +71,9 @@ def measure(
     from longspan.cli.measuring.fit import measure_and_fit
     from longspan.cli.measuring.rates import SMALL, Tensors, copy_rate, kernel_rate, kernel_times, wire
 
-    base = CPU if ranks.device == "cpu" else H100  # its tiles, and what a launch does
-    times = kernel_times(ranks, Tensors(sizes, getattr(torch, dtype), ranks.device), rounds, advance)
+    tensors = Tensors(sizes, getattr(torch, dtype), ranks.device)
+    base = _base(ranks, tensors.kernel.name)
+    times = kernel_times(ranks, tensors, rounds, advance)
     forward = kernel_rate(times.forward, sizes, base, "forward")
     backward = kernel_rate(times.backward, sizes, base, "backward")
     copies = copy_rate(ranks, rounds)
@@ -84,19 +85,49 @@ def measure(
         links = [replace(links[0], ranks=inside), Link(EVERYBODY, *_link(wire(ranks, inside, rounds, advance)))]
     flops = max(forward, backward)
     calls = (times.forward[SMALL, 1, False] + times.backward[SMALL, 1, False]) / 2
+    assumed = taken_over(base, on_gpu=ranks.device != "cpu", alone=ranks.size == 1)
     source = (
         f"measured by longspan calibrate: {ranks.size} ranks at once, {inside} a host with {os.cpu_count()} cores,"
         f" {torch.get_num_threads()} threads a rank, kernel {times.name}, {dtype},"
-        f" {sizes.q_heads}:{sizes.kv_heads} heads of {sizes.head_dim}, {ranks.backend}, torch {torch.__version__}"
+        f" {sizes.q_heads}:{sizes.kv_heads} heads of {sizes.head_dim}, {ranks.backend}, torch {torch.__version__};"
+        f" not measured: {'; '.join(assumed)}"
     )
     machine = replace(
         base, name=name, source=source, flops=flops, forward_share=forward / flops, backward_share=backward / flops,
         copy_bandwidth=copies, op_seconds=calls, slot_seconds=0.0, links=tuple(links),
     )  # fmt: skip
     bare = {"bare_forward_flops": forward, "bare_backward_flops": backward, "bare_call_seconds": calls}
+    if ranks.device != "cpu":
+        from longspan.cli.measuring.host import host_costs
+
+        machine = host_costs(ranks, machine, sizes, dtype, rounds, advance).put_into(machine)
     if whole:
         machine = measure_and_fit(ranks, machine, sizes, dtype, rounds, advance)
-    return machine, _about(machine, times.name, ranks, dtype) | bare
+    return machine, _about(machine, times.name, ranks, dtype) | bare | {"assumed": assumed}
+
+
+def _base(ranks: JobRanks, kernel: str) -> Machine:
+    """The preset nearest to what runs here, of which tiles are taken; a GPU's multiprocessors are counted."""
+    if ranks.device == "cpu":
+        return CPU
+    import torch
+
+    from longspan.execution.kernels.cuda_flash import implementation
+
+    facts = torch.cuda.get_device_properties(ranks.device)
+    runs = implementation() if kernel in ("varlen", "flash") else {"cudnn": "cuDNN"}.get(kernel, kernel)
+    return replace(nearest(facts.major, runs), kernel=runs, slots=facts.multi_processor_count)
+
+
+def taken_over(base: Machine, *, on_gpu: bool, alone: bool) -> list[str]:
+    """What a calibrated machine has from a preset and not from a measurement, in words.
+
+    >>> taken_over(CPU, on_gpu=False, alone=False)
+    ['rows and widths of tiles, as in cpu']
+    """
+    words = [f"rows and widths of tiles, as in {base.name}"]
+    words += [f"that a step takes one launch for each window, as in {base.name}"] if on_gpu else []
+    return words + ([f"links, as in {base.name}, for there is one rank"] if alone else [])
 
 
 def _link(link: Any) -> tuple[float, float]:
@@ -111,12 +142,17 @@ def _about(machine: Machine, kernel: str, ranks: JobRanks, dtype: str) -> dict[s
         "ranks_per_host": ranks.local_size,
         "cores": os.cpu_count(),
         "backend": ranks.backend,
+        "device": ranks.device,
         "kernel": kernel,
+        "implementation": machine.kernel,
         "dtype": dtype,
         "forward_flops": machine.flops * machine.forward_share,
         "backward_flops": machine.flops * machine.backward_share,
         "call_seconds": machine.op_seconds,
         "copy_bytes_per_second": machine.copy_bandwidth,
+        "host_launch_seconds": machine.launch_seconds,
+        "host_message_seconds": machine.message_seconds,
+        "host_call_seconds": machine.call_seconds,
         "links": [
             {"ranks": link.ranks, "bytes_per_second": link.bandwidth, "latency_seconds": link.latency}
             for link in machine.links
@@ -129,24 +165,31 @@ def _rates(about: dict[str, Any], direction: str) -> str:
     return f"{rate_text(about[f'{direction}_flops'], 'FLOP/s')} a rank in whole attentions, {bare} in bare kernels"
 
 
+def _by(about: dict[str, Any]) -> str:
+    return "" if about["implementation"] == about["kernel"] else f" ({about['implementation']})"
+
+
 def show(machine: Machine, about: dict[str, Any], out: Path | None, screen: Screen) -> None:
     """What was found, and what to do with it."""
     hosts = f"{about['ranks_per_host']} on a host of {about['cores']} cores"
-    screen.title(f"{machine.name}: {about['ranks']} ranks at once, {hosts}")
+    screen.title(f"{machine.name}: {about['ranks']} ranks at once on {about['device'].partition(':')[0]}, {hosts}")
     call, bare = seconds_text(about["call_seconds"]), seconds_text(about["bare_call_seconds"])
     facts = [
-        ("kernel", f"{about['kernel']}, {about['dtype']}"),
+        ("kernel", f"{about['kernel']}{_by(about)}, {about['dtype']}"),
         ("forward", _rates(about, "forward")),
         ("backward", _rates(about, "backward")),
         ("operation", f"{call}, {bare} of a bare kernel's call"),
         ("copies", rate_text(about["copy_bytes_per_second"], "B/s")),
     ]
+    if about["host_launch_seconds"] or about["host_call_seconds"]:
+        host = [seconds_text(about[f"host_{name}_seconds"]) for name in ("launch", "message", "call")]
+        facts.append(("host", "{} to queue an operation, {} a message, {} a call beside them".format(*host)))
     for link in about["links"]:
         label = "link" if link["ranks"] == EVERYBODY else f"link of {link['ranks']}"
         facts.append(
             (label, f"{rate_text(link['bytes_per_second'], 'B/s')}, {seconds_text(link['latency_seconds'])} a message")
         )
-    screen.facts(facts)
+    screen.facts([*facts, ("not measured", "; ".join(about["assumed"]))])
     screen.text()
     screen.notes(
         [f"Wrote {out}. Use it as --machine {out} in plan, compare, trace and bench."]

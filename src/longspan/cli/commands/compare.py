@@ -44,6 +44,11 @@ class Entry:
     """How many times the bytes PyTorch's all-gather receives."""
 
     @property
+    def memory(self) -> int:
+        """The peak beside a rank's own tensors, and what kernels allocate on top, where that is known."""
+        return self.reason.peak_bytes + (self.reason.workspace_bytes or 0)
+
+    @property
     def note(self) -> str:
         return "PyTorch" if (self.scheme, self.layout) in TORCH else ""
 
@@ -146,18 +151,21 @@ def as_json(entry: Entry) -> dict[str, Any]:
         "backward_seconds": reason.backward_seconds,
         "bytes_received": reason.bytes_received,
         "peak_bytes": reason.peak_bytes,
+        "workspace_bytes": reason.workspace_bytes,
+        "host_seconds": reason.host_seconds,
         "figures_of_ranks": list(reason.ranks),
         "fewer_bytes_than_torch_all_gather": entry.fewer if entry.fewer != float("inf") else None,
     }
 
 
-HEADS = ("imbalance", "received", "fewer", "peak", "forward", "backward")
+HEADS = ("imbalance", "received", "fewer", "memory", "forward", "backward")
 
 
 def show(workload: Workload, entries: list[Entry], screen: Screen, plot: Path | None) -> None:
     """One table for each number of ranks."""
     screen.title(f"{workload.seq_len:,} tokens: {workload.about_docs()}")
-    screen.facts((("tensors", workload.about_tensors()), ("machine", workload.about_machine())))
+    kernel = workload.plan(entries[0].ranks, entries[0].scheme, entries[0].layout).kernel_assumed
+    screen.facts((("tensors", workload.about_tensors()), ("machine", workload.about_machine()), ("kernel", kernel)))
     for ranks in dict.fromkeys(entry.ranks for entry in entries):
         screen.text()
         screen.title(f"{ranks:,} ranks")
@@ -167,10 +175,15 @@ def show(workload: Workload, entries: list[Entry], screen: Screen, plot: Path | 
         screen.text()
         screen.text(verdict(mine))
     screen.text()
+    known = entries[0].reason.workspace_bytes is not None
+    kernels = (
+        "with what kernels allocate inside" if known else "without what kernels allocate inside, which is not known"
+    )
     notes = [
         f"Simulated on {workload.machine.name}, quickest first. Received: the most bytes of any rank, both passes."
-        " Fewer: PyTorch's all-gather receives this many times as much. Peak: memory beside the rank's own tensors."
-        " Peak, forward and backward are of ranks likely to be busiest, at most five; another may take somewhat more.",
+        " Fewer: PyTorch's all-gather receives this many times as much. Memory: beside the rank's own tensors,"
+        f" {kernels}. Memory, forward and backward are of ranks likely to be busiest, at most five; another may take"
+        " somewhat more.",
         "PyTorch's are priced as our own schedules of that name over zigzag (its head-tail): the same bytes, and our"
         " kernels, copies and overlap.",
     ]
@@ -184,7 +197,7 @@ def _rows(entries: list[Entry]) -> Iterator[Row]:
     columns = (
         bytes_alike([reason.bytes_received for reason in reasons]),
         [times(entry.fewer) if entry.fewer != float("inf") else "no bytes" for entry in entries],
-        bytes_alike([reason.peak_bytes for reason in reasons]),
+        bytes_alike([entry.memory for entry in entries]),
         seconds_alike([reason.forward_seconds for reason in reasons]),
         seconds_alike([reason.backward_seconds for reason in reasons]),
     )
@@ -208,7 +221,8 @@ def plot(entries: list[Entry], workload: Workload, path: Path) -> None:
             reason = entry.reason
             points.append(ScalingPoint(name, ranks, reason.seconds, reason.bytes_received, reason.peak_bytes))
     points.sort(key=lambda point: (point.scheme != "quickest", not point.scheme.startswith("PyTorch")))
-    remark = f"{workload.about_docs()}; {workload.about_tensors()}; simulated on {workload.machine.name}, not run."
+    remark = f"{workload.about_docs()}; {workload.about_tensors()}; simulated on {workload.machine.name}"
+    remark += f" ({workload.machine.kernel or 'kernel not named'}), not run."
     scene = scaling_picture(points, title=f"{workload.seq_len:,} tokens on more and more ranks", remark=remark)
     if path.suffix == ".svg":
         path.write_text(scene.svg())
@@ -223,7 +237,7 @@ def verdict(entries: list[Entry]) -> str:
     if best is theirs:
         return "Nothing is quicker than PyTorch's all-gather here."
     moved = bytes_against(best.reason.bytes_received, theirs.reason.bytes_received, "PyTorch's all-gather")
-    memory = memory_against(best.reason.peak_bytes, theirs.reason.peak_bytes)
+    memory = memory_against(best.memory, theirs.memory)
     text = f"{best.scheme} over {best.layout}: {moved}, predicted"
     text += f" {times(theirs.reason.seconds / best.reason.seconds)} as fast"
     return text + (f", with {memory}." if memory else ".")

@@ -1,7 +1,7 @@
 """Is this machine fit, and are the answers right? Versions, kernels, clocks, speed, a self-check, and advice.
 
   longspan doctor                                  # one process, all ranks of the self-check inside it
-  torchrun --nproc-per-node 4 -m longspan doctor   # with the clocks and links between ranks
+  torchrun --nproc-per-node 4 -m longspan doctor   # with the clocks and links between ranks, on GPUs where there are
 
 Exit code 1: the self-check failed.
 """
@@ -15,24 +15,27 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from longspan.cli.launch import JobRanks, clocks, joined
+from longspan.cli.launch import JobRanks, add_backend, clocks, joined
 from longspan.cli.screen import Screen, print_json, screen_of
 from longspan.number_words import rate_text, seconds_text
 
 PACKAGES = ("torch", "numpy", "rich", "matplotlib", "transformers", "accelerate")
 DTYPES = ("bfloat16", "float32")
 SCHEMES = ("exchange", "ring", "all_gather", "all_to_all", "hybrid(2,exchange)")
+BACKENDS = {"gloo": "Gloo", "nccl": "NCCL"}
 FAR_CLOCK = 1e-3
 SLOW_MESSAGE = 1e-3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="no timings, and a shorter self-check")
+    add_backend(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     screen = screen_of(args)
-    with joined("doctor", "gloo", alone=True) as ranks, screen.only(ranks.speaks).progress("examining", 9) as advance:
+    joining = joined("doctor", args.backend, alone=True)
+    with joining as ranks, screen.only(ranks.speaks).progress("examining", 9) as advance:
         findings = examine(ranks, args.quick, advance)
     if ranks.speaks:
         if args.json:
@@ -53,6 +56,8 @@ def examine(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> dic
         "cores": os.cpu_count(),
         "ranks": ranks.size,
         "ranks_per_host": ranks.local_size,
+        "backend": ranks.backend,
+        "device": ranks.device,
         "threads_per_rank": _threads(),
     }
     findings["clocks"] = [{"ahead_seconds": c.ahead, "round_trip_seconds": c.round_trip} for c in clocks(ranks)]
@@ -159,7 +164,8 @@ def self_checks(ranks: JobRanks, quick: bool) -> Iterator[dict[str, Any]]:
                     return loopback_attention(q, k, v, scheme_plan)
                 return attention(q, k, v, scheme_plan, group=group)
 
-            report = verify(call, None, scheme_plan, group=group, probes=1 if quick else 3)
+            probes = 1 if quick else 3
+            report = verify(call, None, scheme_plan, group=group, probes=probes, device=ranks.device)
             text = "" if report.ok else str(report)
             yield {"scheme": name, "dtype": dtype, "ranks": size, "ok": report.ok, "text": text}
 
@@ -225,7 +231,8 @@ def show(findings: dict[str, Any], screen: Screen) -> None:
             latency = seconds_text(fast["link_latency_seconds"])
             facts.append(("links", f"{rate_text(fast['link_bytes_per_second'], 'B/s')}, {latency} a message"))
     good = sum(check["ok"] for check in findings["checks"])
-    how = "over Gloo" if host["ranks"] > 1 else "in one process"
+    how = f"over {BACKENDS[host['backend']]}" if host["ranks"] > 1 else "in one process"
+    how += "" if host["device"] == "cpu" else f", on {host['device']} and its like"
     facts.append(
         ("self-check", f"{good} of {len(findings['checks'])} attentions equal dense float64, gradients too, {how}")
     )

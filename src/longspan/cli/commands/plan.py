@@ -47,6 +47,11 @@ def figures(plan: Plan) -> dict[str, Any]:
         "backward_bytes_received": int(plan.scheme.received("backward", keep=plan.keep).max()),
         "bytes_received": chosen.bytes_received,
         "peak_bytes": chosen.peak_bytes,
+        "workspace_bytes": chosen.workspace_bytes,
+        "deterministic_workspace_bytes": deterministic_workspace(plan, chosen),
+        "host_seconds": chosen.host_seconds,
+        "kernel": plan.machine.kernel,
+        "kernel_assumed": plan.kernel_assumed,
         "own_bytes": own_bytes(plan),
         "forward_flops_per_rank": forward_flop(plan) / chosen.forward_seconds,
         "figures_of_ranks": list(chosen.ranks),
@@ -65,8 +70,16 @@ def as_json(reason: Reason) -> dict[str, Any]:
         "backward_seconds": reason.backward_seconds,
         "bytes_received": reason.bytes_received,
         "peak_bytes": reason.peak_bytes,
+        "workspace_bytes": reason.workspace_bytes,
+        "host_seconds": reason.host_seconds,
         "figures_of_ranks": list(reason.ranks),
     }
+
+
+def deterministic_workspace(plan: Plan, chosen: Reason) -> int | None:
+    """The largest workspace of the ranks that were looked at, under `torch.use_deterministic_algorithms`."""
+    found = [plan.workspace_bytes(rank, deterministic=True) for rank in chosen.ranks]
+    return None if None in found else max(size for size in found if size is not None)
 
 
 def own_bytes(plan: Plan) -> int:
@@ -98,21 +111,28 @@ def show(workload: Workload, plan: Plan, screen: Screen) -> None:
             ("mask", workload.about_docs()),
             ("tensors", workload.about_tensors()),
             ("machine", workload.about_machine()),
+            ("kernel", plan.kernel_assumed),
             ("layout", f"{plan.layout.name}, imbalance {plan.imbalance:.3f} (most pairs on a rank / mean)"),
             ("received", f"at most {received} backward by any rank ({kept})"),
-            ("memory", f"{bytes_text(summary['peak_bytes'])} at the peak{' of the ranks looked at' * sampled}, beside"
-             f" {bytes_text(summary['own_bytes'])} of own q, k, v, output and their gradients"),
+            ("memory", memory_text(summary, " of the ranks looked at" * sampled)),
             ("predicted", f"{seconds_text(forward)} forward ({speed} a rank), {seconds_text(backward)} backward"),
+            ("host", host_text(summary["host_seconds"])),
             ("why", why(plan)),
         )
     )  # fmt: skip
     screen.text()
     screen.table(
-        (Column("scheme", False), *map(Column, ("forward", "backward", "received", "peak memory"))),
+        (
+            Column("scheme", False),
+            *map(Column, ("forward", "backward", "host", "received", "peak memory", "in kernels")),
+        ),
         reason_rows(plan.reasons),
     )
     screen.text()
-    note = f"Times are simulated on {plan.machine.name}, not measured. Received is the most of any rank, both passes."
+    note = (
+        f"Times are simulated on {plan.machine.name} ({plan.machine.kernel or 'kernel not named'}), not measured."
+        " Received is the most of any rank, both passes; host is how long queueing takes, beside the device."
+    )
     if sampled:
         sample = ", ".join(map(str, summary["figures_of_ranks"]))
         note += (
@@ -128,12 +148,37 @@ def reason_rows(reasons: Sequence[Reason]) -> list[Row]:
     columns = (
         seconds_alike([reason.forward_seconds for reason in full]),
         seconds_alike([reason.backward_seconds for reason in full]),
+        seconds_alike([reason.host_seconds for reason in full]),
         bytes_alike([reason.bytes_received for reason in full]),
         bytes_alike([reason.peak_bytes for reason in full]),
+        workspaces_alike(full),
     )
     rows = [Row((reason.scheme, *cells), reason.chosen) for reason, *cells in zip(full, *columns, strict=True)]
     bound = "at least {} in all, for its bytes alone"
     return rows + [Row((r.scheme,), rest=bound.format(seconds_text(r.seconds))) for r in reasons if r.at_least]
+
+
+def workspaces_alike(reasons: Sequence[Reason]) -> list[str]:
+    """What kernels allocate inside themselves, all in one unit; "unknown" where a kernel does not tell."""
+    sizes = [reason.workspace_bytes for reason in reasons]
+    return ["unknown"] * len(sizes) if None in sizes else bytes_alike([size for size in sizes if size is not None])
+
+
+def memory_text(summary: dict[str, Any], of_whom: str) -> str:
+    """State, workspace and own tensors, apart."""
+    inside = "what kernels allocate inside, which is not known"
+    if (size := summary["workspace_bytes"]) is not None:
+        inside = f"{bytes_text(size)} inside kernels and in tables"
+        if (fixed := summary["deterministic_workspace_bytes"]) != size:
+            inside += f" ({bytes_text(fixed)} under use_deterministic_algorithms)"
+    own = f"beside {bytes_text(summary['own_bytes'])} of own q, k, v, output and their gradients"
+    return f"{bytes_text(summary['peak_bytes'])} at the peak{of_whom} + {inside}, {own}"
+
+
+def host_text(seconds: float) -> str:
+    if not seconds:
+        return "does the work itself"
+    return f"busy for {seconds_text(seconds)} with queueing both passes, beside the device"
 
 
 def why(plan: Plan) -> str:
@@ -143,8 +188,14 @@ def why(plan: Plan) -> str:
     if not others:
         return f"{plan.scheme.name} was asked for; --scheme auto compares it with the others"
     second = others[0]
-    text = f"the quickest of {len(plan.reasons)} schemes, {second.seconds / chosen.seconds - 1:.1%} ahead of"
-    text += f" {second.scheme}"
+    if second.seconds < chosen.seconds:  # a tie, which hosts decided
+        text = (
+            f"{chosen.seconds / second.seconds - 1:.1%} behind {second.scheme}, which is a tie, and with less to do for"
+        )
+        text += " hosts"
+    else:
+        text = f"the quickest of {len(plan.reasons)} schemes, {second.seconds / chosen.seconds - 1:.1%} ahead of"
+        text += f" {second.scheme}"
     full = [reason for reason in others if reason.scheme == "all_gather" and not reason.at_least]
     if full and full[0].bytes_received:
         text += f"; it moves {bytes_against(chosen.bytes_received, full[0].bytes_received, 'all_gather')}"

@@ -17,6 +17,7 @@ from typing import Any
 
 from longspan import layouts, masks
 from longspan.api import ITEMSIZE, attention, plan
+from longspan.cli.kernel_used import kernel_used
 from longspan.cli.launch import meet
 from longspan.cli.quantities import count, counts
 from longspan.errors import PlanError
@@ -48,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--alibi", action="store_true", help="ALiBi with learned slopes")
     add("--dropout", type=float, default=0.0, help="drop probabilities (0)")
     add("--draw", type=int, default=0, help="which random inputs (0)")
-    add("--device", help="where tensors live (cpu); ranks talk over NCCL for cuda, over Gloo otherwise")
+    words = "where tensors live (cuda if every rank has a GPU, else cpu); ranks talk over NCCL for cuda, over Gloo else"
+    add("--device", help=words)
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -65,20 +67,24 @@ def run(args: argparse.Namespace) -> int:
         else:
             layout = getattr(layouts, args.layout)(mask.length(None), world)
         reports: list[Report] = []
+        used: dict[str, str] = {}
         for dtype in args.dtype.split(","):
             for scheme in _split(args.scheme):
                 scheme_plan = plan(
                     mask, layout, q_heads=args.q_heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
                     batch=args.batch, dtype=dtype, schedule=scheme,
                 )  # fmt: skip
+                used[dtype] = _kernel(scheme_plan, args, device)
                 reports.append(_verify_plan(scheme_plan, group, args, device))
                 if rank == 0 and not args.json:
                     print(f"{dtype}: {reports[-1]}", flush=True)
         ok = all(report.ok for report in reports)
         if rank == 0:
-            answer = {"ok": ok, "ranks": world, "checks": [report.as_dict() for report in reports]}
+            answer = {"ok": ok, "ranks": world, "device": str(device), "kernels": used}
+            answer["checks"] = [report.as_dict() for report in reports]
             right = sum(report.ok for report in reports)
-            print(json.dumps(answer) if args.json else f"{right} of {len(reports)} right")
+            kernels = ", ".join(dict.fromkeys(used.values()))
+            print(json.dumps(answer) if args.json else f"{right} of {len(reports)} right, on {device} by {kernels}")
     return 0 if ok else 1
 
 
@@ -100,6 +106,11 @@ def _verify_plan(scheme_plan: Plan, group: Any, args: argparse.Namespace, device
         return attention(q, k, v, scheme_plan, group=group, **options)
 
     return verify(call, None, scheme_plan, group=group, draw=args.draw, device=device, **options)
+
+
+def _kernel(scheme_plan: Plan, args: argparse.Namespace, device: Any) -> str:
+    scores = args.softcap is not None or args.alibi or bool(args.dropout)
+    return kernel_used(scheme_plan.sizes, scheme_plan.dtype, device, score_function=scores, dropout=bool(args.dropout))
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -139,7 +150,7 @@ def _device(name: str | None) -> Any:
     import torch
 
     try:
-        device = torch.device(name or "cpu")
+        device = torch.device(name or _usual_device(torch.cuda.device_count()))
         if device.type == "meta":
             raise PlanError("--device meta was asked for, but tensors hold no numbers there. Say cpu, or leave it out.")
         if device.type == "cuda" and device.index is None and torch.cuda.is_available():
@@ -152,6 +163,15 @@ def _device(name: str | None) -> Any:
             f" out."
         ) from wrong
     return device
+
+
+def _usual_device(num_gpus: int) -> str:
+    """A GPU where every rank of this host has one of its own, and ranks that have met can send what is on it."""
+    import torch.distributed as dist
+
+    if dist.is_initialized() and "cuda:" not in str(dist.get_backend_config()):
+        return "cpu"
+    return "cuda" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= num_gpus else "cpu"
 
 
 def _split(text: str) -> list[str]:

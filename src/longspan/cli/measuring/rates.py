@@ -23,12 +23,15 @@ from longspan.masks.bands import LIMIT
 from longspan.schedules.cost.machine import Machine, tile_work
 from longspan.schedules.steps import Sizes
 
-TILES = (  # query rows, key rows, causal
+Tiles = tuple[tuple[int, int, bool], ...]
+TILES: Tiles = (  # query rows, key rows, causal
     (1024, 1024, True),
     (512, 1024, False),
     (256, 2048, False),
     (768, 768, True),
 )
+GPU_TILES: Tiles = ((16384, 16384, True), (8192, 16384, False), (4096, 32768, False), (12288, 12288, True))
+"""Enough to fill all multiprocessors many times over."""
 SMALL = 64
 """Query rows, one key: next to nothing to compute, so what is left is the call."""
 MESSAGES = (1 << 16, 1 << 20, 1 << 22)
@@ -58,12 +61,16 @@ def median_seconds(ranks: JobRanks, act: Callable[[], object], rounds: int, toge
     return float(np.median(seconds))
 
 
+def tiles_on(device: str) -> Tiles:
+    return TILES if device == "cpu" else GPU_TILES
+
+
 class Tensors:
     """q, k, v and an output's gradient for kernels to work on."""
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> None:
-        most_q, most_k = (max(tile[i] for tile in TILES) for i in (0, 1))
-        self.sizes = sizes
+        self.sizes, self.tiles = sizes, tiles_on(device)
+        most_q, most_k = (max(tile[i] for tile in self.tiles) for i in (0, 1))
 
         def drawn(heads: int, rows: int, dim: int) -> Tensor:
             return torch.randn(1, heads, rows, dim).to(device, dtype)
@@ -77,7 +84,7 @@ class Tensors:
         q, k, v, dout = self.q[:, :, :q_rows], self.k[:, :, :k_rows], self.v[:, :, :k_rows], self.dout[:, :, :q_rows]
         tiles, scale = [Tile(0, q_rows, 0, k_rows, lo=0 if causal else None)], q.shape[-1] ** -0.5
         work = TileWork(q, k, v, tiles, scale)
-        ((_, out, lse),) = list(self.kernel.forward(work))
+        ((out, lse),) = list(self.kernel.forward(work))
         out = out.to(q.dtype)
         upstream = Upstream(dout, out, lse, (dout.float() * out.float()).sum(-1))
         return lambda: list(self.kernel.forward(work)), lambda: list(self.kernel.backward(work, upstream))
@@ -86,7 +93,7 @@ class Tensors:
 def kernel_times(ranks: JobRanks, tensors: Tensors, rounds: int, advance: Callable[[str], None]) -> Kernels:
     """Seconds of every tile, and of one with next to nothing in it."""
     seconds: tuple[dict[tuple[int, int, bool], float], ...] = {}, {}
-    for tile in (*TILES, (SMALL, 1, False)):
+    for tile in (*tensors.tiles, (SMALL, 1, False)):
         for direction, act in zip(seconds, tensors.passes(*tile), strict=True):
             direction[tile] = ranks.most(median_seconds(ranks, act, rounds, 20 if tile[1] == 1 else 1))
         advance(f"kernel, {tile[0]} x {tile[1]}")
@@ -97,7 +104,7 @@ def kernel_rate(times: dict[tuple[int, int, bool], float], sizes: Sizes, base: M
     """FLOP per second, counted as the model of `base` counts them, without the time that a call costs anyway."""
     call = times[SMALL, 1, False]
     work = spent = 0.0
-    for q_rows, k_rows, causal in TILES:
+    for q_rows, k_rows, causal in times.keys() - {(SMALL, 1, False)}:
         band = np.array([[0, q_rows, 0, k_rows, 0 if causal else -LIMIT, LIMIT]], dtype=np.int64)
         dims = sizes.head_dim + sizes.v_head_dim
         work += tile_work(band, sizes.q_heads, sizes.kv_heads, dims, base, direction).flop
@@ -107,7 +114,7 @@ def kernel_rate(times: dict[tuple[int, int, bool], float], sizes: Sizes, base: M
 
 def copy_rate(ranks: JobRanks, rounds: int) -> float:
     """Bytes per second of adding float32 rows to others, which is how partial results meet: read, read, written."""
-    a, b = torch.randn(2, 1 << 20, device=ranks.device)
+    a, b = torch.randn(2, 1 << (20 if ranks.device == "cpu" else 26), device=ranks.device)  # beyond a GPU's caches
     took = median_seconds(ranks, lambda: a.add_(b), rounds, 4)
     return 12.0 * a.numel() / ranks.most(took)
 

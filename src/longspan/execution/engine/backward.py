@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from longspan.execution.engine.chunk_sums import Branch, Terms, push, total
+from longspan.execution.engine.flat.recorder import Rows
 from longspan.execution.engine.forward import computed_spans
-from longspan.execution.engine.merge import Key, Stretch, Sum, SumByHeads
-from longspan.execution.engine.runner import Job, Runner
-from longspan.execution.engine.token_store import TokenStore
+from longspan.execution.engine.merge import Key, Stretch, Sum, SumByHeads, SumInto
+from longspan.execution.engine.runner import Job, Run, Walk
+from longspan.execution.engine.token_store import TokenStore, common_rows, have_all
 from longspan.execution.engine.transports import Program
-from longspan.execution.kernels.contract import Upstream
+from longspan.execution.kernels.contract import Group
 from longspan.schedules.steps import Compute, Piece, Role, Transfer
 
 
@@ -32,37 +33,34 @@ class Saved(NamedTuple):
     captured: Sequence[Tensor] = ()
 
 
-class Backward(Runner):
-    """One rank's backward run."""
+class BackwardWalk(Walk):
+    """One rank's backward steps. Inputs are q, k, v, dout, lse, delta, out and kept messages; results dq, dk and dv."""
 
     direction = "backward"
 
-    def __init__(self, job: Job, saved: Saved, dout: Tensor, dlse: Tensor | None = None) -> None:
-        q, k, v, out, lse, kept, captured = saved
-        super().__init__(job, q.device, captured)
-        wide = self.form.wide
-        delta = (dout * out if dout.dtype == wide else dout.to(wide).mul_(out)).sum(-1, keepdim=True)
-        if dlse is not None:  # a score's gradient is p * (dp - delta + dlse)
-            delta = delta - dlse.to(wide).unsqueeze(-1)
-        self.own(Role.Q, (q,))
-        self.mine = self.own(Role.KV, (k, v))
-        self.rows = self.own(Role.DOUT, (dout, lse.unsqueeze(-1), delta))
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.own(Role.Q)
+        self.mine = self.own(Role.KV)
+        self.rows = self.own(Role.DOUT)
+        out = self.recorder.new(self.rows.tensors[0].shape, job.dtype)
         self.out = TokenStore(self.rows.runs, self.rows.heads, self.rows.batch, (out,))
-        for piece, message in zip(job.plan.kept(job.rank), kept, strict=True):
-            tensors, _ = self.form.tensors(piece, message, 0)
+        kept = job.plan.kept(job.rank)
+        messages = [self.recorder.message(piece.num_bytes(self.sizes)) for piece in kept]
+        for piece, message in zip(kept, messages, strict=True):
+            tensors, _ = self.form.tensors(self.recorder, piece, message, 0)
             self.hold(piece.role, self.store(piece, tensors), self.never)
-        self.computed = self.tables.once(computed_spans, self.steps, self.sizes)
-        self.queries: dict[Key, tuple[TokenStore, TokenStore, Tensor, Sum]] = {}
-        heads, batch = self.rows.heads, self.rows.batch
-        self.home_q = SumByHeads((q,), heads, batch, self.form.wide)
-        self.home = SumByHeads((k, v), self.mine.heads, batch, self.form.wide)
+        self.computed = computed_spans(self.steps, self.sizes)
+        self.queries: dict[Key, tuple[TokenStore, TokenStore, Rows, Sum]] = {}
+        heads, batch, wide = self.rows.heads, self.rows.batch, self.form.wide
+        self.home_q = SumByHeads(self.held[Role.Q][0][1].tensors, heads, batch, wide)
+        self.home = SumByHeads(self.mine.tensors, self.mine.heads, batch, wide)
         self.others: list[tuple[TokenStore, Sum]] = []  # gradients of other ranks' keys, until they are sent
         chunks = job.plan.scheme.problem.chunks
         self.terms = None if chunks is None else Terms(chunks.length)
 
-    def program(self) -> Program[tuple[Tensor, Tensor, Tensor]]:
-        """Runs; returns the gradients of the rank's own q, k and v."""
-        yield from self.walk()
+    def finish(self) -> list[Rows]:
+        """The gradients of the rank's own q, k and v."""
         for key, (q, dout, _, dq) in self.queries.items():
             if dout.runs is not self.rows.runs:
                 self._add(q, dq, self.rows, self.home_q.of(key), key)
@@ -71,26 +69,31 @@ class Backward(Runner):
             self._add(kv, sums, self.mine, self.home.of(key), key)
         if self.terms is not None:
             self._add_terms(self.terms)
-        keys = self.home.result(self.job.dtype)
-        if self.terms is not None:  # a message has 0.0 where a branch adds nothing, and -0.0 + 0.0 is another zero
-            keys = tuple(t + 0.0 for t in keys)
-        return *self.home_q.result(self.job.dtype), *keys  # type: ignore[return-value]
+        return [*self.home_q.result(self.form.dtype), *self.home.result(self.form.dtype)]
 
     def compute(self, compute: Compute) -> None:
         q, dout, out, dq = self._query((compute.q.heads, self.form.batch(compute.q)))
         kv = self.get(compute.kv)
         from_above, lse, delta = dout.tensors
-        upstream = Upstream(from_above, out, lse.squeeze(-1), delta.squeeze(-1))
-        found = self.job.kernel.backward(self.work(compute, q, kv), upstream)
+        inputs = (*q.tensors, *kv.tensors, from_above, out, lse, delta)
         target = self._target(kv) if self.terms is None else Sum(kv.tensors, self.form.wide)
-        for tile, dq_tile, dk_tile, dv_tile in found:
-            dq.add(tile.q0, tile.q1, dq_tile)
-            target.add(tile.k0, tile.k1, dk_tile, dv_tile)
+        for group, (dq_found, dk_found, dv_found) in self.launch(compute, inputs, q, kv):
+            row = col = 0
+            for tile in group:
+                rows, cols = slice(row, row + tile.rows), slice(col, col + tile.cols)
+                dq.add(tile.q0, tile.q1, dq_found[:, :, rows])
+                target.add(tile.k0, tile.k1, dk_found[:, :, cols], dv_found[:, :, cols])
+                row, col = rows.stop, cols.stop
         if self.terms is not None:
             firsts = compute.q.spans[0].start, compute.kv.spans[0].start
             self.terms.add(compute.kv.apart[0], *firsts, kv, target)
 
-    def _query(self, key: Key) -> tuple[TokenStore, TokenStore, Tensor, Sum]:
+    def result_shapes(self, group: Group, inputs: Sequence[Rows]) -> list[tuple[int, int, int, int]]:
+        (b, h, _, d), (_, g, *_), (*_, e) = (rows.shape for rows in inputs[:3])
+        rows, cols = sum(tile.rows for tile in group), sum(tile.cols for tile in group)
+        return [(b, h, rows, d), (b, g, cols, d), (b, g, cols, e)]
+
+    def _query(self, key: Key) -> tuple[TokenStore, TokenStore, Rows, Sum]:
         """Query rows of some heads with their output gradients, outputs, and the gradient that is being summed."""
         if key not in self.queries:
             spans = self.computed[key]
@@ -99,7 +102,9 @@ class Backward(Runner):
             if dout.runs is self.rows.runs:
                 out, dq = self.out.part(*key)[0], self.home_q.of(key)
             else:
-                out, dq = stand_in(dout.tensors[0], dout.tensors[2]), Sum(q.tensors, self.form.wide)
+                from_above, _, delta = dout.tensors
+                out = self.recorder.call(stand_in, (from_above, delta), from_above.shape)
+                dq = Sum(q.tensors, self.form.wide)
             self.queries[key] = (q, dout, out, dq)
         return self.queries[key]
 
@@ -113,31 +118,31 @@ class Backward(Runner):
         self.others.append((replace(kv, tensors=()), Sum(kv.tensors, self.form.wide)))
         return self.others[-1][1]
 
-    def fill(self, piece: Piece, targets: Sequence[Tensor]) -> None:
+    def fill(self, piece: Piece, targets: Sequence[Rows]) -> None:
         if piece.role not in (Role.DQ, Role.DKV):
             return super().fill(piece, targets)
         wanted = self.store(piece, targets)
-        key, whole = (wanted.heads, wanted.batch), Sum(wanted.tensors, self.form.wide)
+        key = (wanted.heads, wanted.batch)
         if piece.role is Role.DQ:
-            found = (q for q in self.queries.values() if q[0].has(*key) and self.tables.cover(q[0].runs, piece))
+            found = (q for q in self.queries.values() if q[0].has(*key) and have_all(q[0].runs, wanted.runs))
             q, _, _, dq = next(found)
-            self._add(q, dq, wanted, whole, key)
-            return whole.write(targets)
+            return self._send([(q, dq)], wanted, key)
         if self.terms is not None:
-            for kv, sums in self.terms.take(piece.apart[0], wanted):
-                self._add(kv, sums, wanted, whole, key)
-            return whole.write(targets)
+            return self._send(list(self.terms.take(piece.apart[0], wanted)), wanted, key)
         sources = [(kv, sums) for kv, sums in self.others if (kv.heads, kv.batch) == key]
-        if len(sources) > 1:  # sum in the message itself
-            for target in targets:
-                target.zero_()
-            whole.begin_with(wanted.tensors)
+        self._send(sources, wanted, key)
         for kv, sums in sources:
-            self._add(kv, sums, wanted, whole, key)
-            for here, _ in self.tables.moves(kv.runs, wanted.runs).pairs:
+            for here, _ in common_rows(kv.runs, wanted.runs):
                 sums.drop(here.start, here.stop)  # what is passed on is no longer held here
         self.others = [(kv, sums) for kv, sums in self.others if sums.any()]
-        return whole.write(targets) if len(sources) <= 1 else None
+        return None
+
+    def _send(self, sources: Sequence[tuple[TokenStore, Sum]], wanted: TokenStore, key: Key) -> None:
+        """Writes what was found for rows of a message, summed in the message itself."""
+        whole = SumInto(wanted.tensors, self.form.wide)
+        for rows, sums in sources:
+            self._add(rows, sums, wanted, whole, key)
+        whole.finish()
 
     def arrived(self, transfer: Transfer, rows: TokenStore) -> None:
         piece = transfer.piece
@@ -153,7 +158,7 @@ class Backward(Runner):
             sums.add(0, piece.num_tokens, *rows.tensors)
         mine, home = (self.rows, self.home_q) if piece.role is Role.DQ else (self.mine, self.home)
         self._add(rows, sums, mine, home.of(key), key)
-        for here, _ in self.tables.moves(rows.runs, mine.runs).pairs:
+        for here, _ in common_rows(rows.runs, mine.runs):
             sums.drop(here.start, here.stop)
         if sums.any():
             self.others.append((replace(rows, tensors=()), sums))
@@ -161,7 +166,7 @@ class Backward(Runner):
 
     def _add(self, source: TokenStore, found: Sum, target: TokenStore, total: Sum, key: Key) -> None:
         """Adds what was found for some heads of rows that source and target both have to a total of the target's."""
-        for here, there in self.tables.moves(source.runs, target.runs).pairs:
+        for here, there in common_rows(source.runs, target.runs):
             shift = there.start - here.start
             for part in found.within(here.start, here.stop):
                 tensors = TokenStore(source.runs, source.heads, source.batch, part.tensors).part(*key)
@@ -178,16 +183,43 @@ class Backward(Runner):
                 push(parts, number, sums)
             self.home.of(key).plus(total(parts))
 
+
+class Backward(Run):
+    """One rank's backward run on tensors."""
+
+    direction = "backward"
+
+    def __init__(self, job: Job, saved: Saved, dout: Tensor, dlse: Tensor | None = None) -> None:
+        q, k, v, out, lse, kept, captured = saved
+        wide = job.format.wide
+        delta = (dout * out if dout.dtype == wide else dout.to(wide).mul_(out)).sum(-1, keepdim=True)
+        if dlse is not None:  # a score's gradient is p * (dp - delta + dlse)
+            delta = delta - dlse.to(wide).unsqueeze(-1)
+        super().__init__(job, (q, k, v, dout, lse.unsqueeze(-1), delta, out, *kept), captured)
+        self.of_sinks = None if job.sinks is None else (lse, delta.squeeze(-1))
+
+    def walk(self, *, saves: bool) -> Walk:  # noqa: ARG002
+        return BackwardWalk(self.job)
+
+    def program(self) -> Program[tuple[Tensor, Tensor, Tensor]]:
+        """Runs; returns the gradients of the rank's own q, k and v."""
+        dq, *keys = yield from self.run()
+        dk, dv = (t.to(self.job.dtype) for t in keys)
+        if self.job.plan.scheme.problem.chunks is not None:
+            # a message has 0.0 where a branch adds nothing, and -0.0 + 0.0 is another zero
+            dk, dv = dk + 0.0, dv + 0.0
+        return dq.to(self.job.dtype), dk, dv
+
     def shared_gradients(self) -> list[Tensor]:
         """What this rank adds, in float32, to gradients of what all ranks share: captured tensors and sinks."""
         found = self.totals.sums
-        if self.job.sinks is None:
+        if self.job.sinks is None or self.of_sinks is None:
             return found
         # A sink is a key of no value: its score's gradient is minus probability times delta.
-        _, lse, delta = self.rows.tensors
-        sinks = self.job.sinks.to(lse.dtype)[:, None, None]
+        lse, delta = self.of_sinks
+        sinks = self.job.sinks.to(lse.dtype)[:, None]
         share = (sinks - lse.masked_fill(lse.isneginf(), torch.inf)).exp()  # -inf: neither key nor sink was seen
-        return [*found, -(share * delta).sum((0, 2, 3))]
+        return [*found, -(share * delta).sum((0, 2))]
 
 
 def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
@@ -195,9 +227,8 @@ def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
 
     It is the multiple of dout that has this product, which is never longer than the real output.
     """
-    unit = dout.to(delta.dtype, copy=True)
-    size = torch.maximum(unit.amax(-1, keepdim=True), -unit.amin(-1, keepdim=True))
-    unit /= torch.where(size > 0, size, 1.0)  # squares of very large or small numbers would leave the range
-    length = (unit * unit).sum(-1, keepdim=True)
-    factor = torch.where(size > 0, delta / torch.where(size > 0, size * length, 1.0), 0.0)
-    return unit.mul_(factor).to(dout.dtype)
+    size = torch.linalg.vector_norm(dout, torch.inf, -1, keepdim=True, dtype=delta.dtype)
+    size += size == 0  # then all of the row is 0, and so will be what comes out
+    unit = dout / size  # squares of very large or small numbers would leave the range
+    length = torch.linalg.vecdot(unit, unit).unsqueeze(-1).clamp_(min=1.0)  # one number of the row is 1 or -1
+    return unit.mul_(delta / length.mul_(size)).to(dout.dtype)

@@ -55,13 +55,20 @@ def push(parts: Branch, number: int, sums: Sum) -> None:
     """Adds what a chunk, or a branch, gives to sums of lower ones; branches that are complete by then become one.
 
     >>> import torch
-    >>> parts = []
+    >>> from longspan.execution.engine.flat.recorder import Recorder
+    >>> recorder, parts = Recorder(), []
+    >>> terms = [recorder.new((1, 1, 1, 1), torch.float32) for _ in range(5)]
     >>> for number in (0, 1, 2, 4):
-    ...     sums = Sum((torch.empty(1, 1, 1, 1),), torch.float32)
-    ...     sums.add(0, 1, torch.full((1, 1, 1, 1), 10.0**number))
+    ...     sums = Sum((terms[number],), torch.float32)
+    ...     sums.add(0, 1, terms[number])
     ...     push(parts, number, sums)
-    >>> [(number, sums.result(torch.float32)[0].item()) for number, sums in parts]
-    [(0, 111.0), (4, 10000.0)]
+    >>> [number for number, _ in parts]
+    [0, 4]
+    >>> for note in recorder.log:  # (0 + 1) + 2 in a new buffer
+    ...     print(note)
+    copy b5[0:1 0:1 0:1] b0[0:1 0:1 0:1]
+    add b5[0:1 0:1 0:1] b1[0:1 0:1 0:1]
+    add b5[0:1 0:1 0:1] b2[0:1 0:1 0:1]
     """
     if parts and parts[-1][0] == number:  # query heads of another mask
         return parts[-1][1].plus(sums)

@@ -5,7 +5,10 @@ exponentials; the state is (accumulator, maximum, sum), divided once at the end.
 and changes nothing. Gradients merge by addition.
 
 Most rows get one contribution only (a document that lies on one rank), and for those no float32 state is made: the
-contribution is kept as it came until a second one meets it.
+contribution is kept as it came until a second one meets it. Rows that several meet have their state in a buffer that
+has no others, one after the other in the order in which they were met.
+
+All of this is worked out when a plan is walked, on rows that stand for tensors; `merge` is what happens to numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longspan.execution.engine.flat.recorder import Buffer, Kind, Recorder, Rows
 from longspan.execution.fused import pieces
 from longspan.execution.tile import wide
 from longspan.span import Span
 
-Tensors = tuple[Tensor, ...]
+Several = tuple[Rows, ...]
 Key = tuple[Span, Span]
 """Heads and batch rows."""
 
@@ -33,7 +37,7 @@ class Stretch:
 
     start: int
     stop: int
-    tensors: Tensors
+    tensors: Several
     is_state: bool = False
 
     def part(self, start: int, stop: int) -> Stretch:
@@ -43,6 +47,15 @@ class Stretch:
         tensors = tuple(t[:, :, start - self.start : stop - self.start] for t in self.tensors)
         return Stretch(start, stop, tensors, self.is_state)
 
+    def with_next(self, other: Stretch) -> Stretch | None:
+        """One stretch where the other follows at once, and in memory too."""
+        if self.stop != other.start or self.is_state != other.is_state:
+            return None
+        if not all(b.follows(a) for a, b in zip(self.tensors, other.tensors, strict=True)):
+            return None
+        tensors = tuple(a.with_next(b) for a, b in zip(self.tensors, other.tensors, strict=True))
+        return Stretch(self.start, other.stop, tensors, self.is_state)
+
 
 class ByRows(ABC):
     """Contributions to rows, each over a stretch of them. They are read, never written to, unless they are states."""
@@ -50,7 +63,7 @@ class ByRows(ABC):
     def __init__(self) -> None:
         self._found: list[Stretch] = []  # disjoint, sorted
 
-    def add(self, start: int, stop: int, *part: Tensor) -> None:
+    def add(self, start: int, stop: int, *part: Rows) -> None:
         """Takes up a contribution to local rows start to stop."""
         self.take(Stretch(start, stop, part))
 
@@ -75,7 +88,8 @@ class ByRows(ABC):
             last += 1
         if start < stop:
             made.append(new.part(start, stop))
-        self._found[first:last] = made
+        near = slice(max(0, first - 1), last + 1)
+        self._found[near] = _joined([*self._found[near.start : first], *made, *self._found[last : last + 1]])
 
     def _both(self, held: Stretch, new: Stretch) -> Stretch:
         if new.is_state:
@@ -88,12 +102,17 @@ class ByRows(ABC):
         return bool(self._found)
 
     @abstractmethod
-    def _met(self, held: Tensors, part: Tensors) -> Tensors:
+    def _met(self, held: Several, part: Several) -> Several:
         """The state of rows after their first two contributions."""
 
     @abstractmethod
-    def _absorb(self, state: Tensors, part: Tensors) -> None:
+    def _absorb(self, state: Several, part: Several) -> None:
         """Takes one more contribution up into the state."""
+
+    def _whole(self, num_rows: int) -> Stretch | None:
+        """The one stretch that has all rows, if there is such a one."""
+        alone = len(self._found) == 1 and (self._found[0].start, self._found[0].stop) == (0, num_rows)
+        return self._found[0] if alone else None
 
     def _gaps(self, num_rows: int) -> Iterator[slice]:
         """Rows that got no contribution."""
@@ -110,57 +129,90 @@ def _stop_of(stretch: Stretch) -> int:
     return stretch.stop
 
 
+def _joined(stretches: Sequence[Stretch]) -> list[Stretch]:
+    """The same with neighbours in one that are neighbours in memory: documents one after the other in a result."""
+    made: list[Stretch] = []
+    for stretch in stretches:
+        both = made[-1].with_next(stretch) if made else None
+        if both is None:
+            made.append(stretch)
+        else:
+            made[-1] = both
+    return made
+
+
+class _States:
+    """Buffers that grow by the rows for which a state is made."""
+
+    def __init__(self, recorder: Recorder, shape: tuple[int, ...], *dims: int, dtype: torch.dtype) -> None:
+        self._recorder, self._shape, self._dims, self._dtype = recorder, shape[:2], dims, dtype
+        self._buffers: list[Buffer] = []
+
+    def more(self, num: int) -> Several:
+        if not self._buffers:
+            self._buffers = [self._recorder.buffer((*self._shape, 0, dim), self._dtype) for dim in self._dims]
+        return tuple(self._recorder.grown(buffer, num) for buffer in self._buffers)
+
+    def begin_at(self, number: int, value: float) -> None:
+        """All rows of one of the buffers are this before anything is written."""
+        if self._buffers:
+            self._buffers[number].initial = value
+
+
 class Accumulator(ByRows):
     """The running result of `(B, H, T, E)` query rows."""
 
-    def __init__(self, like: Tensor, v_head_dim: int) -> None:
+    def __init__(self, like: Rows, v_head_dim: int) -> None:
         super().__init__()
-        self._shape = (*like.shape[:3], v_head_dim)
-        self._dtype, self._device = like.dtype, like.device
-        self._wide = wide(like.dtype)
-        self._result: tuple[Tensor, Tensor] | None = None
+        assert like.dtype is not None
+        self._recorder, self._shape, self._dtype = like.recorder, (*like.shape[:3], v_head_dim), like.dtype
+        self._states = _States(like.recorder, like.shape, v_head_dim, 1, 1, dtype=wide(like.dtype))
+        self._result: tuple[Rows, Rows] | None = None
 
     def take(self, new: Stretch) -> None:
         self._result = None
         super().take(new)
 
-    def _met(self, held: Tensors, part: Tensors) -> Tensors:
-        out, lse = held
-        acc, top, num = out.to(self._wide, copy=True), lse.to(self._wide, copy=True), (~lse.isneginf()).to(self._wide)
-        merge(acc, top, num, *part)
-        return acc, top, num
+    def _met(self, held: Several, part: Several) -> Several:
+        acc, top, num = state = self._states.more(held[0].shape[2])
+        # One contribution counts once; of a row that saw nothing the number does not matter, because its top is -inf.
+        self._states.begin_at(2, 1.0)
+        acc.copy_(held[0])
+        top.copy_(held[1])
+        self._absorb((acc, top, num), part)
+        return state
 
-    def _absorb(self, state: Tensors, part: Tensors) -> None:
-        acc, top, num = state
-        merge(acc, top, num, *part)
+    def _absorb(self, state: Several, part: Several) -> None:
+        self._recorder.note(Kind.MERGE, *state, *part)
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Output in the inputs' dtype, and lse; rows that saw nothing are (0, -inf)."""
+    def result(self) -> tuple[Rows, Rows]:
+        """Output, in the inputs' dtype or a kernel's own, and lse; rows that saw nothing are (0, -inf)."""
         if self._result is None:
             self._result = self._written_out()
         return self._result
 
-    def _written_out(self) -> tuple[Tensor, Tensor]:
+    def _written_out(self) -> tuple[Rows, Rows]:
         num_rows = self._shape[2]
-        if len(self._found) == 1 and (self._found[0].start, self._found[0].stop) == (0, num_rows):
-            out, lse = finished(self._found[0])
-            return out.to(self._dtype), lse.to(self._wide)
-        out = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        lse = torch.empty(self._shape[:3], dtype=self._wide, device=self._device)
+        if (whole := self._whole(num_rows)) is not None and not whole.is_state:
+            out, lse = whole.tensors
+            return out, lse
+        out = self._recorder.new(self._shape, self._dtype)
+        lse = self._recorder.new((*self._shape[:3], 1), wide(self._dtype))
         for stretch in self._found:
-            out[:, :, stretch.start : stretch.stop], lse[:, :, stretch.start : stretch.stop] = finished(stretch)
+            at = slice(stretch.start, stretch.stop)
+            if stretch.is_state:
+                self._recorder.note(Kind.FINISH, out[:, :, at], lse[:, :, at], *stretch.tensors)
+            else:
+                out[:, :, at].copy_(stretch.tensors[0])
+                lse[:, :, at].copy_(stretch.tensors[1])
         for gap in self._gaps(num_rows):
-            out[:, :, gap] = 0
-            lse[:, :, gap] = -torch.inf
+            out[:, :, gap].fill_(0.0)
+            lse[:, :, gap].fill_(-torch.inf)
         return out, lse
 
 
-def finished(stretch: Stretch) -> tuple[Tensor, Tensor]:
-    """Output and lse of a stretch of results."""
-    if not stretch.is_state:
-        out, lse = stretch.tensors
-        return out, lse
-    acc, top, num = stretch.tensors
+def finished_rows(acc: Tensor, top: Tensor, num: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and lse of a state."""
     # lse is -inf where nothing was seen: -inf + log(0)
     return acc / num.clamp(min=torch.finfo(num.dtype).tiny).unsqueeze(-1), top + num.log()
 
@@ -196,17 +248,19 @@ def merge(acc: Tensor, top: Tensor, num: Tensor, out: Tensor, lse: Tensor) -> No
 class Sum(ByRows):
     """The running sum of gradients over rows, one or more tensors shaped like `like`."""
 
-    def __init__(self, like: Tensors, wide: torch.dtype) -> None:
+    def __init__(self, like: Several, wide: torch.dtype) -> None:
         super().__init__()
-        self._shapes, self._device, self._wide = [t.shape for t in like], like[0].device, wide
+        self._recorder, self._shapes = like[0].recorder, [t.shape for t in like]
+        self._states = _States(self._recorder, like[0].shape, *(t.shape[3] for t in like), dtype=wide)
 
-    def _met(self, held: Tensors, part: Tensors) -> Tensors:
-        def added(a: Tensor, b: Tensor) -> Tensor:
-            return a + b if a.dtype == self._wide else a.to(self._wide).add_(b)
+    def _met(self, held: Several, part: Several) -> Several:
+        state = self._states.more(held[0].shape[2])
+        for tensor, first in zip(state, held, strict=True):
+            tensor.copy_(first)
+        self._absorb(state, part)
+        return state
 
-        return tuple(map(added, held, part))
-
-    def _absorb(self, state: Tensors, part: Tensors) -> None:
+    def _absorb(self, state: Several, part: Several) -> None:
         for tensor, more in zip(state, part, strict=True):
             tensor.add_(more)
 
@@ -234,34 +288,62 @@ class Sum(ByRows):
             last += 1
         self._found[first:last] = kept
 
-    def write(self, targets: Sequence[Tensor]) -> None:
+    def write(self, targets: Sequence[Rows]) -> None:
         """Puts the sums, rounded once, into tensors of the same rows."""
         for i, target in enumerate(targets):
             for stretch in self._found:
-                target[:, :, stretch.start : stretch.stop] = stretch.tensors[i]
+                target[:, :, stretch.start : stretch.stop].copy_(stretch.tensors[i])
             for gap in self._gaps(target.shape[2]):
-                target[:, :, gap] = 0
+                target[:, :, gap].fill_(0.0)
 
-    def begin_with(self, tensors: Tensors) -> None:
+    def begin_with(self, tensors: Several) -> None:
         """Sums in these float32 tensors, in place, what they hold and what is added from now on."""
         self._found = [Stretch(0, tensors[0].shape[2], tensors, is_state=True)]
 
-    def result(self, dtype: torch.dtype) -> Tensors:
-        """The sums, rounded once."""
-        if len(self._found) == 1 and (self._found[0].start, self._found[0].stop) == (0, self._shapes[0][2]):
-            return tuple(t.to(dtype) for t in self._found[0].tensors)
-        out = self._empty(dtype)
+    def result(self, dtype: torch.dtype) -> Several:
+        """The sums, rounded once, or the only contribution as it came."""
+        if (whole := self._whole(self._shapes[0][2])) is not None:
+            return whole.tensors
+        out = tuple(self._recorder.new(shape, dtype) for shape in self._shapes)
         self.write(out)
         return out
 
-    def _empty(self, dtype: torch.dtype) -> Tensors:
-        return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in self._shapes)
+
+class SumInto(Sum):
+    """The sum of gradients over rows of a message, in its own memory: the first contribution is copied there."""
+
+    def __init__(self, targets: Several, wide: torch.dtype) -> None:
+        super().__init__(targets, wide)
+        self._targets = targets
+
+    def take(self, new: Stretch) -> None:
+        at = 0
+        for held in list(self.within(new.start, new.stop)):
+            self._absorb(held.tensors, new.part(held.start, held.stop).tensors)
+        seen = [(held.start, held.stop) for held in self.within(new.start, new.stop)]
+        at = new.start
+        for start, stop in [*seen, (new.stop, new.stop)]:
+            if at < start:
+                self._begin(new.part(at, start))
+            at = stop
+
+    def _begin(self, new: Stretch) -> None:
+        mine = tuple(target[:, :, new.start : new.stop] for target in self._targets)
+        for target, first in zip(mine, new.tensors, strict=True):
+            target.copy_(first)
+        super().take(Stretch(new.start, new.stop, mine, is_state=True))
+
+    def finish(self) -> None:
+        """Zeros where nothing was added."""
+        for gap in self._gaps(self._shapes[0][2]):
+            for target in self._targets:
+                target[:, :, gap].fill_(0.0)
 
 
 class SumByHeads:
     """The running sum of gradients whose contributions come for some heads and batch rows each."""
 
-    def __init__(self, like: Tensors, heads: Span, rows: Span, wide: torch.dtype) -> None:
+    def __init__(self, like: Several, heads: Span, rows: Span, wide: torch.dtype) -> None:
         self._like, self._whole, self._wide = like, (heads, rows), wide
         self._sums: dict[Key, Sum] = {}
 
@@ -271,27 +353,28 @@ class SumByHeads:
             self._sums[key] = Sum(self._part(self._like, key), self._wide)
         return self._sums[key]
 
-    def _part(self, tensors: Tensors, key: Key) -> Tensors:
+    def _part(self, tensors: Several, key: Key) -> Several:
         (heads, rows), (all_heads, all_rows) = key, self._whole
         h0, b0 = heads.start - all_heads.start, rows.start - all_rows.start
         return tuple(t[b0 : b0 + len(rows), h0 : h0 + len(heads)] for t in tensors)
 
-    def result(self, dtype: torch.dtype) -> Tensors:
-        """The sums, rounded once."""
+    def result(self, dtype: torch.dtype) -> Several:
+        """The sums, rounded once, or the only contribution as it came."""
         if set(self._sums) <= {self._whole}:
             return self.of(self._whole).result(dtype)
         size = len(self._whole[0]) * len(self._whole[1])
         apart = not any(_overlap(a, b) for a in self._sums for b in self._sums if a is not b)
+        recorder = self._like[0].recorder
         if apart and sum(len(heads) * len(rows) for heads, rows in self._sums) == size:
-            out = tuple(t.new_empty(t.shape, dtype=dtype) for t in self._like)
+            out = tuple(recorder.new(t.shape, dtype) for t in self._like)
             for key, sums in self._sums.items():
                 sums.write(self._part(out, key))
             return out
-        total = tuple(t.new_zeros(t.shape, dtype=self._wide) for t in self._like)
+        total = tuple(recorder.new(t.shape, self._wide, initial=0.0) for t in self._like)
         for key, sums in self._sums.items():
             for target, tensor in zip(self._part(total, key), sums.result(self._wide), strict=True):
-                target += tensor
-        return tuple(t.to(dtype) for t in total)
+                target.add_(tensor)
+        return total
 
 
 def _overlap(a: Key, b: Key) -> bool:

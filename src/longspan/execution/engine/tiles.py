@@ -49,7 +49,7 @@ def tiles_for(plan: Plan, which: Which, compute: Compute, plane: Plane, q: Token
         if compute.maybe:
             more = asking_tiles(compute.maybe, classifier(plane, plan.layout.seq_len, GRID, plan.mask.known), q, kv)
             tiles = sorted((*tiles, *more), key=lambda tile: (tile.q0, tile.k0))
-        known[which] = KnownTiles(tiles)
+        known[which] = KnownTiles(tight for tile in tiles if (tight := tile.tight()) is not None)
     return known[which]
 
 

@@ -8,94 +8,19 @@ Runs are tables of (start, stop, start_local), sorted by position: where each st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from longspan.execution.fused import pieces
-from longspan.schedules.steps import Piece
+from longspan.execution.engine.flat.recorder import Rows
+from longspan.masks.classifier import runs_of as runs_of_true
 from longspan.span import Ints, Span, as_table, by_position, intersect, join, total
 
-T = TypeVar("T")
-FEW, LONG = 8, 256
-"""So few runs, or rows a run on average, are copied run by run on CPUs, where that is quicker than row by row."""
-
-
-@dataclass(frozen=True, eq=False)
-class RowMoves:
-    """Pairs of local rows, of a source and of a target, that hold the same positions; in the order of the target's."""
-
-    pairs: tuple[tuple[slice, slice], ...]
-    fills: bool
-    """Whether the target's rows are all there, in order: then it is written as a whole."""
-    _indices: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
-
-    def indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The rows of the source, and those of the target that they become, one by one."""
-        if device not in self._indices:
-            sides = (
-                np.concatenate([np.arange(s.start, s.stop) for s in side]) for side in zip(*self.pairs, strict=True)
-            )
-            here, there = (torch.as_tensor(rows).to(device) for rows in sides)
-            self._indices[device] = here, there
-        return self._indices[device]
-
-    @cached_property
-    def _by_row(self) -> bool:
-        """Whether one copy row by row takes a CPU less than a copy for every run."""
-        rows = sum(here.stop - here.start for here, _ in self.pairs)
-        return self.fills and len(self.pairs) > FEW and rows < LONG * len(self.pairs)
-
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copies `(B, H, T, D)` rows. On GPUs what counts is the number of launches."""
-        if len(self.pairs) > 1 and pieces.is_fused(target):
-            return pieces.move_rows(source, target, *self.indices(target.device))
-        on_cpu = target.device.type == "cpu"
-        if source.dtype == target.dtype and (self._by_row if on_cpu else len(self.pairs) > 2 - self.fills):
-            here, there = self.indices(target.device)
-            if self.fills:
-                torch.index_select(source, 2, here, out=target)
-            else:
-                target.index_copy_(2, there, source.index_select(2, here))
-            return None
-        for here, there in self.pairs:
-            target[:, :, there] = source[:, :, here]
-        return None
-
-
-class RowTables:
-    """What a plan fixes about rows, worked out once: nothing of it depends on what is in the tensors.
-
-    A table is found by the very objects it is about (arrays and tuples that live as long as the plan does), not by what
-    they hold: a plan of many documents has long ones.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], tuple[Any, tuple[Any, ...]]] = {}
-
-    def once(self, make: Callable[..., T], *about: Any) -> T:
-        """`make(*about)`, from memory if it was asked for these objects before."""
-        key = (make.__name__, *(part if isinstance(part, int | str) else id(part) for part in about))
-        if key not in self._known:  # what it is about is held, so that no other object gets its id
-            self._known.setdefault(key, (make(*about), about))  # two threads may ask, and get the same
-        return self._known[key][0]
-
-    def runs(self, piece: Piece) -> Ints:
-        """Those of a message or copy that has the piece's rows in its order."""
-        return self.once(runs_of, piece.spans)
-
-    def cover(self, runs: Ints, piece: Piece) -> bool:
-        """Whether the runs have all positions of the piece."""
-        return self.once(have_all, runs, self.runs(piece))
-
-    def moves(self, source: Ints, target: Ints) -> RowMoves:
-        """Which local rows of one store are which of another."""
-        return self.once(common_rows, source, target)
+Bools = NDArray[np.bool_]
+Moves = list[tuple[slice, slice]]
+"""Local rows of a source, and those of a target that hold the same positions; in the order of the target's."""
 
 
 def runs_of(spans: tuple[Span, ...]) -> Ints:
@@ -119,24 +44,21 @@ def have_all(runs: Ints, wanted: Ints) -> bool:
     >>> have_all(laid_out(np.array([[0, 8]])), laid_out(np.array([[6, 8], [0, 3]])))
     True
     """
-    return total(intersect(wanted[:, :2], runs[:, :2])) == total(wanted)
+    return runs is wanted or total(intersect(wanted[:, :2], runs[:, :2])) == total(wanted)
 
 
-def common_rows(source: Ints, target: Ints) -> RowMoves:
+def common_rows(source: Ints, target: Ints) -> Moves:
     """Pairs of local slices that hold the same positions in both.
 
-    >>> rows = laid_out(np.array([[6, 8], [0, 3]]))
-    >>> common_rows(laid_out(np.array([[0, 8]])), rows)
-    RowMoves(pairs=((slice(6, 8, None), slice(0, 2, None)), (slice(0, 3, None), slice(2, 5, None))), fills=True)
+    >>> common_rows(laid_out(np.array([[0, 8]])), laid_out(np.array([[6, 8], [0, 3]])))
+    [(slice(6, 8, None), slice(0, 2, None)), (slice(0, 3, None), slice(2, 5, None))]
     """
     i, j = join(target[:, :2], source[:, :2])
     start = np.maximum(target[i, 0], source[j, 0])
     size = np.minimum(target[i, 1], source[j, 1]) - start
     here, there = source[j, 2] + start - source[j, 0], target[i, 2] + start - target[i, 0]
     table = np.stack((here, here + size, there, there + size), axis=1)[np.argsort(there, kind="stable")]
-    follow = np.array_equal(table[:, 2], np.cumsum(table[:, 3] - table[:, 2]) - (table[:, 3] - table[:, 2]))
-    pairs = tuple((slice(a, b), slice(c, d)) for a, b, c, d in table.tolist())
-    return RowMoves(pairs, follow and int(size.sum()) == total(target))
+    return [(slice(a, b), slice(c, d)) for a, b, c, d in table.tolist()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,9 +68,9 @@ class TokenStore:
     runs: Ints
     heads: Span
     batch: Span
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Rows, ...]
 
-    def part(self, heads: Span, batch: Span) -> tuple[Tensor, ...]:
+    def part(self, heads: Span, batch: Span) -> tuple[Rows, ...]:
         """The tensors narrowed to some of their heads and batch rows."""
         if heads == self.heads and batch == self.batch:
             return self.tensors
@@ -171,35 +93,39 @@ class TokenStore:
             and batch.stop <= self.batch.stop
         )
 
-    def copy_to(self, target: TokenStore, moves: RowMoves) -> None:
+    def copy_to(self, target: TokenStore, moves: Moves) -> None:
         """Copies rows to a store of fewer heads or batch rows, or as many."""
         parts = self.part(target.heads, target.batch)
         for tensor, part in zip(target.tensors, parts, strict=True):
-            moves.copy(part, tensor)
+            for here, there in moves:
+                tensor[:, :, there].copy_(part[:, :, here])
 
 
-def gather(stores: Sequence[TokenStore], piece: Piece, batch: Span, tables: RowTables) -> TokenStore:
-    """The piece's rows as one store: one that has them all, or a copy put together from several.
+def gather(stores: Sequence[TokenStore], target: TokenStore, what: str) -> None:
+    """Copies all rows of the target from stores that have some, each row once.
 
     That the rows are there is what the validator proves of every schedule, so a gap here is our own bug.
     """
-    stores = [store for store in stores if store.has(piece.heads, batch)]
+    missing = np.ones(total(target.runs), dtype=np.bool_)
     for store in stores:
-        if tables.cover(store.runs, piece):
-            return TokenStore(store.runs, piece.heads, batch, store.part(piece.heads, batch))
-    runs = tables.runs(piece)
-    is_whole = tables.once(_are_all_held, runs, *(store.runs for store in stores))
-    assert is_whole, f"{piece!r} is not all held"
-    shape = (len(batch), len(piece.heads), piece.num_tokens)
-    made = TokenStore(runs, piece.heads, batch, tuple(t.new_empty((*shape, t.shape[3])) for t in stores[0].tensors))
-    for store in stores:
-        store.copy_to(made, tables.moves(store.runs, runs))
-    return made
+        if not missing.any():
+            break
+        moves = [part for here, there in common_rows(store.runs, target.runs) for part in _still(here, there, missing)]
+        store.copy_to(target, moves)
+        for _, there in moves:
+            missing[there] = False
+    assert not missing.any(), f"{what} is not all held"
 
 
-def _are_all_held(wanted: Ints, *held: Ints) -> bool:
-    found = np.zeros(total(wanted), dtype=np.bool_)
-    for runs in held:
-        for _, there in common_rows(runs, wanted).pairs:
-            found[there] = True
-    return bool(found.all())
+def _still(
+    here: slice, there: slice, missing: np.ndarray[tuple[int], np.dtype[np.bool_]]
+) -> Iterator[tuple[slice, slice]]:
+    """The parts of two slices whose rows of the target are missing."""
+    if missing[there].all():
+        yield here, there
+        return
+    for start, stop in runs_of_true(missing[there]):
+        yield (
+            slice(here.start + start, here.start + stop),
+            slice(there.start + start, there.start + stop),
+        )

@@ -32,6 +32,8 @@ class Exchange:
     device: torch.device
     pieces: dict[tuple[int, int], list[Transfer]] = field(default_factory=dict)
     """What the messages are made of, by source and target."""
+    into: dict[int, Tensor] = field(default_factory=dict)
+    """Memory for what is expected, by source: a transport may use it, or memory of its own."""
 
 
 Program = Generator[Exchange | None, dict[int, Tensor] | None, T]
@@ -61,7 +63,9 @@ class Loopback:
         assert now[src].step == exchange.step
         assert message.numel() == exchange.receives[src]
         count(src, dst, message.numel())
-        return message.clone()
+        if (into := exchange.into.get(src)) is None:
+            return message.clone()
+        return into.copy_(message)
 
     def _resume(
         self,
@@ -108,7 +112,7 @@ class ProcessGroup:
         buffers = {
             src: torch.zeros(size + extra, dtype=torch.uint8, device=exchange.device)
             if self.checked
-            else torch.empty(size, dtype=torch.uint8, device=exchange.device)
+            else exchange.into[src]
             for src, size in exchange.receives.items()
         }
         lists: dict[int, list[dist.P2POp]] = {}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
 
 import torch
-from torch import Tensor
 
+from longspan.execution.engine.flat.recorder import Buffer, Recorder, Rows
 from longspan.execution.tile import wide
 from longspan.schedules.steps import Piece, Role, Sizes, Transfer
 from longspan.span import Span
@@ -37,32 +39,24 @@ class Format:
             Role.DKV: [(qk, wide), (v, wide)],
         }[role]
 
+    @cached_property
+    def alignment(self) -> int:
+        """Bytes on whose multiples messages begin in a buffer of several: then most rows begin on multiples of their
+        own size, and operations on rows of many messages can be one."""
+        sizes = (self.sizes.head_dim, self.sizes.v_head_dim)
+        return lcm(16, *(size * dtype.itemsize for size in sizes for dtype in (self.dtype, self.wide)))
+
     def batch(self, piece: Piece) -> Span:
         return Span(0, self.sizes.batch) if piece.batch is None else piece.batch
 
     def num_bytes(self, transfers: Sequence[Transfer]) -> int:
         return sum(t.piece.num_bytes(self.sizes) for t in transfers)
 
-    def tensors(self, piece: Piece, message: Tensor, offset: int) -> tuple[list[Tensor], int]:
-        """The piece's tensors as views of a message, and where the next piece begins."""
+    def tensors(self, recorder: Recorder, piece: Piece, message: Buffer, offset: int) -> tuple[list[Rows], int]:
+        """The piece's tensors as parts of a message, and where the next piece begins."""
         shape = (len(self.batch(piece)), len(piece.heads), piece.num_tokens)
-        found: list[Tensor] = []
+        found: list[Rows] = []
         for features, dtype in self.fields(piece.role):
-            size = shape[0] * shape[1] * shape[2] * features * dtype.itemsize
-            part = message[offset : offset + size]
-            if offset % dtype.itemsize:
-                part = part.clone()  # a view of wider numbers must begin on a multiple of their size
-            found.append(part.view(dtype).view(*shape, features))
-            offset += size
+            found.append(recorder.new((*shape, features), dtype, inside=message, offset=offset))
+            offset += found[-1].buffer.num_bytes
         return found, offset
-
-    def pack(self, piece: Piece, message: Tensor, offset: int, fill: Callable[[Sequence[Tensor]], None]) -> int:
-        """Lets `fill` write the piece's tensors into the message; returns where the next piece begins."""
-        tensors, end = self.tensors(piece, message, offset)
-        fill(tensors)
-        for tensor in tensors:
-            size = tensor.numel() * tensor.itemsize
-            if offset % tensor.itemsize:  # not a view of the message, see above
-                message[offset : offset + size] = tensor.view(-1).view(torch.uint8)
-            offset += size
-        return end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.functional import pad
 
 from longspan.errors import KernelError, PlanError
 from longspan.execution.call import Request, attention
+from longspan.execution.engine.flat.recorder import Launched
 from longspan.execution.engine.forward import Forward
 from longspan.execution.engine.runner import Job
 from longspan.execution.engine.transports import Loopback
@@ -25,7 +27,6 @@ from longspan.execution.scoring.pipeline import ScoreMod
 from longspan.masks import Mask, full
 from longspan.masks.bands import rectangles
 from longspan.schedules.plan import Plan
-from longspan.schedules.steps import Compute
 from longspan.span import shortened
 
 
@@ -151,17 +152,15 @@ class _MaxScores(Forward):
 
     def __init__(self, job: Job, q: Tensor, k: Tensor, v: Tensor, captured: Any) -> None:
         super().__init__(job, q, k, v, captured)
-        self.top = torch.full(q.shape[:3], -torch.inf, dtype=self.form.wide, device=q.device)
+        self.top = torch.full(q.shape[:3], -torch.inf, dtype=job.format.wide, device=q.device)
 
-    def compute(self, compute: Compute) -> None:
-        batch, heads = self.form.batch(compute.q), compute.q.heads
-        q, _ = self._result((heads, batch))
-        kv = self.get(compute.kv)
-        work = self.work(compute, q, kv)
+    def attend(self, launch: Launched, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        work, (batch, heads) = self.work(launch, tensors), (launch.batch, launch.heads)
         part = self.top[batch.start : batch.stop, heads.start : heads.stop]
         for tile in work.tiles:
             at = part[:, :, tile.q0 : tile.q1]
             at.copy_(torch.maximum(at, highest(replace(work, tiles=[tile]))))
+            yield at.new_zeros((*at.shape, work.v_BGKE.shape[3])), at  # which nobody looks at
 
 
 def _max_scores(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, extras: Extras | None) -> Tensor:

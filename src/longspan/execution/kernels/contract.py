@@ -1,4 +1,4 @@
-"""What the runner asks of a kernel: tiles in, one (out, lse) per tile out, and back from the global out and lse.
+"""What the runner asks of a kernel: tiles in, (out, lse) of groups of them out, and back from the global out and lse.
 
 Shapes: B batch, H query heads, G key/value heads (H % G == 0), Q query rows, K key rows, D qk dim, E v dim; a small
 q or k counts the rows of one tile.
@@ -87,7 +87,7 @@ class Pairs(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TileWork:
-    """What a kernel is given: tiles, and the tensors whose rows they count."""
+    """What a kernel is given: tight tiles, and the tensors whose rows they count."""
 
     q_BHQD: Tensor
     k_BGKD: Tensor
@@ -109,6 +109,10 @@ class Upstream:
     """rowsum(dout * out)."""
 
 
+Group = tuple[Tile, ...]
+"""Tiles whose results a kernel gives as one: the rows of the first, then those of the second, and so on."""
+
+
 class Kernel(Protocol):
     """Attention of many tiles on one device. Tensors may be strided views; q, k and v share a dtype."""
 
@@ -124,8 +128,13 @@ class Kernel(Protocol):
         """Why it cannot take these tensors, or None."""
         ...
 
-    def forward(self, work: TileWork) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        """(tile, out_BHqE, lse_BHq) in the order given.
+    def groups(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> Sequence[Group]:
+        """What the results of these tiles will be, for as many query and key rows. Known before anything is computed:
+        where rows end up is worked out once for a plan, not in every call."""
+        ...
+
+    def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
+        """(out_BHqE, lse_BHq) of every group.
 
         `out` is normalised within the tile, in the inputs' dtype or a wider one. `lse` is a natural logarithm in
         float32 (float64 for float64), -inf exactly where the tile's geometry, or the mask's function, leaves a row
@@ -133,12 +142,17 @@ class Kernel(Protocol):
         """
         ...
 
-    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
-        """(tile, dq_BHqD, dk_BGkD, dv_BGkE): what each tile adds to the gradients, in the order given.
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(dq_BHqD, dk_BGkD, dv_BGkE) of every group: what its tiles add to the gradients.
 
         Rows whose global lse is -inf add exact zeros.
         """
         ...
+
+
+def one_by_one(tiles: Sequence[Tile]) -> Sequence[Group]:
+    """Groups of a kernel that gives a result for each tile."""
+    return [(tile,) for tile in tiles]
 
 
 def gpu_refusal(like: Tensor, least: tuple[int, int]) -> str | None:

@@ -21,7 +21,7 @@ import torch.nn.attention
 from torch import Tensor
 
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import AMPERE, TileWork, Upstream, gpu_refusal, in_vectors
+from longspan.execution.kernels.contract import AMPERE, Group, TileWork, Upstream, gpu_refusal, in_vectors
 from longspan.execution.tile import PLAIN, Features, Tile, once
 
 MULTIPLE = 8
@@ -94,75 +94,49 @@ class Flash:
             return f"it takes head dims up to {WIDEST}, and one here is {widest}"
         return None
 
-    def forward(self, work: TileWork) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        width = _width(work)
-        q, k, v = (in_vectors(x, width, MULTIPLE) for x in (work.q_BHQD, work.k_BGKD, work.v_BGKE))
-        done: dict[int, tuple[Tensor, Tensor]] = {}
-        launches = self._launches(q, k, work.tiles)
-        for index, tile in enumerate(work.tiles):
-            if index not in done:
-                launch = launches[index]
-                out, lse = self.op(
-                    launch.queries(q),
-                    launch.keys(k),
-                    launch.keys(v),
-                    *launch.starts(q),
-                    launch.longest,
-                    launch.window,
-                    work.scale,
-                )
-                parts = zip(launch.split_queries(out), launch.split_lse(lse), strict=True)
-                done.update(zip(launch.members, parts, strict=True))
-            out, lse = done.pop(index)
-            tight = _tight(tile)
-            at = tight.q0 - tile.q0, tile.q1 - tight.q1
-            out = out.narrow(3, 0, work.v_BGKE.shape[3])
-            yield tile, _with_rows(out, at, 2, 0.0), _with_rows(lse, at, 2, -torch.inf)
+    def groups(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> Sequence[Group]:
+        return [tuple(launch.tiles) for launch in self._launches(tiles, num_q, num_k)]
 
-    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
-        width, dtype = _width(work), work.q_BHQD.dtype
+    def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
+        width, e = _width(work), work.v_BGKE.shape[3]
+        q, k, v = (in_vectors(x, width, MULTIPLE) for x in (work.q_BHQD, work.k_BGKD, work.v_BGKE))
+        for launch in self._launches(work.tiles, q.shape[2], k.shape[2]):
+            out, lse = self.op(
+                launch.queries(q),
+                launch.keys(k),
+                launch.keys(v),
+                *launch.starts(q),
+                launch.longest,
+                launch.window,
+                work.scale,
+            )
+            yield launch.unpacked(out, q.shape[0], e), launch.unpacked_lse(lse, q.shape[0])
+
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        width, dtype, b = _width(work), work.q_BHQD.dtype, work.q_BHQD.shape[0]
+        d, e = work.q_BHQD.shape[3], work.v_BGKE.shape[3]
         dout, out = (in_vectors(x.to(dtype), width, MULTIPLE) for x in (upstream.dout_BHQE, upstream.out_BHQE))
         q, k, v = (in_vectors(x, width, MULTIPLE) for x in (work.q_BHQD, work.k_BGKD, work.v_BGKE))
         # +inf is what the operator itself writes into rows that are not there: they add exact zeros
         lse = upstream.lse_BHQ.float().masked_fill(upstream.lse_BHQ.isneginf(), torch.inf)
-        done: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        launches = self._launches(q, k, work.tiles)
-        for index, tile in enumerate(work.tiles):
-            if index not in done:
-                launch = launches[index]
-                dq, dk, dv = self.backward_op(
-                    launch.queries(dout),
-                    launch.queries(q),
-                    launch.keys(k),
-                    launch.keys(v),
-                    launch.queries(out),
-                    launch.lse(lse),
-                    *launch.starts(q),
-                    launch.longest,
-                    launch.window,
-                    work.scale,
-                )
-                parts = zip(launch.split_queries(dq), launch.split_keys(dk), launch.split_keys(dv), strict=True)
-                done.update(zip(launch.members, parts, strict=True))
-            dq, dk, dv = done.pop(index)
-            tight = _tight(tile)
-            rows, cols = (tight.q0 - tile.q0, tile.q1 - tight.q1), (tight.k0 - tile.k0, tile.k1 - tight.k1)
-            d, e = work.q_BHQD.shape[3], work.v_BGKE.shape[3]
-            yield (
-                tile,
-                _with_rows(dq.narrow(3, 0, d), rows, 2, 0.0),
-                _with_rows(dk.narrow(3, 0, d), cols, 2, 0.0),
-                _with_rows(dv.narrow(3, 0, e), cols, 2, 0.0),
+        for launch in self._launches(work.tiles, q.shape[2], k.shape[2]):
+            dq, dk, dv = self.backward_op(
+                launch.queries(dout),
+                launch.queries(q),
+                launch.keys(k),
+                launch.keys(v),
+                launch.queries(out),
+                launch.lse(lse),
+                *launch.starts(q),
+                launch.longest,
+                launch.window,
+                work.scale,
             )
+            yield launch.unpacked(dq, b, d), launch.unpacked(dk, b, d), launch.unpacked(dv, b, e)
 
-    def _launches(self, q: Tensor, k: Tensor, tiles: Sequence[Tile]) -> dict[int, Launch]:
-        """The launch each tile belongs to, by the tile's number."""
-        room = (q.shape[2], k.shape[2]) if self.grouped else (0, 0)
-
-        def made() -> dict[int, Launch]:
-            return {i: launch for launch in launches(tiles, *room) for i in launch.members}
-
-        return once(tiles, ("launches", room), made)
+    def _launches(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> list[Launch]:
+        room = (num_q, num_k) if self.grouped else (0, 0)
+        return once(tiles, ("launches", room), lambda: launches(tiles, *room))
 
 
 @dataclass(eq=False)
@@ -174,7 +148,6 @@ class Launch:
 
     window: Window
     tiles: list[Tile]
-    members: list[int]
     known: dict[object, Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -182,73 +155,81 @@ class Launch:
         return max(tile.rows for tile in self.tiles), max(tile.cols for tile in self.tiles)
 
     @cached_property
-    def rows(self) -> list[tuple[int, int]]:
-        return [(tile.q0, tile.rows) for tile in self.tiles]
+    def rows(self) -> Side:
+        return Side("rows", [(tile.q0, tile.rows) for tile in self.tiles])
 
     @cached_property
-    def cols(self) -> list[tuple[int, int]]:
-        return [(tile.k0, tile.cols) for tile in self.tiles]
+    def cols(self) -> Side:
+        return Side("cols", [(tile.k0, tile.cols) for tile in self.tiles])
 
     def queries(self, x_BHQD: Tensor) -> Tensor:
-        return self._packed(x_BHQD.transpose(1, 2), "rows")
+        return self._packed(x_BHQD, self.rows)
 
     def keys(self, x_BGKD: Tensor) -> Tensor:
-        return self._packed(x_BGKD.transpose(1, 2), "cols")
+        return self._packed(x_BGKD, self.cols)
 
     def lse(self, x_BHQ: Tensor) -> Tensor:
         """(B, H, q) for a tile alone, (H, T) for many."""
-        return self._packed(x_BHQ.transpose(1, 2), "rows").transpose(-1, -2).contiguous()
+        if len(self.tiles) == 1:
+            return self._picked(x_BHQ, self.rows).contiguous()
+        return self._picked(x_BHQ, self.rows).transpose(0, 1).flatten(1).contiguous()
 
-    def _packed(self, x_BTHD: Tensor, side: str) -> Tensor:
-        runs: list[tuple[int, int]] = getattr(self, side)
-        first, num = runs[0]
-        if len(runs) == 1:
-            return x_BTHD.narrow(1, first, num)
-        if x_BTHD.shape[0] > 1:
-            return torch.cat([x_BTHD.narrow(1, a, n).flatten(0, 1) for a, n in runs])
-        if all(a + n == b for (a, n), (b, _) in pairwise(runs)):  # neighbours in memory: nothing to copy
-            return x_BTHD.select(0, 0).narrow(0, first, sum(n for _, n in runs))
-        return x_BTHD.select(0, 0).index_select(0, self._indices(side, x_BTHD.device))
+    def _packed(self, x_BHTD: Tensor, side: Side) -> Tensor:
+        """(B, t, H, D) for a tile alone, (T, H, D) for many."""
+        picked = self._picked(x_BHTD, side).transpose(1, 2)
+        return picked if len(self.tiles) == 1 else picked.flatten(0, 1)
 
-    def _indices(self, side: str, device: torch.device) -> Tensor:
-        """The rows that are packed, one by one."""
-        if (side, device) not in self.known:
-            runs: list[tuple[int, int]] = getattr(self, side)
-            self.known[side, device] = torch.cat([torch.arange(a, a + n) for a, n in runs]).to(device)
-        return self.known[side, device]
+    def _picked(self, x: Tensor, side: Side) -> Tensor:
+        """The rows (dim 2) of all tiles, one tile after the other."""
+        if side.is_one_run:  # neighbours in memory: nothing to copy
+            return x.narrow(2, side.runs[0][0], side.total)
+        key = side.name, x.device
+        if key not in self.known:
+            self.known[key] = torch.cat([torch.arange(a, a + n) for a, n in side.runs]).to(x.device)
+        if x.dim() == 3:
+            return x.index_select(2, self.known[key])
+        # Rows are packed token by token, with all heads of a token together: a copy that is made should lie so at once.
+        return x.transpose(1, 2).index_select(1, self.known[key]).transpose(1, 2)
 
     def starts(self, like_BHQD: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Where each slice starts among the packed queries and keys, and where the last one ends."""
         if len(self.tiles) == 1:
             return None, None
         b, device = like_BHQD.shape[0], like_BHQD.device
-        for side, runs in (("rows", self.rows), ("cols", self.cols)):
-            if (side, b, device) not in self.known:
-                ends = torch.tensor([0, *(n for _, n in runs for _ in range(b))]).cumsum(0)
-                self.known[side, b, device] = ends.to(device=device, dtype=torch.int32)
-        return self.known["rows", b, device], self.known["cols", b, device]
+        return self._starts(self.rows, b, device), self._starts(self.cols, b, device)
 
-    def split_queries(self, x: Tensor) -> Iterator[Tensor]:
-        return self._split(x, [tile.rows for tile in self.tiles])
+    def _starts(self, side: Side, b: int, device: torch.device) -> Tensor:
+        key = side.name, b, device
+        if key not in self.known:
+            ends = torch.tensor([0, *(n for _ in range(b) for _, n in side.runs)]).cumsum(0)
+            self.known[key] = ends.to(device=device, dtype=torch.int32)
+        return self.known[key]
 
-    def split_keys(self, x: Tensor) -> Iterator[Tensor]:
-        return self._split(x, [tile.cols for tile in self.tiles])
+    def unpacked(self, x: Tensor, b: int, dim: int) -> Tensor:
+        """A result as (B, H, t, dim)."""
+        x = x if x.dim() == 4 else x.unflatten(0, (b, -1))
+        x = x.transpose(1, 2)
+        return x if x.shape[3] == dim else x.narrow(3, 0, dim)
 
-    def split_lse(self, lse: Tensor) -> Iterator[Tensor]:
-        return (part.transpose(1, 2) for part in self._split_rows(lse.transpose(-1, -2), [t.rows for t in self.tiles]))
+    def unpacked_lse(self, lse: Tensor, b: int) -> Tensor:
+        """(B, H, t)."""
+        return lse if lse.dim() == 3 else lse.unflatten(1, (b, -1)).transpose(0, 1)
 
-    def _split(self, x: Tensor, sizes: list[int]) -> Iterator[Tensor]:
-        return (part.transpose(1, 2) for part in self._split_rows(x, sizes))
 
-    def _split_rows(self, x: Tensor, sizes: list[int]) -> Iterator[Tensor]:
-        """(B, rows, H, ...) of each tile."""
-        if len(sizes) == 1:
-            yield x
-            return
-        b, first = x.shape[0] // sum(sizes), 0
-        for num in sizes:
-            yield x.narrow(0, first, b * num).unflatten(0, (b, num))
-            first += b * num
+@dataclass(eq=False)
+class Side:
+    """The first row and the number of rows of every tile of a launch, among queries or among keys."""
+
+    name: str
+    runs: list[tuple[int, int]]
+
+    @cached_property
+    def total(self) -> int:
+        return sum(n for _, n in self.runs)
+
+    @cached_property
+    def is_one_run(self) -> bool:
+        return all(a + n == b for (a, n), (b, _) in pairwise(self.runs))
 
 
 def launches(tiles: Sequence[Tile], max_rows: int, max_cols: int) -> list[Launch]:
@@ -256,16 +237,14 @@ def launches(tiles: Sequence[Tile], max_rows: int, max_cols: int) -> list[Launch
     keys than there are, so that overlapping tiles cost at most one copy of the tensors."""
     made: list[Launch] = []
     open_at: dict[Window, tuple[Launch, int, int]] = {}
-    for index, tile in enumerate(tiles):
-        tight = _tight(tile)
-        window = window_of(tight)
+    for tile in tiles:
+        window = window_of(tile)
         launch, rows, cols = open_at.get(window, (None, 0, 0))
-        rows, cols = rows + tight.rows, cols + tight.cols
+        rows, cols = rows + tile.rows, cols + tile.cols
         if launch is None or rows > max_rows or cols > max_cols:
-            launch, rows, cols = Launch(window, [], []), tight.rows, tight.cols
+            launch, rows, cols = Launch(window, []), tile.rows, tile.cols
             made.append(launch)
-        launch.tiles.append(tight)
-        launch.members.append(index)
+        launch.tiles.append(tile)
         open_at[window] = launch, rows, cols
     return made
 
@@ -284,23 +263,5 @@ def window_of(tight: Tile) -> Window:
     return left, right
 
 
-def _tight(tile: Tile) -> Tile:
-    tight = tile.tight()
-    assert tight is not None, f"{tile} has no pair"
-    return tight
-
-
 def _width(work: TileWork) -> int:
     return -(-max(work.q_BHQD.shape[3], work.v_BGKE.shape[3]) // MULTIPLE) * MULTIPLE
-
-
-def _with_rows(x: Tensor, around: tuple[int, int], dim: int, value: float) -> Tensor:
-    """Rows that no pair of the tile touches, put back before and after."""
-    if around == (0, 0):
-        return x
-    before, after = around
-    shape = list(x.shape)
-    shape[dim] += before + after
-    full = x.new_full(shape, value)
-    full.narrow(dim, before, x.shape[dim]).copy_(x)
-    return full

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from longspan.errors import KernelError
 from longspan.execution import _torch
-from longspan.execution.kernels.contract import Pairs, TileWork, Upstream, gpu_refusal
+from longspan.execution.kernels.contract import Group, Pairs, TileWork, Upstream, gpu_refusal
 from longspan.execution.scoring.pipeline import Scoring
 from longspan.execution.scoring.traced import Program, key_of, program
 from longspan.execution.tile import Features, Tile
@@ -69,7 +69,10 @@ class Flex:
             return "PyTorch compiles it with Triton, and Triton is not installed"
         return gpu_refusal(q_BHQD, TRITON) if device == "cuda" else None
 
-    def forward(self, work: TileWork) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+    def groups(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> Sequence[Group]:  # noqa: ARG002
+        return [(_cover(tiles),)] if tiles else []
+
+    def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
         if not work.tiles:
             return
         call = _Call.of(work)
@@ -78,9 +81,9 @@ class Flex:
         with torch.no_grad():
             out, lse = _run(call.forward_key, call.forward_graph, inputs)
         cover = call.blocks.cover
-        yield cover, out.narrow(2, cover.q0, cover.rows), lse.narrow(2, cover.q0, cover.rows).mul_(LN2)
+        yield out.narrow(2, cover.q0, cover.rows), lse.narrow(2, cover.q0, cover.rows).mul_(LN2)
 
-    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         if not work.tiles:
             return
         call = _Call.of(work)
@@ -98,7 +101,7 @@ class Flex:
         call.add_gradients(rest)
         cover = call.blocks.cover
         dk, dv = (x.narrow(2, cover.k0, cover.cols) for x in (dk, dv))
-        yield cover, dq.narrow(2, cover.q0, cover.rows), dk, dv
+        yield dq.narrow(2, cover.q0, cover.rows), dk, dv
 
 
 def why_not_inside(mask: Mask, scoring: Scoring | None, like: Tensor) -> str | None:
@@ -345,14 +348,18 @@ class _Blocks:
     """Which blocks are partial and which full."""
 
 
+def _cover(tiles: Sequence[Tile]) -> Tile:
+    """From the first row and the first key of any tile to the last ones."""
+    sides = np.array([(t.q0, t.q1, t.k0, t.k1) for t in tiles])
+    return Tile(int(sides[:, 0].min()), int(sides[:, 1].max()), int(sides[:, 2].min()), int(sides[:, 3].max()))
+
+
 @lru_cache(maxsize=64)
 def _blocks_of(tiles: tuple[Tile, ...], shape: tuple[int, int], device: torch.device) -> _Blocks:
     """Remembered: the same tiles come again in every layer and step."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    sides = np.array([(t.q0, t.q1, t.k0, t.k1) for t in tiles])
-    cover = Tile(int(sides[:, 0].min()), int(sides[:, 1].max()), int(sides[:, 2].min()), int(sides[:, 3].max()))
-    rows, cols = bucket(shape[0]), bucket(shape[1])
+    cover, rows, cols = _cover(tiles), bucket(shape[0]), bucket(shape[1])
     plain, asking = (_spans([t for t in tiles if t.asks is asks], rows) for asks in (False, True))
     sure, maybe = (pairs_per_block(spans, rows, np.arange(cols), BLOCK) for spans in (plain, asking))
     full = sure == BLOCK * BLOCK

@@ -5,12 +5,12 @@ Shapes: see contract.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from longspan.execution.kernels.contract import Kernel, TileWork, Upstream, finite
+from longspan.execution.kernels.contract import Group, Kernel, TileWork, Upstream, finite
 from longspan.execution.tile import Features, Tile
 
 
@@ -39,21 +39,27 @@ class Guarded:
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:
         return self.kernel.refuses(q_BHQD, k_BGKD, v_BGKE)
 
-    def forward(self, work: TileWork) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        _, above = _above(work)
-        for tile, out, lse in self.kernel.forward(above):
-            if self.looks and not finite(out):
-                yield from self.careful.forward(replace(work, tiles=[tile]))
-            else:
-                yield tile, out, lse
+    def groups(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> Sequence[Group]:
+        return self.kernel.groups(tiles, num_q, num_k)
 
-    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
-        sign, above = _above(work)
-        for tile, dq, dk, dv in self.kernel.backward(above, upstream):
-            if self.looks and not (finite(dq) and finite(dk) and finite(dv)):
-                yield from self.careful.backward(replace(work, tiles=[tile]), upstream)
+    def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
+        _, above = _above(work)
+        for tiles, (out, lse) in zip(self._groups(work), self.kernel.forward(above), strict=True):
+            if self.looks and not finite(out):
+                yield from self.careful.forward(replace(work, tiles=tiles))
             else:
-                yield tile, dq if sign == 1.0 else dq * sign, dk, dv
+                yield out, lse
+
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        sign, above = _above(work)
+        for tiles, (dq, dk, dv) in zip(self._groups(work), self.kernel.backward(above, upstream), strict=True):
+            if self.looks and not (finite(dq) and finite(dk) and finite(dv)):
+                yield from self.careful.backward(replace(work, tiles=tiles), upstream)
+            else:
+                yield dq if sign == 1.0 else dq * sign, dk, dv
+
+    def _groups(self, work: TileWork) -> Sequence[Group]:
+        return self.kernel.groups(work.tiles, work.q_BHQD.shape[2], work.k_BGKD.shape[2])
 
 
 def _above(work: TileWork) -> tuple[float, TileWork]:

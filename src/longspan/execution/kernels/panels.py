@@ -25,14 +25,14 @@ Turning the far border into a causal triangle by reversing rows was no faster (8
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from longspan.execution.kernels.contract import Pairs, TileWork, Upstream, in_vectors
+from longspan.execution.kernels.contract import Group, Pairs, TileWork, Upstream, in_vectors, one_by_one
 from longspan.execution.tile import Features, Tile
 from longspan.execution.tile import wide as widened
 
@@ -82,10 +82,13 @@ class PanelKernel(ABC):
     @abstractmethod
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None: ...
 
-    def forward(self, work: TileWork) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+    def groups(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> Sequence[Group]:  # noqa: ARG002
+        return one_by_one(tiles)
+
+    def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
         return run_forward(self.run, work, self.multiple)
 
-    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         return run_backward(self.run_backward, work, upstream, self.multiple)
 
     def run(
@@ -212,7 +215,7 @@ def additive(rows: int, cols: int, lo: int | None, hi: int | None, like: Tensor)
     return bias.narrow(1, 0, cols)
 
 
-def run_forward(op: ForwardOp, work: TileWork, multiple: int) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+def run_forward(op: ForwardOp, work: TileWork, multiple: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Kernel.forward by pieces. Head dims are padded with zeros to the larger of the two and to a `multiple`."""
     q_BHQD, k_BGKD, v_BGKE = work.q_BHQD, work.k_BGKD, work.v_BGKE
     biases, e, pad = _Biases(q_BHQD, work.pairs), v_BGKE.shape[3], _padding(q_BHQD, v_BGKE, multiple)
@@ -245,7 +248,7 @@ def run_forward(op: ForwardOp, work: TileWork, multiple: int) -> Iterator[tuple[
                 (_write if fresh else merge)(state[0].narrow(*at), state[1].narrow(*at), part, part_lse)
             seen.append(piece)
         assert state is not None, f"{tile} has no pair"
-        yield tile, *state
+        yield state
 
 
 def _nothing(rows: int, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -279,7 +282,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 def run_backward(
     op: BackwardOp, work: TileWork, upstream: Upstream, multiple: int
-) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Kernel.backward by pieces, whose gradients are summed in float32 (float64 for float64)."""
     q_BHQD, k_BGKD, v_BGKE, lse_BHQ = work.q_BHQD, work.k_BGKD, work.v_BGKE, upstream.lse_BHQ
     wide, d, e = widened(q_BHQD.dtype), q_BHQD.shape[3], v_BGKE.shape[3]
@@ -310,7 +313,7 @@ def run_backward(
             for total, start, part in zip(sums, starts, gradients, strict=True):
                 total.narrow(2, start, part.shape[2]).add_(part)
         assert sums is not None, f"{tile} has no pair"
-        yield tile, *sums
+        yield sums
 
 
 def _zeros(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:

@@ -9,14 +9,14 @@ Shapes: see contract.py; R = H // G query heads share one key/value head, b is t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from longspan.execution.kernels.contract import Pairs, TileWork, Upstream, finite
+from longspan.execution.kernels.contract import Group, Pairs, TileWork, Upstream, finite, one_by_one
 from longspan.execution.tile import ALL, Tile
 from longspan.execution.tile import wide as widened
 from longspan.span import Span
@@ -36,7 +36,10 @@ class Reference:
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
         return None
 
-    def forward(self, work: TileWork) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+    def groups(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> Sequence[Group]:  # noqa: ARG002
+        return one_by_one(tiles)
+
+    def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
         q_BHQD, v_BGKE = work.q_BHQD, work.v_BGKE
         b, h, e = q_BHQD.shape[0], q_BHQD.shape[1], v_BGKE.shape[3]
         careful = _strange(q_BHQD, work.k_BGKD, v_BGKE)
@@ -47,9 +50,9 @@ class Reference:
                 at = slice(rows.q0 - tile.q0, rows.q1 - tile.q0)
                 for here, heads, panel in _panels(rows, work, careful):
                     out[here, heads, at], lse[here, heads, at] = _softmax(panel)
-            yield tile, out, lse
+            yield out, lse
 
-    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         q_BHQD, k_BGKD, v_BGKE, lse_BHQ = work.q_BHQD, work.k_BGKD, work.v_BGKE, upstream.lse_BHQ
         wide, group = widened(q_BHQD.dtype), q_BHQD.shape[1] // k_BGKD.shape[1]
         # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for everybody it meets
@@ -70,7 +73,7 @@ class Reference:
                         dq[here, heads, rows.q0 - tile.q0 : rows.q1 - tile.q0] += dq_part
                         dk[here, keys, cols] += dk_part
                         dv[here, keys, cols] += dv_part
-            yield tile, dq, dk, dv
+            yield dq, dk, dv
 
 
 def _row_blocks(tile: Tile) -> Iterator[Tile]:

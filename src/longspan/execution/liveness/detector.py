@@ -10,11 +10,12 @@ minute, or whose clock jumped, has not seen the others silent for that long.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from longspan.execution.liveness.processes import GONE, NOWHERE, STOPPED, UNKNOWN, Process, Sight
+from longspan.execution.liveness.peers import Peer, Verdict, difference, first_apart
+from longspan.execution.liveness.processes import GONE, NOWHERE, STOPPED, Process, Sight
 from longspan.execution.liveness.records import Fault, Phase, Status, packed_process, parsed_life, parsed_process
 
 BEAT = 0.25
@@ -34,42 +35,14 @@ DELIVERY = 1.0
 LATE = 30.0
 """The same for one that had finished this very call when it ended: all it owed is on its way, if slowly on a crowded
 machine."""
+MADE = 4096
+"""Calls that are remembered, to be compared with those of ranks that are behind."""
 WARN = 10.0
 """Seconds after which a wait is worth a warning; the next come after twice as long each."""
 
 Question = tuple[str, str, bytes]
 """What to do with the store: "get", "set" or "claim", a key, a value."""
 Turn = Generator[Question, bytes | None, None]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Why a wait cannot end well."""
-
-    rank: int
-    """Who is to blame; -1 if it is the store."""
-    text: str
-
-
-@dataclass
-class Peer:
-    """Another rank, as it was last seen and heard."""
-
-    process: Process | None = None
-    status: Status | None = None
-    heard: float = -1.0
-    """When the question was asked to which its status was the answer."""
-    sight: Sight = field(default_factory=lambda: Sight(UNKNOWN))
-    number: int = -1
-    """How often its watcher has looked; -1 without one."""
-    silent: float = 0.0
-    """For how long the store has shown no sign of it, as often as it was asked."""
-    stopped: float = 0.0
-    over: float = 0.0
-    """For how long it has been known to have ended while its message is waited for."""
-    over_since: float = -1.0
-    began: Sight | None = None
-    """The first sight of it in this wait."""
 
 
 class Detector:
@@ -92,6 +65,14 @@ class Detector:
         """Whether all ranks that were met so far are on this host."""
         self.peers: dict[int, Peer] = {}
         self.waiting: tuple[int, ...] = ()
+        self.owed: dict[int, Status] = {}
+        """Of a wait for works of a device: where this rank was when it began the last of them, by peer."""
+        self.oldest = self.status
+        """The same for the first of all."""
+        self.made: dict[int, int] = {}
+        """Which call each of the last ones was whose messages have no tags, by number."""
+        self.flying: Callable[[], int] = lambda: 0
+        """The oldest call that a device has not finished."""
         self.lost: str | None = None
         """Why the store cannot be asked any more."""
         self.strange: str | None = None
@@ -99,7 +80,7 @@ class Detector:
         self.closes = False
         """Whether the store's host has ended in good order, and took the store with it."""
         self._look_at = look_at
-        self._fault: Fault | None = None
+        self.fault: Fault | None = None
         """What a rank has written down for all, for good."""
         self._refused: Fault | None = None
         """That a rank has refused this very call."""
@@ -117,20 +98,24 @@ class Detector:
         """One conversation with the store: what this rank says, and, while it waits, what the others said."""
         if not self._introduced:
             yield from self._introduces()
-        if self.must_beat or self.status != self._published:
+        status = replace(self.status, flying=self.flying())
+        if self.must_beat or status != self._published:
             self.num_beats += 1
-            self._published = self.status
+            self._published = status
             yield "set", f"status/{self.rank}", replace(self._published, beat=self.num_beats).packed()
         if self.is_alone and (yield "get", "several", b"") is not None:
             self.is_alone = False
         if not self.closes and (yield "get", "closes", b"") is not None:
             self.closes = True
-        raw = None if self._fault is not None else (yield "get", "fault", b"")
+        raw = None if self.fault is not None else (yield "get", "fault", b"")
         if raw is not None:
-            self._fault = Fault.parsed(raw, self.size)
+            self.fault = Fault.parsed(raw, self.size)
         waiting = self.waiting
         if waiting:
             yield from self._hear(waiting, now)
+        elif self.made:
+            raw = yield "get", f"status/{(self.rank + 1) % self.size}", b""
+            self._peer((self.rank + 1) % self.size).status = None if raw is None else Status.parsed(raw)
 
     def _introduces(self) -> Turn:
         """Says which process this is. The first of the group says where; a rank that is elsewhere says that there are
@@ -143,7 +128,7 @@ class Detector:
         self._introduced = True
 
     def _hear(self, waiting: tuple[int, ...], now: Callable[[], float]) -> Turn:
-        raw = yield "get", f"refused/{self.status.call}", b""
+        raw = yield "get", f"refused/{(self.oldest if self.owed else self.status).call}", b""
         if raw is not None and self.waiting is waiting:
             self._refused = Fault.parsed(raw, self.size)
         for number in self._next_to_look_at(waiting):
@@ -174,21 +159,38 @@ class Detector:
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
+    def remember(self, call: int, identity: int) -> None:
+        """A call whose messages have no tags goes ahead."""
+        self.made[call] = identity
+        if len(self.made) > MADE:
+            del self.made[next(iter(self.made))]
+
     def begin(self, now: float, peers: Sequence[int], timeout: float) -> None:
         """A wait for these ranks begins."""
         goes_on = 0 <= now - self._looked <= STRIDE  # a rank that was stopped in the last wait may be so still
         self._began = self._looked = now
         self._waited = self._current_for = self._unanswered = 0.0
         self._timeout, self._warn, self._num_waits = timeout, WARN, -1
-        waiting = tuple(dict.fromkeys(peers))
-        for peer in map(self._peer, waiting):
+        self._refused = None
+        self.owed, self.waiting = {}, self._met_anew(dict.fromkeys(peers), goes_on)
+
+    def begin_device(self, now: float, oldest: Status, owed: dict[int, Status], timeout: float) -> None:
+        """A wait of a device for these ranks begins, or goes on with others beside them."""
+        if not self.owed:
+            self.begin(now, (), timeout)
+        self.oldest, self.owed = oldest, owed
+        self._met_anew([peer for peer in owed if peer not in self.waiting], False)
+        self.waiting = tuple(owed)
+
+    def _met_anew(self, peers: Iterable[int], goes_on: bool) -> tuple[int, ...]:
+        """These ranks, none of them silent or gone so far."""
+        for peer in map(self._peer, peers):
             peer.silent, peer.stopped = 0.0, peer.stopped if goes_on else 0.0
             peer.over_since, peer.began = -1.0, None
-        self._refused = None
-        self.waiting = waiting
+        return tuple(peers)
 
     def end(self) -> None:
-        self.waiting = ()
+        self.waiting, self.owed = (), {}
 
     def look(self, now: float, current: int, num_waits: int, *, broken: bool = False) -> Verdict | None:
         """Why this wait cannot end well, if it cannot. `current` is the rank whose message is waited for right now, the
@@ -198,7 +200,7 @@ class Detector:
         self._waited += passed
         self._current_for = self._current_for + passed if (current, num_waits) == self._at else 0.0
         self._current, self._num_waits = current, num_waits
-        fault = self._fault or self._refused
+        fault = self.fault or self._refused
         if fault is not None:
             return Verdict(fault.rank, fault.text)
         if self.strange is not None:
@@ -210,11 +212,22 @@ class Detector:
         for number in looked_at:
             text = self._trouble(number, now, passed * len(self.waiting) / len(looked_at), broken)
             if text is not None:
-                return Verdict(number, text)
-        if verdict is None and self._waited >= self._timeout:
-            late = "; ".join(f"{self.name(n)} was last seen {self.last(n)}" for n in self.waiting[:4])
-            verdict = Verdict(self.waiting[0], f"no answer for {self._waited:.0f} s, though all are alive: {late}")
+                theirs = self._peer(number).status
+                return Verdict(number, text, theirs is not None and first_apart(self.made, theirs) is not None)
+        late = [n for n in self.waiting if not self._has_come(n)] if self._waited >= self._timeout else []
+        if verdict is None and late:
+            seen = "; ".join(f"{self.name(n)} was last seen {self.last(n)}" for n in late[:4])
+            verdict = Verdict(late[0], f"no answer for {self._waited:.0f} s, though all are alive: {seen}")
         return verdict
+
+    def _mine(self, number: int) -> Status:
+        """Where this rank is, or was when it began what it waits for, of a peer."""
+        return self.owed.get(number, self.status)
+
+    def _has_come(self, number: int) -> bool:
+        """Whether a device waits for a rank that has done its part; how long devices take is not for us to judge."""
+        theirs = self._peer(number).status
+        return bool(self.owed) and theirs is not None and theirs.has_left(self._mine(number).call)
 
     def unexplained(self, current: int, error: str) -> Verdict:
         """The verdict on a message that failed though everyone it may have been with is alive."""
@@ -263,6 +276,8 @@ class Detector:
         peer = self._peer(number)
         if peer.process is None:
             return None  # it never got this far; the timeout ends that
+        if self.owed and peer.status is not None and peer.status.has_finished(self._mine(number).call):
+            return self._protocol(number, peer)  # it has delivered all: this rank's own device is slow
         near = self._is_near(peer)
         if near:
             peer.sight = self._look_at(peer.process)
@@ -305,11 +320,13 @@ class Detector:
 
     def _protocol(self, number: int, peer: Peer) -> str | None:
         """What a rank says of itself that does not fit this wait, if anything."""
-        theirs, mine, who = peer.status, self.status, self.name(number)
+        theirs, mine, who = peer.status, self._mine(number), self.name(number)
         if theirs is None or peer.heard < self._began:
             return None
         if theirs.call == mine.call:
-            return self._differs(who, mine, theirs)
+            return difference(mine, theirs, self.name(self.rank), who) or self._apart(number, theirs)
+        if self.owed:  # hosts run ahead of their devices: how far says nothing
+            return self._apart(number, theirs)
         then = theirs.was_in(mine.call)
         if then and then != mine.was_in(mine.call):
             return (
@@ -321,27 +338,25 @@ class Detector:
             return f"{who} went on alone: it is {theirs}, while {self.name(self.rank)} is {mine}."
         return None
 
-    def _differs(self, who: str, mine: Status, theirs: Status) -> str | None:
-        """How a rank in the call of this number does something else than this rank, if it does."""
-        # All ranks remember the same agreements, so a call is new to all of them or to none.
-        if theirs.compares != mine.compares and (theirs.training_step, theirs.direction) == (
-            mine.training_step,
-            mine.direction,
-        ):
-            compares = who if theirs.compares else self.name(self.rank)
-            return (
-                f"{who} was asked for something else: it is {theirs}, while {self.name(self.rank)} is {mine}, and"
-                f" only {compares} was asked for something new."
-            )
-        if theirs.phase is Phase.IDLE:
+    def _apart(self, number: int, theirs: Status) -> str | None:
+        """That a rank made another call than this one under some number, if it did."""
+        call = first_apart(self.made, theirs)
+        if call is None:
             return None
-        both = theirs.phase is Phase.AGREEING and mine.phase is Phase.AGREEING  # they will see it for themselves
-        for name in (
-            ("training_step", "direction") if both else ("training_step", "direction", "plan", "forward", "name")
-        ):
-            if getattr(theirs, name) != getattr(mine, name):
-                return f"{who} does something else: it is {theirs}, while {self.name(self.rank)} is {mine}."
-        return None
+        return (
+            f"{self.name(number)} did something else in call {call} (another plan, pass, name or training step): it is"
+            f" {theirs}, while {self.name(self.rank)} is {self.status}."
+        )
+
+    def overheard(self) -> Verdict | None:
+        """That ranks make different calls, if they do, though nobody waits: messages of a device have no tags, so those
+        of different calls may have met. What else went wrong is no matter for a rank that needs nothing."""
+        if self.fault is not None and self.fault.spoils:
+            return Verdict(self.fault.rank, self.fault.text, True)
+        number = (self.rank + 1) % self.size
+        theirs = self._peer(number).status
+        text = None if theirs is None else self._apart(number, theirs)
+        return None if text is None else Verdict(number, text, True)
 
     # -- words ------------------------------------------------------------------------------------------------------
 
@@ -352,22 +367,13 @@ class Detector:
         self._warn *= 2
         number = self._current if self._current in self.waiting else self.waiting[0]
         peer = self._peer(number)
-        activity = "it has not come to this group yet" if peer.process is None else self._doing(peer)
+        activity = "it has not come to this group yet" if peer.process is None else peer.activity(self._waited)
         slow = f" The job's store has not answered for {self._unanswered:.0f} s." if self._unanswered > 1 else ""
         return (
-            f"{self.name(self.rank)} has waited {self._waited:.0f} s for {self.name(number)} {self.status}."
+            f"{self.name(self.rank)} has waited {self._waited:.0f} s for {self.name(number)} {self._mine(number)}."
             f" {self.name(number)} is alive, last seen {self.last(number)}: {activity}.{slow} It is waited for until"
             f" {self._timeout:.0f} s have passed."
         )
-
-    def _doing(self, peer: Peer) -> str:
-        used = peer.sight.seconds - (peer.began or peer.sight).seconds
-        if peer.sight.state == UNKNOWN:
-            return "what its process does cannot be seen from here"
-        share = f"{used:.1f} s of processor time in {self._waited:.1f} s"
-        if used > 0.1 * self._waited:
-            return f"busy, {share}"
-        return f"held up by other processes, {share}" if peer.sight.state == "R" else f"asleep, {share}"
 
     def name(self, rank: int) -> str:
         return f"rank {rank}" if self.names[rank] == rank else f"rank {rank} (global rank {self.names[rank]})"

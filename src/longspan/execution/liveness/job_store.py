@@ -7,6 +7,7 @@ own) is asked through PyTorch.
 from __future__ import annotations
 
 import secrets
+import time
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from longspan.execution._torch import default_store
 from longspan.execution.liveness.store_client import LostError, StoreClient
 
 ROOT = "longspan"
+PAUSE = 0.01
+"""Seconds between questions to a store of PyTorch's for something that is not there yet."""
 
 
 class Store(Protocol):
@@ -27,6 +30,8 @@ class Store(Protocol):
     def get(self, key: str) -> bytes | None: ...
     def add(self, key: str, number: int) -> int: ...
     def claim(self, key: str, value: bytes) -> bytes: ...
+    def wait(self, key: str) -> None: ...
+    def delete(self, key: str) -> None: ...
     def close(self) -> None: ...
 
 
@@ -56,11 +61,26 @@ class TorchStore:
         return self._store.add(key, number)
 
     def claim(self, key: str, value: bytes) -> bytes:
-        """Writes the value if nobody has; returns what is there then. (`compare_set` takes texts only, no bytes.)"""
+        """Writes the value if nobody has; returns what is there then. (`compare_set` takes texts only, no bytes.)
+        Whoever came first may not have written yet, and is given a second for it."""
         if self.add(f"{key}/claims", 1) == 1:
             self.set(key, value)
             return value
-        return self.get(key) or b""
+        for _ in range(int(1 / PAUSE)):
+            if (found := self.get(key)) is not None:
+                return found
+            time.sleep(PAUSE)
+        return b""
+
+    def wait(self, key: str) -> None:
+        """Returns when something is there. Asked again and again: a wait inside of PyTorch cannot be ended."""
+        while (store := self._store) is not None and not store.check([key]):
+            time.sleep(PAUSE)
+        if store is None:
+            raise LostError("the connection was closed")
+
+    def delete(self, key: str) -> None:
+        self._store.delete_key(key)
 
     def close(self) -> None:
         """Lets go of PyTorch's client."""

@@ -12,8 +12,9 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-GONE, STOPPED, UNKNOWN = "X", "T", "?"
-"""States beside the system's own letters: has ended, is stopped, cannot be seen (no reason to think it dead)."""
+GONE, STOPPED, TRACED, UNKNOWN = "X", "T", "t", "?"
+"""States beside the system's own letters: has ended, is stopped, is held by a debugger (somebody looks at it, and will
+let it go on), cannot be seen (no reason to think it dead)."""
 NOWHERE = bytes(16)
 """The host of a process that cannot be looked at from anywhere."""
 LIFE = struct.Struct("<4sQcd")
@@ -71,7 +72,7 @@ def seen(process: Process) -> Sight:
     state, seconds, start = stat
     if start != process.start or state in "ZXx":
         return Sight(GONE, seconds)
-    return Sight(STOPPED if state in "Tt" else state, seconds)
+    return Sight(state, seconds)
 
 
 def _read(pid: int | str) -> tuple[str, float, int] | None:

@@ -13,7 +13,7 @@ from enum import IntEnum
 from longspan.errors import RankError
 from longspan.execution.liveness.processes import LIFE, LIFE_MARK, Process, Sight
 
-MAGIC = b"LSp2"
+MAGIC = b"LSp3"
 MAX_TEXT = 1000
 """Bytes of an error's text that travel."""
 NAME = 32
@@ -62,12 +62,15 @@ class Status:
     trail: tuple[int, ...] = (0,) * TRAIL
     """Which call, plan, pass and forward each of the last calls was, this one last, as a number; 0: not known."""
 
-    _form = struct.Struct(f"<4sQQBIIBBq8sQ{NAME}s{TRAIL}I")
+    flying: int = 0
+    """The oldest call whose messages a device has not sent and received yet; 0: none."""
+
+    _form = struct.Struct(f"<4sQQBIIBBq8sQ{NAME}s{TRAIL}IQ")
 
     def packed(self) -> bytes:
         return self._form.pack(
             MAGIC, self.beat, self.call, self.direction, self.step, self.num_steps, self.phase, self.compares,
-            self.training_step, self.plan, self.forward, self.name, *self.trail,
+            self.training_step, self.plan, self.forward, self.name, *self.trail, self.flying,
         )  # fmt: skip
 
     @classmethod
@@ -83,8 +86,9 @@ class Status:
         if direction > Direction.BACKWARD or phase > Phase.ENDED or compares > 1:
             raise RankError(_strange("status", raw))
         way, phase, compares = Direction(direction), Phase(phase), bool(compares)
-        forward, name, *trail = rest
-        return cls(beat, call, way, step, num_steps, phase, compares, training_step, plan, forward, name, tuple(trail))
+        forward, name, *trail, flying = rest
+        trail = tuple(trail)
+        return cls(beat, call, way, step, num_steps, phase, compares, training_step, plan, forward, name, trail, flying)
 
     def entered(self, call: int, identity: int, name: str) -> Status:
         """The same rank as it enters a call, under a name.
@@ -106,11 +110,17 @@ class Status:
         return self.trail[-1 - back] if 0 <= back < TRAIL else 0
 
     def has_finished(self, call: int) -> bool:
-        """Whether the rank has left a call behind: all it had to send in it is sent.
+        """Whether the rank has left a call behind, and its device too: all it had to send in it is sent.
 
         >>> Status(call=3, phase=Phase.ENDED).has_finished(3), Status(call=3, phase=Phase.WAITING).has_finished(3)
         (True, False)
+        >>> Status(call=9, flying=4).has_finished(3), Status(call=9, flying=4).has_finished(4)
+        (True, False)
         """
+        return self.has_left(call) and not 0 < self.flying <= call
+
+    def has_left(self, call: int) -> bool:
+        """Whether the rank's host has left a call behind; its device may still be at it."""
         return self.call > call or (self.call == call and self.phase in (Phase.IDLE, Phase.ENDED))
 
     def __str__(self) -> str:
@@ -125,6 +135,8 @@ class Status:
         name = "".join(c if c.isprintable() else "?" for c in self.name.rstrip(b"\0").decode(errors="replace"))
         call = f"call {self.call}{f' {name!r}' if name else ''} ({self.direction.name.lower()}"
         call += f" of call {self.forward}" if self.forward else ""
+        if 0 < self.flying < self.call:
+            training = f", with messages since call {self.flying} under way{training}"
         if self.phase in (Phase.IDLE, Phase.ENDED):
             return f"after {call}){training}"
         plan = f"plan {self.plan.hex()[:12]}"
@@ -141,28 +153,30 @@ class Fault:
     rank: int
     """The rank that is to blame."""
     text: str
+    spoils: bool = False
+    """Whether it may have spoilt what ranks have computed that wait for nobody now."""
 
-    _form = struct.Struct("<4sIH")
+    _form = struct.Struct("<4sIHB")
 
     def packed(self) -> bytes:
         raw = self.text.encode()[:MAX_TEXT]
-        return self._form.pack(MAGIC, self.rank, len(raw)) + raw
+        return self._form.pack(MAGIC, self.rank, len(raw), self.spoils) + raw
 
     @classmethod
     def parsed(cls, raw: bytes, world_size: int) -> Fault:
         """The fault in these bytes.
 
         >>> Fault.parsed(Fault(2, "ValueError: no").packed(), 4)
-        Fault(rank=2, text='ValueError: no')
+        Fault(rank=2, text='ValueError: no', spoils=False)
         """
         size = cls._form.size
         if len(raw) < size or len(raw) > size + MAX_TEXT or raw[:4] != MAGIC:
             raise RankError(_strange("fault", raw))
-        _, rank, length = cls._form.unpack(raw[:size])
-        if length != len(raw) - size or rank >= world_size:
+        _, rank, length, spoils = cls._form.unpack(raw[:size])
+        if length != len(raw) - size or rank >= world_size or spoils > 1:
             raise RankError(_strange("fault", raw))
         text = raw[size:].decode(errors="replace")
-        return cls(rank, "".join(c if c.isprintable() or c == "\n" else "?" for c in text))
+        return cls(rank, "".join(c if c.isprintable() or c == "\n" else "?" for c in text), bool(spoils))
 
 
 _PROCESS = struct.Struct("<4s16sIQ")

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 MAX_VALUE = 1 << 20
 """Bytes of an answer; whatever claims to be longer is no record of ours."""
-_SET, _COMPARE_SET, _GET, _ADD, _CHECK = 1, 2, 3, 4, 5
+_SET, _COMPARE_SET, _GET, _ADD, _CHECK, _WAIT, _DELETE = 1, 2, 3, 4, 5, 6, 8
 _HELLO = struct.pack("<BI", 0, 0x3C85F7CE)
 
 
@@ -62,6 +62,14 @@ class StoreClient:
     def claim(self, key: str, value: bytes) -> bytes:
         """Writes the value if nothing is there; returns what is there then."""
         return self._value(_COMPARE_SET, self._key(key) + _text(b"") + _text(value))
+
+    def wait(self, key: str) -> None:
+        """Returns when something is there."""
+        if self._ask(_WAIT, struct.pack("<Q", 1) + self._key(key), 1) != b"\0":
+            raise LostError("the store has given up a wait")
+
+    def delete(self, key: str) -> None:
+        self._ask(_DELETE, self._key(key), 8)
 
     def close(self) -> None:
         """Ends the connection; a thread that waits for an answer gets a `LostError`."""

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,14 @@ CLOSING_TAG = 0x7FFFFFF0
 ASLEEP = 2.0
 """Seconds of sleep after which a thread whose connections were closed will not wake."""
 
-Works = Sequence[tuple[int, dist.Work]]
+
+class Waited(Protocol):
+    """What can be waited for."""
+
+    def wait(self) -> object: ...
+
+
+Works = Sequence[tuple[int, Waited]]
 
 
 class Waiter:

@@ -15,21 +15,26 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
 
 from longspan.errors import RankError
 from longspan.execution.liveness.companion import companion_of
-from longspan.execution.liveness.detector import BEAT, DELIVERY, LOOK, Detector, Question, Verdict, answered_by
+from longspan.execution.liveness.detector import BEAT, DELIVERY, LOOK, Detector, Question, answered_by
+from longspan.execution.liveness.flights import Flight, Flights
 from longspan.execution.liveness.job_store import Store
+from longspan.execution.liveness.lookout import Lookout
+from longspan.execution.liveness.native import Interrupt
+from longspan.execution.liveness.peers import Verdict
 from longspan.execution.liveness.processes import GONE, Process, listener, seen, this_process
 from longspan.execution.liveness.records import Direction, Fault, Phase, Status
 from longspan.execution.liveness.store_client import StoreClient
-from longspan.execution.liveness.waiter import Waiter, first_line, join_unless_asleep
+from longspan.execution.liveness.waiter import Waiter, Works, first_line, join_unless_asleep
 
 MANY = 2048
 """With this many ranks or more, signs of life become rarer: one store serves them all."""
@@ -55,6 +60,14 @@ class Watch:
         host = _holder(store) if isinstance(store, StoreClient) and store.is_local else None
         self.detector = Detector(rank, names, me, host, seen)
         self._hosts_store = host is not None and host.pid == os.getpid()
+        self.flights = Flights()
+        self.detector.flying = lambda: self.flights.flying
+        self.abort: Callable[[], None] = lambda: None
+        """Ends what is under way on a device, so that nobody waits for it for ever."""
+        self._lookout: Lookout | None = None
+        self._interrupt = Interrupt()
+        self._is_main = False
+        """Whether calls came from the main thread."""
         self._interval = BEAT * max(1.0, world_size / MANY)  # all groups share one store
         self._spoke = time.monotonic()
         self._stop, self._wake = threading.Event(), threading.Event()
@@ -85,6 +98,7 @@ class Watch:
 
     def enter(self, **changes: Any) -> None:
         """A call begins: the others may know at once."""
+        self._is_main = self._is_main or threading.current_thread() is threading.main_thread()
         entered = self.status.entered(changes.pop("call"), changes.pop("identity"), changes.pop("name"))
         self.detector.status = entered
         self.publish(**changes)
@@ -94,10 +108,23 @@ class Watch:
     def check(self) -> None:
         """Refuses once the group has failed: its messages may be half sent."""
         if self.failed is not None:
+            self._interrupt.take()
             raise RankError(f"this group failed before, and cannot be used any more: {self.failed}")
+
+    def check_told(self) -> None:
+        """Refuses to go on without a word where the group has failed and no call has said so."""
+        if not self._interrupt.is_told:
+            self.check()
+
+    def check_device(self) -> None:
+        """Refuses as well what another rank has written down: nobody waits in a call of a device, and would see it."""
+        self.check()
+        if self.detector.fault is not None:
+            self._raise(Verdict(self.detector.fault.rank, self.detector.fault.text))
 
     def tell(self, error: BaseException) -> None:
         """Writes down for all ranks that this one raised; the group has failed."""
+        self._interrupt.take()
         self._fail(Fault(self.rank, f"{self._name} raised {self.status}: {_error_text(error)}"))
 
     def refuse(self, call: int, error: BaseException) -> None:
@@ -109,7 +136,7 @@ class Watch:
 
     def wait(
         self,
-        works: Sequence[tuple[int, dist.Work]],
+        works: Works,
         group: dist.ProcessGroup,
         timeout: float,
         peers: Sequence[int] | None = None,
@@ -118,23 +145,29 @@ class Watch:
 
         A wait for Gloo can be neither polled nor ended, so another thread waits and this one watches.
         """
-        phase = self.status.phase
-        self._begin([peer for peer, _ in works] if peers is None else peers, timeout)
-        try:
+        with self._waiting([peer for peer, _ in works] if peers is None else peers, timeout):
             broken = self._waiter.wait(works, group, self._look, BEAT / 4)
             if broken is not None:
                 self._raise_broken(self._waiter.current, broken)
-        finally:
-            self.detector.end()
-            self.publish(phase=phase)
 
     def broken(self, error: Exception, peers: Sequence[int]) -> None:
         """Raises a `RankError` for messages with these ranks that could not even be started."""
-        self._begin(peers, math.inf)
-        try:
+        self.check()  # those of a communicator that was aborted cannot
+        with self._waiting(peers, math.inf):
             self._raise_broken(self.rank, first_line(error))
-        finally:
-            self.detector.end()
+
+    @contextmanager
+    def _waiting(self, peers: Sequence[int], timeout: float) -> Iterator[None]:
+        """The host waits for these ranks, and looks at them itself."""
+        lock = threading.Lock() if self._lookout is None else self._lookout.host_waits
+        with lock:
+            phase = self.status.phase
+            self._begin(peers, timeout)
+            try:
+                yield
+            finally:
+                self.detector.end()
+                self.publish(phase=phase)
 
     def _begin(self, peers: Sequence[int], timeout: float) -> None:
         self.publish(phase=self.status.phase if self.status.phase is Phase.AGREEING else Phase.WAITING)
@@ -161,12 +194,45 @@ class Watch:
 
     def _raise(self, verdict: Verdict) -> None:
         """The first finding of all ranks counts: everybody names the same one."""
+        self._interrupt.take()
+        raise RankError(self._failure(verdict, self.status))
+
+    def _failure(self, verdict: Verdict, where: Status) -> str:
+        """What to say of it; the group has failed."""
         if verdict.rank >= 0:
-            self._fail(Fault(verdict.rank, verdict.text))
+            self._fail(Fault(verdict.rank, verdict.text, verdict.spoils))
         else:
             self.failed = verdict.text
+            self._give_up()
         text = str(self.failed).rstrip(".")
-        raise RankError(f"{text}. Meanwhile {self._name} was waiting {self.status}. {ADVICE}")
+        return f"{text}. Meanwhile {self._name} was waiting {where}. {ADVICE}"
+
+    # -- devices ----------------------------------------------------------------------------------------------------
+
+    def fly(self, peers: Sequence[int], timeout: float) -> Flight:
+        """Messages of a device with these ranks are about to be begun. From here on they are polled."""
+        if self._lookout is None:
+            self._lookout = Lookout(self.detector, self.flights, self._found)
+        return self.flights.begin(self.status, peers, timeout)
+
+    def _found(self, verdict: Verdict | None) -> None:
+        """Called by the lookout: the group has failed, and the host may be waiting for its device."""
+        oldest = self.flights.oldest
+        text = None
+        if verdict is not None:
+            text = self._failure(verdict, self.status if oldest is None else oldest.status)
+            _log.error(text)
+        try:
+            self.abort()
+        except RuntimeError as error:
+            _log.error(f"{self._name} could not abort what is under way: {first_line(error)}")
+        if text is not None and self._is_main and not self._stop.is_set():
+            self._interrupt.send(text)
+
+    @cached_property
+    def connection(self) -> Store:
+        """Another connection to the store, for what the waiter asks; it ends with the watch."""
+        return self.store.again(None)
 
     # -- the store --------------------------------------------------------------------------------------------------
 
@@ -202,6 +268,11 @@ class Watch:
         raw = self._say(("claim", "fault", fault.packed()))
         with suppress(RankError):  # the first record counts; anything else does not
             self.failed = Fault.parsed(raw, self.detector.size).text if raw else fault.text
+        self._give_up()
+
+    def _give_up(self) -> None:
+        if self._lookout is not None:
+            self._lookout.has_failed.set()
 
     def _say(self, question: Question) -> bytes | None:
         """Over a connection of its own. Telling others must not hide what happened here: a lost store is no new
@@ -252,15 +323,21 @@ class Watch:
         error = getattr(sys, "last_value", None)
         if error is not None and self.failed is None:
             self.tell(error)
+        if self._lookout is not None and self.failed is None:
+            self._lookout.land(LAST)
         self._stop.set()
         self._wake.set()
         self.publish(phase=Phase.ENDED)
-        last = replace(self.status, beat=self.detector.num_beats + 1)
+        last = replace(self.status, beat=self.detector.num_beats + 1, flying=self.flights.flying)
         self._say(("set", f"status/{self.rank}", last.packed()))
         if lingers:
             self._linger()
         self.store.close()
+        if "connection" in self.__dict__:
+            self.connection.close()
         self._waiter.end()
+        if self._lookout is not None:
+            self._lookout.end()
         if self._thread is not threading.current_thread():
             join_unless_asleep(self._thread)
 

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -24,12 +24,15 @@ from longspan.execution.liveness.records import Phase
 from longspan.execution.liveness.watch import Watch, direction_named
 from longspan.execution.trust import agreement
 from longspan.execution.trust.agreement import Record
+from longspan.execution.trust.backends import first_waits, is_captured, message_device, token_on, works_of
 from longspan.execution.trust.headers import Header
 from longspan.execution.trust.settings import Safety, safety
+from longspan.execution.trust.store_table import Comparison, rows_alone
 from longspan.schedules.steps import MAX_BATCH
 
 T = TypeVar("T")
 MAX_AGREED = 1024
+CPU = torch.device("cpu")
 ROWS, VERDICT, TABLE, ALIKE = 1023, 1022, 1021, 1020
 """Steps that no tag of a schedule has, for the messages by which ranks compare calls."""
 _known: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
@@ -76,10 +79,11 @@ class Members:
         self.agreed: dict[bytes, None] = {}
         self.met: set[str] = set()
         """Types of devices on which all ranks have made an operation together."""
+        self.compared = ""
+        """The last comparison that went through the store."""
         self._watch: Watch | None = None
-        self._no_store = False
         self._inside = threading.RLock()
-        own = _torch.timeout_of(group) or 1800.0
+        own = _torch.timeout_of(group, message_device(group)) or 1800.0
         self._timeout = own - min(0.5, 0.05 * own)  # before the group gives up, which would name nobody
 
     @property
@@ -88,18 +92,23 @@ class Members:
         assert group is not None, "a group outlives the calls over it"
         return group
 
+    @cached_property
+    def store(self) -> Store | None:
+        """The part of the job's store that belongs to this group; None where there is no store."""
+        store = job_store(self.group)
+        if store is None:
+            return None
+        part = _private(store, self)
+        finalize(self.group, part.close)
+        return part
+
     def watch(self, safety: Safety) -> Watch | None:
         """The watch of this group, started when first asked for; None if nobody watches."""
-        if not safety.patience or self._no_store:
+        if not safety.patience or self.store is None:
             return None
         if self._watch is None:
-            store = job_store(self.group)
-            self._no_store = store is None
-            if store is None:
-                return None
             ranks = dist.get_process_group_ranks(self.group)
-            world = dist.get_world_size()
-            self._watch = Watch(_private(store, self), self.rank, ranks, world_size=world)
+            self._watch = Watch(self.store, self.rank, ranks, world_size=dist.get_world_size())
             finalize(self.group, self._watch.end)
             self._watch.publish(training_step=self.training_step)
         self._watch.patience = safety.patience
@@ -140,14 +149,22 @@ class Members:
             running.meet(call.device)
             yield running
             return
-        watch.check()
+        if call.device.type == "cpu":
+            watch.check()
+        else:
+            watch.check_device()
+            watch.abort = partial(_abort, self._group, call.device)
+        is_new = running.is_new
+        identity = zlib.crc32(f"{call.identity} {self.training_step} {is_new}".encode())
         watch.enter(
-            call=self.calls, name=call.name, identity=call.identity, direction=direction_named(call.direction), step=0,
-            num_steps=call.num_steps, plan=call.plan, forward=call.forward, compares=running.is_new,
-            phase=Phase.AGREEING if running.is_new else Phase.RUNNING,
+            call=self.calls, name=call.name, identity=identity, direction=direction_named(call.direction), step=0,
+            num_steps=call.num_steps, plan=call.plan, forward=call.forward, compares=is_new,
+            phase=Phase.AGREEING if is_new else Phase.RUNNING,
         )  # fmt: skip
         try:
             running.agree()
+            if call.device.type != "cpu":
+                watch.detector.remember(self.calls, identity)
             running.meet(call.device)
             watch.publish(phase=Phase.RUNNING)
             yield running
@@ -163,6 +180,10 @@ class Members:
     def tell_step(self) -> None:
         if self._watch is not None:
             self._watch.publish(training_step=self.training_step)
+
+    def check_told(self) -> None:
+        if self._watch is not None:
+            self._watch.check_told()
 
     def tell(self, error: BaseException, safety: Safety) -> None:
         """Tells the others that this rank leaves its loop because of an error, unless a call has told them already."""
@@ -202,86 +223,115 @@ class Running:
             del agreed[next(iter(agreed))]
 
     def _rows(self, row: bytes) -> list[bytes]:
-        """Every rank's row where they differ, this rank's alone where not.
+        """Every rank's row where they differ, this rank's alone where not. No device takes part: it may have much to
+        do, and nobody waits for that here."""
+        if message_device(self.members.group, self.call.device).type == "cpu":
+            return self._rows_by_messages(row)
+        return self._rows_by_store(row)
 
-        By messages through rank 0, not by a collective: a process that leaves one unfinished cannot end.
-        """
-        device = message_device(self.members.group, self.call.device)
-        if device.type != "cpu":  # these messages are the group's first
-            self.meet(device)
-        mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
-        others = [rank for rank in range(self.members.size) if rank != self.members.rank]
+    def _rows_by_messages(self, row: bytes) -> list[bytes]:
+        """Through rank 0, not by a collective: a process that leaves one unfinished cannot end."""
+        mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        others = self._others
         if self.members.rank == 0:
             rows = {rank: torch.empty_like(mine) for rank in others}
-            self._exchange({}, rows, ROWS, device)
+            self._exchange({}, rows, ROWS)
             same = all(torch.equal(entry, mine) for entry in rows.values())
-            self._exchange(
-                dict.fromkeys(others, torch.tensor([same], dtype=torch.uint8, device=device)), {}, VERDICT, device
-            )
+            self._exchange(dict.fromkeys(others, torch.tensor([same], dtype=torch.uint8, device=CPU)), {}, VERDICT)
             table = torch.stack([mine, *rows.values()]) if not same else mine[None]
             if not same:
-                self._exchange(dict.fromkeys(others, table), {}, TABLE, device)
+                self._exchange(dict.fromkeys(others, table), {}, TABLE)
         else:
-            same = torch.empty(1, dtype=torch.uint8, device=device)
-            self._exchange({0: mine}, {}, ROWS, device)
-            self._exchange({}, {0: same}, VERDICT, device)
+            same = torch.empty(1, dtype=torch.uint8, device=CPU)
+            self._exchange({0: mine}, {}, ROWS)
+            self._exchange({}, {0: same}, VERDICT)
             table = mine[None]
             if not same.item():
-                table = torch.empty(self.members.size, len(row), dtype=torch.uint8, device=device)
-                self._exchange({}, {0: table}, TABLE, device)
-        return [entry.tobytes() for entry in table.cpu().numpy()]
+                table = torch.empty(self.members.size, len(row), dtype=torch.uint8, device=CPU)
+                self._exchange({}, {0: table}, TABLE)
+        return [entry.tobytes() for entry in table.numpy()]
+
+    def _rows_by_store(self, row: bytes) -> list[bytes]:
+        members, timeout = self.members, self.members.timeout(self.call.safety)
+        if members.store is None:
+            return [row]
+        names, members.compared = (f"agree/{self.number}/{members.training_step}", members.compared), ""
+        place = members.rank, members.size
+        if self.watch is None:
+            rows = rows_alone(members.store, place, names, row, timeout)
+        else:
+            found = Comparison(self.watch.connection, place, names, row)
+            self.watch.wait([(members.rank, found)], members.group, timeout, self._others)
+            rows = found.rows
+        members.compared = names[0]
+        return list(rows)
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.members.size) if rank != self.members.rank]
 
     def meet(self, device: torch.device) -> None:
         """Returns when all ranks have taken part in one operation on their devices of this kind, unless they have
         before.
 
         NCCL makes a group's communicator in the first operation, which waits for all ranks, and a plan may leave some
-        of them without a message: they would never come. Where messages of CPUs go over Gloo, what ranks compare is no
-        such operation; it comes first, so that a rank with tensors of another device is named instead of waited for.
+        of them without a message: they would never come. What ranks compare is no such operation; it comes first, so
+        that a rank with tensors of another device is named instead of waited for.
         """
         met = self.members.met
         if device.type in met:
             return
         if first_waits(self.members.group, device):
-            self._sum(torch.zeros(1, dtype=torch.uint8, device=device))
+            self._sum(token_on(device), device)
         met.add(device.type)
 
-    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor], step: int, device: torch.device) -> None:
+    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor], step: int) -> None:
+        """Messages of CPUs."""
         group, tag = self.members.group, self.tag(step)
         ops = [dist.P2POp(dist.isend, t, group=group, group_peer=peer, tag=tag) for peer, t in sends.items()]
         ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer, tag=tag) for peer, t in receives.items()]
         for first in range(0, len(ops), MAX_BATCH):
             batch = ops[first : first + MAX_BATCH]
             peers = [op.group_peer for op in batch]
-            works = self.started(lambda batch=batch: dist.batch_isend_irecv(batch), peers)
-            self.wait(list(zip(peers, works, strict=False)), peers, device)
+            works = self.started(lambda batch=batch: dist.batch_isend_irecv(batch), peers, CPU)
+            self.wait(list(zip(peers, works, strict=False)), peers, CPU)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Adds a tensor up over the group, in place."""
         self._check_alike()
-        self._sum(tensor)
+        self._sum(tensor, self.call.device)
 
-    def _sum(self, tensor: Tensor) -> None:
-        others = [rank for rank in range(self.members.size) if rank != self.members.rank]
+    def _sum(self, tensor: Tensor, device: torch.device) -> None:
         group = self.members.group
-        work = self.started(lambda: dist.all_reduce(tensor, group=group, async_op=True), others)
+        work = self.started(lambda: dist.all_reduce(tensor, group=group, async_op=True), self._others, device)
         assert work is not None
-        self.wait([(self.members.rank, work)], others)
+        self.wait([(self.members.rank, work)], self._others, device)
 
     def _check_alike(self) -> None:
         """Returns when the rank before this one is in the same call. Collectives have no tags: without this, sums of
-        different calls would meet. A collective is over when all have begun it, and then all were found alike."""
+        different calls would meet. A collective is over when all have begun it, and then all were found alike. On a
+        device no message has a tag, and ranks that make different calls are found by the lookout."""
         size, rank = self.members.size, self.members.rank
-        device = message_device(self.members.group, self.call.device)
-        token = torch.zeros(1, dtype=torch.uint8, device=device)
-        if size > 1:
-            self._exchange({(rank + 1) % size: token}, {(rank - 1) % size: token.clone()}, ALIKE, device)
+        if size > 1 and self.call.device.type == "cpu":
+            token = token_on(CPU)
+            self._exchange({(rank + 1) % size: token}, {(rank - 1) % size: token.clone()}, ALIKE)
 
-    def started(self, start: Callable[[], T], peers: Sequence[int]) -> T:
+    def started(self, start: Callable[[], T], peers: Sequence[int], device: torch.device | None = None) -> T:
         """The result of `start`, which raises when a connection is closed. That names nobody: the watch finds out who
-        it was."""
+        it was. Works of a device are polled from here on: nobody waits for them, nor for the host while it is inside of
+        PyTorch to begin them."""
+        flight, device = None, device or self.call.device
+        if self.watch is not None and peers and device.type != "cpu" and not is_captured(device):
+            flight = self.watch.fly(peers, self.members.timeout(self.call.safety))
+        started = self._blamed(start, peers)
+        if flight is not None:
+            flight.works = works_of(started)
+        return started
+
+    def _blamed(self, act: Callable[[], T], peers: Sequence[int]) -> T:
+        """What it gives; if it raises, the watch finds out who of these ranks is to blame."""
         try:
-            return start()
+            return act()
         except RuntimeError as error:
             if self.watch is None or not peers:
                 raise
@@ -290,6 +340,8 @@ class Running:
 
     def at(self, step: int) -> None:
         if self.watch is not None:
+            if self.watch.failed is not None:
+                self.watch.check()
             self.watch.publish(step=step)
 
     def wait(
@@ -298,10 +350,10 @@ class Running:
         peers: Sequence[int] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Returns when all is done. Work of a GPU is only put in order here, so nobody needs to watch it."""
+        """Returns when all is done. Work of a device is only put in order here, on the stream of this thread."""
         if self.watch is None or (device or self.call.device).type != "cpu":
-            for _, work in works:
-                work.wait()
+            peers = [peer for peer, _ in works] if peers is None else peers
+            self._blamed(lambda: [work.wait() for _, work in works], peers)
         elif works:
             self.watch.wait(works, self.members.group, self.members.timeout(self.call.safety), peers)
 
@@ -349,35 +401,11 @@ def members_of(group: dist.ProcessGroup) -> Members:
     return _known[group]
 
 
-def message_device(group: dist.ProcessGroup, wanted: torch.device | None = None) -> torch.device:
-    """A device whose tensors this group can send: the CPU, or else the wanted one, or else this process's own.
-
-    Never one without its index: NCCL would take the current device for it, which may be the same on all ranks.
-    """
-    if "cpu" in _backends(str(dist.get_backend_config(group))):
-        return torch.device("cpu")
-    device = torch.accelerator.current_accelerator()
-    if wanted is not None and wanted.type != "cpu":
-        device = wanted
-    if device is None or device.index is not None:
-        return device or torch.device("cpu")
-    return group.bound_device_id or torch.device(device.type, torch.accelerator.current_device_index())
-
-
-def first_waits(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's first operation on such a device waits for all ranks. All backends but Gloo are assumed
-    to."""
-    backend = _backends(str(dist.get_backend_config(group))).get(device.type, "gloo")
-    return group.size() > 1 and backend != "gloo"
-
-
-def _backends(config: str) -> dict[str, str]:
-    """The backend for each type of device, as PyTorch writes it.
-
-    >>> _backends("cpu:gloo,cuda:nccl")
-    {'cpu': 'gloo', 'cuda': 'nccl'}
-    """
-    return dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+def _abort(group: ref[dist.ProcessGroup], device: torch.device) -> None:
+    """Ends what is under way on this device, if the group is still there."""
+    found = group()
+    if found is not None:
+        _torch.abort(found, device)
 
 
 def _private(store: Store, members: Members) -> Store:

@@ -4,20 +4,30 @@ kernel = tile FLOP / (flops * share) + tile slots * slot_seconds / slots
 work   = kernel + copied bytes / copy_bandwidth + operations * op_seconds
 move   = the slowest link level: latency + bytes / bandwidth, in or out
 step   = max(work, move): transfers run beside computes
+
+A host that only queues work for its device (a GPU's) runs ahead of it, and has a timeline of its own:
+
+queued = call_seconds, then for each step operations * launch_seconds + messages * message_seconds more
+left   = max(when the last step was left + step, queued): a step ends when it is done and all of it was queued
+
+With call_seconds = 150 us, launch_seconds = 10 us, no messages, and three steps of 20 operations and 100 us each, the
+host has queued them at 350, 550 and 750 us, and so they end: this call is as long as its host takes. Steps of 1 ms
+would end at 1, 2 and 3 ms, and the host would not be seen.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longspan.errors import PlanError
 from longspan.masks import bands as bd
-from longspan.schedules.cost.traffic import BYTES, DST, SRC, STEP, traffic
+from longspan.schedules.cost.launches import bands_of, launch_table, sides
+from longspan.schedules.cost.traffic import ADDED, BYTES, DST, SRC, STEP, traffic
 from longspan.schedules.steps import Compute, Sizes, Step
 from longspan.span import Ints, Span, shortened, whole
 
@@ -88,14 +98,26 @@ class Machine:
     """From the inside outwards; the last reaches everybody."""
     forward_tiling: Tiling
     backward_tiling: Tiling
+    kernel: str = ""
+    """Whose speed the shares are: FA2, FA3, FA4, cuDNN, flex, cpu_flash. Empty: the machine's file does not say."""
+    launch_seconds: float = 0.0
+    """What queueing one operation costs the host. 0 where operations run on the host itself."""
+    message_seconds: float = 0.0
+    """What starting one message, at either end, costs the host."""
+    call_seconds: float = 0.0
+    """What a call costs the host before its first step and after its last."""
 
     def __post_init__(self) -> None:
         where = f"machine {shortened(self.name)}"
         for name in ("flops", "forward_share", "backward_share", "copy_bandwidth"):
             _check_number(getattr(self, name), name, where)
-        for name in ("slot_seconds", "op_seconds"):
+        for name in ("slot_seconds", "op_seconds", "launch_seconds", "message_seconds", "call_seconds"):
             _check_number(getattr(self, name), name, where, zero=True)
         whole(self.slots, "slots", where, PlanError, low=1)
+        if not isinstance(self.kernel, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PlanError(
+                f"{where} was given kernel = {shortened(self.kernel)}. It is the name of a kernel, or empty."
+            )
         for name, kind in (("forward_tiling", Tiling), ("backward_tiling", Tiling), ("links", tuple)):
             if not isinstance(getattr(self, name), kind):
                 raise PlanError(
@@ -131,20 +153,36 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step asks of one rank's device."""
+    """What a step asks of one rank's device, and of the host that queues it."""
 
     flop: float = 0.0
     slots: float = 0.0
     copied: float = 0.0
     ops: float = 0.0
+    messages: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.flop + other.flop, self.slots + other.slots, self.copied + other.copied, self.ops + other.ops)
+        return Work(
+            self.flop + other.flop,
+            self.slots + other.slots,
+            self.copied + other.copied,
+            self.ops + other.ops,
+            self.messages + other.messages,
+        )
 
     def seconds(self, machine: Machine, direction: str) -> float:
         share = machine.forward_share if direction == "forward" else machine.backward_share
         kernel = self.flop / (machine.flops * share) + self.slots * machine.slot_seconds / machine.slots
         return kernel + self.copied / machine.copy_bandwidth + self.ops * machine.op_seconds
+
+    def host_seconds(self, machine: Machine) -> float:
+        """How long the host is busy with queueing it."""
+        return self.ops * machine.launch_seconds + self.messages * machine.message_seconds
+
+
+def queued_at(works: list[Work], machine: Machine) -> list[float]:
+    """When the host has queued each step, counted from the beginning of the call."""
+    return list(accumulate((work.host_seconds(machine) for work in works), initial=machine.call_seconds))[1:]
 
 
 def tile_work(rows: Ints, q_heads: int, kv_heads: int, dims: int, machine: Machine, direction: str) -> Work:
@@ -208,8 +246,22 @@ def _steps_work(
     sums = [_sums(number, part, len(steps)) for part in works]
     moved = moved[(moved[:, SRC] == rank) | (moved[:, DST] == rank)]
     sums[2] += 2.0 * _sums(moved[:, STEP], moved[:, BYTES], len(steps))
-    sums[3] += [2.0 if step.transfers else 0.0 for step in steps]
-    return [Work(*one) for one in zip(*(part.tolist() for part in sums), strict=True)]
+    ops, messages = _transfer_ops(moved, rank, len(steps))
+    sums[3] += ops if machine.one_launch else [2.0 if step.transfers else 0.0 for step in steps]
+    return [Work(*one) for one in zip(*(part.tolist() for part in (*sums, messages)), strict=True)]
+
+
+def _transfer_ops(moved: Ints, rank: int, num_steps: int) -> tuple[Floats, Floats]:
+    """In each step, operations and messages of the rank's own transfers: one that packs for each peer, one that starts
+    all messages, and one that adds for each peer from whom rows come home."""
+    sent, added = moved[:, SRC] == rank, (moved[:, DST] == rank) & (moved[:, ADDED] > 0)
+    size = int(moved[:, (SRC, DST)].max(initial=0)) + 1
+    numbers = moved[:, STEP] * size + np.where(sent, moved[:, DST], moved[:, SRC])  # a step and a peer
+    packed, home, taken = (np.unique(numbers[which]) // size for which in (sent, added, ~sent))
+    begun = np.unique(moved[:, STEP])
+    ops = np.bincount(np.concatenate((packed, begun, home)), minlength=num_steps)
+    messages = np.bincount(np.concatenate((packed, taken)), minlength=num_steps)
+    return ops.astype(np.float64), messages.astype(np.float64)
 
 
 def _meets_again(step: Step) -> list[bool]:
@@ -226,34 +278,28 @@ def _computes_work(
     computes: list[Compute], merges: NDArray[np.bool_], sizes: Sizes, machine: Machine, direction: str
 ) -> tuple[Floats, Floats, Floats, Floats]:
     """FLOP, tile slots, copied bytes and operations of each compute; `merges` where rows meet earlier results."""
-    bands = [(*compute.bands, *compute.maybe) for compute in computes]
-    facts = [
-        (len(part), len(c.q.heads), len(c.kv.heads), c.q.num_tokens, c.kv.num_tokens, _batch_rows(c, sizes))
-        for c, part in zip(computes, bands, strict=True)
-    ]
-    table = np.array(facts, dtype=np.int64).reshape(-1, 6)
-    count, q_heads, kv_heads, q_tokens, kv_tokens, rows = (table[:, column] for column in range(6))
+    table, rows = sides(computes, sizes), bands_of(computes)
+    q_heads, kv_heads, q_tokens, kv_tokens, batch, count = table.T
     each = np.repeat(np.arange(len(computes)), count)
-    band_rows, dims = bd.as_array(tuple(chain.from_iterable(bands))), sizes.head_dim + sizes.v_head_dim
-    tiles = _tiles(band_rows, q_heads[each], kv_heads[each], dims, machine, direction)
+    dims = sizes.head_dim + sizes.v_head_dim
+    tiles = _tiles(rows, q_heads[each], kv_heads[each], dims, machine, direction)
     flop, slots = (_sums(each, part, len(computes)) for part in tiles)
     # A float32 row is read, read again and written where partial results meet.
     q_elements = q_tokens * q_heads * (sizes.v_head_dim if direction == "forward" else sizes.head_dim)
     copied = np.where(merges, 12.0, 0.0 if direction == "forward" else 14.0) * q_elements.astype(np.float64)
     if direction == "backward":
         copied = copied + 10.0 * (kv_tokens * kv_heads * dims).astype(np.float64)
-    ops = np.full(len(computes), 5.0) if machine.one_launch else count.astype(np.float64)
-    batch = rows.astype(np.float64)
-    return flop * batch, slots * batch, copied * batch, ops
+    ops = count.astype(np.float64)
+    if machine.one_launch:  # keys are gathered, and each launch's results are put to those before
+        launches = launch_table(rows, table).per_compute(len(computes))
+        ops = 2.0 * launches + merges if direction == "forward" else 1.0 + 3.0 * launches
+    weight = batch.astype(np.float64)
+    return flop * weight, slots * weight, copied * weight, ops
 
 
 def _sums(number: Ints, values: Ints | Floats, size: int) -> Floats:
     """The values of each number added up, in their order."""
     return np.bincount(number, values, size).astype(float)  # of nothing, bincount makes whole numbers
-
-
-def _batch_rows(compute: Compute, sizes: Sizes) -> int:
-    return sizes.batch if compute.q.batch is None else len(compute.q.batch)
 
 
 def _move_seconds(num_steps: int, rank: int, machine: Machine, moved: Ints) -> Floats:
@@ -269,7 +315,17 @@ def _move_seconds(num_steps: int, rank: int, machine: Machine, moved: Ints) -> F
 
 def rank_seconds(steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str) -> float:
     """The rank's steps one after another, as if it never waited for others to be ready."""
+    return rank_times(steps, rank, sizes, machine, direction)[0]
+
+
+def rank_times(
+    steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str
+) -> tuple[float, float]:
+    """`rank_seconds`, and how long the rank's host is busy with queueing."""
     moved = traffic(steps, sizes)
     works = _steps_work(steps, rank, sizes, machine, direction, False, moved)
     moves = _move_seconds(len(steps), rank, machine, moved).tolist()
-    return sum(map(max, (work.seconds(machine, direction) for work in works), moves), 0.0)
+    left, queued = 0.0, machine.call_seconds
+    for work, move, queued in zip(works, moves, queued_at(works, machine), strict=True):
+        left = max(left + max(work.seconds(machine, direction), move), queued)
+    return max(left, queued), queued

@@ -13,7 +13,9 @@ FORMAT = "longspan machine 1"
 MAX_TEXT = 1 << 16
 MAX_LINKS = 8
 MAX_RANKS = 1 << 30
-_MAY_BE_ZERO = ("slot_seconds", "op_seconds", "latency", "far_rows")
+_MAY_BE_ZERO = (
+    "slot_seconds", "op_seconds", "latency", "far_rows", "launch_seconds", "message_seconds", "call_seconds",
+)  # fmt: skip
 
 T = TypeVar("T", Link, Tiling, Machine)
 

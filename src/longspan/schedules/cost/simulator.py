@@ -1,8 +1,9 @@
 """A discrete-event simulator of whole schedules: time, bytes, memory, and whether it can finish at all.
 
 A rank enters a step, offers its messages, computes, and leaves when its computes and messages are done. A message
-starts when both ends offer it, and takes its turn at both ports of its link level; anything may delay it. There is no
-other coupling between ranks, so a schedule that finishes here under every delay cannot hang for want of order.
+starts when both ends offer it, and takes its turn at both ports of its link level; anything may delay it. Where a host
+queues work for its device, no step is left before all of it was queued (see `machine`). There is no other coupling
+between ranks, so a schedule that finishes here under every delay cannot hang for want of order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from longspan.errors import ScheduleError
-from longspan.schedules.cost.machine import Machine, steps_work
+from longspan.schedules.cost.machine import Machine, Work, queued_at, steps_work
 from longspan.schedules.cost.memory import peak_bytes
 from longspan.schedules.steps import Schedule
 from longspan.schedules.text_table import table
@@ -64,7 +65,9 @@ class _Simulation:
         self.received = [0] * size
         self.events: list[Event] = []
         self.messages = [self._messages(rank) for rank in range(size)]
-        self.busy = [self._busy(rank) for rank in range(size)]
+        works = [self._works(rank) for rank in range(size)]
+        self.busy = [[work.seconds(machine, schedule.direction) for work in each] for each in works]
+        self.queued = [queued_at(each, machine) for each in works]
 
     def _messages(self, rank: int) -> list[dict[tuple[int, int], int]]:
         """For each step of a rank, bytes by (source, target): all pieces between two ranks are one message."""
@@ -76,11 +79,10 @@ class _Simulation:
             messages.append(sums)
         return messages
 
-    def _busy(self, rank: int) -> list[float]:
-        """How long each step keeps the rank's device busy."""
-        schedule, machine = self.schedule, self.machine
-        works = steps_work(schedule.ranks[rank], rank, schedule.sizes, machine, schedule.direction)
-        return [work.seconds(machine, schedule.direction) for work in works]
+    def _works(self, rank: int) -> list[Work]:
+        """What each step asks of the rank's device and host."""
+        schedule = self.schedule
+        return steps_work(schedule.ranks[rank], rank, schedule.sizes, self.machine, schedule.direction)
 
     def run(self) -> Timeline:
         size, schedule = self.schedule.world_size, self.schedule
@@ -103,11 +105,11 @@ class _Simulation:
         self.step[rank] = number
         steps = self.schedule.ranks[rank]
         if number >= len(steps):
-            self.finished[rank] = now
+            self.finished[rank] = max(now, self.machine.call_seconds)
             return
         step, seconds = steps[number], self.busy[rank][number]
         self.waiting[rank] = 1 + len(self.messages[rank][number])
-        self._leave(now + seconds, rank, number)
+        self._leave(max(now + seconds, self.queued[rank][number]), rank, number)
         if step.computes:
             self.events.append(Event(rank, number, "compute", now, now + seconds))
         for (src, dst), size in self.messages[rank][number].items():

@@ -7,15 +7,20 @@ import numpy as np
 from longspan.schedules.steps import Piece, Role, Sizes, Step
 from longspan.span import Ints
 
-STEP, SRC, DST, UNTIL, BYTES = range(5)
+STEP, SRC, DST, UNTIL, BYTES, ADDED = range(6)
+_ADDED = (Role.OUT, Role.DQ, Role.DKV)
+"""What is put to a rank's own rows when it comes home; all else is used where it arrived."""
 
 
 def traffic(steps: tuple[Step, ...], sizes: Sizes) -> Ints:
-    """(step, source, target, until, bytes) of every transfer, step by step."""
+    """(step, source, target, until, bytes, whether it is added to own rows) of every transfer, step by step."""
     moved = [(number, t) for number, step in enumerate(steps) for t in step.transfers]
     weights = piece_bytes([t.piece for _, t in moved], sizes)
-    rows = [(number, t.src, t.dst, t.until, weight) for (number, t), weight in zip(moved, weights, strict=True)]
-    return np.array(rows, dtype=np.int64).reshape(-1, 5)
+    rows = [
+        (number, t.src, t.dst, t.until, weight, t.piece.role in _ADDED)
+        for (number, t), weight in zip(moved, weights, strict=True)
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, 6)
 
 
 def piece_bytes(pieces: list[Piece], sizes: Sizes) -> list[int]:

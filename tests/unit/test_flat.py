@@ -1,0 +1,143 @@
+"""Flat programs: rows moved by tables, as on GPUs, come out as rows moved run by run, and nothing is done twice."""
+
+import numpy as np
+import pytest
+import torch
+
+from longspan import layouts, masks, plan
+from longspan.execution.engine import runner
+from longspan.execution.engine.flat.grouping import grouped, levels_of
+from longspan.execution.engine.flat.memory import Memory
+from longspan.execution.engine.flat.moves import Move
+from longspan.execution.engine.flat.recorder import Kind, Recorder
+from longspan.layouts import Layout
+from longspan.testing.loopback import run_loopback
+from tests.flat_rows import Played
+
+SCHEMES = ["ring", "exchange", "all_gather", "all_to_all", "hybrid(2)", "hybrid(2,exchange)"]
+
+
+def by_tables(program, device):
+    return Memory(program.buffers, device, by_index=True)
+
+
+def drawn(seed, scheme):
+    """A random plan of four ranks, and inputs for it."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(1, 40, draw.integers(1, 9)).tolist()
+    total = sum(lengths)
+    mask = masks.documents(lengths) & (masks.causal() if draw.random() < 0.7 else masks.sliding_window(5, 3))
+    cuts = np.sort(draw.choice(np.arange(1, max(total, 12)), min(11, total - 1), replace=False)) if total > 12 else []
+    ends = [0, *[int(c) for c in cuts if c < total], total]
+    spans = [[] for _ in range(4)]
+    for i in draw.permutation(len(ends) - 1):
+        spans[int(draw.integers(4))].append((ends[i], ends[i + 1]))
+    layout = Layout.from_spans(total, spans, name="drawn") if draw.random() < 0.6 else layouts.zigzag(total, 4)
+    dims = [(8, 8), (8, 12), (5, 3)][int(draw.integers(3))]
+    dtype = [torch.float32, torch.bfloat16][int(draw.integers(2))]
+    sizes = {"q_heads": 8, "kv_heads": 4, "head_dim": dims[0], "v_head_dim": dims[1], "batch": int(draw.integers(1, 3))}
+    made = plan(mask, layout, schedule=scheme, dtype=dtype, keep=bool(draw.integers(2)), **sizes)
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(8, dims[0]), (4, dims[0]), (4, dims[1]), (8, dims[1])]
+    inputs = [torch.randn(sizes["batch"], h, total, d, generator=generator).to(dtype) for h, d in shapes]
+    if draw.random() < 0.5:  # tokens before heads, as models have them
+        inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    return made, inputs
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_tables_and_runs_give_the_same_bits(scheme, monkeypatch):
+    for seed in range(10):
+        made, inputs = drawn(seed, scheme)
+        right = run_loopback(made, *inputs, kernel="reference")
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "memory_for", by_tables)
+            found = run_loopback(made, *inputs, kernel="reference")
+            again = run_loopback(made, *inputs, kernel="reference")
+        for name, a, b, c in zip(("out", "lse", "dq", "dk", "dv"), found, right, again, strict=True):
+            assert torch.equal(a, b), f"{name} of seed {seed}, {made!r}"
+            assert torch.equal(a, c), f"{name} of seed {seed} when played again"
+
+
+def test_a_table_that_is_one_off_is_noticed(monkeypatch):
+    made, inputs = drawn(1, "hybrid(2,exchange)")
+    right = run_loopback(made, *inputs, kernel="reference")
+    runner._programs.pop(made)  # with its tables
+    table, calls = Memory.table, []
+
+    def one_off(self, rows):
+        calls.append(rows)
+        return table(self, rows if len(calls) % 2 else np.roll(rows, 1))  # sources, not targets
+
+    monkeypatch.setattr(runner, "memory_for", by_tables)
+    monkeypatch.setattr(Memory, "table", one_off)
+    found = run_loopback(made, *inputs, kernel="reference")
+    assert calls
+    assert any(not torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+def test_nothing_is_worked_out_twice(monkeypatch):
+    """A second call walks no steps, makes no table, and uses what the first has recorded."""
+    made, inputs = drawn(1, "hybrid(2,exchange)")
+    run_loopback(made, *inputs, kernel="reference")
+
+    def not_again(*_):
+        raise AssertionError("worked out again")
+
+    monkeypatch.setattr(runner.Walk, "program", not_again)
+    monkeypatch.setattr(Memory, "table", not_again)
+    run_loopback(made, *inputs, kernel="reference")
+
+
+def test_levels_keep_what_depends_on_each_other_apart():
+    recorder = Recorder()
+    a, b, c = (recorder.new((1, 2, 10, 4), torch.float32) for _ in range(3))
+    b[:, :, 0:4].copy_(a[:, :, 0:4])
+    b[:, :, 6:9].copy_(a[:, :, 1:4])
+    b[:, :, 2:3].add_(c[:, :, 0:1])  # waits for the first
+    b[:, :1, 3:4].add_(c[:, :1, 0:1])
+    b[:, 1:, 3:4].add_(c[:, 1:, 0:1])  # other heads: does not wait for the one before
+    c[:, :, 0:1].fill_(1.0)  # what was read before is written
+    assert levels_of(recorder.log) == [1, 1, 2, 2, 2, 3]
+    groups = grouped(recorder.log)
+    assert [(group.kind, len(group.lanes)) for group in groups] == [(Kind.COPY, 1), (Kind.ADD, 3), (Kind.FILL, 1)]
+    assert groups[0].lanes[0].runs == [(0, 0, 4), (6, 1, 3)]
+
+
+@pytest.mark.parametrize("by_index", [False, True])
+def test_noted_operations_in_any_order_of_places(by_index):
+    """Random copies, sums and fills between three tensors and a message, against the same done at once."""
+    for seed in range(60):
+        draw, played = np.random.default_rng(seed), Played(by_index)
+        tensors = [torch.randn(2, 3, 12, 4, generator=torch.Generator().manual_seed(seed + i)) for i in range(3)]
+        right, rows = [t.clone() for t in tensors], [played.rows(t) for t in tensors]
+        for _ in range(int(draw.integers(1, 14))):
+            to, of = draw.permutation(3)[:2]
+            size, kind = int(draw.integers(1, 6)), int(draw.integers(3))
+            there, here = (int(draw.integers(0, 13 - size)) for _ in range(2))
+            heads = slice(int(draw.integers(0, 2)), int(draw.integers(2, 4)))
+            target, source = ((slice(None), heads, slice(at, at + size)) for at in (there, here))
+            if kind == 0:
+                right[to][target] = right[of][source]
+                rows[to][target].copy_(rows[of][source])
+            elif kind == 1:
+                right[to][target] += right[of][source]
+                rows[to][target].add_(rows[of][source])
+            else:
+                right[to][target] = 2.5
+                rows[to][target].fill_(2.5)
+        for found, wanted in zip(played.tensors(*rows), right, strict=True):
+            assert torch.equal(found, wanted), seed
+
+
+def test_a_group_is_one_move_on_gpus():
+    """Pieces for four peers are packed by as many moves as there are tensors, however many runs they have."""
+    mask = masks.documents([7] * 40) & masks.causal()
+    layout = layouts.striped(280, 4, stripe=5)
+    made = plan(mask, layout, schedule="exchange", q_heads=4, kv_heads=4, head_dim=8, dtype="float32")
+    run_loopback(made, *(torch.randn(1, 4, 280, 8) for _ in range(4)), kernel="reference")
+    forward = [program for key, (*_, program) in runner._programs[made].items() if key[1] == "forward"]
+    packs = [[item for item in step.pack if isinstance(item, Move)] for program in forward for step in program.steps]
+    assert max(map(len, packs)) == 1
+    assert max(len(lane.runs) for moves in packs for move in moves for lane in move.lanes) > 1
+    assert all(move.twin is not None for moves in packs for move in moves), "K and V go together"

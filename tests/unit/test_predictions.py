@@ -1,0 +1,391 @@
+"""Predictions are for the kernel that would run, and count hosts and workspace; on CPUs nothing has changed."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+import longspan as ls
+from benchmarks.host_time import CASES, plan_of
+from benchmarks.kernels import LONG, MAX_ERROR, points
+from longspan.cli.commands.calibrate import taken_over
+from longspan.cli.measuring.host import line
+from longspan.errors import PlanError
+from longspan.execution.engine.backward import Backward, Saved
+from longspan.execution.engine.forward import Forward
+from longspan.execution.engine.runner import Job
+from longspan.execution.engine.transports import Loopback
+from longspan.execution.kernels.cuda_flash import Flash, implementation
+from longspan.schedules import MACHINES, Machine, simulate
+from longspan.schedules.choose import TIE
+from longspan.schedules.cost.kernels import KERNELS, LaunchShape, workspace_of
+from longspan.schedules.cost.machine import Work, queued_at, rank_seconds, rank_times, steps_work
+from longspan.schedules.cost.machine_text import machine_text, parse_machine
+from longspan.schedules.cost.presets import A100, CPU, H100, H100_FA3, H100_FITTED, H100_FLEX, nearest
+from longspan.schedules.cost.workspace import table_bytes, workspace_bytes
+from tests.kernel_models import operators
+
+SIZES = {"q_heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+
+
+def cpu_masks():
+    return {
+        "causal": ls.masks.causal(4096),
+        "documents": ls.masks.documents([700, 1200, 148, 2048]) & ls.masks.causal(),
+        "window": ls.masks.causal(4096) & ls.masks.sliding_window(299),
+    }
+
+
+# -- which kernel ------------------------------------------------------------------------------------------------------
+
+
+def test_the_default_is_the_kernel_that_would_run():
+    mask = ls.masks.causal(64)
+    plain = ls.plan(mask, ls.layouts.zigzag(64, 4), **SIZES)
+    assert plain.machine == H100
+    assert plain.machine.kernel == implementation() == "FA2"
+    asks = ls.masks.from_mask_mod(lambda b, h, q, kv: (q + kv) % 2 == 0, 64, within=mask)
+    assert ls.plan(asks, ls.layouts.zigzag(64, 4), **SIZES).machine == H100_FLEX
+
+
+def test_fa2_takes_about_twice_as_long_as_fa3():
+    mask = ls.masks.causal(1 << 18)
+    layout = ls.layouts.zigzag(1 << 18, 8)
+    slow, quick = (
+        ls.plan(mask, layout, schedule="exchange", machine=name, q_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
+        for name in ("h100", "h100-fa3")
+    )
+    assert 1.7 < slow.predicted_seconds / quick.predicted_seconds < 2.2
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_machine_names_its_kernel_and_source(name):
+    machine = MACHINES[name]
+    assert machine.kernel in KERNELS
+    assert machine.name == name
+    assert len(machine.source) > 60
+    assert "-" not in name or name.partition("-")[2] == machine.kernel.lower()
+
+
+@pytest.mark.parametrize("point", [point for point in points() if point.tokens >= LONG], ids=str)
+def test_machines_give_their_kernels_published_speed(point):
+    assert abs(point.error) <= MAX_ERROR
+
+
+@pytest.mark.parametrize(
+    ("change", "machine", "words"),
+    [
+        ({"dtype": "float32"}, "h100", "FA2 takes bfloat16 and float16"),
+        ({"head_dim": 512}, "h100", "heads of up to 256 features, and these have 512"),
+        ({"head_dim": 192}, "b200-fa4", "FA4 takes heads of up to 128"),
+    ],
+)
+def test_a_plan_says_when_another_kernel_would_run(change, machine, words):
+    plan = ls.plan(ls.masks.causal(64), ls.layouts.zigzag(64, 4), machine=machine, **{**SIZES, **change})
+    assert words in plan.kernel_assumed
+    assert words in str(plan)
+
+
+@pytest.mark.parametrize("machine", ["h100", "h100-flex", "cpu"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_plan_says_nothing_of_the_kind_when_it_would_not(machine, dtype):
+    plan = ls.plan(ls.masks.causal(64), ls.layouts.zigzag(64, 4), machine=machine, **{**SIZES, "dtype": dtype})
+    assert "but" not in plan.kernel_assumed
+
+
+def test_fa2_runs_no_functions_and_says_so():
+    asks = ls.masks.from_mask_mod(lambda b, h, q, kv: (q + kv) % 2 == 0, 64, within=ls.masks.causal())
+    assert "runs no functions" in ls.plan(asks, ls.layouts.zigzag(64, 4), machine="h100", **SIZES).kernel_assumed
+    assert "but" not in ls.plan(asks, ls.layouts.zigzag(64, 4), **SIZES).kernel_assumed
+
+
+def test_a_machine_file_from_before_reads_as_it_did():
+    old = json.loads(machine_text(A100))
+    for name in ("kernel", "launch_seconds", "message_seconds", "call_seconds"):
+        del old[name]
+    read = parse_machine(json.dumps(old))
+    assert read == replace(A100, kernel="", launch_seconds=0.0, message_seconds=0.0, call_seconds=0.0)
+    plan = ls.plan(ls.masks.causal(64), ls.layouts.zigzag(64, 4), machine=read, **SIZES)
+    assert "a kernel that the machine does not name" in str(plan)
+    assert plan.reasons[0].workspace_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"launch_seconds": -1.0}, "launch_seconds"),
+        ({"call_seconds": math.nan}, "call_seconds"),
+        ({"kernel": 3}, "kernel"),
+    ],
+)
+def test_a_host_that_cannot_be_is_refused(change, words):
+    with pytest.raises(PlanError, match=words):
+        replace(H100, **change)
+
+
+# -- hosts -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_is_late_is_what_a_call_takes():
+    """The example of `longspan.schedules.cost.machine`."""
+    machine = replace(H100, launch_seconds=10e-6, message_seconds=0.0, call_seconds=150e-6)
+    assert queued_at([Work(ops=20.0)] * 3, machine) == pytest.approx([350e-6, 550e-6, 750e-6])
+    assert queued_at([Work(ops=2.0, messages=3.0)], replace(machine, message_seconds=1e-6)) == pytest.approx([173e-6])
+
+
+@pytest.mark.parametrize("scheme", ["ring", "exchange", "all_to_all", "hybrid(2,exchange)"])
+def test_a_pass_takes_its_device_or_its_host_and_never_both(scheme):
+    for mask in cpu_masks().values():
+        plan = ls.plan(mask, ls.layouts.balanced(mask, world_size=4), schedule=scheme, machine=H100, **SIZES)
+        for way in ("forward", "backward"):
+            steps = plan.steps(1, way)
+            alone = replace(H100, launch_seconds=0.0, message_seconds=0.0, call_seconds=0.0)
+            device = rank_seconds(steps, 1, plan.sizes, alone, way)
+            for slow in (1e-9, 1.0, 1e3):
+                costs = {
+                    name: slow * getattr(H100, name) for name in ("launch_seconds", "message_seconds", "call_seconds")
+                }
+                machine = replace(H100, **costs)
+                seconds, host = rank_times(steps, 1, plan.sizes, machine, way)
+                assert max(device, host) <= seconds <= device + host
+                if slow == 1e3:
+                    assert seconds == pytest.approx(host)
+                if slow == 1e-9:
+                    assert seconds == pytest.approx(device)
+            both = simulate(plan.schedule(way), H100), simulate(plan.schedule(way), alone)
+            assert both[0].seconds >= both[1].seconds
+            hosts = [rank_times(plan.steps(rank, way), rank, plan.sizes, H100, way)[1] for rank in range(4)]
+            assert all(end >= host for end, host in zip(both[0].finished, hosts, strict=True))
+
+
+def test_operations_of_an_exchange_counted_by_hand():
+    """One causal document on four ranks, 16 tokens each.
+
+    Rank 3 receives three messages in one step (one operation starts them), computes on its own rows (a gather and a
+    launch) and, in the next step, on what arrived (a gather, a launch and a merge).
+    """
+    mask = ls.masks.causal(64)
+    plan = ls.plan(mask, ls.layouts.contiguous(64, 4), schedule="exchange", machine=H100, **SIZES)
+    works = steps_work(plan.steps(3), 3, plan.sizes, H100, "forward")
+    assert [(work.ops, work.messages) for work in works] == [(1 + 2, 3), (3, 0)]
+    first = steps_work(plan.steps(0), 0, plan.sizes, H100, "forward")[0]
+    assert (first.ops, first.messages) == (3 + 1 + 2, 3)  # it packs three messages
+
+
+TABLE_B = {
+    "8 causal": "all_to_all",
+    "8 window": "exchange",
+    "8 longtail + window": "exchange",
+    "64 longtail": "hybrid(8,exchange)",
+    "64 window": "exchange",
+    "64 longtail + window": "exchange",
+}
+"""What auto takes, by case; it used to take hybrid(8,exchange) for the last."""
+
+
+@pytest.mark.parametrize("name", TABLE_B)
+def test_auto_sees_what_hosts_have_to_do(name):
+    plan = plan_of(next(case for case in CASES if case.name == name))
+    assert plan.scheme.name == TABLE_B[name]
+    chosen, *others = plan.reasons
+    full = [reason for reason in others if not reason.at_least]
+    assert chosen.seconds <= (1 + TIE) * min(reason.seconds for reason in full)
+    assert all(a.seconds <= b.seconds for a, b in pairwise(full))
+    ties = [
+        reason for reason in (chosen, *full) if reason.seconds <= (1 + TIE) * min(r.seconds for r in (chosen, *full))
+    ]
+    assert chosen.seconds + chosen.host_seconds == min(reason.seconds + reason.host_seconds for reason in ties)
+
+
+def test_a_slow_host_gets_the_scheme_with_fewest_operations():
+    case = next(case for case in CASES if case.name == "64 longtail")
+    plan = plan_of(case)
+    slow = replace(H100, launch_seconds=100 * H100.launch_seconds, message_seconds=100 * H100.message_seconds)
+    again = ls.plan(plan.mask, plan.layout, machine=slow, q_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
+    assert again.scheme.name != plan.scheme.name
+    by_name = {reason.scheme: reason for reason in plan.reasons}
+    assert by_name[again.scheme.name].host_seconds < by_name[plan.scheme.name].host_seconds
+
+
+BEFORE = {  # scheme, forward, backward, peak on CPUs, by commit 1b07422
+    "causal": [
+        ("exchange", 0.02291919620091324, 0.1375749528534199, 12058624),
+        ("all_gather", 0.023031543629484667, 0.13779964771056274, 13631488),
+        ("hybrid(2,ring)", 0.023541774486627524, 0.13759730459945166, 13467648),
+        ("hybrid(2,exchange)", 0.023504325343770383, 0.13775542320262624, 12419072),
+        ("all_to_all", 0.023367262867579907, 0.1379528023772294, 12959744),
+        ("hybrid(2,all_gather)", 0.023541774486627524, 0.13783032148834054, 12943360),
+        ("ring", 0.024020323058056098, 0.13830896961532463, 10485760),
+    ],
+    "documents": [
+        ("all_to_all", 0.01104777614611872, 0.06260459066100266, 12959744),
+        ("hybrid(2,exchange)", 0.012147417116764515, 0.06754784187735403, 11532288),
+        ("hybrid(2,ring)", 0.012217817116764515, 0.06751695121068736, 13042176),
+        ("hybrid(2,all_gather)", 0.012217817116764515, 0.06774996809957626, 12517888),
+        ("exchange", 0.011438884936725374, 0.06869852531343505, 9910272),
+        ("all_gather", 0.011725531793868232, 0.0696213118531176, 12924928),
+        ("ring", 0.012207636957599478, 0.06958309775787949, 10092544),
+    ],
+    "window": [
+        ("all_to_all", 0.009356926429223743, 0.05252392165554548, 12959744),
+        ("hybrid(2,exchange)", 0.009775743039791259, 0.05521692079771317, 9164288),
+        ("hybrid(2,ring)", 0.009911349896934117, 0.055454114956443326, 11305472),
+        ("hybrid(2,all_gather)", 0.009911349896934117, 0.055687131845332215, 10781184),
+        ("exchange", 0.009682876681017612, 0.05807550330920295, 5049344),
+        ("all_gather", 0.010099352109589042, 0.05949913603983898, 10573824),
+        ("ring", 0.01292592497847358, 0.059655780103331044, 7818240),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_on_cpus_everything_is_as_it_was(name):
+    mask = cpu_masks()[name]
+    plan = ls.plan(mask, ls.layouts.balanced(mask, world_size=4), machine="cpu", **SIZES)
+    found = [(r.scheme, r.forward_seconds, r.backward_seconds, r.peak_bytes) for r in plan.reasons if not r.at_least]
+    assert [entry[0] for entry in found] == [entry[0] for entry in BEFORE[name]]
+    for (_, *new), (_, *old) in zip(found, BEFORE[name], strict=True):
+        assert new == pytest.approx(old, rel=1e-12)
+    assert all(reason.host_seconds == 0.0 for reason in plan.reasons)
+    assert plan.workspace_bytes(0) == 0
+
+
+def test_the_published_fit_is_without_hosts_of_ours():
+    assert (H100_FITTED.launch_seconds, H100_FITTED.call_seconds) == (0.0, 0.0)
+    assert H100_FITTED.name not in MACHINES
+    same = ("flops", "forward_share", "backward_share", "slot_seconds", "copy_bandwidth", "links", "forward_tiling")
+    assert all(getattr(H100_FA3, name) == getattr(H100_FITTED, name) for name in same)
+
+
+# -- workspace ---------------------------------------------------------------------------------------------------------
+
+
+class Buffers:
+    """PyTorch's flash operators by address, noting what FA2 allocates for the shapes it is given (flash_api.cpp)."""
+
+    def __init__(self):
+        self.sizes = []
+        self.slices = []
+
+    def backward(self, dout, q, k, v, out, lse, starts_q, starts_k, longest, window, scale):
+        heads, groups, dim = q.shape[-2], k.shape[-2], q.shape[-1]
+        rounded = -(-dim // 32) * 32
+        if starts_q is None:
+            batch, rows = q.shape[:2]
+            padded, cols = batch * (-(-rows // 128) * 128), batch * k.shape[1]
+        else:
+            batch = starts_q.numel() - 1
+            padded, cols = q.shape[0] + 128 * batch, k.shape[0]
+        size = 4 * padded * heads * rounded + 4 * padded * heads
+        size += 2 * 2 * cols * heads * dim if heads != groups else 0
+        size += sum(2 * x.numel() for x in (dout, out) if not x.is_contiguous() or starts_q is not None)
+        self.sizes.append(size)
+        self.slices.append(batch)
+        return operators.flash_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest, window, scale)
+
+
+def run_on_models(plan):
+    """What FA2 would allocate on each rank in backward, in its largest launch."""
+    sizes, layout = plan.sizes, plan.layout
+    chance = torch.Generator().manual_seed(0)
+    shapes = ((sizes.q_heads,), (sizes.kv_heads,), (sizes.kv_heads,), (sizes.q_heads,))
+    whole = [
+        torch.randn(sizes.batch, *heads, layout.seq_len, sizes.head_dim, generator=chance).bfloat16()
+        for heads in shapes
+    ]
+    shards = [[layout.shard(t, rank, 2) for t in whole] for rank in range(layout.world_size)]
+    notes = [Buffers() for _ in shards]
+    kernels = [Flash(op=operators.flash, backward_op=note.backward) for note in notes]
+    jobs = [Job(plan, rank, kernel, 0.1, torch.bfloat16) for rank, kernel in enumerate(kernels)]
+    done = Loopback().run([Forward(j, *t[:3]).program(saves=True) for j, t in zip(jobs, shards, strict=True)])
+    Loopback().run(
+        [
+            Backward(j, Saved(*t[:3], out, lse, kept), t[3]).program()
+            for j, t, (out, lse, kept) in zip(jobs, shards, done, strict=True)
+        ]
+    )
+    return [max(note.sizes, default=0) for note in notes]
+
+
+@pytest.mark.parametrize("scheme", ["exchange", "ring", "all_to_all"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("kind", ["causal", "documents", "window"])
+def test_fa2_allocates_what_is_predicted(kind, heads, scheme):
+    masks = {
+        "causal": ls.masks.causal(512),
+        "documents": ls.masks.documents([100, 37, 250, 125]) & ls.masks.causal(),
+        "window": ls.masks.causal(512) & ls.masks.sliding_window(59),
+    }
+    layout = ls.layouts.contiguous(512, 4)
+    plan = ls.plan(
+        masks[kind], layout, q_heads=heads[0], kv_heads=heads[1], head_dim=32, dtype="bfloat16", batch=2,
+        schedule=scheme, machine="h100",
+    )  # fmt: skip
+    for rank, found in enumerate(run_on_models(plan)):
+        steps = plan.steps(rank, "backward")
+        planned = workspace_bytes(steps, plan.sizes, H100)
+        assert found <= planned, f"rank {rank} allocates {found}, but {planned} were predicted"
+        assert planned <= 1.6 * found, f"rank {rank} allocates {found}, and {planned} were predicted"
+        assert plan.workspace_bytes(rank) == planned + table_bytes(plan.steps(rank), steps, H100)
+
+
+def test_deterministic_algorithms_need_more_by_the_factor_of_the_source():
+    launch = LaunchShape(rows=256, cols=256, slices=1, q_heads=8, kv_heads=8, batch=2, packed=0, width=64, itemsize=2)
+    dq = 2 * 256 * 8 * 64 * 4
+    usual, more = (workspace_of("FA2", launch, "backward", 132, deterministic=flag) for flag in (False, True))
+    assert more - usual == (math.ceil(132 / (2 * 8)) - 1) * dq
+    for kernel in ("FA3", "FA4", "flex"):
+        usual, more = (workspace_of(kernel, launch, "backward", 132, deterministic=flag) for flag in (False, True))
+        assert usual == more
+    assert workspace_of("cuDNN", launch, "backward", 132) is None
+    assert workspace_of("FA2", launch, "forward", 132) == 0
+
+
+def test_figures_of_the_audit():
+    """gpu.md, A6: 17.2 GB for exchange on 8 ranks, 6.5 GB for all_to_all and for a window of 4k."""
+    case = {case.name: case for case in CASES}
+    for name, scheme, expected in (("8 causal", "exchange", 17.2e9), ("8 causal", "all_to_all", 6.5e9)):
+        plan = plan_of(case[name], 1, scheme)
+        most = max(plan.workspace_bytes(rank) for rank in range(8))
+        assert 0.85 < most / expected < 1.25, (name, scheme, most)
+
+
+# -- calibration -------------------------------------------------------------------------------------------------------
+
+
+def test_calibration_says_what_it_did_not_measure():
+    assert taken_over(H100, on_gpu=True, alone=True) == [
+        "rows and widths of tiles, as in h100",
+        "that a step takes one launch for each window, as in h100",
+        "links, as in h100, for there is one rank",
+    ]
+    assert not any("links" in words for words in taken_over(CPU, on_gpu=False, alone=False))
+
+
+@pytest.mark.parametrize(
+    ("major", "kernel", "name"),
+    [
+        (8, "FA2", "a100"),
+        (8, "flex", "a100-flex"),
+        (9, "cuDNN", "h100-cudnn"),
+        (9, "FA4", "h100"),
+        (10, "FA4", "b200-fa4"),
+    ],
+)
+def test_the_nearest_preset(major, kernel, name):
+    assert nearest(major, kernel).name == name
+
+
+def test_a_line_through_what_hosts_took():
+    made = [(ops, 150e-6 + 12e-6 * ops) for ops in (4.0, 9.0, 30.0, 55.0)]
+    assert line(made) == pytest.approx((12e-6, 150e-6))
+    assert line([(5.0, 1e-4), (5.0, 3e-4)]) == pytest.approx((0.0, 2e-4))
+    assert line([(1.0, 2e-4), (2.0, 1e-4)])[0] == 0.0
+
+
+def test_machines_are_hashable_values():
+    assert len({*MACHINES.values()}) == len(MACHINES)
+    assert isinstance(H100, Machine)
