@@ -140,10 +140,14 @@ def _on(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext() if device.index is None else torch.accelerator.device_index(device.index)
 
 
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 def _run(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
     """What the program gives, and the number of the call over the group."""
     # autocast would narrow the products of float32 inside; NCCL and compiled kernels go by the current device
-    with torch.autocast(call.device.type, enabled=False), _on(call.device):
+    with _without_autocast(call.device.type), _on(call.device):
         if not group:
             return Loopback().run([program])[0], 0
         with members_of(_torch.group_named(group)).call(call) as running:
@@ -245,7 +249,9 @@ def run_forward(
             job = replace(job, scoring=None)
         elif job.scoring is not None:
             job.scoring.settle()
-        done = Pass(replace(job, sinks=None), group, number, name, sums, reads, ref(made), said)
+        done = Pass(
+            job if job.sinks is None else replace(job, sinks=None), group, number, name, sums, reads, ref(made), said
+        )
         return out, lse, _ticket(done, made)
 
 
@@ -286,7 +292,7 @@ def run_backward(
     kept = kept or forward.kept() or []
     with _told(forward.group):
         _check_unchanged(forward)
-        job = replace(forward.job, sinks=sinks)
+        job = forward.job if sinks is None else replace(forward.job, sinks=sinks)
         if forward.said.text:
             job = replace(job, scoring=forward.said.scoring(captured, constants, q, job.plan))
         if dlse is not None:
