@@ -118,7 +118,7 @@ def joined(runs: Sequence[Run]) -> list[Run]:
 
 def levels_of(notes: Sequence[Note]) -> list[int]:
     """For each note, after how many others it can go."""
-    touched = _Touched()
+    touched = _Touched(notes)
     found: list[int] = []
     for note in notes:
         before = [touched.written(rows) for rows in (*note.targets, *note.sources)]
@@ -132,9 +132,16 @@ def levels_of(notes: Sequence[Note]) -> list[int]:
 
 
 class _Touched:
-    """For every row, the highest level that wrote it and the highest that read it."""
+    """For every stretch of rows that no note begins or ends within, the highest level that wrote it and the highest
+    that read it."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: Sequence[Note]) -> None:
+        bounds: dict[int, set[int]] = {}
+        for rows in (rows for note in notes for rows in note.sides):
+            bounds.setdefault(rows.buffer.number, set()).update((rows.tokens.start, rows.tokens.stop))
+        self._stretch = {
+            buffer: {bound: number for number, bound in enumerate(sorted(found))} for buffer, found in bounds.items()
+        }
         self._levels: dict[int, list[tuple[Span, Span, Ints]]] = {}
 
     def written(self, rows: Rows) -> int:
@@ -147,17 +154,21 @@ class _Touched:
         lanes = self._levels.setdefault(rows.buffer.number, [])
         found = next((levels for b, h, levels in lanes if (b, h) == (rows.batch, rows.heads)), None)
         if found is None:
-            found = np.zeros((2, rows.buffer.shape[2]), dtype=np.int64)
+            found = np.zeros((2, len(self._stretch[rows.buffer.number])), dtype=np.int64)
             lanes.append((rows.batch, rows.heads, found))
-        part = found[how, rows.tokens.start : rows.tokens.stop]
+        part = found[how, self._at(rows)]
         np.maximum(part, level, out=part)
 
     def _highest(self, rows: Rows, how: int) -> int:
         highest = 0
         for b, h, levels in self._levels.get(rows.buffer.number, ()):
             if _overlap(b, rows.batch) and _overlap(h, rows.heads):
-                highest = max(highest, int(levels[how, rows.tokens.start : rows.tokens.stop].max()))
+                highest = max(highest, int(levels[how, self._at(rows)].max()))
         return highest
+
+    def _at(self, rows: Rows) -> slice:
+        numbers = self._stretch[rows.buffer.number]
+        return slice(numbers[rows.tokens.start], numbers[rows.tokens.stop])
 
 
 def _overlap(a: Span, b: Span) -> bool:
