@@ -6,10 +6,14 @@ import torch
 
 from longspan import layouts, masks, plan
 from longspan.execution.engine import runner
+from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.flat.grouping import grouped, levels_of
 from longspan.execution.engine.flat.memory import Memory
 from longspan.execution.engine.flat.moves import Move
 from longspan.execution.engine.flat.recorder import Kind, Recorder
+from longspan.execution.engine.forward import Forward
+from longspan.execution.engine.transports import Loopback
+from longspan.execution.kernels import kernel_named
 from longspan.layouts import Layout
 from longspan.testing.loopback import run_loopback
 from tests.flat_rows import Played
@@ -141,3 +145,44 @@ def test_a_group_is_one_move_on_gpus():
     assert max(map(len, packs)) == 1
     assert max(len(lane.runs) for moves in packs for move in moves for lane in move.lanes) > 1
     assert all(move.twin is not None for moves in packs for move in moves), "K and V go together"
+
+
+@pytest.mark.parametrize("scheme", ["ring", "exchange", "all_gather", "all_to_all"])
+def test_results_keep_no_messages_alive(scheme):
+    """A gradient lives as long as the caller likes, and must not hold what other ranks sent."""
+    mask, layout = masks.causal(64), layouts.zigzag(64, 4)
+    made = plan(mask, layout, schedule=scheme, q_heads=4, kv_heads=4, head_dim=8, dtype="float32")
+    own = [[layout.shard(torch.randn(1, 4, 64, 8), rank, 2) for _ in range(4)] for rank in range(4)]
+    jobs = [runner.Job(made, rank, kernel_named("reference"), 0.3, torch.float32) for rank in range(4)]
+    forward = Loopback().run([Forward(job, *x[:3]).program(saves=True) for job, x in zip(jobs, own, strict=True)])
+    saved = [Saved(*x[:3], *found) for x, found in zip(own, forward, strict=True)]
+    runs = [Backward(job, s, x[3]).program() for job, s, x in zip(jobs, saved, own, strict=True)]
+    for gradients in Loopback().run(runs):
+        for t in gradients:
+            assert t.untyped_storage().nbytes() == t.nbytes
+
+
+class Talkative:
+    """A kernel that gives more, or longer, results than it said."""
+
+    def __init__(self, change):
+        self.kernel, self.change = kernel_named("reference"), change
+        self.groups, self.backward = self.kernel.groups, self.kernel.backward
+
+    def forward(self, work):
+        return self.change(list(self.kernel.forward(work)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda found: iter([*found, found[0]]), "gave more than the 1 results"),
+        (lambda found: iter([tuple(x[:, :, 1:] for x in found[0])]), "has 15 rows, not 16"),
+    ],
+)
+def test_a_kernel_gives_what_it_said(change, message):
+    made = plan(masks.causal(16), layouts.contiguous(16, 1), q_heads=1, kv_heads=1, head_dim=8, dtype="float32")
+    q, k, v = (torch.randn(1, 1, 16, 8) for _ in range(3))
+    job = runner.Job(made, 0, Talkative(change), 0.3, torch.float32)
+    with pytest.raises(AssertionError, match=message):
+        Loopback().run([Forward(job, q, k, v).program(saves=False)])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longspan.errors import PlanError
+from longspan.execution.engine.flat.memory import Memory
 from longspan.execution.engine.flat.program import FlatProgram, FlatStep, Mail, items_of, memory_for, part_of
 from longspan.execution.engine.flat.recorder import Buffer, Launched, Recorder, Rows, Taken
 from longspan.execution.engine.tiles import tiles_for
@@ -130,8 +131,8 @@ class Walk(ABC):
         plane = self.job.plan.mask.plane(q.batch.start, q.heads.start)
         tiles = tiles_for(self.job.plan, which, compute, plane, q, kv)
         launch = Launched(tuple(inputs), tiles, (replace(q, tensors=()), replace(kv, tensors=())), q.batch, q.heads)
-        self.recorder.log.append(launch)
         groups = self.job.kernel.groups(tiles, inputs[0].shape[2], inputs[1].shape[2])
+        self.recorder.log += [launch] if groups else []
         for number, group in enumerate(groups):
             results = [self.recorder.new(shape, None) for shape in self.result_shapes(group, inputs)]
             taken = Taken(launch, number, tuple(rows.buffer for rows in results), number == len(groups) - 1)
@@ -281,7 +282,13 @@ class Run(ABC):
         memory.tensors[: len(self.inputs)] = [t if t.dim() == 4 else t.view(1, 1, -1, 1) for t in self.inputs]
         del self.inputs
         yield from program.run(memory, self.attend, self.direction, self.job.rank)
-        return [part_of(memory, rows) for rows in program.results]
+        return [self._result(memory, rows) for rows in program.results]
+
+    def _result(self, memory: Memory, rows: Rows) -> Tensor:
+        """A result in memory of its own: a part of a message would keep all messages of its step alive."""
+        part = part_of(memory, rows)
+        is_part = rows.buffer.inside is not None and part.dtype == self.job.dtype  # any other will be converted
+        return part.clone() if is_part else part
 
     def _recorded(self, saves: bool) -> FlatProgram:
         """The program of this rank, from memory if it was recorded before."""

@@ -99,12 +99,9 @@ class FlatProgram:
             with mark(direction, rank, number):
                 self._do(step.work, memory, attend, launches)
             found = yield None
-            for peer, part in into.items():
-                assert found is not None
-                if (came := found.pop(peer)) is not part:  # a transport may have memory of its own
-                    part.copy_(came)
-            into.clear()
+            take_in(into, found or {})
             self._do(step.unpack, memory, attend, launches)
+        memory.messages.release()
         self._do(self.end, memory, attend, launches)
         put_back(memory, self.loose)
 
@@ -119,8 +116,7 @@ class FlatProgram:
             if isinstance(item, Move):
                 item.run(memory)
             elif isinstance(item, Taken):
-                for buffer, result in zip(item.results, next(launches[id(item.launch)]), strict=True):
-                    memory.tensors[buffer.number] = result if result.dim() == 4 else result.unsqueeze(3)
+                take_result(item, launches[id(item.launch)], memory)
                 if item.is_last:
                     del launches[id(item.launch)]
             elif isinstance(item, Launched):
@@ -130,6 +126,24 @@ class FlatProgram:
                 memory.tensors[item.result.number] = item.function(*sources)
             if (gone := self.gone.get(id(item))) is not None:
                 memory.drop(gone)
+
+
+def take_in(into: dict[int, Tensor], found: dict[int, Tensor]) -> None:
+    """What came for each peer is where it belongs then; a transport may have used memory of its own."""
+    while into:
+        peer, part = into.popitem()
+        if (came := found.pop(peer)) is not part:
+            part.copy_(came)
+
+
+def take_result(taken: Taken, results: Iterator[tuple[Tensor, ...]], memory: Memory) -> None:
+    """The next result of a launch, which must be what the kernel had said it would be."""
+    for buffer, result in zip(taken.results, next(results), strict=True):
+        assert result.shape[2] == buffer.shape[2], f"{taken!r} has {result.shape[2]} rows, not {buffer.shape[2]}"
+        memory.tensors[buffer.number] = result if result.dim() == 4 else result.unsqueeze(3)
+    if taken.is_last:
+        more = next(results, None)
+        assert more is None, f"a kernel gave more than the {taken.number + 1} results it had named"
 
 
 def part_of(memory: Memory, rows: Rows) -> Tensor:
