@@ -548,7 +548,7 @@ def on_ranks(size, *words, timeout=240):
 def test_calibrate_writes_a_machine_that_plan_reads(answer, tmp_path):
     path = tmp_path / "machine.json"
     out = on_ranks(4, "calibrate", *SMALL, "--rounds", "2", "--out", str(path), "--name", "here")
-    assert out.startswith("here: 4 ranks at once, 4 on a host of")
+    assert out.startswith("here: 4 ranks at once on cpu, 4 on a host of")
     for label in ("kernel", "forward", "backward", "operation", "copies", "link"):
         assert re.search(rf"^  {label} +\S", out, re.MULTILINE), label
     machine = parse_machine(path.read_text())
