@@ -4,38 +4,34 @@
     python -m benchmarks.host_time --profile "64 longtail"
 
 One rank's real forward and backward with a kernel that computes nothing and messages that never travel, 1M tokens,
-32 query heads, 8 key heads, 128 features, bfloat16. Time is this thread's processor time, the best of many, with 1/64
-of the tokens and 8 features: the plan has the same scheme and steps, and hardly a byte is moved. Launches are counted
-on tensors without data at full size: whatever is neither a view nor an allocation. The worst of three ranks counts.
+32 query heads, 8 key heads, 128 features, bfloat16. Time is this thread's processor time, the best of many, with 1/512
+of the tokens, 8 query heads and 8 features: the plan has the same scheme, and hardly a byte is moved. Launches are
+counted on tensors without data at full size: whatever is neither a view nor an allocation, Triton's kernels included.
+The worst of three ranks counts.
 """
 
 import argparse
-import collections
 import cProfile
 import pstats
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import longspan as ls
+from longspan.cli.acceptance.host import Counted, pretended
+from longspan.cli.acceptance.programs import RankPrograms, driven
 from longspan.cli.lengths import drawn_lengths
+from longspan.cli.measuring.runs import DIRECTIONS
 from longspan.execution.engine import runner
-from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.flat.memory import Memory
-from longspan.execution.engine.forward import Forward
-from longspan.execution.engine.runner import Job
-from longspan.execution.engine.transports import Program
 from longspan.execution.fused import pieces, triton_kernels
-from longspan.execution.kernels.cuda_flash import Flash
 from longspan.schedules.cost.presets import H100
 
 SEQ, HEADS, KV_HEADS, DIM = 1 << 20, 32, 8, 128
@@ -44,10 +40,6 @@ LAUNCHER = 8_000
 """Nanoseconds that Triton's launcher is taken to need, for want of a GPU to measure it on."""
 FIXED = 0.15
 """Milliseconds of `longspan.attention` itself, 16 tokens on one device."""
-VIEWS = {"view", "slice", "select", "transpose", "unsqueeze", "squeeze", "expand", "alias", "detach", "as_strided"}
-VIEWS |= {"split", "permute", "_unsafe_view", "unbind", "split_with_sizes", "lift_fresh", "_reshape_alias", "unfold"}
-ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "set_"}
-WAITS = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "masked_select"}
 
 
 @dataclass(frozen=True)
@@ -107,59 +99,6 @@ def as_on_a_gpu() -> Iterator[None]:
             setattr(triton_kernels, name, kernel)
 
 
-@dataclass
-class Counted(TorchDispatchMode):
-    """Counts what would be launched on a GPU, what would be copied to it, and what would wait for it."""
-
-    device: str
-    launches: int = 0
-    copies: int = 0
-    waits: int = 0
-    kinds: collections.Counter[str] = field(default_factory=collections.Counter)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        found = func(*args, **(kwargs or {}))
-        devices = {t.device.type for t in tree_leaves((args, kwargs, found)) if isinstance(t, Tensor)}
-        if func.is_view or name in VIEWS or name in ALLOCATIONS:
-            return found
-        if name in ("_to_copy", "copy_") and len(devices) > 1:
-            self.copies += 1
-        elif name in WAITS and self.device in devices:
-            self.waits += 1
-        elif self.device in devices:
-            self.launches += 1
-            self.kinds[name] += 1
-        return found
-
-
-def no_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Neither output nor lse, in the shapes of the operator."""
-    if q.dim() == 4:
-        return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-
-
-def no_backward(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def driven(program: Program[Any]) -> Any:
-    """What the program returns, its messages left empty."""
-    arrived: dict[int, Tensor] | None = None
-    try:
-        while True:
-            exchange = program.send(arrived)
-            assert exchange is not None
-            next(program)
-            arrived = dict(exchange.into)
-    except StopIteration as stop:
-        return stop.value
-
-
 def plan_of(case: Case, smaller: int = 1, schedule: str = "auto") -> ls.Plan:
     lengths = np.maximum(1, drawn_lengths("longtail", SEQ) // smaller) if case.documents else np.array([SEQ // smaller])
     mask = ls.masks.documents(lengths.tolist()) & ls.masks.causal()
@@ -178,25 +117,14 @@ def both_plans(case: Case) -> tuple[ls.Plan, ls.Plan]:
     return whole, plan_of(case, SMALLER, whole.scheme.name)
 
 
-def passes(plan: ls.Plan, rank: int, device: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """One rank's forward and backward, warm."""
-    tokens = int(plan.layout.num_tokens[rank]) + plan.layout.num_padding(rank)
-    dim = plan.sizes.head_dim
-    q = torch.zeros(1, plan.sizes.q_heads, tokens, dim, dtype=torch.bfloat16, device=device)
-    k, v = (torch.zeros(1, KV_HEADS, tokens, dim, dtype=torch.bfloat16, device=device) for _ in range(2))
-    job = Job(plan, rank, Flash(op=no_forward, backward_op=no_backward), 0.1, torch.bfloat16)
+def passes(plan: ls.Plan, rank: int, device: str) -> tuple[Callable[[], Any], ...]:
+    """One rank's forward and backward, warm, its messages left as they are in memory."""
+    programs = pretended(plan, rank, device)
+    return tuple(partial(_run, programs, way) for way in DIRECTIONS)
 
-    def forward() -> Any:
-        return driven(Forward(job, q, k, v).program(saves=True))
 
-    out, lse, kept = forward()
-    dout = torch.zeros_like(out)
-
-    def backward() -> Any:
-        return driven(Backward(job, Saved(q, k, v, out, lse, kept), dout).program())
-
-    backward()
-    return forward, backward
+def _run(programs: RankPrograms, way: str) -> Any:
+    return driven(programs.program(way), zeros=False)
 
 
 def best(run: Callable[[], Any], rounds: int = ROUNDS) -> float:

@@ -16,6 +16,11 @@ def changed(function, *rows):
     return rows[0].recorder.call(function, rows, rows[0].shape)
 
 
+def by_tables(program, device):
+    """Memory in which rows are moved by tables, as on GPUs."""
+    return Memory(program.buffers, device, by_index=True)
+
+
 class Played:
     """A recorder whose rows have tensors."""
 

@@ -14,9 +14,9 @@ import torch
 from longspan import layouts, masks, plan
 from longspan.execution.engine import merge as engine_merge
 from longspan.execution.engine import runner
-from longspan.execution.engine.flat.memory import Memory
 from longspan.execution.fused import pieces
 from longspan.testing import loopback
+from tests.flat_rows import by_tables
 
 OURS = "longspan.execution.fused.triton_kernels"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -113,11 +113,6 @@ def move(generator, pick, adds):
     kind = torch.int32 if pick(0, 2) else torch.int64
     found = lambda: error(view, expected) if check() and source_check() else float("inf")  # noqa: E731
     return source, view, here.to(kind), there.to(kind), found
-
-
-def by_tables(program, device):
-    """Memory in which rows are moved by tables, as on GPUs."""
-    return Memory(program.buffers, device, by_index=True)
 
 
 def whole_runs(generator):

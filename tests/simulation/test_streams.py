@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import longspan as ls
-from benchmarks.host_time import driven, no_backward, no_forward
+from longspan.cli.acceptance.host import no_backward, no_forward
+from longspan.cli.acceptance.programs import driven
 from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.buffers import Buffers
 from longspan.execution.engine.forward import Forward

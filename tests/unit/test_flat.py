@@ -16,13 +16,9 @@ from longspan.execution.engine.transports import Loopback
 from longspan.execution.kernels import kernel_named
 from longspan.layouts import Layout
 from longspan.testing.loopback import run_loopback
-from tests.flat_rows import Played
+from tests.flat_rows import Played, by_tables
 
 SCHEMES = ["ring", "exchange", "all_gather", "all_to_all", "hybrid(2)", "hybrid(2,exchange)"]
-
-
-def by_tables(program, device):
-    return Memory(program.buffers, device, by_index=True)
 
 
 def drawn(seed, scheme):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.forward import Forward
-from longspan.execution.engine.runner import Job
+from longspan.execution.engine.runner import Job, messages_of
 from longspan.execution.engine.transports import Program
 from longspan.execution.kernels import Kernel, choose_kernel, kernel_named
 from longspan.schedules.plan import Plan
@@ -22,8 +22,9 @@ Messages = dict[int, int]
 """Bytes by peer."""
 
 
-def driven(program: Program[Any]) -> Any:
-    """What the program returns when every message that it waits for is there at once, and full of zeros."""
+def driven(program: Program[Any], *, zeros: bool = True) -> Any:
+    """What the program returns when every message that it waits for is there at once: full of zeros, or of whatever is
+    in memory, which costs nothing."""
     arrived: dict[int, Tensor] | None = None
     try:
         while True:
@@ -31,7 +32,7 @@ def driven(program: Program[Any]) -> Any:
             assert exchange is not None
             next(program)
             arrived = dict(exchange.into)
-            for message in arrived.values() if exchange.device.type != "meta" else ():
+            for message in arrived.values() if zeros and exchange.device.type != "meta" else ():
                 message.zero_()
     except StopIteration as stop:
         return stop.value
@@ -80,10 +81,11 @@ def messages_by_step(plan: Plan, rank: int, way: str) -> list[tuple[Messages, Me
     """
     found: list[tuple[Messages, Messages]] = []
     for step in plan.steps(rank, way):
-        sends, receives = Messages(), Messages()
-        for t in step.transfers:
-            table, peer = (sends, t.dst) if t.src == rank else (receives, t.src)
-            table[peer] = table.get(peer, 0) + t.piece.num_bytes(plan.sizes)
+        messages = messages_of(step, rank)
+        sends, receives = (
+            {peer: sum(t.piece.num_bytes(plan.sizes) for t in transfers) for peer, transfers in table.items()}
+            for table in (messages.sends, messages.receives)
+        )
         found.append((sends, receives))
     return found
 

@@ -81,13 +81,13 @@ class ForwardWalk(Walk):
         shape = (*self.mine.tensors[0].shape[:3], self.sizes.v_head_dim)
         out, lse = self.recorder.new(shape, self.form.dtype), self.recorder.new((*shape[:3], 1), self.form.wide)
         home = TokenStore(self.mine.runs, *whole, (out, lse))
-        found: list[tuple[TokenStore, Ints]] = []
-        for key, (q, accumulator) in self.results.items():
-            rows = computed_runs(q.runs, self.computed[key])
-            found.append((TokenStore(rows, *key, accumulator.result()), rows))
-        found += [(store, store.runs) for _, store in self.held.get(Role.OUT, [])]
-        self._fill_rest(home, [store for store, _ in found])
-        for store, _ in found:
+        found = [
+            TokenStore(computed_runs(q.runs, self.computed[key]), *key, accumulator.result())
+            for key, (q, accumulator) in self.results.items()
+        ]
+        found += [store for _, store in self.held.get(Role.OUT, [])]
+        self._fill_rest(home, found)
+        for store in found:
             place(store, home)
         return out, lse
 

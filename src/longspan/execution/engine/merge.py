@@ -317,15 +317,14 @@ class SumInto(Sum):
         self._targets = targets
 
     def take(self, new: Stretch) -> None:
-        at = 0
-        for held in list(self.within(new.start, new.stop)):
-            self._absorb(held.tensors, new.part(held.start, held.stop).tensors)
-        seen = [(held.start, held.stop) for held in self.within(new.start, new.stop)]
         at = new.start
-        for start, stop in [*seen, (new.stop, new.stop)]:
-            if at < start:
-                self._begin(new.part(at, start))
-            at = stop
+        for held in list(self.within(new.start, new.stop)):
+            if at < held.start:
+                self._begin(new.part(at, held.start))
+            self._absorb(held.tensors, new.part(held.start, held.stop).tensors)
+            at = held.stop
+        if at < new.stop:
+            self._begin(new.part(at, new.stop))
 
     def _begin(self, new: Stretch) -> None:
         mine = tuple(target[:, :, new.start : new.stop] for target in self._targets)

@@ -1,6 +1,6 @@
 """Program: what a rank does in one direction of a plan, as data: messages, launches, and operations on rows between.
 
-A program is made once for a plan, rank and kernel (`engine.runner.recorded`) and holds no tensor but tables of row
+A program is made once for a plan, rank and kernel (`engine.runner.Run`) and holds no tensor but tables of row
 numbers, by device. `run` plays it back on the tensors of a call.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from longspan.execution.engine.flat.grouping import Group, grouped
 from longspan.execution.engine.flat.memory import Memory
 from longspan.execution.engine.flat.moves import Move
-from longspan.execution.engine.flat.recorder import Buffer, Called, Event, Launched, Note, Recorder, Rows, Taken
+from longspan.execution.engine.flat.recorder import Buffer, Called, Event, Launched, Note, Rows, Taken
 from longspan.execution.engine.observe import mark
 from longspan.execution.engine.transports import Exchange, Program
 from longspan.schedules.steps import Transfer
@@ -186,6 +186,3 @@ def _buffers(item: Item) -> list[Buffer]:
 
 def memory_for(program: FlatProgram, device: torch.device) -> Memory:
     return Memory(program.buffers, device, by_index=device.type != "cpu")
-
-
-__all__ = ["FlatProgram", "FlatStep", "Mail", "Recorder", "items_of", "memory_for", "part_of"]

@@ -216,7 +216,7 @@ class Recorder:
         return made
 
     def note(self, kind: Kind, *sides: Rows, value: float = 0.0) -> None:
-        if all(side.shape[i] for side in sides[:1] for i in range(3)):
+        if all(sides[0].shape[:3]):  # there are rows
             self.log.append(Note(kind, sides, value))
 
     def call(self, function: Callable[..., Any], sources: tuple[Rows, ...], shape: Shape) -> Rows:
