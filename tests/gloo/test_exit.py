@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.gloo.selected import selected
+
 HERE = Path(__file__).parent
 AT_ONCE, LIMIT = 3, 240
 # how a rank ends, what becomes of the group, exit status of each rank that torchrun may see first
@@ -44,7 +46,7 @@ def job(how, group):
 @pytest.fixture(scope="module")
 def jobs(request):
     """All jobs that were selected, a few at a time."""
-    chosen = {item.callspec.params["key"] for item in request.session.items if "jobs" in item.fixturenames}
+    chosen = selected(request, "key")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return {key: pool.submit(job, *key) for key in JOBS if key in chosen}
 

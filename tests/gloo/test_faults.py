@@ -13,6 +13,7 @@ import pytest
 
 from tests.gloo.fault_jobs import LIMIT, Launcher, name_of
 from tests.gloo.fault_work import KILL, LEAVE, RAISE, STOP, Case, leave_after_the_fault, stand_still
+from tests.gloo.selected import selected
 from tests.pool import context
 
 REPEATS = int(os.environ.get("LONGSPAN_FAULT_REPEATS", "3"))
@@ -120,7 +121,7 @@ def launcher():
 @pytest.fixture(scope="module")
 def wanted(request):
     """The cases that this run selected, in order."""
-    chosen = [item.callspec.params["case"] for item in request.session.items if "wanted" in item.fixturenames]
+    chosen = selected(request, "case")
     return [case for case in CASES if case in chosen]
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.gloo.selected import selected
+
 HERE = Path(__file__).parent
 LIMIT = 60
 # what each of two ranks ends with
@@ -51,7 +53,7 @@ def jobs(request):
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    chosen = [item.callspec.params["how"] for item in request.session.items if "jobs" in item.fixturenames]
+    chosen = selected(request, "how")
     with ThreadPoolExecutor(2) as pool:
         yield {how: pool.submit(job, how, store.port) for how in chosen}
 

@@ -12,6 +12,7 @@ import pytest
 from tests.gloo import nccl_work
 from tests.gloo.fault_jobs import LIMIT, Launcher, name_of
 from tests.gloo.fault_work import KILL, LEAVE, RAISE, STOP, Case
+from tests.gloo.selected import selected
 
 BAR = 3.0
 NCCL, MIXED = {"group": "nccl"}, {"group": "mixed"}
@@ -123,7 +124,7 @@ def launcher():
 @pytest.fixture(scope="module")
 def wanted(request):
     """The cases that this run selected, in order."""
-    chosen = [item.callspec.params["case"] for item in request.session.items if "wanted" in item.fixturenames]
+    chosen = selected(request, "case")
     return [case for case in CASES if case in chosen]
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.gloo import alarm_work
+from tests.gloo.selected import selected
 from tests.pool import context
 
 MINUTES = float(os.environ.get("LONGSPAN_ALARM_MINUTES", "1"))
@@ -107,7 +108,7 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(store):
 @pytest.fixture(scope="module")
 def quiet(request, store):
     """All cases that were selected, some at a time: most of their time is waiting."""
-    chosen = [item.callspec.params["case"] for item in request.session.items if "quiet" in item.fixturenames]
+    chosen = selected(request, "case")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return {str(case): pool.submit(ran, store, *case) for case in chosen}
 
