@@ -1,8 +1,8 @@
 """What a kernel of recurrences must give.
 
 A linear recurrence S_t = A_t S_{t-1} + B_t maps the state that enters a stretch of tokens to the state that leaves it:
-S_out = M S_in + U. A *segment* is such a stretch: consecutive tokens of one document on one rank. States of all segments
-are one tensor (segments, heads, K, V), float32 or wider; M is
+S_out = M S_in + U. A *segment* is such a stretch: consecutive tokens of one document on one rank. States of all
+segments are one tensor (segments, heads, K, V), float32 or wider; M is
 
 - dense, (segments, heads, K, K), and acts from the left (delta rules), or
 - diagonal, (segments, heads, 1 or K, 1 or V), and multiplies elementwise (decays).
