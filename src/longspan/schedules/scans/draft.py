@@ -9,8 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from longspan.schedules.scans.words import ChainPiece, Fold
-from longspan.schedules.steps import Recall, Step, Transfer
+from longspan.schedules.scans.words import ChainPiece, Fold, ScanStep, StateTransfer
 from longspan.span import Ints, Span
 
 Reach = tuple[int, int]
@@ -54,16 +53,18 @@ class Draft:
         last = max(int(self.transfers[:, 0].max(initial=-1)) + 1, int(self.folds[:, 0].max(initial=-1)))
         return last + 1 if len(self.transfers) or len(self.folds) else 0
 
-    def steps(self, rank: int) -> tuple[Step, ...]:
+    def steps(self, rank: int) -> tuple[ScanStep, ...]:
         """One rank's steps."""
-        transfers: list[list[Transfer]] = [[] for _ in range(self.num_steps)]
+        transfers: list[list[StateTransfer]] = [[] for _ in range(self.num_steps)]
         folds: list[list[Fold]] = [[] for _ in range(self.num_steps)]
         mine = (self.transfers[:, 1] == rank) | (self.transfers[:, 2] == rank)
-        for step, src, dst, chain, first, end in self.transfers[mine].tolist():
+        sent: list[list[int]] = self.transfers[mine].tolist()
+        for step, src, dst, chain, first, end in sent:
             piece = ChainPiece.of(chain, first, end, self.batches[chain])
-            transfers[step].append(Transfer(src, dst, piece, self.num_steps, Recall.KEEP))
-        for step, _, chain, first, middle, end in self.folds[self.folds[:, 1] == rank].tolist():
+            transfers[step].append(StateTransfer(src, dst, piece, self.num_steps))
+        folded: list[list[int]] = self.folds[self.folds[:, 1] == rank].tolist()
+        for step, _, chain, first, middle, end in folded:
             batch = self.batches[chain]
             left, right = ChainPiece.of(chain, first, middle, batch), ChainPiece.of(chain, middle, end, batch)
             folds[step].append(Fold(rank, left, right))
-        return tuple(Step(tuple(moved), tuple(work)) for moved, work in zip(transfers, folds, strict=True))
+        return tuple(ScanStep(tuple(moved), tuple(work)) for moved, work in zip(transfers, folds, strict=True))

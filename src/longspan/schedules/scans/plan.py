@@ -17,8 +17,7 @@ from longspan.schedules.scans.planners import SCAN_PLANNERS, scan_planner
 from longspan.schedules.scans.price import price
 from longspan.schedules.scans.proof import validate_scan
 from longspan.schedules.scans.transposed import kept, transposed
-from longspan.schedules.scans.words import ChainPiece, StateSizes
-from longspan.schedules.steps import Schedule, Step
+from longspan.schedules.scans.words import ChainPiece, ScanSchedule, ScanStep, StateSizes
 from longspan.sealed import sealed
 
 MAX_SENDS = 20_000
@@ -44,10 +43,10 @@ class ScanPlan:
         return self.chains.layout
 
     @cached_property
-    def _steps(self) -> dict[int, tuple[tuple[Step, ...], tuple[Step, ...]]]:
+    def _steps(self) -> dict[int, tuple[tuple[ScanStep, ...], tuple[ScanStep, ...]]]:
         return {}
 
-    def steps(self, rank: int, direction: str = "forward") -> tuple[Step, ...]:
+    def steps(self, rank: int, direction: str = "forward") -> tuple[ScanStep, ...]:
         """What one rank does, step by step."""
         if direction not in ("forward", "backward"):
             raise PlanError(f"direction is 'forward' or 'backward', but {direction!r} was asked for.")
@@ -60,11 +59,11 @@ class ScanPlan:
         """The pieces whose M the rank keeps from forward to backward."""
         return kept(self.steps(rank))
 
-    def schedule(self, direction: str = "forward") -> Schedule:
+    def schedule(self, direction: str = "forward") -> ScanSchedule:
         """Every rank's steps, written out."""
         ranks = range(self.layout.world_size)
         steps = tuple(self.steps(rank, direction) for rank in ranks)
-        return Schedule(self.scheme, direction, self.layout, self.sizes, steps)
+        return ScanSchedule(self.scheme, direction, self.layout, self.sizes, steps)
 
     def bytes_received(self, rank: int, direction: str = "forward") -> int:
         """What the rank takes from the wire in one pass."""

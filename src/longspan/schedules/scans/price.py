@@ -72,8 +72,9 @@ def _seconds(moved: Ints, weights: Ints, num_steps: int, machine: Machine, world
         return 0.0
     levels = machine.levels(moved[:, SRC], moved[:, DST])
     ports: Floats = np.zeros((num_steps, len(machine.links), 2, world_size))
-    np.add.at(ports, (moved[:, STEP], levels, 0, moved[:, SRC]), weights)
-    np.add.at(ports, (moved[:, STEP], levels, 1, moved[:, DST]), weights)
+    for way, end in enumerate((SRC, DST)):
+        ways = np.full(len(moved), way, dtype=np.int64)
+        np.add.at(ports, (moved[:, STEP], levels, ways, moved[:, end]), weights)
     busiest = ports.max(axis=(2, 3))
     latency = np.array([link.latency for link in machine.links])
     bandwidth = np.array([link.bandwidth for link in machine.links])

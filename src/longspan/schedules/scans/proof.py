@@ -14,29 +14,30 @@ from collections.abc import Callable
 
 from longspan.errors import ScheduleError
 from longspan.schedules.scans.chains import CHAIN, PLACE, RANK, Chains
-from longspan.schedules.scans.words import ChainPiece, Fold, ScanRole
-from longspan.schedules.steps import Schedule, Transfer
+from longspan.schedules.scans.words import ChainPiece, Fold, ScanRole, ScanSchedule, StateTransfer
 
 Place = tuple[int, int, int]
 """Chain, first segment, end."""
+Spoken = frozenset[int]
+"""Segments whose entering states a gradient speaks for."""
 
 
-def validate_scan(forward: Schedule, backward: Schedule, chains: Chains) -> None:
+def validate_scan(forward: ScanSchedule, backward: ScanSchedule, chains: Chains) -> None:
     """Raises ScheduleError unless every segment gets the state that enters it, and every state its whole gradient."""
     _check_messages(forward)
     _check_messages(backward)
-    _Forward(forward, chains).check()
-    _Backward(backward, chains).check()
+    _StatesProof(forward, chains).check()
+    _GradientsProof(backward, chains).check()
 
 
 def _place(piece: ChainPiece) -> Place:
     return piece.chain, piece.start, piece.stop
 
 
-def _check_messages(schedule: Schedule) -> None:
+def _check_messages(schedule: ScanSchedule) -> None:
     """Both ends of a transfer list it, in the same step."""
     for number in range(schedule.num_steps):
-        ends: list[set[Transfer]] = [set(), set()]
+        ends: list[set[StateTransfer]] = [set(), set()]
         for rank, steps in enumerate(schedule.ranks):
             for t in steps[number].transfers if number < len(steps) else ():
                 if rank not in (t.src, t.dst) or t.src == t.dst:
@@ -48,19 +49,19 @@ def _check_messages(schedule: Schedule) -> None:
             raise ScheduleError(f"{t!r} is listed in step {number} by one of its two ends only.")
 
 
-class _Walk:
+class _ScanProof:
     """Steps of all ranks, one after the other: folds first, then transfers, which arrive after all were sent."""
 
-    def __init__(self, schedule: Schedule, chains: Chains) -> None:
+    def __init__(self, schedule: ScanSchedule, chains: Chains) -> None:
         self.schedule = schedule
         self.owners = {(row[CHAIN], row[PLACE]): row[RANK] for row in chains.table.tolist()}
         self.batches = chains.batches
 
-    def run(self, fold: Callable[[Fold, int], None], send: Callable[[Transfer, int], object]) -> None:
+    def run(self, fold: Callable[[Fold, int], None], send: Callable[[StateTransfer, int], Spoken]) -> None:
         for number in range(self.schedule.num_steps):
             for rank, steps in enumerate(self.schedule.ranks):
                 for item in steps[number].computes if number < len(steps) else ():
-                    if not isinstance(item, Fold) or item.rank != rank:
+                    if item.rank != rank:
                         raise ScheduleError(f"rank {rank} lists {item!r} in step {number}, which it cannot do.")
                     self._check(item)
                     fold(item, number)
@@ -68,7 +69,7 @@ class _Walk:
             for t, found in sent:
                 self.arrive(t, found)
 
-    def arrive(self, t: Transfer, found: object) -> None:
+    def arrive(self, t: StateTransfer, found: Spoken) -> None:
         raise NotImplementedError
 
     def _check(self, fold: Fold) -> None:
@@ -82,7 +83,7 @@ class _Walk:
                 raise ScheduleError(f"rank {fold.rank}: {fold!r} names {piece!r} where {expected!r} is meant.")
 
 
-class _Forward(_Walk):
+class _StatesProof(_ScanProof):
     def check(self) -> None:
         self.has: set[tuple[int, Place]] = {(r, (c, i, i + 1)) for (c, i), r in self.owners.items()}
         self.run(self._fold, self._send)
@@ -99,18 +100,18 @@ class _Forward(_Walk):
                 raise ScheduleError(f"rank {fold.rank} folds {piece!r} in step {number} without having it.")
         self.has.add((fold.rank, _place(fold.whole)))
 
-    def _send(self, t: Transfer, number: int) -> object:
+    def _send(self, t: StateTransfer, number: int) -> Spoken:
         if (t.src, _place(t.piece)) not in self.has or t.piece.role is ScanRole.DSTATE:
             raise ScheduleError(f"rank {t.src} sends {t.piece!r} in step {number} without having it.")
         if (t.dst, _place(t.piece)) in self.has:
             raise ScheduleError(f"rank {t.dst} is sent {t.piece!r} in step {number}, which it has.")
-        return None
+        return frozenset()
 
-    def arrive(self, t: Transfer, found: object) -> None:  # noqa: ARG002
+    def arrive(self, t: StateTransfer, found: Spoken) -> None:  # noqa: ARG002
         self.has.add((t.dst, _place(t.piece)))
 
 
-class _Backward(_Walk):
+class _GradientsProof(_ScanProof):
     def check(self) -> None:
         self.speaks: dict[tuple[int, Place], frozenset[int]] = {
             (rank, (chain, 0, place)): frozenset({place}) for (chain, place), rank in self.owners.items() if place
@@ -141,11 +142,10 @@ class _Backward(_Walk):
         for piece in (fold.left, fold.right):
             self._add(fold.rank, _place(piece), segments)
 
-    def _send(self, t: Transfer, number: int) -> object:
+    def _send(self, t: StateTransfer, number: int) -> Spoken:
         if t.piece.role is not ScanRole.DSTATE:
             raise ScheduleError(f"{t!r} of step {number} is no gradient.")
         return self.speaks.pop((t.src, _place(t.piece)), frozenset())
 
-    def arrive(self, t: Transfer, found: object) -> None:
-        assert isinstance(found, frozenset)
+    def arrive(self, t: StateTransfer, found: Spoken) -> None:
         self._add(t.dst, _place(t.piece), found)

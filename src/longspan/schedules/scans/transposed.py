@@ -14,32 +14,30 @@ with the gradient of every [i:i+1): what the state that leaves segment i is wort
 
 from __future__ import annotations
 
-from longspan.schedules.scans.words import ChainPiece, Fold
-from longspan.schedules.steps import Recall, Step, Transfer
+from longspan.schedules.scans.words import ChainPiece, ScanStep, StateTransfer
 
 
-def transposed(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def transposed(steps: tuple[ScanStep, ...]) -> tuple[ScanStep, ...]:
     """One rank's backward steps from its forward steps.
 
     >>> state, mapped, whole = map(ChainPiece.parse, ("state[0:1]c0b0:1", "map[1:2]c0b0:1", "state[0:2]c0b0:1"))
-    >>> came = Transfer(0, 1, state, 2, Recall.KEEP)
-    >>> went = Transfer(1, 2, whole, 2, Recall.KEEP)
-    >>> for step in transposed((Step((came,)), Step((went,), (Fold(1, state, mapped),)), Step())):
+    >>> came = StateTransfer(0, 1, state, 2)
+    >>> went = StateTransfer(1, 2, whole, 2)
+    >>> for step in transposed((ScanStep((came,)), ScanStep((went,), (Fold(1, state, mapped),)), ScanStep())):
     ...     print(step.transfers, step.computes)
-    (2>1 dstate[0:2]c0b0:1 until 3 keep,) ()
-    (1>0 dstate[0:1]c0b0:1 until 3 keep,) (fold state[0:1]c0b0:1 map[1:2]c0b0:1,)
+    (2>1 dstate[0:2]c0b0:1,) ()
+    (1>0 dstate[0:1]c0b0:1,) (fold state[0:1]c0b0:1 map[1:2]c0b0:1,)
     () ()
     """
     count = len(steps)
-    made: list[Step] = []
+    made: list[ScanStep] = []
     for number in reversed(range(count)):
         before = steps[number - 1].transfers if number else ()
-        back = [Transfer(t.dst, t.src, t.piece.to_gradient(), count, Recall.KEEP) for t in before]
-        made.append(Step(tuple(back), steps[number].computes[::-1]))
+        back = [StateTransfer(t.dst, t.src, t.piece.to_gradient(), count) for t in before]
+        made.append(ScanStep(tuple(back), steps[number].computes[::-1]))
     return tuple(made)
 
 
-def kept(steps: tuple[Step, ...]) -> tuple[ChainPiece, ...]:
+def kept(steps: tuple[ScanStep, ...]) -> tuple[ChainPiece, ...]:
     """The pieces whose M the rank keeps for backward, in the order of their first fold."""
-    folds = [fold for step in steps for fold in step.computes if isinstance(fold, Fold)]
-    return tuple(dict.fromkeys(fold.right for fold in folds))
+    return tuple(dict.fromkeys(fold.right for step in steps for fold in step.computes))

@@ -21,11 +21,13 @@ A step's folds come first; its transfers then carry what is there, and what they
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 from longspan.errors import ScheduleError
-from longspan.span import Span, parsed_number, shortened, whole
+from longspan.layouts import Layout
+from longspan.span import Span, checked_text, parsed_number, shortened, whole
 
 MAX_FEATURES = 1 << 24
 
@@ -55,10 +57,9 @@ class StateSizes:
         for name in self.__slots__:
             low = 0 if name == "dense" else 1
             whole(getattr(self, name), name, "a scan plan", ScheduleError, low=low, high=MAX_FEATURES)
-        wanted = ((self.keys, self.keys),) if self.dense else ((1, self.keys), (1, self.values))
         rows, cols = self.map_rows, self.map_cols
-        fits = (rows, cols) == wanted[0] if self.dense else rows in wanted[0] and cols in wanted[1]
-        if not fits:
+        diagonal = rows in (1, self.keys) and cols in (1, self.values)
+        if not (rows == cols == self.keys if self.dense else diagonal):
             raise ScheduleError(
                 f"a map of {rows} x {cols} numbers does not fit a state of {self.keys} x {self.values}. A dense one has"
                 f" {self.keys} x {self.keys}; a diagonal one has 1 or {self.keys} rows and 1 or {self.values} columns."
@@ -153,3 +154,99 @@ class Fold:
         if len(words) != 2:
             raise ScheduleError(f"a fold is written fold LEFT RIGHT, but {shortened(text)} was found.")
         return Fold(rank, *map(ChainPiece.parse, words))
+
+
+@dataclass(frozen=True, slots=True)
+class StateTransfer:
+    """One piece goes from one rank to another."""
+
+    src: int
+    dst: int
+    piece: ChainPiece
+    until: int
+    """The last step in which it may be used."""
+
+    def __repr__(self) -> str:
+        return f"{self.src}>{self.dst} {self.piece!r}"
+
+    @staticmethod
+    def parse(text: str, until: int) -> StateTransfer:
+        """The transfer that `repr` wrote."""
+        form = "a transfer of states is written SRC>DST PIECE"
+        ends, _, piece = text.partition(" ")
+        src, _, dst = ends.partition(">")
+        numbers = [parsed_number(part, form, text, ScheduleError) for part in (src, dst)]
+        return StateTransfer(numbers[0], numbers[1], ChainPiece.parse(piece), until)
+
+
+@dataclass(frozen=True, slots=True)
+class ScanStep:
+    """One rank's share of a step: it folds, then sends what it has; what arrives is usable from the next step on."""
+
+    transfers: tuple[StateTransfer, ...] = ()
+    computes: tuple[Fold, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScanSchedule:
+    """Every rank's steps, written out. All ranks have as many."""
+
+    scheme: str
+    direction: str
+    layout: Layout
+    sizes: StateSizes
+    ranks: tuple[tuple[ScanStep, ...], ...]
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def num_steps(self) -> int:
+        return max(len(steps) for steps in self.ranks)
+
+    def transfers(self) -> Iterator[tuple[int, StateTransfer]]:
+        """(step, transfer) of every transfer once, as its sender lists it."""
+        for rank, steps in enumerate(self.ranks):
+            for number, step in enumerate(steps):
+                yield from ((number, t) for t in step.transfers if t.src == rank)
+
+    def text(self) -> str:
+        """A text that `parse_scan` reads back."""
+        lines = [f"scan {self.scheme} {self.direction} {self.sizes.text()}", self.layout.text()]
+        for rank, steps in enumerate(self.ranks):
+            lines.append(f"rank {rank}")
+            for number, step in enumerate(steps):
+                lines.append(f"  step {number}")
+                lines += [f"    {item!r}" for item in (*step.computes, *step.transfers)]
+        return "\n".join(lines)
+
+
+def parse_scan(text: str) -> ScanSchedule:
+    """The schedule that `ScanSchedule.text` wrote; `validate_scan` proves whether it is any good."""
+    lines = checked_text(text, "a scan", ScheduleError).strip("\n").split("\n")
+    words = lines[0].split(" ")
+    fields = dict(word.split("=", 1) for word in words[3:] if "=" in word)
+    form = "a scan text begins 'scan SCHEME DIRECTION SIZES'"
+    if words[0] != "scan" or fields.keys() != set(StateSizes.__slots__) or words[2] not in ("forward", "backward"):
+        raise ScheduleError(f"{form}, but {shortened(lines[0])} was found.")
+    sizes = StateSizes(**{name: parsed_number(value, form, lines[0], ScheduleError) for name, value in fields.items()})
+    first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), len(lines))
+    layout = Layout.parse("\n".join(lines[1:first]))
+    ranks: list[list[tuple[list[StateTransfer], list[Fold]]]] = []
+    for line in lines[first:]:
+        item = line.strip()
+        if line == f"rank {len(ranks)}":
+            ranks.append([])
+        elif ranks and line == f"  step {len(ranks[-1])}":
+            ranks[-1].append(([], []))
+        elif ranks and ranks[-1] and item.startswith("fold "):
+            ranks[-1][-1][1].append(Fold.parse(item, len(ranks) - 1))
+        elif ranks and ranks[-1]:
+            ranks[-1][-1][0].append(StateTransfer.parse(item, MAX_FEATURES))
+        else:
+            raise ScheduleError(f"a scan text lists ranks and their steps in order, but {shortened(line)} was found.")
+    if len(ranks) != layout.world_size:
+        raise ScheduleError(f"the scan text has steps of {len(ranks)} ranks, and a layout of {layout.world_size}.")
+    steps = tuple(tuple(ScanStep(tuple(moved), tuple(folds)) for moved, folds in rank) for rank in ranks)
+    return ScanSchedule(words[1], words[2], layout, sizes, steps)
