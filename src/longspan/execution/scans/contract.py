@@ -18,10 +18,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import reduce
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from longspan.execution.tile import wide
 from longspan.span import Ints
 
 
@@ -53,6 +56,10 @@ class Recurrence(ABC):
     @abstractmethod
     def map_shape(self, tokens: tuple[Tensor, ...]) -> tuple[int, int, int]:
         """(heads, rows, columns) of M."""
+
+    def state_dtype(self, tokens: tuple[Tensor, ...]) -> torch.dtype:
+        """Of states and maps: float32, or float64 where any token is."""
+        return wide(reduce(torch.promote_types, (x.dtype for x in tokens)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,145 @@
+"""Segments cut into chunks of one size: the work inside of all chunks is one batch, then states go from chunk to chunk.
+
+Chunks are ordered by their number within their segment; within a number, segments with more chunks come first. So those
+that still have a chunk are always the first ones. Segments of 5, 2 and 9 tokens, chunks of 4:
+
+    number 0: segment 2, segment 0, segment 1        number 1: segment 2, segment 0        number 2: segment 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.execution.scans.contract import Segments
+from longspan.span import Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Where rows come from: a row of the result is a row of what is given, or blank. No row is taken twice."""
+
+    taken: Tensor
+    """For every row of the result; 0 where it is blank."""
+    blank: Tensor
+    """Rows of the result that are zeros."""
+
+    @classmethod
+    def of(cls, source: Ints, device: torch.device) -> Rows:
+        """From the row that each row of the result takes, or -1."""
+        found = (np.maximum(source, 0), np.flatnonzero(source < 0))
+        return cls(*(torch.as_tensor(x, device=device) for x in found))
+
+    def take(self, x: Tensor) -> Tensor:
+        if not len(x):
+            return x.new_zeros((len(self.taken), *x.shape[1:]))
+        found = x.index_select(0, self.taken)
+        return found.index_fill_(0, self.blank, 0) if len(self.blank) else found
+
+
+class Moved(torch.autograd.Function):
+    """Rows that are taken once go back by the inverse table: adding them up one by one takes far longer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Rows, back: Rows) -> Tensor:
+        ctx.tables = back, there
+        return there.take(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return Moved.apply(gradients[0], *ctx.tables), None, None
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkTable:
+    """Segments, cut."""
+
+    size: int
+    """Tokens of a chunk."""
+    steps: tuple[int, ...]
+    """How many segments have a chunk of each number."""
+    order: Tensor
+    """Segments, those with most chunks first."""
+    place: Tensor
+    """Where each segment is in that order."""
+    segment: Tensor
+    """Of every chunk."""
+    into: Rows
+    """Rows of chunks, out of slots."""
+    out_of: Rows
+    """Slots, out of rows of chunks."""
+    blank: Tensor
+    """(chunks, size) booleans: where a segment has ended."""
+
+    @property
+    def count(self) -> int:
+        return sum(self.steps)
+
+    def fold(self, x: Tensor) -> Tensor:
+        """(batch, slots, ...) -> (chunks, size, ...); zeros where a segment ends inside of its chunk."""
+        return self._move(x.flatten(0, 1), self.into, self.out_of).unflatten(0, (self.count, self.size))
+
+    def unfold(self, x: Tensor, batch: int) -> Tensor:
+        """(chunks, size, ...) -> (batch, slots, ...); zeros in slots that no segment has."""
+        rows = self._move(x.flatten(0, 1), self.out_of, self.into)
+        return rows.unflatten(0, (batch, len(rows) // max(batch, 1)))
+
+    def _move(self, x: Tensor, there: Rows, back: Rows) -> Tensor:
+        found = Moved.apply(x, there, back)
+        assert isinstance(found, Tensor)
+        return found
+
+    def carry(self, states: Tensor, step: Callable[[int, Tensor], Tensor]) -> tuple[Sequence[Tensor], Tensor]:
+        """States go through the chunks of their segments: `step` makes those after chunks of a number from those
+        before. Returns the states before the chunks of every number, and those that leave segments.
+
+        >>> import numpy as np
+        >>> table = cut(Segments(np.array([[0, 0, 5], [0, 5, 7], [0, 7, 16]])), 4, 1, 16, torch.device("cpu"))
+        >>> table.steps, table.order.tolist()
+        ((3, 2, 1), [2, 0, 1])
+        >>> before, after = table.carry(torch.tensor([10.0, 20.0, 30.0]), lambda number, state: state + 1)
+        >>> [state.tolist() for state in before], after.tolist()
+        ([[30.0, 10.0, 20.0], [31.0, 11.0], [32.0]], [12.0, 21.0, 33.0])
+        """
+        state, before, left = states[self.order], [], []
+        for number, going_on in enumerate(self.steps):
+            if going_on < len(state):
+                left.append(state[going_on:])
+                state = state[:going_on]
+            before.append(state)
+            state = step(number, state)
+        left.append(state)
+        return before, torch.cat(left[::-1])[self.place]
+
+
+@lru_cache(maxsize=64)
+def cut(segments: Segments, size: int, batch: int, slots: int, device: torch.device) -> ChunkTable:
+    """The chunks of segments of tokens (batch, slots, ...)."""
+    row, first, end = segments.table.T.astype(np.int64)
+    counts = -(-(end - first) // size)
+    order = np.argsort(-counts, kind="stable")
+    most = int(counts.max(initial=0))
+    steps = (counts[:, None] > np.arange(most)).sum(0)
+    number = np.repeat(np.arange(most), steps)
+    segment = order[np.arange(len(number)) - np.repeat(np.cumsum(steps) - steps, steps)]
+    slot = (first[segment] + number * size)[:, None] + np.arange(size)
+    source = np.where(slot < end[segment][:, None], slot + row[segment][:, None] * slots, -1).ravel()
+    home = np.full(batch * slots, -1)
+    home[source[source >= 0]] = np.flatnonzero(source >= 0)
+    to = lambda x: torch.as_tensor(x, device=device)  # noqa: E731
+    return ChunkTable(
+        size=size,
+        steps=tuple(steps.tolist()),
+        order=to(order),
+        place=to(np.argsort(order)),
+        segment=to(segment),
+        into=Rows.of(source, device),
+        out_of=Rows.of(home, device),
+        blank=to(source.reshape(-1, size) < 0),
+    )
