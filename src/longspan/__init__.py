@@ -4,7 +4,7 @@ Importing this needs numpy alone; torch is loaded by the functions that touch te
 """
 
 from longspan import layouts, masks, schedules
-from longspan.api import attention, block_mask, flex_attention, plan
+from longspan.api import attention, block_mask, causal_conv1d, conv_plan, flex_attention, plan
 from longspan.errors import KernelError, LayoutError, LongspanError, MaskError, PlanError, ScheduleError
 from longspan.schedules.plan import Plan
 from longspan.span import Span
@@ -23,6 +23,8 @@ __all__ = [
     "Span",
     "attention",
     "block_mask",
+    "causal_conv1d",
+    "conv_plan",
     "flex_attention",
     "layouts",
     "masks",

@@ -53,12 +53,14 @@ class Sizes:
     kv_heads: int
     head_dim: int
     v_head_dim: int
+    """0 where a row is one tensor, not a key and a value: see `schedules.convolution`."""
     itemsize: int
     batch: int = 1
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            whole(getattr(self, name), name, "a plan", ScheduleError, low=1, high=MAX_SIZE)
+            low = 0 if name == "v_head_dim" else 1
+            whole(getattr(self, name), name, "a plan", ScheduleError, low=low, high=MAX_SIZE)
         if self.q_heads % self.kv_heads:
             raise ScheduleError(
                 f"q_heads = {self.q_heads} query heads share kv_heads = {self.kv_heads} key/value heads, which leaves"

@@ -1,4 +1,4 @@
-"""A recurrence over all ranks of a plan in one process: a thread for each rank, which meet where messages are exchanged.
+"""A recurrence over all ranks of a plan in one process: a thread for each, and they meet where messages are exchanged.
 
 Everything but the transport is what runs over processes: kernels, programs, autograd.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longspan.execution.engine.transports import Loopback, Program
 
-Program_ = Program[list[Tensor]]
+StateProgram = Program[list[Tensor]]
 
 
 class MeetingPoint:
@@ -21,17 +21,18 @@ class MeetingPoint:
 
     def __init__(self, world_size: int, transport: Any = None) -> None:
         self.transport = Loopback() if transport is None else transport
-        self.programs: list[Program_ | None] = [None] * world_size
+        self.programs: dict[int, StateProgram] = {}
+        self.world_size = world_size
         self.results: list[list[Tensor]] = []
         self.barrier = threading.Barrier(world_size, action=self._run)
 
     def _run(self) -> None:
-        self.results = self.transport.run(self.programs)
+        self.results = self.transport.run([self.programs[rank] for rank in range(self.world_size)])
 
-    def carrier(self, rank: int) -> Callable[[Program_, str, int], tuple[list[Tensor], int]]:
+    def carrier(self, rank: int) -> Callable[[StateProgram, str, int], tuple[list[Tensor], int]]:
         """What carries the rank's messages."""
 
-        def carry(program: Program_, direction: str, number: int) -> tuple[list[Tensor], int]:  # noqa: ARG001
+        def carry(program: StateProgram, direction: str, number: int) -> tuple[list[Tensor], int]:  # noqa: ARG001
             self.programs[rank] = program
             self.barrier.wait(timeout=120)
             return self.results[rank], 0

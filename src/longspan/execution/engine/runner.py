@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +33,19 @@ from longspan.layouts import Layout
 from longspan.schedules.plan import Plan
 from longspan.schedules.steps import Compute, Moved, Piece, Role
 from longspan.span import Ints, Span
+
+
+class Task(Protocol):
+    """What any run of one rank is about: a plan, the rank's place in it, and the dtype of its rows."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def format(self) -> Format: ...
 
 
 @dataclass(frozen=True)
@@ -64,16 +77,15 @@ Result = tuple[Group, list[Rows]]
 """Tiles, and what a kernel gives for them."""
 
 
-class Walk(PlanWalk):
-    """One rank's steps in one direction, walked with rows that stand for tensors."""
+class RowWalk(PlanWalk):
+    """One rank's steps in one direction, walked with rows that stand for tensors, whatever is computed with them."""
 
     direction = "forward"
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Task) -> None:
         super().__init__(job.plan.steps(job.rank, self.direction), job.rank, job.format)
         self.job, self.sizes, self.form = job, job.plan.sizes, job.format
         self.never = len(self.steps) + 2
-        self.num_computes = 0
         self.held: dict[Role, list[tuple[int, TokenStore]]] = {}
         self.own_runs = own_runs(job.plan.layout, job.rank)
         self._runs: dict[tuple[Span, ...], Ints] = {}
@@ -88,25 +100,6 @@ class Walk(PlanWalk):
 
     def arrived(self, transfer: Moved, rows: TokenStore) -> None:
         self.hold(transfer.piece.role, rows, transfer.until)
-
-    def launch(self, compute: Compute, inputs: Sequence[Rows], q: TokenStore, kv: TokenStore) -> Iterator[Result]:
-        """Attention over the compute's tiles: for each result, its tiles and rows. Once for each compute, in order."""
-        self.num_computes += 1
-        which = (self.job.rank, self.direction, self.num_computes)
-        plane = self.job.plan.mask.plane(q.batch.start, q.heads.start)
-        tiles = tiles_for(self.job.plan, which, compute, plane, q, kv)
-        launch = Launched(tuple(inputs), tiles, (replace(q, tensors=()), replace(kv, tensors=())), q.batch, q.heads)
-        groups = self.job.kernel.groups(tiles, inputs[0].shape[2], inputs[1].shape[2])
-        self.recorder.log += [launch] if groups else []
-        for number, group in enumerate(groups):
-            results = [self.recorder.new(shape, None) for shape in self.result_shapes(group, inputs)]
-            taken = Taken(launch, number, tuple(rows.buffer for rows in results), number == len(groups) - 1)
-            self.recorder.log.append(taken)
-            yield group, results
-
-    @abstractmethod
-    def result_shapes(self, group: Group, inputs: Sequence[Rows]) -> list[tuple[int, int, int, int]]:
-        """What a kernel gives for a group of tiles."""
 
     # -- holding ----------------------------------------------------------------------------------------------------
 
@@ -156,22 +149,57 @@ class Walk(PlanWalk):
             self.held[role] = [(until, rows) for until, rows in stores if until > step]
 
 
-_programs: WeakKeyDictionary[Plan, dict[Any, tuple[object, Kernel, FlatProgram]]] = WeakKeyDictionary()
+class Walk(RowWalk):
+    """The steps of attention: what is computed are launches of a kernel."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.kernel, self.num_computes = job.kernel, 0
+
+    def launch(self, compute: Compute, inputs: Sequence[Rows], q: TokenStore, kv: TokenStore) -> Iterator[Result]:
+        """Attention over the compute's tiles: for each result, its tiles and rows. Once for each compute, in order."""
+        self.num_computes += 1
+        which = (self.job.rank, self.direction, self.num_computes)
+        plane = self.job.plan.mask.plane(q.batch.start, q.heads.start)
+        tiles = tiles_for(self.job.plan, which, compute, plane, q, kv)
+        launch = Launched(tuple(inputs), tiles, (replace(q, tensors=()), replace(kv, tensors=())), q.batch, q.heads)
+        groups = self.kernel.groups(tiles, inputs[0].shape[2], inputs[1].shape[2])
+        self.recorder.log += [launch] if groups else []
+        for number, group in enumerate(groups):
+            results = [self.recorder.new(shape, None) for shape in self.result_shapes(group, inputs)]
+            taken = Taken(launch, number, tuple(rows.buffer for rows in results), number == len(groups) - 1)
+            self.recorder.log.append(taken)
+            yield group, results
+
+    @abstractmethod
+    def result_shapes(self, group: Group, inputs: Sequence[Rows]) -> list[tuple[int, int, int, int]]:
+        """What a kernel gives for a group of tiles."""
+
+
+_programs: WeakKeyDictionary[Plan, dict[Any, tuple[object, object, FlatProgram]]] = WeakKeyDictionary()
 """What was recorded before. A program is the same as long as the mask's functions read the same."""
 
 
-class Run(ABC):
+class RowRun(ABC):
     """One rank's run in one direction, on tensors: plays back what was recorded for its plan."""
 
     direction: str
 
-    def __init__(self, job: Job, inputs: Sequence[Tensor], captured: Sequence[Tensor]) -> None:
-        self.job, self.inputs, self.device = job, inputs, inputs[0].device
-        self.totals = Totals(captured)
+    def __init__(self, task: Task, inputs: Sequence[Tensor]) -> None:
+        self.task, self.inputs, self.device = task, inputs, inputs[0].device
 
     @abstractmethod
-    def walk(self, *, saves: bool) -> Walk:
+    def walk(self, *, saves: bool) -> RowWalk:
         """What is to be recorded."""
+
+    @property
+    @abstractmethod
+    def computed_by(self) -> tuple[Any, object]:
+        """What tells programs of one plan, rank and direction apart, and what must live as long as it does."""
+
+    def attend(self, launch: Launched, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """Starts a launch; gives its results one by one."""
+        raise AssertionError(f"{launch!r} of {len(tensors)} tensors in a run that launches nothing")
 
     def run(self, *, saves: bool = False) -> Program[list[Tensor]]:
         """Results of the program, as they lie in memory."""
@@ -179,25 +207,37 @@ class Run(ABC):
         memory = memory_for(program, self.device)
         memory.tensors[: len(self.inputs)] = [t if t.dim() == 4 else t.view(1, 1, -1, 1) for t in self.inputs]
         del self.inputs
-        yield from program.run(memory, self.attend, self.direction, self.job.rank)
+        yield from program.run(memory, self.attend, self.direction, self.task.rank)
         return [self._result(memory, rows) for rows in program.results]
 
     def _result(self, memory: Memory, rows: Rows) -> Tensor:
         """A result in memory of its own: a part of a message would keep all messages of its step alive."""
         part = part_of(memory, rows)
-        is_part = rows.buffer.inside is not None and part.dtype == self.job.dtype  # any other will be converted
+        is_part = rows.buffer.inside is not None and part.dtype == self.task.dtype  # any other will be converted
         return part.clone() if is_part else part
 
     def _recorded(self, saves: bool) -> FlatProgram:
         """The program of this rank, from memory if it was recorded before."""
-        plan, kernel = self.job.plan, self.job.kernel
+        plan, (name, alive) = self.task.plan, self.computed_by
         known = _programs.setdefault(plan, {})
-        key = self.job.rank, self.direction, saves, self.job.dtype, id(kernel)
+        key = self.task.rank, self.direction, saves, self.task.dtype, name
         reads, _, program = known.get(key, (None, None, None))
         if program is None or reads is not plan.mask.last_reads:
             program = self.walk(saves=saves).program()
-            known[key] = plan.mask.last_reads, kernel, program  # which holds the kernel, so that no other has its id
+            known[key] = plan.mask.last_reads, alive, program
         return program
+
+
+class Run(RowRun):
+    """A run of attention: launches go to a kernel."""
+
+    def __init__(self, job: Job, inputs: Sequence[Tensor], captured: Sequence[Tensor]) -> None:
+        super().__init__(job, inputs)
+        self.job, self.totals = job, Totals(captured)
+
+    @property
+    def computed_by(self) -> tuple[Any, object]:
+        return id(self.job.kernel), self.job.kernel  # held, so that no other has its id
 
     def attend(self, launch: Launched, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         """Starts a launch; gives its results one by one."""

@@ -92,7 +92,6 @@ class PlanWalk(ABC):
     def program(self) -> FlatProgram:
         """Every step: start its messages, compute while they travel, take in what arrived."""
         made: list[tuple[Any, ...]] = []
-        self.recorder.cut()
         for number, step in enumerate(self.steps):
             messages = messages_of(step, self.rank)
             self.prepare(step)

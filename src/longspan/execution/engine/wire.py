@@ -29,7 +29,7 @@ class Format:
     def fields(self, role: Role) -> list[tuple[int, torch.dtype]]:
         """(features, dtype) of each tensor of a piece; one feature is a number per row."""
         qk, v, narrow, wide = self.sizes.head_dim, self.sizes.v_head_dim, self.dtype, self.wide
-        return {
+        fields = {
             Role.Q: [(qk, narrow)],
             Role.KV: [(qk, narrow), (v, narrow)],
             Role.OUT: [(v, narrow), (1, wide)],
@@ -37,12 +37,13 @@ class Format:
             Role.DQ: [(qk, narrow)],
             Role.DKV: [(qk, wide), (v, wide)],
         }[role]
+        return fields if v else [field for field in fields if field[0]]
 
     @property
     def alignment(self) -> int:
         """Bytes on whose multiples messages begin in a buffer of several: then most rows begin on multiples of their
         own size, and operations on rows of many messages can be one."""
-        sizes = (self.sizes.head_dim, self.sizes.v_head_dim)
+        sizes = (self.sizes.head_dim, self.sizes.v_head_dim or 1)
         return lcm(16, *(size * dtype.itemsize for size in sizes for dtype in (self.dtype, self.wide)))
 
     def batch(self, piece: Piece) -> Span:
