@@ -99,13 +99,13 @@ def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat(list(parts)) if parts else like.new_empty((0, *like.shape[1:]))
 
 
-def spread(kernel: ScanKernel, work: ScanWork, ranks: RankScan) -> Tensor:
-    """The output of this rank's tokens."""
+def spread(kernel: ScanKernel, work: ScanWork, ranks: RankScan, *, learns: bool) -> Tensor:
+    """The output of this rank's tokens; `learns` says whether a backward may come."""
     local, device = ranks.local, work.tokens[0].device
     entered, left = (torch.as_tensor(which, device=device) for which in (local.entered, local.left))
-    learning = [t for t in (*work.tokens, *work.shared) if t is not None and t.requires_grad]
-    anchor = learning[0] if learning and torch.is_grad_enabled() else None
-    if work.recurrence.is_dense:
+    # Entering states are a part of the graph whatever else is, so that their gradients can be asked for.
+    anchor = torch.zeros((), device=device, requires_grad=True) if learns else None
+    if not work.recurrence.in_one_pass:
         part = replace(work, segments=local.segments.of(local.left))
         states, kept, number = ranks.forward(*kernel.summary(part))
         entering = states if anchor is None else Entry.apply(states, anchor)

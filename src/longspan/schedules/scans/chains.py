@@ -8,8 +8,10 @@ Two documents of 5 and 3 tokens, and ranks that hold 0:3 6:8 and 3:6:
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -32,6 +34,11 @@ class Chains:
     """(chain, place in it, start, stop, rank) of every segment, by chain and place."""
     batches: tuple[Span, ...]
     """The batch rows of every chain."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hex digest of documents and owners."""
+        return hashlib.sha256(repr(self.batches).encode() + self.table.tobytes()).hexdigest()
 
     @property
     def first(self) -> Ints:

@@ -77,8 +77,8 @@ class ScanPlan:
     @cached_property
     def fingerprint(self) -> str:
         """A hex digest that ranks compare."""
-        head = f"scan {self.scheme} {self.dtype} {self.sizes.text()} {self.layout.fingerprint} {self.chains.batches} "
-        return hashlib.sha256(head.encode() + self.chains.table.tobytes()).hexdigest()
+        parts = self.scheme, self.dtype, self.sizes.text(), self.layout.fingerprint, self.chains.fingerprint
+        return hashlib.sha256(f"scan {' '.join(parts)}".encode()).hexdigest()
 
     def text(self) -> str:
         """Layout, chains and steps, in words that people read."""

@@ -20,6 +20,7 @@ from longspan.schedules.scans.words import ChainPiece, ScanStep, StateTransfer
 def transposed(steps: tuple[ScanStep, ...]) -> tuple[ScanStep, ...]:
     """One rank's backward steps from its forward steps.
 
+    >>> from longspan.schedules.scans.words import Fold
     >>> state, mapped, whole = map(ChainPiece.parse, ("state[0:1]c0b0:1", "map[1:2]c0b0:1", "state[0:2]c0b0:1"))
     >>> came = StateTransfer(0, 1, state, 2)
     >>> went = StateTransfer(1, 2, whole, 2)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from longspan.errors import KernelError
 from longspan.execution.scans.contract import ScanKernel, ScanWork
 from longspan.execution.scans.kernels.reference import ReferenceScan
+from longspan.execution.scans.own import OwnKernel
 
 __all__ = ["choose_scan_kernel", "scan_kernel_named"]
 
-_KERNELS: dict[str, ScanKernel] = {kernel.name: kernel for kernel in (ReferenceScan(),)}
+_KERNELS: dict[str, ScanKernel] = {kernel.name: kernel for kernel in (ReferenceScan(), OwnKernel())}
 
 
 def scan_kernel_named(name: str) -> ScanKernel:
