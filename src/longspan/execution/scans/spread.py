@@ -154,14 +154,16 @@ class Tail(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, way: Way, out: Tensor, leaving: Tensor, *kept: Tensor) -> Tensor:  # type: ignore[override]  # noqa: ARG004
         ctx.way = way
-        ctx.save_for_backward(*kept)
+        # Something is saved on every rank: where a checkpoint computes again, and so calls again, is when it is asked
+        # for, and that must be the same moment on all ranks.
+        ctx.save_for_backward(out.new_empty(0), *kept)
         return out.view_as(out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:  # type: ignore[override]
         way: Way = ctx.way
-        kept = ctx.saved_tensors
+        _, *kept = ctx.saved_tensors
         (gradients,) = torch.autograd.grad(way.out, way.entering, dout, retain_graph=True)
         leaving = way.ranks.backward(gradients, kept, way.number)
         return None, dout, leaving, *(None for _ in kept)
