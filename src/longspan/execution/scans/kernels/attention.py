@@ -30,25 +30,59 @@ Step = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class ChunkedAttention:
-    """Tokens in chunks, in the dtype of states."""
+class ChunkedReaders:
+    """Tokens in chunks, in the dtype of states: how states go through them and are read, without the delta rule."""
 
     table: ChunkTable
     q: Tensor | None
-    """(N, J, 1, C, K), scaled; k has that shape too. None where nothing is read."""
-    k: Tensor
-    v: Tensor
-    """(N, J, R, C, V)"""
+    """(N, J, 1, C, K), scaled. None where nothing is read."""
     g: Tensor
     """(N, J, R, C, 1 or K)"""
-    beta: Tensor | None = None
-    """(N, J, R, C, 1) with the delta rule."""
-    skip: Tensor | None = None
-    """(N, J, R, C, V): what is added to the output."""
 
     @cached_property
     def decays(self) -> Decays:
         return Decays.of(self.g)
+
+    def passed(self) -> Tensor:
+        """(S, H, 1 or K, 1): what is left of states that went through whole segments, M."""
+        return self.decays.exp(self._logarithms()[1])
+
+    def entering(self, states: Tensor) -> Tensor:
+        """(N, H, C, V): what entering states add to the output."""
+        assert self.q is not None
+        before, _ = self._logarithms()
+        read = self.q * self.decays.exp(torch.cat(before).mT + self.decays.sums)
+        entered, _ = self._carried(states, lambda _, state: state)
+        return (read @ torch.cat(entered)).flatten(1, 2)
+
+    def _logarithms(self) -> tuple[list[Tensor], Tensor]:
+        """Of what is left of entering states when chunks begin (N, J, R, 1 or K, 1), and when segments end."""
+        sums = self.decays.sums[..., -1, :].unsqueeze(-1)
+        parts = sums.split(self.table.steps)
+        start = sums.new_zeros(len(self.table.order), *sums.shape[1:]).flatten(1, 2)
+        return self._carried(start, lambda number, state: state + parts[number])
+
+    def _carried(self, states: Tensor, step: Step) -> tuple[list[Tensor], Tensor]:
+        """States (S, H, ...), which steps see as (S, J, R, ...)."""
+        before, after = self.table.carry(self._grouped(states), step)
+        return before, after.flatten(1, 2)
+
+    def _grouped(self, states: Tensor) -> Tensor:
+        return states.unflatten(1, self.g.shape[1:3])
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkedAttention(ChunkedReaders):
+    """With what is written into states."""
+
+    k: Tensor
+    """(N, J, 1, C, K)"""
+    v: Tensor
+    """(N, J, R, C, V)"""
+    beta: Tensor | None = None
+    """(N, J, R, C, 1) with the delta rule."""
+    skip: Tensor | None = None
+    """(N, J, R, C, V): what is added to the output."""
 
     def local(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """(N, H, C, V), and the states that leave (S, H, K, V)."""
@@ -80,10 +114,6 @@ class ChunkedAttention:
         u, m = after.split((v, k), -1)
         return m, u
 
-    def passed(self) -> Tensor:
-        """(S, H, 1 or K, 1): what is left of states that go through whole segments."""
-        return self.decays.exp(_logarithms(self.table, self.decays)[1])
-
     def _decayed(self) -> Step:
         added = ((self.k * self.decays.left).mT @ self.v).split(self.table.steps)
         whole = self.decays.whole.split(self.table.steps)
@@ -108,32 +138,6 @@ class ChunkedAttention:
             return _added(whole * state, keys, made[-1])
 
         return step
-
-    def _carried(self, states: Tensor, step: Step) -> tuple[list[Tensor], Tensor]:
-        """States (S, H, ...), which steps see as (S, J, R, ...)."""
-        before, after = self.table.carry(self._grouped(states), step)
-        return before, after.flatten(1, 2)
-
-    def _grouped(self, states: Tensor) -> Tensor:
-        return states.unflatten(1, (self.v.shape[1], -1))
-
-
-def entering(table: ChunkTable, q: Tensor, g: Tensor, states: Tensor) -> Tensor:
-    """(N, H, C, V): what entering states add to the output, without the delta rule."""
-    decays = Decays.of(g)
-    before, _ = _logarithms(table, decays)
-    read = q * decays.exp(torch.cat(before).mT + decays.sums)
-    entered, _ = table.carry(states.unflatten(1, g.shape[1:3]), lambda _, state: state)
-    return (read @ torch.cat(entered)).flatten(1, 2)
-
-
-def _logarithms(table: ChunkTable, decays: Decays) -> tuple[list[Tensor], Tensor]:
-    """Of what is left of entering states when chunks begin (N, J, R, 1 or K, 1), and when segments end (S, H, ...)."""
-    sums = decays.sums[..., -1, :].unsqueeze(-1)
-    parts = sums.split(table.steps)
-    start = sums.new_zeros(len(table.order), *sums.shape[1:])
-    before, after = table.carry(start, lambda number, state: state + parts[number])
-    return before, after.flatten(1, 2)
 
 
 def _added(x: Tensor, a: Tensor, b: Tensor, factor: int = 1) -> Tensor:
