@@ -137,3 +137,44 @@ def _tables(table: ChunkTable, heads: int) -> tuple[Rows, Rows]:
     into = torch.where(slot < 0, -1, slot * heads + head[:, None])
     home = ((chunk * heads).unsqueeze(-1) + head) * table.size + token.unsqueeze(-1)
     return Rows.of(into), Rows.of(torch.where(table.home.unsqueeze(-1) < 0, -1, home))
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Segments one after the other, as kernels with `cu_seqlens` want them."""
+
+    edges: Tensor
+    """0, and where each segment ends."""
+    into: Rows
+    out_of: Rows
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(batch, slots, ...) -> (1, tokens, ...)."""
+        found = Moved.apply(x.flatten(0, 1), self.into, self.out_of)
+        assert isinstance(found, Tensor)
+        return found.unsqueeze(0)
+
+    def unpack(self, x: Tensor, shape: torch.Size) -> Tensor:
+        found = Moved.apply(x.squeeze(0), self.out_of, self.into)
+        assert isinstance(found, Tensor)
+        return found.view(shape)
+
+
+@lru_cache(maxsize=64)
+def packing(segments: Segments, batch: int, slots: int, device: torch.device) -> Packing:
+    """The order in which segments of tokens (batch, slots, ...) are packed is that of their states.
+
+    >>> import numpy as np
+    >>> made = packing(Segments(np.array([[0, 3, 5], [0, 0, 2]])), 1, 6, torch.device("cpu"))
+    >>> made.edges.tolist(), made.pack(torch.arange(6).view(1, 6)).tolist()
+    ([0, 2, 4], [[3, 4, 0, 1]])
+    >>> made.unpack(torch.tensor([[3, 4, 7, 1]]), torch.Size((1, 6))).tolist()
+    [[7, 1, 0, 3, 4, 0]]
+    """
+    row, first, end = segments.table.T.astype(np.int64)
+    edges = np.concatenate(([0], np.cumsum(end - first)))
+    taken = np.repeat(row * slots + first - edges[:-1], end - first) + np.arange(edges[-1])
+    home = np.full(batch * slots, -1)
+    home[taken] = np.arange(len(taken))
+    edges, taken, home = (torch.as_tensor(x, device=device) for x in (edges, taken, home))
+    return Packing(edges, Rows.of(taken), Rows.of(home))
