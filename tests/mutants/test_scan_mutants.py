@@ -15,7 +15,7 @@ import torch
 from longspan.execution.scans.contract import Segments
 from longspan.execution.scans.kernels import chunks, forms, mamba_ssm, reference, scan_kernel_named
 from longspan.execution.scans.kernels.attention import ChunkedAttention, ChunkedReaders
-from longspan.execution.scans.kernels.chunks import ChunkTable, Moved, Packing, Rows
+from longspan.execution.scans.kernels.chunks import ChunkTable, Moved, Packing, RowMoves
 from longspan.execution.scans.kernels.decays import Decays
 from longspan.execution.scans.kernels.elementwise import ChunkedElements
 from longspan.execution.scans.kernels.extras import PackageScan
@@ -108,7 +108,7 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
         ("segments are a token longer", "slot < end[segment]", "slot < np.minimum(end + 1, slots)[segment]"),
         ("batch rows are all the first", "slot + row[segment][:, None] * slots", "slot"),
     ]),
-    (Rows.take, [("blank rows hold the first slot", "if len(self.blank)", "if False")]),
+    (RowMoves.take, [("blank rows hold the first slot", "if len(self.blank)", "if False")]),
     (Moved.backward, [("tokens get no gradients", "Moved.apply(gradients[0],", "Moved.apply(0 * gradients[0],")]),
     (FlaScan.run, [
         ("packages: entering states are lost", "states.contiguous()", "0 * states"),

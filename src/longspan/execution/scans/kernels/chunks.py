@@ -21,7 +21,7 @@ from longspan.execution.scans.contract import Segments
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class RowMoves:
     """Where rows come from: a row of the result is a row of what is given, or blank. No row is taken twice."""
 
     taken: Tensor
@@ -30,7 +30,7 @@ class Rows:
     """Rows of the result that are zeros."""
 
     @classmethod
-    def of(cls, source: Tensor) -> Rows:
+    def of(cls, source: Tensor) -> RowMoves:
         """From the row that each row of the result takes, or -1."""
         source = source.flatten()
         return cls(source.clamp(min=0), (source < 0).nonzero().flatten())
@@ -46,7 +46,7 @@ class Moved(torch.autograd.Function):
     """Rows that are taken once go back by the inverse table: adding them up one by one takes far longer."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Rows, back: Rows) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: RowMoves, back: RowMoves) -> Tensor:
         ctx.tables = back, there
         return there.take(x)
 
@@ -129,14 +129,14 @@ def cut(segments: Segments, size: int, batch: int, slots: int, device: torch.dev
 
 
 @lru_cache(maxsize=64)
-def _tables(table: ChunkTable, heads: int) -> tuple[Rows, Rows]:
+def _tables(table: ChunkTable, heads: int) -> tuple[RowMoves, RowMoves]:
     """Rows of heads of chunks out of those of slots, and back. Token t of head h is row t * heads + h among slots; in
     chunks the heads of a chunk come first, then its tokens."""
     head = torch.arange(heads, device=table.slot.device)
     slot, chunk, token = table.slot[:, None], table.home // table.size, table.home % table.size
     into = torch.where(slot < 0, -1, slot * heads + head[:, None])
     home = ((chunk * heads).unsqueeze(-1) + head) * table.size + token.unsqueeze(-1)
-    return Rows.of(into), Rows.of(torch.where(table.home.unsqueeze(-1) < 0, -1, home))
+    return RowMoves.of(into), RowMoves.of(torch.where(table.home.unsqueeze(-1) < 0, -1, home))
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +145,8 @@ class Packing:
 
     edges: Tensor
     """0, and where each segment ends."""
-    into: Rows
-    out_of: Rows
+    into: RowMoves
+    out_of: RowMoves
 
     def pack(self, x: Tensor) -> Tensor:
         """(batch, slots, ...) -> (1, tokens, ...)."""
@@ -177,4 +177,4 @@ def packing(segments: Segments, batch: int, slots: int, device: torch.device) ->
     home = np.full(batch * slots, -1)
     home[taken] = np.arange(len(taken))
     edges, taken, home = (torch.as_tensor(x, device=device) for x in (edges, taken, home))
-    return Packing(edges, Rows.of(taken), Rows.of(home))
+    return Packing(edges, RowMoves.of(taken), RowMoves.of(home))
