@@ -55,9 +55,12 @@ def test_a_rank_without_segments(kind):
     assert after.shape == states.shape
     gradients = torch.autograd.grad((out, after), leaves, (torch.randn_like(out), after), materialize_grads=True)
     assert not any(g.any() for g in gradients)
-    heads, *_ = work.recurrence.state_shape(work.tokens)
-    assert [len(x) for x in REFERENCE.summary(work)] == [0, 0]
-    assert REFERENCE.summary(work)[1].shape[1] == heads
+    maps = (0, *work.recurrence.map_shape(work.tokens)), states.shape
+    assert tuple(x.shape for x in REFERENCE.summary(work)) == maps
+    if not work.recurrence.is_dense:
+        found, m, u = REFERENCE.alone(work)
+        assert (m.shape, u.shape) == maps
+        assert not (found + REFERENCE.entering(work, states)).any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -184,7 +187,7 @@ def test_short_segments_get_short_chunks():
 @pytest.mark.parametrize("name", ["referense", None, 3])
 def test_kernels_that_do_not_exist(name):
     with pytest.raises(
-        KernelError, match=r"none of that name for recurrences. Use one of auto, fla, mamba_ssm, reference"
+        KernelError, match=r"none of that name for recurrences. Use one of auto, fla, mamba_ssm, reference, own"
     ):
         scan_kernel_named(name)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -22,7 +22,7 @@ from longspan.execution import _torch, operators
 from longspan.execution.call_record import record_of
 from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.forward import Forward
-from longspan.execution.engine.runner import Job
+from longspan.execution.engine.runner import Job, Task
 from longspan.execution.engine.transports import Loopback, ProcessGroup, Program
 from longspan.execution.fitting import fitting_plan
 from longspan.execution.kernels import Features, choose_kernel, kernel_named, why_not_inside
@@ -38,6 +38,7 @@ from longspan.masks import Mask
 from longspan.masks.functions.reads import Reads
 from longspan.schedules.plan import Plan
 
+T = TypeVar("T")
 FORM = 3
 """The form of both operators. PyTorch keeps compiled code on disk and finds it by the arguments of the forward: a new
 signature of the backward needs a new number, or code of an older version would call it."""
@@ -88,18 +89,20 @@ class Pass:
 class _Memory(bytearray):
     """A ticket's memory: tensors that share it keep alive what the ticket is for."""
 
-    held: tuple[Pass, Kept]
+    held: tuple[object, ...]
 
 
-def _ticket(made: Pass, kept: Kept) -> Tensor:
+def ticket_of(made: object, *more: object) -> Tensor:
+    """The ticket of a forward pass, which keeps it alive, and what more it needs."""
     memory = _Memory(number_of(made).to_bytes(8, "little"))
-    memory.held = made, kept
+    memory.held = made, *more
     return torch.frombuffer(memory, dtype=torch.int64)
 
 
-def _pass_of(ticket: Tensor) -> Pass:
+def pass_of(ticket: Tensor, kind: type[T]) -> T:
+    """The forward pass of a ticket."""
     found = found_under(int(ticket))
-    if not isinstance(found, Pass):
+    if not isinstance(found, kind):
         raise PlanError(
             "a backward pass was started, but its forward pass is not known in this process any more: what compiled"
             " code saved for it was copied, and the original let go. Compile without hooks that copy saved tensors"
@@ -131,7 +134,7 @@ def _value_of(handle: Tensor) -> Mask | Plan:
     return found
 
 
-def _told(group: str) -> AbstractContextManager[None]:
+def told_in(group: str) -> AbstractContextManager[None]:
     return told(_torch.group_named(group)) if group else nullcontext()
 
 
@@ -144,7 +147,7 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def _run(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
+def run_over(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
     """What the program gives, and the number of the call over the group."""
     # autocast would narrow the products of float32 inside; NCCL and compiled kernels go by the current device
     with _without_autocast(call.device.type), _on(call.device):
@@ -154,7 +157,7 @@ def _run(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
             return ProcessGroup(running).run(program), running.number
 
 
-def _settings(group: str, *, backward: bool = False) -> Safety:
+def settings_of(group: str, *, backward: bool = False) -> Safety:
     """How safely to run. Read when the operator runs: compiled code keeps no settings of its compilation."""
     if not group:
         return Safety()
@@ -164,12 +167,12 @@ def _settings(group: str, *, backward: bool = False) -> Safety:
     return members.settings or safety()
 
 
-def _call(job: Job, direction: str, device: torch.device, safety: Safety, **more: Any) -> Call:
+def call_of(job: Task, direction: str, device: torch.device, safety: Safety, **more: Any) -> Call:
     steps = job.plan.steps(job.rank, direction)
     return Call(job.plan.fingerprint, direction, len(steps), job.dtype, device, safety, **more)
 
 
-def _apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """The results, none of them in memory of another or of an input: dk and dv may come from one message."""
     taken = {t.untyped_storage().data_ptr() for t in inputs}
     made: list[Tensor] = []
@@ -227,7 +230,7 @@ def run_forward(
     scores has a number, or in compiled code a text with the numbers that it reads. The last `num_constants` of what is
     captured get no gradient.
     """
-    with _told(group):
+    with told_in(group):
         assert form == FORM, "compiled code of another version"
         said = Said(text, tuple(numbers or ()), tuple(reals or ())) if text else NOTHING
         captured, constants = _parted(captured, num_constants)
@@ -237,13 +240,13 @@ def run_forward(
 
         job = _job(_value_of(handle), q, k, v, (group, kernel, scale, sinks, scores), learns)
         job.plan.mask.read_anew()
-        settings = _settings(group)
+        settings = settings_of(group)
         record: Record | None = None
         if group:
             record = record_of(job, q.device, sums if saves else None, name, settings)
-        call = _call(job, "forward", q.device, settings, record=record, name=name)
-        (out, lse, kept), number = _run(Forward(job, q, k, v, captured).program(saves=saves), group, call)
-        out, lse = _apart((out.contiguous(), lse.contiguous()), (q, k, v))
+        call = call_of(job, "forward", q.device, settings, record=record, name=name)
+        (out, lse, kept), number = run_over(Forward(job, q, k, v, captured).program(saves=saves), group, call)
+        out, lse = apart((out.contiguous(), lse.contiguous()), (q, k, v))
         made, reads = Kept(kept), job.plan.mask.settled_reads()
         if text:
             job = replace(job, scoring=None)
@@ -252,7 +255,7 @@ def run_forward(
         done = Pass(
             job if job.sinks is None else replace(job, sinks=None), group, number, name, sums, reads, ref(made), said
         )
-        return out, lse, _ticket(done, made)
+        return out, lse, ticket_of(done, made)
 
 
 def _fake_forward(
@@ -287,10 +290,10 @@ def run_backward(
     `kept` are the rows that the plan keeps, where autograd has saved them; compiled code leaves them with the ticket.
     It also wants `plain` strides, which it has to know beforehand; elsewhere a copy would be for nothing.
     """
-    forward = _pass_of(ticket)
+    forward = pass_of(ticket, Pass)
     captured, constants = _parted(captured, num_constants)
     kept = kept or forward.kept() or []
-    with _told(forward.group):
+    with told_in(forward.group):
         _check_unchanged(forward)
         job = forward.job if sinks is None else replace(forward.job, sinks=sinks)
         if forward.said.text:
@@ -299,11 +302,11 @@ def run_backward(
             # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
             job = replace(job, kernel=kernel_named("reference"))
         backward = Backward(job, Saved(q, k, v, out, lse, kept, captured), dout, dlse)
-        settings = _settings(forward.group, backward=True)
-        call = _call(job, "backward", q.device, settings, name=forward.name, forward=forward.number)
-        gradients, _ = _run(backward.program(), forward.group, call)
+        settings = settings_of(forward.group, backward=True)
+        call = call_of(job, "backward", q.device, settings, name=forward.name, forward=forward.number)
+        gradients, _ = run_over(backward.program(), forward.group, call)
         gradients = [t.contiguous() for t in gradients] if plain else gradients
-        dq, dk, dv = _apart(gradients, (dout, q, k, v, out, lse, *kept))
+        dq, dk, dv = apart(gradients, (dout, q, k, v, out, lse, *kept))
         shared = backward.shared_gradients()
         if forward.sums and forward.group and shared:
             shared = _summed(shared, forward.group, call)
@@ -366,7 +369,9 @@ class _Attention(torch.autograd.Function):
         kept: Sequence[Tensor] = ()
         ctx.is_traced = type(ticket) is not Tensor
         if not ctx.is_traced:  # when it is, there is no pass yet
-            ctx.forward_pass = _pass_of(ticket)  # hooks may copy what is saved, and the copy of a ticket holds nothing
+            ctx.forward_pass = pass_of(
+                ticket, Pass
+            )  # hooks may copy what is saved, and the copy of a ticket holds nothing
             kept = ctx.forward_pass.kept() or ()
         ctx.num_kept, ctx.has_sinks = len(kept), sinks is not None
         ctx.num_constants = others[_TO_CONSTANTS] if len(others) > _TO_CONSTANTS else 0

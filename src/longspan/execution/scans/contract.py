@@ -46,8 +46,18 @@ class Recurrence(ABC):
     """What is computed: a frozen value with the options of one call. See `recurrences`."""
 
     name: ClassVar[str]
-    is_dense: ClassVar[bool]
+    is_dense: bool
     """Whether M is a matrix for each head."""
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether kernels have `alone` and `entering` for it."""
+        return not self.is_dense
+
+    @property
+    def captured(self) -> tuple[Tensor, ...]:
+        """Tensors that want gradients beside tokens and what is shared."""
+        return ()
 
     @abstractmethod
     def state_shape(self, tokens: tuple[Tensor, ...]) -> tuple[int, int, int]:

@@ -17,7 +17,12 @@ from longspan.integrations.huggingface.structure import check_structure, text_mo
 from longspan.integrations.huggingface.terms import Kind
 from longspan.training import BatchError
 
-TRIED = frozenset({"llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"})
+HYBRIDS = frozenset({
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "granitemoehybrid", "bamba",
+    "nemotron_h", "falcon_h1", "zamba2", "lfm2", "lfm2_moe",
+})  # fmt: skip
+"""Those among them with convolutions or recurrences beside attention."""
+TRIED = HYBRIDS | {"llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"}
 """Model types whose loss and gradients over ranks were compared with one device."""
 ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 
@@ -40,7 +45,8 @@ def check_model(model: Any, batch: Mapping[str, Any], any_model: bool) -> Any:
             f"{config.model_type!r} models have not been tried over ranks; {', '.join(sorted(TRIED))} have. If tokens"
             f" meet in its attention layers alone, pass any_model=True, and compare its loss with one device's."
         )
-    _check_layers(text)
+    if config.model_type not in HYBRIDS:
+        _check_layers(text)
     _check_rope(text)
     _check_arguments(text, batch)
     if inner is None:
@@ -98,10 +104,12 @@ def _check_arguments(config: Any, batch: Mapping[str, Any]) -> None:
 
 def layer_kinds(config: Any) -> list[Kind]:
     """The kinds of attention layers of a model, as transformers makes masks for them."""
-    from transformers.masking_utils import create_masks_for_generate
+    from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 
     created = create_masks_for_generate(config, torch.empty(1, 2, 0), None, None, None)
-    masks = list(created.values()) if isinstance(created, dict) else [created]
+    if created is None:  # layers of a kind that generate() knows no mask for
+        created = create_causal_mask(config, torch.empty(1, 2, 0), None, None, None)
+    masks = [mask for mask in (created.values() if isinstance(created, dict) else [created]) if mask is not None]
     kinds = {mask.kind: None for mask in masks if isinstance(mask, LayerMask) and mask.kind is not None}
     if len(kinds) != len(masks):
         raise BatchError("transformers made masks for this model that are not Longspan's. Call register() first.")

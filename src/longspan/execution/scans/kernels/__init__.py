@@ -7,11 +7,12 @@ from longspan.execution.scans.contract import ScanKernel, ScanWork
 from longspan.execution.scans.kernels.fla import FlaScan
 from longspan.execution.scans.kernels.mamba_ssm import MambaScan
 from longspan.execution.scans.kernels.reference import ReferenceScan
+from longspan.execution.scans.own import OwnKernel
 
 __all__ = ["choose_scan_kernel", "scan_kernel_named"]
 
-_KERNELS: dict[str, ScanKernel] = {kernel.name: kernel for kernel in (FlaScan(), MambaScan(), ReferenceScan())}
-"""In the order in which "auto" asks them."""
+_ALL = FlaScan(), MambaScan(), ReferenceScan(), OwnKernel()  # in the order in which "auto" asks them
+_KERNELS: dict[str, ScanKernel] = {kernel.name: kernel for kernel in _ALL}
 
 
 def scan_kernel_named(name: str) -> ScanKernel:
@@ -38,5 +39,5 @@ def choose_scan_kernel(asked: str, work: ScanWork) -> ScanKernel:
             return kernel
         whys.append(f"{kernel.name}: {why}" if asked == "auto" else why)
     fit = [repr(name) for name, kernel in _KERNELS.items() if kernel.why_not(work) is None]
-    advice = f"Use {' or '.join(fit)}, or 'auto'." if fit else "Give it a kernel of its own."
+    advice = f"Use {' or '.join(fit)}, or 'auto'." if fit else "No kernel can."
     raise KernelError(f"kernel {asked!r} was asked for, but {'; '.join(whys)}. {advice}")

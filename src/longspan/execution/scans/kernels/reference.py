@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longspan.execution.scans.contract import ScanKernel, ScanWork
-from longspan.execution.scans.kernels.forms import VALUES, in_chunks, in_slots, readers
+from longspan.execution.scans.kernels.forms import VALUES, in_chunks, in_slots, readers, values_of
 
 
 class ReferenceScan(ScanKernel):
@@ -37,9 +37,16 @@ class ReferenceScan(ScanKernel):
             return in_slots(out, chunked.table, work), chunked.passed(), after
 
     def entering(self, work: ScanWork, states: Tensor) -> Tensor:
-        with own_precision(work):
-            chunked = readers(work)
-            return in_slots(chunked.entering(states), chunked.table, work)
+        return added_by(states, work)
+
+
+def added_by(states: Tensor, work: ScanWork) -> Tensor:
+    """What entering states add to the output, for diagonal maps: a product of two matrices for every chunk."""
+    if not len(work.segments):
+        return torch.zeros_like(values_of(work))
+    with own_precision(work):
+        chunked = readers(work)
+        return in_slots(chunked.entering(states), chunked.table, work)
 
 
 def own_precision(work: ScanWork) -> AbstractContextManager[object]:
