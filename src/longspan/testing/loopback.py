@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from longspan.execution.convolution.call import OwnRows, convolved
+from longspan.execution.convolution.own_rows import OwnRows, convolved
 from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.forward import Forward
 from longspan.execution.engine.halo import HaloBackward, HaloForward, HaloTask
