@@ -16,8 +16,9 @@ from longspan.schedules.convolution import ConvPlan, Haloed
 BY_IMAGE = (torch.float32, torch.bfloat16)
 """What PyTorch's convolution of images takes with channels last on CPUs: four times quicker than `conv1d`, which copies
 rows so that tokens are last, and back."""
-MANY = 256
-"""Segments whose rows are taken by their numbers. Fewer are cut apart, which is quicker in backward."""
+MANY = 32
+"""Segments that are convolved as one, and whose rows are then taken by their numbers. Fewer are convolved one by one,
+which leaves nothing to drop."""
 _known: WeakKeyDictionary[ConvPlan, dict[tuple[int, torch.device], OwnRows]] = WeakKeyDictionary()
 
 
@@ -26,7 +27,8 @@ class OwnRows:
     """Which of the convolved rows are the rank's own.
 
     Row i of what comes out belongs to row i + width - 1 of what went in, so that rows in front of a segment are
-    nobody's. Segments of one length are convolved as so many batch rows, and nothing has to be dropped.
+    nobody's. Segments of one length are convolved as so many batch rows, and a few others one by one: then nothing has
+    to be dropped.
     """
 
     fold: int
@@ -34,7 +36,7 @@ class OwnRows:
     batches: list[int]
     """How many batch rows have the same documents."""
     rows: list[list[int] | Tensor]
-    """For each of them how many rows are own, between, own, ..., or, of many segments, the numbers of own rows."""
+    """For each of them the rows of every segment with its halo, or, of many segments, the numbers of own rows."""
     num_padding: int
 
     @staticmethod
@@ -55,13 +57,10 @@ class OwnRows:
             taken = depthwise(rows.view(batch * (num_rows // self.fold), self.fold, channels), weight, bias)
             taken = taken.reshape(batch, -1, channels)
         else:
-            taken = self._taken(depthwise(rows, weight, bias))
+            parts = rows.split(self.batches) if len(self.batches) > 1 else (rows,)
+            own = [_own(part, which, weight, bias) for part, which in zip(parts, self.rows, strict=True)]
+            taken = own[0] if len(own) == 1 else torch.cat(own)
         return functional.pad(taken, (0, 0, 0, self.num_padding)) if self.num_padding else taken
-
-    def _taken(self, rows: Tensor) -> Tensor:
-        parts = rows.split(self.batches) if len(self.batches) > 1 else (rows,)
-        own = [_cut(part, which) for part, which in zip(parts, self.rows, strict=True)]
-        return own[0] if len(own) == 1 else torch.cat(own)
 
 
 def _fold(parts: Sequence[Haloed], width: int) -> int:
@@ -75,16 +74,16 @@ def _rows(part: Haloed, width: int, num_rows: int, device: torch.device) -> list
     sizes = part.table[:, 1] - part.table[:, 0]
     if len(sizes) > MANY:
         return torch.from_numpy(part.places() - (width - 1)).to(device)
-    each = [size for own in sizes.tolist() for size in (own, width - 1)] or [0, 0]
-    each[-1] = num_rows - width + 1 - sum(each[:-1])  # what other batch rows have more
-    return each
+    each = [own + width - 1 for own in sizes.tolist()]
+    return [*each, num_rows - sum(each)]  # the last is what other batch rows have more
 
 
-def _cut(rows: Tensor, which: list[int] | Tensor) -> Tensor:
+def _own(rows: Tensor, which: list[int] | Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not isinstance(which, list):
-        return rows.index_select(1, which)
-    parts = rows.split(which, 1)[::2]  # whose gradients are put side by side, where those of slices are full of zeros
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return depthwise(rows, weight, bias).index_select(1, which)
+    if len(which) == 1:  # no segment at all: nothing is own, but all depends on everything, as on other ranks
+        return depthwise(rows, weight, bias)[:, :0]
+    return torch.cat([depthwise(part, weight, bias) for part in rows.split(which, 1)[:-1]], 1)
 
 
 def convolved(rows: Tensor, weight: Tensor, bias: Tensor | None, own: OwnRows, activation: str | None) -> Tensor:
