@@ -15,10 +15,10 @@ def on_rank(case, run=ls.causal_conv1d, group=None):
     """Output and gradients of this rank; those of weight and bias summed over ranks."""
     rank, layout = dist.get_rank(), case.layout
     x, weight, bias, dout = case.tensors
-    own = [layout.shard(x, rank, 1), weight.clone(), None if bias is None else bias.clone()]
+    own = [layout.shard(x, rank, 1, torch.nan), weight.clone(), None if bias is None else bias.clone()]
     leaves = [t.requires_grad_() for t in own if t is not None]
     out = run(*own, plan=case.plan, group=group or dist.group.WORLD, activation=case.activation)
-    dx, *shared = torch.autograd.grad(out, leaves, layout.shard(dout, rank, 1))
+    dx, *shared = torch.autograd.grad(out, leaves, layout.shard(dout, rank, 1, torch.nan))
     for gradient in shared:
         dist.all_reduce(gradient)
     return out.detach(), dx, *shared
