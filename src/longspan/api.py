@@ -12,12 +12,11 @@ from longspan.schedules.chunks import MAX_CHUNKS
 from longspan.schedules.convolution import MAX_WIDTH, ConvPlan, planned_convolution
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.cost.presets import assumed_machine, machine_named
+from longspan.schedules.dtypes import ITEMSIZE, dtype_name
 from longspan.schedules.plan import Plan, PlanRequest, planned
 from longspan.schedules.steps import MAX_SIZE, Sizes
 from longspan.span import shortened, whole
 from longspan.untraced import untraced
-
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def attention(
@@ -216,15 +215,6 @@ def conv_plan(documents: Any, layout: Layout, *, channels: int, width: int, dtyp
                 f" lengths for all rows, or one per row."
             )
         return planned_convolution(numbers, layout, width, Sizes(1, 1, channels, 0, ITEMSIZE[name], batch), name)
-
-
-def dtype_name(dtype: Any) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if name not in ITEMSIZE:
-        raise PlanError(
-            f"dtype {shortened(dtype)} was asked for. Choose one of {', '.join(ITEMSIZE)}, as torch dtypes or names."
-        )
-    return name
 
 
 def block_mask(
