@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longspan.errors import PlanError
 from longspan.execution.engine.flat.memory import Memory
-from longspan.execution.engine.flat.program import FlatProgram, FlatStep, Mail, items_of, memory_for, part_of
+from longspan.execution.engine.flat.program import FlatProgram, FlatStep, Mail, items_of, memory_for
 from longspan.execution.engine.flat.recorder import Buffer, Launched, Recorder, Rows, Taken
 from longspan.execution.engine.tiles import tiles_for
 from longspan.execution.engine.token_store import TokenStore, gather, have_all, laid_out, runs_of
@@ -279,15 +279,15 @@ class Run(ABC):
         """Results of the program, as they lie in memory."""
         program = self._recorded(saves)
         memory = memory_for(program, self.device)
-        memory.tensors[: len(self.inputs)] = [t if t.dim() == 4 else t.view(1, 1, -1, 1) for t in self.inputs]
+        memory.tensors[: len(self.inputs)] = self.inputs
         del self.inputs
         yield from program.run(memory, self.attend, self.direction, self.job.rank)
-        return [self._result(memory, rows) for rows in program.results]
+        return [self._result(memory, *cut) for cut in program.found]
 
-    def _result(self, memory: Memory, rows: Rows) -> Tensor:
+    def _result(self, memory: Memory, *cut: Any) -> Tensor:
         """A result in memory of its own: a part of a message would keep all messages of its step alive."""
-        part = part_of(memory, rows)
-        is_part = rows.buffer.inside is not None and part.dtype == self.job.dtype  # any other will be converted
+        part = memory.cut(*cut)
+        is_part = memory.buffers[cut[0]].inside is not None and part.dtype == self.job.dtype  # others are converted
         return part.clone() if is_part else part
 
     def _recorded(self, saves: bool) -> FlatProgram:

@@ -28,8 +28,23 @@ def rows_in_message(buffer: Buffer) -> Strides | None:
     return buffer.offset // size, heads * tokens, tokens, 1
 
 
+Cut = tuple[int, tuple[tuple[int, int, int], ...]]
+"""A buffer's number, and what is cut out of it: dim, start and length."""
+
+
+def cut_of(buffer: Buffer, *spans: Span) -> Cut:
+    """Some batch rows, heads and tokens (or the first of these) of a buffer, whose size is final by now.
+
+    >>> cut_of(Buffer(7, (1, 4, 9, 8), None), Span(0, 1), Span(2, 4))
+    (7, ((1, 2, 2),))
+    """
+    sides = ((dim, span.start, span.stop - span.start) for dim, span in enumerate(spans))
+    return buffer.number, tuple(side for side in sides if side[2] != buffer.shape[side[0]])
+
+
 class Memory:
-    """Tensors by the number of their buffer. What is not there yet is allocated when it is asked for."""
+    """Tensors by the number of their buffer, messages as flat bytes. What is not there yet is allocated when it is asked
+    for."""
 
     def __init__(self, buffers: Sequence[Buffer], device: torch.device, *, by_index: bool) -> None:
         self.tensors: list[Tensor | None] = [None] * len(buffers)
@@ -43,16 +58,8 @@ class Memory:
             self.tensors[buffer.number] = found
         return found
 
-    def part(self, place: tuple[Buffer, Span, Span]) -> Tensor:
-        """Some batch rows and heads of a buffer."""
-        buffer, batch, heads = place
-        found = self.get(buffer)
-        if len(heads) != buffer.shape[1]:
-            found = found.narrow(1, heads.start, len(heads))
-        return found if len(batch) == buffer.shape[0] else found.narrow(0, batch.start, len(batch))
-
     def cut(self, number: int, parts: Sequence[tuple[int, int, int]]) -> Tensor:
-        """Some of a buffer: for each dim that is cut, its number, a start and a length."""
+        """Some of a buffer: for each dim that is cut, its number, a start and a length; see `cut_of`."""
         found = self.tensors[number]
         if found is None:
             found = self.get(self.buffers[number])
@@ -66,15 +73,15 @@ class Memory:
 
     def _new(self, buffer: Buffer) -> Tensor:
         if buffer.is_message:
-            return self.messages.take(buffer.num_bytes, self.device).view(buffer.shape)
-        if buffer.initial is None:
-            return torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+            return self.messages.take(buffer.num_bytes, self.device)
+        if buffer.initial is None:  # with strides it is quicker by half
+            return torch.empty_strided(buffer.shape, buffer.strides, dtype=buffer.dtype, device=self.device)
         return torch.full(buffer.shape, buffer.initial, dtype=buffer.dtype, device=self.device)
 
     def _part_of_message(self, buffer: Buffer) -> Tensor:
         assert buffer.inside is not None
         assert buffer.dtype is not None
-        part = self.get(buffer.inside).view(-1)[buffer.offset : buffer.offset + buffer.num_bytes]
+        part = self.get(buffer.inside)[buffer.offset : buffer.offset + buffer.num_bytes]
         if buffer.is_loose:
             part = part.clone()
         return part.view(buffer.dtype).view(buffer.shape)
@@ -85,7 +92,7 @@ class Memory:
         if buffer.inside is None:
             return _as_list(self.get(buffer))
         assert buffer.dtype is not None
-        message = self.get(buffer.inside).view(-1)
+        message = self.get(buffer.inside)
         return message.view(buffer.dtype).view(1, 1, -1, buffer.shape[3]), None
 
     def table(self, rows: Ints) -> Tensor:
