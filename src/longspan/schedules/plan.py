@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from longspan.errors import PlanError
 from longspan.handles import Handled
@@ -219,10 +220,15 @@ def planned(mask: Mask, request: PlanRequest) -> Plan:
     if mask.is_structured:
         return _made(MaskKey(mask), request)
     if request not in mask.plans:
-        while len(mask.plans) >= MAX_PLANS:
-            del mask.plans[next(iter(mask.plans))]
-        mask.plans[request] = _made.__wrapped__(MaskKey(mask.twin()), request)
+        keep_few(mask.plans)[request] = _made.__wrapped__(MaskKey(mask.twin()), request)
     return mask.plans[request]
+
+
+def keep_few(plans: dict[Any, Any]) -> dict[Any, Any]:
+    """A mask's plans, of which the oldest have gone if there are too many."""
+    while len(plans) >= MAX_PLANS:
+        del plans[next(iter(plans))]
+    return plans
 
 
 @lru_cache(maxsize=64)
