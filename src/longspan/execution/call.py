@@ -90,7 +90,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: Any = None) -> 
     learns = records and any(t.requires_grad for t in shared)
     saves = learns or (records and (q.requires_grad or k.requires_grad or v.requires_grad))
     scale = None if asked.scale is None else float(asked.scale)
-    out, lse, _ = ops.attention(
+    out, lse, _ = ops.attend(
         q, k, v, [*captured, *constants], asked.sinks, _handle(asked.plan_or_mask), group, asked.kernel, scale,
         ops.number_of_scoring(scoring), asked.captured_grads == "sum", saves, learns, asked.name, ops.FORM,
         *said,

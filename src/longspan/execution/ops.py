@@ -7,7 +7,7 @@ tensor with the number of what its backward needs to know, which lives as long a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -23,7 +23,7 @@ from longspan.execution.call_record import record_of
 from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.forward import Forward
 from longspan.execution.engine.runner import Job
-from longspan.execution.engine.transports import Loopback, ProcessGroup, Program
+from longspan.execution.engine.transports import ProcessGroup, Program, run_alone
 from longspan.execution.fitting import fitting_plan
 from longspan.execution.kernels import Features, choose_kernel, kernel_named, why_not_inside
 from longspan.execution.scoring.biases import check_bias
@@ -149,7 +149,7 @@ def _run(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
     # autocast would narrow the products of float32 inside; NCCL and compiled kernels go by the current device
     with _without_autocast(call.device.type), _on(call.device):
         if not group:
-            return Loopback().run([program])[0], 0
+            return run_alone(program), 0
         with members_of(_torch.group_named(group)).call(call) as running:
             return ProcessGroup(running).run(program), running.number
 
@@ -350,6 +350,8 @@ attention = operators.defined("longspan::attention", run_forward, _fake_forward)
 attention_backward = operators.defined("longspan::attention_backward", run_backward, _fake_backward)
 
 
+Run = Callable[..., Any]
+"""The operator, or what it runs."""
 _TO_CONSTANTS = 13
 """Arguments of the operator from the handle to the number of constants; PyTorch leaves out what is as by default."""
 
@@ -359,10 +361,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, others: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *captured: Tensor
+        ctx: Any, run: Run, others: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, sinks: Any, *captured: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         with _torch.below_autograd():
-            out, lse, ticket = attention(q, k, v, captured, sinks, *others)
+            out, lse, ticket = run(q, k, v, list(captured), sinks, *others)
         kept: Sequence[Tensor] = ()
         ctx.is_traced = type(ticket) is not Tensor
         if not ctx.is_traced:  # when it is, there is no pass yet
@@ -382,19 +384,31 @@ class _Attention(torch.autograd.Function):
         sinks = captured.pop() if ctx.has_sinks else None
         if dout is None:
             dout = torch.zeros_like(out)
+        run = attention_backward
+        if not torch.is_grad_enabled():  # where it is, a second derivative is refused by the operator
+            run = operators.run_of(attention_backward, dout, dlse, q, k, v, out, lse, sinks, *captured)
         saved = captured, sinks, out, lse, ticket, kept
-        *gradients, shared = attention_backward(dout, dlse, q, k, v, *saved, ctx.is_traced, ctx.num_constants)
+        with _torch.below_autograd() if run is not attention_backward else nullcontext():
+            *gradients, shared = run(dout, dlse, q, k, v, *saved, ctx.is_traced, ctx.num_constants)
         dsinks = shared.pop() if ctx.has_sinks else None
-        return (None, *gradients, dsinks, *shared, *(None,) * ctx.num_constants)
+        return (None, None, *gradients, dsinks, *shared, *(None,) * ctx.num_constants)
 
 
 def _with_gradients(
-    q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], sinks: Tensor | None, *others: Any
+    q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], sinks: Tensor | None, *others: Any, run: Run = attention
 ) -> tuple[Tensor, Tensor, Tensor]:
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *_shared(captured, sinks))):
-        return _Attention.apply(others, q, k, v, sinks, *captured)  # type: ignore[return-value]
+        return _Attention.apply(run, others, q, k, v, sinks, *captured)  # type: ignore[return-value]
     with _torch.below_autograd():
+        return run(q, k, v, captured, sinks, *others)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], sinks: Tensor | None, *others: Any) -> Any:
+    """The operator `attention`, by the shortest way."""
+    run = attention if torch.compiler.is_compiling() else operators.run_of(attention, q, k, v, sinks, *captured)
+    if run is attention:
         return attention(q, k, v, captured, sinks, *others)
+    return _with_gradients(q, k, v, captured, sinks, *others, run=run)
 
 
 operators.differentiate(attention, _with_gradients)
