@@ -42,7 +42,7 @@ def is_unobserved(tensors: Sequence[Tensor | None]) -> bool:
         return False
     if torch._C._are_functorch_transforms_active() or torch.autograd._profiler_enabled():
         return False
-    return all([tensor is None or _is_plain(torch._C._dispatch_keys(tensor)) for tensor in tensors])
+    return all(tensor is None or _is_plain(torch._C._dispatch_keys(tensor)) for tensor in tensors)
 
 
 def _is_plain(keys: torch._C.DispatchKeySet) -> bool:

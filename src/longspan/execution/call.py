@@ -47,7 +47,7 @@ class Request:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, asked: Request) -> Any:
     """Output, or output and lse, as asked."""
-    if not isinstance(asked.plan_or_mask, Mask | Plan):
+    if not isinstance(asked.plan_or_mask, (Mask, Plan)):
         raise PlanError(
             f"attention(q, k, v, mask) or attention(q, k, v, plan, group=...) was expected, but the fourth argument is"
             f" {type(asked.plan_or_mask).__name__}."
@@ -131,7 +131,11 @@ def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: str, wh
 def in_call(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: Any) -> AbstractContextManager[None]:
     """What a public call runs in. Errors say which call it was, and the other ranks, who may be waiting in the same
     one, are told when this one refuses before anything was sent."""
-    return nullcontext() if torch.compiler.is_compiling() else _in_call(name, tensors, plan_or_mask, group)
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    if group is None and not isinstance(tensors[0], DTensor):
+        return in_context(lambda: _described(name, tensors, plan_or_mask, None))
+    return _in_call(name, tensors, plan_or_mask, group)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from longspan.errors import PlanError
 from longspan.execution import _torch, _torch_compiler
 from longspan.untraced import untraced
 
-
 _runs: dict[Any, Callable[..., Any]] = {}
 """What operators run, by operator."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import sqrt
 from typing import Any
 from weakref import ref
@@ -26,86 +26,18 @@ from longspan.execution.engine.runner import Job
 from longspan.execution.engine.transports import ProcessGroup, Program, run_alone
 from longspan.execution.fitting import fitting_plan
 from longspan.execution.kernels import Features, choose_kernel, kernel_named, why_not_inside
-from longspan.execution.scoring.biases import check_bias
+from longspan.execution.passes import NOTHING, Kept, Pass, Said, pass_of, ticket_of
 from longspan.execution.scoring.pipeline import Scoring
-from longspan.execution.scoring.score_text import Operands, bias_in, scoring_of
 from longspan.execution.tile import wide
-from longspan.execution.trust.agreement import Record
 from longspan.execution.trust.group import Call, members_of, told
 from longspan.execution.trust.settings import Safety, safety
 from longspan.handles import found_under, number_of
 from longspan.masks import Mask
-from longspan.masks.functions.reads import Reads
 from longspan.schedules.plan import Plan
 
 FORM = 3
 """The form of both operators. PyTorch keeps compiled code on disk and finds it by the arguments of the forward: a new
 signature of the backward needs a new number, or code of an older version would call it."""
-
-
-@dataclass(frozen=True)
-class Said:
-    """What compiled code says about scores: a text (see `score_text`) and the numbers in it. Its tensors are arguments
-    of both operators: memory of a graph's own is used again."""
-
-    text: str = ""
-    numbers: Sequence[int] = ()
-    reals: Sequence[float] = ()
-
-    def scoring(self, captured: Sequence[Tensor], constants: Sequence[Tensor], like: Tensor, plan: Plan) -> Scoring:
-        operands = Operands(captured, constants, self.numbers, self.reals)
-        scoring = scoring_of(self.text, operands, like)
-        if (bias := bias_in(self.text, operands)) is not None:
-            check_bias(bias, plan.sizes.batch, plan.sizes.q_heads, plan.layout.seq_len)
-        return scoring
-
-
-NOTHING = Said()
-
-
-class Kept(list[Tensor]):
-    """What a plan keeps of other ranks' rows, from forward to backward."""
-
-
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """A forward pass, as its backward needs to know it."""
-
-    job: Job
-    group: str
-    number: int
-    """Which call over the group it was; 0 without a group."""
-    name: str
-    sums: bool
-    """Whether gradients of what all ranks share are added up."""
-    reads: tuple[Reads, ...]
-    """What functions of the mask had read."""
-    kept: ref[Kept]
-    said: Said = NOTHING
-    """What compiled code says about scores."""
-
-
-class _Memory(bytearray):
-    """A ticket's memory: tensors that share it keep alive what the ticket is for."""
-
-    held: tuple[Pass, Kept]
-
-
-def _ticket(made: Pass, kept: Kept) -> Tensor:
-    memory = _Memory(number_of(made).to_bytes(8, "little"))
-    memory.held = made, kept
-    return torch.frombuffer(memory, dtype=torch.int64)
-
-
-def _pass_of(ticket: Tensor) -> Pass:
-    found = found_under(int(ticket))
-    if not isinstance(found, Pass):
-        raise PlanError(
-            "a backward pass was started, but its forward pass is not known in this process any more: what compiled"
-            " code saved for it was copied, and the original let go. Compile without hooks that copy saved tensors"
-            " (torch.autograd.graph.save_on_cpu, saved_tensors_hooks), or let them pass integer tensors on."
-        )
-    return found
 
 
 def number_of_scoring(scoring: Scoring | None) -> int:
@@ -123,7 +55,7 @@ def place_in(group: str) -> tuple[int, int] | None:
 
 def _value_of(handle: Tensor) -> Mask | Plan:
     found = found_under(int(handle))
-    if not isinstance(found, Mask | Plan):
+    if not isinstance(found, (Mask, Plan)):
         raise PlanError(
             "the mask or plan of this call is gone: compiled code was given its handle, but nobody holds it any more."
             " Keep a reference to it as long as the call runs."
@@ -144,11 +76,11 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def _run(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
+def _run(program: Program[Any], device: torch.device, group: str, call: Call | None) -> tuple[Any, int]:
     """What the program gives, and the number of the call over the group."""
     # autocast would narrow the products of float32 inside; NCCL and compiled kernels go by the current device
-    with _without_autocast(call.device.type), _on(call.device):
-        if not group:
+    with _without_autocast(device.type), _on(device):
+        if call is None:
             return run_alone(program), 0
         with members_of(_torch.group_named(group)).call(call) as running:
             return ProcessGroup(running).run(program), running.number
@@ -156,8 +88,6 @@ def _run(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
 
 def _settings(group: str, *, backward: bool = False) -> Safety:
     """How safely to run. Read when the operator runs: compiled code keeps no settings of its compilation."""
-    if not group:
-        return Safety()
     members = members_of(_torch.group_named(group))
     if not backward:
         members.settings = safety(members.settings)
@@ -187,7 +117,7 @@ def _job(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, asked: tupl
     plan = fitting_plan(plan_or_mask, q, k, v, place)
     functions: Scoring | None = scores(plan)
     drops = functions is not None and functions.dropout is not None
-    honours = Features(not plan.mask.is_structured, functions is not None, drops, plan.chunks is not None)
+    honours = Features(not plan.is_structured, functions is not None, drops, plan.chunks is not None)
     why_not = lambda: why_not_inside(plan.mask, functions, q)  # noqa: E731
     chosen = kernel_named(choose_kernel(kernel, q, k, v, honours, why_not))
     if learns and plan.chunks is not None:
@@ -237,12 +167,12 @@ def run_forward(
 
         job = _job(_value_of(handle), q, k, v, (group, kernel, scale, sinks, scores), learns)
         job.plan.mask.read_anew()
-        settings = _settings(group)
-        record: Record | None = None
+        call: Call | None = None
         if group:
+            settings = _settings(group)
             record = record_of(job, q.device, sums if saves else None, name, settings)
-        call = _call(job, "forward", q.device, settings, record=record, name=name)
-        (out, lse, kept), number = _run(Forward(job, q, k, v, captured).program(saves=saves), group, call)
+            call = _call(job, "forward", q.device, settings, record=record, name=name)
+        (out, lse, kept), number = _run(Forward(job, q, k, v, captured).program(saves=saves), q.device, group, call)
         out, lse = _apart((out.contiguous(), lse.contiguous()), (q, k, v))
         made, reads = Kept(kept), job.plan.mask.settled_reads()
         if text:
@@ -252,7 +182,7 @@ def run_forward(
         done = Pass(
             job if job.sinks is None else replace(job, sinks=None), group, number, name, sums, reads, ref(made), said
         )
-        return out, lse, _ticket(done, made)
+        return out, lse, ticket_of(done, made)
 
 
 def _fake_forward(
@@ -287,7 +217,7 @@ def run_backward(
     `kept` are the rows that the plan keeps, where autograd has saved them; compiled code leaves them with the ticket.
     It also wants `plain` strides, which it has to know beforehand; elsewhere a copy would be for nothing.
     """
-    forward = _pass_of(ticket)
+    forward = pass_of(ticket)
     captured, constants = _parted(captured, num_constants)
     kept = kept or forward.kept() or []
     with _told(forward.group):
@@ -299,13 +229,15 @@ def run_backward(
             # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
             job = replace(job, kernel=kernel_named("reference"))
         backward = Backward(job, Saved(q, k, v, out, lse, kept, captured), dout, dlse)
-        settings = _settings(forward.group, backward=True)
-        call = _call(job, "backward", q.device, settings, name=forward.name, forward=forward.number)
-        gradients, _ = _run(backward.program(), forward.group, call)
+        call: Call | None = None
+        if forward.group:
+            settings = _settings(forward.group, backward=True)
+            call = _call(job, "backward", q.device, settings, name=forward.name, forward=forward.number)
+        gradients, _ = _run(backward.program(), q.device, forward.group, call)
         gradients = [t.contiguous() for t in gradients] if plain else gradients
         dq, dk, dv = _apart(gradients, (dout, q, k, v, out, lse, *kept))
         shared = backward.shared_gradients()
-        if forward.sums and forward.group and shared:
+        if forward.sums and call is not None and shared:
             shared = _summed(shared, forward.group, call)
         return dq, dk, dv, [t.to(like.dtype) for t, like in zip(shared, _shared(captured, sinks), strict=True)]
 
@@ -368,7 +300,7 @@ class _Attention(torch.autograd.Function):
         kept: Sequence[Tensor] = ()
         ctx.is_traced = type(ticket) is not Tensor
         if not ctx.is_traced:  # when it is, there is no pass yet
-            ctx.forward_pass = _pass_of(ticket)  # hooks may copy what is saved, and the copy of a ticket holds nothing
+            ctx.forward_pass = pass_of(ticket)  # hooks may copy what is saved, and the copy of a ticket holds nothing
             kept = ctx.forward_pass.kept() or ()
         ctx.num_kept, ctx.has_sinks = len(kept), sinks is not None
         ctx.num_constants = others[_TO_CONSTANTS] if len(others) > _TO_CONSTANTS else 0

@@ -134,10 +134,11 @@ class Plan(Handled):
     def fingerprint(self) -> str:
         """A hex digest that ranks compare: everything that decides who sends what. Another one once a function of the
         mask has been found to read other data."""
-        return self._fixed_fingerprint if self._is_fixed else self._digest()
+        return self._fixed_fingerprint if self.is_structured else self._digest()
 
     @cached_property
-    def _is_fixed(self) -> bool:
+    def is_structured(self) -> bool:
+        """Whether closed form decides every pair of its mask."""
         return self.mask.is_structured
 
     @cached_property

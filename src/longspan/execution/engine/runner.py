@@ -169,6 +169,7 @@ class Walk(ABC):
         steps = [
             FlatStep(items_of(pack), sends, receives, pieces, items_of(work), items_of(unpack), loose)
             for pack, sends, receives, pieces, work, unpack, loose in made
+            if work or self.job.plan.layout.world_size > 1  # others are in step with this rank
         ]
         return FlatProgram(steps, end, results, self.recorder.buffers, self._loose())
 
@@ -316,9 +317,9 @@ class Run(ABC):
 
     def _pairs(self, launch: Launched) -> TilePairs | None:
         """What a kernel may ask about pairs, where more than bands matters."""
-        mask = self.job.plan.mask
-        if self.job.scoring is None and mask.is_structured:
+        if self.job.scoring is None and self.job.plan.is_structured:
             return None
+        mask = self.job.plan.mask
         predicate = mask.plane(launch.batch.start, launch.heads.start).predicate
         if self.job.scoring is None and predicate is None:
             return None

@@ -43,8 +43,7 @@ def cut_of(buffer: Buffer, *spans: Span) -> Cut:
 
 
 class Memory:
-    """Tensors by the number of their buffer, messages as flat bytes. What is not there yet is allocated when it is asked
-    for."""
+    """Tensors by the number of their buffer, messages as flat bytes. What is not there is allocated when asked for."""
 
     def __init__(self, buffers: Sequence[Buffer], device: torch.device, *, by_index: bool) -> None:
         self.tensors: list[Tensor | None] = [None] * len(buffers)
@@ -102,6 +101,9 @@ class Memory:
 
 
 def _as_list(x: Tensor) -> tuple[Tensor, Strides] | None:
+    if x.is_contiguous():  # as most are
+        _, heads, tokens, dim = x.shape
+        return x.view(1, 1, -1, dim), (0, heads * tokens, tokens, 1)
     dim = x.shape[3]
     steps = [stride if n > 1 else 0 for stride, n in zip(x.stride(), x.shape, strict=True)]
     if (dim > 1 and steps[3] != 1) or any(step % dim for step in steps[:3]):

@@ -170,12 +170,19 @@ class Move:
         sides = zip(*(lane.places for lane in self.lanes), strict=True)
         return [[] if side[0][0].inside is None else [rows_in_message(place[0]) for place in side] for side in sides]
 
+    @cached_property
+    def _are_whole(self) -> bool:
+        """Whether all parts of messages begin on multiples of their rows."""
+        return not any(None in side for side in self._in_messages)
+
     def _as_lists(self, memory: Memory) -> tuple[list[Tensor], Table] | None:
         """All lanes at once, if their places can be seen as one list of rows on each side."""
+        if not self._are_whole:
+            return None
         lists: list[Tensor] = []
         numbered: list[Strides | None] = []
-        for place, fixed in zip(self.lanes[0].places, self._in_messages, strict=True):
-            found = None if None in fixed else memory.as_list(place[0])
+        for buffer, *_ in self.lanes[0].places:
+            found = memory.as_list(buffer)
             if found is None:
                 return None
             lists.append(found[0])

@@ -110,7 +110,9 @@ class FlatProgram:
                 self._do(step.pack, memory, attend, launches)
                 put_back(memory, step.loose)
             sends = {} if step.sends is None else step.sends.slices(memory.get(step.sends.buffer))
-            into = {peer: part for mail in step.receives for peer, part in mail.slices(memory.get(mail.buffer)).items()}
+            into: dict[int, Tensor] = {}
+            for mail in step.receives:
+                into |= mail.slices(memory.get(mail.buffer))
             memory.messages.release()
             yield Exchange(number, sends, step.sizes, memory.device, step.pieces, into)
             memory.drop(self.gone.get(id(step), ()))
