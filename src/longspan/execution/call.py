@@ -22,7 +22,9 @@ from longspan.errors import PlanError, in_context
 from longspan.execution import _torch, _torch_compiler, ops
 from longspan.execution.fitting import SEQ_DIM, check_tensors, fitting_plan
 from longspan.execution.handed import check_captured, check_cut, group_handed, group_of
-from longspan.execution.scoring.biases import Extras, check_sinks
+from longspan.execution.inputs import check_inputs as check_inputs
+from longspan.execution.scoring.biases import Extras as Extras
+from longspan.execution.scoring.biases import check_sinks
 from longspan.execution.trust.group import told
 from longspan.handles import handle_of
 from longspan.masks import Mask
@@ -30,7 +32,7 @@ from longspan.schedules.plan import Plan
 from longspan.span import shortened
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # frozen ones take three times as long to make
 class Request:
     """What is asked for beside q, k and v; see `longspan.attention`."""
 

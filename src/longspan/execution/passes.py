@@ -43,7 +43,7 @@ class Kept(list[Tensor]):
     """What a plan keeps of other ranks' rows, from forward to backward."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # frozen ones take three times as long to make
 class Pass:
     """A forward pass, as its backward needs to know it."""
 

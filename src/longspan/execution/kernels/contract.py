@@ -87,7 +87,7 @@ class Pairs(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # frozen ones take three times as long to make
 class TileWork:
     """What a kernel is given: tight tiles, and the tensors whose rows they count."""
 
@@ -100,7 +100,7 @@ class TileWork:
     """None where nothing but bands matters."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Upstream:
     """What backward begins with. `out` and `lse` are global, merged over all tiles and ranks."""
 

@@ -49,6 +49,8 @@ class Memory:
         self.tensors: list[Tensor | None] = [None] * len(buffers)
         self.buffers, self.device, self.by_index = buffers, device, by_index
         self.messages = Buffers()
+        self._typed: dict[int, dict[torch.dtype, Tensor]] = {}
+        """Views of messages as numbers: most parts of a message are of one dtype."""
 
     def get(self, buffer: Buffer) -> Tensor:
         found = self.tensors[buffer.number]
@@ -69,6 +71,7 @@ class Memory:
     def drop(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self.tensors[number] = None
+            self._typed.pop(number, None)
 
     def _new(self, buffer: Buffer) -> Tensor:
         if buffer.is_message:
@@ -80,10 +83,19 @@ class Memory:
     def _part_of_message(self, buffer: Buffer) -> Tensor:
         assert buffer.inside is not None
         assert buffer.dtype is not None
+        if buffer.first is not None:
+            typed = self._as_numbers(buffer.inside, buffer.dtype)
+            return typed.as_strided(buffer.shape, buffer.strides, typed.storage_offset() + buffer.first)
         part = self.get(buffer.inside)[buffer.offset : buffer.offset + buffer.num_bytes]
         if buffer.is_loose:
             part = part.clone()
         return part.view(buffer.dtype).view(buffer.shape)
+
+    def _as_numbers(self, message: Buffer, dtype: torch.dtype) -> Tensor:
+        known = self._typed.setdefault(message.number, {})
+        if dtype not in known:
+            known[dtype] = self.get(message).view(dtype)
+        return known[dtype]
 
     def as_list(self, buffer: Buffer) -> tuple[Tensor, Strides | None] | None:
         """The buffer's memory, or that of the message it is in, as `(1, 1, rows, D)`, and, if it is in no message, how
@@ -91,8 +103,7 @@ class Memory:
         if buffer.inside is None:
             return _as_list(self.get(buffer))
         assert buffer.dtype is not None
-        message = self.get(buffer.inside)
-        return message.view(buffer.dtype).view(1, 1, -1, buffer.shape[3]), None
+        return self._as_numbers(buffer.inside, buffer.dtype).view(1, 1, -1, buffer.shape[3]), None
 
     def table(self, rows: Ints) -> Tensor:
         """Row numbers on the device. Triton's kernels take short ones; some of PyTorch's operators on CPUs do not."""

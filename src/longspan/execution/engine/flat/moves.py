@@ -120,9 +120,9 @@ class Move:
                 merge(acc, top.squeeze(3), num.squeeze(3), out, lse.squeeze(3))
             case Kind.FINISH:
                 out, lse, acc, top, num = sides
-                made, stat = finished_rows(acc, top.squeeze(3), num.squeeze(3))
+                made, stat = finished_rows(acc, top, num)
                 out.copy_(made)
-                lse.squeeze(3).copy_(stat)
+                lse.copy_(stat)
 
     # -- by tables of tokens ----------------------------------------------------------------------------------------
 
@@ -154,9 +154,7 @@ class Move:
                 _merge(sides, table)
             case Kind.FINISH:
                 state = sides[2:] if all_here else [side.index_select(2, here) for side in sides[2:]]
-                acc, top, num = state
-                made, stat = finished_rows(acc, top.squeeze(3), num.squeeze(3))
-                for target, rows in zip(sides[:2], (made, stat.unsqueeze(3)), strict=True):
+                for target, rows in zip(sides[:2], finished_rows(*state), strict=True):
                     if all_there:
                         target.copy_(rows)
                     else:

@@ -60,6 +60,14 @@ class Buffer:
         _, h, t, d = self.shape
         return h * t * d, t * d, d, 1
 
+    @cached_property
+    def first(self) -> int | None:
+        """Which of its message's numbers it begins with, if the message is all numbers of its dtype; else None."""
+        assert self.inside is not None
+        assert self.dtype is not None
+        size = self.dtype.itemsize
+        return None if self.offset % size or self.inside.num_bytes % size else self.offset // size
+
     @property
     def is_loose(self) -> bool:
         """Whether it is a part of a message that begins at no multiple of its numbers' size: no view can show it."""
