@@ -18,12 +18,16 @@ _OFF_IN_GRAPHS = tuple(
 )
 
 
+def _is_in_graph() -> bool:
+    return torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.FuncTorchBatched)
+
+
 def as_in_eager() -> AbstractContextManager[Any]:
     """Compiled graphs call operators with `torch.vmap` and PyTorch's count of changes in place switched off. Functions
     of users need both, so here they are as outside of graphs."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    if not excluded.has(torch._C.DispatchKey.FuncTorchBatched):
+    if not _is_in_graph():
         return nullcontext()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _OFF_IN_GRAPHS:
         excluded = excluded.remove(key)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
@@ -37,10 +41,12 @@ _known: dict[int, bool] = {}
 
 def is_unobserved(tensors: Sequence[Tensor | None]) -> bool:
     """Whether PyTorch's dispatcher would do nothing with these tensors but differentiate and run: there is no mode, no
-    `torch.func`, no profiler, and every tensor has data and no behaviour of its own."""
+    `torch.func`, no profiler, no compiler and no graph of it, and every tensor has data and no behaviour of its own."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
     if torch._C._are_functorch_transforms_active() or torch.autograd._profiler_enabled():
+        return False
+    if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None or _is_in_graph():
         return False
     return all(tensor is None or _is_plain(torch._C._dispatch_keys(tensor)) for tensor in tensors)
 
