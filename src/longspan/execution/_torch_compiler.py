@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback  # type: ignore[import-not-found]
 
 _OFF_IN_GRAPHS = tuple(
     getattr(torch._C.DispatchKey, name)
@@ -44,9 +45,9 @@ def is_unobserved(tensors: Sequence[Tensor | None]) -> bool:
     `torch.func`, no profiler, no compiler and no graph of it, and every tensor has data and no behaviour of its own."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    if torch._C._are_functorch_transforms_active() or torch.autograd._profiler_enabled():
+    if torch._C._are_functorch_transforms_active() or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return False
-    if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None or _is_in_graph():
+    if get_eval_frame_callback() is not None or _is_in_graph():
         return False
     return all(tensor is None or _is_plain(torch._C._dispatch_keys(tensor)) for tensor in tensors)
 

@@ -52,7 +52,8 @@ def defined(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any
 def run_of(operator: Any, *tensors: torch.Tensor | None) -> Callable[..., Any]:
     """What to call below autograd: the operator, or, where nobody looks on, what it runs. PyTorch's dispatcher hands
     arguments from Python to Python, which takes 20 us of the host each time."""
-    return _runs.get(operator, operator) if _torch_compiler.is_unobserved(tensors) else operator
+    known = operator in _runs  # not after this module was imported again
+    return _runs[operator] if known and _torch_compiler.is_unobserved(tensors) else operator
 
 
 def differentiate(operator: Any, run: Callable[..., Any]) -> None:

@@ -67,7 +67,11 @@ def backward_op(
     """(dq, dk, dv) of one piece, in the inputs' dtype or float32, whichever is faster."""
     dtype = torch.float32 if _in_float32(q_BHQD, k_BGKD) and not _huge(lse_BHQ, q_BHQD.dtype) else q_BHQD.dtype
     return _torch.cpu_flash_backward(
-        *(as_dtype(x, dtype) for x in (dout_BHQD, q_BHQD, k_BGKD, v_BGKD, out_BHQD)),
+        as_dtype(dout_BHQD, dtype),
+        as_dtype(q_BHQD, dtype),
+        as_dtype(k_BGKD, dtype),
+        as_dtype(v_BGKD, dtype),
+        as_dtype(out_BHQD, dtype),
         lse_BHQ,
         None if bias is None else bias.to(dtype),
         causal,
