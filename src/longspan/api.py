@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from longspan.errors import PlanError, in_context
+from longspan.errors import PlanError, ScheduleError, in_context
 from longspan.layouts import Layout
 from longspan.masks import Mask
+from longspan.masks.document_rows import document_rows
 from longspan.schedules.chunks import MAX_CHUNKS
+from longspan.schedules.convolution import MAX_WIDTH, ConvPlan, planned_convolution
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.cost.presets import assumed_machine, machine_named
 from longspan.schedules.plan import Plan, PlanRequest, planned
-from longspan.schedules.steps import Sizes
+from longspan.schedules.steps import MAX_SIZE, Sizes
 from longspan.span import shortened, whole
 from longspan.untraced import untraced
 
@@ -144,6 +146,87 @@ def flex_attention(
         )  # fmt: skip
 
 
+@untraced  # how many rows a rank has with its halos is up to the plan: a graph would have to be made for each
+def causal_conv1d(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    documents: Any = None,
+    plan: ConvPlan | None = None,
+    group: Any = None,
+    activation: str | None = None,
+    name: str = "",
+) -> Any:
+    """Causal convolution of `(batch, tokens, channels)`, channel by channel, exact and differentiable.
+
+    Every token is convolved with the `width - 1` before it in its own document. With `documents`, or nothing: on one
+    device, over whole sequences. With a plan: on this rank's shards, over `group`; gradients of weight and bias are
+    this rank's share then, as those of any module on its own tokens.
+
+    Args:
+        x: the rows. In padding slots of a layout the output is 0.
+        weight: (channels, width); the last column is for the token itself.
+        bias: (channels,), or None.
+        documents: lengths, lengths per batch row, or a mask of `longspan.masks`; None is one document.
+        plan: made by `longspan.conv_plan`.
+        group: with a plan, the ranks of the sequence: a process group or a mesh of one axis.
+        activation: "silu" or "swish", which are the same, or None.
+        name: tells apart calls of one plan: ranks that are in calls of different names are told so.
+
+    >>> import torch
+    >>> x, weight = torch.tensor([1.0, 2.0, 4.0, 8.0])[None, :, None], torch.tensor([[10.0, 1.0]])
+    >>> causal_conv1d(x, weight, documents=[3, 1]).flatten().tolist()
+    [1.0, 12.0, 24.0, 8.0]
+    """
+    from longspan.execution.convolution.call import ConvRequest, causal_conv1d as run  # noqa: I001  (loads torch)
+
+    return run(x, weight, bias, ConvRequest(documents, plan, group, activation, name))
+
+
+@untraced
+def conv_plan(documents: Any, layout: Layout, *, channels: int, width: int, dtype: Any, batch: int = 1) -> ConvPlan:
+    """Who sends which rows to whom in causal convolutions of one width. Every rank makes the same plan.
+
+    Args:
+        documents: lengths, lengths per batch row, or a mask of `longspan.masks`; None is one document.
+        layout: who holds which tokens.
+        channels: features of a row.
+        width: how many tokens a convolution takes, its own included.
+        dtype: a torch dtype or its name.
+        batch: batch rows.
+
+    >>> conv_plan(None, contiguous(8, 2), channels=4, width=3, dtype="float32").bytes_received(1)  # 2 rows
+    32
+    """
+    if not isinstance(layout, Layout):
+        raise PlanError(
+            f"conv_plan(documents, layout, ...) takes a layout, but {type(layout).__name__} was given. See"
+            f" longspan.layouts."
+        )
+    with in_context(lambda: f"The call: conv_plan over {shortened(layout, 120)}."):
+        name = dtype_name(dtype)
+        width = whole(width, "width", "conv_plan()", PlanError, low=1, high=MAX_WIDTH)
+        channels = whole(channels, "channels", "conv_plan()", PlanError, low=1, high=MAX_SIZE)
+        batch = whole(batch, "batch", "conv_plan()", PlanError, low=1, high=MAX_SIZE)
+        numbers = document_rows(documents, layout.seq_len, PlanError)
+        if len(numbers) not in (1, batch):
+            raise PlanError(
+                f"documents are given for {len(numbers)} batch rows, but the plan is for {batch}. Give one list of"
+                f" lengths for all rows, or one per row."
+            )
+        return planned_convolution(numbers, layout, width, Sizes(1, 1, channels, 0, ITEMSIZE[name], batch), name)
+
+
+def dtype_name(dtype: Any) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEMSIZE:
+        raise PlanError(
+            f"dtype {shortened(dtype)} was asked for. Choose one of {', '.join(ITEMSIZE)}, as torch dtypes or names."
+        )
+    return name
+
+
 def block_mask(
     mask: Mask, layout: Layout, rank: int, *, kv: str = "global", block_size: int = 128, device: Any = "cpu"
 ) -> Any:
@@ -207,12 +290,7 @@ def plan(
             f" {type(layout).__name__} were given. See longspan.masks and longspan.layouts."
         )
     with in_context(lambda: f"The call: plan of {shortened(mask, 120)} over {shortened(layout, 120)}."):
-        name = str(dtype).removeprefix("torch.")
-        if name not in ITEMSIZE:
-            raise PlanError(
-                f"dtype {shortened(dtype)} was asked for. Choose one of {', '.join(ITEMSIZE)}, as torch dtypes or"
-                f" names."
-            )
+        name = dtype_name(dtype)
         if not isinstance(schedule, str) or not isinstance(machine, str | Machine | None):
             raise PlanError(
                 f"schedule = {shortened(schedule)} and machine = {shortened(machine)} were given. A schedule is a name,"
@@ -220,9 +298,9 @@ def plan(
             )
         if not isinstance(keep, bool):
             raise PlanError(f"keep = {shortened(keep)} was given. It is True (keep remote K/V for backward) or False.")
-        sizes = Sizes(
-            q_heads, kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, ITEMSIZE[name], batch
-        )
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        whole(v_head_dim, "v_head_dim", "a plan", ScheduleError, low=1, high=MAX_SIZE)
+        sizes = Sizes(q_heads, kv_heads, head_dim, v_head_dim, ITEMSIZE[name], batch)
         max_rows = None if fetch_bytes is None else _rows_within(fetch_bytes, sizes)
         hardware = machine_named(machine) if isinstance(machine, str) else machine
         hardware = hardware or assumed_machine(functions=not mask.is_structured)

@@ -299,7 +299,7 @@ def test_what_does_not_fit_is_refused_from_compiled_code():
 
 def test_operators_hold_on_to_nothing():
     """After forward and backward, compiled or not, a function mask and what it captured are let go."""
-    from longspan.masks import opaque
+    from longspan.masks.functions import opaque
     from longspan.schedules.plan import _made
 
     (q, k, v), dout = tensors(64)

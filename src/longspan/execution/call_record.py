@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from longspan.execution.engine.halo import HaloTask
 from longspan.execution.engine.runner import Job
 from longspan.execution.kernels.cuda_flash import implementation
 from longspan.execution.scoring.pipeline import Scoring
@@ -19,15 +20,12 @@ _records: WeakKeyDictionary[Plan, dict[tuple[str, ...], Record]] = WeakKeyDictio
 """A plan's records, by what may differ between its calls: a plan is called many times, and its texts are long."""
 
 
-def record_of(job: Job, device: torch.device, sums: bool | None, name: str, safety: Safety) -> Record:
+def record_of(job: Job | HaloTask, device: torch.device, sums: bool | None, name: str, safety: Safety) -> Record:
     """What this rank was asked for; `sums` is None where no gradients are wanted."""
     texts = (
         job.plan.fingerprint[: WIDTH - 1],
         _device(device),
-        _scheme(job.plan),
-        repr(job.scale),
-        _scores(job.scoring),
-        "none" if job.sinks is None else f"{tuple(job.sinks.shape)}",
+        *_asked(job),
         "not wanted" if sums is None else "sum" if sums else "share",
         str(safety.checked),
         repr(name) if name else "none",
@@ -43,6 +41,14 @@ def record_of(job: Job, device: torch.device, sums: bool | None, name: str, safe
 def _build(plan: Plan, fingerprint: str, *texts: str) -> Record:
     parts = plan.mask.fingerprint[:16], plan.layout.fingerprint[:16], plan.sizes.text(), plan.dtype
     return Record(VERSION, str(torch.__version__), fingerprint, *parts, *texts)
+
+
+def _asked(job: Job | HaloTask) -> tuple[str, str, str, str]:
+    """Scheme, scale, scores and sinks; a convolution has nothing but a width."""
+    if isinstance(job, HaloTask):
+        return f"convolution of width {job.conv.width}", "none", "none", "none"
+    sinks = "none" if job.sinks is None else f"{tuple(job.sinks.shape)}"
+    return _scheme(job.plan), repr(job.scale), _scores(job.scoring), sinks
 
 
 def _device(device: torch.device) -> str:

@@ -9,12 +9,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from longspan.errors import PlanError
+from longspan.errors import PlanError, ScheduleError
 from longspan.layouts import contiguous
 from longspan.masks import Mask
 from longspan.schedules.cost.presets import CPU
 from longspan.schedules.plan import Plan, PlanRequest, keep_few, planned
-from longspan.schedules.steps import Sizes
+from longspan.schedules.steps import MAX_SIZE, Sizes
+from longspan.span import whole
 
 SEQ_DIM = 2
 Shape = tuple[int, ...]
@@ -53,6 +54,7 @@ def one_device_plan(q: Shape, k: Shape, v: Shape, dtype: Any, mask: Mask) -> Pla
 
 @lru_cache(maxsize=64)
 def _request(q: Shape, k: Shape, v: Shape, dtype: Any) -> PlanRequest:
+    whole(v[3], "v_head_dim", "a plan", ScheduleError, low=1, high=MAX_SIZE)
     sizes = Sizes(q[1], k[1], q[3], v[3], dtype.itemsize, q[0])
     return PlanRequest(
         contiguous(q[SEQ_DIM], 1), sizes, str(dtype).removeprefix("torch."), "exchange", CPU, assumed=True

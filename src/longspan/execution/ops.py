@@ -22,13 +22,14 @@ from longspan.execution import _torch, operators
 from longspan.execution.call_record import record_of
 from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.forward import Forward
-from longspan.execution.engine.runner import Job
+from longspan.execution.engine.runner import Job, Task
 from longspan.execution.engine.transports import ProcessGroup, Program, run_alone
 from longspan.execution.fitting import fitting_plan
 from longspan.execution.kernels import Features, choose_kernel, kernel_named, why_not_inside
 from longspan.execution.passes import NOTHING, Kept, Pass, Said, pass_of, ticket_of
 from longspan.execution.scoring.pipeline import Scoring
 from longspan.execution.tile import wide
+from longspan.execution.trust.agreement import Record
 from longspan.execution.trust.group import Call, members_of, told
 from longspan.execution.trust.settings import Safety, safety
 from longspan.handles import found_under, number_of
@@ -63,7 +64,7 @@ def _value_of(handle: Tensor) -> Mask | Plan:
     return found
 
 
-def _told(group: str) -> AbstractContextManager[None]:
+def told_in(group: str) -> AbstractContextManager[None]:
     return told(_torch.group_named(group)) if group else nullcontext()
 
 
@@ -76,30 +77,32 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def _run(program: Program[Any], device: torch.device, group: str, call: Call | None) -> tuple[Any, int]:
+def run_over(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
     """What the program gives, and the number of the call over the group."""
     # autocast would narrow the products of float32 inside; NCCL and compiled kernels go by the current device
-    with _without_autocast(device.type), _on(device):
-        if call is None:
+    with _without_autocast(call.device.type), _on(call.device):
+        if not group:
             return run_alone(program), 0
         with members_of(_torch.group_named(group)).call(call) as running:
             return ProcessGroup(running).run(program), running.number
 
 
-def _settings(group: str, *, backward: bool = False) -> Safety:
+def settings_of(group: str, *, backward: bool = False) -> Safety:
     """How safely to run. Read when the operator runs: compiled code keeps no settings of its compilation."""
+    if not group:
+        return Safety()
     members = members_of(_torch.group_named(group))
     if not backward:
         members.settings = safety(members.settings)
     return members.settings or safety()
 
 
-def _call(job: Job, direction: str, device: torch.device, safety: Safety, **more: Any) -> Call:
+def call_of(job: Task, direction: str, device: torch.device, safety: Safety, **more: Any) -> Call:
     steps = job.plan.steps(job.rank, direction)
     return Call(job.plan.fingerprint, direction, len(steps), job.dtype, device, safety, **more)
 
 
-def _apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """The results, none of them in memory of another or of an input: dk and dv may come from one message."""
     taken = {t.untyped_storage().data_ptr() for t in inputs}
     made: list[Tensor] = []
@@ -157,7 +160,7 @@ def run_forward(
     scores has a number, or in compiled code a text with the numbers that it reads. The last `num_constants` of what is
     captured get no gradient.
     """
-    with _told(group):
+    with told_in(group):
         assert form == FORM, "compiled code of another version"
         said = Said(text, tuple(numbers or ()), tuple(reals or ())) if text else NOTHING
         captured, constants = _parted(captured, num_constants)
@@ -167,13 +170,13 @@ def run_forward(
 
         job = _job(_value_of(handle), q, k, v, (group, kernel, scale, sinks, scores), learns)
         job.plan.mask.read_anew()
-        call: Call | None = None
+        settings = settings_of(group)
+        record: Record | None = None
         if group:
-            settings = _settings(group)
             record = record_of(job, q.device, sums if saves else None, name, settings)
-            call = _call(job, "forward", q.device, settings, record=record, name=name)
-        (out, lse, kept), number = _run(Forward(job, q, k, v, captured).program(saves=saves), q.device, group, call)
-        out, lse = _apart((out.contiguous(), lse.contiguous()), (q, k, v))
+        call = call_of(job, "forward", q.device, settings, record=record, name=name)
+        (out, lse, kept), number = run_over(Forward(job, q, k, v, captured).program(saves=saves), group, call)
+        out, lse = apart((out.contiguous(), lse.contiguous()), (q, k, v))
         made, reads = Kept(kept), job.plan.mask.settled_reads()
         if text:
             job = replace(job, scoring=None)
@@ -217,10 +220,10 @@ def run_backward(
     `kept` are the rows that the plan keeps, where autograd has saved them; compiled code leaves them with the ticket.
     It also wants `plain` strides, which it has to know beforehand; elsewhere a copy would be for nothing.
     """
-    forward = pass_of(ticket)
+    forward = pass_of(ticket, Pass)
     captured, constants = _parted(captured, num_constants)
     kept = kept or forward.kept() or []
-    with _told(forward.group):
+    with told_in(forward.group):
         _check_unchanged(forward)
         job = forward.job if sinks is None else replace(forward.job, sinks=sinks)
         if forward.said.text:
@@ -229,15 +232,13 @@ def run_backward(
             # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
             job = replace(job, kernel=kernel_named("reference"))
         backward = Backward(job, Saved(q, k, v, out, lse, kept, captured), dout, dlse)
-        call: Call | None = None
-        if forward.group:
-            settings = _settings(forward.group, backward=True)
-            call = _call(job, "backward", q.device, settings, name=forward.name, forward=forward.number)
-        gradients, _ = _run(backward.program(), q.device, forward.group, call)
+        settings = settings_of(forward.group, backward=True)
+        call = call_of(job, "backward", q.device, settings, name=forward.name, forward=forward.number)
+        gradients, _ = run_over(backward.program(), forward.group, call)
         gradients = [t.contiguous() for t in gradients] if plain else gradients
-        dq, dk, dv = _apart(gradients, (dout, q, k, v, out, lse, *kept))
+        dq, dk, dv = apart(gradients, (dout, q, k, v, out, lse, *kept))
         shared = backward.shared_gradients()
-        if forward.sums and call is not None and shared:
+        if forward.sums and forward.group and shared:
             shared = _summed(shared, forward.group, call)
         return dq, dk, dv, [t.to(like.dtype) for t, like in zip(shared, _shared(captured, sinks), strict=True)]
 
@@ -300,7 +301,7 @@ class _Attention(torch.autograd.Function):
         kept: Sequence[Tensor] = ()
         ctx.is_traced = type(ticket) is not Tensor
         if not ctx.is_traced:  # when it is, there is no pass yet
-            ctx.forward_pass = pass_of(ticket)  # hooks may copy what is saved, and the copy of a ticket holds nothing
+            ctx.forward_pass = pass_of(ticket, Pass)  # the copy of a ticket, which hooks may make, holds nothing
             kept = ctx.forward_pass.kept() or ()
         ctx.num_kept, ctx.has_sinks = len(kept), sinks is not None
         ctx.num_constants = others[_TO_CONSTANTS] if len(others) > _TO_CONSTANTS else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 from weakref import ref
 
 import torch
@@ -17,6 +18,8 @@ from longspan.execution.scoring.score_text import Operands, bias_in, scoring_of
 from longspan.handles import found_under, number_of
 from longspan.masks.functions.reads import Reads
 from longspan.schedules.plan import Plan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,20 @@ class Pass:
 class _Memory(bytearray):
     """A ticket's memory: tensors that share it keep alive what the ticket is for."""
 
-    held: tuple[Pass, Kept]
+    held: tuple[object, ...]
 
 
-def ticket_of(made: Pass, kept: Kept) -> Tensor:
+def ticket_of(made: object, *more: object) -> Tensor:
+    """The ticket of a forward pass, which keeps it alive, and what more it needs."""
     memory = _Memory(number_of(made).to_bytes(8, "little"))
-    memory.held = made, kept
+    memory.held = made, *more
     return torch.frombuffer(memory, dtype=torch.int64)
 
 
-def pass_of(ticket: Tensor) -> Pass:
+def pass_of(ticket: Tensor, kind: type[T]) -> T:
+    """The forward pass of a ticket."""
     found = found_under(int(ticket))
-    if not isinstance(found, Pass):
+    if not isinstance(found, kind):
         raise PlanError(
             "a backward pass was started, but its forward pass is not known in this process any more: what compiled"
             " code saved for it was copied, and the original let go. Compile without hooks that copy saved tensors"

@@ -7,8 +7,8 @@ from longspan.masks.bands import Band
 from longspan.masks.causal_masks import causal, full, sliding_window
 from longspan.masks.classifier import Classifier
 from longspan.masks.document_masks import chunked, documents, from_cu_seqlens
+from longspan.masks.functions.opaque import from_mask_mod
 from longspan.masks.mask import Mask
-from longspan.masks.opaque import from_mask_mod
 from longspan.masks.plane import Plane, Predicate
 from longspan.masks.prefix import global_prefix, prefix_lm
 from longspan.masks.vary import per_head, per_row

@@ -9,12 +9,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from longspan.execution.convolution.own_rows import OwnRows, convolved
 from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.forward import Forward
+from longspan.execution.engine.halo import HaloBackward, HaloForward, HaloTask
 from longspan.execution.engine.runner import Job
 from longspan.execution.engine.transports import Loopback, Program
 from longspan.execution.kernels import Features, choose_kernel, kernel_named
 from longspan.execution.scoring.biases import Extras
+from longspan.schedules.convolution import ConvPlan
 from longspan.schedules.plan import Plan
 
 SEQ_DIM = 2
@@ -68,3 +71,36 @@ def run_loopback(
     parts = [(*forward[r][:2], *gradients[r]) for r in ranks]
     whole = [layout.unshard([part[i] for part in parts], SEQ_DIM) for i in range(5)]
     return *whole, *(torch.stack(found).sum(0) for found in zip(*shared, strict=True))
+
+
+def run_conv_loopback(
+    plan: ConvPlan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dout: Tensor,
+    *,
+    activation: str | None = None,
+    transport: Transport | None = None,
+) -> tuple[Tensor, ...]:
+    """Output, dx, dweight and, with a bias, dbias of whole tensors, computed by all ranks of the plan together; the
+    shares of the last two are added up. Padding slots hold nan, which must not show."""
+    layout, carry = plan.layout, Loopback() if transport is None else transport
+    ranks = range(layout.world_size)
+    tasks = [HaloTask(plan, rank, x.dtype) for rank in ranks]
+    shared = [t.detach().requires_grad_() for t in (weight, bias) if t is not None]
+    rows = carry.run([HaloForward(tasks[r], layout.shard(x.detach(), r, 1, torch.nan)).program() for r in ranks])
+    parts: list[Tensor] = []
+    drows: list[Tensor] = []
+    gradients: list[list[Tensor]] = []
+    for r in ranks:
+        rows[r].requires_grad_()
+        own = OwnRows.of(plan, r, x.device)
+        out = convolved(rows[r], shared[0], shared[1] if len(shared) > 1 else None, own, activation)
+        drow, *found = torch.autograd.grad(out, (rows[r], *shared), layout.shard(dout, r, 1, torch.nan))
+        parts.append(out.detach())
+        drows.append(drow)
+        gradients.append(found)
+    dx = carry.run([HaloBackward(tasks[r], drows[r]).program() for r in ranks])
+    sums = [torch.stack(found).sum(0) for found in zip(*gradients, strict=True)]
+    return layout.unshard(parts, 1), layout.unshard(dx, 1), *sums

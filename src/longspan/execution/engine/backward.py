@@ -19,7 +19,7 @@ from longspan.execution.engine.token_store import TokenStore, common_rows, have_
 from longspan.execution.engine.transports import Program
 from longspan.execution.kernels.contract import Group
 from longspan.execution.tile import as_dtype, wide
-from longspan.schedules.steps import Compute, Piece, Role, Transfer
+from longspan.schedules.steps import Compute, Moved, Piece, Role
 
 
 class Saved(NamedTuple):
@@ -145,7 +145,7 @@ class BackwardWalk(Walk):
             self._add(rows, sums, wanted, whole, key)
         whole.finish()
 
-    def arrived(self, transfer: Transfer, rows: TokenStore) -> None:
+    def arrived(self, transfer: Moved, rows: TokenStore) -> None:
         piece = transfer.piece
         if piece.role not in (Role.DQ, Role.DKV):
             return super().arrived(transfer, rows)

@@ -1,0 +1,120 @@
+"""From a user's tensors to halos and back to an output: what is asked must make sense, or the call is refused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from longspan.errors import PlanError, in_context
+from longspan.execution.convolution import halo_operator
+from longspan.execution.convolution.fitting_rows import check_dtypes, check_plan, check_rows, check_tensors
+from longspan.execution.convolution.own_rows import OwnRows, convolved
+from longspan.execution.handed import group_handed, group_of
+from longspan.execution.inputs import as_autocast
+from longspan.execution.ops import place_in
+from longspan.execution.trust.group import told
+from longspan.handles import handle_of
+from longspan.layouts import contiguous
+from longspan.masks.document_rows import document_rows
+from longspan.schedules.convolution import ConvPlan, planned_convolution
+from longspan.schedules.steps import Sizes
+from longspan.span import shortened
+
+
+@dataclass(frozen=True, eq=False)
+class ConvRequest:
+    """What is asked for beside tensors; see `longspan.causal_conv1d`."""
+
+    documents: Any = None
+    plan: Any = None
+    group: Any = None
+    activation: str | None = None
+    name: str = ""
+
+
+def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, asked: ConvRequest) -> Tensor:
+    """The convolution of the rank's rows, with the errors of a public call."""
+    group = group_of(asked.group)
+    telling = told(group) if isinstance(group, dist.ProcessGroup) else nullcontext()
+    with in_context(lambda: _described(x, weight, asked, group)), telling:
+        check_tensors(x, weight, bias, asked.activation)
+        if not isinstance(asked.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PlanError(
+                f"name = {shortened(asked.name)} was given. A call's name is a str, the same on every rank."
+            )
+        return _run(x, weight, bias, asked, _group_name(group, asked))
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, asked: ConvRequest, group: str) -> Tensor:
+    plan = asked.plan
+    if plan is None:
+        x = as_autocast(x)
+        plan = _one_device_plan(x, weight.shape[1], asked.documents)
+    check_plan(plan, weight)
+    if not torch.is_autocast_enabled(x.device.type):
+        check_dtypes(x, weight, bias)
+    elif str(as_autocast(x).dtype).removeprefix("torch.") == plan.dtype:
+        x = as_autocast(x)  # halos travel as what the convolution will make of them
+    place = place_in(group)
+    check_rows(plan, x, place)
+    rank = 0 if place is None else place[0]
+    saves = torch.is_grad_enabled() and x.requires_grad
+    others = group, plan.num_rows(rank), saves, asked.name, halo_operator.FORM
+    rows, _ = halo_operator.halo(x, _handle(plan), *others)
+    return convolved(rows, weight, bias, OwnRows.of(plan, rank, x.device), asked.activation)
+
+
+def _one_device_plan(x: Tensor, width: int, documents: Any) -> ConvPlan:
+    batch, tokens, channels = x.shape
+    numbers = document_rows(documents, tokens, PlanError)
+    if len(numbers) not in (1, batch):
+        raise PlanError(
+            f"documents are given for {len(numbers)} batch rows, but x of shape {tuple(x.shape)} has {batch}. Give one"
+            f" list of lengths for all rows, or one per row."
+        )
+    sizes = Sizes(1, 1, channels, 0, x.dtype.itemsize, batch)
+    return planned_convolution(numbers, contiguous(tokens, 1), width, sizes, str(x.dtype).removeprefix("torch."))
+
+
+def _handle(plan: ConvPlan) -> Tensor:
+    if plan.handle is None:  # made before torch was loaded
+        object.__setattr__(plan, "handle", handle_of(plan))
+    return plan.handle
+
+
+def _group_name(group: Any, asked: ConvRequest) -> str:
+    """The name under which PyTorch knows the group; "" for one device."""
+    if asked.plan is not None and asked.documents is not None:
+        raise PlanError("documents and a plan were given, but a plan has documents of its own. Leave one of them out.")
+    if group is None:
+        return ""
+    if asked.plan is None:
+        raise PlanError(
+            "a group was given without a plan. Make one: longspan.conv_plan(documents, layout, channels=..., width=...,"
+            " dtype=...), and pass plan=."
+        )
+    if isinstance(group, DeviceMesh):
+        raise PlanError(
+            f"group is a mesh of {group.ndim} axes {group.mesh_dim_names}. Pass the one that holds the sequence, as"
+            f" in mesh['cp']."
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise PlanError(f"group= takes a process group or a mesh of one axis, but {group_handed(group)}.")
+    return group.group_name
+
+
+def _described(x: Any, weight: Any, asked: ConvRequest, group: Any) -> str:
+    """The call in a sentence, as far as its arguments are what they should be."""
+    shapes = [f"{name} {tuple(t.shape)}" for name, t in (("x", x), ("weight", weight)) if isinstance(t, Tensor)]
+    parts = [f"causal_conv1d of {', '.join(shapes)}" if shapes else "causal_conv1d"]
+    if isinstance(asked.plan, ConvPlan):
+        parts.append(f"by {shortened(asked.plan, 160)}")
+    if isinstance(group, dist.ProcessGroup):
+        parts.append(f"on rank {group.rank()} of {group.size()}")
+    return f"The call: {', '.join(parts)}."
