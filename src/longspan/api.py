@@ -77,14 +77,14 @@ def attention(
     >>> torch.allclose(out[:, :, 5], v[:, :, 5])  # the first token of the second document sees itself only
     True
     """
-    from longspan.execution.call import Request, attention as run, in_call  # noqa: I001  (loads torch, here and not above)
-    from longspan.execution.scoring.biases import Extras
-    from longspan.execution.inputs import check_inputs
+    from longspan.execution.call import Extras, Request, attention as run, check_inputs, in_call  # noqa: I001  (loads torch)
 
+    is_plain = score_mod is None and softcap is None and alibi is None and relative_bias is None and bias is None
     with in_call("attention", (q, k, v), plan_or_mask, group):
         check_inputs(q, k, v, scale, kernel, sinks, name)
-        extras = Extras(score_mod, softcap, alibi, relative_bias, bias, dropout or 0.0, seed)
-        more = extras if extras.any() else None
+        more: Extras | None = None
+        if not is_plain or dropout or seed is not None:
+            more = Extras(score_mod, softcap, alibi, relative_bias, bias, dropout or 0.0, seed)
         return run(q, k, v, Request(plan_or_mask, group, scale, return_lse, kernel, sinks, more, captured_grads, name))
 
 
