@@ -6,6 +6,7 @@ Importing this needs numpy alone; torch is loaded by the functions that touch te
 from longspan import layouts, masks, schedules
 from longspan.api import attention, block_mask, causal_conv1d, conv_plan, flex_attention, plan
 from longspan.errors import KernelError, LayoutError, LongspanError, MaskError, PlanError, ScheduleError
+from longspan.recurrences import gated_delta_rule, linear_attention, linear_recurrence, scan, scan_plan, ssd
 from longspan.schedules.plan import Plan
 from longspan.span import Span
 from longspan.verification import verify
@@ -26,10 +27,16 @@ __all__ = [
     "causal_conv1d",
     "conv_plan",
     "flex_attention",
+    "gated_delta_rule",
     "layouts",
+    "linear_attention",
+    "linear_recurrence",
     "masks",
     "plan",
+    "scan",
+    "scan_plan",
     "schedules",
+    "ssd",
     "verify",
 ]
 

@@ -205,7 +205,7 @@ def conv_plan(documents: Any, layout: Layout, *, channels: int, width: int, dtyp
             f" longspan.layouts."
         )
     with in_context(lambda: f"The call: conv_plan over {shortened(layout, 120)}."):
-        name = _dtype_name(dtype)
+        name = dtype_name(dtype)
         width = whole(width, "width", "conv_plan()", PlanError, low=1, high=MAX_WIDTH)
         channels = whole(channels, "channels", "conv_plan()", PlanError, low=1, high=MAX_SIZE)
         batch = whole(batch, "batch", "conv_plan()", PlanError, low=1, high=MAX_SIZE)
@@ -218,7 +218,7 @@ def conv_plan(documents: Any, layout: Layout, *, channels: int, width: int, dtyp
         return planned_convolution(numbers, layout, width, Sizes(1, 1, channels, 0, ITEMSIZE[name], batch), name)
 
 
-def _dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
         raise PlanError(
@@ -290,7 +290,7 @@ def plan(
             f" {type(layout).__name__} were given. See longspan.masks and longspan.layouts."
         )
     with in_context(lambda: f"The call: plan of {shortened(mask, 120)} over {shortened(layout, 120)}."):
-        name = _dtype_name(dtype)
+        name = dtype_name(dtype)
         if not isinstance(schedule, str) or not isinstance(machine, str | Machine | None):
             raise PlanError(
                 f"schedule = {shortened(schedule)} and machine = {shortened(machine)} were given. A schedule is a name,"

@@ -6,10 +6,11 @@ and including step `until`. There are only two instructions; schemes differ in n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import Any, Protocol
 
 from longspan.errors import ScheduleError
 from longspan.layouts import Layout
@@ -110,6 +111,11 @@ class Piece:
         batch = sizes.batch if self.batch is None else len(self.batch)
         return self.num_tokens * len(self.heads) * batch * sizes.row_bytes(self.role)
 
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Both ends of a message list its pieces in this order."""
+        return (self.role, self.heads, self.spans, self.apart)
+
     def to(self, role: Role) -> Piece:
         """The same rows in another role."""
         return Piece(role, self.spans, self.heads, self.batch, self.apart)
@@ -142,6 +148,28 @@ class Piece:
             Span.parse(batch) if batch else None,
             tuple(map(Span.parse, apart.split(","))) if apart else (),
         )
+
+
+class Moved(Protocol):
+    """A piece on its way, of whatever kind of plan."""
+
+    @property
+    def src(self) -> int: ...
+    @property
+    def dst(self) -> int: ...
+    @property
+    def piece(self) -> Any: ...
+    @property
+    def until(self) -> int: ...
+
+
+class PlanStep(Protocol):
+    """One rank's share of a step, of whatever kind of plan."""
+
+    @property
+    def transfers(self) -> Sequence[Moved]: ...
+    @property
+    def computes(self) -> Sequence[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)

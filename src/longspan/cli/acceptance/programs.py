@@ -12,8 +12,9 @@ from torch import Tensor
 
 from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.forward import Forward
-from longspan.execution.engine.runner import Job, messages_of
+from longspan.execution.engine.runner import Job
 from longspan.execution.engine.transports import Program
+from longspan.execution.engine.walk import messages_of
 from longspan.execution.kernels import Kernel, choose_kernel, kernel_named
 from longspan.schedules.plan import Plan
 from longspan.schedules.steps import MAX_BATCH

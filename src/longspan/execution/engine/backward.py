@@ -18,7 +18,7 @@ from longspan.execution.engine.runner import Job, Run, Walk
 from longspan.execution.engine.token_store import TokenStore, common_rows, have_all
 from longspan.execution.engine.transports import Program
 from longspan.execution.kernels.contract import Group
-from longspan.schedules.steps import Compute, Piece, Role, Transfer
+from longspan.schedules.steps import Compute, Moved, Piece, Role
 
 
 class Saved(NamedTuple):
@@ -144,7 +144,7 @@ class BackwardWalk(Walk):
             self._add(rows, sums, wanted, whole, key)
         whole.finish()
 
-    def arrived(self, transfer: Transfer, rows: TokenStore) -> None:
+    def arrived(self, transfer: Moved, rows: TokenStore) -> None:
         piece = transfer.piece
         if piece.role not in (Role.DQ, Role.DKV):
             return super().arrived(transfer, rows)

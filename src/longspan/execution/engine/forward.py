@@ -16,7 +16,7 @@ from longspan.execution.engine.token_store import Bools, TokenStore, common_rows
 from longspan.execution.engine.transports import Program
 from longspan.execution.kernels.contract import Group
 from longspan.masks.classifier import runs_of as runs_of_true
-from longspan.schedules.steps import Compute, Piece, Role, Sizes, Step, Transfer
+from longspan.schedules.steps import Compute, Moved, Piece, PlanStep, Role, Sizes
 from longspan.span import Ints, Span, as_spans, as_table, join, union
 
 
@@ -64,7 +64,7 @@ class ForwardWalk(Walk):
                 return source.copy_to(target, common_rows(q.runs, target.runs))
         raise AssertionError(f"{piece!r} was not computed here")
 
-    def arrived(self, transfer: Transfer, rows: TokenStore) -> None:
+    def arrived(self, transfer: Moved, rows: TokenStore) -> None:
         super().arrived(transfer, rows)
         if self.saves and transfer.piece.role in (Role.Q, Role.KV):
             self.kept.append((transfer.piece.role, rows))
@@ -176,7 +176,7 @@ def rectangles(missing: Bools) -> list[tuple[slice, slice, slice]]:
     return made
 
 
-def computed_spans(steps: tuple[Step, ...], sizes: Sizes) -> dict[Key, tuple[Span, ...]]:
+def computed_spans(steps: Sequence[PlanStep], sizes: Sizes) -> dict[Key, tuple[Span, ...]]:
     """For each set of heads and batch rows, the query rows that the steps compute."""
     found: dict[Key, list[Ints]] = {}
     for piece in (compute.q for step in steps for compute in step.computes):

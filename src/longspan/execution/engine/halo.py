@@ -21,7 +21,7 @@ from longspan.execution.engine.transports import Program
 from longspan.execution.engine.wire import Format
 from longspan.schedules.convolution import ConvPlan
 from longspan.schedules.plan import Plan
-from longspan.schedules.steps import Compute, Piece, Role, Transfer
+from longspan.schedules.steps import Compute, Moved, Piece, Role
 from longspan.span import Ints, Span, subtract, total, union
 
 HEAD = Span(0, 1)
@@ -67,7 +67,7 @@ class HaloForwardWalk(HaloWalk):
         super().__init__(task)
         self.own(Role.KV)
 
-    def arrived(self, transfer: Transfer, rows: TokenStore) -> None:
+    def arrived(self, transfer: Moved, rows: TokenStore) -> None:
         self.hold(transfer.piece.role, rows, self.never)
 
     def finish(self) -> list[Rows]:
@@ -123,7 +123,7 @@ class HaloBackwardWalk(HaloWalk):
         self._move(runs, found, wanted.runs, whole)
         whole.finish()
 
-    def arrived(self, transfer: Transfer, rows: TokenStore) -> None:  # noqa: ARG002
+    def arrived(self, transfer: Moved, rows: TokenStore) -> None:  # noqa: ARG002
         sums = Sum(rows.tensors, self.form.wide)
         sums.begin_with(rows.tensors)
         self._move(rows.runs, sums, self.own_runs, self.home.of((rows.heads, rows.batch)))

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from longspan.errors import PlanError
 from longspan.execution.engine.flat.memory import Memory
-from longspan.execution.engine.flat.program import FlatProgram, FlatStep, Mail, items_of, memory_for, part_of
-from longspan.execution.engine.flat.recorder import Buffer, Launched, Recorder, Rows, Taken
+from longspan.execution.engine.flat.program import FlatProgram, memory_for, part_of
+from longspan.execution.engine.flat.recorder import Launched, Rows, Taken
 from longspan.execution.engine.tiles import tiles_for
 from longspan.execution.engine.token_store import TokenStore, gather, have_all, laid_out, runs_of
 from longspan.execution.engine.transports import Program
+from longspan.execution.engine.walk import PlanWalk
 from longspan.execution.engine.wire import Format
 from longspan.execution.kernels.contract import Group, Kernel, TileWork, Upstream
 from longspan.execution.scoring.captured import Totals
@@ -30,7 +31,7 @@ from longspan.execution.scoring.pairs import TilePairs, TilePositions
 from longspan.execution.scoring.pipeline import Scoring
 from longspan.layouts import Layout
 from longspan.schedules.plan import Plan
-from longspan.schedules.steps import Compute, Piece, Role, Step, Transfer
+from longspan.schedules.steps import Compute, Moved, Piece, Role
 from longspan.span import Ints, Span
 
 
@@ -68,34 +69,6 @@ class Job:
         return Format(self.plan.sizes, self.dtype)
 
 
-@dataclass(frozen=True, eq=False)
-class Messages:
-    """One rank's transfers of one step by the peer they go to or come from, in the order in which both ends list them.
-
-    They are one message for each peer.
-    """
-
-    sends: dict[int, list[Transfer]]
-    receives: dict[int, list[Transfer]]
-    pieces: dict[tuple[int, int], list[Transfer]]
-    """All of them, by source and target."""
-
-
-def messages_of(step: Step, rank: int) -> Messages:
-    sends: dict[int, list[Transfer]] = {}
-    receives: dict[int, list[Transfer]] = {}
-    for t in step.transfers:
-        if t.src == rank:
-            sends.setdefault(t.dst, []).append(t)
-        else:
-            receives.setdefault(t.src, []).append(t)
-    for lists in (sends, receives):
-        for transfers in lists.values():
-            transfers.sort(key=lambda t: (t.piece.role, t.piece.heads, t.piece.spans, t.piece.apart))
-    pieces = {(rank, peer): transfers for peer, transfers in sends.items()}
-    return Messages(sends, receives, pieces | {(peer, rank): transfers for peer, transfers in receives.items()})
-
-
 def own_runs(layout: Layout, rank: int) -> Ints:
     return laid_out(layout.span_table(rank))
 
@@ -104,103 +77,29 @@ Result = tuple[Group, list[Rows]]
 """Tiles, and what a kernel gives for them."""
 
 
-class RowWalk(ABC):
+class RowWalk(PlanWalk):
     """One rank's steps in one direction, walked with rows that stand for tensors, whatever is computed with them."""
 
     direction = "forward"
 
     def __init__(self, job: Task) -> None:
+        super().__init__(job.plan.steps(job.rank, self.direction), job.rank, job.format)
         self.job, self.sizes, self.form = job, job.plan.sizes, job.format
-        self.recorder = Recorder()
-        self.steps = job.plan.steps(job.rank, self.direction)
         self.never = len(self.steps) + 2
         self.held: dict[Role, list[tuple[int, TokenStore]]] = {}
         self.own_runs = own_runs(job.plan.layout, job.rank)
-        self.loose: list[Buffer] = []
         self._runs: dict[tuple[Span, ...], Ints] = {}
 
     # -- what a direction fills in ----------------------------------------------------------------------------------
 
-    @abstractmethod
-    def compute(self, compute: Compute) -> None:
-        """Works on the pairs of one compute."""
-
-    @abstractmethod
-    def finish(self) -> list[Rows]:
-        """What the run is for, when all steps are done."""
-
     def fill(self, piece: Piece, targets: Sequence[Rows]) -> None:
-        """Writes a piece to be sent into its part of a message."""
         gather(self._stores(piece), self.store(piece, targets), repr(piece))
 
-    def arrived(self, transfer: Transfer, rows: TokenStore) -> None:
+    def take(self, transfer: Moved, tensors: Sequence[Rows]) -> None:
+        self.arrived(transfer, self.store(transfer.piece, tensors))
+
+    def arrived(self, transfer: Moved, rows: TokenStore) -> None:
         self.hold(transfer.piece.role, rows, transfer.until)
-
-    # -- walking ----------------------------------------------------------------------------------------------------
-
-    def program(self) -> FlatProgram:
-        """Every step: start its messages, compute while they travel, take in what arrived."""
-        made: list[tuple[Any, ...]] = []
-        for number, step in enumerate(self.steps):
-            messages = messages_of(step, self.job.rank)
-            sends = self._mail(messages.sends) if messages.sends else None
-            if sends is not None:
-                self._pack(messages.sends, sends)
-            pack, loose = self.recorder.cut(), self._loose()
-            receives = self._receives(messages.receives)
-            for compute in step.computes:
-                self.compute(compute)
-            work = self.recorder.cut()
-            self._drop_after(number)
-            for mail in receives:
-                for peer, (offset, _) in mail.places.items():
-                    self._unpack(messages.receives[peer], mail.buffer, offset)
-            made.append((pack, sends, receives, messages.pieces, work, self.recorder.cut(), loose))
-        results = self.finish()
-        end = items_of(self.recorder.cut())  # and only now, because buffers of states have grown
-        steps = [
-            FlatStep(items_of(pack), sends, receives, pieces, items_of(work), items_of(unpack), loose)
-            for pack, sends, receives, pieces, work, unpack, loose in made
-        ]
-        return FlatProgram(steps, end, results, self.recorder.buffers, self._loose())
-
-    def _mail(self, lists: dict[int, list[Transfer]]) -> Mail:
-        """Messages with these transfers in one buffer, each on a multiple that suits operations on rows."""
-        places: dict[int, tuple[int, int]] = {}
-        offset, step = 0, self.form.alignment
-        for peer, transfers in lists.items():
-            size = self.form.num_bytes(transfers)
-            places[peer] = offset, size
-            offset = -(-(offset + size) // step) * step
-        return Mail(self.recorder.message(offset), places)
-
-    def _receives(self, lists: dict[int, list[Transfer]]) -> list[Mail]:
-        """One buffer for all messages that are used up to the same step."""
-        groups: dict[int, dict[int, list[Transfer]]] = {}
-        for peer, transfers in lists.items():
-            groups.setdefault(max(t.until for t in transfers), {})[peer] = transfers
-        return [self._mail(group) for group in groups.values()]
-
-    def _pack(self, lists: dict[int, list[Transfer]], mail: Mail) -> None:
-        for peer, transfers in lists.items():
-            offset, _ = mail.places[peer]
-            for t in transfers:
-                offset = self._pack_piece(t.piece, mail.buffer, offset)
-
-    def _pack_piece(self, piece: Piece, message: Buffer, offset: int) -> int:
-        targets, offset = self.form.tensors(self.recorder, piece, message, offset)
-        self.loose += [rows.buffer for rows in targets if rows.buffer.is_loose]
-        self.fill(piece, targets)
-        return offset
-
-    def _loose(self) -> list[Buffer]:
-        loose, self.loose = self.loose, []
-        return loose
-
-    def _unpack(self, transfers: list[Transfer], message: Buffer, offset: int) -> None:
-        for t in transfers:
-            tensors, offset = self.form.tensors(self.recorder, t.piece, message, offset)
-            self.arrived(t, self.store(t.piece, tensors))
 
     # -- holding ----------------------------------------------------------------------------------------------------
 
@@ -245,7 +144,7 @@ class RowWalk(ABC):
         whole = next((number for number, rows in enumerate(found) if have_all(rows.runs, wanted)), 0)
         return found[whole : whole + 1] + found[:whole] + found[whole + 1 :]
 
-    def _drop_after(self, step: int) -> None:
+    def drop_after(self, step: int) -> None:
         for role, stores in self.held.items():
             self.held[role] = [(until, rows) for until, rows in stores if until > step]
 

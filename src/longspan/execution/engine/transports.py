@@ -17,7 +17,7 @@ from torch import Tensor
 from longspan.execution.engine.observe import count
 from longspan.execution.trust import headers
 from longspan.execution.trust.group import Running
-from longspan.schedules.steps import MAX_BATCH, Transfer
+from longspan.schedules.steps import MAX_BATCH, Moved
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Exchange:
     sends: dict[int, Tensor]
     receives: dict[int, int]
     device: torch.device
-    pieces: dict[tuple[int, int], list[Transfer]] = field(default_factory=dict)
+    pieces: dict[tuple[int, int], list[Moved]] = field(default_factory=dict)
     """What the messages are made of, by source and target."""
     into: dict[int, Tensor] = field(default_factory=dict)
     """Memory for what is expected, by source: a transport may use it, or memory of its own."""

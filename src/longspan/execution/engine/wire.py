@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import lcm
 
 import torch
 
 from longspan.execution.engine.flat.recorder import Buffer, Recorder, Rows
 from longspan.execution.tile import wide
-from longspan.schedules.steps import Piece, Role, Sizes, Transfer
+from longspan.schedules.steps import Moved, Piece, Role, Sizes
 from longspan.span import Span
 
 
@@ -40,7 +39,7 @@ class Format:
         }[role]
         return fields if v else [field for field in fields if field[0]]
 
-    @cached_property
+    @property
     def alignment(self) -> int:
         """Bytes on whose multiples messages begin in a buffer of several: then most rows begin on multiples of their
         own size, and operations on rows of many messages can be one."""
@@ -50,7 +49,7 @@ class Format:
     def batch(self, piece: Piece) -> Span:
         return Span(0, self.sizes.batch) if piece.batch is None else piece.batch
 
-    def num_bytes(self, transfers: Sequence[Transfer]) -> int:
+    def num_bytes(self, transfers: Sequence[Moved]) -> int:
         return sum(t.piece.num_bytes(self.sizes) for t in transfers)
 
     def tensors(self, recorder: Recorder, piece: Piece, message: Buffer, offset: int) -> tuple[list[Rows], int]:

@@ -18,10 +18,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import reduce
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from longspan.execution.tile import wide
 from longspan.span import Ints
 
 
@@ -43,8 +46,18 @@ class Recurrence(ABC):
     """What is computed: a frozen value with the options of one call. See `recurrences`."""
 
     name: ClassVar[str]
-    is_dense: ClassVar[bool]
+    is_dense: bool
     """Whether M is a matrix for each head."""
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether kernels have `alone` and `entering` for it."""
+        return not self.is_dense
+
+    @property
+    def captured(self) -> tuple[Tensor, ...]:
+        """Tensors that want gradients beside tokens and what is shared."""
+        return ()
 
     @abstractmethod
     def state_shape(self, tokens: tuple[Tensor, ...]) -> tuple[int, int, int]:
@@ -53,6 +66,10 @@ class Recurrence(ABC):
     @abstractmethod
     def map_shape(self, tokens: tuple[Tensor, ...]) -> tuple[int, int, int]:
         """(heads, rows, columns) of M."""
+
+    def state_dtype(self, tokens: tuple[Tensor, ...]) -> torch.dtype:
+        """Of states and maps: float32, or float64 where any token is."""
+        return wide(reduce(torch.promote_types, (x.dtype for x in tokens)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan.errors import RankError
-from longspan.schedules.steps import Transfer
+from longspan.schedules.steps import Moved
 
 MAGIC = b"LSh2"
 _FORM = struct.Struct("<4s8sIqBIHHIQ8sIHI")
@@ -56,7 +56,7 @@ class Header:
         )
 
 
-def name_of(transfers: Sequence[Transfer]) -> int:
+def name_of(transfers: Sequence[Moved]) -> int:
     """A checksum of what these pieces are, equal on both ends."""
     return zlib.crc32(" ".join(repr(t.piece) for t in transfers).encode())
 

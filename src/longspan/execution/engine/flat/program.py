@@ -18,7 +18,7 @@ from longspan.execution.engine.flat.moves import Move
 from longspan.execution.engine.flat.recorder import Buffer, Called, Event, Launched, Note, Rows, Taken
 from longspan.execution.engine.observe import mark
 from longspan.execution.engine.transports import Exchange, Program
-from longspan.schedules.steps import Transfer
+from longspan.schedules.steps import Moved
 
 Attend = Callable[[Launched, Sequence[Tensor]], Iterator[tuple[Tensor, ...]]]
 """Starts a launch on its inputs; gives its results one by one."""
@@ -44,7 +44,7 @@ class FlatStep:
     pack: list[Item]
     sends: Mail | None
     receives: list[Mail]
-    pieces: dict[tuple[int, int], list[Transfer]]
+    pieces: dict[tuple[int, int], list[Moved]]
     work: list[Item]
     unpack: list[Item]
     loose: list[Buffer] = field(default_factory=list)

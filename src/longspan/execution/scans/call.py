@@ -1,0 +1,170 @@
+"""From a user's tensors to a recurrence's output, on one device or over ranks; what makes no sense is refused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from longspan.errors import PlanError, in_context
+from longspan.execution.engine.transports import Program
+from longspan.execution.handed import group_handed, group_of
+from longspan.execution.ops import run_over, settings_of, told_in
+from longspan.execution.scans.contract import ScanKernel, ScanWork, Segments
+from longspan.execution.scans.fitting import check_plan
+from longspan.execution.scans.kernels import choose_scan_kernel
+from longspan.execution.scans.spread import LocalSegments, RankScan, spread
+from longspan.execution.trust.agreement import WIDTH, Record
+from longspan.execution.trust.group import Call
+from longspan.execution.trust.settings import Safety
+from longspan.masks.document_rows import document_rows
+from longspan.schedules.scans.plan import ScanPlan
+from longspan.span import Ints, shortened
+from longspan.version import VERSION
+
+
+@dataclass(frozen=True, eq=False)
+class ScanRequest:
+    """What is asked for beside tensors; see `longspan.gated_delta_rule`."""
+
+    operator: str
+    documents: Any = None
+    plan: Any = None
+    group: Any = None
+    kernel: str = "auto"
+    name: str = ""
+
+
+@torch.compiler.disable(reason="recurrences over ranks run between compiled graphs")
+def run(recurrence: Any, tokens: tuple[Any, ...], shared: tuple[Any, ...], asked: ScanRequest) -> Tensor:
+    """The output of this rank's tokens, with the errors of a public call."""
+    group = group_of(asked.group)
+    name = _group_name(group, asked)
+    with in_context(lambda: _described(asked, tokens, group)), told_in(name) if name else nullcontext():
+        if not isinstance(asked.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PlanError(
+                f"name = {shortened(asked.name)} was given. A call's name is a str, the same on every rank."
+            )
+        place = (group.rank(), group.size()) if name else None
+        if asked.plan is None:
+            work = ScanWork(recurrence, tokens, shared, _whole(tokens[0], asked.documents))
+            return alone(choose_scan_kernel(asked.kernel, work), work)
+        check_plan(asked.plan, recurrence, tokens, place)
+        plan, rank = asked.plan, 0 if place is None else place[0]
+        local = _local(plan, rank)
+        work = ScanWork(recurrence, tokens, shared, local.segments)
+        kernel = choose_scan_kernel(asked.kernel, work)
+        if not name:
+            return alone(kernel, work)
+        learns = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (*tokens, *shared, *recurrence.captured)
+        )
+        carrier = Carrier(plan, name, asked.name, tokens[0].device, f"{recurrence!r}, {kernel.name}", learns)
+        return spread(kernel, work, RankScan(plan, rank, local, carrier), learns=learns)
+
+
+def alone(kernel: ScanKernel, work: ScanWork) -> Tensor:
+    """On one device, where every document is one segment."""
+    if work.recurrence.in_one_pass:
+        return kernel.alone(work)[0]
+    shape = (len(work.segments), *work.recurrence.state_shape(work.tokens))
+    dtype = work.recurrence.state_dtype(work.tokens)
+    return kernel.local(work, torch.zeros(shape, dtype=dtype, device=work.tokens[0].device))[0]
+
+
+def _whole(x: Tensor, documents: Any) -> Segments:
+    batch, tokens = x.shape[:2]
+    numbers = document_rows(documents, tokens, PlanError)
+    if len(numbers) not in (1, batch):
+        raise PlanError(
+            f"documents are given for {len(numbers)} batch rows, but there are {batch}. Give one list of lengths for"
+            f" all rows, or one per row."
+        )
+    rows: list[Ints] = []
+    for row in range(batch if tokens else 0):
+        edges = np.flatnonzero(np.diff(numbers[row if len(numbers) > 1 else 0])) + 1
+        starts, stops = np.append(0, edges), np.append(edges, tokens)
+        rows.append(np.stack((np.full(len(starts), row), starts, stops), axis=1))
+    return Segments(np.concatenate(rows) if rows else np.empty((0, 3), dtype=np.int64))
+
+
+_known: WeakKeyDictionary[ScanPlan, dict[int, LocalSegments]] = WeakKeyDictionary()
+
+
+def _local(plan: ScanPlan, rank: int) -> LocalSegments:
+    known = _known.setdefault(plan, {})
+    if rank not in known:
+        known[rank] = LocalSegments.of(plan, rank)
+    return known[rank]
+
+
+@dataclass(frozen=True, eq=False)
+class Carrier:
+    """Carries a rank's messages over a process group: one call in each direction."""
+
+    plan: ScanPlan
+    group: str
+    name: str
+    device: torch.device
+    computes: str
+    learns: bool
+
+    def __call__(self, program: Program[list[Tensor]], direction: str, number: int) -> tuple[list[Tensor], int]:
+        backward = direction == "backward"
+        with told_in(self.group) if backward else nullcontext():
+            safety = settings_of(self.group, backward=backward)
+            record = None if backward else self._record(safety)
+            steps = self.plan.draft.num_steps
+            dtype = getattr(torch, self.plan.dtype)
+            call = Call(
+                self.plan.fingerprint, direction, steps, dtype, self.device, safety, record, self.name, number
+            )  # fmt: skip
+            return run_over(program, self.group, call)
+
+    def _record(self, safety: Safety) -> Record:
+        plan = self.plan
+        return Record(
+            VERSION, str(torch.__version__), plan.fingerprint[: WIDTH - 1], plan.chains.fingerprint[:16],
+            plan.layout.fingerprint[:16], plan.sizes.text(), plan.dtype, self.device.type, f"scan by {plan.scheme}",
+            "none", self.computes, "none", "share" if self.learns else "not wanted", str(safety.checked),
+            repr(self.name) if self.name else "none",
+        )  # fmt: skip
+
+
+def _group_name(group: Any, asked: ScanRequest) -> str:
+    """The name under which PyTorch knows the group; "" for one device."""
+    if asked.plan is not None and asked.documents is not None:
+        raise PlanError("documents and a plan were given, but a plan has documents of its own. Leave one of them out.")
+    if group is None:
+        return ""
+    if asked.plan is None:
+        raise PlanError(
+            "a group was given without a plan. Make one: longspan.scan_plan(documents, layout, heads=..., keys=...,"
+            " values=..., map=...), and pass plan=."
+        )
+    if isinstance(group, DeviceMesh):
+        raise PlanError(
+            f"group is a mesh of {group.ndim} axes {group.mesh_dim_names}. Pass the one that holds the sequence, as"
+            f" in mesh['cp']."
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise PlanError(f"group= takes a process group or a mesh of one axis, but {group_handed(group)}.")
+    return group.group_name
+
+
+def _described(asked: ScanRequest, tokens: tuple[Any, ...], group: Any) -> str:
+    """The call in a sentence, as far as its arguments are what they should be."""
+    shapes = ", ".join(str(tuple(t.shape)) for t in tokens if isinstance(t, Tensor))
+    parts = [f"{asked.operator} of {shapes}"]
+    if isinstance(asked.plan, ScanPlan):
+        parts.append(f"by {shortened(asked.plan, 160)}")
+    if isinstance(group, dist.ProcessGroup):
+        parts.append(f"on rank {group.rank()} of {group.size()}")
+    return f"The call: {', '.join(parts)}."

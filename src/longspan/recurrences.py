@@ -1,0 +1,348 @@
+"""Linear recurrences that users call: delta rules, Mamba-2, linear attention, and one's own. Tokens are at dim 1.
+
+Each computes S_t = A_t S_{t-1} + B_t along every document, on one device or, with a plan and a group, over ranks: the
+state that leaves a rank's part of a document enters the next part wherever that lies, and gradients come back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longspan.api import dtype_name
+from longspan.errors import PlanError, in_context
+from longspan.layouts import Layout
+from longspan.masks.document_rows import document_rows
+from longspan.schedules.cost.machine import Machine
+from longspan.schedules.cost.presets import assumed_machine, machine_named
+from longspan.schedules.scans.chains import chains_of
+from longspan.schedules.scans.plan import ScanPlan, planned_scan
+from longspan.schedules.scans.words import MAX_FEATURES, StateSizes
+from longspan.span import shortened, whole
+from longspan.untraced import untraced
+
+MAPS = ("matrix", "scalar", "rows", "elements")
+
+
+@untraced
+def scan_plan(
+    documents: Any,
+    layout: Layout,
+    *,
+    heads: int,
+    keys: int,
+    values: int,
+    maps: str,
+    dtype: Any = "float32",
+    batch: int = 1,
+    schedule: str = "auto",
+    machine: Machine | str | None = None,
+) -> ScanPlan:
+    """Who sends which states to whom in a recurrence. Every rank makes the same plan.
+
+    Args:
+        documents: lengths, lengths per batch row, or a mask of `longspan.masks`; None is one document.
+        layout: who holds which tokens.
+        heads: heads of a state.
+        keys: rows of a head's state.
+        values: columns of a head's state.
+        maps: what a segment does to a state that enters it, beside adding to it: "matrix" (delta rules), "scalar" (one
+            decay a head: Mamba-2, lightning attention), "rows" (one for every key: GLA), "elements".
+        dtype: of states: "float32", or "float64" where tokens are.
+        batch: batch rows.
+        schedule: "chain", "exchange", "doubling", "two_level" or "two_level(RANKS OF A NODE)", which is obeyed or
+            refused; "auto" compares all, with reasons.
+        machine: what "auto" prices schemes on: a `Machine`, or the name of one, such as "h100".
+
+    >>> made = scan_plan([600, 424], zigzag(1024, 4), heads=2, keys=8, values=8, maps="scalar")
+    >>> made.bytes_received(0) > 0
+    True
+    """
+    if not isinstance(layout, Layout):
+        raise PlanError(
+            f"scan_plan(documents, layout, ...) takes a layout, but {type(layout).__name__} was given. See"
+            f" longspan.layouts."
+        )
+    with in_context(lambda: f"The call: scan_plan over {shortened(layout, 120)}."):
+        name = dtype_name(dtype)
+        if name not in ("float32", "float64"):
+            raise PlanError(f"states of dtype {name} were asked for. They are sums over many tokens: float32 or wider.")
+        if maps not in MAPS:
+            raise PlanError(f"maps = {shortened(maps)} was asked for. Choose one of {', '.join(MAPS)}.")
+        if not isinstance(schedule, str) or not isinstance(machine, str | Machine | None):
+            raise PlanError(
+                f"schedule = {shortened(schedule)} and machine = {shortened(machine)} were given. A schedule is a name,"
+                f" as in 'auto' or 'doubling'; a machine is a name, a Machine of longspan.schedules, or None."
+            )
+        numbers = {"heads": heads, "keys": keys, "values": values, "batch": batch}
+        h, k, v, b = (whole(n, which, "scan_plan()", PlanError, 1, MAX_FEATURES) for which, n in numbers.items())
+        rows, cols = {"matrix": (k, k), "scalar": (1, 1), "rows": (k, 1), "elements": (k, v)}[maps]
+        sizes = StateSizes(h, k, v, rows, cols, int(maps == "matrix"), 8 if name == "float64" else 4, b)
+        chains = chains_of(document_rows(documents, layout.seq_len, PlanError), layout, b)
+        hardware = machine_named(machine) if isinstance(machine, str) else machine
+        hardware = hardware or assumed_machine(functions=False)
+        return planned_scan(chains, sizes, name, schedule.replace(" ", ""), hardware)
+
+
+def gated_delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    *,
+    documents: Any = None,
+    plan: ScanPlan | None = None,
+    group: Any = None,
+    scale: float | None = None,
+    l2norm: bool = False,
+    kernel: str = "auto",
+    name: str = "",
+) -> Any:
+    """The gated delta rule (Gated DeltaNet; with a vector gate, Kimi delta attention), exact and differentiable.
+
+    A head's state S, (keys, values), decays, is corrected by what the token's key brings to light, and is read:
+    S = exp(g) S;  S = S + beta k (v - k^T S)^T;  out = scale * q^T S.
+
+    Args:
+        q: (batch, tokens, key heads, keys).
+        k: as q.
+        v: (batch, tokens, heads, values); heads are a multiple of key heads.
+        g: logarithms of decays, (batch, tokens, heads), or (batch, tokens, heads, keys) with one for every key.
+        beta: (batch, tokens, heads).
+        documents: on one device: lengths, lengths per batch row, or a mask of `longspan.masks`; None is one document.
+        plan: made by `longspan.scan_plan(..., maps="matrix")`, for this rank's shards.
+        group: with a plan, the ranks of the sequence: a process group or a mesh of one axis.
+        scale: what queries are multiplied by; 1 / sqrt(keys) by default.
+        l2norm: divide q and k by their lengths first.
+        kernel: "auto", "reference" or "fla"; a named one is obeyed or refused.
+        name: tells apart calls of one plan: ranks that are in calls of different names are told so.
+
+    >>> import torch
+    >>> q, k, v = torch.ones(3, 1, 2, 1, 1)
+    >>> g, beta = torch.zeros(1, 2, 1), torch.full((1, 2, 1), 0.5)
+    >>> gated_delta_rule(q, k, 4 * v, g, beta).flatten().tolist()
+    [2.0, 3.0]
+    """
+    from longspan.execution.scans.call import ScanRequest, run  # loads torch, here and not above
+    from longspan.execution.scans.fitting import check_tensors
+    from longspan.execution.scans.recurrences import GatedDelta
+
+    head = "batch tokens"
+    shapes = {
+        "q": (f"{head} key_heads keys",), "k": (f"{head} key_heads keys",), "v": (f"{head} heads values",),
+        "g": (f"{head} heads", f"{head} heads keys"), "beta": (f"{head} heads",),
+    }  # fmt: skip
+    sizes = check_tensors("gated_delta_rule", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, shapes)
+    recurrence = GatedDelta(_scale(scale, sizes["keys"]), bool(l2norm))
+    asked = ScanRequest("gated_delta_rule", documents, plan, group, kernel, name)
+    return run(recurrence, (q, k, v, g, beta), (), asked)
+
+
+def linear_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    decay: Any = None,
+    *,
+    documents: Any = None,
+    plan: ScanPlan | None = None,
+    group: Any = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    name: str = "",
+) -> Any:
+    """Linear attention with a decay (lightning attention, RetNet, GLA): S = exp(decay) S + k v^T; out = scale * q^T S.
+
+    Args:
+        q: (batch, tokens, key heads, keys).
+        k: as q.
+        v: (batch, tokens, heads, values); heads are a multiple of key heads.
+        decay: logarithms: (heads,) for all tokens, (batch, tokens, heads), or (batch, tokens, heads, keys) with one for
+            every key. None: nothing decays.
+        documents: see `gated_delta_rule`.
+        plan: made by `longspan.scan_plan(..., maps="scalar")`, or `maps="rows"` with a decay for every key.
+        group: see `gated_delta_rule`.
+        scale: what queries are multiplied by; 1 / sqrt(keys) by default.
+        kernel: "auto", "reference" or "fla"; a named one is obeyed or refused.
+        name: see `gated_delta_rule`.
+    """
+    from longspan.execution.scans.call import ScanRequest, run
+    from longspan.execution.scans.fitting import check_tensors
+    from longspan.execution.scans.recurrences import LinearAttention
+
+    head = "batch tokens"
+    shapes = {
+        "q": (f"{head} key_heads keys",), "k": (f"{head} key_heads keys",), "v": (f"{head} heads values",),
+        "decay": ("heads", f"{head} heads", f"{head} heads keys"),
+    }  # fmt: skip
+    given = {"q": q, "k": k, "v": v} | ({} if decay is None else {"decay": decay})
+    sizes = check_tensors("linear_attention", given, shapes)
+    if decay is None:
+        decay = v.new_zeros(v.shape[:3])
+    elif decay.ndim == 1:
+        decay = decay.expand(v.shape[:3])
+    recurrence = LinearAttention(_scale(scale, sizes["keys"]))
+    return run(recurrence, (q, k, v, decay), (), ScanRequest("linear_attention", documents, plan, group, kernel, name))
+
+
+def ssd(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    *,
+    D: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    documents: Any = None,
+    plan: ScanPlan | None = None,
+    group: Any = None,
+    kernel: str = "auto",
+    name: str = "",
+) -> Any:
+    """Mamba-2's state-space recurrence: S = exp(A d) S + d B x^T; out = C^T S + D x, with d from dt as below.
+
+    Args:
+        x: (batch, tokens, heads, values).
+        dt: (batch, tokens, heads). d is dt + dt_bias, through softplus if asked for, then within `dt_limit`.
+        A: (heads,), negative.
+        B: (batch, tokens, groups, states); heads are a multiple of groups.
+        C: as B.
+        D: (heads,) or (heads, values), or None.
+        dt_bias: (heads,), or None.
+        dt_softplus: whether dt goes through softplus.
+        dt_limit: the least and the largest d.
+        documents: see `gated_delta_rule`.
+        plan: made by `longspan.scan_plan(..., keys=states, maps="scalar")`.
+        group: see `gated_delta_rule`.
+        kernel: "auto", "reference", "fla" or "mamba_ssm"; a named one is obeyed or refused.
+        name: see `gated_delta_rule`.
+    """
+    from longspan.execution.scans.call import ScanRequest, run
+    from longspan.execution.scans.fitting import check_tensors
+    from longspan.execution.scans.recurrences import Ssd
+
+    head = "batch tokens"
+    shapes = {
+        "x": (f"{head} heads values",), "dt": (f"{head} heads",), "A": ("heads",), "B": (f"{head} key_heads states",),
+        "C": (f"{head} key_heads states",), "D": ("heads", "heads values"), "dt_bias": ("heads",),
+    }  # fmt: skip
+    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "dt_bias": dt_bias}
+    check_tensors("ssd", {n: t for n, t in given.items() if t is not None or n in "xdtABC"}, shapes)
+    low, high = (float(end) for end in dt_limit)
+    recurrence = Ssd(bool(dt_softplus), (low, high))
+    return run(recurrence, (x, dt, B, C), (A, D, dt_bias), ScanRequest("ssd", documents, plan, group, kernel, name))
+
+
+def linear_recurrence(
+    a: Any,
+    b: Any,
+    *,
+    documents: Any = None,
+    plan: ScanPlan | None = None,
+    group: Any = None,
+    kernel: str = "auto",
+    name: str = "",
+) -> Any:
+    """h = a h + b, channel by channel (RG-LRU, Mamba-1): all h, in the shape of b.
+
+    Args:
+        a: (batch, tokens, ...): factors, any numbers, 0 and negative ones too.
+        b: as a.
+        documents: see `gated_delta_rule`.
+        plan: made by `longspan.scan_plan(..., heads=1, keys=channels, values=1, maps="elements")`.
+        group: see `gated_delta_rule`.
+        kernel: "auto" or "reference"; a named one is obeyed or refused.
+        name: see `gated_delta_rule`.
+
+    >>> import torch
+    >>> linear_recurrence(torch.full((1, 4, 1), 0.5), torch.ones(1, 4, 1), documents=[3, 1]).flatten().tolist()
+    [1.0, 1.5, 1.75, 1.0]
+    """
+    from longspan.execution.scans.call import ScanRequest, run
+    from longspan.execution.scans.fitting import check_tensors
+    from longspan.execution.scans.recurrences import LinearRecurrence
+
+    more = " ".join(f"channels{i}" for i in range(max(1, getattr(b, "ndim", 3) - 2)))
+    check_tensors(
+        "linear_recurrence", {"a": a, "b": b}, {"a": (f"batch tokens {more}",), "b": (f"batch tokens {more}",)}
+    )
+    asked = ScanRequest("linear_recurrence", documents, plan, group, kernel, name)
+    return run(LinearRecurrence(), (a.flatten(2), b.flatten(2)), (), asked).view(b.shape)
+
+
+def scan(
+    tokens: Any,
+    *,
+    local: Any,
+    summary: Any,
+    state: tuple[int, int, int],
+    maps: str,
+    parameters: Any = (),
+    documents: Any = None,
+    plan: ScanPlan | None = None,
+    group: Any = None,
+    name: str = "",
+) -> Any:
+    """A linear recurrence of one's own, S = A_t S + B_t, given by what it does to one stretch of tokens.
+
+    Args:
+        tokens: tensors (batch, tokens, ...). The functions get the rows of one stretch of one batch row, (n, ...) each.
+        local: a function (*rows, state) -> (output with n rows, state), in plain PyTorch.
+        summary: a function (*rows) -> (M, U): the state that leaves is M times the one that enters plus U. M is
+            (heads, keys, keys) and multiplies from the left (maps="matrix"), or it multiplies elementwise and is
+            (heads, 1, 1) ("scalar"), (heads, keys, 1) ("rows") or (heads, keys, values) ("elements").
+        state: (heads, keys, values).
+        maps: see `summary` and `longspan.scan_plan`.
+        parameters: tensors that the functions use and that want gradients; each rank gets its share.
+        documents: see `gated_delta_rule`.
+        plan: made by `longspan.scan_plan` with the same sizes.
+        group: see `gated_delta_rule`.
+        name: see `gated_delta_rule`.
+
+    A running sum:
+
+    >>> import torch
+    >>> def local(x, state):
+    ...     sums = state.flatten() + x.cumsum(0)
+    ...     return sums, sums[-1].view(1, 1, 1)
+    >>> def summary(x):
+    ...     return torch.ones(1, 1, 1), x.sum(0).view(1, 1, 1)
+    >>> sizes = {"state": (1, 1, 1), "maps": "scalar"}
+    >>> scan([torch.ones(1, 4, 1)], local=local, summary=summary, documents=[3, 1], **sizes).flatten().tolist()
+    [1.0, 2.0, 3.0, 1.0]
+    """
+    from torch import Tensor
+
+    from longspan.execution.scans.call import ScanRequest, run
+    from longspan.execution.scans.fitting import check_tensors
+    from longspan.execution.scans.own import OwnRecurrence
+
+    if isinstance(tokens, Tensor) or not tokens or not callable(local) or not callable(summary) or maps not in MAPS:
+        raise PlanError(
+            f"scan takes a list of tensors, two functions and maps= one of {', '.join(MAPS)}, but"
+            f" {type(tokens).__name__}, local={shortened(local)}, summary={shortened(summary)} and"
+            f" maps={shortened(maps)} were given."
+        )
+    given = {f"tokens[{i}]": t for i, t in enumerate(tokens)}
+    forms = {
+        n: (" ".join(("batch", "tokens", *(f"{n}.{i}" for i in range(2, getattr(t, "ndim", 2))))),)
+        for n, t in given.items()
+    }
+    check_tensors("scan", given, forms)
+    h, k, v = (whole(n, "state", "scan()", PlanError, 1, MAX_FEATURES) for n in state)
+    shape = {"matrix": (h, k, k), "scalar": (h, 1, 1), "rows": (h, k, 1), "elements": (h, k, v)}[maps]
+    recurrence = OwnRecurrence(local, summary, (h, k, v), shape, maps == "matrix", tuple(parameters))
+    return run(recurrence, tuple(tokens), (), ScanRequest("scan", documents, plan, group, "own", name))
+
+
+def _scale(scale: float | None, keys: int) -> float:
+    from longspan.execution.inputs import is_number
+
+    if scale is None:
+        return keys**-0.5
+    if not is_number(scale):
+        raise PlanError(f"scale = {shortened(scale)} was given. It multiplies queries: one finite number, or None.")
+    return float(scale)

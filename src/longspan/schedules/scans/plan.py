@@ -1,0 +1,148 @@
+"""ScanPlan: documents, a layout and a schedule, a frozen value with a fingerprint, a text form and reasons."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from longspan.errors import PlanError
+from longspan.layouts import Layout
+from longspan.number_words import bytes_text
+from longspan.schedules.choose import REASON_HEAD, Reason
+from longspan.schedules.cost.machine import Machine
+from longspan.schedules.scans.chains import Chains
+from longspan.schedules.scans.draft import Draft
+from longspan.schedules.scans.planners import SCAN_PLANNERS, scan_planner
+from longspan.schedules.scans.price import price
+from longspan.schedules.scans.proof import validate_scan
+from longspan.schedules.scans.transposed import kept, transposed
+from longspan.schedules.scans.words import ChainPiece, ScanSchedule, ScanStep, StateSizes
+from longspan.sealed import sealed
+
+MAX_SENDS = 20_000
+"""Of an exchange along one chain: more are not written down, and only their bytes are told."""
+
+
+@sealed
+@dataclass(frozen=True, eq=False, repr=False)
+class ScanPlan:
+    """How states of a recurrence get from segment to segment. Make one with `longspan.scan_plan`."""
+
+    chains: Chains
+    sizes: StateSizes
+    dtype: str
+    """Of states."""
+    scheme: str
+    machine: Machine
+    draft: Draft
+    reasons: tuple[Reason, ...]
+
+    @property
+    def layout(self) -> Layout:
+        return self.chains.layout
+
+    @cached_property
+    def _steps(self) -> dict[int, tuple[tuple[ScanStep, ...], tuple[ScanStep, ...]]]:
+        return {}
+
+    def steps(self, rank: int, direction: str = "forward") -> tuple[ScanStep, ...]:
+        """What one rank does, step by step."""
+        if direction not in ("forward", "backward"):
+            raise PlanError(f"direction is 'forward' or 'backward', but {direction!r} was asked for.")
+        if rank not in self._steps:
+            forward = self.draft.steps(rank)
+            self._steps[rank] = forward, transposed(forward)
+        return self._steps[rank][direction == "backward"]
+
+    def kept(self, rank: int) -> tuple[ChainPiece, ...]:
+        """The pieces whose M the rank keeps from forward to backward."""
+        return kept(self.steps(rank))
+
+    def schedule(self, direction: str = "forward") -> ScanSchedule:
+        """Every rank's steps, written out."""
+        ranks = range(self.layout.world_size)
+        steps = tuple(self.steps(rank, direction) for rank in ranks)
+        return ScanSchedule(self.scheme, direction, self.layout, self.sizes, steps)
+
+    def bytes_received(self, rank: int, direction: str = "forward") -> int:
+        """What the rank takes from the wire in one pass."""
+        steps = self.steps(rank, direction)
+        return sum(t.piece.num_bytes(self.sizes) for step in steps for t in step.transfers if t.dst == rank)
+
+    def validate(self) -> None:
+        """Proves the plan without knowing its planner; raises ScheduleError otherwise."""
+        validate_scan(self.schedule(), self.schedule("backward"), self.chains)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hex digest that ranks compare."""
+        parts = self.scheme, self.dtype, self.sizes.text(), self.layout.fingerprint, self.chains.fingerprint
+        return hashlib.sha256(f"scan {' '.join(parts)}".encode()).hexdigest()
+
+    def text(self) -> str:
+        """Layout, chains and steps, in words that people read."""
+        lines = [self.schedule().text()]
+        lines += [f"chain {n}: {' '.join(map(str, ranks))}" for n, ranks in enumerate(self.chains.ranks())]
+        return "\n".join(lines)
+
+    def explain(self) -> str:
+        """What was compared, with figures."""
+        most = self.reasons[0].bytes_received
+        lines = [
+            f"{self.scheme} over {self.layout}: {len(self.chains.batches)} chains, {len(self.chains.table)} segments,"
+            f" {self.draft.num_steps} steps, at most {bytes_text(most)} a rank in both passes, on {self.machine.name}.",
+            REASON_HEAD,
+        ]
+        return "\n".join((*lines, *map(str, self.reasons)))
+
+    def __repr__(self) -> str:
+        return f"<scan plan {self.scheme}, {len(self.chains.batches)} chains over {self.layout}>"
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ScanPlan) and self.fingerprint == other.fingerprint
+
+
+def drafted(name: str, chains: Chains, node: int) -> Draft:
+    """What the planner of this name writes for all chains."""
+    planner, node = scan_planner(name, node)
+    draft = Draft(chains.batches)
+    for number, ranks in enumerate(chains.ranks()):
+        if len(ranks) > 1:
+            planner(draft, number, ranks, node)
+    return draft
+
+
+def planned_scan(chains: Chains, sizes: StateSizes, dtype: str, schedule: str, machine: Machine) -> ScanPlan:
+    """The plan by the named scheme, or by the quickest on the machine."""
+    names = _candidates(chains, machine) if schedule == "auto" else [schedule]
+    names = [f"two_level({machine.node})" if name == "two_level" else name for name in names]  # it tells plans apart
+    judged: list[tuple[Reason, Draft]] = []
+    for name in names:
+        draft = drafted(name, chains, machine.node)
+        judged.append((_reason(name, draft, chains, sizes, machine), draft))
+    judged.sort(key=lambda pair: (pair[0].seconds, pair[0].bytes_received))
+    chosen = replace(judged[0][0], chosen=True)
+    reasons = (chosen, *(reason for reason, _ in judged[1:]))
+    return ScanPlan(chains, sizes, dtype, chosen.scheme, machine, judged[0][1], reasons)
+
+
+def _candidates(chains: Chains, machine: Machine) -> list[str]:
+    """What is worth comparing: an exchange of very long chains is not, nor levels where there is one node."""
+    longest = max((len(ranks) for ranks in chains.ranks()), default=0)
+    names = [name for name in SCAN_PLANNERS if name != "two_level"]
+    if chains.layout.world_size > machine.node:
+        names.append(f"two_level({machine.node})")
+    return [name for name in names if name != "exchange" or longest**2 <= MAX_SENDS]
+
+
+def _reason(name: str, draft: Draft, chains: Chains, sizes: StateSizes, machine: Machine) -> Reason:
+    found = price(draft, chains.layout.world_size, sizes, machine)
+    both = found.received[0] + found.received[1]
+    return Reason(
+        name, found.forward_seconds, found.backward_seconds, int(both.max(initial=0)), found.peak_bytes,
+        host_seconds=found.host_seconds,
+    )  # fmt: skip
