@@ -24,6 +24,7 @@ from longspan.execution.kernels import kernel_named
 from longspan.schedules import Problem, Sizes, scheme
 from longspan.schedules.cost.presets import CPU
 from longspan.schedules.plan import Plan
+from longspan.testing.loopback import run_conv_loopback
 from tests.cases import LAYOUTS, random_layout, random_mask
 from tests.conv_cases import conv_case
 from tests.simulation.faults import MESSAGE_FAULTS, RANK_FAULTS, Fault, KilledError
