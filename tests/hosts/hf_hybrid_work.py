@@ -198,3 +198,153 @@ def step_over_ranks(model_type, case, layout, checkpointing=False):
         dist.all_reduce(found)
         gradients[name] = found
     return float(loss), gradients if dist.get_rank() == 0 else {}
+
+
+# -- what must be noticed, refused or left alone -----------------------------------------------------------------------
+
+REFUSED = {
+    "jamba": "mamba_selective_scan",
+    "mamba": "mamba_inner_fn",
+    "mamba2": "position_ids",
+    "falcon_mamba": "mamba_inner_fn",
+    "zamba": "mamba_selective_scan",
+    "minimax": "linear_attention",
+    "recurrent_gemma": "recurrent",
+    "inkling_text": "position_bias",
+    "zaya": "hybrid",
+    "rwkv": "attention is 'eager'",
+    "xlstm": "position_ids",
+}
+"""Model types that are refused, and what the refusal speaks of if any model is asked for."""
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+OTHERS = {
+    "jamba": {**BASE, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8},
+    "mamba": SMALL,
+    "mamba2": {**SMALL, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16},
+    "falcon_mamba": SMALL,
+    "zamba": {
+        **BASE, "mamba_d_state": 8, "n_mamba_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "num_hidden_layers": 6, "num_key_value_heads": 4,
+    },
+    "minimax": {**BASE, "num_local_experts": 2, "block_size": 16},
+    "recurrent_gemma": {**BASE, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 16},
+    "inkling_text": BASE,
+    "zaya": BASE,
+    "rwkv": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},
+    "xlstm": {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2, "embedding_dim": 64},
+}  # fmt: skip
+
+
+def said(call):
+    """The kind and text of what is raised, or None."""
+    from longspan.errors import LongspanError
+
+    try:
+        call()
+    except LongspanError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def refusal(model_type, any_model):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from longspan.integrations import huggingface
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    huggingface.register()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **OTHERS[model_type]))
+    with contextlib.suppress(ValueError):  # rwkv has no attention to name
+        model.set_attn_implementation("longspan")
+    batch = {"input_ids": torch.randint(3, VOCAB, (1, 24))}
+    return said(lambda: model(**huggingface.shard_inputs(model, batch, dist.group.WORLD, any_model=any_model)))
+
+
+def leak(model_type):
+    """By how much transformers itself changes the second document's logits when the first one is another."""
+    model = model_of(model_type, "sdpa")
+    batch, stretches = batch_of("packed")
+    ids, positions = batch["input_ids"][:1].clone(), batch["position_ids"][:1]
+    _, start, stop = stretches[0]
+    with torch.no_grad():
+        before = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, stop:]
+        ids[:, start:stop] = (ids[:, start:stop] + 7) % VOCAB
+        after = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, stop:]
+    return float((before - after).abs().max())
+
+
+def step_with_loss(lost):
+    """A training step in which something gets lost on its way from rank to rank."""
+    from unittest import mock
+
+    from longspan.execution.engine import halo
+    from longspan.execution.scans import spread
+
+    forward, backward = spread.RankScan.forward, spread.RankScan.backward
+
+    def no_states(self, *args):
+        states, kept, number = forward(self, *args)
+        return torch.zeros_like(states), kept, number
+
+    patches = {
+        "states": mock.patch.object(spread.RankScan, "forward", no_states),
+        "gradients of states": mock.patch.object(
+            spread.RankScan, "backward", lambda self, *args: torch.zeros_like(backward(self, *args))
+        ),
+        "halos": mock.patch.object(halo.HaloForward, "program", zeroed(halo.HaloForward.program)),
+        "gradients of halos": mock.patch.object(halo.HaloBackwardWalk, "arrived", lambda *_: None),
+    }
+    with patches[lost]:
+        return step_over_ranks("qwen3_next", "plain", "zigzag")
+
+
+def zeroed(program):
+    """Rows with halos, of which the first three of the rank are zeros."""
+
+    def run(self):
+        rows = yield from program(self)
+        rows = rows.clone()
+        if dist.get_rank():
+            rows[:, :3] = 0.0
+        return rows
+
+    return run
+
+
+def deaf_layer():
+    """One layer's mixer forgets the keyword."""
+    from longspan.integrations import huggingface
+
+    model = model_of("qwen3_next")
+    batch, _ = batch_of("plain")
+    inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD)
+    mixer = model.model.layers[0].linear_attn
+    forward = mixer.forward
+    mixer.forward = lambda *args, longspan=None, **kwargs: forward(*args, **kwargs)
+    return said(lambda: model(**inputs))
+
+
+def meaningless(what):
+    from longspan.integrations import huggingface
+
+    model = model_of("lfm2")
+    batch, _ = batch_of("plain")
+    if what == "cache":
+        batch["use_cache"] = True
+    else:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, [0, 9, 20]] = 0
+    return said(lambda: huggingface.shard_inputs(model, batch, dist.group.WORLD))
+
+
+def routed_and_not():
+    from longspan.integrations.huggingface.mixers import route
+
+    model = model_of("qwen3_next", "sdpa")
+    batch, _ = batch_of("plain")
+    logits = []
+    for _ in range(2):
+        with torch.no_grad():
+            logits.append(model(input_ids=batch["input_ids"], use_cache=False).logits)
+        route(model)
+    return logits

@@ -86,6 +86,6 @@ class _NoDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:  # type: ignore[override]  # noqa: ARG004
         raise PlanError(
-            "a second derivative of attention was asked for (a backward through gradients, as create_graph=True makes"
-            " it possible), and there is none. Use first derivatives only."
+            "a second derivative of an operator of Longspan was asked for (a backward through gradients, as"
+            " create_graph=True makes it possible), and there is none. Use first derivatives only."
         )

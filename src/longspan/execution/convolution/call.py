@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from longspan.execution.inputs import as_autocast
 from longspan.execution.ops import place_in
 from longspan.execution.trust.group import told
 from longspan.handles import handle_of
-from longspan.layouts import contiguous
+from longspan.layouts import Layout, contiguous
 from longspan.masks.document_rows import document_rows
 from longspan.schedules.convolution import ConvPlan, planned_convolution
 from longspan.schedules.steps import Sizes
@@ -79,14 +80,23 @@ def _one_device_plan(x: Tensor, width: int, documents: Any) -> ConvPlan:
             f" list of lengths for all rows, or one per row."
         )
     sizes = Sizes(1, 1, channels, 0, x.dtype.itemsize, batch)
-    return planned_convolution(numbers, contiguous(tokens, 1), width, sizes, str(x.dtype).removeprefix("torch."))
+    return planned_convolution(numbers, _whole(tokens), width, sizes, str(x.dtype).removeprefix("torch."))
+
+
+@lru_cache(maxsize=64)
+def _whole(tokens: int) -> Layout:
+    return contiguous(tokens, 1)
 
 
 def _handle(plan: ConvPlan) -> Tensor:
     if plan.handle is None:  # made before torch was loaded
         object.__setattr__(plan, "handle", handle_of(plan))
+<<<<<<< HEAD
     handle = plan.handle
     assert handle is not None
+=======
+    handle: Any = plan.handle
+>>>>>>> b4bbd38ba87cc8c3b12f1840325885af0152c5b4
     return handle
 
 

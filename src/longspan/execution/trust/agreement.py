@@ -60,7 +60,7 @@ def compare(rows: Sequence[bytes]) -> None:
     if not parts:
         parts.append(f"plan: {_by_rank([_text(row[2 * WIDTH : 3 * WIDTH])[:12] for row in rows])}")
     raise AgreementError(
-        f"the {len(rows)} ranks of the group were not asked for the same attention, and no data was sent."
+        f"the {len(rows)} ranks of the group were not asked for the same computation, and no data was sent."
         f" {'; '.join(parts)}. Every rank must pass the same mask, layout, shapes and options: derive them from one"
         f" batch (longspan.training.check_same tells whether it is one), and run one version everywhere."
     )
