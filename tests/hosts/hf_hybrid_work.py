@@ -292,7 +292,7 @@ def step_with_loss(lost):
             spread.RankScan, "backward", lambda self, *args: torch.zeros_like(backward(self, *args))
         ),
         "halos": mock.patch.object(halo.HaloForward, "program", zeroed(halo.HaloForward.program)),
-        "gradients of halos": mock.patch.object(halo.HaloBackwardWalk, "arrived", lambda *_: None),
+        "gradients of halos": mock.patch.object(halo.HaloBackwardWalk, "arrived", autospec=True),
     }
     with patches[lost]:
         return step_over_ranks("qwen3_next", "plain", "zigzag")

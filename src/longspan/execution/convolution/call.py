@@ -91,12 +91,7 @@ def _whole(tokens: int) -> Layout:
 def _handle(plan: ConvPlan) -> Tensor:
     if plan.handle is None:  # made before torch was loaded
         object.__setattr__(plan, "handle", handle_of(plan))
-<<<<<<< HEAD
-    handle = plan.handle
-    assert handle is not None
-=======
     handle: Any = plan.handle
->>>>>>> b4bbd38ba87cc8c3b12f1840325885af0152c5b4
     return handle
 
 
