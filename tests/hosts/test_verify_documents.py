@@ -112,6 +112,13 @@ class Mean(nn.Module):
         return x + 1e-3 * x.mean(1, keepdim=True)
 
 
+class Rounds(nn.Module):
+    """Adds something of all documents and takes it away: what is left of them is rounding."""
+
+    def forward(self, x):
+        return x + 100 * x.mean(1, keepdim=True) - 100 * x.mean(1, keepdim=True)
+
+
 def stack(*layers):
     torch.manual_seed(1)
     return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 6), *layers, nn.Linear(6, 11))
@@ -147,6 +154,13 @@ def test_the_first_module_that_leaks_is_named(layers, name, rows):
     if name is not None:
         assert report.findings[0].what == f"mixes documents, first in {name}"
         assert "Tell this layer where documents begin" in report.findings[0].advice
+
+
+def test_rounding_is_no_leak():
+    batch = {"input_ids": torch.randint(0, 11, (2, 16))}
+    report = verify_documents(stack(Rounds()), batch, run=run, documents=LENGTHS)
+    assert report.ok, report
+    assert report.checks[0].error > 0
 
 
 def test_any_two_documents_are_apart_in_some_probe_both_ways():
