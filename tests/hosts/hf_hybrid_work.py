@@ -153,6 +153,17 @@ def judged(model):
             setattr(module, name, function)
 
 
+def widened(function, *args):
+    """function(*args), with what modeling files compute in float32 whatever the model's dtype in float64."""
+    from unittest import mock
+
+    with (
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+        mock.patch.object(torch, "float32", torch.float64),
+    ):
+        return function(*args)
+
+
 def one_device(model_type, case):
     """The loss, and gradients by parameter, of every document alone."""
     batch, stretches = batch_of(case)
