@@ -78,8 +78,9 @@ def packed(batch: Mapping[str, Any], numbers: Any = None) -> Packed | None:
     if numbers is None or (numbers == numbers[:, :1]).all():
         return None
     padding = batch.get("attention_mask")
-    known = isinstance(padding, Tensor) and tuple(padding.shape) == (rows, length)
-    real = padding.detach().cpu().numpy().astype(bool) if known else np.ones((rows, length), dtype=bool)
+    real = np.ones((rows, length), dtype=bool)
+    if isinstance(padding, Tensor) and tuple(padding.shape) == (rows, length):
+        real = padding.detach().cpu().numpy().astype(bool)
     lowest = numbers - numbers.min()
     return Packed(dict(batch), np.broadcast_to(lowest, (rows, length)), real)
 
