@@ -61,6 +61,7 @@ def edited(function, old, new):
     """The function with some words of its source replaced."""
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in\n{source}"
+    source = source.replace("super()", f"super({function.__qualname__.split('.')[0]}, self)")
     found = {}
     code = compile("from __future__ import annotations\n" + source.replace(old, new), "mutant", "exec")
     exec(code, inspect.unwrap(function).__globals__, found)
@@ -252,7 +253,7 @@ MUTANTS = {
         "if place > i + 1:",
     ),
     "nodes exchange their last segment only": (
-        planners.SCAN_PLANNERS, "two_level",
+        planners, "two_level",
         "units = [(first, end, ranks[end - 1])",
         "units = [(end - 1, end, ranks[end - 1])",
     ),
