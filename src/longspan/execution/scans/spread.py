@@ -14,7 +14,7 @@ asked first in backward, and has the second gradient ready when autograd goes on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,6 +75,8 @@ class RankScan:
     rank: int
     local: LocalSegments
     carry: Carrier
+    told: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Inside of it, an error in backward is told to the others, who wait for this rank."""
 
     def forward(self, maps: Tensor, states: Tensor) -> tuple[Tensor, list[Tensor], int]:
         """The states that enter, the maps that backward needs, and the call's number, from (M, U) of left segments."""
@@ -235,9 +237,10 @@ class Tail(torch.autograd.Function):
         way: Way = ctx.way
         _, *saved = ctx.saved_tensors
         kept, way.saved.found = saved[: ctx.num_kept], saved[ctx.num_kept :]
-        with way.saved.keeping():
-            (gradients,) = torch.autograd.grad(way.out, way.entering, dout, retain_graph=True, allow_unused=True)
-        if gradients is None:  # an output that does not depend on states
-            gradients = dout.new_zeros(way.shape, dtype=getattr(torch, way.ranks.plan.dtype))
-        leaving = way.ranks.backward(gradients, kept, way.number)
+        with way.ranks.told():
+            with way.saved.keeping():
+                (gradients,) = torch.autograd.grad(way.out, way.entering, dout, retain_graph=True, allow_unused=True)
+            if gradients is None:  # an output that does not depend on states
+                gradients = dout.new_zeros(way.shape, dtype=getattr(torch, way.ranks.plan.dtype))
+            leaving = way.ranks.backward(gradients, kept, way.number)
         return None, None, dout, leaving, *(None for _ in ctx.needs_input_grad[4:])
