@@ -134,3 +134,19 @@ def layers(how):
     dist.all_reduce(total)
     dist.all_reduce(gradient)
     return total.item(), gradient.numpy()
+
+
+def slow_rank(seconds, seed):
+    """Distances where one rank takes its time, in forward and in backward, while the others wait."""
+    import time
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    p = problem(seed, form="own matrix", world=world, layout="contiguous", total=20, batch=1, documents=None)
+    own = leaves({name: p.layout.shard(t, rank, 1) for name, t in p.tokens.items()} | p.shared)
+    if rank == 0:
+        time.sleep(seconds)
+    out = asked(p, own, plan=p.plan(), group=dist.group.WORLD)
+    if rank == world - 1:
+        time.sleep(seconds)
+    out.backward(p.layout.shard(p.dout, rank, 1))
+    return _distances({"out": out.detach()} | {n: t.grad for n, t in own.items()}, one_device(p), p, rank)

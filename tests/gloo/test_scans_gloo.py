@@ -45,3 +45,9 @@ def test_layers_with_and_without_checkpoints():
         for other_loss, other in pool(world).run(scan_work.layers, how):
             assert loss == pytest.approx(other_loss, rel=1e-12)
             np.testing.assert_allclose(gradient, other, rtol=0, atol=1e-12 * max(1.0, np.abs(gradient).max()))
+
+
+def test_a_slow_rank_is_waited_for():
+    """The reverse of test_scan_faults.py: longer silent than a dead one would be, and nobody is named."""
+    for errors in pool(3).run(scan_work.slow_rank, 4.0, 1):
+        assert max(errors.values()) <= LIMIT
