@@ -15,7 +15,7 @@ import torch
 from longspan.execution.scans.contract import Segments
 from longspan.execution.scans.kernels import chunks, forms, mamba_ssm, reference, scan_kernel_named
 from longspan.execution.scans.kernels.attention import ChunkedAttention, ChunkedReaders
-from longspan.execution.scans.kernels.chunks import ChunkTable, Moved, Packing, RowMoves
+from longspan.execution.scans.kernels.chunks import ChunkTable, MovedRows, Packing, RowMoves
 from longspan.execution.scans.kernels.decays import Decays
 from longspan.execution.scans.kernels.elementwise import ChunkedElements
 from longspan.execution.scans.kernels.extras import PackageScan
@@ -53,7 +53,7 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
         ("M begins with nothing", "torch.cat((start, one), -1)", "torch.cat((start, 0 * one), -1)"),
     ]),
     (ChunkedReaders.entering, [
-        ("states are read as by the first chunk", "torch.cat(before).mT + self.decays.sums", "self.decays.sums"),
+        ("states are read as by the first chunk", "torch.cat(before).mT + ", ""),
     ]),
     (ChunkedReaders._logarithms, [
         ("M is that of the last chunk", "state + parts[number]", "parts[number] + 0 * state"),
@@ -109,7 +109,7 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
         ("batch rows are all the first", "slot + row[segment][:, None] * slots", "slot"),
     ]),
     (RowMoves.take, [("blank rows hold the first slot", "if len(self.blank)", "if False")]),
-    (Moved.backward, [("tokens get no gradients", "Moved.apply(gradients[0],", "Moved.apply(0 * gradients[0],")]),
+    (MovedRows.backward, [("tokens get no gradients", "apply(gradients[0],", "apply(0 * gradients[0],")]),
     (FlaScan.run, [
         ("packages: entering states are lost", "states.contiguous()", "0 * states"),
         ("packages: heads share keys in turns", "x.repeat_interleave(v.shape[2] // x.shape[2], 2)",

@@ -42,7 +42,7 @@ class RowMoves:
         return found.index_fill_(0, self.blank, 0) if len(self.blank) else found
 
 
-class Moved(torch.autograd.Function):
+class MovedRows(torch.autograd.Function):
     """Rows that are taken once go back by the inverse table: adding them up one by one takes far longer."""
 
     @staticmethod
@@ -52,7 +52,7 @@ class Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return Moved.apply(gradients[0], *ctx.tables), None, None
+        return MovedRows.apply(gradients[0], *ctx.tables), None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class ChunkTable:
     def fold(self, x: Tensor) -> Tensor:
         """(batch, slots, heads, ...) -> (chunks, heads, size, ...); zeros where a segment has ended."""
         heads = x.shape[2]
-        rows = Moved.apply(x.flatten(0, 2), *_tables(self, heads))
+        rows = MovedRows.apply(x.flatten(0, 2), *_tables(self, heads))
         assert isinstance(rows, Tensor)
         return rows.view(len(self.slot), heads, self.size, *x.shape[3:])
 
@@ -83,7 +83,7 @@ class ChunkTable:
         """(chunks, heads, size, ...) -> (batch, slots, heads, ...); zeros in slots that no segment has."""
         heads = x.shape[1]
         into, out_of = _tables(self, heads)
-        rows = Moved.apply(x.flatten(0, 2), out_of, into)
+        rows = MovedRows.apply(x.flatten(0, 2), out_of, into)
         assert isinstance(rows, Tensor)
         return rows.view(*self.home.shape, heads, *x.shape[3:])
 
@@ -150,12 +150,12 @@ class Packing:
 
     def pack(self, x: Tensor) -> Tensor:
         """(batch, slots, ...) -> (1, tokens, ...)."""
-        found = Moved.apply(x.flatten(0, 1), self.into, self.out_of)
+        found = MovedRows.apply(x.flatten(0, 1), self.into, self.out_of)
         assert isinstance(found, Tensor)
         return found.unsqueeze(0)
 
     def unpack(self, x: Tensor, shape: torch.Size) -> Tensor:
-        found = Moved.apply(x.squeeze(0), self.out_of, self.into)
+        found = MovedRows.apply(x.squeeze(0), self.out_of, self.into)
         assert isinstance(found, Tensor)
         return found.view(shape)
 
