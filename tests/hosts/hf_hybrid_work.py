@@ -30,6 +30,7 @@ TURNS = {"layer_types": ["linear_attention", "full_attention"] * 2}
 MODELS = {
     "qwen3_next": {**BASE, **EXPERTS, **DELTA, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "qwen3_5_text": {**BASE, **DELTA},
+    "qwen3_5_moe_text": {**BASE, **EXPERTS, **DELTA, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "olmo_hybrid": {**BASE, **DELTA, "linear_num_key_heads": 4},
     "kimi_linear": {
         **BASE, **EXPERTS, **TURNS, "linear_head_dim": 8, "linear_num_heads": 2, "num_local_experts": 4,
@@ -181,7 +182,7 @@ def step_over_ranks(model_type, case, layout, checkpointing=False):
     model = model_of(model_type)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD, layout=layout)
+    inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD, layout=layout, any_model=True)
     targets, total = inputs.pop("shift_labels"), inputs.pop("num_items_in_batch")
     inputs.pop("labels")
     logits = model(**inputs).logits.double()

@@ -120,9 +120,11 @@ def spread(kernel: ScanKernel, work: ScanWork, ranks: RankScan, *, learns: bool)
         leaving = torch.addcmul(leaving, maps, whole)
     if anchor is None:
         return out
-    return Tail.apply(
-        Way(get_gradient_edge(out), get_gradient_edge(entering), number, ranks), out, leaving[left], *kept
-    )
+    if not out.requires_grad:  # a rank without tokens takes part in backward all the same
+        out = out + anchor.to(out.dtype)
+    way = Way(get_gradient_edge(out), get_gradient_edge(entering), states.shape, number, ranks)
+    given = (*work.tokens, *work.shared, *work.recurrence.captured)
+    return Tail.apply(way, kept, out, leaving[left], *(x for x in given if x is not None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +133,8 @@ class Way:
 
     out: GradientEdge
     entering: GradientEdge
+    shape: torch.Size
+    """Of the states that enter."""
     number: int
     """Of the forward call."""
     ranks: RankScan
@@ -149,10 +153,14 @@ class Entry(torch.autograd.Function):
 
 
 class Tail(torch.autograd.Function):
-    """The output as it is. Its backward finds the gradient of leaving states first, by the scan turned round."""
+    """The output as it is. Its backward finds the gradient of leaving states first, by the scan turned round.
+
+    All tensors of the call lead here, so that every rank comes by whichever of them gradients are asked for, also one
+    without tokens, whose output depends on none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, way: Way, out: Tensor, leaving: Tensor, *kept: Tensor) -> Tensor:  # type: ignore[override]  # noqa: ARG004
+    def forward(ctx: Any, way: Way, kept: Sequence[Tensor], out: Tensor, *_: Tensor) -> Tensor:  # type: ignore[override]
         ctx.way = way
         # Something is saved on every rank: where a checkpoint computes again, and so calls again, is when it is asked
         # for, and that must be the same moment on all ranks.
@@ -164,6 +172,8 @@ class Tail(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Any:  # type: ignore[override]
         way: Way = ctx.way
         _, *kept = ctx.saved_tensors
-        (gradients,) = torch.autograd.grad(way.out, way.entering, dout, retain_graph=True)
+        (gradients,) = torch.autograd.grad(way.out, way.entering, dout, retain_graph=True, allow_unused=True)
+        if gradients is None:  # an output that does not depend on states
+            gradients = dout.new_zeros(way.shape, dtype=getattr(torch, way.ranks.plan.dtype))
         leaving = way.ranks.backward(gradients, kept, way.number)
-        return None, dout, leaving, *(None for _ in kept)
+        return None, None, dout, leaving, *(None for _ in ctx.needs_input_grad[4:])

@@ -19,7 +19,7 @@ from torch import Tensor
 from longspan import layouts
 from longspan.integrations.huggingface.attention import BLIND, NAME, longspan_attention, numbers_of, restarts
 from longspan.integrations.huggingface.masks import LayerMask, layer_mask
-from longspan.integrations.huggingface.mixers import check_mixers, is_hybrid, needs, route
+from longspan.integrations.huggingface.mixers import is_hybrid, needs, route
 from longspan.integrations.huggingface.models import check_model, layer_kinds
 from longspan.integrations.huggingface.seen import listen, listen_to_layers
 from longspan.integrations.huggingface.sequence import ShardedSequence, Whole
@@ -113,7 +113,6 @@ def shard_inputs(
 
 def _prepare_hybrid(model: Any, sequence: ShardedSequence) -> None:
     """Convolutions and recurrences of the model go over ranks, and every layer is watched for it."""
-    check_mixers(model)
     padding = sequence.whole.padding
     if padding is not None and (np.diff(padding.astype(np.int8), axis=1) != 0).sum(axis=1).max(initial=0) > 2:
         raise BatchError(

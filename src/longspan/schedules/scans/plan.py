@@ -119,6 +119,7 @@ def drafted(name: str, chains: Chains, node: int) -> Draft:
 def planned_scan(chains: Chains, sizes: StateSizes, dtype: str, schedule: str, machine: Machine) -> ScanPlan:
     """The plan by the named scheme, or by the quickest on the machine."""
     names = _candidates(chains, machine) if schedule == "auto" else [schedule]
+    names = [f"two_level({machine.node})" if name == "two_level" else name for name in names]  # it tells plans apart
     judged: list[tuple[Reason, Draft]] = []
     for name in names:
         draft = drafted(name, chains, machine.node)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from longspan.errors import ScheduleError
 from longspan.schedules.scans.chains import CHAIN, PLACE, RANK, Chains
-from longspan.schedules.scans.words import ChainPiece, Fold, ScanRole, ScanSchedule, StateTransfer
+from longspan.schedules.scans.words import ChainPiece, Fold, ScanSchedule, StateTransfer
 
 Place = tuple[int, int, int]
 """Chain, first segment, end."""
@@ -24,10 +24,25 @@ Spoken = frozenset[int]
 
 def validate_scan(forward: ScanSchedule, backward: ScanSchedule, chains: Chains) -> None:
     """Raises ScheduleError unless every segment gets the state that enters it, and every state its whole gradient."""
-    _check_messages(forward)
-    _check_messages(backward)
+    for schedule, direction in ((forward, "forward"), (backward, "backward")):
+        if schedule.direction != direction or schedule.layout != chains.layout:
+            raise ScheduleError(
+                f"a {schedule.direction} schedule over {schedule.layout} was given where a {direction} one over"
+                f" {chains.layout} is proved."
+            )
+        _check_messages(schedule)
     _StatesProof(forward, chains).check()
     _GradientsProof(backward, chains).check()
+    _check_kept(forward, backward)
+
+
+def _check_kept(forward: ScanSchedule, backward: ScanSchedule) -> None:
+    """Backward uses the maps that the same rank folded in forward."""
+    for rank, (there, back) in enumerate(zip(forward.ranks, backward.ranks, strict=True)):
+        kept = {fold.right for step in there for fold in step.computes}
+        for fold in (fold for step in back for fold in step.computes):
+            if fold.right not in kept:
+                raise ScheduleError(f"rank {rank} needs M of {fold.right!r} in backward, which it did not fold before.")
 
 
 def _place(piece: ChainPiece) -> Place:
@@ -40,6 +55,8 @@ def _check_messages(schedule: ScanSchedule) -> None:
         ends: list[set[StateTransfer]] = [set(), set()]
         for rank, steps in enumerate(schedule.ranks):
             for t in steps[number].transfers if number < len(steps) else ():
+                if max(t.src, t.dst) >= schedule.world_size:
+                    raise ScheduleError(f"{t!r} of step {number} is between ranks of {schedule.world_size}.")
                 if rank not in (t.src, t.dst) or t.src == t.dst:
                     raise ScheduleError(f"rank {rank} lists {t!r} in step {number}, which does not concern it.")
                 if t in ends[rank == t.dst]:
@@ -65,7 +82,10 @@ class _ScanProof:
                         raise ScheduleError(f"rank {rank} lists {item!r} in step {number}, which it cannot do.")
                     self._check(item)
                     fold(item, number)
-            sent = [(t, send(t, number)) for step, t in self.schedule.transfers() if step == number]
+            sent: list[tuple[StateTransfer, Spoken]] = []
+            for t in (t for step, t in self.schedule.transfers() if step == number):
+                self._check_piece(t.piece, t, gradient=self.schedule.direction == "backward")
+                sent.append((t, send(t, number)))
             for t, found in sent:
                 self.arrive(t, found)
 
@@ -78,9 +98,16 @@ class _ScanProof:
         if not meets or not left.start < left.stop < right.stop:
             raise ScheduleError(f"rank {fold.rank}: {fold!r} joins pieces that do not meet.")
         for piece in (left, right):
-            expected = ChainPiece.of(*_place(piece), self.batches[piece.chain])
-            if piece != expected:
-                raise ScheduleError(f"rank {fold.rank}: {fold!r} names {piece!r} where {expected!r} is meant.")
+            self._check_piece(piece, fold, gradient=False)
+
+    def _check_piece(self, piece: ChainPiece, within: object, *, gradient: bool) -> None:
+        """It is of a chain that there is, with all of its batch rows, and carries what it should."""
+        if piece.chain >= len(self.batches) or not piece.start < piece.stop:
+            raise ScheduleError(f"{within!r} names {piece!r}, but of {len(self.batches)} chains none has such a piece.")
+        expected = ChainPiece.of(*_place(piece), self.batches[piece.chain])
+        expected = expected.to_gradient() if gradient else expected
+        if piece != expected:
+            raise ScheduleError(f"{within!r} names {piece!r} where {expected!r} is meant.")
 
 
 class _StatesProof(_ScanProof):
@@ -98,10 +125,12 @@ class _StatesProof(_ScanProof):
         for piece in (fold.left, fold.right):
             if (fold.rank, _place(piece)) not in self.has:
                 raise ScheduleError(f"rank {fold.rank} folds {piece!r} in step {number} without having it.")
+        if (fold.rank, _place(fold.whole)) in self.has:
+            raise ScheduleError(f"rank {fold.rank} folds {fold.whole!r} in step {number}, which it has.")
         self.has.add((fold.rank, _place(fold.whole)))
 
     def _send(self, t: StateTransfer, number: int) -> Spoken:
-        if (t.src, _place(t.piece)) not in self.has or t.piece.role is ScanRole.DSTATE:
+        if (t.src, _place(t.piece)) not in self.has:
             raise ScheduleError(f"rank {t.src} sends {t.piece!r} in step {number} without having it.")
         if (t.dst, _place(t.piece)) in self.has:
             raise ScheduleError(f"rank {t.dst} is sent {t.piece!r} in step {number}, which it has.")
@@ -129,23 +158,34 @@ class _GradientsProof(_ScanProof):
                     f" {sorted(found)}, and should get those of {sorted(wanted)}."
                 )
         for (rank, (chain, start, stop)), lost in self.speaks.items():
-            raise ScheduleError(f"rank {rank} keeps the gradients of {sorted(lost)} for [{start}:{stop}) of {chain}.")
+            raise ScheduleError(
+                f"rank {rank} ends with gradients of segments {sorted(lost)} for [{start}:{stop}) of chain {chain},"
+                f" which belong to others."
+            )
 
     def _add(self, rank: int, place: Place, segments: frozenset[int]) -> None:
         before = self.speaks.get((rank, place), frozenset())
         if before & segments:
-            raise ScheduleError(f"rank {rank} adds the gradient of {sorted(before & segments)} twice to {place}.")
+            chain, start, stop = place
+            raise ScheduleError(
+                f"rank {rank} adds the gradients of segments {sorted(before & segments)} to [{start}:{stop}) of chain"
+                f" {chain} twice."
+            )
         self.speaks[rank, place] = before | segments
 
-    def _fold(self, fold: Fold, number: int) -> None:  # noqa: ARG002
-        segments = self.speaks.pop((fold.rank, _place(fold.whole)), frozenset())
+    def _taken(self, rank: int, piece: ChainPiece, number: int) -> Spoken:
+        found = self.speaks.pop((rank, _place(piece)), None)
+        if found is None:
+            raise ScheduleError(f"rank {rank} has no gradient of {piece!r} in step {number}.")
+        return found
+
+    def _fold(self, fold: Fold, number: int) -> None:
+        segments = self._taken(fold.rank, fold.whole, number)
         for piece in (fold.left, fold.right):
             self._add(fold.rank, _place(piece), segments)
 
     def _send(self, t: StateTransfer, number: int) -> Spoken:
-        if t.piece.role is not ScanRole.DSTATE:
-            raise ScheduleError(f"{t!r} of step {number} is no gradient.")
-        return self.speaks.pop((t.src, _place(t.piece)), frozenset())
+        return self._taken(t.src, t.piece, number)
 
     def arrive(self, t: StateTransfer, found: Spoken) -> None:
         self._add(t.dst, _place(t.piece), found)

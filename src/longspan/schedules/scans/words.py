@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from longspan.errors import ScheduleError
+from longspan.errors import LongspanError, ScheduleError
 from longspan.layouts import Layout
 from longspan.span import Span, checked_text, parsed_number, shortened, whole
 
@@ -225,12 +225,22 @@ class ScanSchedule:
 def parse_scan(text: str) -> ScanSchedule:
     """The schedule that `ScanSchedule.text` wrote; `validate_scan` proves whether it is any good."""
     lines = checked_text(text, "a scan", ScheduleError).strip("\n").split("\n")
+    try:
+        return _parsed(lines)
+    except ScheduleError:
+        raise
+    except LongspanError as error:  # of a layout or a span
+        raise ScheduleError(str(error)) from error
+
+
+def _parsed(lines: list[str]) -> ScanSchedule:
     words = lines[0].split(" ")
-    fields = dict(word.split("=", 1) for word in words[3:] if "=" in word)
+    fields = [word.partition("=") for word in words[3:]]
     form = "a scan text begins 'scan SCHEME DIRECTION SIZES'"
-    if words[0] != "scan" or fields.keys() != set(StateSizes.__slots__) or words[2] not in ("forward", "backward"):
+    known = tuple(name for name, _, _ in fields) == StateSizes.__slots__
+    if not known or words[0] != "scan" or words[2] not in ("forward", "backward"):
         raise ScheduleError(f"{form}, but {shortened(lines[0])} was found.")
-    sizes = StateSizes(**{name: parsed_number(value, form, lines[0], ScheduleError) for name, value in fields.items()})
+    sizes = StateSizes(*(parsed_number(value, form, lines[0], ScheduleError) for _, _, value in fields))
     first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), len(lines))
     layout = Layout.parse("\n".join(lines[1:first]))
     ranks: list[list[tuple[list[StateTransfer], list[Fold]]]] = []
