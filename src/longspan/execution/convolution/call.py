@@ -85,7 +85,9 @@ def _one_device_plan(x: Tensor, width: int, documents: Any) -> ConvPlan:
 def _handle(plan: ConvPlan) -> Tensor:
     if plan.handle is None:  # made before torch was loaded
         object.__setattr__(plan, "handle", handle_of(plan))
-    return plan.handle
+    handle = plan.handle
+    assert handle is not None
+    return handle
 
 
 def _group_name(group: Any, asked: ConvRequest) -> str:

@@ -95,8 +95,6 @@ def _ssd(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    chunk_size: int | None = None,  # noqa: ARG001
-    D: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """`mamba2_chunk_scan` of (B, S, H, P)."""
@@ -105,7 +103,7 @@ def _ssd(
     plan = _scan_plan(sequence, (hidden_states.shape[2], B.shape[3], hidden_states.shape[3]), "scalar",
                       (hidden_states, dt, B, C))  # fmt: skip
     out = ssd(
-        hidden_states, dt, A, B, C, D=D, dt_bias=options.get("dt_bias"),
+        hidden_states, dt, A, B, C, D=options.get("D"), dt_bias=options.get("dt_bias"),
         dt_softplus=bool(options.get("dt_softplus", False)), dt_limit=options.get("dt_limit", (0.0, float("inf"))),
         plan=plan, group=sequence.group,
     )  # fmt: skip
