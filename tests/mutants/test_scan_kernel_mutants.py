@@ -53,7 +53,7 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
         ("M begins with nothing", "torch.cat((start, one), -1)", "torch.cat((start, 0 * one), -1)"),
     ]),
     (ChunkedReaders.entering, [
-        ("states are read as by the first chunk", "torch.cat(before).mT + self.decays.sums", "self.decays.sums"),
+        ("states are read as by the first chunk", "torch.cat(before).mT + ", ""),
     ]),
     (ChunkedReaders._logarithms, [
         ("M is that of the last chunk", "state + parts[number]", "parts[number] + 0 * state"),
@@ -102,14 +102,14 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
         ("states leave in the order of lengths", "[self.place]", ""),
         ("states enter in the order of segments", "states[self.order]", "states"),
     ]),
-    (inspect.unwrap(chunks.cut), [
+    (inspect.unwrap(chunks._cut), [
         ("chunks overlap by a token", "number * size)[:, None]", "number * size - (number > 0))[:, None]"),
         ("chunks begin a token late", "+ np.arange(size)", "+ np.arange(size) + (number > 0)[:, None]"),
         ("segments are a token longer", "slot < end[segment]", "slot < np.minimum(end + 1, slots)[segment]"),
         ("batch rows are all the first", "slot + row[segment][:, None] * slots", "slot"),
     ]),
     (RowMoves.take, [("blank rows hold the first slot", "if len(self.blank)", "if False")]),
-    (MovedRows.backward, [("tokens get no gradients", "MovedRows.apply(gradients[0],", "MovedRows.apply(0 * gradients[0],")]),
+    (MovedRows.backward, [("tokens get no gradients", "apply(gradients[0],", "apply(0 * gradients[0],")]),
     (FlaScan.run, [
         ("packages: entering states are lost", "states.contiguous()", "0 * states"),
         ("packages: heads share keys in turns", "x.repeat_interleave(v.shape[2] // x.shape[2], 2)",
@@ -121,7 +121,7 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
         ("packages: M is transposed", "return m, u", "return m.mT, u"),
         ("packages: values are written into M", "(0, features[0]))", "(0, features[0]), value=1.0)"),
     ]),
-    (inspect.unwrap(chunks.packing), [
+    (inspect.unwrap(chunks._packing), [
         ("packages: segments are packed by place", "row * slots + first -", "np.sort(row * slots + first) -"),
         ("packages: batch rows are all the first", "row * slots + first -", "first -"),
     ]),
@@ -193,8 +193,8 @@ def problems():
 
 
 def first_failure():
-    for function in (chunks.cut, chunks.packing, chunks._tables):
-        getattr(function, "cache_clear", int)()
+    for function in (chunks._cut, chunks._packing, chunks._tables):
+        function.cache_clear()
     try:
         for at, (kernel, work, states, limit) in enumerate(problems()):
             found = errors(kernel, work, states)
