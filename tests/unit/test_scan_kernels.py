@@ -11,6 +11,7 @@ import torch
 from longspan.errors import KernelError
 from longspan.execution.scans.contract import Segments
 from longspan.execution.scans.kernels import choose_scan_kernel, scan_kernel_named
+from longspan.execution.scans.kernels.chunks import cut
 from longspan.execution.scans.kernels.forms import in_chunks
 from longspan.testing.recurrences import recurrence_by_tokens
 from tests.scan_cases import (
@@ -182,6 +183,13 @@ def test_short_segments_get_short_chunks():
     assert size([5] * 200) == 16
     assert size([1]) == 16
     assert size([1000, *[3] * 4]) == 64
+
+
+def test_tables_are_made_once_for_the_same_segments():
+    table = np.array([[0, 0, 5], [0, 7, 9]])
+    asked = 16, 1, 9, torch.device("cpu")
+    assert cut(Segments(table), *asked) is cut(Segments(table.copy()), *asked)
+    assert cut(Segments(table), *asked) is not cut(Segments(table[:1]), *asked)
 
 
 @pytest.mark.parametrize("name", ["referense", None, 3])

@@ -51,9 +51,13 @@ class ChunkedReaders:
         """(N, H, C, V): what entering states add to the output."""
         assert self.q is not None
         before, _ = self._logarithms()
-        read = self.q * self.decays.exp(torch.cat(before).mT + self.decays.sums)
-        entered, _ = self._carried(states, lambda _, state: state)
-        return (read @ torch.cat(entered)).flatten(1, 2)
+        decays = self.decays.exp(torch.cat(before).mT + self.decays.sums)
+        entered = torch.cat(self._carried(states, lambda _, state: state)[0])
+        if self.g.shape[-1] > 1:
+            return ((self.q * decays) @ entered).flatten(1, 2)
+        columns = entered.transpose(2, 3).flatten(3)  # heads that share keys side by side: one product for all of them
+        read = (self.q.squeeze(2) @ columns).unflatten(3, (-1, states.shape[-1])).transpose(2, 3)
+        return (read * decays).flatten(1, 2)
 
     def _logarithms(self) -> tuple[list[Tensor], Tensor]:
         """Of what is left of entering states when chunks begin (N, J, R, 1 or K, 1), and when segments end."""

@@ -47,7 +47,8 @@ class FlaScan(PackageScan):
     def run(self, work: ScanWork, states: Tensor) -> tuple[Tensor, Tensor]:
         recurrence, values = work.recurrence, values_of(work)
         assert isinstance(recurrence, GatedDelta | LinearAttention)
-        packed = packing(work.segments, *values.shape[:2], values.device)
+        batch, slots = values.shape[:2]
+        packed = packing(work.segments, batch, slots, values.device)
         q, k, v, g, *beta = map(packed.pack, work.tokens)
         options = {"scale": recurrence.scale}
         if isinstance(recurrence, GatedDelta):
