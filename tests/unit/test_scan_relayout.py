@@ -41,7 +41,7 @@ def test_where_spans_are_many_tokens_move_and_else_states_do():
     length, world = 1 << 18, 16
     lengths = longtail(length, 60)
     mask = ls.masks.documents(lengths) & ls.masks.causal()
-    cut = ls.layouts.per_document(lengths, world)
+    cut = ls.layouts.striped(length, world, stripe=256)
     dealt = ls.layouts.balanced(mask, world_size=world)
     moved, stayed = (ls.scan_plan(lengths, layout, **QWEN, token_bytes=TOKEN) for layout in (cut, dealt))
     assert moved.scheme.startswith("relayout")

@@ -23,7 +23,7 @@ from longspan.sealed import sealed
 
 RELAYOUT = "relayout"
 MAX_SENDS = 20_000
-"""Of an exchange along one chain: more are not written down, and only their bytes are told."""
+"""Of an exchange, about: more are not worth writing down."""
 
 
 @sealed
@@ -187,11 +187,11 @@ def _told(plan: ScanPlan, reasons: tuple[Reason, ...], source: Layout | None) ->
 
 def _candidates(chains: Chains, machine: Machine) -> list[str]:
     """What is worth comparing: an exchange of very long chains is not, nor levels where there is one node."""
-    longest = max((len(ranks) for ranks in chains.ranks()), default=0)
+    sends = sum(len(ranks) ** 2 for ranks in chains.ranks() if len(ranks) > 1)
     names = [name for name in SCAN_PLANNERS if name != "two_level"]
     if chains.layout.world_size > machine.node:
         names.append(f"two_level({machine.node})")
-    return [name for name in names if name != "exchange" or longest**2 <= MAX_SENDS]
+    return [name for name in names if name != "exchange" or sends <= MAX_SENDS]
 
 
 def _reason(name: str, draft: Draft, chains: Chains, sizes: StateSizes, machine: Machine) -> Reason:
