@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longspan.api import ITEMSIZE
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules import Problem, Sizes, scheme
 from longspan.schedules.cost.presets import CPU
+from longspan.schedules.dtypes import ITEMSIZE
 from longspan.schedules.plan import Plan
 from longspan.testing import allowed, dense_gradients
 from tests.cases import LAYOUTS, MASKS, random_layout, random_mask

@@ -27,11 +27,11 @@ def random_segments(rng, batch, slots, most=9):
     return Segments(np.array(rows, dtype=np.int64).reshape(-1, 3))
 
 
-def random_work(kind, rng, segments=None, dtype=torch.float64, slots=None, batch=None, sizes=None):
+def random_work(kind, rng, segments=None, dtype=torch.float64, slots=None, batch=None, sizes=None, strength=None):
     """A problem of that kind with random sizes: few key heads, odd features, strong and weak decays."""
     batch, slots = batch or rng.choice((1, 1, 2, 3)), slots or rng.choice((1, 2, 7, 33, 64, 65, 150))
     j, r, k, v = sizes or (rng.choice((1, 2)), rng.choice((1, 2, 3)), rng.choice((1, 3, 8)), rng.choice((1, 4, 7)))
-    h, strength = j * r, rng.choice((0.01, 0.3, 3.0))
+    h, strength = j * r, strength or rng.choice((0.01, 0.3, 3.0))
     randn = lambda *shape: torch.randn(batch, slots, *shape, dtype=torch.float64)  # noqa: E731
     rand = lambda *shape: torch.rand(batch, slots, *shape, dtype=torch.float64)  # noqa: E731
     shared = ()
@@ -63,6 +63,12 @@ def random_work(kind, rng, segments=None, dtype=torch.float64, slots=None, batch
 def random_states(work):
     shape = work.recurrence.state_shape(work.tokens)
     return torch.randn(len(work.segments), *shape, dtype=torch.float64).to(work.recurrence.state_dtype(work.tokens))
+
+
+def widened(work):
+    """The same problem in float64."""
+    tokens, shared = (tuple(None if x is None else x.double() for x in y) for y in (work.tokens, work.shared))
+    return ScanWork(work.recurrence, tokens, shared, work.segments)
 
 
 def with_leaves(work, states):
@@ -104,7 +110,7 @@ def distance(found, expected):
 
 def errors(kernel, work, states):
     """Distances by name: out, leaving states, gradients, both forms of the map, and the pass in one."""
-    upstream = torch.randn_like(_like_output(work)), torch.randn_like(states)
+    upstream = torch.randn_like(like_output(work)), torch.randn_like(states)
     expected = results(recurrence_by_tokens, work, states, upstream)
     runs = {"local": kernel.local} | ({} if work.recurrence.is_dense else {"one pass": in_one_pass(kernel)})
     found = {}
@@ -120,5 +126,5 @@ def errors(kernel, work, states):
     return found
 
 
-def _like_output(work):
+def like_output(work):
     return work.tokens[{"ssd": 0, "linear_recurrence": 1}.get(work.recurrence.name, 2)].double()

@@ -12,12 +12,11 @@ from longspan.schedules.chunks import MAX_CHUNKS
 from longspan.schedules.convolution import MAX_WIDTH, ConvPlan, planned_convolution
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.cost.presets import assumed_machine, machine_named
+from longspan.schedules.dtypes import ITEMSIZE, dtype_name
 from longspan.schedules.plan import Plan, PlanRequest, planned
 from longspan.schedules.steps import MAX_SIZE, Sizes
 from longspan.span import shortened, whole
 from longspan.untraced import untraced
-
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def attention(
@@ -78,14 +77,14 @@ def attention(
     >>> torch.allclose(out[:, :, 5], v[:, :, 5])  # the first token of the second document sees itself only
     True
     """
-    from longspan.execution.call import Request, attention as run, in_call  # noqa: I001  (loads torch, here and not above)
-    from longspan.execution.scoring.biases import Extras
-    from longspan.execution.inputs import check_inputs
+    from longspan.execution.call import Extras, Request, attention as run, check_inputs, in_call  # noqa: I001  (loads torch)
 
+    is_plain = score_mod is None and softcap is None and alibi is None and relative_bias is None and bias is None
     with in_call("attention", (q, k, v), plan_or_mask, group):
         check_inputs(q, k, v, scale, kernel, sinks, name)
-        extras = Extras(score_mod, softcap, alibi, relative_bias, bias, dropout or 0.0, seed)
-        more = extras if extras.any() else None
+        more: Extras | None = None
+        if not is_plain or dropout or seed is not None:
+            more = Extras(score_mod, softcap, alibi, relative_bias, bias, dropout or 0.0, seed)
         return run(q, k, v, Request(plan_or_mask, group, scale, return_lse, kernel, sinks, more, captured_grads, name))
 
 
@@ -216,15 +215,6 @@ def conv_plan(documents: Any, layout: Layout, *, channels: int, width: int, dtyp
                 f" lengths for all rows, or one per row."
             )
         return planned_convolution(numbers, layout, width, Sizes(1, 1, channels, 0, ITEMSIZE[name], batch), name)
-
-
-def dtype_name(dtype: Any) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if name not in ITEMSIZE:
-        raise PlanError(
-            f"dtype {shortened(dtype)} was asked for. Choose one of {', '.join(ITEMSIZE)}, as torch dtypes or names."
-        )
-    return name
 
 
 def block_mask(

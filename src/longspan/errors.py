@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 
 class LongspanError(Exception):
@@ -49,8 +48,7 @@ class RankError(LongspanError, RuntimeError):
     """A rank that died, stopped, raised, or went another way than the others."""
 
 
-@contextmanager
-def in_context(describe: Callable[[], str]) -> Generator[None, None, None]:
+class in_context:  # noqa: N801  (used like a function; in every call, where a generator would take three times as long)
     """Errors from inside say where they come from; where such calls lie in each other, the inner one.
 
     >>> with in_context(lambda: "The call: f(3)."):
@@ -58,10 +56,13 @@ def in_context(describe: Callable[[], str]) -> Generator[None, None, None]:
     Traceback (most recent call last):
     longspan.errors.LongspanError: 3 was given. Give 4. The call: f(3).
     """
-    try:
-        yield
-    except (AgreementError, RankError):  # about all ranks, with the same words on each
-        raise
-    except LongspanError as error:
-        error.context = error.context or describe()
-        raise
+
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self._describe = describe
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, LongspanError) and not isinstance(error, AgreementError | RankError):  # about all ranks
+            error.context = error.context or self._describe()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from longspan.api import dtype_name
 from longspan.errors import PlanError, in_context
 from longspan.layouts import Layout
 from longspan.masks.document_rows import document_rows
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.cost.presets import assumed_machine, machine_named
+from longspan.schedules.dtypes import dtype_name
 from longspan.schedules.scans.chains import chains_of
 from longspan.schedules.scans.plan import ScanPlan, planned_scan
 from longspan.schedules.scans.words import MAX_FEATURES, StateSizes

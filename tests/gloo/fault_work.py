@@ -78,6 +78,16 @@ class Rank:
         q, k, v = (torch.randn(shape, dtype=dtype).requires_grad_() for _ in range(3))
         return ls.attention(q, k, v, plan, group=self.group, score_mod=function, **options)
 
+    def convolution(self):
+        import torch
+
+        import longspan as ls
+
+        layout = ls.layouts.contiguous(64 * self.case.world, self.case.world)
+        plan = ls.conv_plan(None, layout, channels=8, width=4, dtype="float32")
+        x = torch.randn(1, 64, 8, requires_grad=True)
+        return ls.causal_conv1d(x, torch.randn(8, 4), plan=plan, group=self.group)
+
     def strike(self):
         """The fault itself, on the victim, with the moment it happened."""
         if not self.is_victim:
@@ -134,6 +144,18 @@ class Rank:
         self.strike()
         out.sum().backward()
 
+    def convolved(self):
+        """As `between`, of a convolution: the victim's halos have come, its gradients will not."""
+        out = self.convolution()
+        self.strike()
+        out.sum().backward()
+
+    def convolving(self):
+        """The others are in a convolution that they had agreed on, and the victim does not come."""
+        self.convolution().sum().backward()
+        self.strike()
+        self.convolution().sum().backward()
+
     def message(self):
         if self.is_victim:
             threading.Thread(target=self._strike_soon, daemon=True).start()
@@ -161,6 +183,14 @@ class Rank:
         else:
             out.sum().backward()
         self.attention(self.plan()).sum().backward()
+
+    def skipped_backward_of_a_convolution(self):
+        out = self.convolution()
+        if self.is_victim:
+            self.pipe.send(("struck", time.time(), ""))
+        else:
+            out.sum().backward()
+        self.convolution().sum().backward()
 
     def skipped_step(self):
         """A whole step is skipped: only its number tells."""

@@ -78,6 +78,11 @@ OTHERS = [
         settings={"watch": {"checked": True}},
     ),
 ]
+CONVOLUTIONS = [
+    Case(KILL, "convolving", 3, 1, "exchange", named=FACTS[KILL]),
+    Case(STOP, "convolved", 3, 1, "exchange", named=FACTS[STOP]),
+    Case(RAISE, "skipped backward of a convolution", 3, 1, "exchange"),
+]
 ASKED = (
     (3, "mask", "mask"),
     (4, "mask", "mask"),
@@ -110,7 +115,7 @@ DIFFERENT += [
     for differs in ("cached", "one scale", "one sink", "one function")
 ]
 DIFFERENT.append(Case(RAISE, "different", 4, -1, "exchange", named="something else", settings={"differs": "half"}))
-CASES = KILLS + MESSAGES + HOSTS + RAISES + OTHERS + DIFFERENT
+CASES = KILLS + MESSAGES + HOSTS + RAISES + OTHERS + CONVOLUTIONS + DIFFERENT
 
 
 @pytest.fixture(scope="module")

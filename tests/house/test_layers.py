@@ -27,6 +27,7 @@ LAYERS = {
     "execution": 4,
     "testing": 5,
     "api": 6,
+    "recurrences": 6,
     "scores": 6,
     "training": 7,
     "integrations": 8,

@@ -13,7 +13,7 @@ import torch
 import longspan
 from longspan import LongspanError, layouts, masks
 
-TABLES = ("masks", "layouts", "plans", "calls", "training", "torch", "text")
+TABLES = ("masks", "layouts", "plans", "calls", "convolutions", "training", "torch", "text")
 ROWS = [
     (table, row) for table in TABLES for row in importlib.import_module(f"tests.refusals.bad_inputs_{table}").rows()
 ]
@@ -74,6 +74,19 @@ def test_any_stride_gives_the_same_numbers(kind):
         longspan.attention(*run, mask).square().sum().backward()
     for a, b in zip(odd, plain, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", STRIDES)
+def test_any_stride_convolves_the_same_numbers(kind):
+    x, dout, _ = (t[0] for t in tensors(1, 2, 9, 6))
+    weight = torch.linspace(-1.0, 2.0, 18, dtype=torch.float64).view(6, 3)
+    odd = STRIDES[kind](x[None])[0].detach().requires_grad_()
+    plain = x.clone().requires_grad_()
+    outs = [longspan.causal_conv1d(t, weight, documents=[5, 4]) for t in (odd, plain)]
+    torch.testing.assert_close(*outs, rtol=1e-14, atol=1e-14)
+    for out in outs:
+        out.backward(STRIDES[kind](dout[None])[0])
+    torch.testing.assert_close(odd.grad, plain.grad, rtol=1e-13, atol=1e-13)
 
 
 def test_one_row_for_all_heads_works():

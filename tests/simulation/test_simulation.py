@@ -24,7 +24,9 @@ from longspan.execution.kernels import kernel_named
 from longspan.schedules import Problem, Sizes, scheme
 from longspan.schedules.cost.presets import CPU
 from longspan.schedules.plan import Plan
+from longspan.testing.loopback import run_conv_loopback
 from tests.cases import LAYOUTS, random_layout, random_mask
+from tests.conv_cases import conv_case
 from tests.simulation.faults import MESSAGE_FAULTS, RANK_FAULTS, Fault, KilledError
 from tests.simulation.network import PATIENCE, TIMEOUT, Network
 from tests.simulation.waits import State, WaitError
@@ -330,3 +332,16 @@ def test_a_seed_repeats_itself():
 
     assert run(5) == run(5)
     assert run(5)[1] != run(6)[1]
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_convolutions_do_not_depend_on_who_is_late(first):
+    for seed in range(first, first + 50):
+        case = conv_case(seed)
+        x, weight, bias, dout = case.tensors
+        network = Network(seed, dtype="float64", plans=case.plan.fingerprint[:16])
+        runs = [
+            run_conv_loopback(case.plan, x, weight, bias, dout, activation=case.activation, transport=transport)
+            for transport in (network, Loopback())
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)), f"seed {seed}: {case}"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from longspan import layouts, masks
-from longspan.api import ITEMSIZE, plan
+from longspan.api import plan
 from longspan.cli.lengths import KINDS, drawn_lengths, read_lengths
 from longspan.cli.quantities import count, counts
 from longspan.errors import LayoutError, MaskError, PlanError
@@ -23,6 +23,7 @@ from longspan.masks import Mask
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.cost.machine_text import MAX_TEXT, parse_machine
 from longspan.schedules.cost.presets import MACHINES, assumed_machine
+from longspan.schedules.dtypes import ITEMSIZE
 from longspan.schedules.plan import Plan
 from longspan.span import Ints
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback  # type: ignore[import-not-found]
 
 _OFF_IN_GRAPHS = tuple(
     getattr(torch._C.DispatchKey, name)
@@ -16,15 +19,45 @@ _OFF_IN_GRAPHS = tuple(
 )
 
 
+def _is_in_graph() -> bool:
+    return torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.FuncTorchBatched)
+
+
 def as_in_eager() -> AbstractContextManager[Any]:
     """Compiled graphs call operators with `torch.vmap` and PyTorch's count of changes in place switched off. Functions
     of users need both, so here they are as outside of graphs."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    if not excluded.has(torch._C.DispatchKey.FuncTorchBatched):
+    if not _is_in_graph():
         return nullcontext()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _OFF_IN_GRAPHS:
         excluded = excluded.remove(key)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+_PLAIN = {"ADInplaceOrView", *(kind + device for kind in ("", "Autograd", "Autocast") for device in ("CPU", "CUDA"))}
+"""Dispatch keys of tensors with data and no behaviour of their own."""
+_known: dict[int, bool] = {}
+"""Whether sets of keys, as numbers, have no others."""
+
+
+def is_unobserved(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether PyTorch's dispatcher would do nothing with these tensors but differentiate and run: there is no mode, no
+    `torch.func`, no profiler, no compiler and no graph of it, and every tensor has data and no behaviour of its own."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    if torch._C._are_functorch_transforms_active() or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return False
+    if get_eval_frame_callback() is not None or _is_in_graph():
+        return False
+    return all(tensor is None or _is_plain(torch._C._dispatch_keys(tensor)) for tensor in tensors)
+
+
+def _is_plain(keys: torch._C.DispatchKeySet) -> bool:
+    number = keys.raw_repr()
+    if number not in _known:
+        names = repr(keys).removeprefix("DispatchKeySet(").removesuffix(")").split(", ")
+        _known[number] = _PLAIN.issuperset(names)
+    return _known[number]
 
 
 def break_graph(why: str) -> None:

@@ -22,7 +22,9 @@ from longspan.errors import PlanError, in_context
 from longspan.execution import _torch, _torch_compiler, ops
 from longspan.execution.fitting import SEQ_DIM, check_tensors, fitting_plan
 from longspan.execution.handed import check_captured, check_cut, group_handed, group_of
-from longspan.execution.scoring.biases import Extras, check_sinks
+from longspan.execution.inputs import check_inputs as check_inputs
+from longspan.execution.scoring.biases import Extras as Extras
+from longspan.execution.scoring.biases import check_sinks
 from longspan.execution.trust.group import told
 from longspan.handles import handle_of
 from longspan.masks import Mask
@@ -30,7 +32,7 @@ from longspan.schedules.plan import Plan
 from longspan.span import shortened
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # frozen ones take three times as long to make
 class Request:
     """What is asked for beside q, k and v; see `longspan.attention`."""
 
@@ -47,7 +49,7 @@ class Request:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, asked: Request) -> Any:
     """Output, or output and lse, as asked."""
-    if not isinstance(asked.plan_or_mask, Mask | Plan):
+    if not isinstance(asked.plan_or_mask, (Mask, Plan)):
         raise PlanError(
             f"attention(q, k, v, mask) or attention(q, k, v, plan, group=...) was expected, but the fourth argument is"
             f" {type(asked.plan_or_mask).__name__}."
@@ -90,7 +92,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: Any = None) -> 
     learns = records and any(t.requires_grad for t in shared)
     saves = learns or (records and (q.requires_grad or k.requires_grad or v.requires_grad))
     scale = None if asked.scale is None else float(asked.scale)
-    out, lse, _ = ops.attention(
+    out, lse, _ = ops.attend(
         q, k, v, [*captured, *constants], asked.sinks, _handle(asked.plan_or_mask), group, asked.kernel, scale,
         ops.number_of_scoring(scoring), asked.captured_grads == "sum", saves, learns, asked.name, ops.FORM,
         *said,
@@ -131,7 +133,11 @@ def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: str, wh
 def in_call(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: Any) -> AbstractContextManager[None]:
     """What a public call runs in. Errors say which call it was, and the other ranks, who may be waiting in the same
     one, are told when this one refuses before anything was sent."""
-    return nullcontext() if torch.compiler.is_compiling() else _in_call(name, tensors, plan_or_mask, group)
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    if group is None and not isinstance(tensors[0], DTensor):
+        return in_context(lambda: _described(name, tensors, plan_or_mask, None))
+    return _in_call(name, tensors, plan_or_mask, group)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from longspan.errors import PlanError, ScheduleError
 from longspan.layouts import contiguous
 from longspan.masks import Mask
 from longspan.schedules.cost.presets import CPU
-from longspan.schedules.plan import Plan, PlanRequest, planned
+from longspan.schedules.plan import Plan, PlanRequest, keep_few, planned
 from longspan.schedules.steps import MAX_SIZE, Sizes
 from longspan.span import whole
 
@@ -23,13 +24,26 @@ Shape = tuple[int, ...]
 def fitting_plan(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, place: tuple[int, int] | None) -> Plan:
     """The plan for these tensors: the given one, or that of the given mask. `place` is this rank and the group's size.
     What does not fit is refused."""
-    shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     if isinstance(plan_or_mask, Mask):
-        plan = one_device_plan(*shapes, q.dtype, plan_or_mask)
-    else:
-        plan = plan_or_mask
-        _check_place(plan, place)
-    _check_shapes(shapes, q.dtype, plan, 0 if place is None else place[0])
+        return _plan_of_mask(plan_or_mask, q.shape, k.shape, v.shape, q.dtype)
+    _check_place(plan_or_mask, place)
+    shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    _check_shapes(shapes, q.dtype, plan_or_mask, 0 if place is None else place[0])
+    return plan_or_mask
+
+
+def _plan_of_mask(mask: Mask, q: Shape, k: Shape, v: Shape, dtype: torch.dtype) -> Plan:
+    """The plan of a mask on one device. A mask without functions remembers which one was found to fit these shapes, as
+    long as the plan is there: comparing masks and layouts takes longer than all other checks."""
+    key = q, k, v, dtype
+    found = mask.plans.get(key)
+    plan = None if found is None else found()
+    if plan is None:
+        shapes = tuple(q), tuple(k), tuple(v)
+        plan = one_device_plan(*shapes, dtype, mask)
+        _check_shapes(shapes, dtype, plan, 0)
+        if mask.is_structured:
+            keep_few(mask.plans)[key] = ref(plan)
     return plan
 
 

@@ -7,11 +7,11 @@ tensor with the number of what its backward needs to know, which lives as long a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import sqrt
-from typing import Any, TypeVar
+from typing import Any
 from weakref import ref
 
 import torch
@@ -23,92 +23,22 @@ from longspan.execution.call_record import record_of
 from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.forward import Forward
 from longspan.execution.engine.runner import Job, Task
-from longspan.execution.engine.transports import Loopback, ProcessGroup, Program
+from longspan.execution.engine.transports import ProcessGroup, Program, run_alone
 from longspan.execution.fitting import fitting_plan
 from longspan.execution.kernels import Features, choose_kernel, kernel_named, why_not_inside
-from longspan.execution.scoring.biases import check_bias
+from longspan.execution.passes import NOTHING, Kept, Pass, Said, pass_of, ticket_of
 from longspan.execution.scoring.pipeline import Scoring
-from longspan.execution.scoring.score_text import Operands, bias_in, scoring_of
 from longspan.execution.tile import wide
 from longspan.execution.trust.agreement import Record
 from longspan.execution.trust.group import Call, members_of, told
 from longspan.execution.trust.settings import Safety, safety
 from longspan.handles import found_under, number_of
 from longspan.masks import Mask
-from longspan.masks.functions.reads import Reads
 from longspan.schedules.plan import Plan
 
-T = TypeVar("T")
 FORM = 3
 """The form of both operators. PyTorch keeps compiled code on disk and finds it by the arguments of the forward: a new
 signature of the backward needs a new number, or code of an older version would call it."""
-
-
-@dataclass(frozen=True)
-class Said:
-    """What compiled code says about scores: a text (see `score_text`) and the numbers in it. Its tensors are arguments
-    of both operators: memory of a graph's own is used again."""
-
-    text: str = ""
-    numbers: Sequence[int] = ()
-    reals: Sequence[float] = ()
-
-    def scoring(self, captured: Sequence[Tensor], constants: Sequence[Tensor], like: Tensor, plan: Plan) -> Scoring:
-        operands = Operands(captured, constants, self.numbers, self.reals)
-        scoring = scoring_of(self.text, operands, like)
-        if (bias := bias_in(self.text, operands)) is not None:
-            check_bias(bias, plan.sizes.batch, plan.sizes.q_heads, plan.layout.seq_len)
-        return scoring
-
-
-NOTHING = Said()
-
-
-class Kept(list[Tensor]):
-    """What a plan keeps of other ranks' rows, from forward to backward."""
-
-
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """A forward pass, as its backward needs to know it."""
-
-    job: Job
-    group: str
-    number: int
-    """Which call over the group it was; 0 without a group."""
-    name: str
-    sums: bool
-    """Whether gradients of what all ranks share are added up."""
-    reads: tuple[Reads, ...]
-    """What functions of the mask had read."""
-    kept: ref[Kept]
-    said: Said = NOTHING
-    """What compiled code says about scores."""
-
-
-class _Memory(bytearray):
-    """A ticket's memory: tensors that share it keep alive what the ticket is for."""
-
-    held: tuple[object, ...]
-
-
-def ticket_of(made: object, *more: object) -> Tensor:
-    """The ticket of a forward pass, which keeps it alive, and what more it needs."""
-    memory = _Memory(number_of(made).to_bytes(8, "little"))
-    memory.held = made, *more
-    return torch.frombuffer(memory, dtype=torch.int64)
-
-
-def pass_of(ticket: Tensor, kind: type[T]) -> T:
-    """The forward pass of a ticket."""
-    found = found_under(int(ticket))
-    if not isinstance(found, kind):
-        raise PlanError(
-            "a backward pass was started, but its forward pass is not known in this process any more: what compiled"
-            " code saved for it was copied, and the original let go. Compile without hooks that copy saved tensors"
-            " (torch.autograd.graph.save_on_cpu, saved_tensors_hooks), or let them pass integer tensors on."
-        )
-    return found
 
 
 def number_of_scoring(scoring: Scoring | None) -> int:
@@ -126,7 +56,7 @@ def place_in(group: str) -> tuple[int, int] | None:
 
 def _value_of(handle: Tensor) -> Mask | Plan:
     found = found_under(int(handle))
-    if not isinstance(found, Mask | Plan):
+    if not isinstance(found, (Mask, Plan)):
         raise PlanError(
             "the mask or plan of this call is gone: compiled code was given its handle, but nobody holds it any more."
             " Keep a reference to it as long as the call runs."
@@ -152,7 +82,7 @@ def run_over(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
     # autocast would narrow the products of float32 inside; NCCL and compiled kernels go by the current device
     with _without_autocast(call.device.type), _on(call.device):
         if not group:
-            return Loopback().run([program])[0], 0
+            return run_alone(program), 0
         with members_of(_torch.group_named(group)).call(call) as running:
             return ProcessGroup(running).run(program), running.number
 
@@ -190,7 +120,7 @@ def _job(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, asked: tupl
     plan = fitting_plan(plan_or_mask, q, k, v, place)
     functions: Scoring | None = scores(plan)
     drops = functions is not None and functions.dropout is not None
-    honours = Features(not plan.mask.is_structured, functions is not None, drops, plan.chunks is not None)
+    honours = Features(not plan.is_structured, functions is not None, drops, plan.chunks is not None)
     why_not = lambda: why_not_inside(plan.mask, functions, q)  # noqa: E731
     chosen = kernel_named(choose_kernel(kernel, q, k, v, honours, why_not))
     if learns and plan.chunks is not None:
@@ -353,6 +283,8 @@ attention = operators.defined("longspan::attention", run_forward, _fake_forward)
 attention_backward = operators.defined("longspan::attention_backward", run_backward, _fake_backward)
 
 
+Run = Callable[..., Any]
+"""The operator, or what it runs."""
 _TO_CONSTANTS = 13
 """Arguments of the operator from the handle to the number of constants; PyTorch leaves out what is as by default."""
 
@@ -362,16 +294,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, others: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *captured: Tensor
+        ctx: Any, run: Run, others: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, sinks: Any, *captured: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         with _torch.below_autograd():
-            out, lse, ticket = attention(q, k, v, captured, sinks, *others)
+            out, lse, ticket = run(q, k, v, list(captured), sinks, *others)
         kept: Sequence[Tensor] = ()
         ctx.is_traced = type(ticket) is not Tensor
         if not ctx.is_traced:  # when it is, there is no pass yet
-            ctx.forward_pass = pass_of(
-                ticket, Pass
-            )  # hooks may copy what is saved, and the copy of a ticket holds nothing
+            ctx.forward_pass = pass_of(ticket, Pass)  # the copy of a ticket, which hooks may make, holds nothing
             kept = ctx.forward_pass.kept() or ()
         ctx.num_kept, ctx.has_sinks = len(kept), sinks is not None
         ctx.num_constants = others[_TO_CONSTANTS] if len(others) > _TO_CONSTANTS else 0
@@ -387,19 +317,31 @@ class _Attention(torch.autograd.Function):
         sinks = captured.pop() if ctx.has_sinks else None
         if dout is None:
             dout = torch.zeros_like(out)
+        run = attention_backward
+        if not torch.is_grad_enabled():  # where it is, a second derivative is refused by the operator
+            run = operators.run_of(attention_backward, dout, dlse, q, k, v, out, lse, sinks, *captured)
         saved = captured, sinks, out, lse, ticket, kept
-        *gradients, shared = attention_backward(dout, dlse, q, k, v, *saved, ctx.is_traced, ctx.num_constants)
+        with _torch.below_autograd() if run is not attention_backward else nullcontext():
+            *gradients, shared = run(dout, dlse, q, k, v, *saved, ctx.is_traced, ctx.num_constants)
         dsinks = shared.pop() if ctx.has_sinks else None
-        return (None, *gradients, dsinks, *shared, *(None,) * ctx.num_constants)
+        return (None, None, *gradients, dsinks, *shared, *(None,) * ctx.num_constants)
 
 
 def _with_gradients(
-    q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], sinks: Tensor | None, *others: Any
+    q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], sinks: Tensor | None, *others: Any, run: Run = attention
 ) -> tuple[Tensor, Tensor, Tensor]:
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *_shared(captured, sinks))):
-        return _Attention.apply(others, q, k, v, sinks, *captured)  # type: ignore[return-value]
+        return _Attention.apply(run, others, q, k, v, sinks, *captured)  # type: ignore[return-value]
     with _torch.below_autograd():
+        return run(q, k, v, captured, sinks, *others)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], sinks: Tensor | None, *others: Any) -> Any:
+    """The operator `attention`, by the shortest way."""
+    run = attention if torch.compiler.is_compiling() else operators.run_of(attention, q, k, v, sinks, *captured)
+    if run is attention:
         return attention(q, k, v, captured, sinks, *others)
+    return _with_gradients(q, k, v, captured, sinks, *others, run=run)
 
 
 operators.differentiate(attention, _with_gradients)

@@ -128,6 +128,11 @@ MASKS_IN_CHUNKS = Features(mask_function=True, chunks=True)
 ALL = Features(True, True, True, True)
 
 
+def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in a dtype: `to` takes a microsecond to find that there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, float32 for all others.
 

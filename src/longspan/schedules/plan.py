@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from longspan.errors import PlanError
 from longspan.handles import Handled
@@ -133,10 +134,11 @@ class Plan(Handled):
     def fingerprint(self) -> str:
         """A hex digest that ranks compare: everything that decides who sends what. Another one once a function of the
         mask has been found to read other data."""
-        return self._fixed_fingerprint if self._is_fixed else self._digest()
+        return self._fixed_fingerprint if self.is_structured else self._digest()
 
     @cached_property
-    def _is_fixed(self) -> bool:
+    def is_structured(self) -> bool:
+        """Whether closed form decides every pair of its mask."""
         return self.mask.is_structured
 
     @cached_property
@@ -219,10 +221,15 @@ def planned(mask: Mask, request: PlanRequest) -> Plan:
     if mask.is_structured:
         return _made(MaskKey(mask), request)
     if request not in mask.plans:
-        while len(mask.plans) >= MAX_PLANS:
-            del mask.plans[next(iter(mask.plans))]
-        mask.plans[request] = _made.__wrapped__(MaskKey(mask.twin()), request)
+        keep_few(mask.plans)[request] = _made.__wrapped__(MaskKey(mask.twin()), request)
     return mask.plans[request]
+
+
+def keep_few(plans: dict[Any, Any]) -> dict[Any, Any]:
+    """A mask's plans, of which the oldest have gone if there are too many."""
+    while len(plans) >= MAX_PLANS:
+        del plans[next(iter(plans))]
+    return plans
 
 
 @lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from longspan.execution.convolution.call import OwnRows, convolved
+from longspan.execution.convolution.own_rows import OwnRows, convolved
 from longspan.execution.engine.backward import Backward, Saved
 from longspan.execution.engine.forward import Forward
 from longspan.execution.engine.halo import HaloBackward, HaloForward, HaloTask
@@ -84,12 +84,12 @@ def run_conv_loopback(
     transport: Transport | None = None,
 ) -> tuple[Tensor, ...]:
     """Output, dx, dweight and, with a bias, dbias of whole tensors, computed by all ranks of the plan together; the
-    shares of the last two are added up."""
+    shares of the last two are added up. Padding slots hold nan, which must not show."""
     layout, carry = plan.layout, Loopback() if transport is None else transport
     ranks = range(layout.world_size)
     tasks = [HaloTask(plan, rank, x.dtype) for rank in ranks]
     shared = [t.detach().requires_grad_() for t in (weight, bias) if t is not None]
-    rows = carry.run([HaloForward(tasks[r], layout.shard(x.detach(), r, 1)).program() for r in ranks])
+    rows = carry.run([HaloForward(tasks[r], layout.shard(x.detach(), r, 1, torch.nan)).program() for r in ranks])
     parts: list[Tensor] = []
     drows: list[Tensor] = []
     gradients: list[list[Tensor]] = []
@@ -97,7 +97,7 @@ def run_conv_loopback(
         rows[r].requires_grad_()
         own = OwnRows.of(plan, r, x.device)
         out = convolved(rows[r], shared[0], shared[1] if len(shared) > 1 else None, own, activation)
-        drow, *found = torch.autograd.grad(out, (rows[r], *shared), layout.shard(dout, r, 1))
+        drow, *found = torch.autograd.grad(out, (rows[r], *shared), layout.shard(dout, r, 1, torch.nan))
         parts.append(out.detach())
         drows.append(drow)
         gradients.append(found)

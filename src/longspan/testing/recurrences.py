@@ -1,4 +1,4 @@
-"""Recurrences token by token in float64, as plainly as they can be said. See `execution.scans.recurrences`."""
+"""Recurrences token by token, as plainly as they can be said. See `execution.scans.recurrences`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from longspan.execution.scans.contract import Recurrence, ScanWork
 from longspan.execution.scans.recurrences import GatedDelta, LinearAttention, LinearRecurrence, Ssd
 
 
-def recurrence_by_tokens(work: ScanWork, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Output (batch, slots, ...) and the states that leave, in float64, differentiable."""
-    tokens = tuple(x.double() for x in work.tokens)
-    shared = tuple(None if x is None else x.double() for x in work.shared)
+def recurrence_by_tokens(work: ScanWork, states: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Output (batch, slots, ...) and the states that leave, computed in that dtype, differentiable."""
+    tokens = tuple(x.to(dtype) for x in work.tokens)
+    shared = tuple(None if x is None else x.to(dtype) for x in work.shared)
     outs: dict[tuple[int, int], Tensor] = {}
     ends = []
-    for (row, first, end), state in zip(work.segments.table.tolist(), states.double(), strict=True):
+    for (row, first, end), state in zip(work.segments.table.tolist(), states.to(dtype), strict=True):
         for slot in range(first, end):
             token = tuple(x[row, slot] for x in tokens)
             outs[row, slot], state = one_token(work.recurrence, token, shared, state)
@@ -24,7 +24,7 @@ def recurrence_by_tokens(work: ScanWork, states: Tensor) -> tuple[Tensor, Tensor
     batch, slots = tokens[0].shape[:2]
     zero = torch.zeros_like(_like_output(work.recurrence, tokens))
     rows = [torch.stack([outs.get((row, slot), zero) for slot in range(slots)]) for row in range(batch)]
-    return torch.stack(rows), torch.stack(ends) if ends else states.double()
+    return torch.stack(rows), torch.stack(ends) if ends else states.to(dtype)
 
 
 def maps_by_tokens(work: ScanWork) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from longspan.api import ITEMSIZE
 from longspan.cli.launch import JobRanks, add_backend, joined
 from longspan.cli.quantities import count
 from longspan.cli.screen import Screen, print_json, screen_of
@@ -23,6 +22,7 @@ from longspan.number_words import rate_text, seconds_text
 from longspan.schedules.cost.machine import Link, Machine
 from longspan.schedules.cost.machine_text import machine_text
 from longspan.schedules.cost.presets import CPU, nearest
+from longspan.schedules.dtypes import ITEMSIZE
 from longspan.schedules.steps import Sizes
 
 EVERYBODY = 1 << 30

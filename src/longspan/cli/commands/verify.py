@@ -16,12 +16,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from longspan import layouts, masks
-from longspan.api import ITEMSIZE, attention, plan
+from longspan.api import attention, plan
 from longspan.cli.kernel_used import kernel_used
 from longspan.cli.launch import meet
 from longspan.cli.quantities import count, counts
 from longspan.errors import PlanError
 from longspan.masks import Mask
+from longspan.schedules.dtypes import ITEMSIZE
 from longspan.schedules.plan import Plan
 from longspan.verification import Report, loopback_attention, verify
 

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional
 
 from longspan.errors import PlanError, in_context
 from longspan.execution.convolution import halo_operator
 from longspan.execution.convolution.fitting_rows import check_dtypes, check_plan, check_rows, check_tensors
+from longspan.execution.convolution.own_rows import OwnRows, convolved
 from longspan.execution.handed import group_handed, group_of
 from longspan.execution.inputs import as_autocast
 from longspan.execution.ops import place_in
 from longspan.execution.trust.group import told
 from longspan.handles import handle_of
-from longspan.layouts import contiguous
+from longspan.layouts import Layout, contiguous
 from longspan.masks.document_rows import document_rows
 from longspan.schedules.convolution import ConvPlan, planned_convolution
 from longspan.schedules.steps import Sizes
-from longspan.span import Ints, shortened
+from longspan.span import shortened
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,13 +80,19 @@ def _one_device_plan(x: Tensor, width: int, documents: Any) -> ConvPlan:
             f" list of lengths for all rows, or one per row."
         )
     sizes = Sizes(1, 1, channels, 0, x.dtype.itemsize, batch)
-    return planned_convolution(numbers, contiguous(tokens, 1), width, sizes, str(x.dtype).removeprefix("torch."))
+    return planned_convolution(numbers, _whole(tokens), width, sizes, str(x.dtype).removeprefix("torch."))
+
+
+@lru_cache(maxsize=64)
+def _whole(tokens: int) -> Layout:
+    return contiguous(tokens, 1)
 
 
 def _handle(plan: ConvPlan) -> Tensor:
     if plan.handle is None:  # made before torch was loaded
         object.__setattr__(plan, "handle", handle_of(plan))
-    return plan.handle
+    handle: Any = plan.handle
+    return handle
 
 
 def _group_name(group: Any, asked: ConvRequest) -> str:
@@ -120,53 +125,3 @@ def _described(x: Any, weight: Any, asked: ConvRequest, group: Any) -> str:
     if isinstance(group, dist.ProcessGroup):
         parts.append(f"on rank {group.rank()} of {group.size()}")
     return f"The call: {', '.join(parts)}."
-
-
-_known: WeakKeyDictionary[ConvPlan, dict[tuple[int, torch.device], OwnRows]] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True, eq=False)
-class OwnRows:
-    """Which of the convolved rows are the rank's own. Row i of what comes out belongs to row i + width - 1 of what went
-    in, so that rows in front of a segment are nobody's."""
-
-    sizes: list[int]
-    """Batch rows with the same documents."""
-    rows: list[slice | Tensor]
-    """For each of them, the rows to take: a slice where there is one segment, else numbers."""
-    num_padding: int
-
-    @staticmethod
-    def of(plan: ConvPlan, rank: int, device: torch.device) -> OwnRows:
-        """Those of a rank, remembered: a plan is used many times."""
-        known = _known.setdefault(plan, {})
-        if (rank, device) not in known:
-            parts = plan.haloed(rank)
-            rows = [_taken(part.places() - (plan.width - 1), device) for part in parts]
-            sizes = [len(part.batch) for part in parts]
-            known[rank, device] = OwnRows(sizes, rows, plan.layout.num_padding(rank))
-        return known[rank, device]
-
-    def take(self, rows: Tensor) -> Tensor:
-        """The rank's own rows in local order; padding is zeros."""
-        parts = rows.split(self.sizes) if len(self.sizes) > 1 else (rows,)
-        own = [
-            part[:, which] if isinstance(which, slice) else part.index_select(1, which)
-            for part, which in zip(parts, self.rows, strict=True)
-        ]
-        taken = own[0] if len(own) == 1 else torch.cat(own)
-        return functional.pad(taken, (0, 0, 0, self.num_padding)) if self.num_padding else taken
-
-
-def _taken(places: Ints, device: torch.device) -> slice | Tensor:
-    first = int(places[0]) if len(places) else 0
-    if (np.diff(places) == 1).all():
-        return slice(first, first + len(places))
-    return torch.from_numpy(places).to(device)
-
-
-def convolved(rows: Tensor, weight: Tensor, bias: Tensor | None, own: OwnRows, activation: str | None) -> Tensor:
-    """The rank's output: its rows with their halos convolved channel by channel, rows that are not its own dropped."""
-    found = functional.conv1d(rows.transpose(1, 2), weight.unsqueeze(1), bias, groups=weight.shape[0]).transpose(1, 2)
-    found = own.take(found)
-    return found if activation is None else functional.silu(found)

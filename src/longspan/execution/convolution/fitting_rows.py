@@ -18,9 +18,8 @@ def check_tensors(x: Any, weight: Any, bias: Any, activation: Any) -> None:
     """Refuses what is no tensor of the right kind, and shapes that do not belong together."""
     shapes = {"x": "(batch, tokens, channels)", "weight": "(channels, width)", "bias": "(channels,)"}
     dims = {"x": 3, "weight": 2, "bias": 1}
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if tensor is None and name == "bias":
-            continue
+    given: dict[str, Any] = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, tensor in given.items():
         _check_kind(name, tensor, shapes[name])
         if tensor.ndim != dims[name]:
             hint = " Pass weight.squeeze(1) of a Conv1d." if name == "weight" and tensor.ndim == 3 else ""

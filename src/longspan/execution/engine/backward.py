@@ -18,6 +18,7 @@ from longspan.execution.engine.runner import Job, Run, Walk
 from longspan.execution.engine.token_store import TokenStore, common_rows, have_all
 from longspan.execution.engine.transports import Program
 from longspan.execution.kernels.contract import Group
+from longspan.execution.tile import as_dtype, wide
 from longspan.schedules.steps import Compute, Moved, Piece, Role
 
 
@@ -191,10 +192,10 @@ class Backward(Run):
 
     def __init__(self, job: Job, saved: Saved, dout: Tensor, dlse: Tensor | None = None) -> None:
         q, k, v, out, lse, kept, captured = saved
-        wide = job.format.wide
-        delta = (dout * out if dout.dtype == wide else dout.to(wide).mul_(out)).sum(-1, keepdim=True)
+        dtype = wide(job.dtype)
+        delta = (dout * out if dout.dtype == dtype else dout.to(dtype).mul_(out)).sum(-1, keepdim=True)
         if dlse is not None:  # a score's gradient is p * (dp - delta + dlse)
-            delta = delta - dlse.to(wide).unsqueeze(-1)
+            delta = delta - dlse.to(dtype).unsqueeze(-1)
         super().__init__(job, (q, k, v, dout, lse.unsqueeze(-1), delta, out, *kept), captured)
         self.of_sinks = None if job.sinks is None else (lse, delta.squeeze(-1))
 
@@ -204,11 +205,11 @@ class Backward(Run):
     def program(self) -> Program[tuple[Tensor, Tensor, Tensor]]:
         """Runs; returns the gradients of the rank's own q, k and v."""
         dq, *keys = yield from self.run()
-        dk, dv = (t.to(self.job.dtype) for t in keys)
+        dk, dv = (as_dtype(t, self.job.dtype) for t in keys)
         if self.job.plan.scheme.problem.chunks is not None:
             # a message has 0.0 where a branch adds nothing, and -0.0 + 0.0 is another zero
             dk, dv = dk + 0.0, dv + 0.0
-        return dq.to(self.job.dtype), dk, dv
+        return as_dtype(dq, self.job.dtype), dk, dv
 
     def shared_gradients(self) -> list[Tensor]:
         """What this rank adds, in float32, to gradients of what all ranks share: captured tensors and sinks."""

@@ -15,6 +15,7 @@ from longspan.execution.engine.runner import Job, Run, Walk
 from longspan.execution.engine.token_store import Bools, TokenStore, common_rows, have_all
 from longspan.execution.engine.transports import Program
 from longspan.execution.kernels.contract import Group
+from longspan.execution.tile import as_dtype, wide
 from longspan.masks.classifier import runs_of as runs_of_true
 from longspan.schedules.steps import Compute, Moved, Piece, PlanStep, Role, Sizes
 from longspan.span import Ints, Span, as_spans, as_table, join, union
@@ -129,7 +130,7 @@ class Forward(Run):
     def program(self, *, saves: bool) -> Program[tuple[Tensor, Tensor, list[Tensor]]]:
         """Runs; returns output, lse and, if backward `saves`, the remote pieces that the plan keeps, as messages."""
         out, lse, *kept = yield from self.run(saves=saves)
-        out, lse = out.to(self.job.dtype), lse.squeeze(3).to(self.job.format.wide)
+        out, lse = as_dtype(out, self.job.dtype), as_dtype(lse.squeeze(3), wide(self.job.dtype))
         if self.job.sinks is not None:
             out, lse = self._with_sinks(out, lse, self.job.sinks)
         return out, lse, [message.view(-1) for message in kept]

@@ -212,9 +212,9 @@ class Accumulator(ByRows):
 
 
 def finished_rows(acc: Tensor, top: Tensor, num: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and lse of a state."""
+    """Output and lse of a state; all have four dims."""
     # lse is -inf where nothing was seen: -inf + log(0)
-    return acc / num.clamp(min=torch.finfo(num.dtype).tiny).unsqueeze(-1), top + num.log()
+    return acc / num.clamp(min=torch.finfo(num.dtype).tiny), top + num.log()
 
 
 def merge(acc: Tensor, top: Tensor, num: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longspan.errors import PlanError
 from longspan.execution.engine.flat.memory import Memory
-from longspan.execution.engine.flat.program import FlatProgram, memory_for, part_of
+from longspan.execution.engine.flat.program import FlatProgram, memory_for
 from longspan.execution.engine.flat.recorder import Launched, Rows, Taken
 from longspan.execution.engine.tiles import tiles_for
 from longspan.execution.engine.token_store import TokenStore, gather, have_all, laid_out, runs_of
@@ -205,15 +205,15 @@ class RowRun(ABC):
         """Results of the program, as they lie in memory."""
         program = self._recorded(saves)
         memory = memory_for(program, self.device)
-        memory.tensors[: len(self.inputs)] = [t if t.dim() == 4 else t.view(1, 1, -1, 1) for t in self.inputs]
+        memory.tensors[: len(self.inputs)] = self.inputs
         del self.inputs
         yield from program.run(memory, self.attend, self.direction, self.task.rank)
-        return [self._result(memory, rows) for rows in program.results]
+        return [self._result(memory, *cut) for cut in program.found]
 
-    def _result(self, memory: Memory, rows: Rows) -> Tensor:
+    def _result(self, memory: Memory, *cut: Any) -> Tensor:
         """A result in memory of its own: a part of a message would keep all messages of its step alive."""
-        part = part_of(memory, rows)
-        is_part = rows.buffer.inside is not None and part.dtype == self.task.dtype  # any other will be converted
+        part = memory.cut(*cut)
+        is_part = memory.buffers[cut[0]].inside is not None and part.dtype == self.task.dtype  # others are converted
         return part.clone() if is_part else part
 
     def _recorded(self, saves: bool) -> FlatProgram:
@@ -254,9 +254,9 @@ class Run(RowRun):
 
     def _pairs(self, launch: Launched) -> TilePairs | None:
         """What a kernel may ask about pairs, where more than bands matters."""
-        mask = self.job.plan.mask
-        if self.job.scoring is None and mask.is_structured:
+        if self.job.scoring is None and self.job.plan.is_structured:
             return None
+        mask = self.job.plan.mask
         predicate = mask.plane(launch.batch.start, launch.heads.start).predicate
         if self.job.scoring is None and predicate is None:
             return None

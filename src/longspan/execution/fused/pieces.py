@@ -12,6 +12,9 @@ from torch import Tensor
 
 CELLS = 2048
 """Numbers of a tensor that one program works on: twice as many take all registers of a thread."""
+KNOWN = 8192
+"""So many sets of arguments are remembered: those of a plan are the same in every call."""
+Ints = tuple[int, ...]
 
 
 def is_fused(tensor: Tensor) -> bool:
@@ -38,14 +41,22 @@ def _launch_merge(tensors: Sequence[Tensor], here: Tensor | None, there: Tensor 
     from longspan.execution.fused.triton_kernels import merge_kernel
 
     acc, top, num, out, lse = tensors
-    acc, out = _dense(acc), out if out.stride(3) == 1 else out.contiguous()
-    batch, heads, rows, dim = acc.shape
-    rows = rows if here is None else here.numel()
-    strides = [stride for t in (acc, top, num, out, lse) for stride in t.stride()[:3]]
-    grid, sizes = _grid(batch * heads, rows, dim)
+    out = out if out.stride(3) == 1 else out.contiguous()
+    rows = acc.shape[2] if here is None else here.numel()
+    strides = acc.stride(), top.stride(), num.stride(), out.stride(), lse.stride()
+    grid, numbers, sizes = _merge_arguments(acc.shape, rows, strides)
     tables = (acc, acc) if here is None else (here, there)  # not looked at without tables
     launch: Any = merge_kernel[grid]
-    launch(acc, top, num, out, lse, *tables, heads, rows, dim, *strides, BY_ROW=here is not None, **sizes)
+    launch(acc, top, num, out, lse, *tables, *numbers, BY_ROW=here is not None, **sizes)
+
+
+@lru_cache(maxsize=KNOWN)
+def _merge_arguments(shape: Ints, rows: int, strides: tuple[Ints, ...]) -> tuple[tuple[int], Ints, dict[str, Any]]:
+    """The grid of a merge, its numbers, and the sizes of a program. Statistics may have a last dim of one number."""
+    batch, heads, _, dim = shape
+    _check_dense(dim, strides[0])
+    grid, sizes = _grid(batch * heads, rows, dim)
+    return grid, (heads, rows, dim, *(stride for each in strides for stride in each[:3])), sizes
 
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -56,40 +67,55 @@ def move_rows(source: Tensor, target: Tensor, here: Tensor, there: Tensor, *, ad
     """Rows `here` of a `(B, H, T, D)` tensor become, or are added to, rows `there` of another of the same B, H, D."""
     from longspan.execution.fused.triton_kernels import rows_kernel
 
-    numbers, planes = _numbers((source, target, here, there))
-    grid, sizes = _grid(planes, here.numel(), source.shape[3])
+    source = source if source.stride(3) == 1 else source.contiguous()
+    grid, numbers, sizes = _move_arguments(_sizes(source, target, here))
     launch: Any = rows_kernel[grid]
-    launch(*numbers, ADDS=adds, **sizes)
+    launch(source, target, here, there, *numbers, ADDS=adds, **sizes)
 
 
 def move_two(first: Rows, second: Rows, *, adds: bool = False) -> None:
     """Two moves that do not wait for each other in one launch."""
     from longspan.execution.fused.triton_kernels import two_rows_kernel
 
-    both = [_numbers(rows) for rows in (first, second)]
-    width = max(first[0].shape[3], second[0].shape[3])
-    most = max(first[2].numel(), second[2].numel())
-    _, sizes = _grid(1, most, width)
-    programs = [
-        -(-rows[2].numel() // sizes["ROWS"]) * planes for rows, (_, planes) in zip((first, second), both, strict=True)
-    ]
-    launch: Any = two_rows_kernel[(sum(programs),)]
-    launch(*both[0][0], *both[1][0], programs[0], ADDS=adds, **sizes)
+    source, target, here, there = first
+    source2, target2, here2, there2 = second
+    source = source if source.stride(3) == 1 else source.contiguous()
+    source2 = source2 if source2.stride(3) == 1 else source2.contiguous()
+    sizes_of_both = _sizes(source, target, here), _sizes(source2, target2, here2)
+    grid, numbers, numbers2, programs, sizes = _arguments_of_two(*sizes_of_both)
+    launch: Any = two_rows_kernel[grid]
+    launch(
+        source, target, here, there, *numbers, source2, target2, here2, there2, *numbers2, programs, ADDS=adds, **sizes
+    )
 
 
-def _numbers(rows: Rows) -> tuple[list[Any], int]:
-    """The arguments of one move, and how many batch rows and heads it goes over."""
-    source, target, here, there = rows
-    source, target = source if source.stride(3) == 1 else source.contiguous(), _dense(target)
-    batch, heads, _, dim = source.shape
-    strides = [*source.stride()[:3], *target.stride()[:3]]
-    return [source, target, here, there, heads, here.numel(), dim, *strides], batch * heads
+Sizes = tuple[Ints, Ints, Ints, int]
+"""Of a move: the shape and the strides of its source, the strides of its target, and how many rows it is of."""
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    last = tensor.stride(3) if tensor.shape[3] > 1 else 1  # of a single number the stride says nothing
-    assert last == 1, "rows that are written to are dense"
-    return tensor
+def _sizes(source: Tensor, target: Tensor, here: Tensor) -> Sizes:
+    return source.shape, source.stride(), target.stride(), here.numel()
+
+
+@lru_cache(maxsize=KNOWN)
+def _move_arguments(sizes: Sizes) -> tuple[tuple[int], Ints, dict[str, Any]]:
+    (batch, heads, _, dim), source, target, rows = sizes
+    _check_dense(dim, target)
+    grid, of_program = _grid(batch * heads, rows, dim)
+    return grid, (heads, rows, dim, *source[:3], *target[:3]), of_program
+
+
+@lru_cache(maxsize=KNOWN)
+def _arguments_of_two(first: Sizes, second: Sizes) -> tuple[tuple[int], Ints, Ints, int, dict[str, Any]]:
+    """The grid, the numbers of either move, how many programs do the first, and the sizes of a program."""
+    (_, numbers, _), (_, numbers2, _) = (_move_arguments(sizes) for sizes in (first, second))
+    _, sizes = _grid(1, max(first[3], second[3]), max(first[0][3], second[0][3]))
+    programs = [-(-rows // sizes["ROWS"]) * shape[0] * shape[1] for shape, _, _, rows in (first, second)]
+    return (sum(programs),), numbers, numbers2, programs[0], sizes
+
+
+def _check_dense(dim: int, strides: Ints) -> None:
+    assert dim == 1 or strides[3] == 1, "rows that are written to are dense"  # of one number the stride says nothing
 
 
 def _grid(planes: int, rows: int, dim: int) -> tuple[tuple[int], dict[str, Any]]:

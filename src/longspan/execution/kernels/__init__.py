@@ -58,7 +58,7 @@ def choose_kernel(
     """
 
     def refusal(kernel: Kernel) -> str | None:
-        if q_BHQD.device.type == "cpu" and kernel.name == "flex" != name:  # it writes out all scores there
+        if kernel.name == "flex" != name and q_BHQD.device.type == "cpu":  # it writes out all scores there
             return "on CPUs it runs when it is named"
         return asked.beyond(kernel.honours) or kernel.refuses(q_BHQD, k_BGKD, v_BGKE)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from longspan.execution import _torch
 from longspan.execution.kernels.contract import finite
 from longspan.execution.kernels.panels import BackwardOp, ForwardOp, PanelKernel
-from longspan.execution.tile import MASKS_IN_CHUNKS, Features
+from longspan.execution.tile import MASKS_IN_CHUNKS, Features, as_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,8 +36,8 @@ def forward_op(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of one piece. Where all scores of a row are nan, the operator says 0 for both; here it is nan."""
     out, lse = _torch.cpu_flash(q_BHQD, k_BGKD, v_BGKD, bias, causal, scale)
-    zero = lse == 0
-    if bool(zero.any()) and not (finite(q_BHQD) and finite(k_BGKD)):
+    if not lse.all() and not (finite(q_BHQD) and finite(k_BGKD)):
+        zero = lse == 0
         return out.masked_fill(zero.unsqueeze(-1), torch.nan), lse.masked_fill(zero, torch.nan)
     return out, lse
 
@@ -67,11 +67,11 @@ def backward_op(
     """(dq, dk, dv) of one piece, in the inputs' dtype or float32, whichever is faster."""
     dtype = torch.float32 if _in_float32(q_BHQD, k_BGKD) and not _huge(lse_BHQ, q_BHQD.dtype) else q_BHQD.dtype
     return _torch.cpu_flash_backward(
-        dout_BHQD.to(dtype),
-        q_BHQD.to(dtype),
-        k_BGKD.to(dtype),
-        v_BGKD.to(dtype),
-        out_BHQD.to(dtype),
+        as_dtype(dout_BHQD, dtype),
+        as_dtype(q_BHQD, dtype),
+        as_dtype(k_BGKD, dtype),
+        as_dtype(v_BGKD, dtype),
+        as_dtype(out_BHQD, dtype),
         lse_BHQ,
         None if bias is None else bias.to(dtype),
         causal,

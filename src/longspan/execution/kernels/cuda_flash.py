@@ -170,26 +170,23 @@ class Launch:
 
     def lse(self, x_BHQ: Tensor) -> Tensor:
         """(B, H, q) for a tile alone, (H, T) for many."""
-        if len(self.tiles) == 1:
-            return self._picked(x_BHQ, self.rows).contiguous()
-        return self._picked(x_BHQ, self.rows).transpose(0, 1).flatten(1).contiguous()
+        picked = self._picked(x_BHQ, 2, self.rows)
+        return (picked if len(self.tiles) == 1 else picked.transpose(0, 1).flatten(1)).contiguous()
 
     def _packed(self, x_BHTD: Tensor, side: Side) -> Tensor:
         """(B, t, H, D) for a tile alone, (T, H, D) for many."""
-        picked = self._picked(x_BHTD, side).transpose(1, 2)
+        # Rows are packed token by token, with all heads of a token together: a copy that is made should lie so at once.
+        picked = self._picked(x_BHTD.transpose(1, 2), 1, side)
         return picked if len(self.tiles) == 1 else picked.flatten(0, 1)
 
-    def _picked(self, x: Tensor, side: Side) -> Tensor:
-        """The rows (dim 2) of all tiles, one tile after the other."""
+    def _picked(self, x: Tensor, dim: int, side: Side) -> Tensor:
+        """The rows of all tiles, one tile after the other."""
         if side.is_one_run:  # neighbours in memory: nothing to copy
-            return x.narrow(2, side.runs[0][0], side.total)
+            return x if side.total == x.shape[dim] else x.narrow(dim, side.runs[0][0], side.total)
         key = side.name, x.device
         if key not in self.known:
             self.known[key] = torch.cat([torch.arange(a, a + n) for a, n in side.runs]).to(x.device)
-        if x.dim() == 3:
-            return x.index_select(2, self.known[key])
-        # Rows are packed token by token, with all heads of a token together: a copy that is made should lie so at once.
-        return x.transpose(1, 2).index_select(1, self.known[key]).transpose(1, 2)
+        return x.index_select(dim, self.known[key])
 
     def starts(self, like_BHQD: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Where each slice starts among the packed queries and keys, and where the last one ends."""
@@ -207,13 +204,17 @@ class Launch:
 
     def unpacked(self, x: Tensor, b: int, dim: int) -> Tensor:
         """A result as (B, H, t, dim)."""
-        x = x if x.dim() == 4 else x.unflatten(0, (b, -1))
-        x = x.transpose(1, 2)
+        x = (x if x.dim() == 4 else _apart(x, 0, b)).transpose(1, 2)
         return x if x.shape[3] == dim else x.narrow(3, 0, dim)
 
     def unpacked_lse(self, lse: Tensor, b: int) -> Tensor:
         """(B, H, t)."""
-        return lse if lse.dim() == 3 else lse.unflatten(1, (b, -1)).transpose(0, 1)
+        return lse if lse.dim() == 3 else _apart(lse, 1, b).transpose(0, 1)
+
+
+def _apart(x: Tensor, dim: int, b: int) -> Tensor:
+    """Rows of many batch rows in one dim, in two."""
+    return x.unsqueeze(dim) if b == 1 else x.unflatten(dim, (b, -1))
 
 
 @dataclass(eq=False)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from longspan.execution.kernels.contract import Group, Pairs, TileWork, Upstream, in_vectors, one_by_one
-from longspan.execution.tile import Features, Tile
+from longspan.execution.tile import Features, Tile, as_dtype, once
 from longspan.execution.tile import wide as widened
 
 SMALL = (512, 1024)  # rows x columns up to which one call with a bias beats cutting
@@ -219,15 +219,15 @@ def run_forward(op: ForwardOp, work: TileWork, multiple: int) -> Iterator[tuple[
     """Kernel.forward by pieces. Head dims are padded with zeros to the larger of the two and to a `multiple`."""
     q_BHQD, k_BGKD, v_BGKE = work.q_BHQD, work.k_BGKD, work.v_BGKE
     biases, e, pad = _Biases(q_BHQD, work.pairs), v_BGKE.shape[3], _padding(q_BHQD, v_BGKE, multiple)
-    for tile in work.tiles:
+    for tile, pieces in _pieces(work.tiles):
         state: tuple[Tensor, Tensor] | None = None
         seen: list[Tile] = []
-        for piece in split(tile):
-            rows, keys = (2, piece.q0, piece.rows), (2, piece.k0, piece.cols)
+        for piece in pieces:
+            rows, keys = (piece.q0, piece.q1), (piece.k0, piece.k1)
             part, part_lse = op(
-                pad(q_BHQD.narrow(*rows)),
-                pad(k_BGKD.narrow(*keys)),
-                pad(v_BGKE.narrow(*keys)),
+                pad(_rows(q_BHQD, *rows)),
+                pad(_rows(k_BGKD, *keys)),
+                pad(_rows(v_BGKE, *keys)),
                 *biases.of(piece),
                 work.scale,
             )
@@ -249,6 +249,15 @@ def run_forward(op: ForwardOp, work: TileWork, multiple: int) -> Iterator[tuple[
             seen.append(piece)
         assert state is not None, f"{tile} has no pair"
         yield state
+
+
+def _pieces(tiles: Sequence[Tile]) -> list[tuple[Tile, tuple[Tile, ...]]]:
+    """Every tile with its pieces, which are the same in every call."""
+    return once(tiles, "pieces", lambda: [(tile, tuple(split(tile))) for tile in tiles])
+
+
+def _rows(x: Tensor, start: int, stop: int) -> Tensor:
+    return x if stop - start == x.shape[2] else x.narrow(2, start, stop - start)
 
 
 def _nothing(rows: int, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -288,18 +297,18 @@ def run_backward(
     wide, d, e = widened(q_BHQD.dtype), q_BHQD.shape[3], v_BGKE.shape[3]
     biases, pad = _Biases(q_BHQD, work.pairs), _padding(q_BHQD, v_BGKE, multiple)
     # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for everybody it meets
-    lse_BHQ = lse_BHQ.to(wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
-    for tile in work.tiles:
+    lse_BHQ = as_dtype(lse_BHQ, wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
+    for tile, pieces in _pieces(work.tiles):
         sums: tuple[Tensor, Tensor, Tensor] | None = None
-        for piece in split(tile):
-            rows, keys = (2, piece.q0, piece.rows), (2, piece.k0, piece.cols)
+        for piece in pieces:
+            rows, keys = (piece.q0, piece.q1), (piece.k0, piece.k1)
             dq, dk, dv = op(
-                pad(upstream.dout_BHQE.narrow(*rows)),
-                pad(q_BHQD.narrow(*rows)),
-                pad(k_BGKD.narrow(*keys)),
-                pad(v_BGKE.narrow(*keys)),
-                pad(upstream.out_BHQE.narrow(*rows)),
-                lse_BHQ.narrow(*rows),
+                pad(_rows(upstream.dout_BHQE, *rows)),
+                pad(_rows(q_BHQD, *rows)),
+                pad(_rows(k_BGKD, *keys)),
+                pad(_rows(v_BGKE, *keys)),
+                pad(_rows(upstream.out_BHQE, *rows)),
+                _rows(lse_BHQ, *rows),
                 *biases.of(piece),
                 work.scale,
             )

@@ -138,13 +138,13 @@ def _computed(kernel: ScanKernel, work: ScanWork, ranks: RankScan, anchor: Tenso
     if not work.recurrence.in_one_pass:
         part = replace(work, segments=local.segments.of(local.left))
         states, kept, number = ranks.forward(*kernel.summary(part))
-        entering = states if anchor is None else Entry.apply(states, anchor)
+        entering = states if anchor is None else EnteringStates.apply(states, anchor)
         whole = states.new_zeros((len(local.segments), *states.shape[1:])).index_put((entered,), entering)
         out, leaving = kernel.local(work, whole)
     else:
         out, maps, leaving = kernel.alone(work)
         states, kept, number = ranks.forward(maps.detach()[left], leaving.detach()[left])
-        entering = states if anchor is None else Entry.apply(states, anchor)
+        entering = states if anchor is None else EnteringStates.apply(states, anchor)
         out = out + kernel.entering(replace(work, segments=local.segments.of(local.entered)), entering)
         whole = states.new_zeros((len(local.segments), *states.shape[1:])).index_put((entered,), entering)
         leaving = torch.addcmul(leaving, maps, whole)
@@ -204,7 +204,7 @@ class Way:
     saved: Saved
 
 
-class Entry(torch.autograd.Function):
+class EnteringStates(torch.autograd.Function):
     """States that enter, as a part of the graph: gradients are asked for here, and end here."""
 
     @staticmethod

@@ -19,8 +19,9 @@ from torch import Tensor
 from longspan import layouts
 from longspan.integrations.huggingface.attention import BLIND, NAME, longspan_attention, numbers_of, restarts
 from longspan.integrations.huggingface.masks import LayerMask, layer_mask
+from longspan.integrations.huggingface.mixers import is_hybrid, needs, route
 from longspan.integrations.huggingface.models import check_model, layer_kinds
-from longspan.integrations.huggingface.seen import listen
+from longspan.integrations.huggingface.seen import listen, listen_to_layers
 from longspan.integrations.huggingface.sequence import ShardedSequence, Whole
 from longspan.integrations.huggingface.structure import check_packing, num_layers
 from longspan.integrations.huggingface.terms import Kind, runs
@@ -96,15 +97,31 @@ def shard_inputs(
     _check_others(batch, seq_len)
     padding, documents = _padding(batch, rows, seq_len), _documents(batch, rows, seq_len)
     kinds = layer_kinds(config)
-    if documents is not None and all(batch.get(name) is None for name in PACKED) and config.model_type not in BLIND:
+    stated = any(batch.get(name) is not None for name in PACKED)
+    if documents is not None and not stated and config.model_type not in BLIND and not is_hybrid(inner):
         check_packing(inner, all("causal" in repr(kind) for kind in kinds))
     whole = Whole(rows, seq_len, padding, documents)
     dealt = _layout(layout, whole, kinds, members.size())
     part = _part(batch, dealt, members.rank(), _positions(batch, rows, seq_len, documents, positions))
     part[NAME] = ShardedSequence(whole, dealt, members, schedule, dropout_seed)
     part[NAME].num_layers = num_layers(inner, config)
+    if is_hybrid(inner):
+        _prepare_hybrid(inner, part[NAME])
     listen(model, inner, inner.base_model)
     return part
+
+
+def _prepare_hybrid(model: Any, sequence: ShardedSequence) -> None:
+    """Convolutions and recurrences of the model go over ranks, and every layer is watched for it."""
+    padding = sequence.whole.padding
+    if padding is not None and (np.diff(padding.astype(np.int8), axis=1) != 0).sum(axis=1).max(initial=0) > 2:
+        raise BatchError(
+            "attention_mask has padding between real tokens. Recurrences of this model would carry their state across"
+            " it. Move padding to the front or the end of each row."
+        )
+    route(model)
+    sequence.needed = needs(model)
+    listen_to_layers(model, sequence.needed)
 
 
 def full_loss(loss: Tensor, inputs: Mapping[str, Any], *, gradients: str = "sum") -> Tensor:

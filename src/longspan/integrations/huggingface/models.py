@@ -13,13 +13,21 @@ import torch
 
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.masks import LayerMask
+from longspan.integrations.huggingface.mixers import check_mixers, is_hybrid
 from longspan.integrations.huggingface.structure import check_structure, text_model
 from longspan.integrations.huggingface.terms import Kind
 from longspan.training import BatchError
 
-TRIED = frozenset({"llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"})
+HYBRIDS = frozenset({
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "granitemoehybrid", "bamba",
+    "nemotron_h", "falcon_h1", "zamba2", "lfm2", "lfm2_moe",
+})  # fmt: skip
+"""Those among them with convolutions or recurrences beside attention."""
+TRIED = HYBRIDS | {"llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"}
 """Model types whose loss and gradients over ranks were compared with one device."""
 ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+ALONE = frozenset({"mlp", "moe"})
+"""Kinds of layers in which every token is by itself."""
 
 
 def check_model(model: Any, batch: Mapping[str, Any], any_model: bool) -> Any:
@@ -40,7 +48,6 @@ def check_model(model: Any, batch: Mapping[str, Any], any_model: bool) -> Any:
             f"{config.model_type!r} models have not been tried over ranks; {', '.join(sorted(TRIED))} have. If tokens"
             f" meet in its attention layers alone, pass any_model=True, and compare its loss with one device's."
         )
-    _check_layers(text)
     _check_rope(text)
     _check_arguments(text, batch)
     if inner is None:
@@ -48,17 +55,22 @@ def check_model(model: Any, batch: Mapping[str, Any], any_model: bool) -> Any:
             f"{type(model).__name__} was given without its model. What a model does beside attention is looked at, and"
             f" its layers are counted: pass the model itself."
         )
+    _check_layers(inner, text)
     check_structure(inner, text, batch, config.model_type in TRIED, any_model)
     return inner
 
 
-def _check_layers(config: Any) -> None:
+def _check_layers(model: Any, config: Any) -> None:
+    """Refuses kinds of layers that are neither attention nor call a known function, and known ones that cannot be
+    computed over ranks."""
+    check_mixers(model)
     named = (getattr(config, name, None) or () for name in ("layer_types", "layers_block_type", "block_types"))
-    other = sorted({str(kind) for kinds in named for kind in kinds} - ATTENTION)
-    if other:
+    other = {str(kind) for kinds in named for kind in kinds} - ATTENTION - ALONE
+    if other and not is_hybrid(model):
         raise BatchError(
-            f"the model has layers {', '.join(other)}, in which tokens meet by other means than attention. Over ranks"
-            f" they would see this rank's tokens alone: longspan.training.relayout brings them together."
+            f"the model has layers {', '.join(sorted(other))}, in which tokens meet by other means than attention, and"
+            f" not by functions that Longspan knows. Over ranks they would see this rank's tokens alone:"
+            f" longspan.training.relayout brings them together."
         )
 
 
@@ -98,10 +110,12 @@ def _check_arguments(config: Any, batch: Mapping[str, Any]) -> None:
 
 def layer_kinds(config: Any) -> list[Kind]:
     """The kinds of attention layers of a model, as transformers makes masks for them."""
-    from transformers.masking_utils import create_masks_for_generate
+    from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 
     created = create_masks_for_generate(config, torch.empty(1, 2, 0), None, None, None)
-    masks = list(created.values()) if isinstance(created, dict) else [created]
+    masks = [mask for mask in (created.values() if isinstance(created, dict) else [created]) if mask is not None]
+    if not masks:  # there are layers of a kind that generate() knows no mask for, or none with attention
+        masks = [create_causal_mask(config, torch.empty(1, 2, 0), None, None, None)]
     kinds = {mask.kind: None for mask in masks if isinstance(mask, LayerMask) and mask.kind is not None}
     if len(kinds) != len(masks):
         raise BatchError("transformers made masks for this model that are not Longspan's. Call register() first.")

@@ -6,6 +6,8 @@ asked itself, after every forward pass, in whatever loop it runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -16,6 +18,30 @@ from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.sequence import ShardedSequence
 
 _LISTENING: WeakSet[nn.Module] = WeakSet()
+
+
+def listen_to_layers(model: nn.Module, names: Iterable[str]) -> None:
+    """Lets the sequence know which of these layers is running, so that what was not seen can be named."""
+    for name in names:
+        layer = model.get_submodule(name)
+        if layer not in _LISTENING:
+            layer.register_forward_pre_hook(partial(_enter, name), with_kwargs=True)  # type: ignore[arg-type]
+            layer.register_forward_hook(_leave, with_kwargs=True, always_call=True)  # type: ignore[arg-type]
+            _LISTENING.add(layer)
+
+
+@torch.compiler.disable
+def _enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+    sequence = kwargs.get(NAME)
+    if isinstance(sequence, ShardedSequence):
+        sequence.inside.append(name)
+
+
+@torch.compiler.disable
+def _leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG001
+    sequence = kwargs.get(NAME)
+    if isinstance(sequence, ShardedSequence) and sequence.inside:
+        sequence.inside.pop()
 
 
 def listen(*modules: Any) -> None:
@@ -32,6 +58,7 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ARG001
     sequence = kwargs.get(NAME)
     if isinstance(sequence, ShardedSequence):
         sequence.calls_before[id(module)] = sequence.calls
+        sequence.seen.clear()
 
 
 @torch.compiler.disable

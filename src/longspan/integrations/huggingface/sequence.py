@@ -6,6 +6,7 @@ layer. So nothing is remembered outside of the call, and recomputation in backwa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,13 @@ class ShardedSequence:
         """How many must ask in one forward pass; 0 where nobody knows."""
         self.calls_before: dict[int, int] = {}
         """What `calls` was when a module began its forward pass, by the module's id."""
-        self._plans: dict[Any, Plan] = {}
+        self.needed: dict[str, tuple[str, frozenset[str]]] = {}
+        """For every layer of a hybrid model, by name: its class, and what of it must be seen; empty for others."""
+        self.seen: dict[str, set[str]] = {}
+        """What was seen of each layer in this forward pass."""
+        self.inside: list[str] = []
+        """Names of the layers that are running, the innermost last."""
+        self._plans: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.layout}, {self.whole.batch} rows>"
@@ -84,12 +91,25 @@ class ShardedSequence:
     def plan(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Plan:
         """The plan of layers of this kind with tensors of these shapes."""
         key = (kind, q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype)
-        if key not in self._plans:
-            self._plans[key] = make_plan(
+        return self.plan_of(
+            key,
+            lambda: make_plan(
                 self.whole.mask(kind), self.layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3],
                 v_head_dim=v.shape[3], dtype=q.dtype, batch=self.whole.batch, schedule=self.schedule,
-            )  # fmt: skip
+            ),
+        )  # fmt: skip
+
+    def plan_of(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The plan that was made under this key, or that is made now."""
+        if key not in self._plans:
+            self._plans[key] = make()
         return self._plans[key]
+
+    def note(self, kind: str) -> None:
+        """A layer has asked for attention, a convolution or a recurrence."""
+        self.calls += kind == "attention"
+        if self.inside:
+            self.seen.setdefault(self.inside[-1], set()).add(kind)
 
     def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, given: Any, asked: Asked) -> Tensor:
         """Attention of this rank's tokens to those of all ranks."""
@@ -100,16 +120,18 @@ class ShardedSequence:
             )
         check_layer_mask(given, asked)
         kind = _local_kind(given)
-        self.calls += 1
+        self.note("attention")
         q = with_temperature(module, q, self.layout, self.rank)
         plan = self.plan(kind, q, k, v)
         return run(q, k, v, plan, asked, self._seed(module, asked), self.group)
 
     def check_seen(self, name: str, before: int = 0) -> None:
         """Refuses what a model has computed without its layers having asked here; they asked `before` times before."""
+        if self.needed:
+            return self._check_layers(name)
         num_seen, wanted = self.calls - before, max(self.num_layers, 1)
         if num_seen >= wanted:
-            return
+            return None
         if not num_seen:
             raise BatchError(
                 f"no attention layer of {name} has seen longspan=: the model did not hand it down, and each rank"
@@ -120,6 +142,16 @@ class ShardedSequence:
             f" tokens alone: the model did not hand it down to them, or they are not attention layers. Such a model"
             f" cannot be used on parts of sequences."
         )
+
+    def _check_layers(self, name: str) -> None:
+        """Refuses what a hybrid model has computed where some layer did not ask for all that it mixes tokens by."""
+        for layer, (kind, needed) in self.needed.items():
+            if missing := sorted(needed - self.seen.get(layer, set())):
+                raise BatchError(
+                    f"layer {layer} ({kind}) of {name} has not seen longspan= in its {' and its '.join(missing)}: the"
+                    f" model did not hand it down, and each rank computed with its own tokens alone. Such a model"
+                    f" cannot be used on parts of sequences."
+                )
 
     def _seed(self, module: Any, asked: Asked) -> int | None:
         if not asked.dropout:

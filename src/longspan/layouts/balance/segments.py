@@ -103,7 +103,7 @@ def _bends(rows: Ints, weight: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class Cuts:
     """Stretches that together are the whole sequence; `deep` where late rows look back to the beginning."""
 
     edges: Ints
@@ -114,7 +114,7 @@ class Segments:
         return np.stack((self.edges[:-1], self.edges[1:]), axis=1)
 
 
-def segments_of(bands: Ints, seq_len: int, grain: int) -> Segments:
+def segments_of(bands: Ints, seq_len: int, grain: int) -> Cuts:
     """The segments of bands. Neighbours shorter than `grain` tokens are joined, up to about `grain` together.
 
     A band joins the keys it shows to rows among them. Rows that only look far away (at a global prefix, at the root of
@@ -137,7 +137,7 @@ def segments_of(bands: Ints, seq_len: int, grain: int) -> Segments:
     back = np.minimum(near[:, bd.HI], near[:, bd.Q1] - 1 - near[:, bd.K0])
     furthest = np.zeros(len(edges) - 1, dtype=np.int64)
     np.maximum.at(furthest, np.searchsorted(edges, near[:, bd.K0], side="right") - 1, back)
-    return Segments(edges, 2 * furthest + 2 >= np.diff(edges))
+    return Cuts(edges, 2 * furthest + 2 >= np.diff(edges))
 
 
 def _joined(edges: Ints, grain: int) -> Ints:

@@ -14,7 +14,7 @@ import numpy as np
 
 from longspan.errors import LayoutError
 from longspan.layouts.balance.dealing import Dealer
-from longspan.layouts.balance.segments import Profile, Segments, profile_of, remote_rows, segments_of
+from longspan.layouts.balance.segments import Cuts, Profile, profile_of, remote_rows, segments_of
 from longspan.layouts.layout import Layout, check_masks, check_sizes
 from longspan.masks import Mask
 from longspan.masks import bands as bd
@@ -115,7 +115,7 @@ class _Problem:
 
     views: list[View]
     profiles: list[Profile]
-    segments: Segments
+    segments: Cuts
     seq_len: int
     world_size: int
     exact: bool

@@ -33,7 +33,9 @@ class Knowledge:
 
     def settled(self) -> tuple[Reads, ...]:
         """What was read, after a pass in which functions ran; see `Reads.settled`."""
-        after = tuple(reads.settled(reader.call) for reads, reader in zip(self.reads, self.readers or (), strict=False))
+        if not self.readers:
+            return self.reads
+        after = tuple(reads.settled(reader.call) for reads, reader in zip(self.reads, self.readers, strict=False))
         if any(a is not b for a, b in zip(after, self.reads, strict=False)):
             self.reads = after
             self._note()

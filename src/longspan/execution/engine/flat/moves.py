@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from longspan.execution.engine.flat.grouping import Group, Place, RowLane, Run
-from longspan.execution.engine.flat.memory import Memory, Strides, rows_in_message
+from longspan.execution.engine.flat.memory import Cut, Memory, Strides, cut_of, rows_in_message
 from longspan.execution.engine.flat.recorder import Kind
 from longspan.execution.engine.merge import finished_rows, merge
 from longspan.execution.fused import pieces
-from longspan.span import Ints
+from longspan.span import Ints, Span
 
 FEW, LONG = 8, 256
 """So few runs, or rows a run on average, are copied run by run on CPUs, where that is quicker than row by row."""
@@ -29,8 +29,6 @@ FEW, LONG = 8, 256
 
 Table = tuple[Tensor, Tensor, bool, bool]
 """Tokens or rows of the targets, those of the sources, and whether each are all that there are, in order."""
-Cut = tuple[int, tuple[tuple[int, int, int], ...]]
-"""A buffer, and what is cut out of it: dim, start and length."""
 
 
 class Move:
@@ -42,6 +40,7 @@ class Move:
         self._tables: dict[Any, Table] = {}
         self._by_row = [lane for lane in self.lanes if self._is_quicker_by_row(lane)]
         self._cuts = [cuts for lane in self.lanes if lane not in self._by_row for cuts in self._cuts_of(lane)]
+        self._parts = {id(lane): [cut_of(*place) for place in lane.places] for lane in self.lanes}
         self._is_one = len(self.lanes) == 1 and len(self.lanes[0].runs) == 1
         self.level = group.level
         self.twin: Move | None = None
@@ -67,7 +66,7 @@ class Move:
     def as_rows(self, memory: Memory) -> pieces.Rows | None:
         """The whole move as rows of one tensor that become rows of another, if it is such a one."""
         if len(self.lanes) == 1:
-            target, source = (memory.part(place) for place in self.lanes[0].places)
+            target, source = self._sides(memory, self.lanes[0])
             there, here, *_ = self._table(memory, self.lanes[0])
             return source, target, here, there
         found = self._as_lists(memory)
@@ -103,8 +102,9 @@ class Move:
         num_targets = self.kind.num_targets
         for run in lane.runs:
             yield tuple(
-                _cut(place, run[0] if number < num_targets else run[1], run[2])
+                cut_of(*place, Span(start, start + run[2]))
                 for number, place in enumerate(lane.places)
+                for start in (run[0] if number < num_targets else run[1],)
             )
 
     def _do(self, sides: list[Tensor]) -> None:
@@ -120,9 +120,9 @@ class Move:
                 merge(acc, top.squeeze(3), num.squeeze(3), out, lse.squeeze(3))
             case Kind.FINISH:
                 out, lse, acc, top, num = sides
-                made, stat = finished_rows(acc, top.squeeze(3), num.squeeze(3))
+                made, stat = finished_rows(acc, top, num)
                 out.copy_(made)
-                lse.squeeze(3).copy_(stat)
+                lse.copy_(stat)
 
     # -- by tables of tokens ----------------------------------------------------------------------------------------
 
@@ -137,7 +137,11 @@ class Move:
         return self._tables[key]
 
     def _by_tokens(self, memory: Memory, lane: RowLane) -> None:
-        self._indexed([memory.part(place) for place in lane.places], self._table(memory, lane))
+        self._indexed(self._sides(memory, lane), self._table(memory, lane))
+
+    def _sides(self, memory: Memory, lane: RowLane) -> list[Tensor]:
+        """The lane's heads and batch rows of each of its places."""
+        return [memory.cut(number, parts) for number, parts in self._parts[id(lane)]]
 
     def _indexed(self, sides: list[Tensor], table: Table) -> None:
         there, here, all_there, all_here = table
@@ -150,9 +154,7 @@ class Move:
                 _merge(sides, table)
             case Kind.FINISH:
                 state = sides[2:] if all_here else [side.index_select(2, here) for side in sides[2:]]
-                acc, top, num = state
-                made, stat = finished_rows(acc, top.squeeze(3), num.squeeze(3))
-                for target, rows in zip(sides[:2], (made, stat.unsqueeze(3)), strict=True):
+                for target, rows in zip(sides[:2], finished_rows(*state), strict=True):
                     if all_there:
                         target.copy_(rows)
                     else:
@@ -166,12 +168,19 @@ class Move:
         sides = zip(*(lane.places for lane in self.lanes), strict=True)
         return [[] if side[0][0].inside is None else [rows_in_message(place[0]) for place in side] for side in sides]
 
+    @cached_property
+    def _are_whole(self) -> bool:
+        """Whether all parts of messages begin on multiples of their rows."""
+        return not any(None in side for side in self._in_messages)
+
     def _as_lists(self, memory: Memory) -> tuple[list[Tensor], Table] | None:
         """All lanes at once, if their places can be seen as one list of rows on each side."""
+        if not self._are_whole:
+            return None
         lists: list[Tensor] = []
         numbered: list[Strides | None] = []
-        for place, fixed in zip(self.lanes[0].places, self._in_messages, strict=True):
-            found = None if None in fixed else memory.as_list(place[0])
+        for buffer, *_ in self.lanes[0].places:
+            found = memory.as_list(buffer)
             if found is None:
                 return None
             lists.append(found[0])
@@ -202,12 +211,6 @@ def _text(kind: Kind, lane: RowLane) -> str:
     )
     there, here = (" ".join(f"{run[side]}:{run[side] + run[2]}" for run in lane.runs) for side in (0, 1))
     return f"{kind} {targets}[{there}]" + (f" <- {sources}[{here}]" if sources else "")
-
-
-def _cut(place: Place, start: int, num: int) -> Cut:
-    buffer, batch, heads = place
-    sides = ((0, batch.start, len(batch)), (1, heads.start, len(heads)), (2, start, num))
-    return buffer.number, tuple(side for side in sides if side[2] != buffer.shape[side[0]])
 
 
 def _are_neighbours(runs: Sequence[Run]) -> bool:
@@ -260,7 +263,7 @@ def _merge(sides: list[Tensor], table: Table) -> None:
     there, here, all_there, all_here = table
     acc, top, num, out, lse = sides
     if pieces.is_fused(acc):
-        return pieces.merge_rows((acc, top.squeeze(3), num.squeeze(3)), out, lse.squeeze(3), here, there)
+        return pieces.merge_rows((acc, top, num), out, lse, here, there)
     if not all_here:
         out, lse = out.index_select(2, here), lse.index_select(2, here)
     state = sides[:3] if all_there else [side.index_select(2, there) for side in sides[:3]]

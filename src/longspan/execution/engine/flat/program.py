@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan.execution.engine.flat.grouping import Group, grouped
-from longspan.execution.engine.flat.memory import Memory
+from longspan.execution.engine.flat.memory import Cut, Memory, cut_of
 from longspan.execution.engine.flat.moves import Move
 from longspan.execution.engine.flat.recorder import Buffer, Called, Event, Launched, Note, Rows, Taken
 from longspan.execution.engine.observe import mark
@@ -33,8 +33,11 @@ class Mail:
     places: dict[int, tuple[int, int]]
 
     def slices(self, message: Tensor) -> dict[int, Tensor]:
-        flat = message.view(-1)
-        return {peer: flat[start : start + size] for peer, (start, size) in self.places.items()}
+        room = message.numel()
+        return {
+            peer: message if size == room else message[start : start + size]
+            for peer, (start, size) in self.places.items()
+        }
 
 
 @dataclass(eq=False)
@@ -67,6 +70,10 @@ class FlatProgram:
     """As those of a step, of messages among the results."""
     gone: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Buffers of which an item makes the last use, by the item's id; of a step's messages by the step's."""
+    found: list[Cut] = field(init=False)
+    """Where the results are."""
+    inputs: dict[int, list[Cut]] = field(init=False)
+    """What launches and functions are given, by the item's id."""
 
     def __post_init__(self) -> None:
         last: dict[Buffer, int] = {}
@@ -76,6 +83,17 @@ class FlatProgram:
         for buffer, where in last.items():
             if buffer.root not in kept:
                 self.gone[where] = (*self.gone.get(where, ()), buffer.number)
+        self.found = [_cut(rows) for rows in self.results]
+        self.inputs = {
+            id(item): [_cut(rows) for rows in (item.inputs if isinstance(item, Launched) else item.sources)]
+            for item in self._items()
+            if isinstance(item, Launched | Called)
+        }
+
+    def _items(self) -> Iterator[Item]:
+        for step in self.steps:
+            yield from (*step.pack, *step.work, *step.unpack)
+        yield from self.end
 
     def _uses(self) -> Iterator[tuple[int, list[Buffer]]]:
         for step in self.steps:
@@ -88,19 +106,24 @@ class FlatProgram:
         """Plays it back; results are in the memory then."""
         launches: dict[int, Iterator[tuple[Tensor, ...]]] = {}
         for number, step in enumerate(self.steps):
-            self._do(step.pack, memory, attend, launches)
-            put_back(memory, step.loose)
+            if step.pack:
+                self._do(step.pack, memory, attend, launches)
+                put_back(memory, step.loose)
             sends = {} if step.sends is None else step.sends.slices(memory.get(step.sends.buffer))
-            into = {peer: part for mail in step.receives for peer, part in mail.slices(memory.get(mail.buffer)).items()}
+            into: dict[int, Tensor] = {}
+            for mail in step.receives:
+                into |= mail.slices(memory.get(mail.buffer))
             memory.messages.release()
             yield Exchange(number, sends, step.sizes, memory.device, step.pieces, into)
             memory.drop(self.gone.get(id(step), ()))
             del sends  # the transport lets go of the messages when they are delivered
-            with mark(direction, rank, number):
-                self._do(step.work, memory, attend, launches)
+            if step.work:
+                with mark(direction, rank, number):
+                    self._do(step.work, memory, attend, launches)
             found = yield None
-            take_in(into, found or {})
-            self._do(step.unpack, memory, attend, launches)
+            if into:
+                take_in(into, found or {})
+                self._do(step.unpack, memory, attend, launches)
         memory.messages.release()
         self._do(self.end, memory, attend, launches)
         put_back(memory, self.loose)
@@ -119,11 +142,12 @@ class FlatProgram:
                 take_result(item, launches[id(item.launch)], memory)
                 if item.is_last:
                     del launches[id(item.launch)]
-            elif isinstance(item, Launched):
-                launches[id(item)] = attend(item, [part_of(memory, rows) for rows in item.inputs])
             else:
-                sources = [part_of(memory, rows) for rows in item.sources]
-                memory.tensors[item.result.number] = item.function(*sources)
+                tensors = [memory.cut(number, parts) for number, parts in self.inputs[id(item)]]
+                if isinstance(item, Launched):
+                    launches[id(item)] = attend(item, tensors)
+                else:
+                    memory.tensors[item.result.number] = item.function(*tensors)
             if (gone := self.gone.get(id(item))) is not None:
                 memory.drop(gone)
 
@@ -147,15 +171,18 @@ def take_result(taken: Taken, results: Iterator[tuple[Tensor, ...]], memory: Mem
 
 
 def part_of(memory: Memory, rows: Rows) -> Tensor:
-    part = memory.part((rows.buffer, rows.batch, rows.heads))
-    return part if len(rows.tokens) == part.shape[2] else part.narrow(2, rows.tokens.start, len(rows.tokens))
+    return memory.cut(*_cut(rows))
+
+
+def _cut(rows: Rows) -> Cut:
+    return cut_of(rows.buffer, rows.batch, rows.heads, rows.tokens)
 
 
 def put_back(memory: Memory, loose: Sequence[Buffer]) -> None:
     """Writes parts of messages that had to be tensors of their own into their messages."""
     for buffer in loose:
         assert buffer.inside is not None
-        message, part = memory.get(buffer.inside).view(-1), memory.get(buffer)
+        message, part = memory.get(buffer.inside), memory.get(buffer)
         message[buffer.offset : buffer.offset + buffer.num_bytes] = part.reshape(-1).view(torch.uint8)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,20 @@ class Buffer:
         assert self.dtype is not None
         b, h, t, d = self.shape
         return b * h * t * d * self.dtype.itemsize
+
+    @cached_property
+    def strides(self) -> Shape:
+        """Those of a tensor without gaps. Asked for when calls run: what is being recorded may still grow."""
+        _, h, t, d = self.shape
+        return h * t * d, t * d, d, 1
+
+    @cached_property
+    def first(self) -> int | None:
+        """Which of its message's numbers it begins with, if the message is all numbers of its dtype; else None."""
+        assert self.inside is not None
+        assert self.dtype is not None
+        size = self.dtype.itemsize
+        return None if self.offset % size or self.inside.num_bytes % size else self.offset // size
 
     @property
     def is_loose(self) -> bool:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from longspan.errors import KernelError
 from longspan.execution.scans.contract import ScanKernel, ScanWork
+from longspan.execution.scans.kernels.fla import FlaScan
+from longspan.execution.scans.kernels.mamba_ssm import MambaScan
 from longspan.execution.scans.kernels.reference import ReferenceScan
 from longspan.execution.scans.own import OwnKernel
 
 __all__ = ["choose_scan_kernel", "scan_kernel_named"]
 
-_KERNELS: dict[str, ScanKernel] = {kernel.name: kernel for kernel in (ReferenceScan(), OwnKernel())}
+_ALL = FlaScan(), MambaScan(), ReferenceScan(), OwnKernel()  # in the order in which "auto" asks them
+_KERNELS: dict[str, ScanKernel] = {kernel.name: kernel for kernel in _ALL}
 
 
 def scan_kernel_named(name: str) -> ScanKernel:
@@ -28,10 +31,13 @@ def scan_kernel_named(name: str) -> ScanKernel:
 
 def choose_scan_kernel(asked: str, work: ScanWork) -> ScanKernel:
     """The kernel asked for, or the first that can compute this."""
-    if asked != "auto":
-        kernel = scan_kernel_named(asked)
+    named = list(_KERNELS.values()) if asked == "auto" else [scan_kernel_named(asked)]
+    whys = []
+    for kernel in named:
         why = kernel.why_not(work)
         if why is None:
             return kernel
-        raise KernelError(f"kernel {asked!r} was asked for, but {why}. Use 'reference' or 'auto'.")
-    return next(kernel for kernel in _KERNELS.values() if kernel.why_not(work) is None)
+        whys.append(f"{kernel.name}: {why}" if asked == "auto" else why)
+    fit = [repr(name) for name, kernel in _KERNELS.items() if kernel.why_not(work) is None]
+    advice = f"Use {' or '.join(fit)}, or 'auto'." if fit else "No kernel can."
+    raise KernelError(f"kernel {asked!r} was asked for, but {'; '.join(whys)}. {advice}")

@@ -21,42 +21,83 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardshrink, pad
 
 from longspan.execution.scans.kernels.chunks import ChunkTable
-from longspan.execution.scans.kernels.decays import Decays
+from longspan.execution.scans.kernels.decays import LEAST, Decays
+
+Step = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class ChunkedAttention:
-    """Tokens in chunks, in the dtype of states."""
+class ChunkedReaders:
+    """Tokens in chunks, in the dtype of states: how states go through them and are read, without the delta rule."""
 
     table: ChunkTable
-    q: Tensor
-    """(N, J, 1, C, K), scaled; k too."""
-    k: Tensor
-    v: Tensor
-    """(N, J, R, C, V)"""
+    q: Tensor | None
+    """(N, J, 1, C, K), scaled. None where nothing is read."""
     g: Tensor
     """(N, J, R, C, 1 or K)"""
-    beta: Tensor | None = None
-    """(N, J, R, C, 1) with the delta rule."""
-    skip: Tensor | None = None
-    """(N, J, R, C, V): what is added to the output."""
 
     @cached_property
     def decays(self) -> Decays:
         return Decays.of(self.g)
 
+    def passed(self) -> Tensor:
+        """(S, H, 1 or K, 1): what is left of states that went through whole segments, M."""
+        return self.decays.exp(self._logarithms()[1])
+
+    def entering(self, states: Tensor) -> Tensor:
+        """(N, H, C, V): what entering states add to the output."""
+        assert self.q is not None
+        before, _ = self._logarithms()
+        decays = self.decays.exp(torch.cat(before).mT + self.decays.sums)
+        entered = torch.cat(self._carried(states, lambda _, state: state)[0])
+        if self.g.shape[-1] > 1:
+            return ((self.q * decays) @ entered).flatten(1, 2)
+        columns = entered.transpose(2, 3).flatten(3)  # heads that share keys side by side: one product for all of them
+        read = (self.q.squeeze(2) @ columns).unflatten(3, (-1, states.shape[-1])).transpose(2, 3)
+        return (read * decays).flatten(1, 2)
+
+    def _logarithms(self) -> tuple[list[Tensor], Tensor]:
+        """Of what is left of entering states when chunks begin (N, J, R, 1 or K, 1), and when segments end."""
+        sums = self.decays.sums[..., -1, :].unsqueeze(-1)
+        parts = sums.split(self.table.steps)
+        start = sums.new_zeros(len(self.table.order), *sums.shape[1:]).flatten(1, 2)
+        return self._carried(start, lambda number, state: state + parts[number])
+
+    def _carried(self, states: Tensor, step: Step) -> tuple[list[Tensor], Tensor]:
+        """States (S, H, ...), which steps see as (S, J, R, ...)."""
+        before, after = self.table.carry(self._grouped(states), step)
+        return before, after.flatten(1, 2)
+
+    def _grouped(self, states: Tensor) -> Tensor:
+        return states.unflatten(1, self.g.shape[1:3])
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkedAttention(ChunkedReaders):
+    """With what is written into states."""
+
+    k: Tensor
+    """(N, J, 1, C, K)"""
+    v: Tensor
+    """(N, J, R, C, V)"""
+    beta: Tensor | None = None
+    """(N, J, R, C, 1) with the delta rule."""
+    skip: Tensor | None = None
+    """(N, J, R, C, V): what is added to the output."""
+
     def local(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, C, H, V), and the states that leave (S, H, K, V)."""
-        if self.beta is None:
-            before, after = self._decayed(states)
-            values = self.v
-        else:
-            before, values, after = self._corrected(*self._solved(), states)
-        read = (self.q * self.decays.entered) @ before
-        out = read + self.decays.products(self.q, self.k) @ values
-        return _as_tokens(out if self.skip is None else out + self.skip), after
+        """(N, H, C, V), and the states that leave (S, H, K, V)."""
+        assert self.q is not None
+        made: list[Tensor] = []
+        step = self._decayed() if self.beta is None else self._corrected(*self._solved(), made)
+        before, after = self._carried(states, step)
+        values = torch.cat(made) if made else self.v
+        read = (self.q * self.decays.entered) @ torch.cat((self._grouped(states)[:0], *before))
+        out = _added(read, self.decays.products(self.q, self.k), values)
+        return (out if self.skip is None else out + self.skip).flatten(1, 2), after
 
     def zeros(self) -> Tensor:
         """States (S, H, K, V)."""
@@ -66,65 +107,44 @@ class ChunkedAttention:
     def summary(self) -> tuple[Tensor, Tensor]:
         """(M, U)."""
         if self.beta is None:
-            return self.passed(), self._decayed(self.zeros())[1]
+            return self.passed(), self._carried(self.zeros(), self._decayed())[1]
         start, (k, v) = self.zeros(), (self.k.shape[-1], self.v.shape[-1])
         one = torch.eye(k, dtype=start.dtype, device=start.device).expand(*start.shape[:2], k, k)
         values, weights = self._solved()
-        values = torch.nn.functional.pad(values, (0, k))  # values [v | 0] and states [0 | I] give [U | M]
-        after = self._corrected(values, weights, torch.cat((start, one), -1))[2]
+        step = self._corrected(pad(values, (0, k)), weights, [])  # values [v | 0] and states [0 | I] give [U | M]
+        least = LEAST[start.dtype]  # for the map shrinks and shrinks
+        both = torch.cat((start, one), -1)
+        _, after = self._carried(both, lambda number, state: hardshrink(step(number, state), least))
         u, m = after.split((v, k), -1)
         return m, u
 
-    def passed(self) -> Tensor:
-        """(S, H, 1 or K, 1): what is left of states that go through whole segments."""
-        return self._logarithms()[1].to(self.g.dtype).exp()
-
-    def entering(self, states: Tensor) -> Tensor:
-        """(N, C, H, V): what entering states add to the output, without the delta rule."""
-        before, _ = self._logarithms()
-        decays = self.decays.exp(before.mT + self.decays.sums)
-        return _as_tokens((self.q * decays) @ self._carried(states, lambda _, state: state)[0])
-
-    def _logarithms(self) -> tuple[Tensor, Tensor]:
-        """Of what is left of entering states when a chunk begins (N, J, R, 1 or K, 1), and when a segment ends."""
-        sums = self.decays.sums[..., -1, :].unsqueeze(-1)
-        parts = sums.split(self.table.steps)
-        start = sums.new_zeros(len(self.table.order), *sums.shape[1:]).flatten(1, 2)
-        return self._carried(start, lambda number, state: state + parts[number])
-
-    def _decayed(self, states: Tensor) -> tuple[Tensor, Tensor]:
+    def _decayed(self) -> Step:
         added = ((self.k * self.decays.left).mT @ self.v).split(self.table.steps)
         whole = self.decays.whole.split(self.table.steps)
-        return self._carried(states, lambda number, state: torch.addcmul(added[number], whole[number], state))
+        return lambda number, state: torch.addcmul(added[number], whole[number], state)
 
     def _solved(self) -> tuple[Tensor, Tensor]:
         """X (N, J, R, C, V) and W (N, J, R, C, K)."""
         assert self.beta is not None
         system = self.decays.products(self.k, self.k) * self.beta  # the solver looks below the diagonal only
-        wanted = torch.cat((self.v * self.beta, self.k * (self.decays.entered * self.beta)), -1)
-        solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-        values, weights = solved.split((self.v.shape[-1], self.k.shape[-1]), -1)
+        wanted = self.v * self.beta, self.k * (self.decays.entered * self.beta)
+        values, weights = (torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True) for x in wanted)
         return values, weights
 
-    def _corrected(self, values: Tensor, weights: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        steps, made = self.table.steps, []
-        keys = (self.k * self.decays.left).mT.split(steps)
-        values_of, weights_of, whole = (x.split(steps) for x in (values, weights, self.decays.whole))
+    def _corrected(self, values: Tensor, weights: Tensor, made: list[Tensor]) -> Step:
+        """With the delta rule; `made` gets V' of chunks of every number."""
+        everything = values, weights, self.decays.whole, (self.k * self.decays.left).mT
+        parts = list(zip(*(x.split(self.table.steps) for x in everything), strict=True))
 
         def step(number: int, state: Tensor) -> Tensor:
-            made.append(values_of[number] - weights_of[number] @ state)
-            return whole[number] * state + keys[number] @ made[-1]
+            values, weights, whole, keys = parts[number]
+            made.append(_added(values, weights, state, -1))
+            return _added(whole * state, keys, made[-1])
 
-        before, after = self._carried(states, step)
-        return before, torch.cat(made) if made else values, after
-
-    def _carried(self, states: Tensor, step: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """`ChunkTable.carry` of states (S, H, ...), with what was before every chunk (N, J, R, ...) as one tensor."""
-        by_key_heads = states.unflatten(1, (self.v.shape[1], -1))
-        before, after = self.table.carry(by_key_heads, step)
-        return torch.cat((by_key_heads[:0], *before)), after.flatten(1, 2)
+        return step
 
 
-def _as_tokens(x: Tensor) -> Tensor:
-    """(N, J, R, C, V) -> (N, C, H, V)."""
-    return x.flatten(1, 2).transpose(1, 2)
+def _added(x: Tensor, a: Tensor, b: Tensor, factor: int = 1) -> Tensor:
+    """x + factor * a @ b, of as many dims."""
+    flat = torch.baddbmm(x.flatten(0, 2), a.flatten(0, 2), b.flatten(0, 2), alpha=factor)
+    return flat.view(x.shape)

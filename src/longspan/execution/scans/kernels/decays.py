@@ -8,11 +8,17 @@ Shapes: N chunks, J key heads, R heads that share one, C tokens of a chunk, K fe
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import threshold
+
+LEAST = {torch.float32: 2.0**-100, torch.float64: 2.0**-1000}
+"""Decays below are taken for 0. Products with them would leave the range in which processors are quick: a summary took
+three times as long for a few chunks of such numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,14 +31,12 @@ class Decays:
 
     @classmethod
     def of(cls, g: Tensor) -> Decays:
-        """From the logarithm of each token's decay. Of those whose `exp` is 0 in this dtype the largest does as well
-        as minus infinity, and its sums are finite.
+        """From the logarithm of each token's decay. One that is taken for 0 may be minus infinity: sums are finite.
 
         >>> Decays.of(torch.tensor([-1.0, -torch.inf, -2.0]).view(1, 1, 1, 3, 1)).left.flatten().tolist()
         [0.0, 0.1353352814912796, 1.0]
         """
-        least = -750.0 if g.dtype == torch.float64 else -110.0
-        return cls(g.clamp(min=least).double().cumsum(3), g.dtype)
+        return cls(g.clamp(min=math.log(LEAST[g.dtype]) - 1).double().cumsum(3), g.dtype)
 
     @cached_property
     def entered(self) -> Tensor:
@@ -50,7 +54,7 @@ class Decays:
         return self.entered[..., -1, :].unsqueeze(-1)
 
     def exp(self, logarithms: Tensor) -> Tensor:
-        return logarithms.to(self.dtype).exp()
+        return threshold(logarithms.to(self.dtype).exp(), LEAST[self.dtype], 0.0)
 
     def products(self, a: Tensor, b: Tensor) -> Tensor:
         """(N, J, R, C, C): a_i . b_j, times what is left of token j at token i; 0 where j comes after i."""
@@ -60,7 +64,7 @@ class Decays:
     def _pairs(self) -> Tensor:
         size = self.sums.shape[3]
         later = torch.ones(size, size, dtype=torch.bool, device=self.sums.device).triu(1)
-        return (self.sums - self.sums.mT).to(self.dtype).masked_fill(later, -torch.inf).exp()
+        return self.exp((self.sums - self.sums.mT).to(self.dtype).masked_fill(later, -torch.inf))
 
     def _halved(self, a: Tensor, b: Tensor) -> Tensor:
         """Where each feature has its own decay: the second half of a stretch reads what its first half left at the

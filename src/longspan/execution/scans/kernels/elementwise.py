@@ -25,10 +25,9 @@ class ChunkedElements:
     b: Tensor
 
     def local(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, C, D), and the states that leave (S, 1, D, 1)."""
-        whole, added = (x[:, -1].split(self.table.steps) for x in (self._products, self._sums))
-        before, after = self._carried(states, lambda number, state: whole[number] * state + added[number])
-        return self._sums + self._products * before.unsqueeze(1), after
+        """(N, 1, C, D), and the states that leave (S, 1, D, 1)."""
+        before, after = self._continued(states)
+        return (self._sums + self._products * before.unsqueeze(1)).unsqueeze(1), after
 
     def zeros(self) -> Tensor:
         """States (S, 1, D, 1)."""
@@ -36,16 +35,21 @@ class ChunkedElements:
 
     def summary(self) -> tuple[Tensor, Tensor]:
         """(M, U)."""
-        return self.passed(), self.local(self.zeros())[1]
+        return self.passed(), self._continued(self.zeros())[1]
 
     def passed(self) -> Tensor:
         """(S, 1, D, 1): M."""
         return self._multiplied()[1]
 
     def entering(self, states: Tensor) -> Tensor:
-        """(N, C, D): what entering states add to the output."""
+        """(N, 1, C, D): what entering states add to the output."""
         kept = self._multiplied()[0] * self._carried(states, lambda _, state: state)[0]
-        return self._products * kept.unsqueeze(1)
+        return (self._products * kept.unsqueeze(1)).unsqueeze(1)
+
+    def _continued(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """States before each chunk (N, D), and those that leave."""
+        whole, added = (x[:, -1].split(self.table.steps) for x in (self._products, self._sums))
+        return self._carried(states, lambda number, state: whole[number] * state + added[number])
 
     def _multiplied(self) -> tuple[Tensor, Tensor]:
         """Products of all decays before each chunk (N, D), and of whole segments (S, 1, D, 1)."""

@@ -1,0 +1,158 @@
+"""Processor time of convolutions and recurrences on two ranks, against one device's algorithm for the whole sequence.
+
+    python -m benchmarks.mixers                 # all rows, with their bars
+    python -m benchmarks.mixers --rounds 3 convolution
+
+Forward and backward in float32, one thread a rank, Gloo on loopback. All ranks' processor time is added up: what is
+above 1 is what spreading costs, not what waiting takes. Runs come in pairs in the same processes, one device first and
+then the ranks, and each other time the other way round; medians of the pairs' ratios count. Fails when a row is above
+its bar.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+import longspan as ls
+from benchmarks.ranks import Ranks
+from longspan.execution.convolution.own_rows import depthwise
+from longspan.layouts import Layout
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is measured: a function that one process runs alone, one that every rank runs, and how much more the ranks
+    may take together."""
+
+    name: str
+    alone: Callable[[], float]
+    spread: Callable[[], float]
+    bar: float
+
+
+def timed(run: Callable[[], Tensor], dout: Tensor) -> float:
+    """This process's processor time for forward and backward, all threads of it."""
+    dist.barrier()
+    before = time.process_time()
+    run().backward(dout)
+    return time.process_time() - before
+
+
+TOKENS, CHANNELS, WIDTH = 16_384, 2_048, 4
+LENGTHS = [1_000] * 16 + [384]
+
+
+def conv_tensors(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, dout = torch.randn(1, tokens, CHANNELS), torch.randn(1, tokens, CHANNELS)
+    weight, bias = torch.randn(CHANNELS, WIDTH), torch.randn(CHANNELS)
+    return x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), dout
+
+
+def conv_alone(convolve: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
+    if dist.get_rank():
+        dist.barrier()
+        return 0.0
+    x, weight, bias, dout = conv_tensors(TOKENS)
+    return timed(lambda: functional.silu(convolve(x, weight, bias)), dout)
+
+
+def by_conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """As models call it: rows are convolved with zeros on both sides, then cut."""
+    out = functional.conv1d(x.mT, weight.unsqueeze(1), bias, padding=WIDTH - 1, groups=CHANNELS)
+    return out[..., :TOKENS].mT
+
+
+def by_the_same_kernel(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """PyTorch's convolution that Longspan calls, with zeros in front and nothing else."""
+    return depthwise(functional.pad(x, (0, 0, WIDTH - 1, 0)), weight, bias)
+
+
+def by_documents(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The same for packed documents, one after the other."""
+    return torch.cat([by_the_same_kernel(part, weight, bias) for part in x.split(LENGTHS, 1)], 1)
+
+
+def conv1d_alone() -> float:
+    return conv_alone(by_conv1d)
+
+
+def same_alone() -> float:
+    return conv_alone(by_the_same_kernel)
+
+
+def packed_alone() -> float:
+    return conv_alone(by_documents)
+
+
+def conv_spread(layout: Callable[[int, int], Layout], documents: list[int] | None = None) -> float:
+    made = layout(TOKENS, dist.get_world_size())
+    plan = ls.conv_plan(documents, made, channels=CHANNELS, width=WIDTH, dtype="float32")
+    x, weight, bias, dout = conv_tensors(made.num_slots(dist.get_rank()))
+    group = dist.group.WORLD
+    return timed(lambda: ls.causal_conv1d(x, weight, bias, plan=plan, group=group, activation="silu"), dout)
+
+
+def conv_contiguous() -> float:
+    return conv_spread(ls.layouts.contiguous)
+
+
+def conv_zigzag() -> float:
+    return conv_spread(ls.layouts.zigzag)
+
+
+def conv_packed() -> float:
+    return conv_spread(ls.layouts.zigzag, LENGTHS)
+
+
+ROWS = (
+    Row("convolution, contiguous, conv1d", conv1d_alone, conv_contiguous, 1.1),
+    Row("convolution, contiguous, same kernel", same_alone, conv_contiguous, 1.1),
+    Row("convolution, zigzag, same kernel", same_alone, conv_zigzag, 1.1),
+    Row("convolution, 17 documents, same kernel", packed_alone, conv_packed, 1.1),
+)
+
+
+def measured(row: Row, ranks: Ranks, rounds: int) -> tuple[float, float, float]:
+    """Medians: seconds of one device, of all ranks together, and their ratio in a pair. The first pair is not counted:
+    plans, programs and connections are made there."""
+    pairs: list[tuple[float, float]] = []
+    for number in range(rounds + 1):
+        order = ("alone", "spread") if number % 2 else ("spread", "alone")
+        found = {way: sum(ranks.run(getattr(row, way))) for way in order}
+        pairs.append((found["alone"], found["spread"]))
+    alone, spread = zip(*pairs[1:], strict=True)
+    ratios = [b / a for a, b in pairs[1:]]
+    return statistics.median(alone), statistics.median(spread), statistics.median(ratios)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", help="measure rows whose name begins so; all by default")
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    short = 0
+    with Ranks(2) as ranks:
+        for row in ROWS:
+            if args.rows and not any(row.name.startswith(name) for name in args.rows):
+                continue
+            alone, spread, ratio = measured(row, ranks, args.rounds)
+            short += ratio > row.bar
+            verdict = "fine" if ratio <= row.bar else "TOO SLOW"
+            print(
+                f"{row.name:40s} one device {alone:6.3f} s   2 ranks {spread:6.3f} s   {ratio:.3f} times"
+                f"  (bar {row.bar})  {verdict}",
+                flush=True,
+            )
+    return min(short, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Hybrid models of transformers, unmodified, over Gloo ranks: loss and every gradient of a training step against one
+device that gets every document alone.
+
+Parts of transformers compute in float32 whatever the model's dtype: norms with a gate, A_log and the decays made of it
+(Qwen3-Next, Qwen3.5, OLMo, Mamba-2), forget gates (Kimi), logits (Nemotron-H). LFM2 has none of these, and is exact.
+"""
+
+import pytest
+import torch
+
+from tests.hosts import hf_hybrid_work as work
+from tests.pool import end_all, pool
+
+pytest.importorskip("transformers")
+
+TIMEOUT = 250.0
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+LIMIT = 1e-6
+EXACT = 1e-13
+"""Of models that compute in float64 throughout."""
+LAYOUTS = ("contiguous", "zigzag", "balanced")
+_judged = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_pools():
+    yield
+    end_all()
+
+
+def judged(model_type, case):
+    if (model_type, case) not in _judged:
+        _judged[model_type, case] = work.one_device(model_type, case)
+    return _judged[model_type, case]
+
+
+def check(model_type, case, found, limit):
+    loss, gradients = judged(model_type, case)
+    assert abs(found[0] - loss) <= limit * max(1.0, abs(loss)), f"loss {found[0]}, should be {loss}"
+    assert gradients.keys() <= found[1].keys()
+    for name, wanted in gradients.items():
+        largest = float(wanted.abs().max())
+        off = float((found[1][name] - wanted).abs().max())
+        assert off <= limit * max(largest, 1e-9), f"{name}: off by {off:.1e}, largest {largest:.1e}"
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("model_type", work.MODELS)
+def test_ranks_equal_one_device(model_type, world):
+    limit = EXACT if model_type.startswith("lfm2") else LIMIT
+    for case in work.CASES:
+        for layout in LAYOUTS:
+            found = pool(world).run(work.step_over_ranks, model_type, case, layout, timeout=TIMEOUT)
+            check(model_type, case, found[0], limit)
+            assert all(other[0] == found[0][0] for other in found)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "nemotron_h", "lfm2"])
+def test_checkpointing_changes_nothing(model_type):
+    found = pool(2).run(work.step_over_ranks, model_type, "packed", "zigzag", True, timeout=TIMEOUT)
+    check(model_type, "packed", found[0], LIMIT)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm2"])
+def test_a_group_of_one_keeps_documents_apart(model_type):
+    """Where transformers itself mixes them."""
+    found = pool(1).run(work.step_over_ranks, model_type, "packed", "contiguous", timeout=TIMEOUT)
+    check(model_type, "packed", found[0], LIMIT)
+    assert work.leak(model_type) > 1e-5
+
+
+@pytest.mark.parametrize("lost", ["states", "gradients of states", "halos", "gradients of halos"])
+def test_what_is_lost_is_noticed(lost):
+    """The test above can fail."""
+    found = pool(3).run(work.step_with_loss, lost, timeout=TIMEOUT)
+    with pytest.raises(AssertionError):
+        check("qwen3_next", "plain", found[0], 1e-4)
+
+
+@pytest.mark.parametrize("model_type", work.REFUSED)
+def test_other_hybrids_are_refused_by_name(model_type):
+    for any_model in (False, True):
+        said = pool(1).run(work.refusal, model_type, any_model, timeout=TIMEOUT)[0]
+        assert said is not None, f"{model_type} ran"
+        kind, text = said
+        assert kind in ("BatchError", "KernelError", "MaskError"), said
+        wanted = work.REFUSED[model_type] if any_model else f"{model_type!r} models have not been tried"
+        assert wanted in text or work.REFUSED[model_type] in text, text
+
+
+def test_a_layer_that_sees_nothing_is_named():
+    """A layer whose mixer does not hand longspan= down is refused after the first forward pass, by its name."""
+    kind, text = pool(2).run(work.deaf_layer, timeout=TIMEOUT)[0]
+    assert kind == "BatchError"
+    assert "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)" in text
+    assert "recurrence" in text
+
+
+@pytest.mark.parametrize("what", ["cache", "padding inside"])
+def test_what_has_no_meaning_over_ranks_is_refused(what):
+    kind, text = pool(1).run(work.meaningless, what, timeout=TIMEOUT)[0]
+    assert kind == "BatchError"
+    assert {"cache": "use_cache", "padding inside": "padding between real tokens"}[what] in text
+
+
+def test_without_longspan_nothing_changes():
+    """A model whose functions were routed computes on one device what it did before, bit for bit."""
+    before, after = pool(1).run(work.routed_and_not, timeout=TIMEOUT)[0]
+    assert torch.equal(before, after)
