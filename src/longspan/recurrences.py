@@ -6,6 +6,8 @@ state that leaves a rank's part of a document enters the next part wherever that
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from longspan.errors import PlanError, in_context
@@ -141,7 +143,7 @@ def gated_delta_rule(
         "g": (f"{head} heads", f"{head} heads keys"), "beta": (f"{head} heads",),
     }  # fmt: skip
     sizes = check_tensors("gated_delta_rule", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, shapes)
-    recurrence = GatedDelta(_scale(scale, sizes["keys"]), bool(l2norm))
+    recurrence = GatedDelta(_scale(scale, sizes["keys"]), _flag("l2norm", l2norm))
     asked = ScanRequest("gated_delta_rule", documents, plan, group, kernel, name)
     return run(recurrence, (q, k, v, g, beta), (), asked)
 
@@ -239,8 +241,7 @@ def ssd(
     }  # fmt: skip
     given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "dt_bias": dt_bias}
     check_tensors("ssd", {n: t for n, t in given.items() if t is not None or n in "xdtABC"}, shapes)
-    low, high = (float(end) for end in dt_limit)
-    recurrence = Ssd(bool(dt_softplus), (low, high))
+    recurrence = Ssd(_flag("dt_softplus", dt_softplus), _limits(dt_limit))
     return run(recurrence, (x, dt, B, C), (A, D, dt_bias), ScanRequest("ssd", documents, plan, group, kernel, name))
 
 
@@ -273,7 +274,8 @@ def linear_recurrence(
     from longspan.execution.scans.fitting import check_tensors
     from longspan.execution.scans.recurrences import LinearRecurrence
 
-    more = " ".join(f"channels{i}" for i in range(max(1, getattr(b, "ndim", 3) - 2)))
+    extra = max(1, getattr(b, "ndim", 3) - 2)
+    more = " ".join(f"channels_{i}" for i in range(extra)) if extra > 1 else "channels"
     check_tensors(
         "linear_recurrence", {"a": a, "b": b}, {"a": (f"batch tokens {more}",), "b": (f"batch tokens {more}",)}
     )
@@ -340,10 +342,30 @@ def scan(
         for n, t in given.items()
     }
     check_tensors("scan", given, forms)
+    if not isinstance(state, Sequence) or len(state) != 3:
+        raise PlanError(f"state = {shortened(state)} was given to scan. It is (heads, keys, values), three numbers.")
     h, k, v = (whole(n, "state", "scan()", PlanError, 1, MAX_FEATURES) for n in state)
+    captured = tuple(parameters) if isinstance(parameters, Iterable) and not isinstance(parameters, Tensor) else (None,)
+    if not all(isinstance(p, Tensor) for p in captured):
+        raise PlanError(f"parameters = {shortened(parameters)} was given to scan. It is a list of tensors.")
     shape = {"matrix": (h, k, k), "scalar": (h, 1, 1), "rows": (h, k, 1), "elements": (h, k, v)}[maps]
-    recurrence = OwnRecurrence(local, summary, (h, k, v), shape, maps == "matrix", tuple(parameters))
+    recurrence = OwnRecurrence(local, summary, (h, k, v), shape, maps == "matrix", captured)
     return run(recurrence, tuple(tokens), (), ScanRequest("scan", documents, plan, group, "own", name))
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise PlanError(f"{name} = {shortened(value)} was given. It is True or False.")
+    return value
+
+
+def _limits(given: Any) -> tuple[float, float]:
+    """The least and the largest d; infinity is a limit, too."""
+    ends = given if isinstance(given, Sequence) and len(given) == 2 else (None, None)
+    low, high = (float(end) if isinstance(end, int | float) else math.nan for end in ends)
+    if not low <= high:
+        raise PlanError(f"dt_limit = {shortened(given)} was given. It is two numbers, the least and the largest d.")
+    return low, high
 
 
 def _scale(scale: float | None, keys: int) -> float:
