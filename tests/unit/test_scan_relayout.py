@@ -65,3 +65,15 @@ def test_plans_that_move_tokens_differ_from_those_that_do_not():
     plans = [ls.scan_plan(None, ls.layouts.striped(64, 4, stripe=n), **QWEN, schedule="relayout") for n in (1, 2)]
     there = ls.scan_plan(None, ls.layouts.contiguous(64, 4), **QWEN, schedule=plans[0].scheme.partition(", ")[2])
     assert len({plan.fingerprint for plan in (*plans, there)}) == 3
+
+
+def test_spans_have_a_price_where_states_go_from_span_to_span():
+    """Of several ways to deal, the one with fewer spans is taken when a span costs as much as many keys."""
+    fewer = 0
+    for seed in range(12):
+        lengths = longtail(1 << 16, 24, seed)
+        mask = ls.masks.documents(lengths) & ls.masks.causal()
+        free, priced = (ls.layouts.balanced(mask, world_size=8, span_keys=keys) for keys in (0, 1 << 20))
+        assert len(priced.table) <= len(free.table)
+        fewer += len(priced.table) < len(free.table)
+    assert fewer
