@@ -135,19 +135,10 @@ class Computed:
 def _computed(kernel: ScanKernel, work: ScanWork, ranks: RankScan, anchor: Tensor | None) -> Computed:
     local, device = ranks.local, work.tokens[0].device
     entered, left = (torch.as_tensor(which, device=device) for which in (local.entered, local.left))
-    if not work.recurrence.in_one_pass:
-        part = replace(work, segments=local.segments.of(local.left))
-        states, kept, number = ranks.forward(*kernel.summary(part))
-        entering = states if anchor is None else EnteringStates.apply(states, anchor)
-        whole = states.new_zeros((len(local.segments), *states.shape[1:])).index_put((entered,), entering)
-        out, leaving = kernel.local(work, whole)
-    else:
-        out, maps, leaving = kernel.alone(work)
-        states, kept, number = ranks.forward(maps.detach()[left], leaving.detach()[left])
-        entering = states if anchor is None else EnteringStates.apply(states, anchor)
-        out = out + kernel.entering(replace(work, segments=local.segments.of(local.entered)), entering)
-        whole = states.new_zeros((len(local.segments), *states.shape[1:])).index_put((entered,), entering)
-        leaving = torch.addcmul(leaving, maps, whole)
+    states, kept, number = ranks.forward(*kernel.summary(replace(work, segments=local.segments.of(local.left))))
+    entering = states if anchor is None else EnteringStates.apply(states, anchor)
+    whole = states.new_zeros((len(local.segments), *states.shape[1:])).index_put((entered,), entering)
+    out, leaving = kernel.local(work, whole)
     return Computed(out, leaving[left], entering, kept, number)
 
 
