@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from longspan.errors import PlanError, in_context
-from longspan.layouts import Layout
+from longspan.layouts import Layout, contiguous
 from longspan.masks.document_rows import document_rows
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.cost.presets import assumed_machine, machine_named
 from longspan.schedules.dtypes import dtype_name
 from longspan.schedules.scans.chains import chains_of
-from longspan.schedules.scans.plan import ScanPlan, planned_scan
+from longspan.schedules.scans.plan import RELAYOUT, Elsewhere, ScanPlan, planned_scan
 from longspan.schedules.scans.words import MAX_FEATURES, StateSizes
 from longspan.span import shortened, whole
 from longspan.untraced import untraced
@@ -38,6 +38,7 @@ def scan_plan(
     batch: int = 1,
     schedule: str = "auto",
     machine: Machine | str | None = None,
+    token_bytes: int | None = None,
 ) -> ScanPlan:
     """Who sends which states to whom in a recurrence. Every rank makes the same plan.
 
@@ -52,8 +53,10 @@ def scan_plan(
         dtype: of states: "float32", or "float64" where tokens are.
         batch: batch rows.
         schedule: "chain", "exchange", "doubling", "two_level" or "two_level(RANKS OF A NODE)", which is obeyed or
-            refused; "auto" compares all, with reasons.
+            refused; "relayout" moves tokens to a contiguous layout and back; "auto" compares all, with reasons.
         machine: what "auto" prices schemes on: a `Machine`, or the name of one, such as "h100".
+        token_bytes: what all that goes into the recurrence for one token weighs, and what comes out of it: with it,
+            "auto" compares moving tokens too.
 
     >>> made = scan_plan([600, 424], zigzag(1024, 4), heads=2, keys=8, values=8, maps="scalar")
     >>> made.bytes_received(0) > 0
@@ -77,12 +80,17 @@ def scan_plan(
             )
         numbers = {"heads": heads, "keys": keys, "values": values, "batch": batch}
         h, k, v, b = (whole(n, which, "scan_plan()", PlanError, 1, MAX_FEATURES) for which, n in numbers.items())
-        rows, cols = {"matrix": (k, k), "scalar": (1, 1), "rows": (k, 1), "elements": (k, v)}[maps]
-        sizes = StateSizes(h, k, v, rows, cols, int(maps == "matrix"), 8 if name == "float64" else 4, b)
-        chains = chains_of(document_rows(documents, layout.seq_len, PlanError), layout, b)
+        map_rows, map_cols = {"matrix": (k, k), "scalar": (1, 1), "rows": (k, 1), "elements": (k, v)}[maps]
+        sizes = StateSizes(h, k, v, map_rows, map_cols, int(maps == "matrix"), 8 if name == "float64" else 4, b)
+        rows = document_rows(documents, layout.seq_len, PlanError)
+        chains = chains_of(rows, layout, b)
         hardware = machine_named(machine) if isinstance(machine, str) else machine
         hardware = hardware or assumed_machine(functions=False)
-        return planned_scan(chains, sizes, name, schedule.replace(" ", ""), hardware)
+        elsewhere = None
+        if token_bytes is not None or schedule == RELAYOUT:
+            weight = whole(token_bytes or 0, "token_bytes", "scan_plan()", PlanError)
+            elsewhere = Elsewhere(chains_of(rows, contiguous(layout.seq_len, layout.world_size), b), weight * b)
+        return planned_scan(chains, sizes, name, schedule.replace(" ", ""), hardware, elsewhere)
 
 
 def gated_delta_rule(

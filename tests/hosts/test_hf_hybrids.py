@@ -55,6 +55,13 @@ def test_ranks_equal_one_device(model_type, world):
             assert all(other[0] == found[0][0] for other in found)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba"])
+def test_tokens_are_moved_where_spans_are_many(model_type):
+    """Striped, every token is a segment of its own, and the plan moves tokens to a contiguous layout and back."""
+    found = pool(3).run(work.step_over_ranks, model_type, "packed", "striped", timeout=TIMEOUT)
+    check(model_type, "packed", found[0], LIMIT)
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_next", "nemotron_h", "lfm2"])
 def test_checkpointing_changes_nothing(model_type):
     found = pool(2).run(work.step_over_ranks, model_type, "packed", "zigzag", True, timeout=TIMEOUT)

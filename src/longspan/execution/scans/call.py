@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.errors import PlanError, in_context
-from longspan.execution.engine.transports import Program
+from longspan.execution.engine.transports import Loopback, Program
 from longspan.execution.handed import group_handed, group_of
 from longspan.execution.ops import run_over, settings_of, told_in
+from longspan.execution.relayouts import Relayout
 from longspan.execution.scans.contract import Recurrence, ScanKernel, ScanWork, Segments
 from longspan.execution.scans.fitting import check_plan, map_name
 from longspan.execution.scans.kernels import choose_scan_kernel
@@ -62,13 +63,29 @@ def run(recurrence: Any, tokens: tuple[Any, ...], shared: tuple[Any, ...], asked
         local = _local(plan, rank)
         work = ScanWork(recurrence, tokens, shared, local.segments)
         kernel = choose_scan_kernel(asked.kernel, work)
-        if not name:
-            return alone(kernel, work)
         learns = torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in (*tokens, *shared, *recurrence.captured)
         )
+        if not name:  # one rank, whose spans may be out of order
+            return spread(kernel, work, RankScan(plan, rank, local, _by_itself, nullcontext), learns=learns)
         carrier = Carrier(plan, name, asked.name, tokens[0].device, recurrence, kernel.name, learns)
-        return spread(kernel, work, RankScan(plan, rank, local, carrier, lambda: told_in(name)), learns=learns)
+        ranks = RankScan(plan, rank, local, carrier, lambda: told_in(name))
+        if plan.source is None:
+            return spread(kernel, work, ranks, learns=learns)
+        carrier(_nothing(), "forward", 0)  # ranks agree before tokens move
+        there = tuple(Relayout.apply(t, plan.source, plan.layout, group, 1) for t in tokens)
+        out = spread(kernel, replace(work, tokens=there), ranks, learns=learns)
+        return Relayout.apply(out, plan.layout, plan.source, group, 1)  # type: ignore[return-value]
+
+
+def _by_itself(program: Program[list[Tensor]], direction: str, number: int) -> tuple[list[Tensor], int]:  # noqa: ARG001
+    return Loopback().run([program])[0], 0
+
+
+def _nothing() -> Program[list[Tensor]]:
+    """A program without messages."""
+    yield from ()
+    return []
 
 
 def alone(kernel: ScanKernel, work: ScanWork) -> Tensor:

@@ -90,9 +90,9 @@ def check_plan(plan: Any, recurrence: Recurrence, tokens: tuple[Tensor, ...], pl
         raise PlanError(f"the plan is for {size} ranks, but {what}. Pass group=, or plan for the group's size.")
     rank = 0 if place is None else place[0]
     batch, slots = tokens[0].shape[:2]
-    if slots != plan.layout.num_slots(rank):
+    if slots != plan.home.num_slots(rank):
         raise PlanError(
-            f"there are {slots} tokens on rank {rank}, but the plan's layout has {plan.layout.num_slots(rank)} slots"
+            f"there are {slots} tokens on rank {rank}, but the plan's layout has {plan.home.num_slots(rank)} slots"
             f" there. Shard with layout.shard(x, rank, dim=1), or plan for this layout."
         )
     wanted = state_sizes(recurrence, tokens)
