@@ -106,7 +106,7 @@ def spread(kernel: ScanKernel, work: ScanWork, ranks: RankScan, *, learns: bool)
     """The output of this rank's tokens; `learns` says whether a backward may come."""
     if not learns:
         return _computed(kernel, work, ranks, None).out
-    saved = Saved(keeps=kernel.name == "own")
+    saved = Stash(keeps=kernel.name == "own")
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
         # Entering states are a part of the graph whatever else is, so that their gradients can be asked for.
         anchor = torch.zeros((), device=work.tokens[0].device, requires_grad=True)
@@ -142,7 +142,7 @@ def _computed(kernel: ScanKernel, work: ScanWork, ranks: RankScan, anchor: Tenso
     return Computed(out, leaving[left], entering, kept, number)
 
 
-class Saved:
+class Stash:
     """What autograd saves of a rank's computation, held by `Tail`, because backward needs it twice.
 
     Somebody may stand between: a checkpoint throws it away and computes, and so calls, again when it is asked for,
@@ -192,7 +192,7 @@ class Way:
     number: int
     """Of the forward call."""
     ranks: RankScan
-    saved: Saved
+    saved: Stash
 
 
 class EnteringStates(torch.autograd.Function):
