@@ -300,8 +300,8 @@ def scan(
 
     Args:
         tokens: tensors (batch, tokens, ...). The functions get the rows of one stretch of one batch row, (n, ...) each.
-        local: a function (*rows, state) -> (output with n rows, state), in plain PyTorch.
-        summary: a function (*rows) -> (M, U): the state that leaves is M times the one that enters plus U. M is
+        local: a function `(*rows, state) -> (output with n rows, state)`, in plain PyTorch.
+        summary: a function `(*rows) -> (M, U)`: the state that leaves is M times the one that enters plus U. M is
             (heads, keys, keys) and multiplies from the left (maps="matrix"), or it multiplies elementwise and is
             (heads, 1, 1) ("scalar"), (heads, keys, 1) ("rows") or (heads, keys, values) ("elements").
         state: (heads, keys, values).

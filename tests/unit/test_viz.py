@@ -361,6 +361,15 @@ def test_pieces_of_a_scan_say_where_they_came_from():
     assert any(note.startswith("map") for note in notes_of(scan_picture(scans([400], 8))))
 
 
+def test_tokens_that_are_moved_are_told():
+    mask = ls.masks.documents([300, 340]) & ls.masks.causal()
+    sizes = {"heads": 2, "keys": 16, "values": 16, "maps": "matrix"}
+    plan = ls.scan_plan(mask, ls.layouts.striped(640, 4), **sizes, schedule="relayout", token_bytes=640)
+    scene = scan_picture(plan)
+    check_drawn(scene)
+    assert "moved to it from striped and back" in " ".join(i.text for i in scene.items if isinstance(i, Text))
+
+
 def test_long_scans_are_drawn_in_part_and_say_so():
     plan = scans(drawn_lengths("longtail", 1 << 20).tolist(), 64)
     scene = scan_picture(plan)

@@ -31,7 +31,7 @@ Parts = list[tuple[int, int, int]]
 
 
 @dataclass(eq=False)
-class _Walk:
+class _RankStrip:
     """What one rank has of one chain, step by step."""
 
     rank: int
@@ -122,6 +122,11 @@ def _remarks(plan: ScanPlan, num_drawn: int) -> list[str]:
         f" rank receives at most {bytes_text(most[0])} forward and {bytes_text(most[1])} backward."
     )
     remarks = [words, _READ]
+    if plan.source is not None:
+        remarks[0] = (
+            f"{remarks[0]} Beside that, tokens are moved to it from {plan.home.name} and back:"
+            f" {bytes_text(plan.reasons[0].bytes_received)} at most in all, both passes."
+        )
     if cut < total:
         whole = total - cut
         remarks.append(
@@ -152,7 +157,7 @@ def _chain(scene: Scene, plan: ScanPlan, chain: int, table: Ints, starts: list[f
     unit = wide / count
     for rank in sorted(set(table[:, RANK].tolist()), key=lambda r: table[table[:, RANK] == r, PLACE].min()):
         own = table[table[:, RANK] == rank, PLACE].tolist()
-        cells = list(_Walk(rank, own).columns(plan, chain))[: len(starts)]
+        cells = list(_RankStrip(rank, own).columns(plan, chain))[: len(starts)]
         tall = _STRIP + 2 + (_BAR + 1) * max(len(new) for new, _ in cells)
         scene.add(Text(starts[0] - 8, y + 10, f"rank {rank}", SMALL, "muted", "end"))
         for x, (new, ready) in zip(starts, cells, strict=True):
