@@ -345,7 +345,8 @@ def scan(
     if not isinstance(state, Sequence) or len(state) != 3:
         raise PlanError(f"state = {shortened(state)} was given to scan. It is (heads, keys, values), three numbers.")
     h, k, v = (whole(n, "state", "scan()", PlanError, 1, MAX_FEATURES) for n in state)
-    captured = tuple(parameters) if isinstance(parameters, Iterable) and not isinstance(parameters, Tensor) else (None,)
+    is_list = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor)
+    captured: tuple[Any, ...] = tuple(parameters) if is_list else (None,)
     if not all(isinstance(p, Tensor) for p in captured):
         raise PlanError(f"parameters = {shortened(parameters)} was given to scan. It is a list of tensors.")
     shape = {"matrix": (h, k, k), "scalar": (h, 1, 1), "rows": (h, k, 1), "elements": (h, k, v)}[maps]

@@ -14,7 +14,7 @@ import torch
 
 from longspan.execution.scans.contract import Segments
 from longspan.execution.scans.kernels import chunks, forms, mamba_ssm, reference, scan_kernel_named
-from longspan.execution.scans.kernels.attention import ChunkedAttention, ChunkedReaders
+from longspan.execution.scans.kernels.attention import ChunkedAttention, ChunkedDecays
 from longspan.execution.scans.kernels.chunks import ChunkTable, MovedRows, Packing, RowMoves
 from longspan.execution.scans.kernels.decays import Decays
 from longspan.execution.scans.kernels.elementwise import ChunkedElements
@@ -52,10 +52,7 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
         ("M and U are in the wrong order", "u, m = after.split((v, k), -1)", "m, u = after.split((k, v), -1)"),
         ("M begins with nothing", "torch.cat((start, one), -1)", "torch.cat((start, 0 * one), -1)"),
     ]),
-    (ChunkedReaders.entering, [
-        ("states are read as by the first chunk", "torch.cat(before).mT + ", ""),
-    ]),
-    (ChunkedReaders._logarithms, [
+    (ChunkedDecays.passed, [
         ("M is that of the last chunk", "state + parts[number]", "parts[number] + 0 * state"),
     ]),
     (Decays.of.__func__, [
@@ -92,7 +89,7 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
     ]),
     (ChunkedElements._scanned, [("a channel's first decay is left out", "decays[0] if", "decays[0] ** 0 if")]),
     (ChunkedElements.local, [("channels of chunks begin with nothing", "* before.unsqueeze(1)", "* 0")]),
-    (ChunkedElements._multiplied, [
+    (ChunkedElements.passed, [
         ("M of channels is that of the last chunk", "whole[number] * state", "whole[number]"),
     ]),
     (ChunkTable.carry, [
@@ -126,7 +123,7 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
         ("packages: batch rows are all the first", "row * slots + first -", "first -"),
     ]),
     (Packing.unpack, [("packages: the output is moved on by one", "x.squeeze(0)", "x.squeeze(0).roll(1, 0)")]),
-    (PackageScan.alone, [("packages: M is 1", "readers(work).passed()", "readers(work).passed() ** 0")]),
+    (MambaScan.summary, [("packages: M is 1", "passed(work)", "passed(work) ** 0")]),
     (MambaScan.run, [
         ("packages: segments leave in the order of lengths", "torch.cat(after)[place]", "torch.cat(after)"),
         ("packages: groups overwrite one another", "out = out + table", "out = table"),

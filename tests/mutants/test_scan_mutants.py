@@ -201,15 +201,15 @@ MUTANTS = {
         "dout, leaving, *(None",
         "dout, leaving + leaving.mean(), *(None",
     ),
-    "what enters does not leave again, for autograd": (
+    "what enters is no part of the graph": (
         spread, "_computed",
-        "leaving = torch.addcmul(leaving, maps, whole)",
-        "pass",
+        "kernel.local(work, whole)",
+        "kernel.local(work, whole.detach())",
     ),
-    "M has no gradient": (
+    "what leaves has no gradient": (
         spread, "_computed",
-        "torch.addcmul(leaving, maps, whole)",
-        "torch.addcmul(leaving, maps.detach(), whole)",
+        "leaving[left]",
+        "leaving[left].detach()",
     ),
     "parameters of an own recurrence are forgotten": (
         own.OwnKernel, "local",

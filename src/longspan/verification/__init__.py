@@ -13,7 +13,16 @@ from longspan.masks import Mask
 from longspan.schedules.plan import Plan
 from longspan.verification.report import Check, Finding, Report, VerifyError
 
-__all__ = ["Check", "Finding", "Report", "VerifyError", "loopback_attention", "verify", "verify_model"]
+__all__ = [
+    "Check",
+    "Finding",
+    "Report",
+    "VerifyError",
+    "loopback_attention",
+    "verify",
+    "verify_documents",
+    "verify_model",
+]
 
 
 def verify(
@@ -111,6 +120,46 @@ def verify_model(
 
     step = ModelStep(model, dict(batch), local, whole, layout, mask, gradients, loss, reference, dict(causes or {}))
     return verify_step(step, group, probes, factor)
+
+
+def verify_documents(
+    model: Any,
+    batch: Mapping[str, Any],
+    *,
+    run: Callable[..., Any] | None = None,
+    documents: Any = None,
+    factor: float = 1.0,
+) -> Report:
+    """Whether a model keeps the documents of a packed batch apart, on one device; if not, which layer mixes them.
+
+    All other documents are replaced, and a document's output must not move. The first module whose output does, while
+    what it was given does not, is named.
+
+    Args:
+        model: any module; it is not changed. Weights are random or trained: layers whose weights are 0 cannot leak.
+        batch: `input_ids` (or `inputs_embeds`), and what else the model takes.
+        run: your call, `run(model, batch)`, which returns the model's output or (batch, tokens, features); unless
+            given, `model(**batch)`, for models of transformers with `use_cache=False`, as they are trained.
+        documents: lengths, one list or one per batch row. Unless given, what the batch says: `cu_seq_lens_q`,
+            `seq_idx`, or `position_ids` that start again.
+        factor: multiplies the budget, which is what rounding does to the model.
+
+    >>> import torch
+    >>> class Before(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return x + x.roll(1, 1)
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), Before(), torch.nn.Linear(4, 9))
+    >>> ids = {"input_ids": torch.arange(8)[None]}
+    >>> report = verify_documents(model, ids, run=lambda m, b: m(b["input_ids"]), documents=[5, 3])
+    >>> report.causes, report.findings[0].what
+    (('documents leak on one device',), 'mixes documents, first in 2 (Before)')
+    >>> model[2] = torch.nn.SiLU()
+    >>> verify_documents(model, ids, run=lambda m, b: m(b["input_ids"]), documents=[5, 3]).ok
+    True
+    """
+    from longspan.verification.model.documents import verify_apart
+
+    return verify_apart(model, batch, run, documents, factor)
 
 
 def loopback_attention(q: Any, k: Any, v: Any, plan: Plan, **options: Any) -> Any:

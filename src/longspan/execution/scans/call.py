@@ -90,8 +90,6 @@ def _nothing() -> Program[list[Tensor]]:
 
 def alone(kernel: ScanKernel, work: ScanWork) -> Tensor:
     """On one device, where every document is one segment."""
-    if work.recurrence.in_one_pass:
-        return kernel.alone(work)[0]
     shape = (len(work.segments), *work.recurrence.state_shape(work.tokens))
     dtype = work.recurrence.state_dtype(work.tokens)
     return kernel.local(work, torch.zeros(shape, dtype=dtype, device=work.tokens[0].device))[0]

@@ -28,10 +28,6 @@ class OwnRecurrence(Recurrence):
     name = "scan"
 
     @property
-    def in_one_pass(self) -> bool:
-        return False  # the functions say nothing about it
-
-    @property
     def captured(self) -> tuple[Tensor, ...]:
         return self.parameters
 

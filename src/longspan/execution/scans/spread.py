@@ -106,7 +106,7 @@ def spread(kernel: ScanKernel, work: ScanWork, ranks: RankScan, *, learns: bool)
     """The output of this rank's tokens; `learns` says whether a backward may come."""
     if not learns:
         return _computed(kernel, work, ranks, None).out
-    saved = Saved(keeps=kernel.name == "own")
+    saved = Stash(keeps=kernel.name == "own")
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
         # Entering states are a part of the graph whatever else is, so that their gradients can be asked for.
         anchor = torch.zeros((), device=work.tokens[0].device, requires_grad=True)
@@ -135,23 +135,14 @@ class Computed:
 def _computed(kernel: ScanKernel, work: ScanWork, ranks: RankScan, anchor: Tensor | None) -> Computed:
     local, device = ranks.local, work.tokens[0].device
     entered, left = (torch.as_tensor(which, device=device) for which in (local.entered, local.left))
-    if not work.recurrence.in_one_pass:
-        part = replace(work, segments=local.segments.of(local.left))
-        states, kept, number = ranks.forward(*kernel.summary(part))
-        entering = states if anchor is None else EnteringStates.apply(states, anchor)
-        whole = states.new_zeros((len(local.segments), *states.shape[1:])).index_put((entered,), entering)
-        out, leaving = kernel.local(work, whole)
-    else:
-        out, maps, leaving = kernel.alone(work)
-        states, kept, number = ranks.forward(maps.detach()[left], leaving.detach()[left])
-        entering = states if anchor is None else EnteringStates.apply(states, anchor)
-        out = out + kernel.entering(replace(work, segments=local.segments.of(local.entered)), entering)
-        whole = states.new_zeros((len(local.segments), *states.shape[1:])).index_put((entered,), entering)
-        leaving = torch.addcmul(leaving, maps, whole)
+    states, kept, number = ranks.forward(*kernel.summary(replace(work, segments=local.segments.of(local.left))))
+    entering = states if anchor is None else EnteringStates.apply(states, anchor)
+    whole = states.new_zeros((len(local.segments), *states.shape[1:])).index_put((entered,), entering)
+    out, leaving = kernel.local(work, whole)
     return Computed(out, leaving[left], entering, kept, number)
 
 
-class Saved:
+class Stash:
     """What autograd saves of a rank's computation, held by `Tail`, because backward needs it twice.
 
     Somebody may stand between: a checkpoint throws it away and computes, and so calls, again when it is asked for,
@@ -201,7 +192,7 @@ class Way:
     number: int
     """Of the forward call."""
     ranks: RankScan
-    saved: Saved
+    saved: Stash
 
 
 class EnteringStates(torch.autograd.Function):

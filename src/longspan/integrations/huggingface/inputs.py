@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longspan import layouts
-from longspan.integrations.huggingface.attention import BLIND, NAME, longspan_attention, numbers_of, restarts
+from longspan.integrations.huggingface.attention import BLIND, NAME, longspan_attention
 from longspan.integrations.huggingface.masks import LayerMask, layer_mask
 from longspan.integrations.huggingface.mixers import is_hybrid, needs, route
 from longspan.integrations.huggingface.models import check_model, layer_kinds
@@ -29,6 +29,7 @@ from longspan.layouts import Layout
 from longspan.training import BatchError, shard_batch, shift_tokens
 from longspan.training.groups import process_group
 from longspan.training.loss import Reported
+from longspan.training.packed_batch import numbers_of, restarts
 
 __all__ = ["NAME", "LayerMask", "ShardedSequence", "full_loss", "register", "shard_inputs"]
 

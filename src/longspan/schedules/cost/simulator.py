@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from longspan.errors import ScheduleError
 from longspan.schedules.cost.machine import Machine, Work, queued_at, steps_work
@@ -76,10 +77,11 @@ class _Simulation:
     def _messages(self, rank: int) -> list[dict[tuple[int, int], int]]:
         """For each step of a rank, bytes by (source, target): all pieces between two ranks are one message."""
         messages: list[dict[tuple[int, int], int]] = []
+        weights: Any = self.schedule.sizes  # its pieces are of its own kind
         for step in self.schedule.ranks[rank]:
             sums: dict[tuple[int, int], int] = {}
             for t in step.transfers:
-                sums[t.src, t.dst] = sums.get((t.src, t.dst), 0) + t.piece.num_bytes(self.schedule.sizes)
+                sums[t.src, t.dst] = sums.get((t.src, t.dst), 0) + t.piece.num_bytes(weights)
             messages.append(sums)
         return messages
 
@@ -165,5 +167,5 @@ class _Simulation:
             f"{self.schedule.scheme} {self.schedule.direction} cannot finish: {len(stuck)} of"
             f" {self.schedule.world_size} ranks wait forever; the first is rank {rank} in step {step}, for the message"
             f" from rank {src} to rank {dst}, which the other end never offers.\n"
-            + table(self.schedule, mark=(rank, min(step, self.schedule.num_steps - 1)))
+            + table(cast(Any, self.schedule), mark=(rank, min(step, self.schedule.num_steps - 1)))
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,17 @@ from longspan.training.agree import DifferentBatchesError, check_same
 from longspan.verification.budgets import Budget, budgets, compared, unit
 from longspan.verification.model.causes import explain
 from longspan.verification.model.leaks import probe
-from longspan.verification.model.step import TOKENS, Each, ModelStep, Result, Truth, run_local, run_whole
+from longspan.verification.model.step import (
+    TOKENS,
+    Each,
+    ModelStep,
+    Result,
+    Truth,
+    copy_in_float64,
+    jittered,
+    run_local,
+    run_whole,
+)  # fmt: skip
 from longspan.verification.ranks import RankView, elsewhere, same_data
 from longspan.verification.report import Check, Finding, Report, spans_of
 
@@ -119,10 +128,11 @@ def _truth(step: ModelStep, factor: float) -> Truth:
             f"the one-device step gives other numbers when it runs again ({', '.join(moved[:3])}), so nothing can be"
             f" compared with it. Turn dropout off (model.eval(), or p = 0), or fix the seed inside the step."
         )
-    model, note = _in_float64(step)
-    batch = _doubled(step.batch) if not note else step.batch
+    model, batch, note = copy_in_float64(
+        step.one_device, step.batch, lambda m, b: run_whole(step.whole, m, b, step.mask)
+    )
     result = run_whole(step.whole, model, batch, step.mask) if not note else own
-    played = [own] + [_jittered(step, model, batch, narrow, number) for number in range(2)]
+    played = [own] + [_played(step, model, batch, narrow, number) for number in range(2)]
     floor = max(SMALLEST[0] * narrow, SMALLEST[1] * (unit(torch.float64) if narrow < 1e-12 else unit(torch.float32)))
     limits = budgets(result, played, TOKENS, floor, factor)
     for name in limits:
@@ -135,41 +145,10 @@ def _near(a: Tensor, b: Tensor, narrow: float) -> bool:
     return bool((a - b).norm() <= 64 * narrow * a.norm() + 1e-30)
 
 
-def _in_float64(step: ModelStep) -> tuple[nn.Module, str]:
-    """A float64 copy of the model, if it can be made and run; else the model itself and a note."""
-    try:
-        model = copy.deepcopy(step.one_device).double()
-        run_whole(step.whole, model, _doubled(step.batch), step.mask)
-    except Exception as error:  # whatever the model's own code raises
-        text = str(error).splitlines()[0][:120] if str(error) else ""
-        return step.one_device, f"no float64 run ({type(error).__name__}: {text}); the truth is in the model's dtype"
-    return model, ""
-
-
-def _doubled(batch: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in batch.items()
-    }
-
-
-def _jittered(step: ModelStep, model: nn.Module, batch: dict[str, Any], narrow: float, number: int) -> Result:
-    """The truth with every parameter off by up to one rounding: what rounding does to this model."""
-    draw = torch.Generator().manual_seed(number)
-    saved = [p.detach().clone() for p in model.parameters()]
-    try:
-        with torch.no_grad():
-            for p in model.parameters():
-                noise = torch.rand(p.shape, generator=draw, dtype=torch.float64) * 2 - 1
-                p.copy_(p.double() * (1 + narrow * noise.to(p.device)))
+def _played(step: ModelStep, model: nn.Module, batch: dict[str, Any], narrow: float, number: int) -> Result:
+    """The truth with rounding."""
+    with jittered(model, narrow, number):
         return run_whole(step.whole, model, batch, step.mask)
-    finally:
-        with torch.no_grad():
-            for p, value in zip(model.parameters(), saved, strict=True):
-                p.copy_(value)
-
-
-# -- the ranks ---------------------------------------------------------------------------------------------------------
 
 
 # -- comparison --------------------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +68,41 @@ class Truth:
     result: Result
     budgets: dict[str, Budget]
     note: str
+
+
+def copy_in_float64(
+    model: nn.Module, batch: dict[str, Any], run: Callable[[nn.Module, dict[str, Any]], Any]
+) -> tuple[nn.Module, dict[str, Any], str]:
+    """A float64 copy of the model and of the batch's numbers, if that can be made and run; else both as they are, and a
+    note."""
+    try:
+        copied = copy.deepcopy(model).double()
+        doubled = {
+            name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+            for name, value in batch.items()
+        }
+        run(copied, doubled)
+    except Exception as error:  # whatever the model's own code raises
+        text = str(error).splitlines()[0][:120] if str(error) else ""
+        return model, batch, f"no float64 run ({type(error).__name__}: {text}); the truth is in the model's dtype"
+    return copied, doubled, ""
+
+
+@contextmanager
+def jittered(model: nn.Module, narrow: float, number: int) -> Iterator[None]:
+    """Every parameter is off by up to one rounding inside, so that it shows what rounding does to this model."""
+    draw = torch.Generator().manual_seed(number)
+    saved = [p.detach().clone() for p in model.parameters()]
+    try:
+        with torch.no_grad():
+            for p in model.parameters():
+                noise = torch.rand(p.shape, generator=draw, dtype=torch.float64) * 2 - 1
+                p.copy_(p.double() * (1 + narrow * noise.to(p.device)))
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), saved, strict=True):
+                p.copy_(value)
 
 
 def run_whole(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from longspan.execution.scans.contract import ScanWork
-from longspan.execution.scans.kernels.attention import ChunkedAttention, ChunkedReaders
+from longspan.execution.scans.kernels.attention import ChunkedAttention, ChunkedDecays
 from longspan.execution.scans.kernels.chunks import ChunkTable, cut
 from longspan.execution.scans.kernels.elementwise import ChunkedElements
 from longspan.execution.scans.recurrences import EPSILON, GatedDelta, LinearAttention, LinearRecurrence, Ssd
@@ -44,18 +44,18 @@ def in_chunks(work: ScanWork, reads: bool = True) -> ChunkedAttention | ChunkedE
     return _attention(work, recurrence, reads)
 
 
-def readers(work: ScanWork) -> ChunkedReaders | ChunkedElements:
-    """Diagonal maps only: what decides on how states go through segments, and how they are read."""
+def passed(work: ScanWork) -> Tensor:
+    """Diagonal maps only: M of every segment."""
     recurrence = work.recurrence
     if isinstance(recurrence, LinearRecurrence):
-        return _elements(work)
+        return _elements(work).passed()
     table = _table(work, LONG)
     folded = _folded(work, table)
     if isinstance(recurrence, Ssd):
-        _, g = stepped(folded(work.tokens[1]), (table.slot < 0)[:, None, None, :, None], recurrence, work.shared)
-        return ChunkedReaders(table, folded(work.tokens[3]), g)
+        blank = (table.slot < 0)[:, None, None, :, None]
+        return ChunkedDecays(table, stepped(folded(work.tokens[1]), blank, recurrence, work.shared)[1]).passed()
     assert isinstance(recurrence, LinearAttention)
-    return ChunkedReaders(table, _scaled(folded(work.tokens[0]), recurrence.scale, False), folded(work.tokens[3]))
+    return ChunkedDecays(table, folded(work.tokens[3])).passed()
 
 
 def _table(work: ScanWork, costs: dict[int, int]) -> ChunkTable:
@@ -82,7 +82,7 @@ def _attention(work: ScanWork, recurrence: GatedDelta | LinearAttention, reads: 
     l2norm = isinstance(recurrence, GatedDelta) and recurrence.l2norm
     q = _scaled(folded(work.tokens[0]), recurrence.scale, l2norm) if reads else None
     k, v, g, *beta = map(folded, work.tokens[1:])
-    return ChunkedAttention(table, q, g, _scaled(k, 1.0, l2norm), v, *beta)
+    return ChunkedAttention(table, g, q, _scaled(k, 1.0, l2norm), v, *beta)
 
 
 def _scaled(x: Tensor, factor: float, l2norm: bool) -> Tensor:
@@ -97,10 +97,10 @@ def _ssd(work: ScanWork, recurrence: Ssd, reads: bool) -> ChunkedAttention:
     x, dt, b = map(folded, work.tokens[:3])
     dt, g = stepped(dt, (table.slot < 0)[:, None, None, :, None], recurrence, work.shared)
     if not reads:
-        return ChunkedAttention(table, None, g, b, x * dt)
+        return ChunkedAttention(table, g, None, b, x * dt)
     d = work.shared[1]
     skip = None if d is None else _of_heads(d, x) * x
-    return ChunkedAttention(table, folded(work.tokens[3]), g, b, x * dt, skip=skip)
+    return ChunkedAttention(table, g, folded(work.tokens[3]), b, x * dt, skip=skip)
 
 
 def stepped(dt: Tensor, ended: Tensor, recurrence: Ssd, shared: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:

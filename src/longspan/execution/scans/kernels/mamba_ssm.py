@@ -12,7 +12,7 @@ from torch import Tensor
 from longspan.execution.scans.contract import ScanWork, Segments
 from longspan.execution.scans.kernels.chunks import ChunkTable, cut
 from longspan.execution.scans.kernels.extras import PackageScan, nothing
-from longspan.execution.scans.kernels.forms import readers, stepped
+from longspan.execution.scans.kernels.forms import passed, stepped
 from longspan.execution.scans.kernels.reference import own_precision
 from longspan.execution.scans.recurrences import Ssd
 from longspan.span import Ints
@@ -72,7 +72,7 @@ class MambaScan(PackageScan):
 
     def summary(self, work: ScanWork) -> tuple[Tensor, Tensor]:
         with torch.no_grad(), own_precision(work):
-            return readers(work).passed(), self.local(work, nothing(work))[1]
+            return passed(work), self.local(work, nothing(work))[1]
 
 
 def alike(segments: Segments) -> list[tuple[Ints, int]]:
