@@ -14,7 +14,8 @@ from longspan.errors import PlanError
 from longspan.training.agree import DifferentBatchesError, check_same
 from longspan.verification.budgets import Budget, budgets, compared, unit
 from longspan.verification.model.causes import explain
-from longspan.verification.model.leaks import probe
+from longspan.verification.model.documents import CAUSE, leak_between, packed
+from longspan.verification.model.leaks import apart, probe
 from longspan.verification.model.step import (
     TOKENS,
     Each,
@@ -57,16 +58,29 @@ def _judged(step: ModelStep, truth: Truth, ranks: RankView, subject: str, probes
     if isinstance(found, Finding):
         return Report(subject, ranks.size, (), (found,))
     checks, wrong = _compare(truth, found, each, step)
+    check, mixed = _documents(step, truth) if probes else (None, None)
     findings: list[Finding] = []
     if wrong:
-        causes = explain(step, truth, ranks, found, each, [check.tensor for check in wrong])
+        names = [check.tensor for check in wrong]
+        said = (CAUSE, "", "") if mixed is not None else None
+        causes = explain(step, truth, ranks, found, each, names) if said is None else dict.fromkeys(names, said)
         findings = [_finding(check, truth, found, each, step, causes[check.tensor]) for check in wrong]
     leaky, notes = probe(step, truth, ranks, found, probes, findings)
-    findings += leaky
+    findings = [*([mixed] if mixed is not None else []), *findings, *leaky]
+    checks += [check] if check is not None else []
     others = ranks.any(bool(findings))
     if others and not findings:
         findings.append(elsewhere(others))
     return Report(subject, ranks.size, tuple(checks), tuple(findings), (*([truth.note] if truth.note else []), *notes))
+
+
+def _documents(step: ModelStep, truth: Truth) -> tuple[Check | None, Finding | None]:
+    """Whether one device keeps documents apart: if not, it is no truth. Nothing where there is one document."""
+    numbers = None if step.mask is None else apart(step.mask, step.layout.seq_len)
+    given = packed(truth.batch, numbers) if "logits" in truth.result else None
+    if given is None or (step.mask is not None and numbers is None):
+        return None, None
+    return leak_between(truth.model, given, lambda m, b: step.whole(m, b, step.mask)[1])
 
 
 def _different(step: ModelStep, ranks: RankView) -> Finding | None:

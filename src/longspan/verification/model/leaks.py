@@ -95,6 +95,27 @@ def _reach(mask: Mask, seq_len: int) -> Any:
         seen = wider
 
 
+def apart(mask: Mask, seq_len: int) -> Any:
+    """(1, S): numbers of groups of tokens that do not reach each other, or None where there is one.
+
+    >>> from longspan.masks import causal, documents
+    >>> apart(causal() & documents([2, 1]), 3)
+    array([[0, 0, 1]])
+    >>> apart(causal(), 3) is None
+    True
+    """
+    reach = _reach(mask, seq_len)
+    joined = reach | reach.T
+    first = np.arange(seq_len)
+    while True:
+        lower = np.where(joined, first, seq_len).min(1)
+        if np.array_equal(lower, first):
+            break
+        first = lower
+    numbers = np.unique(first, return_inverse=True)[1].reshape(1, seq_len)
+    return numbers if numbers.any() else None
+
+
 def _hidden_most(reach: Any, count: int) -> list[int]:
     """Tokens that reach the fewest rows after them, and before them."""
     size = len(reach)
