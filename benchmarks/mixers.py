@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,11 +114,79 @@ def conv_packed() -> float:
     return conv_spread(ls.layouts.zigzag, LENGTHS)
 
 
+SCAN_TOKENS = 4_096
+GDN = {"heads": 4, "keys": 128, "values": 128, "maps": "matrix"}
+SSD = {"heads": 8, "keys": 128, "values": 64, "maps": "scalar"}
+
+
+def gdn_call(tokens: int) -> tuple[Callable[..., Tensor], Tensor]:
+    """The gated delta rule with 4 heads of 128 x 128, and a gradient of its output."""
+    q, k, v = (torch.randn(1, tokens, 4, 128).requires_grad_() for _ in range(3))
+    g, beta = (-torch.rand(1, tokens, 4)).requires_grad_(), torch.rand(1, tokens, 4).requires_grad_()
+    call = partial(ls.gated_delta_rule, q, k, v, g, beta, l2norm=True, kernel="reference")
+    return call, torch.randn(1, tokens, 4, 128)
+
+
+def ssd_call(tokens: int) -> tuple[Callable[..., Tensor], Tensor]:
+    """Mamba-2 with 8 heads of 128 x 64."""
+    x, dt = torch.randn(1, tokens, 8, 64).requires_grad_(), torch.rand(1, tokens, 8).requires_grad_()
+    b, c = (torch.randn(1, tokens, 1, 128).requires_grad_() for _ in range(2))
+    a, d = (-torch.rand(8)).requires_grad_(), torch.randn(8).requires_grad_()
+    return partial(ls.ssd, x, dt, a, b, c, D=d, dt_softplus=True, kernel="reference"), torch.randn(1, tokens, 8, 64)
+
+
+def scan_alone(make: Callable[[int], tuple[Callable[..., Tensor], Tensor]]) -> float:
+    if dist.get_rank():
+        dist.barrier()
+        return 0.0
+    call, dout = make(SCAN_TOKENS)
+    return timed(call, dout)
+
+
+def scan_spread(
+    make: Callable[[int], tuple[Callable[..., Tensor], Tensor]],
+    layout: Callable[[int, int], Layout],
+    sizes: dict[str, Any],
+) -> float:
+    made = layout(SCAN_TOKENS, dist.get_world_size())
+    plan = ls.scan_plan(None, made, **sizes)
+    call, dout = make(made.num_slots(dist.get_rank()))
+    return timed(lambda: call(plan=plan, group=dist.group.WORLD), dout)
+
+
+def gdn_alone() -> float:
+    return scan_alone(gdn_call)
+
+
+def gdn_contiguous() -> float:
+    return scan_spread(gdn_call, ls.layouts.contiguous, GDN)
+
+
+def gdn_zigzag() -> float:
+    return scan_spread(gdn_call, ls.layouts.zigzag, GDN)
+
+
+def ssd_alone() -> float:
+    return scan_alone(ssd_call)
+
+
+def ssd_contiguous() -> float:
+    return scan_spread(ssd_call, ls.layouts.contiguous, SSD)
+
+
+def ssd_zigzag() -> float:
+    return scan_spread(ssd_call, ls.layouts.zigzag, SSD)
+
+
 ROWS = (
     Row("convolution, contiguous, conv1d", conv1d_alone, conv_contiguous, 1.1),
     Row("convolution, contiguous, same kernel", same_alone, conv_contiguous, 1.1),
     Row("convolution, zigzag, same kernel", same_alone, conv_zigzag, 1.1),
     Row("convolution, 17 documents, same kernel", packed_alone, conv_packed, 1.1),
+    Row("SSD, contiguous", ssd_alone, ssd_contiguous, 1.25),
+    Row("SSD, zigzag", ssd_alone, ssd_zigzag, 1.25),
+    Row("GDN, contiguous", gdn_alone, gdn_contiguous, 1.6),
+    Row("GDN, zigzag", gdn_alone, gdn_zigzag, 1.6),
 )
 
 

@@ -16,6 +16,7 @@ from longspan.viz import (
     memory_picture,
     scaling_picture,
     scaling_points,
+    scan_picture,
     timeline_picture,
     traffic_picture,
     write_png,
@@ -25,6 +26,7 @@ HERE = Path(__file__).parent
 SIZES = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "machine": "h100"}
 LENGTHS = [9000, 14000, 3000, 6768]
 RANKS = (4, 8, 16, 32, 64)
+STATES = {"heads": 32, "keys": 128, "values": 128, "maps": "matrix", "machine": "h100"}
 
 
 def pictures() -> dict[str, Scene]:
@@ -34,6 +36,8 @@ def pictures() -> dict[str, Scene]:
     plan = ls.plan(mask, layout, **SIZES, schedule="exchange")
     long = ls.masks.documents(drawn_lengths("longtail", 1 << 20)) & ls.masks.causal()
     wide = ls.plan(long, ls.layouts.balanced(long, world_size=64), **SIZES)
+    scan = ls.scan_plan(mask, layout, **STATES, schedule="doubling")
+    eight = ls.scan_plan(None, ls.layouts.contiguous(32768, 8), **STATES, schedule="doubling")
     points = scaling_points(long, RANKS, **SIZES)
     said = "H100s with FA2, 32 query and 8 key/value heads of 128, bfloat16, balanced layouts. Simulated, not run."
     return {
@@ -42,6 +46,8 @@ def pictures() -> dict[str, Scene]:
         "timeline": timeline_picture(plan),
         "traffic": traffic_picture(plan),
         "memory": memory_picture(plan),
+        "scan": scan_picture(scan, title="Four documents on four ranks, by doubling"),
+        "scan-one": scan_picture(eight, title="One document on eight ranks, by doubling"),
         "mask-64": mask_picture(long, wide.layout),
         "layout-64": layout_picture(wide.layout, long),
         "timeline-64": timeline_picture(wide),

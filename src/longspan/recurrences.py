@@ -6,16 +6,18 @@ state that leaves a rank's part of a document enters the next part wherever that
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from longspan.errors import PlanError, in_context
-from longspan.layouts import Layout
+from longspan.layouts import Layout, contiguous
 from longspan.masks.document_rows import document_rows
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.cost.presets import assumed_machine, machine_named
 from longspan.schedules.dtypes import dtype_name
 from longspan.schedules.scans.chains import chains_of
-from longspan.schedules.scans.plan import ScanPlan, planned_scan
+from longspan.schedules.scans.plan import RELAYOUT, Elsewhere, ScanPlan, planned_scan
 from longspan.schedules.scans.words import MAX_FEATURES, StateSizes
 from longspan.span import shortened, whole
 from longspan.untraced import untraced
@@ -36,6 +38,7 @@ def scan_plan(
     batch: int = 1,
     schedule: str = "auto",
     machine: Machine | str | None = None,
+    token_bytes: int | None = None,
 ) -> ScanPlan:
     """Who sends which states to whom in a recurrence. Every rank makes the same plan.
 
@@ -50,8 +53,10 @@ def scan_plan(
         dtype: of states: "float32", or "float64" where tokens are.
         batch: batch rows.
         schedule: "chain", "exchange", "doubling", "two_level" or "two_level(RANKS OF A NODE)", which is obeyed or
-            refused; "auto" compares all, with reasons.
+            refused; "relayout" moves tokens to a contiguous layout and back; "auto" compares all, with reasons.
         machine: what "auto" prices schemes on: a `Machine`, or the name of one, such as "h100".
+        token_bytes: what all that goes into the recurrence for one token weighs, and what comes out of it: with it,
+            "auto" compares moving tokens too.
 
     >>> made = scan_plan([600, 424], zigzag(1024, 4), heads=2, keys=8, values=8, maps="scalar")
     >>> made.bytes_received(0) > 0
@@ -75,12 +80,17 @@ def scan_plan(
             )
         numbers = {"heads": heads, "keys": keys, "values": values, "batch": batch}
         h, k, v, b = (whole(n, which, "scan_plan()", PlanError, 1, MAX_FEATURES) for which, n in numbers.items())
-        rows, cols = {"matrix": (k, k), "scalar": (1, 1), "rows": (k, 1), "elements": (k, v)}[maps]
-        sizes = StateSizes(h, k, v, rows, cols, int(maps == "matrix"), 8 if name == "float64" else 4, b)
-        chains = chains_of(document_rows(documents, layout.seq_len, PlanError), layout, b)
+        map_rows, map_cols = {"matrix": (k, k), "scalar": (1, 1), "rows": (k, 1), "elements": (k, v)}[maps]
+        sizes = StateSizes(h, k, v, map_rows, map_cols, int(maps == "matrix"), 8 if name == "float64" else 4, b)
+        rows = document_rows(documents, layout.seq_len, PlanError)
+        chains = chains_of(rows, layout, b)
         hardware = machine_named(machine) if isinstance(machine, str) else machine
         hardware = hardware or assumed_machine(functions=False)
-        return planned_scan(chains, sizes, name, schedule.replace(" ", ""), hardware)
+        elsewhere = None
+        if token_bytes is not None or schedule == RELAYOUT:
+            weight = whole(token_bytes or 0, "token_bytes", "scan_plan()", PlanError)
+            elsewhere = Elsewhere(chains_of(rows, contiguous(layout.seq_len, layout.world_size), b), weight * b)
+        return planned_scan(chains, sizes, name, schedule.replace(" ", ""), hardware, elsewhere)
 
 
 def gated_delta_rule(
@@ -133,7 +143,7 @@ def gated_delta_rule(
         "g": (f"{head} heads", f"{head} heads keys"), "beta": (f"{head} heads",),
     }  # fmt: skip
     sizes = check_tensors("gated_delta_rule", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, shapes)
-    recurrence = GatedDelta(_scale(scale, sizes["keys"]), bool(l2norm))
+    recurrence = GatedDelta(_scale(scale, sizes["keys"]), _flag("l2norm", l2norm))
     asked = ScanRequest("gated_delta_rule", documents, plan, group, kernel, name)
     return run(recurrence, (q, k, v, g, beta), (), asked)
 
@@ -231,8 +241,7 @@ def ssd(
     }  # fmt: skip
     given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "dt_bias": dt_bias}
     check_tensors("ssd", {n: t for n, t in given.items() if t is not None or n in "xdtABC"}, shapes)
-    low, high = (float(end) for end in dt_limit)
-    recurrence = Ssd(bool(dt_softplus), (low, high))
+    recurrence = Ssd(_flag("dt_softplus", dt_softplus), _limits(dt_limit))
     return run(recurrence, (x, dt, B, C), (A, D, dt_bias), ScanRequest("ssd", documents, plan, group, kernel, name))
 
 
@@ -265,7 +274,8 @@ def linear_recurrence(
     from longspan.execution.scans.fitting import check_tensors
     from longspan.execution.scans.recurrences import LinearRecurrence
 
-    more = " ".join(f"channels{i}" for i in range(max(1, getattr(b, "ndim", 3) - 2)))
+    extra = max(1, getattr(b, "ndim", 3) - 2)
+    more = " ".join(f"channels_{i}" for i in range(extra)) if extra > 1 else "channels"
     check_tensors(
         "linear_recurrence", {"a": a, "b": b}, {"a": (f"batch tokens {more}",), "b": (f"batch tokens {more}",)}
     )
@@ -290,8 +300,8 @@ def scan(
 
     Args:
         tokens: tensors (batch, tokens, ...). The functions get the rows of one stretch of one batch row, (n, ...) each.
-        local: a function (*rows, state) -> (output with n rows, state), in plain PyTorch.
-        summary: a function (*rows) -> (M, U): the state that leaves is M times the one that enters plus U. M is
+        local: a function `(*rows, state) -> (output with n rows, state)`, in plain PyTorch.
+        summary: a function `(*rows) -> (M, U)`: the state that leaves is M times the one that enters plus U. M is
             (heads, keys, keys) and multiplies from the left (maps="matrix"), or it multiplies elementwise and is
             (heads, 1, 1) ("scalar"), (heads, keys, 1) ("rows") or (heads, keys, values) ("elements").
         state: (heads, keys, values).
@@ -332,10 +342,31 @@ def scan(
         for n, t in given.items()
     }
     check_tensors("scan", given, forms)
+    if not isinstance(state, Sequence) or len(state) != 3:
+        raise PlanError(f"state = {shortened(state)} was given to scan. It is (heads, keys, values), three numbers.")
     h, k, v = (whole(n, "state", "scan()", PlanError, 1, MAX_FEATURES) for n in state)
+    is_list = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor)
+    captured: tuple[Any, ...] = tuple(parameters) if is_list else (None,)
+    if not all(isinstance(p, Tensor) for p in captured):
+        raise PlanError(f"parameters = {shortened(parameters)} was given to scan. It is a list of tensors.")
     shape = {"matrix": (h, k, k), "scalar": (h, 1, 1), "rows": (h, k, 1), "elements": (h, k, v)}[maps]
-    recurrence = OwnRecurrence(local, summary, (h, k, v), shape, maps == "matrix", tuple(parameters))
+    recurrence = OwnRecurrence(local, summary, (h, k, v), shape, maps == "matrix", captured)
     return run(recurrence, tuple(tokens), (), ScanRequest("scan", documents, plan, group, "own", name))
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise PlanError(f"{name} = {shortened(value)} was given. It is True or False.")
+    return value
+
+
+def _limits(given: Any) -> tuple[float, float]:
+    """The least and the largest d; infinity is a limit, too."""
+    ends = given if isinstance(given, Sequence) and len(given) == 2 else (None, None)
+    low, high = (float(end) if isinstance(end, int | float) else math.nan for end in ends)
+    if not low <= high:
+        raise PlanError(f"dt_limit = {shortened(given)} was given. It is two numbers, the least and the largest d.")
+    return low, high
 
 
 def _scale(scale: float | None, keys: int) -> float:

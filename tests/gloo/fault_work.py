@@ -333,6 +333,10 @@ def main(rank, case, port, pipe):
         from tests.gloo.nccl_work import NcclRank
 
         NcclRank(rank, case, port, pipe).run()
+    elif "call" in case.settings:
+        from tests.gloo.scan_fault_work import ScanRank
+
+        ScanRank(rank, case, port, pipe).run()
     else:
         Rank(rank, case, port, pipe).run()
     with contextlib.suppress(EOFError, OSError):

@@ -69,6 +69,13 @@ def test_what_is_left_is_rounding_to_float32(model_type):
     compare(found[0], wanted, WIDE)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba"])
+def test_tokens_are_moved_where_spans_are_many(model_type):
+    """Striped, every token is a segment of its own, and the plan moves tokens to a contiguous layout and back."""
+    found = pool(3).run(work.step_over_ranks, model_type, "packed", "striped", timeout=TIMEOUT)
+    check(model_type, "packed", found[0], LIMIT)
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_next", "nemotron_h", "lfm2"])
 def test_checkpointing_changes_nothing(model_type):
     found = pool(2).run(work.step_over_ranks, model_type, "packed", "zigzag", True, timeout=TIMEOUT)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from longspan.integrations.torchtitan import masks as titan_masks
+from longspan.integrations.torchtitan import mixers as titan_mixers
 from longspan.integrations.torchtitan.masks import BALANCERS, layout_of
 from longspan.masks import causal, documents, sliding_window
 
@@ -249,6 +250,11 @@ REFUSED = {
     "ptrr key": ("['a', 'b']", "context_parallel_ptrr_mask_key is None"),
     "trainer": ("FluxTrainer.Config", "LongspanTrainer"),
     "model": ("'hybrid'", "any_model=True"),
+    "hybrid config": ("'qwen35_debugmodel'", "'qwen3_5'", "GatedDeltaNet", "start from nothing", "llama3"),
+    "other config": ("'kimi_k2_5_debugmodel'", "'kimi_k2_7'", "llama3"),
+    "hybrid": ("'own'", "layers.1.feed_forward is a TinyDeltaNet", "start from nothing", "Hugging Face"),
+    "convolution": ("layers.1.feed_forward.conv is a Conv1d", "gated_delta_rule"),
+    "built hybrid": ("mixer is a GRU", "start from nothing"),
     "kernel_options": ("BACKEND", "layers.1.attention", "attn_backend='flex'"),
     "bidirectional": ("window_size=(-1, -1)", "causal VarlenAttention"),
     "sdpa": ("ScaledDotProductAttention", "attn_backend='flex'"),
@@ -280,6 +286,7 @@ def test_every_refusal_is_asserted():
 def test_examples_of_masks():
     """Here and not by pytest, which would ask the package for names, and so import torchtitan."""
     names = {"causal": causal, "documents": documents, "sliding_window": sliding_window}
-    found = doctest.testmod(titan_masks, extraglobs=names)
-    assert found.attempted > 2
-    assert not found.failed
+    for module, least in ((titan_masks, 2), (titan_mixers, 1)):
+        found = doctest.testmod(module, extraglobs=names)
+        assert found.attempted > least
+        assert not found.failed

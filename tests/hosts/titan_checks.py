@@ -1,7 +1,7 @@
 """What test_torchtitan asks without training: what is refused, what masks mean, what one call computes. Runs in the
 processes of titan_work.py."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
 from torchtitan.components.validate import Validator
 from torchtitan.config import ConfigManager
+from torchtitan.models.common import Conv1d
 from torchtitan.models.common.attention import (
     FlexAttention,
     ScaledDotProductAttention,
@@ -25,6 +26,7 @@ from torchtitan.models.common.attention import (
 from torchtitan.models.flux.config_registry import flux_debugmodel
 from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.protocols.module import Module
 
 import longspan.integrations.torchtitan as titan
 from longspan.integrations.torchtitan.masks import Shards, TitanError, check_version, layout_of, mask_of, mask_of_mods
@@ -35,6 +37,31 @@ from tests.hosts.titan_work import OVERRIDES
 
 def parsed(*args, config="llama3_debugmodel"):
     return ConfigManager().parse_args(["--module", "longspan.integrations.torchtitan", "--config", config, *args])
+
+
+class TinyDeltaNet(Module):
+    """Stands for Qwen3.5's, which needs a package to be imported."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        conv: Conv1d.Config | None = None
+
+
+def convolved(width):
+    return TinyMixer.Config(conv=Conv1d.Config(in_channels=4, out_channels=4, kernel_size=width))
+
+
+class TinyMixer(Module):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        conv: Conv1d.Config
+
+
+def mixed(layer):
+    """A model of one's own with this layer in the place of a feed-forward layer."""
+    config = llama3_debugmodel()
+    config.model_spec.model.layers[1].feed_forward = layer
+    return replace(config, model_spec=replace(config.model_spec, name="own"))
 
 
 def refusals():
@@ -81,6 +108,12 @@ def refusals():
         "ptrr key": lambda: layout_of("ptrr", {"a": causal(256), "b": causal(256)}, 256, 2, None),
         "trainer": lambda: titan.with_longspan(flux_debugmodel()),
         "model": lambda: titan.with_longspan(named("hybrid")),
+        "hybrid config": lambda: titan.qwen35_debugmodel(),
+        "other config": lambda: titan.kimi_k2_5_debugmodel(),
+        "hybrid": lambda: titan.with_longspan(mixed(TinyDeltaNet.Config()), any_model=True),
+        "convolution": lambda: titan.with_longspan(mixed(convolved(4)), any_model=True),
+        "built hybrid": lambda: titan._parallelize(torch.nn.ModuleDict({"mixer": torch.nn.GRU(2, 2)}),
+                                                   parallel_dims=None, titans=None),
         "kernel_options": lambda: inner("kernel_options"),
         "bidirectional": lambda: inner("bidirectional"),
         "sdpa": lambda: inner("sdpa"),
@@ -96,6 +129,7 @@ def refusals():
         "no positions": lambda: batch(input=q),
         "overridden": lambda: parsed("--override.imports", *OVERRIDES, "tests.hosts.titan_work.dense").build(),
     }  # fmt: skip
+    titan.with_longspan(mixed(convolved(1)), any_model=True)  # no token meets another in it
     messages = {}
     for name, case in cases.items():
         try:

@@ -47,13 +47,13 @@ def coded(kind):
 
 
 def commands():
-    """(words, lines shown) of every `$ longspan plan` or `compare` in the pages."""
+    """(words, lines shown) of every `$ longspan plan`, `compare` or `show scan` in the pages."""
     found = []
     for page in PAGES:
         for _, text in blocks(page, "text"):
             for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
                 command, *lines = part.splitlines()
-                if re.match(r"longspan (plan|compare) [^|]+$", command):
+                if re.match(r"longspan (plan|compare|show scan) [^|]+$", command):
                     shown = [line for line in lines if line]
                     found.append(pytest.param(shlex.split(command)[1:], shown, id=f"{page}:{command}"))
     return found

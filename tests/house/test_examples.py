@@ -11,9 +11,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", ["learned_bias", "windows", "migration", "hf_trainer"])
+@pytest.mark.parametrize("name", ["learned_bias", "windows", "migration", "hf_trainer", "hybrid"])
 def test_example(name, tmp_path):
-    if name == "hf_trainer":
+    if name in ("hf_trainer", "hybrid"):
         pytest.importorskip("transformers")
     path = ROOT / "examples" / f"{name}.py"
     assert len(path.read_text().splitlines()) <= 60

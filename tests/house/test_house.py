@@ -18,7 +18,7 @@ MODULES = {
     for path in sorted(SRC.rglob("*.py"))
 }
 TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
-MOST_PARAMETERS, MOST_FILES, MOST_WORDS = 7, 14, 40
+MOST_PARAMETERS, MOST_FILES, MOST_WORDS = 7, 14, 45
 
 
 def imported(tree):

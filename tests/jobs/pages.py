@@ -18,6 +18,7 @@ LINES = {
     "README.md": f"error {SMALL}",
     "docs/functions.md": f"is off by {SMALL}",
     "docs/huggingface.md": f"error {SMALL}",
+    "docs/hybrids.md": f"off by {SMALL}|logits by 0, with Longspan: True",
     "docs/packed.md": r"tokens, loss (\d+\.\d{3})\d, one device \1",
     "docs/start.md": f"differs from one device by {SMALL}",
     "docs/training.md": f"differ from one process by {SMALL}",
@@ -26,6 +27,7 @@ LINES = {
 EXAMPLES = {
     "fsdp2": r"step 19 loss \d",
     "hf_trainer": f"one process {SMALL}",
+    "hybrid": f"one process {SMALL}",
     "learned_bias": f"one process {SMALL}",
     "migration": f"one process {SMALL}",
     "windows": f"one process {SMALL}",

@@ -19,7 +19,7 @@ from triton.runtime import autotuner
 
 from longspan.execution.scans.contract import Segments
 from longspan.execution.scans.kernels import scan_kernel_named
-from tests.scan_cases import distance, in_one_pass, like_output, random_states, random_work, results, widened
+from tests.scan_cases import distance, like_output, random_states, random_work, results, widened
 
 CASES = {  # kind, (key heads, heads for each, K, V), segments, slots, batch rows
     "fla": {
@@ -74,8 +74,6 @@ def compared(kernel, kind, sizes, table, slots, batch):
         return {part: distance(*pair) for part, pair in zip(parts, zip(found, expected, strict=True), strict=True)}
 
     found = {"local": distances(kernel.local), "reference": distances(reference.local)}
-    if not work.recurrence.is_dense:
-        found["one pass"] = distances(in_one_pass(kernel))
     mine, other = kernel.summary(work), reference.summary(wide)
     found["summary"] = {name: distance(x.double(), y) for name, x, y in zip("MU", mine, other, strict=True)}
     return found

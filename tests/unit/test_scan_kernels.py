@@ -11,13 +11,13 @@ import torch
 from longspan.errors import KernelError
 from longspan.execution.scans.contract import Segments
 from longspan.execution.scans.kernels import choose_scan_kernel, scan_kernel_named
+from longspan.execution.scans.kernels.chunks import cut
 from longspan.execution.scans.kernels.forms import in_chunks
 from longspan.testing.recurrences import recurrence_by_tokens
 from tests.scan_cases import (
     KINDS,
     distance,
     errors,
-    in_one_pass,
     like_output,
     random_states,
     random_work,
@@ -57,10 +57,6 @@ def test_a_rank_without_segments(kind):
     assert not any(g.any() for g in gradients)
     maps = (0, *work.recurrence.map_shape(work.tokens)), states.shape
     assert tuple(x.shape for x in REFERENCE.summary(work)) == maps
-    if not work.recurrence.is_dense:
-        found, m, u = REFERENCE.alone(work)
-        assert (m.shape, u.shape) == maps
-        assert not (found + REFERENCE.entering(work, states)).any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,10 +76,10 @@ def test_narrow_numbers_lose_what_the_recurrence_loses(kind, dtype):
         upstream = torch.randn_like(like_output(work)).to(dtype), torch.randn_like(states)
         expected = results(recurrence_by_tokens, widened(work), states, upstream)
         narrow = results(partial(recurrence_by_tokens, dtype=torch.float32), work, states, upstream)
-        for run in (REFERENCE.local, *(() if work.recurrence.is_dense else (in_one_pass(REFERENCE),))):
-            for found, other, exact in zip(results(run, work, states, upstream), narrow, expected, strict=True):
-                limit = 8 * max(distance(other, exact), 2**-23) + (0 if dtype == torch.float32 else 2 * rounding)
-                assert distance(found, exact) <= limit, (seed, found.shape)
+        found = results(REFERENCE.local, work, states, upstream)
+        for mine, other, exact in zip(found, narrow, expected, strict=True):
+            limit = 8 * max(distance(other, exact), 2**-23) + (0 if dtype == torch.float32 else 2 * rounding)
+            assert distance(mine, exact) <= limit, (seed, mine.shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -117,12 +113,11 @@ def test_padding_is_never_looked_at(kind):
     inside[0, 3:9] = inside[1, :4] = True
     spoilt = replace(work, tokens=tuple(_filled(x, inside, torch.nan) for x in work.tokens))
     upstream = torch.randn_like(like_output(work)), torch.randn_like(states)
-    for run in (REFERENCE.local, *(() if work.recurrence.is_dense else (in_one_pass(REFERENCE),))):
-        out, *rest = results(run, spoilt, states, (_filled(upstream[0], inside, 5.0), upstream[1]))
-        clean = results(run, work, states, upstream)
-        assert all(torch.equal(x, y) for x, y in zip((out, *rest), clean, strict=True))
-        assert not out[~inside].any()
-        assert not any(g[~inside].any() for g in rest[1 : 1 + len(work.tokens)])
+    out, *rest = results(REFERENCE.local, spoilt, states, (_filled(upstream[0], inside, 5.0), upstream[1]))
+    clean = results(REFERENCE.local, work, states, upstream)
+    assert all(torch.equal(x, y) for x, y in zip((out, *rest), clean, strict=True))
+    assert not out[~inside].any()
+    assert not any(g[~inside].any() for g in rest[1 : 1 + len(work.tokens)])
 
 
 def _filled(x, inside, value):
@@ -182,6 +177,13 @@ def test_short_segments_get_short_chunks():
     assert size([5] * 200) == 16
     assert size([1]) == 16
     assert size([1000, *[3] * 4]) == 64
+
+
+def test_tables_are_made_once_for_the_same_segments():
+    table = np.array([[0, 0, 5], [0, 7, 9]])
+    asked = 16, 1, 9, torch.device("cpu")
+    assert cut(Segments(table), *asked) is cut(Segments(table.copy()), *asked)
+    assert cut(Segments(table), *asked) is not cut(Segments(table[:1]), *asked)
 
 
 @pytest.mark.parametrize("name", ["referense", None, 3])

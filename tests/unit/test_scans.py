@@ -5,7 +5,10 @@ from collections import Counter
 import pytest
 import torch
 
+import longspan as ls
+from longspan.execution.scans.spread import LocalSegments, RankScan
 from longspan.schedules.scans.words import parse_scan
+from longspan.testing.scan_loopback import MeetingPoint
 from tests.spread_cases import (
     FORMS,
     LAYOUTS,
@@ -13,6 +16,7 @@ from tests.spread_cases import (
     SCHEMES,
     asked,
     distances,
+    in_threads,
     leaves,
     loopback,
     one_device,
@@ -109,3 +113,81 @@ def test_narrow_tokens(form, dtype):
         for name, error in got.items():
             allowed = 2 * alone[name] + 8 * torch.finfo(dtype).eps
             assert error <= allowed, f"{name} of {p}: {error} > {allowed}"
+
+
+@pytest.mark.parametrize("form", ["delta", "ssd", "elements", "own matrix"])
+def test_tokens_that_are_changed_after_the_call(form):
+    """As by any operator of PyTorch: gradients are those of what forward saw, or it says that they cannot be."""
+    p = problem(1, form=form, world=1, layout="contiguous", total=9)
+    found = leaves(p.tokens | p.shared)
+    given = {name: t * 1.0 for name, t in found.items()}
+    with in_threads():
+        out = asked(p, given, plan=alone(p.plan()))
+    with torch.no_grad():
+        for t in given.values():
+            t.add_(1.0)
+    try:
+        gradients = torch.autograd.grad(out, list(found.values()), p.dout, materialize_grads=True)
+    except RuntimeError as error:
+        assert "inplace" in str(error)  # noqa: PT017
+    else:
+        got = {"out": out.detach(), **dict(zip(found, gradients, strict=True))}
+        assert max(distances(got, one_device(p)).values()) <= LIMIT
+
+
+def test_what_backward_needs_is_watched():
+    x = torch.randn(1, 6, 1, 1, 1, dtype=torch.float64)
+    given = x.clone().requires_grad_() * 1.0
+    plan = ls.scan_plan(None, ls.layouts.contiguous(6, 1), heads=1, keys=1, values=1, maps="scalar", dtype="float64")
+    functions = {"local": lambda x, state: (x * x, state + x.sum(0)), "summary": lambda x: (x[0], x[0])}
+    with in_threads():
+        out = ls.scan([given], **functions, state=(1, 1, 1), maps="scalar", plan=alone(plan))
+    with torch.no_grad():
+        given.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def alone(plan):
+    """The only rank's share of a plan."""
+    return RankScan(plan, 0, LocalSegments.of(plan, 0), MeetingPoint(1).carrier(0))
+
+
+def test_backward_twice_needs_retain_graph():
+    p = problem(1, form="delta", world=1, layout="contiguous", total=9)
+    found = leaves(p.tokens)
+    with in_threads():
+        out = asked(p, found, plan=alone(p.plan()))
+    out.backward(p.dout)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        out.backward(p.dout)
+
+
+def test_functions_of_users_may_read_what_they_saved_twice():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.save_for_backward(a, b)
+            return a * b
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * ctx.saved_tensors[1], gradient * ctx.saved_tensors[0]
+
+    p = problem(1, form="own elements", world=1, layout="contiguous", total=9, documents=None, batch=1)
+    found, h = leaves(p.tokens), p.sizes["heads"]
+
+    def local(a, b, state):
+        outs = []
+        for a_t, b_t in zip(a, b, strict=True):
+            state = Twice.apply(a_t, state) + b_t
+            outs.append(state)
+        return torch.stack(outs), state
+
+    def summary(a, b):
+        raise AssertionError("one segment needs no summary")
+
+    sizes = {"state": (h, p.sizes["keys"], p.sizes["values"]), "maps": "elements"}
+    with in_threads():
+        out = ls.scan(list(found.values()), local=local, summary=summary, plan=alone(p.plan()), **sizes)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), list(found.values())))

@@ -25,6 +25,7 @@ from longspan.viz import (
     picture_page,
     scaling_picture,
     scaling_points,
+    scan_picture,
     timeline_picture,
     traffic,
     traffic_picture,
@@ -311,6 +312,85 @@ def test_unusual_plans(mask, schedule):
         check_drawn(scene)
 
 
+# -- scans ---------------------------------------------------------------------------------------------------------
+
+SCHEMES = ("chain", "exchange", "doubling", "two_level(2)")
+
+
+def scans(lengths, ranks, schedule="doubling", layout=None):
+    mask = ls.masks.documents(lengths) & ls.masks.causal()
+    layout = ls.layouts.balanced(mask, world_size=ranks) if layout is None else layout
+    return ls.scan_plan(mask, layout, heads=2, keys=16, values=16, maps="matrix", schedule=schedule)
+
+
+def notes_of(scene):
+    return [item.note for item in scene.items if isinstance(item, Rect) and item.note]
+
+
+@pytest.mark.parametrize("schedule", SCHEMES)
+def test_segments_wait_until_the_last_step_of_a_scan(schedule):
+    """At first those wait that are not first of their document; at the end none does."""
+    plan = scans([300, 420, 180, 124], 4, schedule)
+    scene = scan_picture(plan)
+    check_drawn(scene)
+    notes = [note for note in notes_of(scene) if note.startswith("segment ")]
+    chains = [ranks for ranks in plan.chains.ranks() if len(ranks) > 1]
+    segments, cuts, columns = sum(map(len, chains)), sum(len(ranks) - 1 for ranks in chains), plan.draft.num_steps
+    assert len(notes) == segments * columns
+    assert len({note for note in notes if "can be computed" in note}) == segments
+    assert len({note for note in notes if "waits" in note}) == cuts
+    most = max(plan.bytes_received(rank) for rank in range(4))
+    assert f"at most {bytes_text(most)} forward" in scene.svg()
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 9), st.sampled_from(SCHEMES), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_any_scan_is_drawn(lengths, ranks, schedule, striped):
+    layout = ls.layouts.striped(sum(lengths), ranks, stripe=3) if striped else None
+    scene = scan_picture(scans(lengths, ranks, schedule, layout))
+    check_drawn(scene)
+
+
+def test_pieces_of_a_scan_say_where_they_came_from():
+    """Four segments one after the other: rank 2 gets what ranks 0 and 1 did from rank 1, and adds its own."""
+    plan = scans([400], 4, "chain", ls.layouts.contiguous(400, 4))
+    notes = notes_of(scan_picture(plan))
+    assert "state[0:3], of which [0:2] from rank 1" in notes
+    assert "state[0:3], of which [2:3] from rank 2" in notes
+    assert not any(note.startswith("map") for note in notes)
+    assert any(note.startswith("map") for note in notes_of(scan_picture(scans([400], 8))))
+
+
+def test_tokens_that_are_moved_are_told():
+    mask = ls.masks.documents([300, 340]) & ls.masks.causal()
+    sizes = {"heads": 2, "keys": 16, "values": 16, "maps": "matrix"}
+    plan = ls.scan_plan(mask, ls.layouts.striped(640, 4), **sizes, schedule="relayout", token_bytes=640)
+    scene = scan_picture(plan)
+    check_drawn(scene)
+    assert "moved to it from striped and back" in " ".join(i.text for i in scene.items if isinstance(i, Text))
+
+
+def test_long_scans_are_drawn_in_part_and_say_so():
+    plan = scans(drawn_lengths("longtail", 1 << 20).tolist(), 64)
+    scene = scan_picture(plan)
+    check_drawn(scene)
+    assert "Drawn: 1 of " in scene.svg()
+    assert len(scene.svg()) < 1_000_000
+    assert "The first 9 of 64 steps" in scan_picture(scans([6400], 64, "chain", ls.layouts.contiguous(6400, 64))).svg()
+
+
+def test_the_command_shows_scans(tmp_path, capsys):
+    words = ["show", "scan", "--docs", "700,1200,148", "--ranks", "4"]
+    assert main([*words, "--scheme", "doubling"]) == 0
+    assert "doubling over <layout balanced" in capsys.readouterr().out
+    assert main([*words, "--svg", str(tmp_path / "scan.svg"), "--json"]) == 0
+    assert ET.parse(tmp_path / "scan.svg").getroot().tag == f"{SVG}svg"
+    assert '"num_chains": 3' in capsys.readouterr().out
+    for bad, said in (("--window 5", "--window"), ("--keep", "--keep"), ("--scheme ring", "doubling")):
+        assert main([*words, *bad.split()]) != 0
+        assert said in capsys.readouterr().err
+
+
 # -- masks that are functions; notebooks ----------------------------------------------------------------------------
 
 
@@ -333,12 +413,14 @@ def test_functions_are_asked_in_pictures_of_short_sequences_only():
 
 def test_notebooks_show_pictures():
     plan = PLANS["1k on 4"]()
-    for value in (ls.masks.causal(), plan.mask, plan.layout, plan):
+    scan = scans([300, 420, 180, 124], 4)
+    for value in (ls.masks.causal(), plan.mask, plan.layout, plan, scan):
         text = value._repr_html_()
         assert text.count("<svg") == 1
         ET.fromstring(f"<html>{text}</html>")
         assert "<script" not in text
     assert plan.scheme.name in plan._repr_html_()
+    assert scan.scheme in scan._repr_html_()
     code = "import sys, longspan; assert not any('viz' in name for name in sys.modules), 'loaded too early'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

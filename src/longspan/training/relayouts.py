@@ -6,51 +6,16 @@ whose owner changes travel, one message per pair of ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from longspan.execution.inputs import check_no_tangent
+from longspan.execution.relayouts import Relayout
 from longspan.layouts import Layout
-from longspan.span import Ints
 from longspan.training.groups import BatchError, check_layout, process_group
-
-
-@dataclass(frozen=True)
-class Moves:
-    """One rank's part of a conversion: slots to take rows from and to put rows into, staying rows first."""
-
-    keep_from: Ints
-    keep_to: Ints
-    send_from: Ints
-    receive_to: Ints
-    num_sent: list[int]
-    num_received: list[int]
-    num_slots: int
-
-
-@lru_cache(maxsize=256)
-def moves(source: Layout, target: Layout, rank: int) -> Moves:
-    """What the rank keeps, sends and receives. Both ends order a message by position, so it needs no header."""
-    mine = source.positions(rank)[: int(source.num_tokens[rank])]
-    wanted = target.positions(rank)[: int(target.num_tokens[rank])]
-    to, from_ = target.owner(mine), source.owner(wanted)
-    sent, received = np.lexsort((mine, to)), np.lexsort((wanted, from_))
-    stays, stayed = to[sent] == rank, from_[received] == rank
-    return Moves(
-        sent[stays],
-        received[stayed],
-        sent[~stays],
-        received[~stayed],
-        np.bincount(to[to != rank], minlength=target.world_size).tolist(),
-        np.bincount(from_[from_ != rank], minlength=source.world_size).tolist(),
-        target.num_slots(rank),
-    )
 
 
 @torch.compiler.disable()
@@ -70,34 +35,7 @@ def relayout(x_local: Tensor, source: Layout, target: Layout, group: Any, dim: i
     source._check_size(x_local, dim, source.num_slots(members.rank()), f"the shard of rank {members.rank()}")
     if source == target:
         return x_local
-    return _Relayout.apply(x_local, source, target, members, dim % x_local.ndim)  # type: ignore[return-value]
-
-
-class _Relayout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Layout, target: Layout, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.back = (target, source, group, dim)
-        return _moved(x, moves(source, target, group.rank()), group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return _Relayout.apply(grads[0], *ctx.back), None, None, None, None  # type: ignore[return-value]
-
-
-def _moved(x: Tensor, plan: Moves, group: dist.ProcessGroup, dim: int) -> Tensor:
-    rows = x.movedim(dim, 0)
-    shape = rows.shape[1:]
-    send = rows.index_select(0, _on(x, plan.send_from)).contiguous()
-    received = x.new_empty((len(plan.receive_to), *shape))
-    dist.all_to_all_single(received, send, plan.num_received, plan.num_sent, group=group)
-    out = x.new_zeros((plan.num_slots, *shape))
-    out.index_copy_(0, _on(x, plan.keep_to), rows.index_select(0, _on(x, plan.keep_from)))
-    out.index_copy_(0, _on(x, plan.receive_to), received)
-    return out.movedim(0, dim).contiguous()
-
-
-def _on(x: Tensor, index: Ints) -> Tensor:
-    return torch.as_tensor(index, device=x.device)
+    return Relayout.apply(x_local, source, target, members, dim % x_local.ndim)  # type: ignore[return-value]
 
 
 @torch.compiler.disable()

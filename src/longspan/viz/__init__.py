@@ -1,4 +1,4 @@
-"""Pictures of masks, layouts and plans, as SVG or PNG, and reports as self-contained HTML.
+"""Pictures of masks, layouts, plans and scans, as SVG or PNG, and reports as self-contained HTML.
 
 Every picture is a `Scene`: plain data that is drawn as SVG by the standard library and as PNG by matplotlib.
 """
@@ -12,6 +12,7 @@ from longspan.viz.memory import memory_picture
 from longspan.viz.notebook import notebook_html
 from longspan.viz.report import report_html
 from longspan.viz.scaling import ScalingPoint, scaling_picture, scaling_points
+from longspan.viz.scan import scan_picture
 from longspan.viz.timeline import timeline_picture
 from longspan.viz.traffic_table import traffic, traffic_picture
 
@@ -26,6 +27,7 @@ __all__ = [
     "report_html",
     "scaling_picture",
     "scaling_points",
+    "scan_picture",
     "timeline_picture",
     "traffic",
     "traffic_picture",

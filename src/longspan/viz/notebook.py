@@ -6,20 +6,24 @@ from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.number_words import bytes_text, count_text, seconds_text
 from longspan.schedules.plan import Plan
+from longspan.schedules.scans.plan import ScanPlan
 from longspan.viz.drawing.scene import Scene, escaped
 from longspan.viz.layout import layout_picture
 from longspan.viz.mask import mask_picture
+from longspan.viz.scan import scan_picture
 from longspan.viz.tiles import mask_name
 
 _LENGTH = 1024
 """Tokens that a mask without a length of its own is drawn for."""
 
 
-def notebook_html(value: Mask | Layout | Plan) -> str:
+def notebook_html(value: Mask | Layout | Plan | ScanPlan) -> str:
     """A picture, and for plans the schemes that were compared. A mask's function is never called for it."""
     if isinstance(value, Plan):
         title = f"Plan {value.fingerprint[:12]}: {value.scheme.name} of {mask_name(value.mask)}"
         return _framed(mask_picture(value.mask, value.layout, title=title, ask=False)) + _compared(value)
+    if isinstance(value, ScanPlan):
+        return _framed(scan_picture(value, title=f"Scan {value.fingerprint[:12]}: {value.scheme}"))
     if isinstance(value, Layout):
         return _framed(layout_picture(value))
     if value.seq_len is None:

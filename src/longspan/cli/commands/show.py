@@ -1,9 +1,11 @@
-"""Pictures of a mask, a layout, a schedule, its traffic or its memory: as text here, or written as SVG, PNG or HTML.
+"""Pictures of a mask, a layout, a schedule, its traffic or its memory, a scan: as text here, or as SVG, PNG or HTML.
 
   longspan show mask --docs 700,1200,148 --ranks 4
   longspan show schedule --seq 1M --docs longtail --ranks 8 --svg timeline.svg --png timeline.png --html timeline.html
 
-A schedule is drawn as the simulated timeline of both passes. HTML pages need no network and run no scripts.
+A schedule is drawn as the simulated timeline of both passes. A scan is how the states of a delta rule, with --q-heads
+heads of --head-dim x --v-head-dim numbers, get from rank to rank; its --scheme is chain, exchange, doubling or
+two_level. HTML pages need no network and run no scripts.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from longspan.cli.workload import add_arguments as add_workload
 from longspan.errors import PlanError
 from longspan.layouts import Layout
 from longspan.number_words import bytes_text, seconds_text
+from longspan.recurrences import scan_plan
 from longspan.schedules.plan import Plan
+from longspan.schedules.scans.plan import ScanPlan
 from longspan.schedules.text_table import table
 from longspan.span import join
 from longspan.viz.drawing.page import picture_page
@@ -30,11 +34,12 @@ from longspan.viz.layout import layout_picture
 from longspan.viz.mask import mask_picture
 from longspan.viz.memory import memory_picture
 from longspan.viz.runs import runs
+from longspan.viz.scan import scan_picture
 from longspan.viz.tiles import even_edges, row_work
 from longspan.viz.timeline import timeline_picture
 from longspan.viz.traffic_table import traffic, traffic_picture
 
-WHAT = ("mask", "layout", "schedule", "traffic", "memory")
+WHAT = ("mask", "layout", "schedule", "traffic", "memory", "scan")
 PASSES = ("forward", "backward")
 _MATRIX = 12
 """Ranks up to which traffic is printed as a matrix."""
@@ -80,6 +85,13 @@ def _check_asked(args: argparse.Namespace) -> None:
             f"{' and '.join(names)} was asked for, but a {args.what} is the same with every schedule. Leave it out, or"
             f" show schedule, traffic or memory."
         )
+    asked = {"--window": args.window is not None, "--docs full": args.docs == "full", **asked, "--scheme": False}
+    names = [name for name, given in asked.items() if given]
+    if args.what == "scan" and names:
+        raise PlanError(
+            f"{' and '.join(names)} was asked for, but a recurrence goes through every document from its first token to"
+            f" its last, and fetches no keys and values. Leave it out."
+        )
 
 
 def write(scene: Scene, kind: str, path: Path) -> None:
@@ -100,11 +112,23 @@ class _Shown:
     def plan(self) -> Plan:
         return self.workload.plan(self.ranks)
 
+    def scan(self) -> ScanPlan:
+        """Of a delta rule, with states as wide as heads."""
+        tensors = self.workload.tensors
+        return scan_plan(
+            self.workload.lengths, self.layout, heads=tensors["q_heads"], keys=tensors["head_dim"],
+            values=tensors.get("v_head_dim", tensors["head_dim"]), maps="matrix", batch=tensors["batch"],
+            dtype="float64" if tensors["dtype"] == "float64" else "float32", schedule=self.workload.scheme,
+            machine=self.workload.machine,
+        )  # fmt: skip
+
     def scene(self, title: str | None) -> Scene:
         if self.what == "mask":
             return mask_picture(self.mask, self.layout, title=title)
         if self.what == "layout":
             return layout_picture(self.layout, self.mask, title=title)
+        if self.what == "scan":
+            return scan_picture(self.scan(), title=title)
         draw = {"schedule": timeline_picture, "traffic": traffic_picture, "memory": memory_picture}[self.what]
         return draw(self.plan(), title=title)
 
@@ -118,6 +142,8 @@ class _Shown:
             rows = self.layout.table
             tokens = self.layout.num_tokens.tolist()
             return {"layout": self.layout.name, "num_spans": len(rows), "tokens_by_rank": tokens}
+        if self.what == "scan":
+            return _scan_figures(self.scan())
         plan = self.plan()
         answer: dict[str, Any] = {"scheme": plan.scheme.name, "fingerprint": plan.fingerprint}
         for one in runs(plan):
@@ -144,11 +170,22 @@ class _Shown:
             screen.title(f"{self.layout.name}: {self.layout.seq_len:,} tokens on {self.layout.world_size:,} ranks")
             print("\n".join(strips(self.layout, width)))
             screen.notes(["The sequence goes right. █ the rank holds all tokens, ▒ some, · none."])
+        elif self.what == "scan":
+            print(self.scan().explain())
         else:
             plan = self.plan()
             screen.title(f"{plan.scheme.name}, {self.layout.seq_len:,} tokens on {self.layout.world_size:,} ranks")
             show = {"schedule": _schedule_text, "traffic": _traffic_text, "memory": _memory_text}[self.what]
             show(plan, screen)
+
+
+def _scan_figures(plan: ScanPlan) -> dict[str, Any]:
+    ranks = range(plan.layout.world_size)
+    received = {
+        each: {"bytes_received_by_rank": [plan.bytes_received(rank, each) for rank in ranks]} for each in PASSES
+    }
+    sizes = {"num_chains": len(plan.chains.batches), "num_segments": len(plan.chains.table)}
+    return {"scheme": plan.scheme, "fingerprint": plan.fingerprint, **sizes, **received}
 
 
 def strips(layout: Layout, width: int) -> list[str]:

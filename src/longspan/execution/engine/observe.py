@@ -49,6 +49,11 @@ def count(src: int, dst: int, size: int) -> None:
         traffic.count(src, dst, size)
 
 
+def marks() -> bool:
+    """Whether somebody asked for marks: then steps without work have one, too."""
+    return _marks.get()
+
+
 def mark(direction: str, rank: int, step: int) -> AbstractContextManager[object]:
     """A profiler mark around a step, if somebody asked for marks."""
     if not _marks.get():

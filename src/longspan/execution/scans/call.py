@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -14,14 +14,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.errors import PlanError, in_context
-from longspan.execution.engine.transports import Program
+from longspan.execution.engine.transports import Loopback, Program
 from longspan.execution.handed import group_handed, group_of
 from longspan.execution.ops import run_over, settings_of, told_in
-from longspan.execution.scans.contract import ScanKernel, ScanWork, Segments
-from longspan.execution.scans.fitting import check_plan
+from longspan.execution.relayouts import Relayout
+from longspan.execution.scans.contract import Recurrence, ScanKernel, ScanWork, Segments
+from longspan.execution.scans.fitting import check_plan, map_name
 from longspan.execution.scans.kernels import choose_scan_kernel
+from longspan.execution.scans.own import OwnRecurrence
 from longspan.execution.scans.spread import LocalSegments, RankScan, spread
-from longspan.execution.trust.agreement import WIDTH, Record
+from longspan.execution.trust.agreement import SCAN, WIDTH, Record
 from longspan.execution.trust.group import Call
 from longspan.execution.trust.settings import Safety
 from longspan.masks.document_rows import document_rows
@@ -61,19 +63,33 @@ def run(recurrence: Any, tokens: tuple[Any, ...], shared: tuple[Any, ...], asked
         local = _local(plan, rank)
         work = ScanWork(recurrence, tokens, shared, local.segments)
         kernel = choose_scan_kernel(asked.kernel, work)
-        if not name:
-            return alone(kernel, work)
         learns = torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in (*tokens, *shared, *recurrence.captured)
         )
-        carrier = Carrier(plan, name, asked.name, tokens[0].device, f"{recurrence!r}, {kernel.name}", learns)
-        return spread(kernel, work, RankScan(plan, rank, local, carrier), learns=learns)
+        if not name:  # one rank, whose spans may be out of order
+            return spread(kernel, work, RankScan(plan, rank, local, _by_itself, nullcontext), learns=learns)
+        carrier = Carrier(plan, name, asked.name, tokens[0].device, recurrence, kernel.name, learns)
+        ranks = RankScan(plan, rank, local, carrier, lambda: told_in(name))
+        if plan.source is None:
+            return spread(kernel, work, ranks, learns=learns)
+        carrier(_nothing(), "forward", 0)  # ranks agree before tokens move
+        there = tuple(Relayout.apply(t, plan.source, plan.layout, group, 1) for t in tokens)
+        out = spread(kernel, replace(work, tokens=there), ranks, learns=learns)
+        return Relayout.apply(out, plan.layout, plan.source, group, 1)  # type: ignore[return-value]
+
+
+def _by_itself(program: Program[list[Tensor]], direction: str, number: int) -> tuple[list[Tensor], int]:  # noqa: ARG001
+    return Loopback().run([program])[0], 0
+
+
+def _nothing() -> Program[list[Tensor]]:
+    """A program without messages."""
+    yield from ()
+    return []
 
 
 def alone(kernel: ScanKernel, work: ScanWork) -> Tensor:
     """On one device, where every document is one segment."""
-    if work.recurrence.in_one_pass:
-        return kernel.alone(work)[0]
     shape = (len(work.segments), *work.recurrence.state_shape(work.tokens))
     dtype = work.recurrence.state_dtype(work.tokens)
     return kernel.local(work, torch.zeros(shape, dtype=dtype, device=work.tokens[0].device))[0]
@@ -113,29 +129,41 @@ class Carrier:
     group: str
     name: str
     device: torch.device
-    computes: str
+    recurrence: Recurrence
+    kernel: str
     learns: bool
 
     def __call__(self, program: Program[list[Tensor]], direction: str, number: int) -> tuple[list[Tensor], int]:
         backward = direction == "backward"
-        with told_in(self.group) if backward else nullcontext():
-            safety = settings_of(self.group, backward=backward)
-            record = None if backward else self._record(safety)
-            steps = self.plan.draft.num_steps
-            dtype = getattr(torch, self.plan.dtype)
-            call = Call(
-                self.plan.fingerprint, direction, steps, dtype, self.device, safety, record, self.name, number
-            )  # fmt: skip
-            return run_over(program, self.group, call)
+        safety = settings_of(self.group, backward=backward)
+        record = None if backward else self._record(safety)
+        dtype, steps = getattr(torch, self.plan.dtype), self.plan.draft.num_steps
+        call = Call(self.plan.fingerprint, direction, steps, dtype, self.device, safety, record, self.name, number)
+        return run_over(program, self.group, call)
 
     def _record(self, safety: Safety) -> Record:
-        plan = self.plan
+        plan, sizes = self.plan, self.plan.sizes
+        states = f"{sizes.heads} x {sizes.keys} x {sizes.values}, {map_name(sizes)}, batch {sizes.batch}"
         return Record(
-            VERSION, str(torch.__version__), plan.fingerprint[: WIDTH - 1], plan.chains.fingerprint[:16],
-            plan.layout.fingerprint[:16], plan.sizes.text(), plan.dtype, self.device.type, f"scan by {plan.scheme}",
-            "none", self.computes, "none", "share" if self.learns else "not wanted", str(safety.checked),
-            repr(self.name) if self.name else "none",
+            VERSION, str(torch.__version__), plan.fingerprint[: WIDTH - 1], plan.chains.documents[:16],
+            plan.layout.fingerprint[:16], states, plan.dtype, self.device.type, f"{SCAN}{plan.scheme}",
+            *_options(self.recurrence, self.kernel), "none", "share" if self.learns else "not wanted",
+            str(safety.checked), repr(self.name) if self.name else "none",
         )  # fmt: skip
+
+
+def _options(recurrence: Recurrence, kernel: str) -> tuple[str, str]:
+    """The scale, and what else tells apart recurrences over the same states.
+
+    >>> from longspan.execution.scans.recurrences import GatedDelta
+    >>> _options(GatedDelta(0.5, l2norm=True), "reference")
+    ('0.5', 'gated_delta, l2norm=True, reference')
+    """
+    if isinstance(recurrence, OwnRecurrence):
+        return "none", repr(recurrence)
+    options = {field.name: getattr(recurrence, field.name) for field in fields(cast(Any, recurrence))}
+    scale = repr(options.pop("scale", "none"))
+    return scale, ", ".join((recurrence.name, *(f"{name}={value}" for name, value in options.items()), kernel))
 
 
 def _group_name(group: Any, asked: ScanRequest) -> str:

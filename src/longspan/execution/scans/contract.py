@@ -50,11 +50,6 @@ class Recurrence(ABC):
     """Whether M is a matrix for each head."""
 
     @property
-    def in_one_pass(self) -> bool:
-        """Whether kernels have `alone` and `entering` for it."""
-        return not self.is_dense
-
-    @property
     def captured(self) -> tuple[Tensor, ...]:
         """Tensors that want gradients beside tokens and what is shared."""
         return ()
@@ -100,11 +95,3 @@ class ScanKernel(ABC):
     @abstractmethod
     def summary(self, work: ScanWork) -> tuple[Tensor, Tensor]:
         """(M, U) of every segment, without gradients."""
-
-    def alone(self, work: ScanWork) -> tuple[Tensor, Tensor, Tensor]:
-        """Diagonal maps only: output as if nothing entered, M and U. With `entering`, one pass is enough."""
-        raise NotImplementedError
-
-    def entering(self, work: ScanWork, states: Tensor) -> Tensor:
-        """Diagonal maps only: what entering states add to the output."""
-        raise NotImplementedError

@@ -90,19 +90,30 @@ def check_plan(plan: Any, recurrence: Recurrence, tokens: tuple[Tensor, ...], pl
         raise PlanError(f"the plan is for {size} ranks, but {what}. Pass group=, or plan for the group's size.")
     rank = 0 if place is None else place[0]
     batch, slots = tokens[0].shape[:2]
-    if slots != plan.layout.num_slots(rank):
+    if slots != plan.home.num_slots(rank):
         raise PlanError(
-            f"there are {slots} tokens on rank {rank}, but the plan's layout has {plan.layout.num_slots(rank)} slots"
+            f"there are {slots} tokens on rank {rank}, but the plan's layout has {plan.home.num_slots(rank)} slots"
             f" there. Shard with layout.shard(x, rank, dim=1), or plan for this layout."
         )
     wanted = state_sizes(recurrence, tokens)
     if wanted != plan.sizes:
         raise PlanError(
-            f"the plan is for {plan.sizes.text()}, but these tensors need {wanted.text()}. Make it by"
+            f"the plan is for {_described(plan.sizes)}, but these tensors need {_described(wanted)}. Make it by"
             f" longspan.scan_plan(documents, layout, heads={wanted.heads}, keys={wanted.keys}, values={wanted.values},"
             f" maps={map_name(wanted)!r}, dtype={str(recurrence.state_dtype(tokens)).removeprefix('torch.')!r},"
             f" batch={batch})."
         )
+
+
+def _described(sizes: StateSizes) -> str:
+    """States in words.
+
+    >>> _described(StateSizes(2, 4, 3, 4, 4, 1, 4, 1))
+    "states of 2 heads x 4 keys x 3 values in float32, maps='matrix' and batch=1"
+    """
+    dtype = "float64" if sizes.itemsize == 8 else "float32"
+    shape = f"{sizes.heads} heads x {sizes.keys} keys x {sizes.values} values"
+    return f"states of {shape} in {dtype}, maps={map_name(sizes)!r} and batch={sizes.batch}"
 
 
 def map_name(sizes: StateSizes) -> str:

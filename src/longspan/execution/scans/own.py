@@ -28,10 +28,6 @@ class OwnRecurrence(Recurrence):
     name = "scan"
 
     @property
-    def in_one_pass(self) -> bool:
-        return False  # the functions say nothing about it
-
-    @property
     def captured(self) -> tuple[Tensor, ...]:
         return self.parameters
 
@@ -60,13 +56,15 @@ class OwnKernel(ScanKernel):
         leaving: list[Tensor] = []
         for (row, start, stop), state in zip(work.segments.table.tolist(), states, strict=True):
             part = [x[row, start:stop] for x in work.tokens]
-            out, after = recurrence.local(*part, state)
+            out, after = _pair(recurrence.local(*part, state), "local(...) must return output and state")
             _check(out, (stop - start,), "local(...) must return an output with one row for each token")
             _check(after, recurrence.state, "local(...) must return a state of shape")
             outs.append(((row, start, stop), out))
             leaving.append(after.to(states.dtype))
         if not outs:  # a rank without tokens asks what an output looks like
-            empty, _ = recurrence.local(*(x[0, :0] for x in work.tokens), states.new_zeros(recurrence.state))
+            none = recurrence.local(*(x[0, :0] for x in work.tokens), states.new_zeros(recurrence.state))
+            empty, _ = _pair(none, "local(...) must return output and state, also of no tokens")
+            _check(empty, (0,), "local(...) must return an output with one row for each token, also of no tokens:")
             return empty.new_zeros((*work.tokens[0].shape[:2], *empty.shape[1:])), states
         return _placed(outs, work), torch.stack(leaving)
 
@@ -75,7 +73,8 @@ class OwnKernel(ScanKernel):
         found: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad():
             for row, start, stop in work.segments.table.tolist():
-                m, u = recurrence.summary(*(x[row, start:stop] for x in work.tokens))
+                both = recurrence.summary(*(x[row, start:stop] for x in work.tokens))
+                m, u = _pair(both, "summary(...) must return M and U")
                 _check(m, recurrence.maps, "summary(...) must return M of shape")
                 _check(u, recurrence.state, "summary(...) must return U of shape")
                 found.append((m.to(dtype), u.to(dtype)))
@@ -88,6 +87,13 @@ class OwnKernel(ScanKernel):
 def _own(work: ScanWork) -> OwnRecurrence:
     assert isinstance(work.recurrence, OwnRecurrence)
     return work.recurrence
+
+
+def _pair(found: Any, what: str) -> tuple[Any, Any]:
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        given = f"{len(found)} values" if isinstance(found, tuple | list) else type(found).__name__
+        raise KernelError(f"{what}, but {given} was returned.")
+    return found[0], found[1]
 
 
 def _check(found: Any, shape: tuple[int, ...], what: str) -> None:

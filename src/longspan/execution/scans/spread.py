@@ -13,7 +13,8 @@ asked first in backward, and has the second gradient ready when autograd goes on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +75,8 @@ class RankScan:
     rank: int
     local: LocalSegments
     carry: Carrier
+    told: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Inside of it, an error in backward is told to the others, who wait for this rank."""
 
     def forward(self, maps: Tensor, states: Tensor) -> tuple[Tensor, list[Tensor], int]:
         """The states that enter, the maps that backward needs, and the call's number, from (M, U) of left segments."""
@@ -101,30 +104,81 @@ def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
 
 def spread(kernel: ScanKernel, work: ScanWork, ranks: RankScan, *, learns: bool) -> Tensor:
     """The output of this rank's tokens; `learns` says whether a backward may come."""
+    if not learns:
+        return _computed(kernel, work, ranks, None).out
+    saved = Stash(keeps=kernel.name == "own")
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+        # Entering states are a part of the graph whatever else is, so that their gradients can be asked for.
+        anchor = torch.zeros((), device=work.tokens[0].device, requires_grad=True)
+        found = _computed(kernel, work, ranks, anchor)
+        out = found.out if found.out.requires_grad else found.out + anchor.to(found.out.dtype)  # no tokens
+    ends = get_gradient_edge(out), get_gradient_edge(found.entering)
+    way = Way(*ends, found.entering.shape, found.number, ranks, saved)
+    given = (*work.tokens, *work.shared, *work.recurrence.captured)
+    return Tail.apply(way, found.kept, out, found.leaving, *(x for x in given if x is not None))
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """What a rank finds in forward."""
+
+    out: Tensor
+    leaving: Tensor
+    """States that somebody needs."""
+    entering: Tensor
+    kept: list[Tensor]
+    """Maps that backward needs."""
+    number: int
+    """Of the call."""
+
+
+def _computed(kernel: ScanKernel, work: ScanWork, ranks: RankScan, anchor: Tensor | None) -> Computed:
     local, device = ranks.local, work.tokens[0].device
     entered, left = (torch.as_tensor(which, device=device) for which in (local.entered, local.left))
-    # Entering states are a part of the graph whatever else is, so that their gradients can be asked for.
-    anchor = torch.zeros((), device=device, requires_grad=True) if learns else None
-    if not work.recurrence.in_one_pass:
-        part = replace(work, segments=local.segments.of(local.left))
-        states, kept, number = ranks.forward(*kernel.summary(part))
-        entering = states if anchor is None else EnteringStates.apply(states, anchor)
-        whole = states.new_zeros((len(local.segments), *states.shape[1:])).index_put((entered,), entering)
-        out, leaving = kernel.local(work, whole)
-    else:
-        out, maps, leaving = kernel.alone(work)
-        states, kept, number = ranks.forward(maps.detach()[left], leaving.detach()[left])
-        entering = states if anchor is None else EnteringStates.apply(states, anchor)
-        out = out + kernel.entering(replace(work, segments=local.segments.of(local.entered)), entering)
-        whole = states.new_zeros((len(local.segments), *states.shape[1:])).index_put((entered,), entering)
-        leaving = torch.addcmul(leaving, maps, whole)
-    if anchor is None:
-        return out
-    if not out.requires_grad:  # a rank without tokens takes part in backward all the same
-        out = out + anchor.to(out.dtype)
-    way = Way(get_gradient_edge(out), get_gradient_edge(entering), states.shape, number, ranks)
-    given = (*work.tokens, *work.shared, *work.recurrence.captured)
-    return Tail.apply(way, kept, out, leaving[left], *(x for x in given if x is not None))
+    states, kept, number = ranks.forward(*kernel.summary(replace(work, segments=local.segments.of(local.left))))
+    entering = states if anchor is None else EnteringStates.apply(states, anchor)
+    whole = states.new_zeros((len(local.segments), *states.shape[1:])).index_put((entered,), entering)
+    out, leaving = kernel.local(work, whole)
+    return Computed(out, leaving[left], entering, kept, number)
+
+
+class Stash:
+    """What autograd saves of a rank's computation, held by `Tail`, because backward needs it twice.
+
+    Somebody may stand between: a checkpoint throws it away and computes, and so calls, again when it is asked for,
+    once in every pass of autograd. Tail asks in the pass that all ranks are in, and its own pass inside of that one
+    finds everything here.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
+        self.packed: list[Tensor] = []
+        self.found: list[Tensor | None] = []
+        self.keeps = keeps
+        """Whether a tensor may be asked for more than once, as functions of users may do."""
+
+    def pack(self, tensor: Tensor) -> int:
+        self.packed.append(tensor)
+        return len(self.packed) - 1
+
+    def unpack(self, at: int) -> Tensor:
+        found = self.found[at]
+        assert found is not None
+        if not self.keeps:
+            self.found[at] = None
+        return found
+
+    def taken(self) -> list[Tensor]:
+        packed, self.packed = self.packed, []
+        return packed
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """While it lasts, tensors are kept for those who ask after it."""
+        keeps, self.keeps = self.keeps, True
+        try:
+            yield
+        finally:
+            self.keeps = keeps
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +192,7 @@ class Way:
     number: int
     """Of the forward call."""
     ranks: RankScan
+    saved: Stash
 
 
 class EnteringStates(torch.autograd.Function):
@@ -161,19 +216,22 @@ class Tail(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, way: Way, kept: Sequence[Tensor], out: Tensor, *_: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.way = way
+        ctx.way, ctx.num_kept = way, len(kept)
         # Something is saved on every rank: where a checkpoint computes again, and so calls again, is when it is asked
         # for, and that must be the same moment on all ranks.
-        ctx.save_for_backward(out.new_empty(0), *kept)
+        ctx.save_for_backward(out.new_empty(0), *kept, *way.saved.taken())
         return out.view_as(out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:  # type: ignore[override]
         way: Way = ctx.way
-        _, *kept = ctx.saved_tensors
-        (gradients,) = torch.autograd.grad(way.out, way.entering, dout, retain_graph=True, allow_unused=True)
-        if gradients is None:  # an output that does not depend on states
-            gradients = dout.new_zeros(way.shape, dtype=getattr(torch, way.ranks.plan.dtype))
-        leaving = way.ranks.backward(gradients, kept, way.number)
+        _, *saved = ctx.saved_tensors
+        kept, way.saved.found = saved[: ctx.num_kept], saved[ctx.num_kept :]
+        with way.ranks.told():
+            with way.saved.keeping():
+                (gradients,) = torch.autograd.grad(way.out, way.entering, dout, retain_graph=True, allow_unused=True)
+            if gradients is None:  # an output that does not depend on states
+                gradients = dout.new_zeros(way.shape, dtype=getattr(torch, way.ranks.plan.dtype))
+            leaving = way.ranks.backward(gradients, kept, way.number)
         return None, None, dout, leaving, *(None for _ in ctx.needs_input_grad[4:])

@@ -52,18 +52,27 @@ def compare(rows: Sequence[bytes]) -> None:
     """Refuses when rows, by rank, are not all the same; every rank says the same."""
     if len(set(rows)) == 1:
         return
-    parts: list[str] = []
-    for number, field in enumerate(fields(Record)):
-        texts = [_text(row[number * WIDTH : (number + 1) * WIDTH]) for row in rows]
-        if len(set(texts)) > 1 and field.name != "plan":
-            parts.append(f"{field.name}: {_by_rank(texts)}")
+    names = [field.name for field in fields(Record)]
+    texts = {
+        name: [_text(row[number * WIDTH : (number + 1) * WIDTH]) for row in rows] for number, name in enumerate(names)
+    }
+    words = _SCAN_WORDS if all(text.startswith(SCAN) for text in texts["scheme"]) else {}
+    differ = [name for name in names if len(set(texts[name])) > 1 and name != "plan"]
+    parts = [f"{words.get(name, name)}: {_by_rank(texts[name])}" for name in differ]
     if not parts:
-        parts.append(f"plan: {_by_rank([_text(row[2 * WIDTH : 3 * WIDTH])[:12] for row in rows])}")
+        parts.append(f"plan: {_by_rank([text[:12] for text in texts['plan']])}")
     raise AgreementError(
         f"the {len(rows)} ranks of the group were not asked for the same computation, and no data was sent."
-        f" {'; '.join(parts)}. Every rank must pass the same mask, layout, shapes and options: derive them from one"
-        f" batch (longspan.training.check_same tells whether it is one), and run one version everywhere."
+        f" {'; '.join(parts)}. Every rank must pass the same {words.get('mask', 'mask')}, layout, shapes and options:"
+        f" derive them from one batch (longspan.training.check_same tells whether it is one), and run one version"
+        f" everywhere."
     )
+
+
+SCAN = "scan by "
+"""What the schemes of recurrences begin with."""
+_SCAN_WORDS = {"mask": "documents", "shapes": "states", "scores": "recurrence"}
+"""What the fields of a record are called in a recurrence."""
 
 
 def _by_rank(texts: Sequence[str]) -> str:

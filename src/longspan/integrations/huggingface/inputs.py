@@ -36,6 +36,8 @@ __all__ = ["NAME", "LayerMask", "ShardedSequence", "full_loss", "register", "sha
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 USED = ("attention_mask", "position_ids", "labels", "shift_labels", *PACKED, "max_length_q", "max_length_k")
 IGNORE = -100
+STATE_KEYS = 2048
+"""What a state that goes from span to span weighs, in keys and values: 6 MiB of a layer of Qwen3-Next against 2 KiB."""
 
 
 def register() -> str:
@@ -102,7 +104,7 @@ def shard_inputs(
     if documents is not None and not stated and config.model_type not in BLIND and not is_hybrid(inner):
         check_packing(inner, all("causal" in repr(kind) for kind in kinds))
     whole = Whole(rows, seq_len, padding, documents)
-    dealt = _layout(layout, whole, kinds, members.size())
+    dealt = _layout(layout, whole, kinds, members.size(), STATE_KEYS if is_hybrid(inner) else 0)
     part = _part(batch, dealt, members.rank(), _positions(batch, rows, seq_len, documents, positions))
     part[NAME] = ShardedSequence(whole, dealt, members, schedule, dropout_seed)
     part[NAME].num_layers = num_layers(inner, config)
@@ -251,11 +253,11 @@ def _positions(
     return counted
 
 
-def _layout(layout: Any, whole: Whole, kinds: list[Kind], world_size: int) -> Layout:
+def _layout(layout: Any, whole: Whole, kinds: list[Kind], world_size: int, span_keys: int) -> Layout:
     seq_len = whole.seq_len
     if layout == "balanced":
         masks = [whole.mask(kind).resized(seq_len) for kind in kinds]
-        layout = layouts.balanced(*masks, world_size=world_size, seq_len=seq_len)
+        layout = layouts.balanced(*masks, world_size=world_size, seq_len=seq_len, span_keys=span_keys)
     elif layout in ("zigzag", "contiguous", "striped"):
         layout = getattr(layouts, layout)(seq_len, world_size)
     if not isinstance(layout, Layout):

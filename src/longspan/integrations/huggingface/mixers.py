@@ -139,10 +139,12 @@ def document_lengths(sequence: ShardedSequence) -> list[NDArray[Any]]:
 def _scan_plan(sequence: ShardedSequence, state: tuple[int, int, int], maps: str, tokens: tuple[Tensor, ...]) -> Any:
     dtype = "float64" if any(t.dtype == torch.float64 for t in tokens) else "float32"
     heads, keys, values = state
+    inside = sum(t[:1, :1].numel() * t.element_size() for t in tokens)
+    weight = inside + heads * values * tokens[0].element_size()
     return sequence.plan_of(
         (RECURRENCE, state, maps, dtype),
         lambda: scan_plan(document_lengths(sequence), sequence.layout, heads=heads, keys=keys, values=values, maps=maps,
-                          dtype=dtype, batch=sequence.whole.batch),
+                          dtype=dtype, batch=sequence.whole.batch, token_bytes=weight),
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """torchtitan with attention by Longspan: `with_longspan`, and every config of torchtitan's models by its name.
 
-All of it is in `hooks.py`, which imports torchtitan and is loaded when first asked for: `masks.py` works without.
+All of it is in `hooks.py`, which imports torchtitan and is loaded when first asked for; `masks.py` and `mixers.py` work
+without.
 """
 
 from importlib import import_module
@@ -8,7 +9,11 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__") or name in ("hooks", "masks"):  # asked for by `import` itself, before it looks for files
+    if name.startswith("__") or name in (
+        "hooks",
+        "masks",
+        "mixers",
+    ):  # asked for by `import` itself, before it looks for files
         raise AttributeError(name)
     return getattr(import_module("longspan.integrations.torchtitan.hooks"), name)
 

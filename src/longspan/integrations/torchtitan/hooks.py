@@ -33,6 +33,7 @@ from longspan.integrations.torchtitan.masks import (
     mask_of_mods,
     masks_by_name,
 )
+from longspan.integrations.torchtitan.mixers import check_mixers, family_of
 from longspan.masks import sliding_window
 
 try:
@@ -45,6 +46,7 @@ try:
         VarlenAttention,
     )
     from torchtitan.models.common.decoder import Decoder
+    from torchtitan.protocols.module import Module
     from torchtitan.trainer import Trainer
 except ImportError as error:
     found = next((one.version for one in metadata.distributions(name="torchtitan")), None)
@@ -224,6 +226,7 @@ def check_config(config: Trainer.Config) -> None:
 def _parallelize(model: Any, *, parallel_dims: Any, titans: Callable[..., nn.Module], **options: Any) -> nn.Module:
     """torchtitan's own function, told that nothing is left to do about context parallelism: it would wrap attention in
     a gather of all keys and values. FSDP still spans the cp axis, as the meshes are made before."""
+    check_mixers(type(model).__name__, model.named_modules())
     for name, module in model.named_modules():
         if isinstance(module, LongspanAttention):
             module.heads_split = parallel_dims.tp
@@ -248,7 +251,8 @@ def with_longspan(config: Trainer.Config, *, any_model: bool = False) -> Longspa
 
     Sets `parallelism.spmd_backend` to "partial_dtensor", `parallelism.context_parallel_load_balancer` to "balanced" and
     `training.disable_cuda_graphs`; the command line may name another balancer. `any_model` admits models of your own:
-    say it only if nothing but inner attention mixes tokens (no linear attention, no convolution, no vision tower).
+    say it only if nothing but inner attention mixes tokens (no vision tower). Linear attention, other recurrences and
+    convolutions are refused with it, too, where they are known by name.
     """
     spec = config.model_spec
     if type(config) is not Trainer.Config or type(config.validator) is not Validator.Config or spec is None:
@@ -257,6 +261,7 @@ def with_longspan(config: Trainer.Config, *, any_model: bool = False) -> Longspa
             f"with_longspan takes a Trainer.Config with a model_spec and a Validator.Config, but {classes} was given:"
             f" trainers and validators of other classes shard batches themselves. Derive them from LongspanTrainer."
         )
+    check_mixers(spec.name, ((name, layer) for name, layer, _, _ in spec.traverse(Module.Config, recurse=True)))
     if spec.name not in MODELS and not any_model:
         raise TitanError(
             f"model {spec.name!r} was given. Known to mix tokens in inner attention alone are {', '.join(MODELS)}; if"
@@ -303,12 +308,27 @@ def _configs() -> dict[str, Callable[[], Trainer.Config]]:
 def __getattr__(name: str) -> Callable[[], LongspanTrainer.Config]:
     """torchtitan's config of this name, with Longspan: torchtitan looks `--config` up as an attribute of `--module`."""
     config = None if name.startswith("_") else _configs().get(name)
+    if config is None and not name.startswith("_") and (found := _elsewhere(name)):
+        return partial(_refuse, name, *found)
     if config is None:
         raise AttributeError(
             f"longspan.integrations.torchtitan has no attribute, and torchtitan's {', '.join(MODELS)} no config,"
             f" {name!r}"
         )
     return lambda: with_longspan(config())
+
+
+def _elsewhere(name: str) -> tuple[str, list[str]] | None:
+    return family_of(name, importlib.import_module("torchtitan.models").__path__)
+
+
+def _refuse(name: str, family: str, mixers: list[str]) -> LongspanTrainer.Config:
+    """Of a config that torchtitan has and Longspan does not take."""
+    hybrid = f" Its {' and '.join(mixers)} would start from nothing on every rank." if mixers else ""
+    raise TitanError(
+        f"config {name!r} is of torchtitan's model {family!r}, which is not among those known to mix tokens in inner"
+        f" attention alone: {', '.join(MODELS)}.{hybrid}"
+    )
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ from longspan.layouts.balance.segments import Cuts, Profile, profile_of, remote_
 from longspan.layouts.layout import Layout, check_masks, check_sizes
 from longspan.masks import Mask
 from longspan.masks import bands as bd
-from longspan.span import Ints
+from longspan.span import Ints, whole
 
 BALANCED = 1.015
 """Imbalance (largest rank / mean) up to which fewer remote keys decide; above it, balance does."""
@@ -57,11 +57,14 @@ class View:
         return View(np.stack(turned, axis=1), self.weights)
 
 
-def balanced(*masks: Mask, world_size: int, seq_len: int | None = None, equal_tokens: bool = False) -> Layout:
+def balanced(
+    *masks: Mask, world_size: int, seq_len: int | None = None, equal_tokens: bool = False, span_keys: int = 0
+) -> Layout:
     """The layout with equal tokens and equal work per rank, under each of the masks, and few remote keys.
 
     Tokens per rank differ by about a percent where that saves cuts; with `equal_tokens` every rank has the same number
-    of slots, and those that no token fills are padding.
+    of slots, and those that no token fills are padding. `span_keys` is what a span costs, in remote keys: recurrences
+    hand a state from span to span, which weighs as much as some thousand keys.
 
     >>> from longspan.masks import causal, documents
     >>> balanced(causal(16), world_size=2, equal_tokens=True).spans(0)
@@ -71,13 +74,14 @@ def balanced(*masks: Mask, world_size: int, seq_len: int | None = None, equal_to
     """
     length = _length_of(masks, seq_len)
     check_sizes(length, world_size, "balanced")
-    return solved(masks, length, world_size, equal_tokens)
+    span_keys = whole(span_keys, "span_keys", "balanced()", LayoutError)
+    return solved(masks, length, world_size, equal_tokens, span_keys)
 
 
 @lru_cache(maxsize=32)
-def solved(masks: tuple[Mask, ...], length: int, world_size: int, equal_tokens: bool) -> Layout:
+def solved(masks: tuple[Mask, ...], length: int, world_size: int, equal_tokens: bool, span_keys: int = 0) -> Layout:
     """`balanced` with its arguments checked; equal masks give the same layout without solving again."""
-    rows = solve([View.of(mask, length) for mask in masks], length, world_size, equal_tokens)
+    rows = solve([View.of(mask, length) for mask in masks], length, world_size, equal_tokens, span_keys)
     slots = -(-length // world_size) if equal_tokens else None
     return Layout.from_table(length, world_size, rows, "balanced", slots)
 
@@ -94,16 +98,17 @@ def _length_of(masks: tuple[Mask, ...], seq_len: int | None) -> int:
     return length
 
 
-def solve(views: list[View], seq_len: int, world_size: int, equal_tokens: bool = False) -> Ints:
+def solve(views: list[View], seq_len: int, world_size: int, equal_tokens: bool = False, span_keys: int = 0) -> Ints:
     """(start, stop, rank) rows, by rank and then position, that hold each of `seq_len` positions once."""
     if world_size == 1 or seq_len == 0:
         return np.array([[0, seq_len, 0]], dtype=np.int64)[: int(seq_len > 0)]
     views = list({(view.bands.tobytes(), view.weights.tobytes()): view for view in views}.values())
-    problem = _Problem.of(views, seq_len, world_size, equal_tokens)
+    problem = _Problem.of(views, seq_len, world_size, equal_tokens, span_keys)
     if problem.rises():
         rows = _best(problem)
     else:  # dealing wants heavy rows last
-        rows = _best(_Problem.of([view.mirrored(seq_len) for view in views], seq_len, world_size, equal_tokens))
+        mirrored = [view.mirrored(seq_len) for view in views]
+        rows = _best(_Problem.of(mirrored, seq_len, world_size, equal_tokens, span_keys))
         rows[:, :2] = seq_len - rows[:, 1::-1]
     rows[:, 2] = problem.renumbered(rows)[rows[:, 2]]
     return rows[np.lexsort((rows[:, 0], rows[:, 2]))]
@@ -119,15 +124,17 @@ class _Problem:
     seq_len: int
     world_size: int
     exact: bool
+    span_keys: int = 0
 
     @staticmethod
-    def of(views: list[View], seq_len: int, world_size: int, exact: bool) -> _Problem:
+    def of(views: list[View], seq_len: int, world_size: int, exact: bool, span_keys: int = 0) -> _Problem:
         profiles = [profile_of(view.bands, seq_len, view.weights) for view in views]
         # The mask with most pairs leads: its work is met exactly, that of the others by sorting segments into strata.
         order = sorted(range(len(views)), key=lambda i: (-profiles[i].whole, i))
         grain = max(1, seq_len // (16 * world_size))
         segments = segments_of(np.concatenate([view.bands for view in views]), seq_len, grain)
-        return _Problem([views[i] for i in order], [profiles[i] for i in order], segments, seq_len, world_size, exact)
+        by_work = [views[i] for i in order], [profiles[i] for i in order]
+        return _Problem(*by_work, segments, seq_len, world_size, exact, span_keys)
 
     def rises(self) -> bool:
         """Whether late rows of segments have at least about as much work as early ones."""
@@ -163,8 +170,8 @@ class _Problem:
         return groups[::-1]  # the strata with most work first, so that later ones can make up for them
 
     def quality(self, rows: Ints) -> tuple[float, int]:
-        """What is to be small: imbalance beyond BALANCED, and remote keys over all masks."""
-        worst, remote = 1.0, 0
+        """What is to be small: imbalance beyond BALANCED, and remote keys over all masks, with the price of spans."""
+        worst, remote = 1.0, self.span_keys * len(rows)
         by_position = rows[np.argsort(rows[:, 0], kind="stable")]
         for view, profile in zip(self.views, self.profiles, strict=True):
             work = np.bincount(rows[:, 2], weights=profile.of_spans(rows[:, :2]), minlength=self.world_size)

@@ -4,17 +4,22 @@ A rank enters a step, offers its messages, computes, and leaves when its compute
 starts when both ends offer it, and takes its turn at both ports of its link level; anything may delay it. Where a host
 queues work for its device, no step is left before all of it was queued (see `machine`). There is no other coupling
 between ranks, so a schedule that finishes here under every delay cannot hang for want of order.
+
+In a scan the messages of a step carry what its folds made, so they are offered when these are done.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from longspan.errors import ScheduleError
 from longspan.schedules.cost.machine import Machine, Work, queued_at, steps_work
 from longspan.schedules.cost.memory import peak_bytes
+from longspan.schedules.scans.price import held_bytes, step_seconds, step_work
+from longspan.schedules.scans.words import ScanSchedule
 from longspan.schedules.steps import Schedule
 from longspan.schedules.text_table import table
 
@@ -46,13 +51,13 @@ class Timeline:
     events: tuple[Event, ...] = field(repr=False)
 
 
-def simulate(schedule: Schedule, machine: Machine, delay: Delay | None = None) -> Timeline:
+def simulate(schedule: Schedule | ScanSchedule, machine: Machine, delay: Delay | None = None) -> Timeline:
     """Runs the schedule on the machine; raises ScheduleError, with the first stuck message, if it cannot finish."""
     return _Simulation(schedule, machine, delay).run()
 
 
 class _Simulation:
-    def __init__(self, schedule: Schedule, machine: Machine, delay: Delay | None) -> None:
+    def __init__(self, schedule: Schedule | ScanSchedule, machine: Machine, delay: Delay | None) -> None:
         self.schedule, self.machine, self.delay = schedule, machine, delay
         size = schedule.world_size
         self.queue: list[tuple[float, int, int, int]] = []  # time, order of entry, rank, step it may leave
@@ -65,28 +70,43 @@ class _Simulation:
         self.received = [0] * size
         self.events: list[Event] = []
         self.messages = [self._messages(rank) for rank in range(size)]
-        works = [self._works(rank) for rank in range(size)]
-        self.busy = [[work.seconds(machine, schedule.direction) for work in each] for each in works]
-        self.queued = [queued_at(each, machine) for each in works]
+        loads = [self._loads(rank) for rank in range(size)]
+        self.busy = [busy for busy, _ in loads]
+        self.queued = [queued_at(works, machine) for _, works in loads]
 
     def _messages(self, rank: int) -> list[dict[tuple[int, int], int]]:
         """For each step of a rank, bytes by (source, target): all pieces between two ranks are one message."""
         messages: list[dict[tuple[int, int], int]] = []
+        weights: Any = self.schedule.sizes  # its pieces are of its own kind
         for step in self.schedule.ranks[rank]:
             sums: dict[tuple[int, int], int] = {}
             for t in step.transfers:
-                sums[t.src, t.dst] = sums.get((t.src, t.dst), 0) + t.piece.num_bytes(self.schedule.sizes)
+                sums[t.src, t.dst] = sums.get((t.src, t.dst), 0) + t.piece.num_bytes(weights)
             messages.append(sums)
         return messages
 
-    def _works(self, rank: int) -> list[Work]:
-        """What each step asks of the rank's device and host."""
+    def _loads(self, rank: int) -> tuple[list[float], list[Work]]:
+        """How long each step keeps the rank's device busy, and what it asks of its host."""
+        schedule, machine = self.schedule, self.machine
+        if isinstance(schedule, ScanSchedule):
+            steps, sizes = schedule.ranks[rank], schedule.sizes
+            busy = [step_seconds(step, sizes, machine, schedule.direction) for step in steps]
+            return busy, [step_work(step, rank) for step in steps]
+        works = steps_work(schedule.ranks[rank], rank, schedule.sizes, machine, schedule.direction)
+        return [work.seconds(machine, schedule.direction) for work in works], works
+
+    def _peaks(self) -> Iterator[int]:
         schedule = self.schedule
-        return steps_work(schedule.ranks[rank], rank, schedule.sizes, self.machine, schedule.direction)
+        for rank in range(schedule.world_size):
+            if isinstance(schedule, ScanSchedule):
+                yield held_bytes(schedule.ranks[rank], rank, schedule.sizes, schedule.direction)
+            else:
+                kept = schedule.kept[rank] if schedule.kept else ()
+                steps, way = schedule.ranks[rank], schedule.direction
+                yield peak_bytes(steps, rank, schedule.layout, schedule.sizes, way, kept)
 
     def run(self) -> Timeline:
-        size, schedule = self.schedule.world_size, self.schedule
-        for rank in range(size):
+        for rank in range(self.schedule.world_size):
             self._enter(rank, 0, 0.0)
         while self.queue:
             now, _, rank, step = heapq.heappop(self.queue)
@@ -94,11 +114,7 @@ class _Simulation:
             if not self.waiting[rank]:
                 self._enter(rank, step + 1, now)
         self._check_done()
-        kept = schedule.kept or ((),) * size
-        peaks = tuple(
-            peak_bytes(steps, rank, schedule.layout, schedule.sizes, schedule.direction, kept[rank])
-            for rank, steps in enumerate(schedule.ranks)
-        )
+        peaks = tuple(self._peaks())
         return Timeline(max(self.finished), tuple(self.finished), tuple(self.received), peaks, tuple(self.events))
 
     def _enter(self, rank: int, number: int, now: float) -> None:
@@ -112,12 +128,13 @@ class _Simulation:
         self._leave(max(now + seconds, self.queued[rank][number]), rank, number)
         if step.computes:
             self.events.append(Event(rank, number, "compute", now, now + seconds))
+        ready = now + seconds if isinstance(self.schedule, ScanSchedule) else now
         for (src, dst), size in self.messages[rank][number].items():
             key = (number, src, dst)
             if key in self.offered:
-                self._send(key, size, max(now, self.offered.pop(key)))
+                self._send(key, size, max(ready, self.offered.pop(key)))
             else:
-                self.offered[key] = now
+                self.offered[key] = ready
 
     def _leave(self, time: float, rank: int, step: int) -> None:
         self.order += 1
@@ -150,5 +167,5 @@ class _Simulation:
             f"{self.schedule.scheme} {self.schedule.direction} cannot finish: {len(stuck)} of"
             f" {self.schedule.world_size} ranks wait forever; the first is rank {rank} in step {step}, for the message"
             f" from rank {src} to rank {dst}, which the other end never offers.\n"
-            + table(self.schedule, mark=(rank, min(step, self.schedule.num_steps - 1)))
+            + table(cast(Any, self.schedule), mark=(rank, min(step, self.schedule.num_steps - 1)))
         )

@@ -40,6 +40,12 @@ class Chains:
         """A hex digest of documents and owners."""
         return hashlib.sha256(repr(self.batches).encode() + self.table.tobytes()).hexdigest()
 
+    @cached_property
+    def documents(self) -> str:
+        """A hex digest of documents alone, whoever holds them."""
+        begin = self.table[self.table[:, PLACE] == 0][:, (CHAIN, START)]
+        return hashlib.sha256(repr(self.batches).encode() + begin.tobytes()).hexdigest()
+
     @property
     def first(self) -> Ints:
         """The number of every chain's first segment, and of all segments."""

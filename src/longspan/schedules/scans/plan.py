@@ -16,12 +16,14 @@ from longspan.schedules.scans.draft import Draft
 from longspan.schedules.scans.planners import SCAN_PLANNERS, scan_planner
 from longspan.schedules.scans.price import price
 from longspan.schedules.scans.proof import validate_scan
+from longspan.schedules.scans.relayout import relayout_price
 from longspan.schedules.scans.transposed import kept, transposed
 from longspan.schedules.scans.words import ChainPiece, ScanSchedule, ScanStep, StateSizes
 from longspan.sealed import sealed
 
+RELAYOUT = "relayout"
 MAX_SENDS = 20_000
-"""Of an exchange along one chain: more are not written down, and only their bytes are told."""
+"""Of an exchange, about: more are not worth writing down."""
 
 
 @sealed
@@ -37,10 +39,18 @@ class ScanPlan:
     machine: Machine
     draft: Draft
     reasons: tuple[Reason, ...]
+    source: Layout | None = None
+    """Where tokens are before they are moved; None: they stay where they are."""
 
     @property
     def layout(self) -> Layout:
+        """Who holds which tokens while the recurrence is computed."""
         return self.chains.layout
+
+    @property
+    def home(self) -> Layout:
+        """Who holds which tokens before and after."""
+        return self.layout if self.source is None else self.source
 
     @cached_property
     def _steps(self) -> dict[int, tuple[tuple[ScanStep, ...], tuple[ScanStep, ...]]]:
@@ -77,7 +87,7 @@ class ScanPlan:
     @cached_property
     def fingerprint(self) -> str:
         """A hex digest that ranks compare."""
-        parts = self.scheme, self.dtype, self.sizes.text(), self.layout.fingerprint, self.chains.fingerprint
+        parts = self.scheme, self.dtype, self.sizes.text(), self.home.fingerprint, self.chains.fingerprint
         return hashlib.sha256(f"scan {' '.join(parts)}".encode()).hexdigest()
 
     def text(self) -> str:
@@ -90,14 +100,14 @@ class ScanPlan:
         """What was compared, with figures."""
         most = self.reasons[0].bytes_received
         lines = [
-            f"{self.scheme} over {self.layout}: {len(self.chains.batches)} chains, {len(self.chains.table)} segments,"
+            f"{self.scheme} over {self.home}: {len(self.chains.batches)} chains, {len(self.chains.table)} segments,"
             f" {self.draft.num_steps} steps, at most {bytes_text(most)} a rank in both passes, on {self.machine.name}.",
             REASON_HEAD,
         ]
         return "\n".join((*lines, *map(str, self.reasons)))
 
     def __repr__(self) -> str:
-        return f"<scan plan {self.scheme}, {len(self.chains.batches)} chains over {self.layout}>"
+        return f"<scan plan {self.scheme}, {len(self.chains.batches)} chains over {self.home}>"
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
@@ -116,8 +126,26 @@ def drafted(name: str, chains: Chains, node: int) -> Draft:
     return draft
 
 
-def planned_scan(chains: Chains, sizes: StateSizes, dtype: str, schedule: str, machine: Machine) -> ScanPlan:
+@dataclass(frozen=True, eq=False)
+class Elsewhere:
+    """Another layout in which the recurrence could be computed: its chains, and what a token weighs that goes there and
+    comes back."""
+
+    chains: Chains
+    token_bytes: int
+
+
+def planned_scan(
+    chains: Chains,
+    sizes: StateSizes,
+    dtype: str,
+    schedule: str,
+    machine: Machine,
+    elsewhere: Elsewhere | None = None,
+) -> ScanPlan:
     """The plan by the named scheme, or by the quickest on the machine."""
+    if schedule == RELAYOUT and elsewhere is not None:
+        return _moved(chains.layout, elsewhere, planned_scan(elsewhere.chains, sizes, dtype, "auto", machine))
     names = _candidates(chains, machine) if schedule == "auto" else [schedule]
     names = [f"two_level({machine.node})" if name == "two_level" else name for name in names]  # it tells plans apart
     judged: list[tuple[Reason, Draft]] = []
@@ -126,17 +154,44 @@ def planned_scan(chains: Chains, sizes: StateSizes, dtype: str, schedule: str, m
         judged.append((_reason(name, draft, chains, sizes, machine), draft))
     judged.sort(key=lambda pair: (pair[0].seconds, pair[0].bytes_received))
     chosen = replace(judged[0][0], chosen=True)
-    reasons = (chosen, *(reason for reason, _ in judged[1:]))
-    return ScanPlan(chains, sizes, dtype, chosen.scheme, machine, judged[0][1], reasons)
+    others = tuple(reason for reason, _ in judged[1:])
+    stays = ScanPlan(chains, sizes, dtype, chosen.scheme, machine, judged[0][1], (chosen, *others))
+    if schedule != "auto" or elsewhere is None:
+        return stays
+    moves = _moved(chains.layout, elsewhere, planned_scan(elsewhere.chains, sizes, dtype, "auto", machine))
+    first, second = sorted((stays, moves), key=lambda plan: plan.reasons[0].seconds)
+    reasons = first.reasons[0], *sorted((replace(second.reasons[0], chosen=False), *others), key=lambda r: r.seconds)
+    return _told(first, reasons, first.source)
+
+
+def _moved(source: Layout, elsewhere: Elsewhere, plan: ScanPlan) -> ScanPlan:
+    """The plan of another layout, with tokens moved there and back."""
+    seconds, received = relayout_price(source, plan.layout, elsewhere.token_bytes, plan.machine)
+    inner = plan.reasons[0]
+    both = price(plan.draft, plan.layout.world_size, plan.sizes, plan.machine).received
+    reason = replace(
+        inner, scheme=f"{RELAYOUT}, {inner.scheme}", forward_seconds=inner.forward_seconds + seconds,
+        backward_seconds=inner.backward_seconds + seconds,
+        bytes_received=int((2 * received + both[0] + both[1]).max(initial=0)),
+        peak_bytes=inner.peak_bytes + int(received.max(initial=0)),
+    )  # fmt: skip
+    return _told(plan, (reason,), source)
+
+
+def _told(plan: ScanPlan, reasons: tuple[Reason, ...], source: Layout | None) -> ScanPlan:
+    """The plan with other reasons, the first of which is its own."""
+    return ScanPlan(
+        plan.chains, plan.sizes, plan.dtype, reasons[0].scheme, plan.machine, plan.draft, reasons, source
+    )  # fmt: skip
 
 
 def _candidates(chains: Chains, machine: Machine) -> list[str]:
     """What is worth comparing: an exchange of very long chains is not, nor levels where there is one node."""
-    longest = max((len(ranks) for ranks in chains.ranks()), default=0)
+    sends = sum(len(ranks) ** 2 for ranks in chains.ranks() if len(ranks) > 1)
     names = [name for name in SCAN_PLANNERS if name != "two_level"]
     if chains.layout.world_size > machine.node:
         names.append(f"two_level({machine.node})")
-    return [name for name in names if name != "exchange" or longest**2 <= MAX_SENDS]
+    return [name for name in names if name != "exchange" or sends <= MAX_SENDS]
 
 
 def _reason(name: str, draft: Draft, chains: Chains, sizes: StateSizes, machine: Machine) -> Reason:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longspan.schedules.cost.machine import Floats, Machine
+from longspan.schedules.cost.machine import Floats, Machine, Work
 from longspan.schedules.scans.draft import Draft
-from longspan.schedules.scans.words import StateSizes
+from longspan.schedules.scans.words import ScanRole, ScanStep, StateSizes
 from longspan.span import Ints
 
 WIDE_SHARE = 0.25
@@ -47,13 +47,14 @@ def price(draft: Draft, world_size: int, sizes: StateSizes, machine: Machine) ->
         np.bincount(ends, weights, world_size).astype(np.int64)
         for ends, weights in ((moved[:, DST], there), (moved[:, SRC], back))
     )
-    work = _fold_seconds(draft, sizes, machine, rows)
-    forward = _seconds(moved, there, draft.num_steps, machine, world_size) + work
-    turned = moved[:, (STEP, DST, SRC)]
-    backward = _seconds(turned, back, draft.num_steps, machine, world_size) + work
+    forward = _seconds(moved, there, draft.num_steps, machine, world_size)
+    forward += _fold_seconds(draft, sizes, machine, rows, "forward")
+    backward = _seconds(moved[:, (STEP, DST, SRC)], back, draft.num_steps, machine, world_size)
+    backward += _fold_seconds(draft, sizes, machine, rows, "backward")
     made = rows[folds[:, 2]] * (sizes.state_bytes + np.where(folds[:, 3] > 0, sizes.map_bytes, 0))
     held = received[0] + np.bincount(folds[:, 1], made, world_size).astype(np.int64)
-    messages = np.bincount(np.concatenate((moved[:, SRC], moved[:, DST])), minlength=world_size)
+    pairs = np.unique((moved[:, STEP] * world_size + moved[:, SRC]) * world_size + moved[:, DST])  # one message each
+    messages = np.bincount(np.concatenate((pairs // world_size % world_size, pairs % world_size)), minlength=world_size)
     ops = np.bincount(folds[:, 1], minlength=world_size) * 2 + messages
     host = 2.0 * float((ops * machine.launch_seconds + messages * machine.message_seconds).max(initial=0.0))
     overhead = 2 * machine.call_seconds
@@ -88,14 +89,45 @@ def fold_flop(sizes: StateSizes, composed: bool) -> float:
     return 2.0 * sizes.heads * sizes.keys * sizes.keys * (sizes.values + (sizes.keys if composed else 0))
 
 
-def _fold_seconds(draft: Draft, sizes: StateSizes, machine: Machine, rows: Ints) -> float:
-    """Folds of every step on the rank that has most."""
+def fold_seconds(flop: Floats, rows: Ints, sizes: StateSizes, machine: Machine) -> Floats:
+    """Of folds of so many operations and batch rows each."""
+    each = flop * rows / (machine.flops * WIDE_SHARE) + 2 * machine.op_seconds
+    return each + 3.0 * sizes.state_bytes * rows / machine.copy_bandwidth
+
+
+def _fold_seconds(draft: Draft, sizes: StateSizes, machine: Machine, rows: Ints, direction: str) -> float:
+    """Folds of every step on the rank that has most. In backward maps are used as they are."""
     folds = draft.folds
     if not len(folds):
         return 0.0
-    flop = np.where(folds[:, 3] > 0, fold_flop(sizes, True), fold_flop(sizes, False)) * rows[folds[:, 2]]
-    each = flop / (machine.flops * WIDE_SHARE) + 2 * machine.op_seconds
-    each = each + 3.0 * sizes.state_bytes * rows[folds[:, 2]] / machine.copy_bandwidth
+    composed = (folds[:, 3] > 0) & (direction == "forward")
+    flop = np.where(composed, fold_flop(sizes, True), fold_flop(sizes, False))
+    each = fold_seconds(flop, rows[folds[:, 2]], sizes, machine)
     width = int(folds[:, 1].max()) + 1
     sums = np.bincount(folds[:, 0] * width + folds[:, 1], each)
     return float(np.pad(sums, (0, -len(sums) % width)).reshape(-1, width).max(axis=1).sum())
+
+
+def step_seconds(step: ScanStep, sizes: StateSizes, machine: Machine, direction: str) -> float:
+    """One rank's folds of one step."""
+    if not step.computes:
+        return 0.0
+    composed = [fold.whole.role is ScanRole.MAP and direction == "forward" for fold in step.computes]
+    flop = np.array([fold_flop(sizes, each) for each in composed])
+    rows = np.array([len(fold.left.batch) for fold in step.computes], dtype=np.int64)
+    return float(fold_seconds(flop, rows, sizes, machine).sum())
+
+
+def step_work(step: ScanStep, rank: int) -> Work:
+    """What one rank's host queues in one step: folds, and messages."""
+    peers = {(t.src, t.dst) for t in step.transfers}
+    sent = sum(src == rank for src, _ in peers)
+    return Work(ops=2.0 * len(step.computes) + sent + bool(peers), messages=float(len(peers)))
+
+
+def held_bytes(steps: tuple[ScanStep, ...], rank: int, sizes: StateSizes, direction: str) -> int:
+    """What a rank holds at the end: pieces that came, and results of folds."""
+    came = sum(t.piece.num_bytes(sizes) for step in steps for t in step.transfers if t.dst == rank)
+    folds = [fold for step in steps for fold in step.computes]
+    made = [fold.whole if direction == "forward" else fold.whole.to_gradient() for fold in folds]
+    return came + sum(piece.num_bytes(sizes) for piece in made)

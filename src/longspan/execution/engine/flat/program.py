@@ -16,7 +16,7 @@ from longspan.execution.engine.flat.grouping import Group, grouped
 from longspan.execution.engine.flat.memory import Cut, Memory, cut_of
 from longspan.execution.engine.flat.moves import Move
 from longspan.execution.engine.flat.recorder import Buffer, Called, Event, Launched, Note, Rows, Taken
-from longspan.execution.engine.observe import mark
+from longspan.execution.engine.observe import mark, marks
 from longspan.execution.engine.transports import Exchange, Program
 from longspan.schedules.steps import Moved
 
@@ -117,7 +117,7 @@ class FlatProgram:
             yield Exchange(number, sends, step.sizes, memory.device, step.pieces, into)
             memory.drop(self.gone.get(id(step), ()))
             del sends  # the transport lets go of the messages when they are delivered
-            if step.work:
+            if step.work or marks():
                 with mark(direction, rank, number):
                     self._do(step.work, memory, attend, launches)
             found = yield None

@@ -30,12 +30,10 @@ Step = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class ChunkedReaders:
-    """Tokens in chunks, in the dtype of states: how states go through them and are read, without the delta rule."""
+class ChunkedDecays:
+    """Tokens in chunks, in the dtype of states: what is left of states that go through them, without the delta rule."""
 
     table: ChunkTable
-    q: Tensor | None
-    """(N, J, 1, C, K), scaled. None where nothing is read."""
     g: Tensor
     """(N, J, R, C, 1 or K)"""
 
@@ -45,22 +43,10 @@ class ChunkedReaders:
 
     def passed(self) -> Tensor:
         """(S, H, 1 or K, 1): what is left of states that went through whole segments, M."""
-        return self.decays.exp(self._logarithms()[1])
-
-    def entering(self, states: Tensor) -> Tensor:
-        """(N, H, C, V): what entering states add to the output."""
-        assert self.q is not None
-        before, _ = self._logarithms()
-        read = self.q * self.decays.exp(torch.cat(before).mT + self.decays.sums)
-        entered, _ = self._carried(states, lambda _, state: state)
-        return (read @ torch.cat(entered)).flatten(1, 2)
-
-    def _logarithms(self) -> tuple[list[Tensor], Tensor]:
-        """Of what is left of entering states when chunks begin (N, J, R, 1 or K, 1), and when segments end."""
         sums = self.decays.sums[..., -1, :].unsqueeze(-1)
         parts = sums.split(self.table.steps)
         start = sums.new_zeros(len(self.table.order), *sums.shape[1:]).flatten(1, 2)
-        return self._carried(start, lambda number, state: state + parts[number])
+        return self.decays.exp(self._carried(start, lambda number, state: state + parts[number])[1])
 
     def _carried(self, states: Tensor, step: Step) -> tuple[list[Tensor], Tensor]:
         """States (S, H, ...), which steps see as (S, J, R, ...)."""
@@ -72,9 +58,11 @@ class ChunkedReaders:
 
 
 @dataclass(frozen=True, eq=False)
-class ChunkedAttention(ChunkedReaders):
-    """With what is written into states."""
+class ChunkedAttention(ChunkedDecays):
+    """With what is written into states and read from them."""
 
+    q: Tensor | None
+    """(N, J, 1, C, K), scaled. None where nothing is read."""
     k: Tensor
     """(N, J, 1, C, K)"""
     v: Tensor

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from longspan.execution.scans.contract import Segments
+from longspan.span import Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,10 +111,23 @@ class ChunkTable:
         return before, torch.cat(left[::-1])[self.place]
 
 
-@lru_cache(maxsize=64)
 def cut(segments: Segments, size: int, batch: int, slots: int, device: torch.device) -> ChunkTable:
-    """The chunks of segments of tokens (batch, slots, ...)."""
-    row, first, end = segments.table.T.astype(np.int64)
+    """The chunks of segments of tokens (batch, slots, ...). They are remembered: layers and steps have the same."""
+    return _cut(_written(segments), size, batch, slots, device)
+
+
+def _written(segments: Segments) -> bytes:
+    return segments.table.astype(np.int64).tobytes()
+
+
+def _read(segments: bytes) -> Ints:
+    """Batch rows, first slots and end slots."""
+    return np.frombuffer(segments, dtype=np.int64).reshape(-1, 3).T
+
+
+@lru_cache(maxsize=64)
+def _cut(segments: bytes, size: int, batch: int, slots: int, device: torch.device) -> ChunkTable:
+    row, first, end = _read(segments)
     counts = -(-(end - first) // size)
     order = np.argsort(-counts, kind="stable")
     most = int(counts.max(initial=0))
@@ -160,7 +174,6 @@ class Packing:
         return found.view(shape)
 
 
-@lru_cache(maxsize=64)
 def packing(segments: Segments, batch: int, slots: int, device: torch.device) -> Packing:
     """The order in which segments of tokens (batch, slots, ...) are packed is that of their states.
 
@@ -171,7 +184,12 @@ def packing(segments: Segments, batch: int, slots: int, device: torch.device) ->
     >>> made.unpack(torch.tensor([[3, 4, 7, 1]]), torch.Size((1, 6))).tolist()
     [[7, 1, 0, 3, 4, 0]]
     """
-    row, first, end = segments.table.T.astype(np.int64)
+    return _packing(_written(segments), batch, slots, device)
+
+
+@lru_cache(maxsize=64)
+def _packing(segments: bytes, batch: int, slots: int, device: torch.device) -> Packing:
+    row, first, end = _read(segments)
     edges = np.concatenate(([0], np.cumsum(end - first)))
     taken = np.repeat(row * slots + first - edges[:-1], end - first) + np.arange(edges[-1])
     home = np.full(batch * slots, -1)

@@ -39,22 +39,13 @@ class ChunkedElements:
 
     def passed(self) -> Tensor:
         """(S, 1, D, 1): M."""
-        return self._multiplied()[1]
-
-    def entering(self, states: Tensor) -> Tensor:
-        """(N, 1, C, D): what entering states add to the output."""
-        kept = self._multiplied()[0] * self._carried(states, lambda _, state: state)[0]
-        return (self._products * kept.unsqueeze(1)).unsqueeze(1)
+        whole = self._products[:, -1].split(self.table.steps)
+        return self._carried(torch.ones_like(self.zeros()), lambda number, state: whole[number] * state)[1]
 
     def _continued(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """States before each chunk (N, D), and those that leave."""
         whole, added = (x[:, -1].split(self.table.steps) for x in (self._products, self._sums))
         return self._carried(states, lambda number, state: whole[number] * state + added[number])
-
-    def _multiplied(self) -> tuple[Tensor, Tensor]:
-        """Products of all decays before each chunk (N, D), and of whole segments (S, 1, D, 1)."""
-        whole = self._products[:, -1].split(self.table.steps)
-        return self._carried(torch.ones_like(self.zeros()), lambda number, state: whole[number] * state)
 
     def _carried(self, states: Tensor, step: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """`ChunkTable.carry` of states (S, 1, D, 1), with what was before every chunk (N, D) as one tensor."""

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from longspan.execution.scans.contract import ScanKernel, ScanWork
-from longspan.execution.scans.kernels.forms import readers, values_of
-from longspan.execution.scans.kernels.reference import added_by, own_precision
+from longspan.execution.scans.kernels.forms import values_of
 
 HALVES = torch.bfloat16, torch.float16, torch.float32
 
@@ -62,14 +61,6 @@ class PackageScan(ScanKernel):
         if not len(work.segments):
             return torch.zeros_like(values_of(work)), states
         return self.run(work, states)
-
-    def alone(self, work: ScanWork) -> tuple[Tensor, Tensor, Tensor]:
-        out, u = self.local(work, nothing(work))
-        with own_precision(work):
-            return out, readers(work).passed(), u
-
-    def entering(self, work: ScanWork, states: Tensor) -> Tensor:
-        return added_by(states, work)  # nothing that a kernel of theirs would do better
 
 
 def nothing(work: ScanWork) -> Tensor:

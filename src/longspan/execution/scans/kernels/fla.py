@@ -10,7 +10,7 @@ from torch import Tensor
 from longspan.execution.scans.contract import ScanWork
 from longspan.execution.scans.kernels.chunks import packing
 from longspan.execution.scans.kernels.extras import PackageScan, nothing
-from longspan.execution.scans.kernels.forms import readers, values_of
+from longspan.execution.scans.kernels.forms import passed, values_of
 from longspan.execution.scans.kernels.reference import own_precision
 from longspan.execution.scans.recurrences import GatedDelta, LinearAttention
 
@@ -47,7 +47,8 @@ class FlaScan(PackageScan):
     def run(self, work: ScanWork, states: Tensor) -> tuple[Tensor, Tensor]:
         recurrence, values = work.recurrence, values_of(work)
         assert isinstance(recurrence, GatedDelta | LinearAttention)
-        packed = packing(work.segments, *values.shape[:2], values.device)
+        batch, slots = values.shape[:2]
+        packed = packing(work.segments, batch, slots, values.device)
         q, k, v, g, *beta = map(packed.pack, work.tokens)
         options = {"scale": recurrence.scale}
         if isinstance(recurrence, GatedDelta):
@@ -65,7 +66,7 @@ class FlaScan(PackageScan):
             start = nothing(work)
             if isinstance(work.recurrence, LinearAttention):
                 with own_precision(work):
-                    return readers(work).passed(), self.local(work, start)[1]
+                    return passed(work), self.local(work, start)[1]
             q, k, v, *rest = work.tokens
             features = k.shape[3], v.shape[3]
             one = torch.eye(features[0], device=v.device).expand(*start.shape[:2], -1, -1)

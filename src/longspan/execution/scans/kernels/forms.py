@@ -9,14 +9,16 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from longspan.execution.scans.contract import ScanWork
-from longspan.execution.scans.kernels.attention import ChunkedAttention, ChunkedReaders
+from longspan.execution.scans.kernels.attention import ChunkedAttention, ChunkedDecays
 from longspan.execution.scans.kernels.chunks import ChunkTable, cut
 from longspan.execution.scans.kernels.elementwise import ChunkedElements
 from longspan.execution.scans.recurrences import EPSILON, GatedDelta, LinearAttention, LinearRecurrence, Ssd
 
-SIZES = 16, 32, 64
-"""Tokens of a chunk. One costs about size^2 + 128 size + 4096, its pairs, its tokens (blank ones too) and its state, as
-measured for 4 heads of the gated delta rule with K = V = 128: 64 is best for long segments, 16 for short ones."""
+SHORT = {size: size * size + 128 * size + 4096 for size in (16, 32, 64)}
+"""Tokens of a chunk, and what one costs: its pairs, its tokens (blank ones too) and its state, as measured for 4 heads
+of the gated delta rule with K = V = 128. 64 is best for long segments, 16 for short ones."""
+LONG = {size: size + 64 for size in (16, 64, 256, 1024, 4096)}
+"""The same where no pairs are looked at."""
 VALUES = {GatedDelta: 2, LinearAttention: 2, Ssd: 0, LinearRecurrence: 1}
 """Which of a recurrence's tokens is like its output."""
 
@@ -42,25 +44,25 @@ def in_chunks(work: ScanWork, reads: bool = True) -> ChunkedAttention | ChunkedE
     return _attention(work, recurrence, reads)
 
 
-def readers(work: ScanWork) -> ChunkedReaders | ChunkedElements:
-    """Diagonal maps only: what decides on how states go through segments, and how they are read."""
+def passed(work: ScanWork) -> Tensor:
+    """Diagonal maps only: M of every segment."""
     recurrence = work.recurrence
     if isinstance(recurrence, LinearRecurrence):
-        return _elements(work)
-    table = _table(work)
+        return _elements(work).passed()
+    table = _table(work, LONG)
     folded = _folded(work, table)
     if isinstance(recurrence, Ssd):
-        _, g = stepped(folded(work.tokens[1]), (table.slot < 0)[:, None, None, :, None], recurrence, work.shared)
-        return ChunkedReaders(table, folded(work.tokens[3]), g)
+        blank = (table.slot < 0)[:, None, None, :, None]
+        return ChunkedDecays(table, stepped(folded(work.tokens[1]), blank, recurrence, work.shared)[1]).passed()
     assert isinstance(recurrence, LinearAttention)
-    return ChunkedReaders(table, _scaled(folded(work.tokens[0]), recurrence.scale, False), folded(work.tokens[3]))
+    return ChunkedDecays(table, folded(work.tokens[3])).passed()
 
 
-def _table(work: ScanWork) -> ChunkTable:
+def _table(work: ScanWork, costs: dict[int, int]) -> ChunkTable:
     """Chunks of the size with the least work."""
     batch, slots = work.tokens[0].shape[:2]
     lengths = work.segments.table[:, 2] - work.segments.table[:, 1]
-    size = min(SIZES, key=lambda c: int(np.sum(-(-lengths // c))) * (c * c + 128 * c + 4096))
+    size = min(costs, key=lambda size: int(np.sum(-(-lengths // size))) * costs[size])
     return cut(work.segments, size, batch, slots, work.tokens[0].device)
 
 
@@ -75,12 +77,12 @@ def _folded(work: ScanWork, table: ChunkTable) -> Callable[[Tensor], Tensor]:
 
 
 def _attention(work: ScanWork, recurrence: GatedDelta | LinearAttention, reads: bool) -> ChunkedAttention:
-    table = _table(work)
+    table = _table(work, SHORT)
     folded = _folded(work, table)
     l2norm = isinstance(recurrence, GatedDelta) and recurrence.l2norm
     q = _scaled(folded(work.tokens[0]), recurrence.scale, l2norm) if reads else None
     k, v, g, *beta = map(folded, work.tokens[1:])
-    return ChunkedAttention(table, q, g, _scaled(k, 1.0, l2norm), v, *beta)
+    return ChunkedAttention(table, g, q, _scaled(k, 1.0, l2norm), v, *beta)
 
 
 def _scaled(x: Tensor, factor: float, l2norm: bool) -> Tensor:
@@ -90,15 +92,15 @@ def _scaled(x: Tensor, factor: float, l2norm: bool) -> Tensor:
 
 
 def _ssd(work: ScanWork, recurrence: Ssd, reads: bool) -> ChunkedAttention:
-    table = _table(work)
+    table = _table(work, SHORT)
     folded = _folded(work, table)
     x, dt, b = map(folded, work.tokens[:3])
     dt, g = stepped(dt, (table.slot < 0)[:, None, None, :, None], recurrence, work.shared)
     if not reads:
-        return ChunkedAttention(table, None, g, b, x * dt)
+        return ChunkedAttention(table, g, None, b, x * dt)
     d = work.shared[1]
     skip = None if d is None else _of_heads(d, x) * x
-    return ChunkedAttention(table, folded(work.tokens[3]), g, b, x * dt, skip=skip)
+    return ChunkedAttention(table, g, folded(work.tokens[3]), b, x * dt, skip=skip)
 
 
 def stepped(dt: Tensor, ended: Tensor, recurrence: Ssd, shared: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
@@ -116,6 +118,6 @@ def _of_heads(shared: Tensor, x: Tensor) -> Tensor:
 
 
 def _elements(work: ScanWork) -> ChunkedElements:
-    table, dtype = _table(work), work.recurrence.state_dtype(work.tokens)
+    table, dtype = _table(work, SHORT), work.recurrence.state_dtype(work.tokens)
     a, b = (table.fold(x.unsqueeze(2)).squeeze(1).to(dtype) for x in work.tokens)
     return ChunkedElements(table, a.masked_fill((table.slot < 0).unsqueeze(-1), 1), b)

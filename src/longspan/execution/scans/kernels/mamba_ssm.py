@@ -12,7 +12,7 @@ from torch import Tensor
 from longspan.execution.scans.contract import ScanWork, Segments
 from longspan.execution.scans.kernels.chunks import ChunkTable, cut
 from longspan.execution.scans.kernels.extras import PackageScan, nothing
-from longspan.execution.scans.kernels.forms import readers, stepped
+from longspan.execution.scans.kernels.forms import passed, stepped
 from longspan.execution.scans.kernels.reference import own_precision
 from longspan.execution.scans.recurrences import Ssd
 from longspan.span import Ints
@@ -45,7 +45,7 @@ class MambaScan(PackageScan):
         groups = alike(work.segments)
         out, after = torch.zeros_like(work.tokens[0]), []
         for which, longest in groups:
-            table = cut(_of(work.segments, which), longest, batch, slots, states.device)
+            table = cut(work.segments.of(which), longest, batch, slots, states.device)
             part, left = self._rows(work, table, states[torch.as_tensor(which, device=states.device)])
             out = out + table.unfold(part.flatten(2).unsqueeze(1)).view(out.shape)  # each slot is in one of them
             after.append(left)
@@ -72,7 +72,7 @@ class MambaScan(PackageScan):
 
     def summary(self, work: ScanWork) -> tuple[Tensor, Tensor]:
         with torch.no_grad(), own_precision(work):
-            return readers(work).passed(), self.local(work, nothing(work))[1]
+            return passed(work), self.local(work, nothing(work))[1]
 
 
 def alike(segments: Segments) -> list[tuple[Ints, int]]:
@@ -89,8 +89,3 @@ def alike(segments: Segments) -> list[tuple[Ints, int]]:
         if 2 * lengths[order[at]] < lengths[order[begins[-1]]]:
             begins.append(at)
     return [(order[i:j], int(lengths[order[i]])) for i, j in pairwise([*begins, len(order)])]
-
-
-def _of(segments: Segments, which: Ints) -> Segments:
-    """All of them are themselves: tables are remembered for them."""
-    return segments if np.array_equal(which, np.arange(len(segments))) else segments.of(which)
