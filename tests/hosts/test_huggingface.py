@@ -306,7 +306,7 @@ MESSAGES = {
     "other attention": "which knows nothing of other ranks",
     "no model": "takes a model of transformers, but int was given",
     "untried model": "'qwen2' models have not been tried over ranks",
-    "linear layers": "layers linear_attention, in which tokens meet by other means",
+    "linear layers": "Qwen3NextConfig was given without its model",
     "moving rope": "of type 'dynamic' depend on the largest position",
     "router loss": "balances experts over all tokens",
     "cache": "use_cache was asked for over ranks",

@@ -117,7 +117,7 @@ def test_seeds(group, chunk):
 
 
 def test_every_kind_of_fault_is_met_and_named():
-    found = {simulated(seed, "small") for seed in range(60 * GROUPS["small"][2])}
+    found = {simulated(seed, group) for group in ("small", "medium") for seed in range(160)}
     assert {f"{kind}: named" for kind in (*RANK_FAULTS, *MESSAGE_FAULTS)} <= found
     assert "clean" in found
 
