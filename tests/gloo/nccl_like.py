@@ -13,6 +13,7 @@ job's store. What is computed from a message that has not arrived is nonsense, a
 a device; results are none of the matters that are tested with it.
 """
 
+import atexit
 import contextlib
 import threading
 import time
@@ -56,7 +57,10 @@ class NcclLike(dist.ProcessGroup):
         self.gloo = None
         self._numbers, self._queue, self._active = {}, deque(), deque()
         self._lock = threading.Lock()
-        threading.Thread(target=self._device, daemon=True).start()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._device, daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
 
     # -- what PyTorch and Longspan ask for --------------------------------------------------------------------------
 
@@ -105,6 +109,11 @@ class NcclLike(dist.ProcessGroup):
 
     def abort(self):
         self.is_aborted = True
+
+    def _end(self):
+        """A thread that is inside of the store's code when the interpreter ends would end the process by a signal."""
+        self._is_over = True
+        self._thread.join(5.0)
 
     def _get_backend(self, device):
         return self
@@ -158,12 +167,12 @@ class NcclLike(dist.ProcessGroup):
 
     def _device(self):
         with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError, RuntimeError):  # the job is over
-            while not self.is_aborted:
+            while not self.is_aborted and not self._is_over:
                 time.sleep(TICK)
                 self._do_some()
 
     def _do_some(self):
-        while not self.is_aborted:
+        while not self.is_aborted and not self._is_over:
             with self._lock:
                 work = self._queue[0] if self._queue else None
                 if work is None or (isinstance(work.progress, float) and self._active):
@@ -171,7 +180,7 @@ class NcclLike(dist.ProcessGroup):
                 self._active.append(self._queue.popleft())
             if isinstance(work.progress, float):
                 end = time.monotonic() + work.progress
-                while time.monotonic() < end and not self.is_aborted:
+                while time.monotonic() < end and not self.is_aborted and not self._is_over:
                     time.sleep(TICK)
                 self._active.popleft()
                 work.is_done = True
