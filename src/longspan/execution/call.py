@@ -15,13 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from longspan.errors import PlanError, in_context
 from longspan.execution import _torch, _torch_compiler, ops
 from longspan.execution.fitting import SEQ_DIM, check_tensors, fitting_plan
-from longspan.execution.handed import check_captured, check_cut, group_handed, group_of
+from longspan.execution.handed import check_axes, check_captured, check_cut, group_handed, group_of
 from longspan.execution.inputs import check_inputs as check_inputs
 from longspan.execution.scoring.biases import Extras as Extras
 from longspan.execution.scoring.biases import check_sinks
@@ -189,11 +188,7 @@ def _group_name(group: Any, plan_or_mask: Mask | Plan) -> str:
 @torch.compiler.assume_constant_result
 def _name_of(group: Any) -> str | None:
     group = group_of(group)
-    if isinstance(group, DeviceMesh):
-        raise PlanError(
-            f"group is a mesh of {group.ndim} axes {group.mesh_dim_names}. Pass the one that holds the sequence, as"
-            f" in mesh['cp']."
-        )
+    check_axes(group)
     return group.group_name if isinstance(group, dist.ProcessGroup) else None
 
 

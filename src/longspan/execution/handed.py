@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from longspan.errors import KernelError, PlanError
+from longspan.execution.inputs import DTYPES
 from longspan.schedules.plan import Plan
 
 
@@ -31,6 +33,45 @@ def group_handed(group: Any) -> str:
             " instead. Call this on the group's members alone"
         )
     return f"{type(group).__name__} was given"
+
+
+def check_axes(group: Any) -> None:
+    """Refuses a mesh of several axes."""
+    if isinstance(group, DeviceMesh):
+        raise PlanError(
+            f"group is a mesh of {group.ndim} axes {group.mesh_dim_names}. Pass the one that holds the sequence, as"
+            f" in mesh['cp']."
+        )
+
+
+def planned_group(group: Any, plan: Any, documents: Any, how: str) -> str:
+    """The name under which PyTorch knows the group of a call by a plan; "" for one device. `how` says how plans are
+    made."""
+    if plan is not None and documents is not None:
+        raise PlanError("documents and a plan were given, but a plan has documents of its own. Leave one of them out.")
+    if group is None:
+        return ""
+    if plan is None:
+        raise PlanError(f"a group was given without a plan. Make one: {how}, and pass plan=.")
+    check_axes(group)
+    if not isinstance(group, dist.ProcessGroup):
+        raise PlanError(f"group= takes a process group or a mesh of one axis, but {group_handed(group)}.")
+    return group.group_name
+
+
+def check_plain_numbers(operator: str, name: str, tensor: Tensor) -> None:
+    """Refuses DTensors, nested tensors and other dtypes than those that are computed with."""
+    if isinstance(tensor, DTensor):
+        raise PlanError(
+            f"{name} is a DTensor, placed {tensor.placements}, but {operator} takes plain tensors. Pass"
+            f" {name}.to_local(), or {name}.full_tensor() where every rank needs all of it."
+        )
+    if tensor.is_nested or tensor.dtype not in DTYPES:
+        kind = "nested" if tensor.is_nested else f"of {tensor.dtype}"
+        raise PlanError(
+            f"{name} is {kind}, but {operator} takes plain tensors of {', '.join(map(str, DTYPES))}. Pad or cast it"
+            f" first; packed documents are said by their lengths: documents=[...]."
+        )
 
 
 def check_plain(name: str, tensor: object) -> None:

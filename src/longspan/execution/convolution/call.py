@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.errors import PlanError, in_context
 from longspan.execution.convolution import halo_operator
 from longspan.execution.convolution.fitting_rows import check_dtypes, check_plan, check_rows, check_tensors
 from longspan.execution.convolution.own_rows import OwnRows, convolved
-from longspan.execution.handed import group_handed, group_of
+from longspan.execution.handed import group_of, planned_group
 from longspan.execution.inputs import as_autocast
 from longspan.execution.ops import place_in
 from longspan.execution.trust.group import told
@@ -26,6 +25,9 @@ from longspan.masks.document_rows import document_rows
 from longspan.schedules.convolution import ConvPlan, planned_convolution
 from longspan.schedules.steps import Sizes
 from longspan.span import shortened
+
+HOW = "longspan.conv_plan(documents, layout, channels=..., width=..., dtype=...)"
+"""How plans of these calls are made."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +51,7 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, asked: ConvReq
             raise PlanError(
                 f"name = {shortened(asked.name)} was given. A call's name is a str, the same on every rank."
             )
-        return _run(x, weight, bias, asked, _group_name(group, asked))
+        return _run(x, weight, bias, asked, planned_group(group, asked.plan, asked.documents, HOW))
 
 
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, asked: ConvRequest, group: str) -> Tensor:
@@ -93,27 +95,6 @@ def _handle(plan: ConvPlan) -> Tensor:
         object.__setattr__(plan, "handle", handle_of(plan))
     handle: Any = plan.handle
     return handle
-
-
-def _group_name(group: Any, asked: ConvRequest) -> str:
-    """The name under which PyTorch knows the group; "" for one device."""
-    if asked.plan is not None and asked.documents is not None:
-        raise PlanError("documents and a plan were given, but a plan has documents of its own. Leave one of them out.")
-    if group is None:
-        return ""
-    if asked.plan is None:
-        raise PlanError(
-            "a group was given without a plan. Make one: longspan.conv_plan(documents, layout, channels=..., width=...,"
-            " dtype=...), and pass plan=."
-        )
-    if isinstance(group, DeviceMesh):
-        raise PlanError(
-            f"group is a mesh of {group.ndim} axes {group.mesh_dim_names}. Pass the one that holds the sequence, as"
-            f" in mesh['cp']."
-        )
-    if not isinstance(group, dist.ProcessGroup):
-        raise PlanError(f"group= takes a process group or a mesh of one axis, but {group_handed(group)}.")
-    return group.group_name
 
 
 def _described(x: Any, weight: Any, asked: ConvRequest, group: Any) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from longspan.errors import PlanError
-from longspan.execution.inputs import DTYPES, check_no_tangent
+from longspan.execution.handed import check_plain_numbers
+from longspan.execution.inputs import check_no_tangent
 from longspan.schedules.convolution import ConvPlan
 
 ACTIVATIONS = (None, "silu", "swish")
@@ -47,17 +47,7 @@ def _check_kind(name: str, tensor: Any, shape: str) -> None:
             f"{name} must be a torch.Tensor of shape {shape}, but {type(tensor).__name__} was given. Convert it with"
             f" torch.as_tensor."
         )
-    if isinstance(tensor, DTensor):
-        raise PlanError(
-            f"{name} is a DTensor, placed {tensor.placements}, but causal_conv1d takes plain tensors. Pass"
-            f" {name}.to_local(), or {name}.full_tensor() where every rank needs all of it."
-        )
-    if tensor.is_nested or tensor.dtype not in DTYPES:
-        kind = "nested" if tensor.is_nested else f"of {tensor.dtype}"
-        raise PlanError(
-            f"{name} is {kind}, but causal_conv1d takes plain tensors of {', '.join(map(str, DTYPES))}. Pad or cast it"
-            f" first; packed documents are said by their lengths: documents=[...]."
-        )
+    check_plain_numbers("causal_conv1d", name, tensor)
 
 
 def check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.errors import PlanError, in_context
 from longspan.execution.engine.transports import Loopback, Program
-from longspan.execution.handed import group_handed, group_of
+from longspan.execution.handed import group_of, planned_group
 from longspan.execution.ops import run_over, settings_of, told_in
 from longspan.execution.relayouts import Relayout
 from longspan.execution.scans.contract import Recurrence, ScanKernel, ScanWork, Segments
@@ -30,6 +29,9 @@ from longspan.masks.document_rows import document_rows
 from longspan.schedules.scans.plan import ScanPlan
 from longspan.span import Ints, shortened
 from longspan.version import VERSION
+
+HOW = "longspan.scan_plan(documents, layout, heads=..., keys=..., values=..., maps=...)"
+"""How plans of these calls are made."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +50,7 @@ class ScanRequest:
 def run(recurrence: Any, tokens: tuple[Any, ...], shared: tuple[Any, ...], asked: ScanRequest) -> Tensor:
     """The output of this rank's tokens, with the errors of a public call."""
     group = group_of(asked.group)
-    name = _group_name(group, asked)
+    name = planned_group(group, asked.plan, asked.documents, HOW)
     with in_context(lambda: _described(asked, tokens, group)), told_in(name) if name else nullcontext():
         if not isinstance(asked.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise PlanError(
@@ -164,27 +166,6 @@ def _options(recurrence: Recurrence, kernel: str) -> tuple[str, str]:
     options = {field.name: getattr(recurrence, field.name) for field in fields(cast(Any, recurrence))}
     scale = repr(options.pop("scale", "none"))
     return scale, ", ".join((recurrence.name, *(f"{name}={value}" for name, value in options.items()), kernel))
-
-
-def _group_name(group: Any, asked: ScanRequest) -> str:
-    """The name under which PyTorch knows the group; "" for one device."""
-    if asked.plan is not None and asked.documents is not None:
-        raise PlanError("documents and a plan were given, but a plan has documents of its own. Leave one of them out.")
-    if group is None:
-        return ""
-    if asked.plan is None:
-        raise PlanError(
-            "a group was given without a plan. Make one: longspan.scan_plan(documents, layout, heads=..., keys=...,"
-            " values=..., map=...), and pass plan=."
-        )
-    if isinstance(group, DeviceMesh):
-        raise PlanError(
-            f"group is a mesh of {group.ndim} axes {group.mesh_dim_names}. Pass the one that holds the sequence, as"
-            f" in mesh['cp']."
-        )
-    if not isinstance(group, dist.ProcessGroup):
-        raise PlanError(f"group= takes a process group or a mesh of one axis, but {group_handed(group)}.")
-    return group.group_name
 
 
 def _described(asked: ScanRequest, tokens: tuple[Any, ...], group: Any) -> str:

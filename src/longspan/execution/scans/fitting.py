@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from longspan.errors import PlanError
-from longspan.execution.inputs import DTYPES, check_no_tangent
+from longspan.execution.handed import check_plain_numbers
+from longspan.execution.inputs import check_no_tangent
 from longspan.execution.scans.contract import Recurrence
 from longspan.schedules.scans.plan import ScanPlan
 from longspan.schedules.scans.words import StateSizes
@@ -56,17 +56,7 @@ def check_tensors(operator: str, tensors: Mapping[str, Any], shapes: Shapes) -> 
 def _check_kind(operator: str, name: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
         raise PlanError(f"{name} must be a torch.Tensor, but {type(tensor).__name__} was given to {operator}.")
-    if isinstance(tensor, DTensor):
-        raise PlanError(
-            f"{name} is a DTensor, placed {tensor.placements}, but {operator} takes plain tensors. Pass"
-            f" {name}.to_local(), or {name}.full_tensor() where every rank needs all of it."
-        )
-    if tensor.is_nested or tensor.dtype not in DTYPES:
-        kind = "nested" if tensor.is_nested else f"of {tensor.dtype}"
-        raise PlanError(
-            f"{name} is {kind}, but {operator} takes plain tensors of {', '.join(map(str, DTYPES))}. Pad or cast it"
-            f" first; packed documents are said by their lengths: documents=[...]."
-        )
+    check_plain_numbers(operator, name, tensor)
 
 
 def state_sizes(recurrence: Recurrence, tokens: tuple[Tensor, ...]) -> StateSizes:

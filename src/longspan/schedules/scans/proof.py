@@ -10,6 +10,7 @@ entering states it speaks for; sets that meet must not overlap, and the gradient
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from longspan.errors import ScheduleError
@@ -66,7 +67,7 @@ def _check_messages(schedule: ScanSchedule) -> None:
             raise ScheduleError(f"{t!r} is listed in step {number} by one of its two ends only.")
 
 
-class _ScanProof:
+class _ScanProof(ABC):
     """Steps of all ranks, one after the other: folds first, then transfers, which arrive after all were sent."""
 
     def __init__(self, schedule: ScanSchedule, chains: Chains) -> None:
@@ -75,6 +76,9 @@ class _ScanProof:
         self.batches = chains.batches
 
     def run(self, fold: Callable[[Fold, int], None], send: Callable[[StateTransfer, int], Spoken]) -> None:
+        by_step: dict[int, list[StateTransfer]] = {}
+        for step, t in self.schedule.transfers():
+            by_step.setdefault(step, []).append(t)
         for number in range(self.schedule.num_steps):
             for rank, steps in enumerate(self.schedule.ranks):
                 for item in steps[number].computes if number < len(steps) else ():
@@ -83,14 +87,15 @@ class _ScanProof:
                     self._check(item)
                     fold(item, number)
             sent: list[tuple[StateTransfer, Spoken]] = []
-            for t in (t for step, t in self.schedule.transfers() if step == number):
+            for t in by_step.get(number, []):
                 self._check_piece(t.piece, t, gradient=self.schedule.direction == "backward")
                 sent.append((t, send(t, number)))
             for t, found in sent:
                 self.arrive(t, found)
 
+    @abstractmethod
     def arrive(self, t: StateTransfer, found: Spoken) -> None:
-        raise NotImplementedError
+        """Takes in what was sent."""
 
     def _check(self, fold: Fold) -> None:
         left, right = fold.left, fold.right
