@@ -1,4 +1,4 @@
-"""Families of transformers' language models, with the configurations that they are tried with, and a step of each on one
+"""Families of transformers' language models, the configurations that they are tried with, and a step of each on one
 device."""
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LIMIT = 1e-5
 """How far attention by Longspan may be off from transformers' own on one device: models compute parts in float32."""
 
 HYBRID = ["linear_attention"] * 3 + ["full_attention"]
-NESTED = {"rope_type": "default", "rope_theta": 10000.0}
+NESTED = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [24, 20, 20]}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "chameleon": {"vocabulary_map": {"<image>": 8711, "IMGIMGAAZ": 4}},
-    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": {**NESTED, "mrope_section": [24, 20, 20]}}}},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {**NESTED, "mrope_section": [24, 20, 20]}}},
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": NESTED}}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": NESTED}},
     "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 8, "clip_qkv": 8}},
     "deepseek_ocr2": {"text_config": {
         "num_experts_per_tok": 6, "mlp_layer_types": ["dense"] + ["sparse"] * 11, "num_hidden_layers": 12,
@@ -56,7 +56,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "step3p7": {"text_config": {"sliding_window": 512}},
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
-"""What published checkpoints set and the class leaves out, without which its code does not run or lacks a kind of layer."""
+"""What published checkpoints set and classes leave out, where code does not run without or a kind of layer lacks."""
 
 
 @dataclass(frozen=True)
