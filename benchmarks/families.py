@@ -33,7 +33,7 @@ from benchmarks.family_cases import KINDS, Case, cases, class_of, config_of, on_
 from benchmarks.family_page import page, summary
 
 LEAST = 120
-BATCH = 24
+BATCH = 48
 """Cases that share a process: transformers takes seconds to load."""
 PATIENCE = 240.0
 """Seconds for one case."""
