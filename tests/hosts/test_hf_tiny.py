@@ -289,7 +289,7 @@ def test_a_copy_that_its_own_class_refuses_is_refused_here():
 
 def test_an_unknown_family_works_by_names_alone():
     """A configuration that no table knows, with a model around it."""
-    from transformers import LlamaForCausalLM, Qwen2Config
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     class NewConfig(Qwen2Config):
         model_type = "new_family"
@@ -298,4 +298,4 @@ def test_an_unknown_family_works_by_names_alone():
     tiny = tiny_config(NewConfig(layer_types=kinds, sliding_window=99, use_sliding_window=True))
     assert tiny.layer_types == ["full_attention", "sliding_attention"]
     assert tiny.sliding_window == 7
-    assert isinstance(build(LlamaForCausalLM, tiny).config, NewConfig)
+    assert isinstance(build(Qwen2ForCausalLM, tiny).config, NewConfig)
