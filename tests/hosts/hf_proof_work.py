@@ -32,7 +32,7 @@ def _step(model, batch, layout="balanced"):
 
 def _far(model, batch, layout="balanced"):
     """How far loss and gradients are off one device, of each gradient's largest entry."""
-    model.zero_grad()
+    model.double()
     one = model(**batch, use_cache=False).loss
     one.backward()
     right = gradients(model)
