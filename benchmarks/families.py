@@ -35,7 +35,7 @@ from benchmarks.family_page import page, summary
 LEAST = 120
 BATCH = 48
 """Cases that share a process: transformers takes seconds to load."""
-PATIENCE = 240.0
+PATIENCE = 120.0
 """Seconds for one case."""
 FORMS = {
     "plain": {},

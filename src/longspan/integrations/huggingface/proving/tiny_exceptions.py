@@ -59,16 +59,39 @@ def glm5_next(config: Any) -> None:
     config.index_kpool, config.index_topk = 4, 8
 
 
+def perceiver(config: Any) -> None:
+    """Latents that all tokens are read into."""
+    config.num_latents, config.d_latents, config.num_self_attends_per_block = 16, config.d_model, 2
+
+
+def hrm_text(config: Any) -> None:
+    """Layers are gone through again and again, and counted as often."""
+    config.num_layers_per_stack = 1
+    config.num_hidden_layers = config.H_cycles * (config.L_cycles + 1)
+
+
+def blt(config: Any) -> None:
+    """Patches have as many features as `cross_attn_k` bytes."""
+    around, inside = config.encoder_config, config.global_config
+    inside.hidden_size = around.hidden_size_global = config.decoder_config.hidden_size_global = (
+        around.hidden_size * config.cross_attn_k
+    )
+    inside.head_dim = inside.hidden_size // inside.num_attention_heads
+
+
 EXCEPTIONS: dict[str, Callable[[Any], None]] = {
+    "blt": blt,
     "chameleon_vqgan": vq,
     "emu3_vqgan": vq,
     "glm5_next_text": glm5_next,
+    "hrm_text": hrm_text,
     "jamba": jamba,
     "janus_vqgan": vq,
     "layoutlmv3": layoutlmv3,
     "lilt": lilt,
     "longformer": longformer,
     "molmo2": molmo2,
+    "perceiver": perceiver,
     "reformer": reformer,
     "zamba": zamba,
     "zamba2": zamba,
