@@ -8,34 +8,43 @@ ranks, `shard_inputs` turns a whole batch into this rank's arguments of `model(.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from longspan import layouts
 from longspan.integrations.huggingface.attention import BLIND, NAME, longspan_attention
+from longspan.integrations.huggingface.batches import (
+    BY_TOKEN,
+    IGNORE,
+    PACKED,
+    USED,
+    Reading,
+    positions_of,
+    read_batch,
+    shifted_labels,
+)
+from longspan.integrations.huggingface.hooks.body import watch_body
+from longspan.integrations.huggingface.hooks.losses import route_losses
+from longspan.integrations.huggingface.hooks.rotary import watch_rotary
+from longspan.integrations.huggingface.hooks.seen import listen, listen_to_layers, takes
 from longspan.integrations.huggingface.masks import LayerMask, layer_mask
 from longspan.integrations.huggingface.mixers import is_hybrid, needs, route
 from longspan.integrations.huggingface.models import check_model, layer_kinds
-from longspan.integrations.huggingface.seen import listen, listen_to_layers
+from longspan.integrations.huggingface.rules import IN_PLACE, NO_POSITIONS, OWN, POOLED, SHIFTED, Rules
 from longspan.integrations.huggingface.sequence import ShardedSequence, Whole
-from longspan.integrations.huggingface.structure import check_packing, num_layers
-from longspan.integrations.huggingface.terms import Kind, runs
+from longspan.integrations.huggingface.structure import check_packing, num_layers, padding_id
+from longspan.integrations.huggingface.terms import Kind
 from longspan.layouts import Layout
-from longspan.training import BatchError, shard_batch, shift_tokens
-from longspan.training.groups import process_group
+from longspan.training import BatchError, shard_batch
+from longspan.training.groups import all_summed, process_group
 from longspan.training.loss import Reported
-from longspan.training.packed_batch import numbers_of, restarts
 
 __all__ = ["NAME", "LayerMask", "ShardedSequence", "full_loss", "register", "shard_inputs"]
 
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-USED = ("attention_mask", "position_ids", "labels", "shift_labels", *PACKED, "max_length_q", "max_length_k")
-IGNORE = -100
 STATE_KEYS = 2048
 """What a state that goes from span to span weighs, in keys and values: 6 MiB of a layer of Qwen3-Next against 2 KiB."""
 
@@ -63,9 +72,13 @@ def shard_inputs(
     positions: str | None = None,
     schedule: str = "auto",
     dropout_seed: int | None = None,
-    any_model: bool = False,
+    trust_model: bool = False,
 ) -> dict[str, Any]:
     """This rank's arguments: `model(**shard_inputs(model, batch, mesh["cp"]))`.
+
+    A model that is used for the first time is proved: rank 0 makes a tiny copy of its configuration, runs it whole and
+    split over simulated ranks, and compares loss and gradients. That takes seconds, once: the result is remembered on
+    disk, and told to the other ranks. A model that would compute something else over ranks is refused.
 
     Documents are found as transformers finds them: in `position_ids` that do not go on by one (without an
     `attention_mask`), in `cu_seq_lens_q`, or in `seq_idx`. `loss` of the model's output is this rank's share: shares
@@ -80,8 +93,8 @@ def shard_inputs(
             `seq_idx` and there are no `position_ids`.
         schedule: see `longspan.plan`.
         dropout_seed: decides which pairs attention dropout strikes.
-        any_model: take a model that Longspan has not been tried with over ranks. A layer that mixes tokens by other
-            means than attention, or counts positions itself, would go wrong unnoticed.
+        trust_model: skip the proof. A layer that mixes tokens by other means than attention, or counts positions
+            itself, would go wrong unnoticed.
 
     Returns:
         Arguments for the model.
@@ -89,42 +102,80 @@ def shard_inputs(
         - `input_ids` (or `inputs_embeds`) and `position_ids` of this rank's tokens;
         - `shift_labels`, shifted while the sequence was whole, and `num_items_in_batch`, all labels of the batch unless
           it is given (with gradient accumulation). `labels` is empty: transformers only asks whether it is there, and a
-          loss that would shift labels of this rank alone fails on it;
+          loss that would shift labels of this rank alone fails on it. Models whose loss is a mean of their own labels
+          are given none; their loss is computed from their logits;
         - `longspan`, a `ShardedSequence`; `use_cache=False`; and what else was in the batch and has nothing to do with
           tokens.
+
+        Models that pool (classes of sequences), or that see images, are given whole sequences, which are cut inside.
     """
+    from longspan.integrations.huggingface.proving.first_use import rules_of  # builds models, which many never need
+
     members = process_group(group, "shard_inputs")
-    inner = check_model(model, batch, any_model)
+    inner = check_model(model, batch)
+    rules = rules_of(inner, batch, members, trust_model)
+    return sharded(inner, batch, members, rules, Sharding(layout, positions, schedule, dropout_seed), model)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What `shard_inputs` was asked for beside model and batch."""
+
+    layout: Any = "balanced"
+    positions: str | None = None
+    schedule: str = "auto"
+    dropout_seed: int | None = None
+
+
+def sharded(
+    inner: Any, batch: Mapping[str, Any], members: Any, rules: Rules, asked: Sharding, wrapped: Any = None
+) -> dict[str, Any]:
+    """This rank's arguments of a model that is treated by these rules."""
     config = inner.config.get_text_config()
-    rows, seq_len = _shape(batch)
-    _check_others(batch, seq_len)
-    padding, documents = _padding(batch, rows, seq_len), _documents(batch, rows, seq_len)
+    read = read_batch(batch, is_whole=rules.body is not None)
     kinds = layer_kinds(config)
-    stated = any(batch.get(name) is not None for name in PACKED)
-    if documents is not None and not stated and config.model_type not in BLIND and not is_hybrid(inner):
-        check_packing(inner, all("causal" in repr(kind) for kind in kinds))
-    whole = Whole(rows, seq_len, padding, documents)
-    dealt = _layout(layout, whole, kinds, members.size(), STATE_KEYS if is_hybrid(inner) else 0)
-    part = _part(batch, dealt, members.rank(), _positions(batch, rows, seq_len, documents, positions))
-    part[NAME] = ShardedSequence(whole, dealt, members, schedule, dropout_seed)
-    part[NAME].num_layers = num_layers(inner, config)
-    if is_hybrid(inner):
-        _prepare_hybrid(inner, part[NAME])
-    listen(model, inner, inner.base_model)
+    _check_packed(inner, batch, read, kinds)
+    whole = Whole(read.rows, read.seq_len, read.padding, read.documents)
+    dealt = _layout(asked.layout, whole, kinds, members.size(), STATE_KEYS if is_hybrid(inner) else 0)
+    sequence = ShardedSequence(whole, dealt, members, asked.schedule, asked.dropout_seed, rules)
+    sequence.num_layers = num_layers(inner, config)
+    part = _arguments(inner, batch, sequence, _positions(inner, batch, read, rules, asked))
+    part[NAME] = sequence
+    _prepare(inner, sequence)
+    listen(wrapped, inner, inner.base_model)
     return part
 
 
-def _prepare_hybrid(model: Any, sequence: ShardedSequence) -> None:
-    """Convolutions and recurrences of the model go over ranks, and every layer is watched for it."""
+def _positions(inner: Any, batch: Mapping[str, Any], read: Reading, rules: Rules, asked: Sharding) -> Tensor | None:
+    given = batch.get("position_ids")
+    if rules.body is not None and isinstance(given, Tensor) and given.ndim == 3:
+        return given  # of images and video: the body's door cuts them
+    return positions_of(batch, read, asked.positions, rules.positions, padding_id(inner))
+
+
+def _check_packed(inner: Any, batch: Mapping[str, Any], read: Reading, kinds: list[Kind]) -> None:
+    stated = any(batch.get(name) is not None for name in PACKED)
+    model_type = inner.config.get_text_config().model_type
+    if read.documents is not None and not stated and model_type not in BLIND and not is_hybrid(inner):
+        check_packing(inner, all("causal" in repr(kind) for kind in kinds))
+
+
+def _prepare(inner: Any, sequence: ShardedSequence) -> None:
+    """What the model calls beside attention goes over ranks too, and every layer of a hybrid is watched for it."""
+    route_losses(inner)
+    if sequence.rules.body is not None:
+        watch_body(inner, sequence.rules.body, sequence.rules.joined)
+    if not is_hybrid(inner):
+        return
     padding = sequence.whole.padding
     if padding is not None and (np.diff(padding.astype(np.int8), axis=1) != 0).sum(axis=1).max(initial=0) > 2:
         raise BatchError(
             "attention_mask has padding between real tokens. Recurrences of this model would carry their state across"
             " it. Move padding to the front or the end of each row."
         )
-    route(model)
-    sequence.needed = needs(model)
-    listen_to_layers(model, sequence.needed)
+    route(inner)
+    sequence.needed = needs(inner)
+    listen_to_layers(inner, sequence.needed)
 
 
 def full_loss(loss: Tensor, inputs: Mapping[str, Any], *, gradients: str = "sum") -> Tensor:
@@ -141,116 +192,9 @@ def full_loss(loss: Tensor, inputs: Mapping[str, Any], *, gradients: str = "sum"
             f" 'average', but {type(sequence).__name__} was found under {NAME!r}, and gradients = {gradients!r}."
         )
     sequence.check_seen("the model")
-    value = loss.detach().clone()
-    dist.all_reduce(value, group=sequence.group)
+    value = all_summed(loss.detach().clone(), sequence.group)
     share = loss * sequence.group.size() if gradients == "average" else loss
     return Reported.apply(share, value)  # type: ignore[return-value]
-
-
-# -- what a batch says -------------------------------------------------------------------------------------------------
-
-
-def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
-    tensors = [batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None]
-    if len(tensors) != 1 or not isinstance(tensors[0], Tensor) or tensors[0].ndim not in (2, 3):
-        raise BatchError(
-            "a batch has input_ids (batch, tokens) or inputs_embeds (batch, tokens, features), one of them. This one"
-            f" has {', '.join(batch) or 'nothing'}."
-        )
-    return int(tensors[0].shape[0]), int(tensors[0].shape[1])
-
-
-def _check_others(batch: Mapping[str, Any], seq_len: int) -> None:
-    """Refuses arguments that may be about tokens and have no meaning here."""
-    if batch.get("loss_mask") is not None:
-        raise BatchError(
-            "the batch has a loss_mask, which transformers' losses do not know. Put -100 into labels where it is 0, and"
-            " take it out: labels = labels.masked_fill(loss_mask == 0, -100)."
-        )
-    for name, value in batch.items():
-        shape = tuple(getattr(value, "shape", ()))
-        if name not in (*USED, "input_ids", "inputs_embeds") and seq_len in shape:
-            raise BatchError(
-                f"{name} of shape {shape} has a dim as long as the sequence, {seq_len}, but it is not known here how to"
-                f" cut it. Take it out of the batch if the model computes the same without it (token_type_ids of text,"
-                f" cache_position). Otherwise cut it yourself: add inputs['longspan'].layout.shard(value, rank, dim) to"
-                f" the inputs that shard_inputs returns."
-            )
-
-
-def _padding(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[np.bool_] | None:
-    mask = batch.get("attention_mask")
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor) or tuple(mask.shape) != (rows, seq_len):
-        kind = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise BatchError(
-            f"attention_mask is {kind}, but over ranks it is (batch, tokens) = {(rows, seq_len)}, 1 for real tokens."
-            f" Pass other masks, in global positions, to longspan.attention."
-        )
-    return mask.detach().cpu().numpy().astype(bool)
-
-
-def _documents(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[Any] | None:
-    """The document number of each token, (rows or 1, S), or None where every row is one document."""
-    stated = numbers_of({name: batch.get(name) for name in PACKED}, rows, seq_len)
-    from_positions = restarts(batch.get("position_ids"), rows, seq_len)
-    mask = batch.get("attention_mask")
-    if mask is not None:
-        if stated is None and from_positions is not None:
-            _check_padded(mask, from_positions)
-        return stated
-    if stated is not None and from_positions is not None and not _same_borders(stated, from_positions):
-        raise BatchError(
-            "position_ids restart elsewhere than where cu_seq_lens or seq_idx let documents begin. Give one of them, or"
-            " make them agree."
-        )
-    return stated if stated is not None else from_positions
-
-
-def _check_padded(mask: Tensor, numbers: NDArray[Any]) -> None:
-    """With a mask of padding transformers looks for no documents: positions may jump at padding, and nowhere else."""
-    real = mask.detach().cpu().numpy().astype(bool)
-    borders = (np.diff(numbers, axis=1) != 0) & real[:, 1:] & real[:, :-1]
-    if borders.any():
-        row, place = (int(x[0]) for x in np.nonzero(borders))
-        raise BatchError(
-            f"documents begin at token {place + 1} of row {row}, and there is an attention_mask: transformers would"
-            f" then let documents see each other. Take the attention_mask out of the batch; padding at the end is one"
-            f" more document, whose position_ids start again."
-        )
-
-
-def _same_borders(a: NDArray[Any], b: NDArray[Any]) -> bool:
-    return all(np.array_equal(runs(x)[0], runs(y)[0]) for x, y in zip(*np.broadcast_arrays(a, b), strict=True))
-
-
-def _positions(
-    batch: Mapping[str, Any], rows: int, seq_len: int, documents: NDArray[Any] | None, positions: str | None
-) -> Tensor:
-    """Global positions, (B, S)."""
-    given = batch.get("position_ids")
-    if given is not None and positions is not None:
-        raise BatchError(f"positions = {positions!r} was asked for, but the batch has position_ids. Take one out.")
-    if given is not None:
-        if not isinstance(given, Tensor) or tuple(given.shape) not in ((1, seq_len), (rows, seq_len)):
-            kind = f"have shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"are {type(given).__name__}"
-            raise BatchError(
-                f"position_ids {kind}, but whole sequences have a tensor (batch, tokens) = {(rows, seq_len)}. Give"
-                f" whole tensors, not shards."
-            )
-        return given.expand(rows, -1)
-    if positions not in (None, "sequence", "document") or (positions is None and documents is not None):
-        raise BatchError(
-            f"the batch has {'no documents' if documents is None else 'documents'} and no position_ids, and positions ="
-            f" {positions!r}. Say 'document' if they start again with every document (as collators for packed batches"
-            f" do), 'sequence' if they count on through all documents."
-        )
-    counted = torch.arange(seq_len, device="cpu").expand(rows, -1)
-    if positions == "document" and documents is not None:
-        edges = [runs(row)[0] for row in documents]
-        counted = counted - torch.from_numpy(np.stack([np.repeat(row[:-1], np.diff(row)) for row in edges]))
-    return counted
 
 
 def _layout(layout: Any, whole: Whole, kinds: list[Kind], world_size: int, span_keys: int) -> Layout:
@@ -278,27 +222,54 @@ def _layout(layout: Any, whole: Whole, kinds: list[Kind], world_size: int, span_
     return layout
 
 
-def _part(batch: Mapping[str, Any], layout: Layout, rank: int, position_ids: Tensor) -> dict[str, Any]:
-    """This rank's tokens, with labels that were shifted before."""
-    whole = {name: value for name, value in batch.items() if name not in USED and value is not None}
-    tokens = whole["input_ids"] if "input_ids" in whole else whole["inputs_embeds"]
-    whole["position_ids"] = position_ids.to(tokens.device)
-    labels = _shifted(batch)
-    if labels is not None:
-        whole["shift_labels"] = labels
-    part = shard_batch(whole, layout, rank, dims={"inputs_embeds": 1} if "inputs_embeds" in whole else None)
-    if labels is not None:
-        part["labels"] = labels[:, :0]
-        if part.get("num_items_in_batch") is None:
-            part["num_items_in_batch"] = (labels != IGNORE).sum().clamp(min=1)
-    part["use_cache"] = False
+def _arguments(
+    inner: Any, batch: Mapping[str, Any], sequence: ShardedSequence, position_ids: Tensor | None
+) -> dict[str, Any]:
+    """What the model is called with: this rank's tokens, or all of them where it is cut inside; labels shifted before
+    anything is cut."""
+    rules, layout, rank = sequence.rules, sequence.layout, sequence.rank
+    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    if watch_rotary(inner) and position_ids is not None:
+        sequence.largest = position_ids.max()
+    part = (
+        _whole_tokens(batch, sequence, position_ids)
+        if rules.body is not None
+        else _own_tokens(batch, sequence, position_ids)
+    )
+    labels = batch.get("labels") if rules.loss == IN_PLACE else shifted_labels(batch)
+    if labels is not None and rules.loss in (OWN, SHIFTED, IN_PLACE):
+        count = batch.get("num_items_in_batch")
+        count = (labels != IGNORE).sum().clamp(min=1) if count is None else torch.as_tensor(count)
+        mine = layout.shard(labels, rank, 1, IGNORE)
+        if rules.loss == OWN:
+            part.update(shift_labels=mine, labels=labels[:, :0], num_items_in_batch=count)
+        else:
+            sequence.labels, sequence.num_items = mine, count
+    for name, value in (("position_ids", part.get("position_ids")), ("use_cache", False)):
+        if (
+            value is not None
+            and takes(type(inner), name)
+            and (name != "position_ids" or rules.positions != NO_POSITIONS)
+        ):
+            part[name] = value.to(tokens.device) if isinstance(value, Tensor) else value
+        else:
+            part.pop(name, None)
     return part
 
 
-def _shifted(batch: Mapping[str, Any]) -> Tensor | None:
-    """Labels one place earlier, as transformers' loss shifts them, documents or not; shift_labels take precedence over
-    labels."""
-    labels, shifted = batch.get("labels"), batch.get("shift_labels")
-    if labels is None or shifted is not None:
-        return shifted
-    return shift_tokens(labels, 1, fill=IGNORE)
+def _own_tokens(batch: Mapping[str, Any], sequence: ShardedSequence, position_ids: Tensor | None) -> dict[str, Any]:
+    whole = {name: value for name, value in batch.items() if name not in USED and value is not None}
+    whole["position_ids"] = position_ids
+    dims = {name: 1 for name in whole if name in ("inputs_embeds", *BY_TOKEN)}
+    whole.pop("num_items_in_batch", None) if sequence.rules.loss in (SHIFTED, IN_PLACE) else None
+    return shard_batch(whole, sequence.layout, sequence.rank, dims=dims or None)
+
+
+def _whole_tokens(batch: Mapping[str, Any], sequence: ShardedSequence, position_ids: Tensor | None) -> dict[str, Any]:
+    kept = ("labels", "num_items_in_batch") if sequence.rules.loss == POOLED else ()
+    dropped = {"labels", "shift_labels", "num_items_in_batch", *PACKED, "max_length_q", "max_length_k"} - set(kept)
+    part = {name: value for name, value in batch.items() if name not in dropped and value is not None}
+    if position_ids is not None and position_ids.ndim == 2:
+        sequence.position_ids = sequence.layout.shard(position_ids, sequence.rank, 1)
+        part.pop("position_ids", None)
+    return part
