@@ -27,6 +27,12 @@ def swap_attention(model, kind, layers=None):
             layer.self_attn = kind(model.config, number)
 
 
+def named(model, *parts):
+    """The class under a name of its own: proofs are remembered by name."""
+    model.__name__ = model.__qualname__ = "".join(["Model", *(f"_{part.__name__}" for part in parts)])
+    return model
+
+
 # -- positions ---------------------------------------------------------------------------------------------------------
 
 
@@ -73,7 +79,7 @@ def rotating(kind):
         def swap(self, config):
             self.model.rotary_emb = kind(config)
 
-    return Model
+    return named(Model, kind)
 
 
 class IdTable(nn.Module):
@@ -96,7 +102,7 @@ def embedding(index):
         def get_input_embeddings(self):
             return self.model.embed_tokens.tokens
 
-    return Model
+    return named(Model, index)
 
 
 def counted_ids(ids):
@@ -107,6 +113,11 @@ def counted_ids(ids):
 
 def same_as_before(ids):
     return F.pad(ids[:, 1:] == ids[:, :-1], (1, 0)).long()
+
+
+def ends_before(ids):
+    """How many documents ended, by their last token."""
+    return F.pad((ids == 2).long().cumsum(1), (1, -1))
 
 
 def kinds_of_tokens(ids):
@@ -134,7 +145,7 @@ def _projected(attention, x, angles):
 
 
 class DeafAttention(llama.LlamaAttention):
-    """Hands no other arguments on."""
+    """Hands no other arguments on: masks say enough."""
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **_):
         return super().forward(hidden_states, position_embeddings, attention_mask)
@@ -145,6 +156,13 @@ class MasklessAttention(llama.LlamaAttention):
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
         return super().forward(hidden_states, position_embeddings, None, **kwargs)
+
+
+class CutOffAttention(llama.LlamaAttention):
+    """Hands neither masks nor keywords on."""
+
+    def forward(self, hidden_states, position_embeddings=None, **_):
+        return super().forward(hidden_states, position_embeddings)
 
 
 class BiasedAttention(llama.LlamaAttention):
@@ -203,7 +221,7 @@ def attending(kind, layers=None):
         def swap(self, config):
             swap_attention(self, kind, layers)
 
-    return Model
+    return named(Model, kind)
 
 
 # -- arguments of the model --------------------------------------------------------------------------------------------
@@ -220,7 +238,7 @@ class LengthsFromMask(LlamaForCausalLM):
 
 
 class PositionsFromMask(LlamaForCausalLM):
-    """Padded batches only: OPT's positions, which start with the first real token."""
+    """OPT's positions, which start with the first real token: Longspan finds them out and hands them over."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         if attention_mask is not None:
@@ -238,9 +256,8 @@ class DocumentTable(LlamaForCausalLM):
 
     def forward(self, input_ids=None, position_ids=None, **kwargs):
         embedded = self.model.embed_tokens(input_ids)
-        if position_ids is not None:
-            numbers = F.pad(position_ids.diff(dim=1) < 0, (1, 0)).long().cumsum(1)
-            embedded = embedded + self.documents(numbers)
+        places = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
+        embedded = embedded + self.documents(F.pad(places.diff(dim=1) < 0, (1, 0)).long().cumsum(1))
         return super().forward(inputs_embeds=embedded, position_ids=position_ids, **kwargs)
 
 
@@ -283,19 +300,36 @@ class ScaledLogits(Swapped):
 
 
 class MeanLoss(LlamaForCausalLM):
-    """The loss is a mean over the labels of the call, whatever num_items_in_batch says."""
+    """The loss is a mean over the labels of the call: Longspan computes it itself."""
 
     def forward(self, input_ids=None, labels=None, shift_labels=None, num_items_in_batch=None, **kwargs):
         out = super().forward(input_ids, **kwargs)
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
         if shift_labels is not None:
-            out.loss = F.cross_entropy(out.logits.flatten(0, 1), shift_labels.flatten())
+            out.loss = self.loss_of(out.logits, shift_labels)
         return out
+
+    def loss_of(self, logits, labels):
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class RowLoss(MeanLoss):
+    """The mean over rows of their means."""
+
+    def loss_of(self, logits, labels):
+        return torch.stack([F.cross_entropy(row, wanted) for row, wanted in zip(logits, labels, strict=True)]).mean()
+
+
+class NormalisedLoss(MeanLoss):
+    """With a term that keeps the logits' norms small, a mean over tokens."""
+
+    def loss_of(self, logits, labels):
+        return super().loss_of(logits, labels) + 1e-2 * logits.logsumexp(-1).square().mean()
 
 
 class ShiftedLoss(LlamaForCausalLM):
-    """Labels are shifted inside of the call; labels that were shifted before are not looked at."""
+    """Labels are shifted inside of the call, and no others are looked at: Longspan computes the loss itself."""
 
     def forward(self, input_ids=None, labels=None, shift_labels=None, num_items_in_batch=None, **kwargs):
         out = super().forward(input_ids, **kwargs)
