@@ -228,10 +228,20 @@ def check_mixers(model: nn.Module) -> None:
             )
 
 
+def text_part(model: Any) -> nn.Module:
+    """The part of a model that holds its layers of text."""
+    part = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return part if isinstance(part, nn.Module) else model
+
+
 def needs(model: nn.Module) -> dict[str, tuple[str, frozenset[str]]]:
-    """For every layer that mixes tokens, by name: its class, and what of it must be seen in a forward pass."""
+    """For every layer that mixes tokens, by name: its class, and what of it must be seen in a forward pass. Towers for
+    images mix none."""
     found: dict[str, tuple[str, frozenset[str]]] = {}
+    text = {id(part) for part in text_part(model).modules()}
     for name, part in model.named_modules():
+        if id(part) not in text:
+            continue
         kinds = frozenset(kind for n in mixes(type(part)) if (kind := MIXERS[n].kind) is not None)
         if kinds:
             found[name] = type(part).__name__, kinds

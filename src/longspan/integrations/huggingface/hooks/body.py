@@ -24,12 +24,15 @@ from longspan.training.groups import all_summed
 from longspan.training.relayouts import gather_outputs
 
 _WATCHED: WeakSet[nn.Module] = WeakSet()
+_JOINED: WeakSet[nn.Module] = WeakSet()
+POOLER = "pooler"
+"""A module of this name is given all tokens; any other gives all tokens on."""
 DROPPED = ("past_key_values", "use_cache")
 PLACED = ("visual_pos_masks", "deepstack_visual_embeds")
 
 
 def watch_body(model: nn.Module, body: str, joined: str | None) -> None:
-    """From now on the body is given a rank's rows, and what leaves `joined` is whole."""
+    """From now on the body is given a rank's rows, and what leaves `joined` (or enters a pooler) is whole."""
     for name, hook in ((body, "cut"), (joined, "join")):
         if name is None:
             continue
@@ -37,9 +40,12 @@ def watch_body(model: nn.Module, body: str, joined: str | None) -> None:
         if hook == "cut" and module not in _WATCHED:
             module.register_forward_pre_hook(_cut, with_kwargs=True)  # type: ignore[arg-type]
             _WATCHED.add(module)
-        if hook == "join" and not getattr(module, "_longspan_joins", False):
-            module.register_forward_hook(_join)
-            module._longspan_joins = True  # type: ignore[assignment]
+        if hook == "join" and module not in _JOINED:
+            if name.endswith(POOLER):
+                module.register_forward_pre_hook(_join_before)
+            else:
+                module.register_forward_hook(_join)
+            _JOINED.add(module)
 
 
 @torch.compiler.disable
@@ -99,6 +105,14 @@ def _join(module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG001
         return (joined(output[0], sequence), *output[1:])
     hidden = joined(output.last_hidden_state, sequence)
     return type(output)(**{**output, "last_hidden_state": hidden})
+
+
+@torch.compiler.disable
+def _join_before(module: nn.Module, args: Any) -> Any:  # noqa: ARG001
+    sequence = current()
+    if sequence is None or not sequence.is_cut:
+        return None
+    return (joined(args[0], sequence), *args[1:])
 
 
 def joined(x: Tensor, sequence: Any) -> Tensor:

@@ -140,8 +140,11 @@ def _body(trial: Trial, loss: str) -> tuple[str | None, str | None]:
     body = _name_of(model, text)
     if not pooled:
         return body, None
-    inner = getattr(text, "encoder", None) if getattr(text, "pooler", None) is not None else None
-    return body, _name_of(model, inner if isinstance(inner, nn.Module) else text)
+    pooler = getattr(text, "pooler", None)
+    if pooler is None:
+        return body, body
+    encoder = getattr(text, "encoder", None)
+    return body, _name_of(model, encoder if isinstance(encoder, nn.Module) else pooler)
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:

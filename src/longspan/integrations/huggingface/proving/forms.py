@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longspan.integrations.huggingface.batches import BY_TOKEN, IGNORE, PACKED, read_batch
+from longspan.integrations.huggingface.proving.tiny import special_tokens
 
 TOKENS = 43
 """A prime, longer than windows and chunks of a tiny copy, and no other size in it: a dim of this length is tokens."""
@@ -57,12 +58,11 @@ def form_of(batch: Mapping[str, Any], config: Any, is_whole: bool) -> Form:
     )
 
 
-def drawn(form: Form, model: Any, seed: int = 0) -> dict[str, Any]:
-    """A random batch of this form: two rows, or one where documents are said by their ends."""
-    draw = torch.Generator().manual_seed(seed)
+def drawn(form: Form, model: Any, rows: int = 2) -> dict[str, Any]:
+    """A random batch of this form."""
+    draw = torch.Generator().manual_seed(0)
     config = model.config.get_text_config()
-    rows = 1 if form.packed.startswith("cu_seq_lens") else 2
-    special = {n for n in (getattr(config, key, None) for key in _SPECIAL) if isinstance(n, int)}
+    special = special_tokens(model.config)
     allowed = torch.tensor([n for n in range(_vocabulary(model, config)) if n not in special])
     ids = allowed[torch.randint(0, len(allowed), (rows, TOKENS), generator=draw)]
     batch: dict[str, Any] = {"input_ids": ids}
@@ -79,12 +79,6 @@ def drawn(form: Form, model: Any, seed: int = 0) -> dict[str, Any]:
         else:
             batch[name] = True
     return batch
-
-
-_SPECIAL = (
-    "pad_token_id", "bos_token_id", "eos_token_id", "image_token_id", "video_token_id", "audio_token_id",
-    "vision_start_token_id", "vision_end_token_id", "boi_token_id", "eoi_token_id",
-)  # fmt: skip
 
 
 def _vocabulary(model: Any, config: Any) -> int:

@@ -18,14 +18,14 @@ from torch import Tensor
 from longspan.errors import LongspanError
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.inputs import register
-from longspan.integrations.huggingface.mixers import is_hybrid, mixes
+from longspan.integrations.huggingface.mixers import check_mixers, is_hybrid, mixes
 from longspan.integrations.huggingface.proving.find_rules import UnknownRuleError, rules_found
 from longspan.integrations.huggingface.proving.forms import FIRST, TOKENS, Form, drawn, with_labels
 from longspan.integrations.huggingface.proving.naming import first_module
 from longspan.integrations.huggingface.proving.tiny import CannotShrinkError, build, tiny_config
 from longspan.integrations.huggingface.proving.trial import LAYOUTS, Ran, Trial, implementation, result
 from longspan.integrations.huggingface.rules import KEYWORDS, MASK, Rules
-from longspan.integrations.huggingface.structure import num_layers
+from longspan.integrations.huggingface.structure import check_structure, num_layers
 
 LIMIT = 1e-9
 """How far loss, outputs and gradients may be off, of their largest entry."""
@@ -83,10 +83,16 @@ def _trial(kind: type, config: Any, form: Form) -> Trial:
         model.set_attn_implementation(NAME)
     except (CannotShrinkError, ValueError, KeyError) as error:
         raise _RefusedError(f"no tiny copy of it could be made ({_line(error)}). {_ADVICE}") from error
+    if model.config.get_text_config()._attn_implementation != NAME or not takes_attention(model):
+        raise _RefusedError(
+            "it computes attention in code of its own, where transformers lets no other attention in. Use one device."
+        )
     model.config.use_cache = False
-    trial = Trial(model, drawn(form, model))
+    trial = Trial(model, {})
     try:
-        output = _first_run(trial)
+        check_mixers(model)
+        check_structure(model, model.config.get_text_config())
+        output = _first_run(trial, form)
         if form.labels:
             trial.batch = with_labels(trial.batch, _logits(output))
             trial.forward()
@@ -97,15 +103,18 @@ def _trial(kind: type, config: Any, form: Form) -> Trial:
     return trial
 
 
-def _first_run(trial: Trial) -> Any:
-    """The output, in float64 all through where that can be had."""
-    try:
-        return trial.forward()
-    except LongspanError:
-        raise
-    except Exception:
-        trial.is_wide = False
-        return trial.forward()
+def _first_run(trial: Trial, form: Form) -> Any:
+    """The output, in float64 all through and of two rows where that can be had."""
+    rows = (1,) if form.packed.startswith("cu_seq_lens") else (2,) if form.padding else (2, 1)
+    tries = [(wide, number) for wide in (True, False) for number in rows]
+    for number, (trial.is_wide, num_rows) in enumerate(tries):
+        trial.batch = drawn(form, trial.model, num_rows)
+        try:
+            return trial.forward()
+        except Exception as error:
+            if isinstance(error, LongspanError) or number == len(tries) - 1:
+                raise
+    return None
 
 
 def _logits(output: Any) -> Tensor | None:
@@ -155,16 +164,14 @@ def _split(trial: Trial, rules: Rules, name: str, world_size: int) -> tuple[Ran,
         rules = replace(rules, handed=MASK)
         return _split(trial, rules, name, world_size)
     except LongspanError as error:
-        if "has seen longspan=" in str(error) and trial_has_no_attention(trial):
-            return trial.split(replace(rules, layers="none"), name, world_size), replace(rules, layers="none")
         raise _RefusedError(_line(error)) from error
     except Exception as error:
         raise _RefusedError(_failed(trial, rules, name, world_size, error)) from error
 
 
-def trial_has_no_attention(trial: Trial) -> bool:
-    """Whether the model has no attention at all, as recurrences alone."""
-    return not any("ALL_ATTENTION_FUNCTIONS" in mixes(type(part)) for part in trial.model.modules())
+def takes_attention(model: Any) -> bool:
+    """Whether any layer asks transformers for its attention, or it is a model of recurrences that Longspan knows."""
+    return is_hybrid(model) or any("ALL_ATTENTION_FUNCTIONS" in mixes(type(part)) for part in model.modules())
 
 
 def _check_eager(trial: Trial, truth: Ran) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from longspan.integrations.huggingface.proving.tiny_exceptions import EXCEPTIONS
 from longspan.integrations.huggingface.proving.tiny_layers import kept_layers, with_layers
 from longspan.integrations.huggingface.proving.tiny_rope import SWITCH, moves_by_table, tiny_rope
-from longspan.integrations.huggingface.proving.tiny_sizes import VOCABULARY, Sizes, first
+from longspan.integrations.huggingface.proving.tiny_sizes import HEADS, VOCABULARY, Sizes, first
 from longspan.integrations.huggingface.proving.tiny_weights import CannotShrinkError, build
 
 __all__ = ["CannotShrinkError", "build", "special_tokens", "tiny_config"]
@@ -71,7 +71,8 @@ def _configs(config: Any) -> Iterator[Any]:
 def _parts(config: Any, tiny: Any, around: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], Sizes]]:
     """Attributes of every part, then and now, and its sizes; parts without heads are as the one around them."""
     own = vars(config)
-    given = own if first(own, ("num_attention_heads",)) or not around else {**_counts(around), **own}
+    known = {"ignore_keys_at_rope_validation": getattr(config, "ignore_keys_at_rope_validation", None)}
+    given = {**({} if first(own, HEADS) else _counts(around)), **known, **own}
     yield own, vars(tiny), Sizes(given)
     for name, value in own.items():
         if hasattr(value, "get_text_config"):
@@ -86,7 +87,10 @@ def _small(given: dict[str, Any], sizes: Sizes, tokens: dict[int, int]) -> dict[
     """The attributes of one part that get another value."""
     changed = {name: new for name, new in sizes.changed().items() if name in given}
     layers = {**given, **changed}
-    changed.update(with_layers(layers, kept_layers(given)))
+    kept = kept_layers(given)
+    changed.update(with_layers(layers, kept))
+    if given.get("_heterogeneity_spec") is not None:
+        changed["_heterogeneity_spec"] = _single_layers(given["_heterogeneity_spec"], kept, sizes)
     for name, value in given.items():
         if DROPOUT.search(name) and type(value) in (int, float):
             changed[name] = type(value)(0)
@@ -98,6 +102,17 @@ def _small(given: dict[str, Any], sizes: Sizes, tokens: dict[int, int]) -> dict[
         if moves_by_table(given) and "max_position_embeddings" in given:
             changed["max_position_embeddings"] = SWITCH
     return changed
+
+
+def _single_layers(spec: Any, kept: list[int], sizes: Sizes) -> Any:
+    """What single layers have of their own (`per_layer_config`), for those that are kept."""
+    made = copy.deepcopy(spec)
+    made.per_layer_overrides = {
+        new: {name: sizes.own_number(name, value) for name, value in spec.per_layer_overrides[old].items()}
+        for new, old in enumerate(kept)
+        if old in spec.per_layer_overrides
+    }
+    return made
 
 
 def _token(value: Any, tokens: dict[int, int]) -> Any:

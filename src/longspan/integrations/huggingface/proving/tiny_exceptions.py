@@ -34,9 +34,41 @@ def reformer(config: Any) -> None:
     config.num_hidden_layers = 2
 
 
+def lilt(config: Any) -> None:
+    """Six tables of the layout follow each other."""
+    config.hidden_size = 48
+
+
+def layoutlmv3(config: Any) -> None:
+    """Four corners and two lengths of a box follow each other."""
+    config.coordinate_size, config.shape_size = config.hidden_size // 8, config.hidden_size // 4
+
+
+def molmo2(config: Any) -> None:
+    """Features are taken from these layers of the images' part."""
+    config.adapter_config.vision_feature_layer = [-1, -2]
+
+
+def vq(config: Any) -> None:
+    """Norms of 32 groups."""
+    config.base_channels = 32
+
+
+def glm5_next(config: Any) -> None:
+    """Keys are chosen by groups of `index_kpool`."""
+    config.index_kpool, config.index_topk = 4, 8
+
+
 EXCEPTIONS: dict[str, Callable[[Any], None]] = {
+    "chameleon_vqgan": vq,
+    "emu3_vqgan": vq,
+    "glm5_next_text": glm5_next,
     "jamba": jamba,
+    "janus_vqgan": vq,
+    "layoutlmv3": layoutlmv3,
+    "lilt": lilt,
     "longformer": longformer,
+    "molmo2": molmo2,
     "reformer": reformer,
     "zamba": zamba,
     "zamba2": zamba,

@@ -136,6 +136,14 @@ class Sizes:
                 return rule(self, value)
         return value
 
+    def own_number(self, name: str, value: Any) -> Any:
+        """The tiny value that a single layer has: another one than all, where it was another one."""
+        if type(value) is not int:
+            return value
+        new, general = self.number(name, value), self.given.get(name)
+        is_other = type(general) is int and general != value and self.number(name, general) == new
+        return new + 4 if is_other and "window" in name else new
+
     def related(self, value: int) -> int:
         """A size by its relation to the model's features, or else 32 at most."""
         then = self.hidden_then
@@ -168,8 +176,10 @@ MAMBA_HEADS = (
     ("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("n_mamba_heads", "mamba_headdim"),
     ("num_heads", "head_dim"),
 )  # fmt: skip
-SIZED_LISTS = re.compile(r"^(intermediate_size|moe_intermediate_size|num_attention_heads_per_layer)$")
-SINGLE = re.compile(r"_per_layer$")
+SIZED_LISTS = re.compile(
+    r"^(intermediate_size|moe_intermediate_size|num_attention_heads_per_layer)$|^(hidden_sizes|downsample_channels)$"
+)
+SINGLE = re.compile(r"_per_layer$|(?<=hidden_size)s$")
 KEPT = frozenset({
     "chunk_size_feed_forward", "num_labels", "patch_size", "temporal_patch_size", "spatial_merge_size", "num_channels",
     "in_channels", "pretraining_tp", "query_pre_attn_scalar", "tokens_per_second", "audio_channels", "codebook_size",
@@ -238,6 +248,7 @@ RULES: tuple[tuple[tuple[str, ...] | re.Pattern[str], Callable[[Sizes, int], int
               r"|feed_forward_size|expert_dim"),
         _at_most(48),
     ),
+    (_name(r"per_layer_input$"), _at_most(16)),
     (_name(r"(_size|_dim|_rank|_width|_channels|_features)$"), lambda sizes, value: sizes.related(value)),
 )  # fmt: skip
 """Names and what becomes of their values; the first that fits counts."""
