@@ -85,3 +85,24 @@ def by_number(which, number, form, cache, trust):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return error_over_ranks(getattr(planted, which)[number], form, trust)
+
+
+def broken_proof(cache):
+    """What is said where the proof itself raises."""
+    from unittest import mock
+
+    from longspan.integrations import huggingface
+    from tests.hosts import planted
+
+    def broken(*_):
+        raise RuntimeError("it broke")
+
+    os.environ["XDG_CACHE_HOME"] = cache
+    model = model_of(planted.TWINS[0])
+    model.set_attn_implementation("longspan")
+    with mock.patch("longspan.integrations.huggingface.proving.proof.prove", broken):
+        try:
+            huggingface.shard_inputs(model, batch_for("plain"), dist.group.WORLD)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "accepted"
