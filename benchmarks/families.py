@@ -33,7 +33,7 @@ from benchmarks.family_cases import KINDS, Case, cases, class_of, config_of, on_
 from benchmarks.family_page import page, summary
 
 LEAST = 120
-BATCH = 24
+BATCH = 48
 """Cases that share a process: transformers takes seconds to load."""
 PATIENCE = 240.0
 """Seconds for one case."""
@@ -42,8 +42,9 @@ FORMS = {
     "padded": {"padding": "right"},
     "packed": {"packed": "position_ids", "positions": True},
 }
-BOUNDS = {"float64": 1e-9, "float32": 1e-5}
-"""How far a step on Gloo ranks may be off, of the largest gradient."""
+EXACT, ROUNDED, TIMES = 1e-10, 1e-6, 4
+"""How far a step on Gloo ranks may be off, of the largest gradient: in float64; in float32; and in float32 where one
+device itself is off by more, so many times as much as that."""
 WORLDS = (2, 3)
 
 
@@ -96,9 +97,11 @@ def verdict(found: dict[str, Any]) -> dict[str, Any]:
     for world, ran in found.get("ranks", {}).items():
         if "failed" in ran:
             return {"outcome": "wrong", "reason": f"accepted, but on {world} Gloo ranks: {ran['failed']}"}
-        for dtype, bound in BOUNDS.items():
+        bounds = {"float64": EXACT, "float32": max(ROUNDED, TIMES * ran["one device, float32"])}
+        for dtype, bound in bounds.items():
             if not ran[dtype] <= bound:
-                return {"outcome": "wrong", "reason": f"accepted, but off by {ran[dtype]:.1e} on {world} Gloo ranks"}
+                why = f"accepted, but off by {ran[dtype]:.1e} in {dtype} on {world} Gloo ranks"
+                return {"outcome": "wrong", "reason": why}
     return {"outcome": "exact", "reason": ""}
 
 

@@ -3,9 +3,9 @@ more with processes, another batch and another layout."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,44 +14,39 @@ import torch.distributed as dist
 from benchmarks.family_cases import Case, Step, batch_of, class_of, config_of, difference, gradients, said, step
 
 LAYOUT = "balanced"
-DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
 def step_on_ranks(case: Case) -> dict[str, Any]:
-    """The differences of a step over all ranks from one device, by dtype, on every rank; or why there is none."""
+    """How far a step over all ranks is off from one device in float64: computed in float64 and in float32, and one
+    device's own in float32 beside it. Or why there is none."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    errors: dict[str, float] = {}
     try:
-        for name, dtype in DTYPES.items():
-            errors[name] = _compared(case, dtype)
+        return _compared(case)
     except Exception as error:
         return {"failed": said(error)}
-    return errors
 
 
-def _compared(case: Case, dtype: torch.dtype) -> float:
+def _compared(case: Case) -> dict[str, Any]:
     from longspan.integrations import huggingface
     from longspan.integrations.huggingface.proving.tiny import build, tiny_config
+    from longspan.integrations.huggingface.proving.wide import Wide
 
     huggingface.register()
     config = tiny_config(config_of(case))
     config._attn_implementation = "eager"
-    model = build(class_of(case), config, seed=3).to(dtype)
+    model = build(class_of(case), config, seed=3).float()  # weights that both precisions have
     batch = batch_of(case, model.config, seed=11)
-    with _precision(dtype):
+    narrow = step(model, batch)
+    model.double()
+    with Wide():  # what models compute in float32 would hide differences
         expected = step(model, batch)
         model.set_attn_implementation("longspan")
-        found = _over_ranks(model, batch)
-    # logits are spread over ranks: the loss and all gradients are what a step is
-    return difference(Step(found.loss, expected.logits, found.grads), expected)
-
-
-def _precision(dtype: torch.dtype) -> Any:
-    """Float64 all through: what models compute in float32 would hide differences."""
-    from longspan.integrations.huggingface.proving.wide import Wide
-
-    return Wide() if dtype == torch.float64 else contextlib.nullcontext()
+        errors = {"float64": difference(_over_ranks(model, batch), expected)}
+    model.float()
+    errors["float32"] = difference(_over_ranks(model, batch), expected)
+    errors["one device, float32"] = difference(replace(narrow, logits=expected.logits), expected)
+    return errors
 
 
 def _over_ranks(model: Any, batch: dict[str, Any]) -> Step:
@@ -71,4 +66,4 @@ def _over_ranks(model: Any, batch: dict[str, Any]) -> Step:
         if used:
             grads[name] = own[name] if name in own else torch.zeros_like(model.get_parameter(name))
             dist.all_reduce(grads[name])
-    return Step(loss.item(), torch.zeros(0), grads)
+    return Step(loss.item(), None, grads)

@@ -193,7 +193,7 @@ def step_over_ranks(model_type, case, layout, checkpointing=False):
     model = model_of(model_type)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD, layout=layout, any_model=True)
+    inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD, layout=layout)
     targets, total = inputs.pop("shift_labels"), inputs.pop("num_items_in_batch")
     inputs.pop("labels")
     logits = model(**inputs).logits.double()
@@ -257,7 +257,7 @@ def said(call):
     return None
 
 
-def refusal(model_type, any_model):
+def refusal(model_type):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from longspan.integrations import huggingface
@@ -268,7 +268,7 @@ def refusal(model_type, any_model):
     with contextlib.suppress(ValueError):  # rwkv has no attention to name
         model.set_attn_implementation("longspan")
     batch = {"input_ids": torch.randint(3, VOCAB, (1, 24))}
-    return said(lambda: model(**huggingface.shard_inputs(model, batch, dist.group.WORLD, any_model=any_model)))
+    return said(lambda: model(**huggingface.shard_inputs(model, batch, dist.group.WORLD)))
 
 
 def leak(model_type):

@@ -461,7 +461,6 @@ def _requests():
         "noise": make(neftune_noise_alpha=5.0),
         "objects": make(eval_use_gather_object=True),
         "collator": make(options={"data_collator": hf.DataCollatorWithFlattening(return_position_ids=False)}),
-        "untried": make(model=lambda: model_of("gpt2", "longspan")),
         "deaf": make(
             model=lambda: Deaf._from_config(config_of("llama"), attn_implementation="longspan"),
             remove_unused_columns=False,

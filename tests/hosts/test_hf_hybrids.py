@@ -100,13 +100,11 @@ def test_what_is_lost_is_noticed(lost):
 
 @pytest.mark.parametrize("model_type", work.REFUSED)
 def test_other_hybrids_are_refused_by_name(model_type):
-    for any_model in (False, True):
-        said = pool(1).run(work.refusal, model_type, any_model, timeout=TIMEOUT)[0]
-        assert said is not None, f"{model_type} ran"
-        kind, text = said
-        assert kind in ("BatchError", "KernelError", "MaskError"), said
-        wanted = work.REFUSED[model_type] if any_model else f"{model_type!r} models have not been tried"
-        assert wanted in text or work.REFUSED[model_type] in text, text
+    said = pool(1).run(work.refusal, model_type, timeout=TIMEOUT)[0]
+    assert said is not None, f"{model_type} ran"
+    kind, text = said
+    assert kind in ("BatchError", "KernelError", "MaskError"), said
+    assert work.REFUSED[model_type] in text, text
 
 
 def test_a_layer_that_sees_nothing_is_named():

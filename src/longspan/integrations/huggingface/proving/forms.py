@@ -16,7 +16,8 @@ TOKENS = 43
 """A prime, longer than windows and chunks of a tiny copy, and no other size in it: a dim of this length is tokens."""
 FIRST = 19
 """The first document of a packed row, or where padding begins or ends."""
-FLAGS = ("output_router_logits", "output_hidden_states")
+FLAGS = ("output_router_logits",)
+ENDS = ("start_positions", "end_positions")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def form_of(batch: Mapping[str, Any], config: Any, is_whole: bool) -> Form:
     stated = next((name for name in PACKED if batch.get(name) is not None), "")
     packed = (stated or "position_ids") if read.documents is not None else ""
     flags = [n for n in FLAGS if (getattr(config, n, False) if batch.get(n) is None else batch.get(n))]
-    others = sorted([name for name in BY_TOKEN if batch.get(name) is not None] + flags)
+    others = sorted([name for name in (*BY_TOKEN, *ENDS) if batch.get(name) is not None] + flags)
     labels = any(batch.get(name) is not None for name in ("labels", "shift_labels"))
     return Form(
         padding, packed, batch.get("position_ids") is not None, labels, batch.get("input_ids") is None, tuple(others)
@@ -76,6 +77,8 @@ def drawn(form: Form, model: Any, rows: int = 2) -> dict[str, Any]:
         if name in BY_TOKEN:
             kinds = max(1, int(getattr(config, "type_vocab_size", 2) or 2))
             batch[name] = torch.randint(0, min(2, kinds), (rows, TOKENS), generator=draw)
+        elif name in ENDS:
+            batch[name] = torch.randint(0, FIRST, (rows,), generator=draw)
         else:
             batch[name] = True
     return batch

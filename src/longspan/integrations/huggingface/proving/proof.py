@@ -88,6 +88,9 @@ def _trial(kind: type, config: Any, form: Form) -> Trial:
             "it computes attention in code of its own, where transformers lets no other attention in. Use one device."
         )
     model.config.use_cache = False
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):  # heads have some that no configuration names
+            module.p = 0.0
     trial = Trial(model, {})
     try:
         check_mixers(model)

@@ -28,6 +28,7 @@ INDICES = re.compile(r"layers|layer_ids|layer_indices|idxs|indexes|indices")
 PERIODS = re.compile(
     r"(layer_period|_interval|every_n_layers|sparse_step|layer_step|layer_freq|window_pattern|_frequency|group_size)$"
 )
+EXPERTS = re.compile(r"moe|sparse|expert|mlp")
 PATTERNS = ("block_types", "hybrid_override_pattern")
 """Lists that are repeated over the layers."""
 MOST = 8
@@ -65,7 +66,7 @@ def kept_layers(given: Mapping[str, Any]) -> list[int]:
     if len(kept) > MOST:
         kept = _covering(said)
     least = max([2, *(len(given[name]) for name in PATTERNS if isinstance(given.get(name), list))])
-    if any(PERIODS.search(name) and isinstance(value, int) and value > 1 for name, value in given.items()):
+    if any(_counts_on(name, value, given) for name, value in given.items()):
         least = max(least, 4)
     for layer in range(count):
         if len(kept) >= least:
@@ -73,6 +74,14 @@ def kept_layers(given: Mapping[str, Any]) -> list[int]:
         if layer not in kept:
             kept = sorted([*kept, layer])
     return kept
+
+
+def _counts_on(name: str, value: Any, given: Mapping[str, Any]) -> bool:
+    """Whether every so many layers are of a kind that no list names."""
+    if not PERIODS.search(name) or type(value) is not int or value < 2:
+        return False
+    lists = ("mlp_layer_types", "moe_layers") if EXPERTS.search(name) else ("layer_types", "layers_block_type")
+    return not any(isinstance(given.get(other), (list, tuple)) for other in lists)
 
 
 def _covering(said: Sequence[Sequence[Any]]) -> list[int]:
@@ -89,7 +98,10 @@ def _covering(said: Sequence[Sequence[Any]]) -> list[int]:
 def _said(given: Mapping[str, Any], count: int, layer: int) -> list[Any]:
     """What the configuration says of a layer, in a form that can be compared."""
     words: list[Any] = []
+    is_named = isinstance(given.get("layer_types"), (list, tuple))
     for name, value in given.items():
+        if name == "max_window_layers" and is_named:  # said there already, if it is used at all
+            continue
         if is_index_list(name, value, count):
             words.append((name, layer in value))
         elif is_per_layer(value, count):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from longspan.integrations.huggingface.proving.tiny_rope import axes_of, rope_parts
+from longspan.integrations.huggingface.proving.tiny_rope import SWITCH, axes_of, rope_parts
 
 VOCABULARY = 128
 POSITIONS = 128
@@ -198,6 +198,7 @@ def _at_most(limit: int) -> Callable[[Sizes, int], int]:
 
 RULES: tuple[tuple[tuple[str, ...] | re.Pattern[str], Callable[[Sizes, int], int]], ...] = (
     (_name(r"vocab_size|num_embeddings$|_vocab$"), _at_most(VOCABULARY)),
+    (("original_max_position_embeddings",), _at_most(SWITCH)),
     (
         _name(r"^(n_positions|n_ctx|max_seq_len|context_length|seq_length|model_max_length|max_target_positions)$"
               r"|max_position_embeddings$|max_sequence_length|max_source_positions"),
