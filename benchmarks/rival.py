@@ -133,7 +133,7 @@ def _said(error: Exception) -> Found:
     """The first sentence, and whether one of the two libraries said it."""
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     words = (str(error).splitlines() or [""])[0]
-    words = words if len(words) <= 160 else words[:157] + "..."
+    words = words if len(words) <= 300 else words[:297] + "..."
     refused = any(f"/{name}/" in last for name in ("ringmaster", "longspan"))
     return Found(said=f"{type(error).__name__}: {words}", refused=refused)
 
