@@ -95,20 +95,27 @@ def test_a_proof_takes_seconds():
 
 
 def test_a_remembered_proof_takes_milliseconds(tmp_path):
-    from longspan.integrations.huggingface.proving.first_use import found, remembered_at
+    from longspan.integrations.huggingface.proving.first_use import found, remembered_at, rules_of
     from longspan.integrations.huggingface.proving.forms import Form
 
-    config = hf.LlamaConfig()
-    first = found(hf.LlamaForCausalLM, config, Form())
-    place = remembered_at(hf.LlamaForCausalLM, config, Form())
-    assert place.is_relative_to(tmp_path)
+    class One:
+        rank, size = staticmethod(lambda: 0), staticmethod(lambda: 1)
+
+    with torch.device("meta"):
+        models = [hf.LlamaForCausalLM(hf.LlamaConfig()) for _ in range(2)]
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.long)}
+    first = rules_of(models[0], batch, One(), trust_model=False)
     began = time.process_time()
-    assert found(hf.LlamaForCausalLM, config, Form()) == first
+    assert rules_of(models[1], batch, One(), trust_model=False) == first
     assert time.process_time() - began <= 0.05
+    (place,) = (tmp_path / "longspan" / "proofs").iterdir()
     place.write_text("{")  # a disk that was full
-    assert found(hf.LlamaForCausalLM, config, Form())["ok"]
-    assert remembered_at(hf.LlamaForCausalLM, hf.LlamaConfig(rms_norm_eps=1e-3), Form()) != place
-    assert remembered_at(hf.LlamaForCausalLM, config, Form(padding="left")) != place
+    config = hf.LlamaConfig()
+    form = Form(labels=False)
+    assert found(hf.LlamaForCausalLM, config, form)["ok"]
+    assert remembered_at(hf.LlamaForCausalLM, hf.LlamaConfig(rms_norm_eps=1e-3), form) != remembered_at(
+        hf.LlamaForCausalLM, config, form
+    )
 
 
 def test_nothing_of_the_caller_is_disturbed():

@@ -66,6 +66,8 @@ def drawn(form: Form, model: Any, rows: int = 2) -> dict[str, Any]:
     special = special_tokens(model.config)
     allowed = torch.tensor([n for n in range(_vocabulary(model, config)) if n not in special])
     ids = allowed[torch.randint(0, len(allowed), (rows, TOKENS), generator=draw)]
+    for number, place in zip(_ends(config, allowed), (7, FIRST + 4, 12, FIRST + 9), strict=False):
+        ids[:, place] = number
     batch: dict[str, Any] = {"input_ids": ids}
     if form.embeds:
         width = model.get_input_embeddings().weight.shape[1]
@@ -82,6 +84,21 @@ def drawn(form: Form, model: Any, rows: int = 2) -> dict[str, Any]:
         else:
             batch[name] = True
     return batch
+
+
+def _ends(config: Any, allowed: Tensor) -> list[int]:
+    """Tokens at which texts end and begin, twice: a model may look for them."""
+    found: list[int] = []
+    for name in ("eos_token_id", "bos_token_id"):
+        value = getattr(config, name, None)
+        number = value[0] if isinstance(value, list) and value else value
+        if (
+            isinstance(number, int)
+            and 0 <= number <= int(allowed.max())
+            and number != getattr(config, "pad_token_id", None)
+        ):
+            found += [number, number]
+    return found
 
 
 def _vocabulary(model: Any, config: Any) -> int:
