@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,13 +69,23 @@ def prove(kind: type, config: Any, form: Form = Form()) -> Proof:  # noqa: B008 
     register()
     error, reason, rules = float("inf"), "", Rules()
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-            warnings.simplefilter("ignore")
+        with _undisturbed():
             trial = _trial(kind, config, form)
             error, rules = _compared(trial, form)
     except _RefusedError as refusal:
         reason = str(refusal)
     return Proof(kind.__name__, str(form), not reason, error, reason, rules, time.process_time() - began)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Whatever the caller is in the middle of: no gradients wanted, autocast, another device or generator."""
+    with (
+        warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(),
+        torch.autocast("cpu", enabled=False), torch.device("cpu"),
+    ):  # fmt: skip
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _trial(kind: type, config: Any, form: Form) -> Trial:

@@ -92,7 +92,7 @@ class Trial:
         if real is not None and out.ndim == 3 and out.shape[1] == self.length:
             out = torch.where(real.bool()[:, :, None], out, 0)
         total = (out.double() * self.weights_of(tuple(out.shape))).sum() + (0 if loss is None else loss)
-        return Ran(None if loss is None else float(loss), out.detach(), gradients(self.model, total), calls)
+        return Ran(None if loss is None else float(loss.detach()), out.detach(), gradients(self.model, total), calls)
 
     @torch.no_grad()
     def forward(self, **changes: Any) -> Any:
