@@ -54,7 +54,7 @@ def _prepared(case: Case) -> tuple[Any, dict[str, Any], Step, Step]:
     huggingface.register()
     config = tiny_config(config_of(case))
     config._attn_implementation = "eager"
-    model = build(class_of(case), config, seed=3).float()
+    model: Any = build(class_of(case), config, seed=3).float()
     model.config.use_cache = False
     batch = batch_of(case, model.config, seed=11)
     narrow = step(model, batch)

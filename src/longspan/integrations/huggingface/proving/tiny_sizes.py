@@ -79,7 +79,7 @@ class Sizes:
 
     def changed(self) -> dict[str, Any]:
         """All attributes that get another value."""
-        found = {**self._missing()}
+        found: dict[str, Any] = {**self._missing()}
         for name, value in self.given.items():
             if type(value) is int:
                 new = self.number(name, value)
