@@ -275,6 +275,26 @@ def test_weights_are_neither_zero_nor_one(name):
             assert float(weight.std()) > 0.01, weight_name
 
 
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-7B", "gemma-3-4b"])
+def test_a_tiny_copy_sees_an_image(name):
+    """Sizes of its part for images fit: 4 x 4 patches become 4 tokens, and gradients come back to the first layer."""
+    model = build(model_class(config_of(name)), tiny_config(config_of(name)))
+    draw = torch.Generator().manual_seed(1)
+    patch = model.config.vision_config.patch_size
+    pixels = torch.randn(1, 3, 4 * patch, 4 * patch, generator=draw, dtype=torch.float64)
+    batch = batch_of(model.config, rows=1)
+    place = model.config.image_token_id
+    batch["input_ids"][0, 9:13] = place
+    if name.startswith("Qwen"):
+        flat = torch.randn(16, 3 * 2 * patch * patch, generator=draw, dtype=torch.float64)
+        images = {"pixel_values": flat, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    else:
+        images = {"pixel_values": pixels, "token_type_ids": (batch["input_ids"] == place).long()}
+    model(**batch, **images).loss.backward()
+    first = next(p for n, p in model.named_parameters() if "patch_embed" in n)
+    assert float(first.grad.abs().max()) > 0
+
+
 # -- what cannot be shrunk ---------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ __all__ = ["CannotShrinkError", "build", "special_tokens", "tiny_config"]
 
 DROPOUT = re.compile(r"dropout|pdrop|drop_path|layerdrop|jitter|mask_time_prob|mask_feature_prob")
 TOKENS = re.compile(r"(token_id|token_ids|token_index|token_indices|_start_id|_end_id|_newline_id|_patch_id)$")
+FEATURES = re.compile(r"^(vision_feature_layers?|feature_layer)$")
 ON_CPU = (None, "eager", "sdpa", "longspan")
 """Attention that runs without a GPU; a model's own choice of another one, for images perhaps, is not built."""
 ORDINARY = 64
@@ -38,11 +39,12 @@ def tiny_config(config: Any) -> Any:
             f"a tiny copy is made of a configuration of transformers, but {type(config).__name__} was given."
         )
     tiny = copy.deepcopy(config)
-    parts = list(_parts(config, tiny, {}))
+    parts = list(_parts(config, tiny, vars(config.get_text_config())))
     known = {sizes.hidden_then: sizes.hidden for _, _, sizes in reversed(parts) if sizes.hidden_then}
+    text = next((sizes.hidden for given, _, sizes in parts if given is vars(config.get_text_config())), None)
     tokens = Tokens(min(VOCABULARY, getattr(config.get_text_config(), "vocab_size", None) or VOCABULARY))
     for given, made, sizes in parts:
-        sizes.elsewhere = known
+        sizes.elsewhere, sizes.text = known, text if given is not vars(config.get_text_config()) else None
         made.update(_small(given, sizes, tokens))
         made.pop("quantization_config", None)  # of weights that a tiny copy does not have
         if made.get("_attn_implementation_internal") not in ON_CPU:
@@ -119,6 +121,8 @@ def _small(given: dict[str, Any], sizes: Sizes, tokens: Tokens) -> dict[str, Any
     for name, value in given.items():
         if DROPOUT.search(name) and type(value) in (int, float):
             changed[name] = type(value)(0)
+        elif FEATURES.search(name):
+            changed[name] = _near(value)
         elif TOKENS.search(name):
             changed[name] = tokens.number(value)
     if "rope_parameters" in given:
@@ -127,6 +131,13 @@ def _small(given: dict[str, Any], sizes: Sizes, tokens: Tokens) -> dict[str, Any
         if moves_by_table(given) and "max_position_embeddings" in given:
             changed["max_position_embeddings"] = SWITCH
     return changed
+
+
+def _near(value: Any) -> Any:
+    """Layers of a part for images whose outputs are taken: a tiny copy has two, and the outputs before and after."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_near(x) for x in value)
+    return value if type(value) is not int else max(value, -2) if value < 0 else min(value, 1)
 
 
 def _single_layers(spec: Any, kept: list[int], sizes: Sizes) -> Any:
