@@ -25,6 +25,9 @@ __all__ = ["CannotShrinkError", "build", "special_tokens", "tiny_config"]
 
 DROPOUT = re.compile(r"dropout|pdrop|drop_path|layerdrop|jitter|mask_time_prob|mask_feature_prob")
 TOKENS = re.compile(r"(token_id|token_ids|token_index|token_indices|_start_id|_end_id|_newline_id|_patch_id)$")
+FEATURES = re.compile(r"^(vision_feature_layers?|feature_layer)$")
+ON_CPU = (None, "eager", "sdpa", "longspan")
+"""Attention that runs without a GPU; a model's own choice of another one, for images perhaps, is not built."""
 ORDINARY = 64
 """Special tokens below it keep their number."""
 
@@ -36,12 +39,16 @@ def tiny_config(config: Any) -> Any:
             f"a tiny copy is made of a configuration of transformers, but {type(config).__name__} was given."
         )
     tiny = copy.deepcopy(config)
-    parts = list(_parts(config, tiny, {}))
+    parts = list(_parts(config, tiny, vars(config.get_text_config())))
     known = {sizes.hidden_then: sizes.hidden for _, _, sizes in reversed(parts) if sizes.hidden_then}
-    tokens: dict[int, int] = {}
+    text = next((sizes.hidden for given, _, sizes in parts if given is vars(config.get_text_config())), None)
+    tokens = Tokens(min(VOCABULARY, getattr(config.get_text_config(), "vocab_size", None) or VOCABULARY))
     for given, made, sizes in parts:
-        sizes.elsewhere = known
+        sizes.elsewhere, sizes.text = known, text if given is not vars(config.get_text_config()) else None
         made.update(_small(given, sizes, tokens))
+        made.pop("quantization_config", None)  # of weights that a tiny copy does not have
+        if made.get("_attn_implementation_internal") not in ON_CPU:
+            made["_attn_implementation_internal"] = None
     for part in _configs(tiny):
         change = EXCEPTIONS.get(part.model_type)
         if change is not None:
@@ -83,7 +90,27 @@ def _counts(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if type(value) is int}
 
 
-def _small(given: dict[str, Any], sizes: Sizes, tokens: dict[int, int]) -> dict[str, Any]:
+class Tokens:
+    """New numbers of special tokens: large ones become the last ones of the vocabulary, equal ones equal.
+
+    >>> tokens = Tokens(100)
+    >>> tokens.number(128000), tokens.number([128001, 128000]), tokens.number(2), tokens.number(None)
+    (99, [98, 99], 2, None)
+    """
+
+    def __init__(self, vocabulary: int):
+        self.vocabulary = vocabulary
+        self.known: dict[int, int] = {}
+
+    def number(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.number(x) for x in value)
+        if type(value) is not int or value < min(ORDINARY, self.vocabulary):
+            return value
+        return self.known.setdefault(value, self.vocabulary - 1 - len(self.known))
+
+
+def _small(given: dict[str, Any], sizes: Sizes, tokens: Tokens) -> dict[str, Any]:
     """The attributes of one part that get another value."""
     changed = {name: new for name, new in sizes.changed().items() if name in given}
     layers = {**given, **changed}
@@ -94,14 +121,23 @@ def _small(given: dict[str, Any], sizes: Sizes, tokens: dict[int, int]) -> dict[
     for name, value in given.items():
         if DROPOUT.search(name) and type(value) in (int, float):
             changed[name] = type(value)(0)
+        elif FEATURES.search(name):
+            changed[name] = _near(value)
         elif TOKENS.search(name):
-            changed[name] = _token(value, tokens)
+            changed[name] = tokens.number(value)
     if "rope_parameters" in given:
         rotated = changed.get("head_dim") or sizes.head_dim
         changed["rope_parameters"] = tiny_rope(given["rope_parameters"], rotated, sizes.axes)
         if moves_by_table(given) and "max_position_embeddings" in given:
             changed["max_position_embeddings"] = SWITCH
     return changed
+
+
+def _near(value: Any) -> Any:
+    """Layers of a part for images whose outputs are taken: a tiny copy has two, and the outputs before and after."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_near(x) for x in value)
+    return value if type(value) is not int else max(value, -2) if value < 0 else min(value, 1)
 
 
 def _single_layers(spec: Any, kept: list[int], sizes: Sizes) -> Any:
@@ -113,15 +149,6 @@ def _single_layers(spec: Any, kept: list[int], sizes: Sizes) -> Any:
         if old in spec.per_layer_overrides
     }
     return made
-
-
-def _token(value: Any, tokens: dict[int, int]) -> Any:
-    """Large numbers of special tokens become the last ones of the vocabulary, equal ones equal."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(_token(x, tokens) for x in value)
-    if type(value) is not int or value < ORDINARY:
-        return value
-    return tokens.setdefault(value, VOCABULARY - 1 - len(tokens))
 
 
 def _check(tiny: Any) -> None:
