@@ -135,6 +135,24 @@ def test_what_was_widened_is_exact_over_ranks(world, tmp_path):
         assert not {name: error for name, error in found.items() if not error <= 1e-6}
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_images_over_ranks(world, tmp_path):
+    for found in pool(world).run(work.images, str(tmp_path), timeout=TIMEOUT):
+        assert len(found) == 8
+        assert not {name: error for name, error in found.items() if not error <= 1e-6}
+
+
+def test_videos_and_packed_images_are_refused():
+    from longspan.integrations.huggingface.batches import read_batch
+    from longspan.training import BatchError
+
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.long), "pixel_values": torch.ones(4, 4)}
+    assert read_batch(batch).seq_len == 8
+    for other in ({"pixel_values_videos": torch.ones(1)}, {"cu_seq_lens_q": torch.tensor([0, 4, 8])}):
+        with pytest.raises(BatchError, match=f"the batch has {next(iter(other))}"):
+            read_batch(batch | other)
+
+
 def test_one_rank_proves_and_tells_the_others(tmp_path):
     found = pool(2).run(work.first_use, str(tmp_path), timeout=TIMEOUT)
     for rank, (first, again, other, wider) in enumerate(found):

@@ -73,9 +73,11 @@ def _answered(model: Any, form: Form) -> dict[str, Any]:
         return {"ok": False, "reason": f"its proof failed ({type(error).__name__}: {error})."}
     if other is None:
         return answer
-    return {"ok": False, "reason": f"it has {other}, which a model of this class and configuration has not, so its proof"
-            f" does not speak of it. Compare it with one device (longspan.verification.verify_model), and pass"
-            f" trust_model=True if it is right."}  # fmt: skip
+    reason = (
+        f"it has {other}, which a model of this class and configuration has not, so its proof does not speak of it."
+        f" Compare it with one device (longspan.verification.verify_model), and pass trust_model=True if it is right."
+    )
+    return {"ok": False, "reason": reason}
 
 
 def _told(message: bytes, group: Any) -> bytes:
