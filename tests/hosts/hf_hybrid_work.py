@@ -365,7 +365,7 @@ def meaningless(what):
 
 
 def routed_and_not():
-    from longspan.integrations.huggingface.mixers import route
+    from longspan.integrations.huggingface.hooks.mixers import route
 
     model = model_of("qwen3_next", "sdpa")
     batch, _ = batch_of("plain")

@@ -32,7 +32,7 @@ def _step(model, batch, layout="balanced"):
 
 def _far(model, batch, layout="balanced"):
     """How far loss and gradients are off one device, of each gradient's largest entry."""
-    model.double()
+    model.double().zero_grad()
     model.config._experts_implementation = "eager"  # grouped products have no float64
     one = model(**batch, use_cache=False).loss
     one.backward()

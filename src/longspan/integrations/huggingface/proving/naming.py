@@ -21,7 +21,7 @@ FAR = 1e-5
 
 
 @dataclass(eq=False)
-class Trace:
+class SeenModules:
     """What went into modules and came out, by name, at the first call; names in the order in which modules ended."""
 
     inputs: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -60,7 +60,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def first_module(trial: Trial, rules: Rules, name: str, world_size: int) -> str | None:
     """The name and class of the module, or None where all that can be compared is the same."""
-    whole, parts = Trace(), [Trace() for _ in range(world_size)]
+    whole, parts = SeenModules(), [SeenModules() for _ in range(world_size)]
     handles = whole.attach(trial.model)
     try:
         trial.forward()

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from longspan.errors import LongspanError
 from longspan.integrations.huggingface.attention import NAME
-from longspan.integrations.huggingface.inputs import register
-from longspan.integrations.huggingface.mixers import check_mixers, is_hybrid, mixes
+from longspan.integrations.huggingface.hooks.mixers import check_mixers, is_hybrid, mixes
 from longspan.integrations.huggingface.proving.find_rules import UnknownRuleError, rules_found
 from longspan.integrations.huggingface.proving.forms import FIRST, TOKENS, Form, drawn, with_labels
 from longspan.integrations.huggingface.proving.naming import first_module
 from longspan.integrations.huggingface.proving.tiny import CannotShrinkError, build, tiny_config
 from longspan.integrations.huggingface.proving.trial import LAYOUTS, Ran, Trial, implementation, result
 from longspan.integrations.huggingface.rules import KEYWORDS, MASK, Rules
+from longspan.integrations.huggingface.sharding import register
 from longspan.integrations.huggingface.structure import check_structure, classes_of, num_layers, put_in
 
 LIMIT = 1e-9
