@@ -18,7 +18,7 @@ from typing import Any
 from longspan.integrations.huggingface.proving.tiny_exceptions import EXCEPTIONS
 from longspan.integrations.huggingface.proving.tiny_layers import kept_layers, with_layers
 from longspan.integrations.huggingface.proving.tiny_rope import SWITCH, moves_by_table, tiny_rope
-from longspan.integrations.huggingface.proving.tiny_sizes import HEADS, VOCABULARY, Sizes, first
+from longspan.integrations.huggingface.proving.tiny_sizes import HEADS, VOCABULARY, TinySizes, first
 from longspan.integrations.huggingface.proving.tiny_weights import CannotShrinkError, build
 
 __all__ = ["CannotShrinkError", "build", "special_tokens", "tiny_config"]
@@ -75,12 +75,14 @@ def _configs(config: Any) -> Iterator[Any]:
             yield from _configs(value)
 
 
-def _parts(config: Any, tiny: Any, around: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], Sizes]]:
+def _parts(
+    config: Any, tiny: Any, around: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any], TinySizes]]:
     """Attributes of every part, then and now, and its sizes; parts without heads are as the one around them."""
     own = vars(config)
     known = {"ignore_keys_at_rope_validation": getattr(config, "ignore_keys_at_rope_validation", None)}
     given = {**({} if first(own, HEADS) else _counts(around)), **known, **own}
-    yield own, vars(tiny), Sizes(given)
+    yield own, vars(tiny), TinySizes(given)
     for name, value in own.items():
         if hasattr(value, "get_text_config"):
             yield from _parts(value, vars(tiny)[name], own)
@@ -110,7 +112,7 @@ class Tokens:
         return self.known.setdefault(value, self.vocabulary - 1 - len(self.known))
 
 
-def _small(given: dict[str, Any], sizes: Sizes, tokens: Tokens) -> dict[str, Any]:
+def _small(given: dict[str, Any], sizes: TinySizes, tokens: Tokens) -> dict[str, Any]:
     """The attributes of one part that get another value."""
     changed = {name: new for name, new in sizes.changed().items() if name in given}
     layers = {**given, **changed}
@@ -140,7 +142,7 @@ def _near(value: Any) -> Any:
     return value if type(value) is not int else max(value, -2) if value < 0 else min(value, 1)
 
 
-def _single_layers(spec: Any, kept: list[int], sizes: Sizes) -> Any:
+def _single_layers(spec: Any, kept: list[int], sizes: TinySizes) -> Any:
     """What single layers have of their own (`per_layer_config`), for those that are kept."""
     made = copy.deepcopy(spec)
     made.per_layer_overrides = {

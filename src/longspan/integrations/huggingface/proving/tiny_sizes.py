@@ -55,10 +55,10 @@ def features_per_head(given: Mapping[str, Any]) -> int:
     return size
 
 
-class Sizes:
+class TinySizes:
     """The tiny values of one part's attributes.
 
-    >>> sizes = Sizes({"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8})
+    >>> sizes = TinySizes({"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8})
     >>> sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim
     (64, 4, 2, 16)
     """
@@ -205,11 +205,11 @@ def _name(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
-def _at_most(limit: int) -> Callable[[Sizes, int], int]:
+def _at_most(limit: int) -> Callable[[TinySizes, int], int]:
     return lambda _, value: min(value, limit)
 
 
-RULES: tuple[tuple[tuple[str, ...] | re.Pattern[str], Callable[[Sizes, int], int]], ...] = (
+RULES: tuple[tuple[tuple[str, ...] | re.Pattern[str], Callable[[TinySizes, int], int]], ...] = (
     (_name(r"vocab_size|num_embeddings$|_vocab$"), _at_most(VOCABULARY)),
     (("original_max_position_embeddings",), _at_most(SWITCH)),
     (
