@@ -77,6 +77,37 @@ def widened(folder):
     return found
 
 
+def images(folder):
+    """Models that see images, and how far they are off: an image lies in one row, over the border between ranks."""
+    import transformers as hf
+
+    from longspan.integrations import huggingface
+    from longspan.integrations.huggingface.proving.forms import Form, drawn, with_labels
+    from longspan.integrations.huggingface.proving.tiny import build, tiny_config
+
+    os.environ["XDG_CACHE_HOME"] = folder
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    huggingface.register()
+    kinds = {
+        "Qwen2_5_VLForConditionalGeneration": ("image_grid_thw", "mm_token_type_ids", "pixel_values"),
+        "Qwen3VLForConditionalGeneration": ("image_grid_thw", "mm_token_type_ids", "pixel_values"),
+        "Gemma3ForConditionalGeneration": ("pixel_values", "token_type_ids"),
+        "LlavaForConditionalGeneration": ("pixel_values",),
+    }
+    found = {}
+    for name, others in kinds.items():
+        kind = getattr(hf, name)
+        model = build(kind, tiny_config(kind.config_class()))
+        model.set_attn_implementation("longspan")
+        form = Form(others=others, padding="right")
+        batch = drawn(form, model)
+        batch = with_labels(batch, model(**batch).logits.detach())
+        found[name] = _far(model, batch, "contiguous")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        found[f"{name}, checkpointed"] = _far(model, batch, "zigzag")
+    return found
+
+
 def first_use(folder):
     """What happens when a model is used for the first, second and third time: seconds and proofs made on this rank."""
     import transformers as hf

@@ -27,12 +27,12 @@ from longspan.integrations.huggingface.batches import (
     read_batch,
     shifted_labels,
 )
-from longspan.integrations.huggingface.hooks.body import watch_body
+from longspan.integrations.huggingface.hooks.body import shield, watch_body
 from longspan.integrations.huggingface.hooks.losses import route_losses
 from longspan.integrations.huggingface.hooks.rotary import watch_rotary
 from longspan.integrations.huggingface.hooks.seen import listen, listen_to_layers, takes
 from longspan.integrations.huggingface.masks import LayerMask, layer_mask
-from longspan.integrations.huggingface.mixers import is_hybrid, needs, route
+from longspan.integrations.huggingface.mixers import is_hybrid, needs, route, text_part
 from longspan.integrations.huggingface.models import check_model, layer_kinds
 from longspan.integrations.huggingface.rules import IN_PLACE, NO_POSITIONS, OWN, POOLED, SHIFTED, Rules
 from longspan.integrations.huggingface.sequence import ShardedSequence, Whole
@@ -165,6 +165,7 @@ def _prepare(inner: Any, sequence: ShardedSequence) -> None:
     route_losses(inner)
     if sequence.rules.body is not None:
         watch_body(inner, sequence.rules.body, sequence.rules.joined)
+    shield(inner, text_part(inner))
     if not is_hybrid(inner):
         return
     padding = sequence.whole.padding
@@ -269,7 +270,6 @@ def _whole_tokens(batch: Mapping[str, Any], sequence: ShardedSequence, position_
     kept = ("labels", "num_items_in_batch") if sequence.rules.loss == POOLED else ()
     dropped = {"labels", "shift_labels", "num_items_in_batch", *PACKED, "max_length_q", "max_length_k"} - set(kept)
     part = {name: value for name, value in batch.items() if name not in dropped and value is not None}
-    if position_ids is not None and position_ids.ndim == 2:
+    if position_ids is not None and batch.get("position_ids") is None:
         sequence.position_ids = sequence.layout.shard(position_ids, sequence.rank, 1)
-        part.pop("position_ids", None)
     return part
