@@ -26,11 +26,13 @@ def page(results: list[dict[str, Any]], is_whole: bool) -> str:
 
 def _head(results: list[dict[str, Any]], is_whole: bool) -> str:
     said = "" if is_whole else " (a part of them)"
+    forms = list(dict.fromkeys(form for result in results for form in result.get("proofs", {})))
+    chosen = "" if {"plain", "padded", "packed"} <= set(forms) else f" --forms {','.join(forms)}"
     return f"""# Families of models
 
 Written by
 
-    python -m benchmarks.families
+    python -m benchmarks.families{chosen}
 
 for transformers {version("transformers")} and torch {version("torch")}{said}. {summary(results)}.
 

@@ -217,6 +217,8 @@ def test_kernels_and_quantization_of_the_real_model_are_not_asked_for():
     tiny = tiny_config(config)
     assert tiny.text_config._attn_implementation == "eager"
     assert tiny.vision_config._attn_implementation is None
+    config._attn_implementation = "longspan"  # parts with a table of their own (SAM) cannot be built with it
+    assert tiny_config(config).text_config._attn_implementation is None
     assert not hasattr(tiny, "quantization_config")
     stepped(build(model_class(config), tiny))
 

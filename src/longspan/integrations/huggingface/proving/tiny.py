@@ -26,8 +26,8 @@ __all__ = ["CannotShrinkError", "build", "special_tokens", "tiny_config"]
 DROPOUT = re.compile(r"dropout|pdrop|drop_path|layerdrop|jitter|mask_time_prob|mask_feature_prob")
 TOKENS = re.compile(r"(token_id|token_ids|token_index|token_indices|_start_id|_end_id|_newline_id|_patch_id)$")
 FEATURES = re.compile(r"^(vision_feature_layers?|feature_layer)$")
-ON_CPU = (None, "eager", "sdpa", "longspan")
-"""Attention that runs without a GPU; a model's own choice of another one, for images perhaps, is not built."""
+ON_CPU = (None, "eager", "sdpa")
+"""Attention that any part can be built with; others, Longspan's too, are set when the model is there."""
 ORDINARY = 64
 """Special tokens below it keep their number."""
 
