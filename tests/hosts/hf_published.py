@@ -1,4 +1,4 @@
-"""Configurations in the form of well-known models' config.json, written from memory; Phi-3's long factors are made up."""
+"""Configurations in the form of well-known models' config.json, from memory; Phi-3's long factors are made up."""
 
 PUBLISHED = {
     "Llama-3.1-8B": {
