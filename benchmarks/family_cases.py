@@ -60,7 +60,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "step3p7": {"text_config": {"sliding_window": 512}},
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
-"""What published checkpoints set and classes leave out, where code does not run without or a kind of layer lacks."""
+"""Set where a default does not run or lacks a kind of layer: like published ones, but not checked against them."""
 
 
 @dataclass(frozen=True)
