@@ -64,6 +64,7 @@ def test_layers_that_do_not_listen_are_refused_in_any_loop(wrapper):
         assert "has seen longspan=" in deaf[0]
         if wrapper != "shortened":
             assert "only 1 of the 2 layers of" in deaf[1]
+        assert all("whose forward was replaced" in said for said in deaf)  # what a proof does not speak of
 
 
 def test_types_that_do_not_hand_it_down_are_told_by_their_masks():

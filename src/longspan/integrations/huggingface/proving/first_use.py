@@ -20,14 +20,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from longspan.integrations.huggingface.hooks.mixers import mixes, text_part
 from longspan.integrations.huggingface.proving.forms import Form, form_of
 from longspan.integrations.huggingface.rules import Rules
-from longspan.integrations.huggingface.structure import code_of, put_in
+from longspan.integrations.huggingface.structure import code_of, num_layers, put_in
 from longspan.training import BatchError
 from longspan.training.groups import message_device
 from longspan.version import VERSION
 
-_KNOWN: WeakKeyDictionary[Any, dict[Form, Rules]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, dict[tuple[Form, str, bool], Rules]] = WeakKeyDictionary()
 
 
 def rules_of(model: Any, batch: Mapping[str, Any], group: Any, trust_model: bool) -> Rules:
@@ -35,12 +36,10 @@ def rules_of(model: Any, batch: Mapping[str, Any], group: Any, trust_model: bool
     config = model.config
     form = form_of(batch, config.get_text_config(), is_whole=True)
     known = _KNOWN.setdefault(model, {})
-    if form not in known:
-        if trust_model:
-            known[form] = _trusted(model)
-        else:
-            known[form] = _agreed(model, form, group)
-    return known[form]
+    key = form, getattr(group, "group_name", ""), trust_model  # every group tells its own ranks
+    if key not in known:
+        known[key] = _trusted(model) if trust_model else _agreed(model, form, group)
+    return known[key]
 
 
 def _trusted(model: Any) -> Rules:
@@ -50,7 +49,8 @@ def _trusted(model: Any) -> Rules:
         f" wrong without a word.",
         stacklevel=4,
     )
-    return Rules(layers="some")
+    asking = sum("ALL_ATTENTION_FUNCTIONS" in mixes(type(part)) for part in text_part(model).modules())
+    return Rules(layers="all" if asking >= num_layers(model, model.config.get_text_config()) else "some")
 
 
 def _agreed(model: Any, form: Form, group: Any) -> Rules:
