@@ -44,8 +44,8 @@ NAMES = ("zigzag", "contiguous", "striped")
 MODULE = "a module computes something else over ranks"
 MODULE_ADVICE = (
     "It misses tokens of other ranks, or counts from 0 on each. Give it global positions (layout.positions(rank)), and"
-    " a plan and the group to what looks at several tokens: longspan.attention, causal_conv1d, the recurrences. Means"
-    " over tokens are sums over all ranks."
+    " a plan and the group to what looks at several tokens: longspan.attention, causal_conv1d, the recurrences. A mean"
+    " over tokens is a sum over all ranks, divided once."
 )
 MASK_ADVICE = "Pass mask=, too: more mistakes of labels and masks are recognised with it."
 AFTERWARDS = "Every module's output is one device's: the loss makes the difference, or the backward pass."
@@ -217,7 +217,7 @@ class _Trial:
 
     def judged(self, ran: Sequence[tuple[Layout, list[RankResult]]], factor: float) -> Report:
         """The worst of all layouts, or what is wrong in the first that is wrong."""
-        names = ", ".join(str(layout) for layout, _ in ran)
+        names = ", ".join(layout.name for layout, _ in ran)
         subject, size = f"{type(self.unused).__name__} over {names}", max(layout.world_size for layout, _ in ran)
         worst: dict[str, Check] = {}
         truth: Truth | None = None
