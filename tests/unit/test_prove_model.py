@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+import torch.utils.checkpoint
 from torch import nn
 
 import longspan as ls
@@ -298,6 +299,52 @@ def test_what_the_caller_is_in_the_middle_of_does_not_matter():
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("made", [Model, lambda: Model(OwnConv())])
+def test_bfloat16_and_compiled_models_are_proved_in_float64(made):
+    is_right = type(made().mix) is Conv
+    for model in (made().bfloat16(), torch.compile(made(), backend="eager"), made().double()):
+        report = prove_model(model, drawn(), local=local, whole=whole)
+        assert report.ok == is_right, report
+        assert report.notes == () or not is_right
+        assert not is_right or all(check.error <= 1e-12 for check in report.checks)
+        assert all(check.budget < 1e-4 for check in report.checks)
+
+
+def test_parts_in_float32_are_no_false_alarm():
+    class Narrow(nn.Module):
+        """Attention and a norm in float32, as many models have them."""
+
+        def forward(self, x, way):
+            return F.rms_norm(x.float(), (8,)).to(x.dtype)
+
+    class NarrowWay(Way):
+        def attend(self, q, k, v):
+            return super().attend(q.float(), k.float(), v.float()).to(q.dtype)
+
+    def step(model, batch, layout, group):
+        mine = shard_batch(batch, layout, group.rank(), documents=LENGTHS)
+        logits = model(mine["input_ids"], mine["position_ids"], NarrowWay(layout, group, "float32"))
+        return token_loss(logits, mine["shift_labels"], group=group, gradients="sum"), logits
+
+    for seed in range(4):
+        report = prove_model(Model(Narrow()), drawn(seed), local=step, whole=whole)
+        assert report.ok, report
+    assert not prove_model(Model(Mean()), drawn(), local=step, whole=whole).ok
+
+
+def test_activation_checkpointing_is_refused_in_words():
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x, way):
+            return torch.utils.checkpoint.checkpoint(self.block, x, way, use_reentrant=False)
+
+    with pytest.raises(LongspanError, match=r"as activation checkpointing does.* Turn it off here"):
+        prove_model(Model(Again()), drawn(), local=local, whole=whole)
+
+
 def test_what_a_run_remembers_is_not_given_to_the_ranks():
     """The run on one device is right because of a table of positions; ranks fill it themselves."""
 
@@ -383,6 +430,10 @@ def test_calls_of_torch_are_refused_in_words(call, is_initialised, tmp_path):
     finally:
         if is_initialised:
             dist.destroy_process_group()
+
+
+def test_the_number_of_ranks_is_known():
+    assert simulate(3, lambda rank: (rank.size(), dist.get_world_size(rank))) == [(3, 3)] * 3
 
 
 def test_errors_that_are_not_torchs_stay_what_they_are():

@@ -58,6 +58,12 @@ class _Room:
         self.failed: BaseException | None = None
 
     def meet(self, rank: int, what: str, mine: Any, compute: Meeting) -> Any:
+        if len(self.gone) == self.size:
+            raise ApartError(
+                f"simulated rank {rank} came to {what} when all ranks had ended, as activation checkpointing does: it"
+                f" computes again in the backward pass, when nobody is there to meet. Turn it off here: it changes no"
+                f" number."
+            )
         self.brought[rank] = what, mine
         if len(self.brought) == self.size:
             self._compute(compute)

@@ -112,12 +112,14 @@ def _check_plain(step: ModelStep) -> None:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Whatever the caller is in the middle of: no gradients wanted, autocast, random numbers."""
+    """Whatever the caller is in the middle of: no gradients wanted, autocast, random numbers. What was compiled runs
+    eagerly: a compiler does not follow ranks in threads."""
     devices = {p.device.type for p in model.parameters()} | {"cpu"}
     first, second = ([*devices] * 2)[:2]
     with (
         torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(),
         torch.autocast(first, enabled=False), torch.autocast(second, enabled=False),
+        torch.compiler.set_stance("force_eager"),
     ):  # fmt: skip
         yield
 
