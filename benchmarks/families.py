@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import select
 import subprocess
@@ -26,17 +27,22 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.family_cases import KINDS, Case, cases, class_of, config_of, on_one_device, said
 from benchmarks.family_page import page, summary
+from benchmarks.family_ranks import WORLDS, step_on_ranks
+from benchmarks.ranks import Ranks
 
 LEAST = 120
 BATCH = 48
 """Cases that share a process: transformers takes seconds to load."""
-PATIENCE = 120.0
-"""Seconds for one case."""
+PATIENCE = 300.0
+"""Seconds for one case, and for a worker to start on a machine that others use."""
 FORMS = {
     "plain": {},
     "padded": {"padding": "right"},
@@ -45,20 +51,19 @@ FORMS = {
 EXACT, ROUNDED, TIMES = 1e-10, 1e-6, 4
 """How far a step on Gloo ranks may be off, of the largest gradient: in float64; in float32; and in float32 where one
 device itself is off by more, so many times as much as that."""
-WORLDS = (2, 3)
 
 
 # -- one case, in a worker ---------------------------------------------------------------------------------------------
 
 
-def examine(case: Case, forms: list[str], pools: dict[int, Any]) -> dict[str, Any]:
+def examine(case: Case, forms: list[str], pool: list[Any]) -> dict[str, Any]:
     """Everything that is found out about a case."""
     began = time.process_time()
     found = on_one_device(case)
     if found["outcome"] in ("runs", "differs"):
         found["proofs"] = {form: proof_of(case, form) for form in forms}
-        if found["proofs"]["plain"]["ok"] and pools:
-            found["ranks"] = {world: on_ranks(case, pools, world) for world in pools}
+        if found["proofs"]["plain"]["ok"] and pool:
+            found["ranks"] = on_ranks(case, pool)
         found.update(verdict(found))
     return {**asdict(case), **found, "seconds": round(time.process_time() - began, 2)}
 
@@ -76,17 +81,22 @@ def proof_of(case: Case, form: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def on_ranks(case: Case, pools: dict[int, Any], world: int) -> dict[str, Any]:
-    """What every rank found, once; a pool in which something went wrong is replaced."""
-    from benchmarks.family_ranks import step_on_ranks
-    from benchmarks.ranks import Ranks
-
+def on_ranks(case: Case, pool: list[Any]) -> dict[int, dict[str, Any]]:
+    """What rank 0 found; a pool in which something went wrong is replaced."""
     try:
-        return pools[world].run(step_on_ranks, case)[0]
+        return pool[0].run(step_on_ranks, case)[0]
     except Exception as error:
-        pools[world].end()
-        pools[world] = Ranks(world, timeout=PATIENCE / 4)
-        return {"failed": said(error)}
+        pool[0].end()
+        pool[0] = started()
+        return {max(WORLDS): {"failed": said(error)}}
+
+
+def started() -> Ranks:
+    """Ranks that have transformers loaded: the server that they are forked from loads it, once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.family_ranks", "transformers.modeling_utils"])
+    forkserver.ensure_running()
+    return Ranks(max(WORLDS), timeout=PATIENCE / 3)
 
 
 def verdict(found: dict[str, Any]) -> dict[str, Any]:
@@ -107,19 +117,15 @@ def verdict(found: dict[str, Any]) -> dict[str, Any]:
 
 def work(names: list[str], forms: list[str], with_ranks: bool) -> None:
     """A worker: examines cases and prints what it found, a line of JSON each, after a mark."""
-    import torch
-
-    from benchmarks.ranks import Ranks
-
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     known = {str(case): case for case in cases(list(KINDS))}
     with contextlib.ExitStack() as stack:
-        pools = {n: Ranks(n, timeout=PATIENCE / 4) for n in WORLDS} if with_ranks else {}
-        stack.callback(lambda: [pool.end() for pool in pools.values()])
+        pool = [started()] if with_ranks else []
+        stack.callback(lambda: [ranks.end() for ranks in pool])
         for name in names:
-            print(MARK + json.dumps(examine(known[name], forms, pools)), flush=True)
+            print(MARK + json.dumps(examine(known[name], forms, pool)), flush=True)
 
 
 # -- all cases, from outside -------------------------------------------------------------------------------------------
@@ -179,6 +185,13 @@ def status(results: list[dict[str, Any]], is_whole: bool) -> int:
     return 1 if wrong else 0
 
 
+def known_before(path: str | None) -> list[dict[str, Any]]:
+    """Results of a sweep that was interrupted."""
+    if path is None or not Path(path).exists():
+        return []
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="families, with commas between")
@@ -186,6 +199,7 @@ def main() -> int:
     parser.add_argument("--forms", default=",".join(FORMS), help=f"of {', '.join(FORMS)}; plain always")
     parser.add_argument("--out", default="docs/models.md", help="the page to write, or - for none")
     parser.add_argument("--json", help="a file for all results, a line each")
+    parser.add_argument("--resume", action="store_true", help="go on from the file of --json")
     parser.add_argument("--no-ranks", action="store_true", help="proofs alone, no Gloo processes")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -195,9 +209,11 @@ def main() -> int:
         return 0
     kinds = given.kinds.split(",")
     todo = cases(kinds, given.only.split(",") if given.only else None)
-    results = []
+    results = known_before(given.json) if given.resume else []
+    done = {(result["kind"], result["family"]) for result in results}
+    todo = [case for case in todo if (case.kind, case.family) not in done]
     with contextlib.ExitStack() as stack:
-        record = stack.enter_context(Path(given.json).open("w")) if given.json else None
+        record = stack.enter_context(Path(given.json).open("a" if given.resume else "w")) if given.json else None
         for result in sweep(todo, forms, not given.no_ranks):
             results.append(result)
             print(

@@ -26,17 +26,20 @@ def page(results: list[dict[str, Any]], is_whole: bool) -> str:
 
 def _head(results: list[dict[str, Any]], is_whole: bool) -> str:
     said = "" if is_whole else " (a part of them)"
+    forms = list(dict.fromkeys(form for result in results for form in result.get("proofs", {})))
+    chosen = "" if {"plain", "padded", "packed"} <= set(forms) else f" --forms {','.join(forms)}"
     return f"""# Families of models
 
 Written by
 
-    python -m benchmarks.families
+    python -m benchmarks.families{chosen}
 
 for transformers {version("transformers")} and torch {version("torch")}{said}. {summary(results)}.
 
-Every causal, masked, sequence-classifying and image-text family is taken with its default configuration (and what
-published checkpoints set where the default does not run), shrunk to a tiny copy, and proved as at its first use:
-`longspan prove` does the same for yours. Text alone is fed, to image-text families too. *Exact* families were then run
+Every causal, masked, sequence-classifying and image-text family is taken with its default configuration (and, where
+that does not run or lacks a kind of layer, values in `benchmarks/family_cases.py` chosen by hand), shrunk to
+a tiny copy, and proved as at its first use: `longspan prove` does the same for yours.
+Text alone is fed, to image-text families too. *Exact* families were then run
 on 2 and 3 Gloo processes: the last columns say how far the loss and all gradients of a whole step were off there at
 most, of the largest gradient, from transformers' own attention on one device in float64; the very last, how far one
 device is when it computes in float32."""

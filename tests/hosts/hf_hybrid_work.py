@@ -216,15 +216,15 @@ def step_over_ranks(model_type, case, layout, checkpointing=False):
 REFUSED = {
     "jamba": "mamba_selective_scan",
     "mamba": "mamba_inner_fn",
-    "mamba2": "position_ids",
+    "mamba2": "mixer (Mamba2Mixer)",
     "falcon_mamba": "mamba_inner_fn",
     "zamba": "mamba_selective_scan",
-    "minimax": "linear_attention",
-    "recurrent_gemma": "recurrent",
+    "minimax": "MiniMaxLightningAttention",
+    "recurrent_gemma": "attention in code of its own",
     "inkling_text": "position_bias",
-    "zaya": "hybrid",
+    "zaya": "conv_qk",
     "rwkv": "attention is 'eager'",
-    "xlstm": "position_ids",
+    "xlstm": "xLSTM",
 }
 """Model types that are refused, and what the refusal speaks of if any model is asked for."""
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
@@ -365,7 +365,7 @@ def meaningless(what):
 
 
 def routed_and_not():
-    from longspan.integrations.huggingface.mixers import route
+    from longspan.integrations.huggingface.hooks.mixers import route
 
     model = model_of("qwen3_next", "sdpa")
     batch, _ = batch_of("plain")

@@ -32,7 +32,7 @@ def _step(model, batch, layout="balanced"):
 
 def _far(model, batch, layout="balanced"):
     """How far loss and gradients are off one device, of each gradient's largest entry."""
-    model.double()
+    model.double().zero_grad()
     model.config._experts_implementation = "eager"  # grouped products have no float64
     one = model(**batch, use_cache=False).loss
     one.backward()
@@ -74,6 +74,37 @@ def widened(folder):
     found["router loss, padded"] = _far(mixtral(), padded, "contiguous")
     bert = hf.BertConfig(**ENCODER, **STILL, is_decoder=True)
     found["token types"] = _far(made("BertLMHeadModel", bert), {**plain, "token_type_ids": ids % 2})
+    return found
+
+
+def images(folder):
+    """Models that see images, and how far they are off: an image lies in one row, over the border between ranks."""
+    import transformers as hf
+
+    from longspan.integrations import huggingface
+    from longspan.integrations.huggingface.proving.forms import Form, drawn, with_labels
+    from longspan.integrations.huggingface.proving.tiny import build, tiny_config
+
+    os.environ["XDG_CACHE_HOME"] = folder
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    huggingface.register()
+    kinds = {
+        "Qwen2_5_VLForConditionalGeneration": ("image_grid_thw", "mm_token_type_ids", "pixel_values"),
+        "Qwen3VLForConditionalGeneration": ("image_grid_thw", "mm_token_type_ids", "pixel_values"),
+        "Gemma3ForConditionalGeneration": ("pixel_values", "token_type_ids"),
+        "LlavaForConditionalGeneration": ("pixel_values",),
+    }
+    found = {}
+    for name, others in kinds.items():
+        kind = getattr(hf, name)
+        model = build(kind, tiny_config(kind.config_class()))
+        model.set_attn_implementation("longspan")
+        form = Form(others=others, padding="right")
+        batch = drawn(form, model)
+        batch = with_labels(batch, model(**batch).logits.detach())
+        found[name] = _far(model, batch, "contiguous")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        found[f"{name}, checkpointed"] = _far(model, batch, "zigzag")
     return found
 
 

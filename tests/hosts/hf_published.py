@@ -1,4 +1,4 @@
-"""Configurations of well-known models, as their config.json has them: what decides about layers and sizes."""
+"""Configurations in the form of well-known models' config.json, from memory; Phi-3's long factors are made up."""
 
 PUBLISHED = {
     "Llama-3.1-8B": {

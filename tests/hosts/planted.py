@@ -164,7 +164,7 @@ FAULTS = (
         "convolution in wide models",
         beside(layers.TokenConv, chosen=_wide),
         changes={"hidden_size": 128},
-        word="mixer",
+        word="mlp (Beside), which its tiny copy has not",
     ),
     Planted("mean in evaluation", beside(layers.EvaluationMean), word="mlp"),
     Planted("documents by end tokens", models.embedding(models.ends_before), word="embed_tokens"),

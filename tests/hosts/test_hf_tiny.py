@@ -202,6 +202,27 @@ def test_special_tokens_are_in_the_vocabulary_and_apart(name):
     assert len(special_tokens(tiny)) < 20
 
 
+def test_special_tokens_of_a_small_vocabulary_stay_in_it():
+    from transformers import LlamaConfig
+
+    tiny = tiny_config(LlamaConfig(vocab_size=100, eos_token_id=99, bos_token_id=70, pad_token_id=3))
+    assert (tiny.vocab_size, tiny.pad_token_id) == (100, 3)
+    assert {tiny.eos_token_id, tiny.bos_token_id} == {98, 99}
+
+
+def test_kernels_and_quantization_of_the_real_model_are_not_asked_for():
+    config = config_of("gemma-3-4b")
+    config._attn_implementation = {"text_config": "eager", "vision_config": "flash_attention_2"}
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    tiny = tiny_config(config)
+    assert tiny.text_config._attn_implementation == "eager"
+    assert tiny.vision_config._attn_implementation is None
+    config._attn_implementation = "longspan"  # parts with a table of their own (SAM) cannot be built with it
+    assert tiny_config(config).text_config._attn_implementation is None
+    assert not hasattr(tiny, "quantization_config")
+    stepped(build(model_class(config), tiny))
+
+
 def test_sizes_of_parts_still_fit():
     tiny = tiny_config(config_of("Qwen2.5-VL-7B"))
     assert tiny.vision_config.out_hidden_size == tiny.get_text_config().hidden_size
@@ -256,6 +277,26 @@ def test_weights_are_neither_zero_nor_one(name):
             assert float(weight.std()) > 0.01, weight_name
 
 
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-7B", "gemma-3-4b"])
+def test_a_tiny_copy_sees_an_image(name):
+    """Sizes of its part for images fit: 4 x 4 patches become 4 tokens, and gradients come back to the first layer."""
+    model = build(model_class(config_of(name)), tiny_config(config_of(name)))
+    draw = torch.Generator().manual_seed(1)
+    patch = model.config.vision_config.patch_size
+    pixels = torch.randn(1, 3, 4 * patch, 4 * patch, generator=draw, dtype=torch.float64)
+    batch = batch_of(model.config, rows=1)
+    place = model.config.image_token_id
+    batch["input_ids"][0, 9:13] = place
+    if name.startswith("Qwen"):
+        flat = torch.randn(16, 3 * 2 * patch * patch, generator=draw, dtype=torch.float64)
+        images = {"pixel_values": flat, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    else:
+        images = {"pixel_values": pixels, "token_type_ids": (batch["input_ids"] == place).long()}
+    model(**batch, **images).loss.backward()
+    first = next(p for n, p in model.named_parameters() if "patch_embed" in n)
+    assert float(first.grad.abs().max()) > 0
+
+
 # -- what cannot be shrunk ---------------------------------------------------------------------------------------------
 
 
@@ -271,6 +312,20 @@ def test_a_model_that_cannot_be_made_says_whose_error_it_is():
     with pytest.raises(CannotShrinkError, match=r"'dots1'.*Dots1ForCausalLM could not be made from it: TypeError"):
         build(Dots1ForCausalLM, config)
     build(Dots1ForCausalLM, tiny_config(Dots1Config(n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2)))
+
+
+def test_code_of_a_repository_is_named_as_such():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Broken(LlamaForCausalLM):
+        def __init__(self, config):
+            raise ImportError("needs a GPU")
+
+    Broken.__module__ = "transformers_modules.somebody.modeling"
+    with pytest.raises(
+        CannotShrinkError, match=r"Broken \(code of its own repository, trust_remote_code\).*needs a GPU"
+    ):
+        build(Broken, tiny_config(LlamaConfig()))
 
 
 def test_a_copy_that_its_own_class_refuses_is_refused_here():

@@ -95,20 +95,27 @@ def test_a_proof_takes_seconds():
 
 
 def test_a_remembered_proof_takes_milliseconds(tmp_path):
-    from longspan.integrations.huggingface.proving.first_use import found, remembered_at
+    from longspan.integrations.huggingface.proving.first_use import found, remembered_at, rules_of
     from longspan.integrations.huggingface.proving.forms import Form
 
-    config = hf.LlamaConfig()
-    first = found(hf.LlamaForCausalLM, config, Form())
-    place = remembered_at(hf.LlamaForCausalLM, config, Form())
-    assert place.is_relative_to(tmp_path)
+    class One:
+        rank, size = staticmethod(lambda: 0), staticmethod(lambda: 1)
+
+    with torch.device("meta"):
+        models = [hf.LlamaForCausalLM(hf.LlamaConfig()) for _ in range(2)]
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.long)}
+    first = rules_of(models[0], batch, One(), trust_model=False)
     began = time.process_time()
-    assert found(hf.LlamaForCausalLM, config, Form()) == first
+    assert rules_of(models[1], batch, One(), trust_model=False) == first
     assert time.process_time() - began <= 0.05
+    (place,) = (tmp_path / "longspan" / "proofs").iterdir()
     place.write_text("{")  # a disk that was full
-    assert found(hf.LlamaForCausalLM, config, Form())["ok"]
-    assert remembered_at(hf.LlamaForCausalLM, hf.LlamaConfig(rms_norm_eps=1e-3), Form()) != place
-    assert remembered_at(hf.LlamaForCausalLM, config, Form(padding="left")) != place
+    config = hf.LlamaConfig()
+    form = Form(labels=False)
+    assert found(hf.LlamaForCausalLM, config, form)["ok"]
+    assert remembered_at(hf.LlamaForCausalLM, hf.LlamaConfig(rms_norm_eps=1e-3), form) != remembered_at(
+        hf.LlamaForCausalLM, config, form
+    )
 
 
 def test_nothing_of_the_caller_is_disturbed():
@@ -126,6 +133,24 @@ def test_what_was_widened_is_exact_over_ranks(world, tmp_path):
     for found in pool(world).run(work.widened, str(tmp_path), timeout=TIMEOUT):
         assert len(found) == 5
         assert not {name: error for name, error in found.items() if not error <= 1e-6}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_images_over_ranks(world, tmp_path):
+    for found in pool(world).run(work.images, str(tmp_path), timeout=TIMEOUT):
+        assert len(found) == 8
+        assert not {name: error for name, error in found.items() if not error <= 1e-6}
+
+
+def test_videos_and_packed_images_are_refused():
+    from longspan.integrations.huggingface.batches import read_batch
+    from longspan.training import BatchError
+
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.long), "pixel_values": torch.ones(4, 4)}
+    assert read_batch(batch).seq_len == 8
+    for other in ({"pixel_values_videos": torch.ones(1)}, {"cu_seq_lens_q": torch.tensor([0, 4, 8])}):
+        with pytest.raises(BatchError, match=f"the batch has {next(iter(other))}"):
+            read_batch(batch | other)
 
 
 def test_one_rank_proves_and_tells_the_others(tmp_path):

@@ -26,18 +26,7 @@ FORMS = {
     "padded right": Form(padding="right"),
     "packed": Form(packed="position_ids", positions=True),
 }
-OPEN = {
-    "mean in every third layer": "the copy has two layers, and no setting says that the third is another",
-    "convolution in wide models": "the copy is narrow, and has no such layer",
-    "mean in evaluation": "copies run in train mode only",
-    "documents by end tokens": "batches of copies have no special tokens",
-}
-"""What the proof does not find yet, and why. Marks are strict: who mends it takes the line out."""
 NIGHTLY = bool(os.environ.get("LONGSPAN_NIGHTLY"))
-
-
-def not_yet(reason):
-    return pytest.mark.xfail(reason=reason, strict=True)
 
 
 def chosen(entries):
@@ -45,8 +34,7 @@ def chosen(entries):
     for number, entry in enumerate(entries):
         names = [name for name in FORMS if name.split()[0] in entry.forms]
         for name in names if NIGHTLY else [names[number % len(names)]]:
-            marks = [not_yet(OPEN[entry.name])] if entry.name in OPEN else []
-            yield pytest.param(entry, FORMS[name], id=f"{entry.name}, {name}", marks=marks)
+            yield pytest.param(entry, FORMS[name], id=f"{entry.name}, {name}")
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +67,6 @@ def test_there_are_enough_and_no_two_of_a_name():
 
 
 # -- a real model at its first use -------------------------------------------------------------------------------------
-
-
-INSTANCE = "the proof is of the class: what was done to this model's modules is not in the copy"
-CODE = "memory is by the class's name and its file: other code that it runs may have changed"
 
 
 class One:
@@ -122,7 +106,6 @@ def test_a_model_is_accepted_and_remembered(monkeypatch):
     use(llama())
 
 
-@not_yet(INSTANCE)
 def test_a_model_with_another_layer_put_into_it_is_refused():
     use(llama())
     model = llama()
@@ -132,7 +115,6 @@ def test_a_model_with_another_layer_put_into_it_is_refused():
         use(model)
 
 
-@not_yet(INSTANCE)
 def test_a_model_whose_forward_was_replaced_is_refused():
     use(llama())
     model = llama()
@@ -143,7 +125,6 @@ def test_a_model_whose_forward_was_replaced_is_refused():
         use(model)
 
 
-@not_yet(CODE)
 def test_a_class_whose_forward_was_replaced_is_proved_again(monkeypatch):
     from transformers.models.llama import modeling_llama
 
@@ -154,7 +135,6 @@ def test_a_class_whose_forward_was_replaced_is_proved_again(monkeypatch):
         use(llama())
 
 
-@not_yet(CODE)
 def test_classes_of_the_same_name_have_proofs_of_their_own():
     kinds = [beside(mixer) for mixer in (planted_layers.TokenGate, planted_layers.TokenConv)]
     for kind in kinds:
@@ -178,7 +158,6 @@ class Model(LlamaForCausalLM):
 """
 
 
-@not_yet(CODE)
 def test_code_that_a_model_imports_is_part_of_what_is_remembered(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "planted_model.py").write_text(MODEL)
@@ -213,13 +192,7 @@ SURROUNDINGS = {
 }
 
 
-REACHING = {"no_grad", "inference_mode", "default device"}
-"""Those that reach into the proof."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[not_yet("reaches the copy")] * (name in REACHING)) for name in SURROUNDINGS]
-)
+@pytest.mark.parametrize("name", SURROUNDINGS)
 def test_what_is_set_around_a_first_use_does_not_matter(name):
     model, batch = llama(), batch_of("plain")
     with SURROUNDINGS[name]():

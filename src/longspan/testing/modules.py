@@ -52,7 +52,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
 
 
 @dataclass(eq=False)
-class ModuleTrace:
+class SeenModules:
     """What went into modules and came out, by name, at the first call; names in the order in which modules ended."""
 
     inputs: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return found
 
 
-def first_different(whole: ModuleTrace, parts: Sequence[ModuleTrace], layout: Layout, far: float = FAR) -> str | None:
+def first_different(whole: SeenModules, parts: Sequence[SeenModules], layout: Layout, far: float = FAR) -> str | None:
     """The name of the first module that computes something else over ranks, "" for the model itself; None where all
     that can be compared is the same."""
     for module in whole.outputs:

@@ -18,8 +18,11 @@ from longspan.training.packed_batch import numbers_of, restarts
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 USED = ("attention_mask", "position_ids", "labels", "shift_labels", *PACKED, "max_length_q", "max_length_k")
-BY_TOKEN = ("token_type_ids",)
+BY_TOKEN = ("token_type_ids", "mm_token_type_ids")
 """Further arguments (batch, tokens) that are cut as tokens are."""
+IMAGES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+SEEN = IMAGES[:2]
+"""What is known about images; videos are not tried."""
 IGNORE = -100
 
 
@@ -36,6 +39,7 @@ class Reading:
 def read_batch(batch: Mapping[str, Any], is_whole: bool = False) -> Reading:
     """The batch's size, padding and documents. `is_whole`: the model gets all of it, and what else is in there."""
     rows, seq_len = _shape(batch)
+    _check_images(batch)
     if not is_whole:
         _check_others(batch, seq_len)
     return Reading(rows, seq_len, _padding(batch, rows, seq_len), _documents(batch, rows, seq_len))
@@ -49,6 +53,19 @@ def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
             f" has {', '.join(batch) or 'nothing'}."
         )
     return int(tensors[0].shape[0]), int(tensors[0].shape[1])
+
+
+def _check_images(batch: Mapping[str, Any]) -> None:
+    """Refuses what was never tried beside images."""
+    given = [
+        name for name in batch if batch[name] is not None and name.startswith(("pixel_", "image_", "video_", "audio"))
+    ]
+    unknown = [name for name in given if name not in SEEN] + [n for n in PACKED if given and batch.get(n) is not None]
+    if unknown:
+        raise BatchError(
+            f"the batch has {', '.join(unknown)}, and over ranks images come as pixel_values, with image_grid_thw or"
+            f" without, in batches that are not packed. Use one device for others."
+        )
 
 
 def _check_others(batch: Mapping[str, Any], seq_len: int) -> None:

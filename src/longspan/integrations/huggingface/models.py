@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from longspan.integrations.huggingface.attention import NAME
+from longspan.integrations.huggingface.hooks.mixers import check_mixers
 from longspan.integrations.huggingface.masks import LayerMask
-from longspan.integrations.huggingface.mixers import check_mixers
 from longspan.integrations.huggingface.structure import check_structure, text_model
 from longspan.integrations.huggingface.terms import Kind
 from longspan.training import BatchError

@@ -80,6 +80,8 @@ class ShardedSequence:
         self.rank = group.rank()
         self.is_cut = rules.body is None
         """Whether what the model computes with is this rank's part by now."""
+        self.is_joined = False
+        """Whether tokens of all ranks have been put together again."""
         self.depth = 0
         """How many modules that listen are running, one inside of another."""
         self.labels: Tensor | None = None

@@ -1,14 +1,16 @@
 """What classes, modules and source of a model of transformers tell without running it: its layers, and whether its
-masks look for documents."""
+masks look for documents; of which classes it is made, what their code is, and what somebody has put into it."""
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -16,6 +18,8 @@ from torch import nn
 from longspan.training import BatchError
 
 _MAKER = re.compile(r"create_(?!bidirectional)\w*mask\w*")
+HARMLESS = ("peft", "torchao", "bitsandbytes", "liger_kernel", "accelerate", "longspan")
+"""Packages whose modules stand for others, token by token."""
 DROPS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")
 
 
@@ -119,3 +123,68 @@ def _shows_positions(kind: type) -> bool:
 
 def _names(tree: ast.AST) -> set[str]:
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+# -- what a model is made of -------------------------------------------------------------------------------------------
+
+
+def own_class(module: nn.Module) -> type:
+    """The class of a module, whatever torch.distributed has made of it."""
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed"))
+
+
+def classes_of(model: nn.Module) -> dict[str, type]:
+    """All classes of its modules, by their full names."""
+    kinds = {own_class(module) for module in model.modules()}
+    return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
+
+
+def code_of(model: nn.Module) -> str:
+    """A digest of all code that its classes run, but for that of torch and what all models of transformers share."""
+    digest = hashlib.sha256()
+    for name, kind in sorted(classes_of(model).items()):
+        digest.update(name.encode())
+        for part in kind.__mro__:
+            package, *rest = part.__module__.split(".")
+            if package in ("torch", "builtins") or (package == "transformers" and rest[:1] != ["models"]):
+                continue
+            for called, value in sorted(vars(part).items()):
+                code = getattr(inspect.unwrap(getattr(value, "__func__", value)), "__code__", None)
+                if isinstance(code, CodeType):
+                    digest.update(called.encode() + _text_of(code))
+    return digest.hexdigest()[:24]
+
+
+def _text_of(code: CodeType) -> bytes:
+    consts = [_text_of(const) if isinstance(const, CodeType) else repr(const).encode() for const in code.co_consts]
+    return code.co_code + repr(code.co_names).encode() + b"".join(consts)
+
+
+def put_in(model: nn.Module, known: Iterable[str]) -> str | None:
+    """The first module that is of no known class, or whose forward was replaced: a proof does not speak of it.
+
+    Layers of torch that take every token by itself do no harm, nor do those of packages that wrap them (adapters,
+    quantisation).
+    """
+    names = set(known)
+    for path, module in model.named_modules():
+        kind = own_class(module)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        where = f"{path or 'the model'} ({kind.__name__})"
+        if name not in names and not _is_harmless(kind):
+            return where
+        forward = vars(module).get("forward")
+        if (
+            forward is not None
+            and not hasattr(module, "_old_forward")
+            and not hasattr(forward, "_torchdynamo_orig_callable")
+        ):
+            return f"{where}, whose forward was replaced"
+    return None
+
+
+def _is_harmless(kind: type) -> bool:
+    package = kind.__module__.split(".")[0]
+    if package == "torch":
+        return not issubclass(kind, nn.Conv1d | nn.RNNBase | nn.BatchNorm1d | nn.MultiheadAttention)
+    return package in HARMLESS or kind.__module__.startswith("transformers.integrations")

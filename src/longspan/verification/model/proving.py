@@ -23,7 +23,7 @@ from longspan import layouts
 from longspan.errors import PlanError
 from longspan.execution.simulated import SimulatedRank, simulate
 from longspan.layouts import Layout
-from longspan.testing.modules import FAR, ModuleTrace, first_different, shared_copy, titled
+from longspan.testing.modules import FAR, SeenModules, first_different, shared_copy, titled
 from longspan.verification.budgets import unit
 from longspan.verification.model.causes import explain
 from longspan.verification.model.compare import compare, finding_of, truth_of
@@ -155,7 +155,7 @@ class _Trial:
         """Whether this is the model's own precision."""
         return all(p.dtype == torch.float64 for p in self.step.model.parameters())
 
-    def split(self, layout: Layout, traces: Sequence[ModuleTrace] = ()) -> list[RankResult]:
+    def split(self, layout: Layout, traces: Sequence[SeenModules] = ()) -> list[RankResult]:
         """What every rank of a layout returned."""
         copies = [shared_copy(self.unused) for _ in range(layout.world_size)]
         for trace, model in zip(traces, copies, strict=False):
@@ -259,7 +259,7 @@ class _Trial:
         return tuple(findings)
 
     def _first_module(self, layout: Layout) -> str | None:
-        whole, parts = ModuleTrace(), [ModuleTrace() for _ in range(layout.world_size)]
+        whole, parts = SeenModules(), [SeenModules() for _ in range(layout.world_size)]
         model = shared_copy(self.unused)
         whole.attach(model)
         self.step.whole(model, self.batch, self.step.mask)

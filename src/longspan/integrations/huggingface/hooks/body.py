@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from longspan.execution.simulated import SimulatedRank
 from longspan.integrations.huggingface.attention import NAME
-from longspan.integrations.huggingface.hooks.current import current
+from longspan.integrations.huggingface.hooks.current import current, enter, leave
 from longspan.integrations.huggingface.masks import LayerMask
 from longspan.training import BatchError
 from longspan.training.groups import all_summed
@@ -25,6 +25,7 @@ from longspan.training.relayouts import gather_outputs
 
 _WATCHED: WeakSet[nn.Module] = WeakSet()
 _JOINED: WeakSet[nn.Module] = WeakSet()
+_SHIELDED: WeakSet[nn.Module] = WeakSet()
 POOLER = "pooler"
 """A module of this name is given all tokens; any other gives all tokens on."""
 DROPPED = ("past_key_values", "use_cache")
@@ -46,6 +47,30 @@ def watch_body(model: nn.Module, body: str, joined: str | None) -> None:
             else:
                 module.register_forward_hook(_join)
             _JOINED.add(module)
+
+
+def shield(model: nn.Module, text: nn.Module) -> None:
+    """From now on models for images and sound inside of this one do not hear of other ranks: each sees all it is given,
+    on every rank."""
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        is_tower = isinstance(module, PreTrainedModel) and not any(part is text for part in module.modules())
+        if is_tower and not any(part is module for part in text.modules()) and module not in _SHIELDED:
+            module.register_forward_pre_hook(_hide, with_kwargs=True)  # type: ignore[arg-type]
+            module.register_forward_hook(_show, always_call=True)
+            _SHIELDED.add(module)
+
+
+@torch.compiler.disable
+def _hide(module: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ARG001
+    enter(None)
+    return args, {name: value for name, value in kwargs.items() if name != NAME}
+
+
+@torch.compiler.disable
+def _show(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
+    leave()
 
 
 @torch.compiler.disable
@@ -96,9 +121,9 @@ def _visual(places: Tensor, embeds: Any, sequence: Any) -> dict[str, Any]:
 @torch.compiler.disable
 def _join(module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG001
     sequence = current()
-    if sequence is None or not sequence.is_cut or sequence.rules.joined is None:
+    if sequence is None or not sequence.is_cut or sequence.is_joined or sequence.rules.joined is None:
         return None
-    sequence.is_cut = False
+    sequence.is_joined = True  # it stays cut: layers that are computed again in backward are
     if isinstance(output, Tensor):
         return joined(output, sequence)
     if isinstance(output, tuple):

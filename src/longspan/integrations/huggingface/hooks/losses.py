@@ -62,7 +62,7 @@ def _replaced(output: Any, loss: Tensor) -> Any:
     return type(output)(**{**output, "loss": loss})
 
 
-class Balanced:
+class BalancingLoss:
     """`load_balancing_loss_func` of a modeling file, over all tokens where a model is running on a part of them."""
 
     def __init__(self, original: Any) -> None:
@@ -78,8 +78,8 @@ def route_losses(model: nn.Module) -> None:
     """Replaces, once, the functions that balance experts where the model's classes call them by name."""
     for module in {sys.modules[type(part).__module__] for part in model.modules()}:
         original = vars(module).get(BALANCING)
-        if original is not None and not isinstance(original, Balanced) and _is_known(original):
-            setattr(module, BALANCING, Balanced(original))
+        if original is not None and not isinstance(original, BalancingLoss) and _is_known(original):
+            setattr(module, BALANCING, BalancingLoss(original))
 
 
 def _is_known(function: Any) -> bool:

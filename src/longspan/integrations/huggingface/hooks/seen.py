@@ -72,7 +72,7 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if not isinstance(sequence, ShardedSequence):
         return None
     if sequence.depth == 0:
-        sequence.is_cut = sequence.rules.body is None
+        sequence.is_cut, sequence.is_joined = sequence.rules.body is None, False
     sequence.calls_before[id(module)] = sequence.calls
     sequence.depth += 1
     sequence.seen.clear()

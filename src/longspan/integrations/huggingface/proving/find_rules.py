@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.integrations.huggingface.batches import IGNORE, counted_without_padding, read_batch, shifted_labels
+from longspan.integrations.huggingface.batches import IGNORE, SEEN, counted_without_padding, read_batch, shifted_labels
 from longspan.integrations.huggingface.hooks.seen import takes
 from longspan.integrations.huggingface.proving.forms import TOKENS
 from longspan.integrations.huggingface.proving.trial import Trial, result
@@ -60,8 +60,8 @@ def _positions(trial: Trial) -> str:
     names = [inspect.signature(part.forward).parameters for part in (trial.model, trial.model.base_model)]
     if not any("position_ids" in parameters for parameters in names) or not takes(type(trial.model), "position_ids"):
         return NO_POSITIONS
-    if trial.batch.get("position_ids") is not None:
-        return COUNT
+    if trial.batch.get("position_ids") is not None or _has_images(trial):
+        return COUNT  # with images, positions are the model's own, and reach the layers' door whole
     read = read_batch(trial.batch, is_whole=True)
     real = torch.ones(read.rows, read.seq_len, dtype=torch.bool)
     if read.padding is not None:
@@ -131,7 +131,7 @@ def _loss(trial: Trial) -> str:
 def _body(trial: Trial, loss: str) -> tuple[str | None, str | None]:
     """The names of the modules at which whole tensors are cut and put together again."""
     model = trial.model
-    images = any(name.startswith(("pixel_values", "image_", "video_")) for name in trial.batch)
+    images = _has_images(trial)
     pooled = loss == POOLED or getattr(model.base_model, "pooler", None) is not None
     if not (pooled or images):
         return None, None
@@ -145,6 +145,10 @@ def _body(trial: Trial, loss: str) -> tuple[str | None, str | None]:
         return body, body
     encoder = getattr(text, "encoder", None)
     return body, _name_of(model, encoder if isinstance(encoder, nn.Module) else pooler)
+
+
+def _has_images(trial: Trial) -> bool:
+    return any(trial.batch.get(name) is not None for name in SEEN)
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:

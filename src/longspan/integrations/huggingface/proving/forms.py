@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.integrations.huggingface.batches import BY_TOKEN, IGNORE, PACKED, read_batch
+from longspan.integrations.huggingface.batches import BY_TOKEN, IGNORE, PACKED, SEEN, read_batch
 from longspan.integrations.huggingface.proving.tiny import special_tokens
 
 TOKENS = 43
@@ -52,7 +52,7 @@ def form_of(batch: Mapping[str, Any], config: Any, is_whole: bool) -> Form:
     stated = next((name for name in PACKED if batch.get(name) is not None), "")
     packed = (stated or "position_ids") if read.documents is not None else ""
     flags = [n for n in FLAGS if (getattr(config, n, False) if batch.get(n) is None else batch.get(n))]
-    others = sorted([name for name in (*BY_TOKEN, *ENDS) if batch.get(name) is not None] + flags)
+    others = sorted([name for name in (*BY_TOKEN, *ENDS, *SEEN) if batch.get(name) is not None] + flags)
     labels = any(batch.get(name) is not None for name in ("labels", "shift_labels"))
     return Form(
         padding, packed, batch.get("position_ids") is not None, labels, batch.get("input_ids") is None, tuple(others)
@@ -66,6 +66,8 @@ def drawn(form: Form, model: Any, rows: int = 2) -> dict[str, Any]:
     special = special_tokens(model.config)
     allowed = torch.tensor([n for n in range(_vocabulary(model, config)) if n not in special])
     ids = allowed[torch.randint(0, len(allowed), (rows, TOKENS), generator=draw)]
+    for number, place in zip(_ends(config, allowed), (7, FIRST + 4, 12, FIRST + 9), strict=False):
+        ids[:, place] = number
     batch: dict[str, Any] = {"input_ids": ids}
     if form.embeds:
         width = model.get_input_embeddings().weight.shape[1]
@@ -73,7 +75,11 @@ def drawn(form: Form, model: Any, rows: int = 2) -> dict[str, Any]:
     if form.padding:
         _pad(batch, form.padding, getattr(config, "pad_token_id", None))
     _place(batch, form, rows)
+    if "pixel_values" in form.others:
+        _draw_images(batch, form, model, draw)
     for name in form.others:
+        if name in batch or name in SEEN:
+            continue
         if name in BY_TOKEN:
             kinds = max(1, int(getattr(config, "type_vocab_size", 2) or 2))
             batch[name] = torch.randint(0, min(2, kinds), (rows, TOKENS), generator=draw)
@@ -82,6 +88,40 @@ def drawn(form: Form, model: Any, rows: int = 2) -> dict[str, Any]:
         else:
             batch[name] = True
     return batch
+
+
+def _draw_images(batch: dict[str, Any], form: Form, model: Any, draw: torch.Generator) -> None:
+    """One image in the first row: 4 x 4 patches, or as many as the configuration says."""
+    vision, place = model.config.vision_config, model.config.image_token_id
+    patch = int(vision.patch_size)
+    if "image_grid_thw" in form.others:
+        depth = int(getattr(vision, "temporal_patch_size", 1)) * int(getattr(vision, "in_channels", 3)) * patch * patch
+        batch["pixel_values"] = torch.randn(16, depth, generator=draw, dtype=torch.float64)
+        batch["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+        count = 16 // int(getattr(vision, "spatial_merge_size", 1)) ** 2
+    else:
+        side = int(getattr(vision, "image_size", 4 * patch))
+        batch["pixel_values"] = torch.randn(1, 3, side, side, generator=draw, dtype=torch.float64)
+        count = int(getattr(model.config, "mm_tokens_per_image", (side // patch) ** 2))
+    batch["input_ids"][0, FIRST : FIRST + count] = place
+    for name in BY_TOKEN:
+        if name in form.others:
+            batch[name] = (batch["input_ids"] == place).long()
+
+
+def _ends(config: Any, allowed: Tensor) -> list[int]:
+    """Tokens at which texts end and begin, twice: a model may look for them."""
+    found: list[int] = []
+    for name in ("eos_token_id", "bos_token_id"):
+        value = getattr(config, name, None)
+        number = value[0] if isinstance(value, list) and value else value
+        if (
+            isinstance(number, int)
+            and 0 <= number <= int(allowed.max())
+            and number != getattr(config, "pad_token_id", None)
+        ):
+            found += [number, number]
+    return found
 
 
 def _vocabulary(model: Any, config: Any) -> int:

@@ -7,12 +7,12 @@ from contextlib import suppress
 from longspan import layouts
 from longspan.integrations.huggingface.proving.trial import Trial
 from longspan.integrations.huggingface.rules import Rules
-from longspan.testing.modules import ModuleTrace, first_different, titled
+from longspan.testing.modules import SeenModules, first_different, titled
 
 
 def first_module(trial: Trial, rules: Rules, name: str, world_size: int) -> str | None:
     """The name and class of the module, or None where all that can be compared is the same."""
-    whole, parts = ModuleTrace(), [ModuleTrace() for _ in range(world_size)]
+    whole, parts = SeenModules(), [SeenModules() for _ in range(world_size)]
     handles = whole.attach(trial.model)
     try:
         trial.forward()

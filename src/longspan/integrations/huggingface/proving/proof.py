@@ -7,6 +7,7 @@ from 0 its output is another one, from padding_idx + 1 the same, so that is how 
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections.abc import Iterator
@@ -19,15 +20,15 @@ from torch import Tensor
 
 from longspan.errors import LongspanError
 from longspan.integrations.huggingface.attention import NAME
-from longspan.integrations.huggingface.inputs import register
-from longspan.integrations.huggingface.mixers import check_mixers, is_hybrid, mixes
+from longspan.integrations.huggingface.hooks.mixers import check_mixers, is_hybrid, mixes
 from longspan.integrations.huggingface.proving.find_rules import UnknownRuleError, rules_found
 from longspan.integrations.huggingface.proving.forms import FIRST, TOKENS, Form, drawn, with_labels
 from longspan.integrations.huggingface.proving.naming import first_module
 from longspan.integrations.huggingface.proving.tiny import CannotShrinkError, build, tiny_config
 from longspan.integrations.huggingface.proving.trial import LAYOUTS, Ran, Trial, implementation, result
 from longspan.integrations.huggingface.rules import KEYWORDS, MASK, Rules
-from longspan.integrations.huggingface.structure import check_structure, num_layers
+from longspan.integrations.huggingface.sharding import register
+from longspan.integrations.huggingface.structure import check_structure, classes_of, num_layers, put_in
 
 LIMIT = 1e-9
 """How far loss, outputs and gradients may be off, of their largest entry."""
@@ -50,6 +51,10 @@ class Proof:
     rules: Rules = field(default_factory=Rules)
     seconds: float = 0.0
     """Processor time that it took."""
+    classes: tuple[str, ...] = ()
+    """Full names of the classes of all modules that were tried."""
+    was_compared: bool = True
+    """Whether the answer is that of a comparison, or of a refusal by name. It is not where something failed."""
 
     def __str__(self) -> str:
         if self.ok:
@@ -62,19 +67,43 @@ class _RefusedError(Exception):
     """Not exact, or not to be had; the message says why."""
 
 
+class _FailedError(_RefusedError):
+    """Nothing was compared: another time, or on another machine, it may be."""
+
+
 def prove(kind: type, config: Any, form: Form = Form()) -> Proof:  # noqa: B008  (frozen)
     """Whether models of this class and configuration compute over ranks what they compute on one device, on batches of
     this form. Takes seconds, on the CPU, and needs no weights."""
     began = time.process_time()
     register()
-    error, reason, rules = float("inf"), "", Rules()
+    error, reason, rules, classes, was_compared = float("inf"), "", Rules(), (), True
     try:
         with _undisturbed():
             trial = _trial(kind, config, form)
+            classes = tuple(sorted(classes_of(trial.model)))
             error, rules = _compared(trial, form)
+            _check_classes(kind, config, classes)
     except _RefusedError as refusal:
-        reason = str(refusal)
-    return Proof(kind.__name__, str(form), not reason, error, reason, rules, time.process_time() - began)
+        reason, was_compared = str(refusal), not isinstance(refusal, _FailedError)
+    took = time.process_time() - began
+    return Proof(kind.__name__, str(form), not reason, error, reason, rules, took, classes, was_compared)
+
+
+def without_weights(kind: type, config: Any) -> Any:
+    """The model as it is configured, on no device, or None where that cannot be had."""
+    try:
+        with _undisturbed(), torch.device("meta"):
+            return kind(copy.deepcopy(config))
+    except Exception:
+        return None
+
+
+def _check_classes(kind: type, config: Any, classes: tuple[str, ...]) -> None:
+    """Modules that only larger models have are not in the copy."""
+    made = without_weights(kind, config)
+    other = None if made is None else put_in(made, classes)
+    if other is not None:
+        raise _RefusedError(f"as it is configured it has {other}, which its tiny copy has not. {_ADVICE}.")
 
 
 @contextmanager
@@ -94,7 +123,7 @@ def _trial(kind: type, config: Any, form: Form) -> Trial:
         model = build(kind, tiny_config(config))
         model.set_attn_implementation(NAME)
     except (CannotShrinkError, ValueError, KeyError) as error:
-        raise _RefusedError(f"no tiny copy of it could be made ({_line(error)}). {_ADVICE}") from error
+        raise _FailedError(f"no tiny copy of it could be made ({_line(error)}). {_ADVICE}.") from error
     if model.config.get_text_config()._attn_implementation != NAME or not takes_attention(model):
         raise _RefusedError(
             "it computes attention in code of its own, where transformers lets no other attention in. Use one device."
@@ -114,7 +143,7 @@ def _trial(kind: type, config: Any, form: Form) -> Trial:
     except LongspanError as error:
         raise _RefusedError(_line(error)) from error
     except Exception as error:
-        raise _RefusedError(f"its tiny copy does not run on one device ({_line(error)}). {_ADVICE}") from error
+        raise _FailedError(f"its tiny copy does not run on one device ({_line(error)}). {_ADVICE}.") from error
     return trial
 
 
@@ -151,6 +180,11 @@ def _compared(trial: Trial, form: Form) -> tuple[float, Rules]:
         raise _RefusedError(_line(error)) from error
     if not form.packed and form.padding != "left":  # rows that see nothing make NaN of eager attention in float64
         _check_eager(trial, truth)
+    if not _difference(trial.whole(), trial.whole())[0] <= LIMIT:
+        raise _FailedError(
+            "on one device already, it gives other numbers when it runs again, so nothing can be compared: it remembers"
+            " something from one run to the next, or draws random numbers."
+        )
     worst = 0.0
     for name, world_size in LAYOUTS:
         ran, rules = _split(trial, rules, name, world_size)
@@ -161,7 +195,21 @@ def _compared(trial: Trial, form: Form) -> tuple[float, Rules]:
         worst = max(worst, error)
         wanted = num_layers(trial.model, trial.model.config.get_text_config())
         rules = replace(rules, layers="all" if ran.calls >= wanted else "some" if ran.calls else "none")
+    _check_evaluation(trial, rules, form)
     return worst, rules
+
+
+def _check_evaluation(trial: Trial, rules: Rules, form: Form) -> None:
+    """The same once more in evaluation: layers may do something else there."""
+    name, world_size = LAYOUTS[0]
+    for model in (trial.model, trial.unused):
+        model.eval()
+    truth = trial.apart([0, FIRST, TOKENS]) if form.packed and is_hybrid(trial.model) else trial.whole()
+    ran, _ = _split(trial, rules, name, world_size)
+    error, where = _difference(ran, truth)
+    if not error <= LIMIT and (trial.is_wide or not error <= _rounding(trial)):
+        first = first_module(trial, rules, name, world_size)
+        raise _RefusedError(f"in evaluation, {_found(where, error, first, name, world_size)}")
 
 
 def _rounding(trial: Trial) -> float:
@@ -175,13 +223,13 @@ def _split(trial: Trial, rules: Rules, name: str, world_size: int) -> tuple[Ran,
         return trial.split(rules, name, world_size), rules
     except TypeError as error:
         if NAME not in str(error) or rules.handed != KEYWORDS:
-            raise _RefusedError(_failed(trial, rules, name, world_size, error)) from error
+            raise _FailedError(_failed(trial, rules, name, world_size, error)) from error
         rules = replace(rules, handed=MASK)
         return _split(trial, rules, name, world_size)
     except LongspanError as error:
         raise _RefusedError(_line(error)) from error
     except Exception as error:
-        raise _RefusedError(_failed(trial, rules, name, world_size, error)) from error
+        raise _FailedError(_failed(trial, rules, name, world_size, error)) from error
 
 
 def takes_attention(model: Any) -> bool:
@@ -232,7 +280,10 @@ _ADVICE = (
 def _found(where: str, error: float, first: str | None, name: str, world_size: int) -> str:
     said = f"over {world_size} ranks ({name}), {where} is off by {error:.1e} from one device."
     if first is None:
-        return f"{said} All modules compute the same: it is the loss, or what the code around them does with tokens."
+        return (
+            f"{said} All modules compute the same in forward: it is the loss, what code around modules does with"
+            f" tokens, or a backward pass of the model's own."
+        )
     return (
         f"{said} The first that computes something else is {first}: tokens meet there, or are counted, in a way that"
         f" Longspan does not see. Use one device, or longspan.training.relayout around that layer."

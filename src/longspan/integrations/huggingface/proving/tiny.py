@@ -18,13 +18,16 @@ from typing import Any
 from longspan.integrations.huggingface.proving.tiny_exceptions import EXCEPTIONS
 from longspan.integrations.huggingface.proving.tiny_layers import kept_layers, with_layers
 from longspan.integrations.huggingface.proving.tiny_rope import SWITCH, moves_by_table, tiny_rope
-from longspan.integrations.huggingface.proving.tiny_sizes import HEADS, VOCABULARY, Sizes, first
+from longspan.integrations.huggingface.proving.tiny_sizes import HEADS, VOCABULARY, TinySizes, first
 from longspan.integrations.huggingface.proving.tiny_weights import CannotShrinkError, build
 
 __all__ = ["CannotShrinkError", "build", "special_tokens", "tiny_config"]
 
 DROPOUT = re.compile(r"dropout|pdrop|drop_path|layerdrop|jitter|mask_time_prob|mask_feature_prob")
 TOKENS = re.compile(r"(token_id|token_ids|token_index|token_indices|_start_id|_end_id|_newline_id|_patch_id)$")
+FEATURES = re.compile(r"^(vision_feature_layers?|feature_layer)$")
+ON_CPU = (None, "eager", "sdpa")
+"""Attention that any part can be built with; others, Longspan's too, are set when the model is there."""
 ORDINARY = 64
 """Special tokens below it keep their number."""
 
@@ -36,12 +39,16 @@ def tiny_config(config: Any) -> Any:
             f"a tiny copy is made of a configuration of transformers, but {type(config).__name__} was given."
         )
     tiny = copy.deepcopy(config)
-    parts = list(_parts(config, tiny, {}))
+    parts = list(_parts(config, tiny, vars(config.get_text_config())))
     known = {sizes.hidden_then: sizes.hidden for _, _, sizes in reversed(parts) if sizes.hidden_then}
-    tokens: dict[int, int] = {}
+    text = next((sizes.hidden for given, _, sizes in parts if given is vars(config.get_text_config())), None)
+    tokens = Tokens(min(VOCABULARY, getattr(config.get_text_config(), "vocab_size", None) or VOCABULARY))
     for given, made, sizes in parts:
-        sizes.elsewhere = known
+        sizes.elsewhere, sizes.text = known, text if given is not vars(config.get_text_config()) else None
         made.update(_small(given, sizes, tokens))
+        made.pop("quantization_config", None)  # of weights that a tiny copy does not have
+        if made.get("_attn_implementation_internal") not in ON_CPU:
+            made["_attn_implementation_internal"] = None
     for part in _configs(tiny):
         change = EXCEPTIONS.get(part.model_type)
         if change is not None:
@@ -68,12 +75,14 @@ def _configs(config: Any) -> Iterator[Any]:
             yield from _configs(value)
 
 
-def _parts(config: Any, tiny: Any, around: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], Sizes]]:
+def _parts(
+    config: Any, tiny: Any, around: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any], TinySizes]]:
     """Attributes of every part, then and now, and its sizes; parts without heads are as the one around them."""
     own = vars(config)
     known = {"ignore_keys_at_rope_validation": getattr(config, "ignore_keys_at_rope_validation", None)}
     given = {**({} if first(own, HEADS) else _counts(around)), **known, **own}
-    yield own, vars(tiny), Sizes(given)
+    yield own, vars(tiny), TinySizes(given)
     for name, value in own.items():
         if hasattr(value, "get_text_config"):
             yield from _parts(value, vars(tiny)[name], own)
@@ -83,7 +92,27 @@ def _counts(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if type(value) is int}
 
 
-def _small(given: dict[str, Any], sizes: Sizes, tokens: dict[int, int]) -> dict[str, Any]:
+class Tokens:
+    """New numbers of special tokens: large ones become the last ones of the vocabulary, equal ones equal.
+
+    >>> tokens = Tokens(100)
+    >>> tokens.number(128000), tokens.number([128001, 128000]), tokens.number(2), tokens.number(None)
+    (99, [98, 99], 2, None)
+    """
+
+    def __init__(self, vocabulary: int):
+        self.vocabulary = vocabulary
+        self.known: dict[int, int] = {}
+
+    def number(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.number(x) for x in value)
+        if type(value) is not int or value < min(ORDINARY, self.vocabulary):
+            return value
+        return self.known.setdefault(value, self.vocabulary - 1 - len(self.known))
+
+
+def _small(given: dict[str, Any], sizes: TinySizes, tokens: Tokens) -> dict[str, Any]:
     """The attributes of one part that get another value."""
     changed = {name: new for name, new in sizes.changed().items() if name in given}
     layers = {**given, **changed}
@@ -94,8 +123,10 @@ def _small(given: dict[str, Any], sizes: Sizes, tokens: dict[int, int]) -> dict[
     for name, value in given.items():
         if DROPOUT.search(name) and type(value) in (int, float):
             changed[name] = type(value)(0)
+        elif FEATURES.search(name):
+            changed[name] = _near(value)
         elif TOKENS.search(name):
-            changed[name] = _token(value, tokens)
+            changed[name] = tokens.number(value)
     if "rope_parameters" in given:
         rotated = changed.get("head_dim") or sizes.head_dim
         changed["rope_parameters"] = tiny_rope(given["rope_parameters"], rotated, sizes.axes)
@@ -104,7 +135,14 @@ def _small(given: dict[str, Any], sizes: Sizes, tokens: dict[int, int]) -> dict[
     return changed
 
 
-def _single_layers(spec: Any, kept: list[int], sizes: Sizes) -> Any:
+def _near(value: Any) -> Any:
+    """Layers of a part for images whose outputs are taken: a tiny copy has two, and the outputs before and after."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_near(x) for x in value)
+    return value if type(value) is not int else max(value, -2) if value < 0 else min(value, 1)
+
+
+def _single_layers(spec: Any, kept: list[int], sizes: TinySizes) -> Any:
     """What single layers have of their own (`per_layer_config`), for those that are kept."""
     made = copy.deepcopy(spec)
     made.per_layer_overrides = {
@@ -113,15 +151,6 @@ def _single_layers(spec: Any, kept: list[int], sizes: Sizes) -> Any:
         if old in spec.per_layer_overrides
     }
     return made
-
-
-def _token(value: Any, tokens: dict[int, int]) -> Any:
-    """Large numbers of special tokens become the last ones of the vocabulary, equal ones equal."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(_token(x, tokens) for x in value)
-    if type(value) is not int or value < ORDINARY:
-        return value
-    return tokens.setdefault(value, VOCABULARY - 1 - len(tokens))
 
 
 def _check(tiny: Any) -> None:

@@ -79,6 +79,12 @@ def blt(config: Any) -> None:
     inside.head_dim = inside.hidden_size // inside.num_attention_heads
 
 
+def llama4_vision(config: Any) -> None:
+    """Neighbouring patches become one with all of their features."""
+    config.intermediate_size = int(config.hidden_size / config.pixel_shuffle_ratio**2)
+    config.vision_output_dim = config.projector_output_dim
+
+
 EXCEPTIONS: dict[str, Callable[[Any], None]] = {
     "blt": blt,
     "chameleon_vqgan": vq,
@@ -89,6 +95,7 @@ EXCEPTIONS: dict[str, Callable[[Any], None]] = {
     "janus_vqgan": vq,
     "layoutlmv3": layoutlmv3,
     "lilt": lilt,
+    "llama4_vision_model": llama4_vision,
     "longformer": longformer,
     "molmo2": molmo2,
     "perceiver": perceiver,

@@ -55,10 +55,10 @@ def features_per_head(given: Mapping[str, Any]) -> int:
     return size
 
 
-class Sizes:
+class TinySizes:
     """The tiny values of one part's attributes.
 
-    >>> sizes = Sizes({"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8})
+    >>> sizes = TinySizes({"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8})
     >>> sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim
     (64, 4, 2, 16)
     """
@@ -67,6 +67,8 @@ class Sizes:
         self.given = given
         self.axes = axes_of(given)
         self.elsewhere: dict[int, int] = {}
+        self.text: int | None = None
+        """Features of the text's part, where this is another one."""
         self.hidden_then = first(given, HIDDEN)
         self.heads, self.kv_heads = heads_of(given)
         self.head_dim = features_per_head(given)
@@ -79,7 +81,7 @@ class Sizes:
 
     def changed(self) -> dict[str, Any]:
         """All attributes that get another value."""
-        found = {**self._missing()}
+        found: dict[str, Any] = {**self._missing()}
         for name, value in self.given.items():
             if type(value) is int:
                 new = self.number(name, value)
@@ -165,6 +167,17 @@ class Sizes:
         rotated = self.given.get("qk_rope_head_dim")
         return 8 * value // rotated if type(rotated) is int and rotated and 8 * value % rotated == 0 else min(value, 16)
 
+    def image(self, value: int) -> int:
+        """Four patches wide."""
+        patch = self.given.get("patch_size")
+        patch = patch[0] if isinstance(patch, (list, tuple)) and patch else patch
+        return 4 * patch if type(patch) is int else min(value, 32)
+
+    def window(self, value: int) -> int:
+        """Of tokens, or of images: then as wide as two patches that become one."""
+        patch, merged = self.given.get("patch_size"), self.given.get("spatial_merge_size")
+        return 2 * patch * merged if type(patch) is int and type(merged) is int else min(value, WINDOW)
+
     def heads_like(self, value: int) -> int:
         then, kv_then = first(self.given, HEADS), first(self.given, KV_HEADS)
         if value == kv_then:
@@ -177,7 +190,7 @@ MAMBA_HEADS = (
     ("num_heads", "head_dim"),
 )  # fmt: skip
 SIZED_LISTS = re.compile(
-    r"^(intermediate_size|moe_intermediate_size|num_attention_heads_per_layer)$|^(hidden_sizes|downsample_channels)$"
+    r"^(intermediate_size|moe_intermediate_size|num_attention_heads_per_layer)$|^(hidden_sizes|downsample_channels|image_size)$"
 )
 SINGLE = re.compile(r"_per_layer$|(?<=hidden_size)s$")
 KEPT = frozenset({
@@ -192,11 +205,11 @@ def _name(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
-def _at_most(limit: int) -> Callable[[Sizes, int], int]:
+def _at_most(limit: int) -> Callable[[TinySizes, int], int]:
     return lambda _, value: min(value, limit)
 
 
-RULES: tuple[tuple[tuple[str, ...] | re.Pattern[str], Callable[[Sizes, int], int]], ...] = (
+RULES: tuple[tuple[tuple[str, ...] | re.Pattern[str], Callable[[TinySizes, int], int]], ...] = (
     (_name(r"vocab_size|num_embeddings$|_vocab$"), _at_most(VOCABULARY)),
     (("original_max_position_embeddings",), _at_most(SWITCH)),
     (
@@ -204,8 +217,13 @@ RULES: tuple[tuple[tuple[str, ...] | re.Pattern[str], Callable[[Sizes, int], int
               r"|max_position_embeddings$|max_sequence_length|max_source_positions"),
         _at_most(POSITIONS),
     ),
-    (_name(r"^(local_attention)$"), _at_most(8)),
-    (_name(r"sliding_window(_size)?$|^attention_window(_size)?$|^window_size$|^local_window"), _at_most(WINDOW)),
+    # images
+    (("image_size",), lambda sizes, value: sizes.image(value)),
+    (_name(r"^(out_hidden_size|text_hidden_size)$"), lambda sizes, value: sizes.text or sizes.related(value)),
+    (_name(r"^mm_tokens_per_image$"), _at_most(4)),
+    (_name(r"^local_attention$"), _at_most(8)),
+    (("window_size",), lambda sizes, value: sizes.window(value)),
+    (_name(r"sliding_window(_size)?$|^attention_window(_size)?$|^local_window"), _at_most(WINDOW)),
     (_name(r"^floor_scale$"), _at_most(TEMPERATURE)),
     (_name(r"chunk_size$|chunk_length$|^block_size$"), _at_most(CHUNK)),
     # heads

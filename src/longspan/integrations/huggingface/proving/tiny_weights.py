@@ -16,6 +16,9 @@ from torch import Tensor, nn
 AS_STARTED = re.compile(r"A_log|dt_bias|time_decay|time_first|time_mix|lambda|decay|a_param|alpha_log|inv_freq|slope")
 """Weights that are rates: they keep the values that the model's own code starts with, up to a tenth."""
 
+REMOTE = "transformers_modules"
+"""The package that transformers puts code of repositories into."""
+
 
 class CannotShrinkError(ValueError):
     """No tiny copy of a model can be made."""
@@ -30,9 +33,10 @@ def build(kind: type, config: Any, seed: int = 0) -> nn.Module:
         try:
             model = kind._from_config(config, dtype=torch.float64)
         except Exception as error:
+            remote = " (code of its own repository, trust_remote_code)" if kind.__module__.startswith(REMOTE) else ""
             raise CannotShrinkError(
-                f"a tiny copy of {getattr(config, 'model_type', '')!r} was configured, but {kind.__name__} could not be"
-                f" made from it: {type(error).__name__}: {error}"
+                f"a tiny copy of {getattr(config, 'model_type', '')!r} was configured, but {kind.__name__}{remote}"
+                f" could not be made from it: {type(error).__name__}: {error}"
             ) from error
         model = model.to("cpu", torch.float64).train()
         draw(model, torch.Generator().manual_seed(seed))

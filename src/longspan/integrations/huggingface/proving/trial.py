@@ -16,9 +16,9 @@ from longspan import layouts
 from longspan.execution.simulated import SimulatedRank, simulate
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.batches import shifted_labels
-from longspan.integrations.huggingface.inputs import Sharding, sharded
 from longspan.integrations.huggingface.proving.wide import Wide
 from longspan.integrations.huggingface.rules import Rules
+from longspan.integrations.huggingface.sharding import Sharding, sharded
 from longspan.layouts import Layout
 from longspan.testing.modules import jittered
 
