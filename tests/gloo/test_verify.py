@@ -628,13 +628,15 @@ def test_command_pieces_are_what_the_cli_needs():
 
 def test_the_page_about_it_runs_as_printed(capsys):
     text = (ROOT / "docs" / "verify.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    exec(code, {})
-    right, wrong = capsys.readouterr().out.split("WRONG")
-    assert right.startswith("RIGHT")
-    (sample,) = re.findall(r"```text\nWRONG(.*?)```", text, re.DOTALL)
-    numbers = re.compile(r"\d\.\d\de[+-]\d\d")  # machines round differently
-    assert numbers.sub("#", wrong).strip() == numbers.sub("#", sample).strip()
+    codes = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    samples = re.findall(r"```text\nWRONG(.*?)```", text, re.DOTALL)
+    assert len(codes) == 2
+    for code, sample in zip(codes, samples, strict=True):
+        exec(code, {})
+        right, wrong = capsys.readouterr().out.split("WRONG")
+        assert right.startswith("RIGHT")
+        numbers = re.compile(r"\d\.\d\de[+-]\d\d")  # machines round differently
+        assert numbers.sub("#", wrong).strip() == numbers.sub("#", sample).strip()
     blocks = re.findall(r"```python torchrun\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 2
     for block in blocks:

@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import traceback
 from collections.abc import Callable, Sequence
+from itertools import takewhile
+from types import FrameType
 from typing import Any, TypeVar
 
 from longspan.errors import LongspanError
@@ -26,6 +29,17 @@ Meeting = Callable[[list[Any]], Sequence[Any]]
 
 class ApartError(LongspanError, RuntimeError):
     """Simulated ranks that do not do the same: one waits for the others where they never come."""
+
+
+class NotSimulatedError(LongspanError, RuntimeError):
+    """A call of torch.distributed, which knows process groups alone."""
+
+
+TAKEN = (
+    "Simulated ranks are for group= of Longspan's own calls: attention, flex_attention, causal_conv1d, the recurrences,"
+    " and token_loss, relayout, gather_outputs and check_same of longspan.training. What rank it is, and of how many,"
+    " say group.rank() and group.size(), as of process groups. For all else use a process group, as verify_model does."
+)
 
 
 class _LeftError(Exception):
@@ -44,6 +58,12 @@ class _Room:
         self.failed: BaseException | None = None
 
     def meet(self, rank: int, what: str, mine: Any, compute: Meeting) -> Any:
+        if len(self.gone) == self.size:
+            raise ApartError(
+                f"simulated rank {rank} came to {what} when all ranks had ended, as activation checkpointing does: it"
+                f" computes again in the backward pass, when nobody is there to meet. Turn it off here: it changes no"
+                f" number."
+            )
         self.brought[rank] = what, mine
         if len(self.brought) == self.size:
             self._compute(compute)
@@ -119,7 +139,7 @@ def simulate(world_size: int, work: Callable[[SimulatedRank], T]) -> list[T]:
             except _LeftError:
                 pass
             except BaseException as error:
-                room.failed = error
+                room.failed = _explained(error, rank)
             finally:
                 room.turn.notify_all()
 
@@ -132,3 +152,24 @@ def simulate(world_size: int, work: Callable[[SimulatedRank], T]) -> list[T]:
     if room.failed is not None:
         raise room.failed
     return found
+
+
+def _explained(error: BaseException, rank: int) -> BaseException:
+    """The error itself, or what to do where it was raised in a call of torch.distributed."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inner = takewhile(lambda frame: _module(frame).partition(".")[0] == "torch", reversed(frames))
+    called = [f for f in inner if _module(f).startswith("torch.distributed") and ".tensor" not in _module(f)]
+    if not called:
+        return error
+    first = called[-1]
+    name = getattr(first.f_locals.get("func"), "__name__", first.f_code.co_name)  # PyTorch's log of errors wraps it
+    text = str(error).partition("\n")[0]
+    refusal = NotSimulatedError(
+        f"simulated rank {rank} called torch.distributed.{name}, which raised {type(error).__name__}: {text} {TAKEN}"
+    )
+    refusal.__cause__ = error
+    return refusal
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "")

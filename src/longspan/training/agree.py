@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from longspan.execution.simulated import SimulatedRank
 from longspan.span import Ints
 from longspan.training.groups import BatchError, check_batch, message_device, process_group
 
@@ -94,6 +95,8 @@ def _words(digest: bytes) -> Ints:
 
 def _gathered(row: Ints, group: dist.ProcessGroup) -> Ints:
     """Every rank's row, by rank."""
+    if isinstance(group, SimulatedRank):
+        return group.meet("check_same", row, lambda rows: [np.stack(rows)] * len(rows))
     mine = torch.as_tensor(row.copy(), device=message_device(group))
     parts = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(parts, mine, group=group)

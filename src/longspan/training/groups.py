@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.errors import LongspanError
 from longspan.execution.handed import group_handed, group_of
-from longspan.execution.simulated import SimulatedRank
+from longspan.execution.simulated import TAKEN, SimulatedRank
 from longspan.execution.trust.backends import message_device
 from longspan.layouts import Layout
 
@@ -45,10 +45,15 @@ def all_summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
-def process_group(group: Any, what: str) -> dist.ProcessGroup:
-    """The process group of a group or a mesh of one axis; a simulated rank is as good as one."""
+def process_group(group: Any, what: str, *, real: bool = False) -> dist.ProcessGroup:
+    """The process group of a group or a mesh of one axis; a simulated rank is as good as one, unless a real group is
+    needed."""
     group = group_of(group)
     if isinstance(group, SimulatedRank):
+        if real:
+            raise BatchError(
+                f"{what} needs a process group, but a simulated rank was given, which is no process. {TAKEN}"
+            )
         return cast(dist.ProcessGroup, group)
     if isinstance(group, DeviceMesh):
         raise BatchError(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longspan.execution.inputs import check_no_tangent
 from longspan.execution.relayouts import Relayout
+from longspan.execution.simulated import SimulatedRank
 from longspan.layouts import Layout
 from longspan.training.groups import BatchError, check_layout, process_group
 
@@ -35,6 +36,8 @@ def relayout(x_local: Tensor, source: Layout, target: Layout, group: Any, dim: i
     source._check_size(x_local, dim, source.num_slots(members.rank()), f"the shard of rank {members.rank()}")
     if source == target:
         return x_local
+    if isinstance(members, SimulatedRank):
+        return members.meet("relayout", x_local, lambda parts: _shards(source.unshard(parts, dim), target, dim))
     return Relayout.apply(x_local, source, target, members, dim % x_local.ndim)  # type: ignore[return-value]
 
 
@@ -56,6 +59,10 @@ def gather_outputs(x_local: Tensor, layout: Layout, group: Any, dim: int, *, to:
         )
     if to is not None and not 0 <= to < size:
         raise BatchError(f"gather_outputs was asked to gather to rank {to}, but the group has ranks 0 to {size - 1}.")
+    if isinstance(members, SimulatedRank):
+        mine = x_local.detach()
+        whole = members.meet("gather_outputs", mine, lambda parts: [layout.unshard(parts, dim).contiguous()] * size)
+        return whole.clone() if to in (None, rank) else None
     rows = x_local.detach().movedim(dim, 0)
     most = max(
         layout.num_slots(r) for r in range(size)
@@ -71,6 +78,10 @@ def gather_outputs(x_local: Tensor, layout: Layout, group: Any, dim: int, *, to:
         return None
     whole = layout.unshard([part[: layout.num_slots(r)] for r, part in enumerate(parts)])
     return whole.movedim(0, dim).contiguous()
+
+
+def _shards(whole: Tensor, layout: Layout, dim: int) -> list[Tensor]:
+    return [layout.shard(whole, rank, dim) for rank in range(layout.world_size)]
 
 
 def _check_group(layout: Layout, group: dist.ProcessGroup, what: str) -> None:

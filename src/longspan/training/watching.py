@@ -44,7 +44,7 @@ def watch(
     warnings by the logger "longspan" meanwhile; `checked` puts a header and a checksum on every message.
     `enabled=False` turns watching off.
     """
-    members = members_of(process_group(group, "watch"))
+    members = members_of(process_group(group, "watch", real=True))
     settings = Safety(patience if enabled else 0.0, timeout, checked)
     members.watch(settings)  # others see this rank from here on, not from its first call on
     with safely(settings):

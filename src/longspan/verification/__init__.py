@@ -5,7 +5,7 @@ Importing this needs numpy alone; torch is loaded when something is verified.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from longspan.layouts import Layout
@@ -19,6 +19,7 @@ __all__ = [
     "Report",
     "VerifyError",
     "loopback_attention",
+    "prove_model",
     "verify",
     "verify_documents",
     "verify_model",
@@ -120,6 +121,66 @@ def verify_model(
 
     step = ModelStep(model, dict(batch), local, whole, layout, mask, gradients, loss, reference, dict(causes or {}))
     return verify_step(step, group, probes, factor)
+
+
+def prove_model(
+    model: Any,
+    batch: Mapping[str, Any],
+    *,
+    local: Callable[..., Any],
+    whole: Callable[..., Any],
+    ranks: int = 2,
+    layouts: Sequence[str | Layout] = ("zigzag", "contiguous", "striped"),
+    mask: Mask | None = None,
+    gradients: str = "sum",
+    loss: str = "same",
+    factor: float = 1.0,
+) -> Report:
+    """Whether a training step over ranks gives one device's loss, logits and gradients, tried in this process alone.
+
+    The ranks are simulated: no group, no launcher, and a small model takes a second or two, so it can run before every
+    training job and in any test. Every rank has a copy of the model with the same parameters, in float64 where that
+    runs, else in the model's own precision. The model itself never runs and is not changed.
+
+    - `local(model, batch, layout, group)` is your step on one rank, up to the loss: it gets the whole batch and shards
+      it itself, with the layout and `group.rank()`. The group goes where Longspan takes a process group; calls of
+      `torch.distributed` are refused. It returns the loss, or `(loss, logits)`, as `whole` does.
+    - `whole(model, batch)` is the same on one device; `whole(model, batch, mask)` if `mask` is given.
+    - `ranks` and `layouts`: what is tried, by name (zigzag, contiguous, striped) or as layouts of your own.
+    - `mask`: with it more mistakes can be recognised, of masks and of labels across documents.
+    - `gradients` and `loss`: as in `verify_model`; gradients are "sum" or "average".
+    - `factor` multiplies budgets, which are what roundings of float32 do to the model.
+
+    The report names the first module whose output differs, and the likely cause where it is a known one. A model for
+    long sequences is tried with a short one: a few layers, a hundred tokens.
+
+    >>> import torch
+    >>> from longspan import layouts
+    >>> from longspan.training import token_loss
+    >>> class Mean(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return x - x.mean(1, keepdim=True)  # over the tokens of this rank
+    >>> def local(model, batch, layout, group):
+    ...     ids, labels = (layout.shard(batch[name], group.rank(), 1) for name in ("input_ids", "shift_labels"))
+    ...     return token_loss(model(ids), labels, group=group, gradients="sum")
+    >>> def whole(model, batch):
+    ...     return token_loss(model(batch["input_ids"]), batch["shift_labels"], group=None, gradients="sum")
+    >>> ids = torch.arange(12)[None] % 7
+    >>> batch = {"input_ids": ids, "shift_labels": ids.roll(-1, 1)}
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(7, 4), Mean(), torch.nn.Linear(4, 7))
+    >>> prove_model(model, batch, local=local, whole=whole).findings[0].what
+    'differs, first in 1 (Mean)'
+    >>> model[1] = torch.nn.SiLU()
+    >>> prove_model(model, batch, local=local, whole=whole).ok
+    True
+    """
+    from longspan.verification.model.proving import layouts_asked, prove_step
+    from longspan.verification.model.step import ModelStep
+
+    wanted = layouts_asked(layouts, batch, ranks)
+    one_device = whole if mask is not None else lambda model, batch, _: whole(model, batch)
+    step = ModelStep(model, dict(batch), local, one_device, wanted[0], mask, gradients, loss, None, {})
+    return prove_step(step, wanted, factor)
 
 
 def verify_documents(

@@ -32,7 +32,7 @@ class RankView:
 
     @staticmethod
     def of(layout: Layout, group: Any) -> RankView:
-        members = None if group is None else process_group(group, "verify")
+        members = None if group is None else process_group(group, "verify", real=True)
         if members is not None and members.size() != layout.world_size:
             raise PlanError(
                 f"verify got {layout} and a group of {members.size()} ranks. Plan for the group that holds the"

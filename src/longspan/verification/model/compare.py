@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.errors import PlanError
+from longspan.testing.modules import jittered
 from longspan.training.agree import DifferentBatchesError, check_same
 from longspan.verification.budgets import Budget, budgets, compared, unit
 from longspan.verification.model.causes import explain
@@ -23,7 +24,6 @@ from longspan.verification.model.step import (
     Result,
     Truth,
     copy_in_float64,
-    jittered,
     run_local,
     run_whole,
 )  # fmt: skip
@@ -43,7 +43,7 @@ def verify_step(step: ModelStep, group: Any, probes: int, factor: float) -> Repo
     if different is not None:
         return Report(subject, ranks.size, (), (different,))
     _check_names(step)
-    truth = _truth(step, factor)
+    truth = truth_of(step, factor)
     saved = [(p, p.grad) for p in step.model.parameters()]
     try:
         return _judged(step, truth, ranks, subject, probes)
@@ -57,14 +57,14 @@ def _judged(step: ModelStep, truth: Truth, ranks: RankView, subject: str, probes
     found, each = run_local(step, ranks, step.batch, truth)
     if isinstance(found, Finding):
         return Report(subject, ranks.size, (), (found,))
-    checks, wrong = _compare(truth, found, each, step)
+    checks, wrong = compare(truth, found, each, step)
     check, mixed = _documents(step, truth) if probes else (None, None)
     findings: list[Finding] = []
     if wrong:
         names = [check.tensor for check in wrong]
         said = (CAUSE, "", "") if mixed is not None else None
         causes = explain(step, truth, ranks, found, each, names) if said is None else dict.fromkeys(names, said)
-        findings = [_finding(check, truth, found, each, step, causes[check.tensor]) for check in wrong]
+        findings = [finding_of(check, truth, found, each, step, causes[check.tensor]) for check in wrong]
     leaky, notes = probe(step, truth, ranks, found, probes, findings)
     findings = [*([mixed] if mixed is not None else []), *findings, *leaky]
     checks += [check] if check is not None else []
@@ -125,7 +125,8 @@ def _check_names(step: ModelStep) -> None:
 # -- one device --------------------------------------------------------------------------------------------------------
 
 
-def _truth(step: ModelStep, factor: float) -> Truth:
+def truth_of(step: ModelStep, factor: float, rounding: float | None = None) -> Truth:
+    """The one-device run, and what rounding does to it: that of the model's parameters, unless another is given."""
     own = run_whole(step.whole, step.one_device, step.batch, step.mask)
     logits = own.get("logits")
     if logits is not None and (logits.ndim != 3 or logits.shape[TOKENS] != step.layout.seq_len):
@@ -135,7 +136,7 @@ def _truth(step: ModelStep, factor: float) -> Truth:
         )
     again = run_whole(step.whole, step.one_device, step.batch, step.mask)
     floats = [p.dtype for p in step.one_device.parameters() if p.is_floating_point()]
-    narrow = max((unit(dtype) for dtype in floats), default=unit(torch.float32))
+    narrow = max((unit(dtype) for dtype in floats), default=unit(torch.float32)) if rounding is None else rounding
     moved = [n for n in own if not _near(own[n], again[n], narrow)]
     if moved:
         raise PlanError(
@@ -168,7 +169,8 @@ def _played(step: ModelStep, model: nn.Module, batch: dict[str, Any], narrow: fl
 # -- comparison --------------------------------------------------------------------------------------------------------
 
 
-def _compare(truth: Truth, found: Result, each: Each, step: ModelStep) -> tuple[list[Check], list[Check]]:
+def compare(truth: Truth, found: Result, each: Each, step: ModelStep) -> tuple[list[Check], list[Check]]:
+    """All comparisons, and those beyond their budgets."""
     right = float(truth.result["loss"])
     values = each.losses if step.loss == "same" else [math.fsum(each.losses)]
     error = max((abs(value - right) if math.isfinite(value) else math.inf for value in values), default=0.0)
@@ -179,9 +181,10 @@ def _compare(truth: Truth, found: Result, each: Each, step: ModelStep) -> tuple[
     return checks, [check for check in checks if check.ratio > 1]
 
 
-def _finding(
+def finding_of(
     check: Check, truth: Truth, found: Result, each: Each, step: ModelStep, cause: tuple[str, str, str]
 ) -> Finding:
+    """What a comparison beyond its budget says, with ranks and positions."""
     what = "is not finite" if math.isinf(check.error) else "differs"
     finding = Finding(check.tensor, what, check.error, check.budget, (), (), None, *cause)
     if check.tensor == "loss" and step.loss == "same":

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from longspan.errors import PlanError
 from longspan.span import Ints
+from longspan.testing.modules import jittered
 from longspan.training.document_numbers import document_numbers
 from longspan.training.packed_batch import numbers_of, restarts
 from longspan.verification.budgets import ROW, unit
-from longspan.verification.model.step import copy_in_float64, jittered
+from longspan.verification.model.step import copy_in_float64
 from longspan.verification.report import Check, Finding, Report, spans_of
 
 CAUSE = "documents leak on one device"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,28 +87,11 @@ def copy_in_float64(
     return copied, doubled, ""
 
 
-@contextmanager
-def jittered(model: nn.Module, narrow: float, number: int) -> Iterator[None]:
-    """Every parameter is off by up to one rounding inside, so that it shows what rounding does to this model."""
-    draw = torch.Generator().manual_seed(number)
-    saved = [p.detach().clone() for p in model.parameters()]
-    try:
-        with torch.no_grad():
-            for p in model.parameters():
-                noise = torch.rand(p.shape, generator=draw, dtype=torch.float64) * 2 - 1
-                p.copy_(p.double() * (1 + narrow * noise.to(p.device)))
-        yield
-    finally:
-        with torch.no_grad():
-            for p, value in zip(model.parameters(), saved, strict=True):
-                p.copy_(value)
-
-
 def run_whole(
     call: Callable[..., Any], model: nn.Module, batch: dict[str, Any], mask: Any, *, graph: bool = False
 ) -> Result:
     """Loss, logits and gradients of one device; with `graph`, logits keep theirs."""
-    loss, logits = _split(call(model, batch, mask))
+    loss, logits = split_result(call(model, batch, mask))
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=graph)
     result: Result = {"loss": loss.detach().double().cpu()}
@@ -120,7 +102,8 @@ def run_whole(
     return result
 
 
-def _split(result: Any) -> tuple[Tensor, Tensor | None]:
+def split_result(result: Any) -> tuple[Tensor, Tensor | None]:
+    """The loss and the logits, if there are any, of what a step returned."""
     loss, logits = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if logits is not None and not isinstance(logits, Tensor):
         raise PlanError(
@@ -154,7 +137,7 @@ def run_local(
     """
     for p in step.model.parameters():
         p.grad = None
-    loss, logits = _split(step.local(step.model, batch))
+    loss, logits = split_result(step.local(step.model, batch))
     if backward:
         loss.backward()
     losses = [float(part) for part in ranks.each(loss.detach().double().reshape(1))]

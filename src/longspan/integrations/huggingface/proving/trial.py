@@ -20,7 +20,7 @@ from longspan.integrations.huggingface.proving.wide import Wide
 from longspan.integrations.huggingface.rules import Rules
 from longspan.integrations.huggingface.sharding import Sharding, sharded
 from longspan.layouts import Layout
-from longspan.verification.model.step import jittered
+from longspan.testing.modules import jittered
 
 LAYOUTS: tuple[tuple[str, int], ...] = (("zigzag", 2), ("contiguous", 3), ("striped", 2))
 """Layouts that a model is tried with, by name and number of ranks."""
