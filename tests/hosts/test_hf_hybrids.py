@@ -12,6 +12,7 @@ from tests.hosts import hf_hybrid_work as work
 from tests.pool import end_all, pool
 
 pytest.importorskip("transformers")
+from tests.hosts import hf_versions
 
 TIMEOUT = 250.0
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -20,6 +21,8 @@ EXACT = 1e-13
 """Of models that compute in float64 throughout."""
 WIDE = 1e-10
 """Of models whose float32 parts are made float64; gradients that cancel to 1e-5 of others' keep eleven digits."""
+OLD = () if hf_versions.HAS_HYBRIDS else ("need transformers 5.15 or newer", "attention is 'eager'")
+"""What else refusals may say before transformers 5.15."""
 LAYOUTS = ("contiguous", "zigzag", "balanced")
 _judged = {}
 
@@ -28,6 +31,14 @@ _judged = {}
 def _end_pools():
     yield
     end_all()
+
+
+@pytest.fixture(autouse=True)
+def _only_what_this_version_has(request):
+    if hasattr(request.node, "callspec") and "model_type" in request.node.callspec.params:
+        hf_versions.skip_unknown(request.node.callspec.params["model_type"])
+    if not hf_versions.HAS_HYBRIDS and "refused" not in request.node.name:
+        pytest.skip(hf_versions.NO_HYBRIDS)
 
 
 def judged(model_type, case):
@@ -106,7 +117,15 @@ def test_other_hybrids_are_refused_by_name(model_type):
         kind, text = said
         assert kind in ("BatchError", "KernelError", "MaskError"), said
         wanted = work.REFUSED[model_type] if any_model else f"{model_type!r} models have not been tried"
-        assert wanted in text or work.REFUSED[model_type] in text, text
+        assert any(words in text for words in (wanted, work.REFUSED[model_type], *OLD)), text
+
+
+@pytest.mark.skipif(hf_versions.HAS_HYBRIDS, reason=hf_versions.NO_HYBRIDS)
+@pytest.mark.parametrize("model_type", work.MODELS)
+def test_all_are_refused_before_their_layers_can_be_routed(model_type):
+    kind, text = pool(1).run(work.refusal_of_old, model_type, timeout=TIMEOUT)[0]
+    assert kind == "BatchError"
+    assert "need transformers 5.15 or newer" in text
 
 
 def test_a_layer_that_sees_nothing_is_named():

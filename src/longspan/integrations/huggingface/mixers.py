@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from longspan.api import causal_conv1d, conv_plan
 from longspan.errors import KernelError
+from longspan.integrations.huggingface._transformers import check_hybrid
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.sequence import ShardedSequence
 from longspan.integrations.huggingface.terms import runs
@@ -219,6 +220,7 @@ def is_hybrid(model: nn.Module) -> bool:
 
 def check_mixers(model: nn.Module) -> None:
     """Refuses layers that call functions which are not computed over ranks."""
+    check_hybrid(model)
     for name, part in model.named_modules():
         unknown = sorted(n for n in mixes(type(part)) if MIXERS[n].run is None and MIXERS[n].kind != ATTENTION)
         if unknown:

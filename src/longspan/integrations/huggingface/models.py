@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from longspan.integrations.huggingface._transformers import masks_by_kind
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.masks import LayerMask
 from longspan.integrations.huggingface.mixers import check_mixers, is_hybrid
@@ -110,10 +111,9 @@ def _check_arguments(config: Any, batch: Mapping[str, Any]) -> None:
 
 def layer_kinds(config: Any) -> list[Kind]:
     """The kinds of attention layers of a model, as transformers makes masks for them."""
-    from transformers.masking_utils import create_causal_mask, create_masks_for_generate
+    from transformers.masking_utils import create_causal_mask
 
-    created = create_masks_for_generate(config, torch.empty(1, 2, 0), None, None, None)
-    masks = [mask for mask in (created.values() if isinstance(created, dict) else [created]) if mask is not None]
+    masks = masks_by_kind(config)
     if not masks:  # there are layers of a kind that generate() knows no mask for, or none with attention
         masks = [create_causal_mask(config, torch.empty(1, 2, 0), None, None, None)]
     kinds = {mask.kind: None for mask in masks if isinstance(mask, LayerMask) and mask.kind is not None}
