@@ -21,7 +21,7 @@ EXACT = 1e-13
 """Of models that compute in float64 throughout."""
 WIDE = 1e-10
 """Of models whose float32 parts are made float64; gradients that cancel to 1e-5 of others' keep eleven digits."""
-OLD = () if hf_versions.HAS_HYBRIDS else ("need transformers 5.15 or newer", "attention is 'eager'")
+OLD = () if hf_versions.HAS_HYBRIDS else (hf_versions.REFUSED_BEFORE, "attention is 'eager'")
 """What else refusals may say before transformers 5.15."""
 LAYOUTS = ("contiguous", "zigzag", "balanced")
 _judged = {}
@@ -37,7 +37,7 @@ def _end_pools():
 def _only_what_this_version_has(request):
     if hasattr(request.node, "callspec") and "model_type" in request.node.callspec.params:
         hf_versions.skip_unknown(request.node.callspec.params["model_type"])
-    if not hf_versions.HAS_HYBRIDS and "refused" not in request.node.name:
+    if not hf_versions.HAS_HYBRIDS and "are_refused" not in request.node.name:
         pytest.skip(hf_versions.NO_HYBRIDS)
 
 
@@ -125,7 +125,7 @@ def test_other_hybrids_are_refused_by_name(model_type):
 def test_all_are_refused_before_their_layers_can_be_routed(model_type):
     kind, text = pool(1).run(work.refusal_of_old, model_type, timeout=TIMEOUT)[0]
     assert kind == "BatchError"
-    assert "need transformers 5.15 or newer" in text
+    assert hf_versions.REFUSED_BEFORE in text
 
 
 def test_a_layer_that_sees_nothing_is_named():
