@@ -9,7 +9,7 @@ from longspan.integrations.huggingface._transformers import CHUNKED_MASKS_SINCE,
 HAS_HYBRIDS = installed() >= HYBRIDS_SINCE
 HAS_CHUNKED_MASKS = installed() >= CHUNKED_MASKS_SINCE
 RESUMES_ON_CPUS = installed() >= (5, 18)
-"""Before it, transformers loads the optimizer of a checkpoint to "cpu:0" on ranks without GPUs, which PyTorch refuses."""
+"""Before it, transformers loads optimizers to "cpu:0" on ranks without GPUs, which PyTorch refuses."""
 NO_HYBRIDS = "hybrid models go over ranks from transformers 5.15 on"
 REFUSED_BEFORE = "need transformers 5.15 or newer"
 
