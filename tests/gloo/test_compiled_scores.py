@@ -17,7 +17,7 @@ pytestmark = [  # PyTorch's compiler uses what PyTorch warns of
 ]
 CASES = work.cases()
 OTHER_WORDS = "" if minor(torch.__version__) >= (2, 13) else "|made anew in every call|trace builtin operator `setattr`"
-"""In which older compilers refuse the same: they show modes no calls that make tensors, and take no counting classes."""
+"""In which older compilers refuse the same: modes do not see calls that make tensors, classes cannot count."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """What the installed transformers has: tests of what an older one lacks are skipped, with the reason."""
 
-import inspect
-
 import pytest
 
 from longspan.integrations.huggingface._transformers import CHUNKED_MASKS_SINCE, HYBRIDS_SINCE, installed
@@ -10,15 +8,10 @@ HAS_HYBRIDS = installed() >= HYBRIDS_SINCE
 HAS_CHUNKED_MASKS = installed() >= CHUNKED_MASKS_SINCE
 RESUMES_ON_CPUS = installed() >= (5, 18)
 """Before it, transformers loads optimizers to "cpu:0" on ranks without GPUs, which PyTorch refuses."""
+TRAINS_SHARDED = installed() >= (5, 19)
+"""Before it, transformers' Trainer wraps a model that `from_pretrained` has sharded by DDP, which fails."""
 NO_HYBRIDS = "hybrid models go over ranks from transformers 5.15 on"
 REFUSED_BEFORE = "need transformers 5.15 or newer"
-
-
-def shards_models():
-    """Whether `from_pretrained` shards a model by FSDP2."""
-    from transformers.distributed import DistributedConfig
-
-    return "fsdp_size" in inspect.signature(DistributedConfig).parameters
 
 
 def skip_unknown(model_type):

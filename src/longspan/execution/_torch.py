@@ -398,8 +398,8 @@ def _buffers(graph: Graph, num_score: int, num_mask: int) -> tuple[tuple[Any, ..
     blocks = [graph.placeholder(f"blocks{i}") for i in range(FLEX_BLOCK_TENSORS)]
     score = tuple(graph.placeholder(f"score{i}") for i in range(num_score))
     mask = tuple(graph.placeholder(f"mask{i}") for i in range(num_mask))
-    # The two lengths are read by nobody; the four that are None serve another backend, and came with 2.12.
-    others = (None,) * (4 if minor(torch.__version__) >= (2, 12) else 0)
+    # The two lengths are read by nobody; the four that are None serve another backend, and came with 2.13.
+    others = (None,) * (4 if minor(torch.__version__) >= (2, 13) else 0)
     return (0, 0, *blocks, *others, FLEX_BLOCK, FLEX_BLOCK), score, mask
 
 
