@@ -366,7 +366,7 @@ def deaf_layer():
 def meaningless(what):
     from longspan.integrations import huggingface
 
-    model = model_of("lfm2")
+    model = model_of("qwen3_next")
     batch, _ = batch_of("plain")
     if what == "cache":
         batch["use_cache"] = True

@@ -38,7 +38,7 @@ def require(model_type, over_ranks=False):
     from tests.hosts import hf_versions
 
     hf_versions.skip_unknown(model_type)
-    if not hf_versions.HAS_HYBRIDS and over_ranks:
+    if over_ranks and not hf_versions.has_hybrid(model_type):
         pytest.skip(hf_versions.NO_HYBRIDS)
     if not hf_versions.HAS_HYBRIDS and model_type == "nemotron_h":
         pytest.skip("before 5.15, transformers had other names for kinds of layers")

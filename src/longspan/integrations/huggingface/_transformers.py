@@ -17,6 +17,8 @@ from longspan.versions import minor
 HYBRIDS_SINCE = (5, 15)
 """Before it, layers keep their convolutions and recurrences as attributes or call nn.Conv1d: nothing has a name that
 could be routed over ranks, and keyword arguments do not reach them."""
+SHORT_CONVOLUTIONS = {"Lfm2ShortConv": (5, 21), "Lfm2MoeShortConv": (5, 21)}
+"""Layers that do not hand keyword arguments to their convolution before these."""
 CHUNKED_MASKS_SINCE = (5, 20)
 """Before it, `create_masks_for_generate` fails for chunked layers (Llama 4), and for kinds that it has no mask for."""
 PARTS_COUNTED_SINCE = (5, 19)
@@ -33,17 +35,20 @@ def installed() -> tuple[int, int]:
 
 
 def check_hybrid(model: Any) -> None:
-    """Refuses models with convolutions over tokens where their layers do not call them by name."""
-    if installed() >= HYBRIDS_SINCE:
-        return
+    """Refuses models with convolutions over tokens where their layers do not let Longspan in."""
     text = model.get_decoder() if hasattr(model, "get_decoder") else model
     for name, part in text.named_modules() if isinstance(text, nn.Module) else ():
-        if isinstance(part, nn.Conv1d) and part.kernel_size != (1,):
+        since = SHORT_CONVOLUTIONS.get(type(part).__name__, HYBRIDS_SINCE)
+        if installed() < since and any(_is_wide(child) for child in part.children()):
             raise BatchError(
-                f"{name} is a convolution over tokens ({type(model).__name__}), and the installed transformers is"
+                f"{name} ({type(part).__name__}) has a convolution over tokens, and the installed transformers is"
                 f" {_word(installed())}, whose layers do not let Longspan in there. Those hybrid models that go over"
-                f" ranks need transformers {_word(HYBRIDS_SINCE)} or newer: update it, or use this model on one device."
+                f" ranks need transformers {_word(since)} or newer: update it, or use this model on one device."
             )
+
+
+def _is_wide(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
 
 
 def _word(version: tuple[int, int]) -> str:
@@ -54,13 +59,18 @@ def masks_by_kind(config: Any) -> list[Any]:
     """The masks of two tokens that transformers makes for each kind of attention layer of a model."""
     from transformers import masking_utils as hf
 
-    tokens = torch.empty(1, 2, 0), None, None, None
-    if installed() >= CHUNKED_MASKS_SINCE or not hasattr(config, "layer_types"):
-        made = hf.create_masks_for_generate(config, *tokens)
+    asked = {"inputs_embeds": torch.empty(1, 2, 0), "attention_mask": None, "past_key_values": None}
+    text = config.get_text_config()
+    if installed() >= CHUNKED_MASKS_SINCE or not hasattr(text, "layer_types"):
+        made = hf.create_masks_for_generate(config, **asked)
+        masks = list(made.values()) if isinstance(made, dict) else [made]
     else:
-        makers = hf.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
-        made = {kind: makers[kind](config, *tokens) for kind in dict.fromkeys(config.layer_types) if kind in makers}
-    return [mask for mask in (made.values() if isinstance(made, dict) else [made]) if mask is not None]
+        known = hf.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+        kinds = dict.fromkeys(text.layer_types)
+        named = [known[kind] for kind in kinds] if known.keys() >= kinds.keys() else []
+        makers = [maker for one in named for maker in (one.values() if isinstance(one, dict) else [one])]
+        masks = [maker(config=text, **asked) for maker in dict.fromkeys(makers)]
+    return [mask for mask in masks if mask is not None]
 
 
 def labels_of_sequences(counted: Any, accelerator: Any, num_parts: int) -> Any:
