@@ -59,7 +59,7 @@ def standing(found: str, tested: tuple[str, ...]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VersionCheck:
     """Whether what is installed was tested, and what to say of it."""
 
     tested: bool
@@ -68,18 +68,18 @@ class Verdict:
     """What to do where it was not."""
 
 
-def verdict(torch: str, transformers: str | None) -> Verdict:
+def check_versions(torch: str, transformers: str | None) -> VersionCheck:
     """What is known of a PyTorch and, where it is installed, a transformers.
 
-    >>> verdict("2.13.0+cpu", None).text
+    >>> check_versions("2.13.0+cpu", None).text
     'torch 2.13 was tested'
-    >>> verdict("2.13.0", "5.22.0").text
+    >>> check_versions("2.13.0", "5.22.0").text
     'torch 2.13 and transformers 5.22 were tested together'
-    >>> verdict("2.12.1", "5.9.0").text
+    >>> check_versions("2.12.1", "5.9.0").text
     'torch 2.12 and transformers 5.9 were each tested, but not together'
-    >>> verdict("2.99.0", "5.9.0").text
+    >>> check_versions("2.99.0", "5.9.0").text
     'torch 2.99 was NOT tested: newer than tested (2.11 to 2.15)'
-    >>> verdict("2.10.0", "5.22.0").advice
+    >>> check_versions("2.10.0", "5.22.0").advice
     'Longspan needs torch 2.11 or newer: update before you use it.'
     """
     given = [("torch", torch, TORCH)]
@@ -91,13 +91,13 @@ def verdict(torch: str, transformers: str | None) -> Verdict:
         if (how := standing(found, tested)) != TESTED
     ]
     if strange:
-        return Verdict(False, "; ".join(strange), _advice(given))
+        return VersionCheck(False, "; ".join(strange), _advice(given))
     if transformers is None:
-        return Verdict(True, f"torch {short(torch)} was tested")
+        return VersionCheck(True, f"torch {short(torch)} was tested")
     both = f"torch {short(torch)} and transformers {short(transformers)} were"
     if (minor(torch), minor(transformers)) in {(minor(a), minor(b)) for a, b in PAIRS}:
-        return Verdict(True, f"{both} tested together")
-    return Verdict(False, f"{both} each tested, but not together", _advice(given))
+        return VersionCheck(True, f"{both} tested together")
+    return VersionCheck(False, f"{both} each tested, but not together", _advice(given))
 
 
 def _advice(given: list[tuple[str, str, tuple[str, ...]]]) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from longspan.cli.launch import JobRanks, add_backend, clocks, joined
 from longspan.cli.screen import Screen, print_json, screen_of
 from longspan.number_words import rate_text, seconds_text
-from longspan.versions import verdict
+from longspan.versions import check_versions
 
 PACKAGES = ("torch", "numpy", "rich", "matplotlib", "transformers", "accelerate")
 DTYPES = ("bfloat16", "float32")
@@ -54,7 +54,7 @@ def examine(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> dic
 
     found = versions()
     findings: dict[str, Any] = {"versions": found, "backends": backends(), "kernels": kernels()}
-    findings["tested"] = asdict(verdict(found["torch"] or "(of no known version)", found["transformers"]))
+    findings["tested"] = asdict(check_versions(found["torch"] or "(of no known version)", found["transformers"]))
     findings["flash_implementation"] = implementation()
     findings["host"] = {
         "system": f"{platform.system()} {platform.machine()}",
