@@ -160,6 +160,7 @@ def widened(function, *args):
     with (
         mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
         mock.patch.object(torch, "float32", torch.float64),
+        mock.patch.object(torch, "float", torch.float64),
     ):
         return function(*args)
 
