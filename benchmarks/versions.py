@@ -5,9 +5,10 @@
     python -m benchmarks.versions --transformers 5.9
     python -m benchmarks.versions --oldest                    # the oldest pair, a few tests: what CI does
 
-PyTorch: the quick tests and those over Gloo ranks, but for the files that measure seconds. transformers: the tests of
-the Hugging Face integration, with the pinned PyTorch; and both ends of the two tables together. Builds with CUDA run
-here, on CPUs, and take 5 GB, so an environment is deleted before the next is made.
+PyTorch: the quick tests, and those over Gloo ranks but for what measures seconds, with those of the flex kernel and of
+PyTorch's own words, which depend on its version most. transformers: the tests of the Hugging Face
+integration, with the pinned PyTorch; and both ends of the two tables together. Builds with CUDA run here, on CPUs, and
+take 5 GB, so an environment is deleted before the next is made.
 
 Exits with 1 when a test failed, with 3 when a version could not be installed.
 """
@@ -31,10 +32,15 @@ from longspan.versions import PAIRS, TORCH, TRANSFORMERS, short
 
 ROOT = Path(__file__).parents[1]
 SECONDS = ("test_faults", "test_nccl_faults", "test_scan_faults", "test_restart", "test_acceptance")
+BARS = ("test_plan_answers_in_time", "test_it_starts_in_half_a_second")
 HOSTS = ("test_huggingface", "test_hf_training", "test_hf_structure", "test_hf_hybrids", "test_verify_documents")
 SUITES = {
     "quick": ("-m", "quick"),
-    "gloo": ("tests/gloo", *(f"--ignore=tests/gloo/{name}.py" for name in SECONDS)),
+    "gloo": (
+        *("tests/gloo", "tests/unit/test_flex_kernel.py", "tests/hosts/test_torch_api.py"),
+        *(f"--ignore=tests/gloo/{name}.py" for name in SECONDS),
+        *(f"--deselect=tests/gloo/test_cli.py::{name}" for name in BARS),
+    ),
     "hugging face": tuple(f"tests/hosts/{name}.py" for name in HOSTS),
     "hugging face, a few": (
         "tests/hosts/test_huggingface.py::test_ranks_equal_one_device",
