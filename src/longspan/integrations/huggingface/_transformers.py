@@ -6,6 +6,7 @@ Floor and tested versions are in `longspan.versions`. A piece goes when the floo
 from __future__ import annotations
 
 from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -53,6 +54,17 @@ def _is_wide(module: nn.Module) -> bool:
 
 def _word(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
+
+
+def code_of(method: Any) -> CodeType | None:
+    """The code of a method of a modeling file, below its decorators; None of what is no method. In 5.15 one of them
+    (`force_accelerate_hooks`) does not say what it wraps, and holds it as `forward_func`."""
+    method = getattr(method, "__wrapped__", method)
+    code = getattr(method, "__code__", None)
+    if isinstance(code, CodeType) and "forward_func" in code.co_freevars:
+        method = method.__closure__[code.co_freevars.index("forward_func")].cell_contents
+    found = getattr(method, "__code__", None)
+    return found if isinstance(found, CodeType) else None
 
 
 def masks_by_kind(config: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from longspan.api import causal_conv1d, conv_plan
 from longspan.errors import KernelError
-from longspan.integrations.huggingface._transformers import check_hybrid
+from longspan.integrations.huggingface._transformers import check_hybrid, code_of
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.sequence import ShardedSequence
 from longspan.integrations.huggingface.terms import runs
@@ -203,8 +203,8 @@ def mixes(kind: type) -> frozenset[str]:
     for part in kind.__mro__:
         if part.__module__.startswith("transformers.models."):
             for method in vars(part).values():
-                code = getattr(getattr(method, "__wrapped__", method), "__code__", None)
-                found |= _mentioned(code) if isinstance(code, CodeType) else set()
+                code = code_of(method)
+                found |= set() if code is None else _mentioned(code)
     return frozenset(found)
 
 
