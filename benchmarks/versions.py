@@ -31,6 +31,8 @@ from pathlib import Path
 from longspan.versions import PAIRS, TORCH, TRANSFORMERS, short
 
 ROOT = Path(__file__).parents[1]
+RELEASES = (*TORCH[:-1], "2.14.1", TORCH[-1])  # 2.14 goes into TORCH when it has been run
+TOGETHER = (*PAIRS, (TORCH[0], TRANSFORMERS[0]), (TORCH[-1], TRANSFORMERS[-1]))  # the last two into PAIRS, likewise
 SECONDS = ("test_faults", "test_nccl_faults", "test_scan_faults", "test_restart", "test_acceptance")
 BARS = ("test_plan_answers_in_time", "test_it_starts_in_half_a_second")
 HOSTS = ("test_huggingface", "test_hf_training", "test_hf_structure", "test_hf_hybrids", "test_verify_documents")
@@ -89,10 +91,10 @@ def runs_of(torch: Sequence[str], transformers: Sequence[str]) -> list[Run]:
     [('2.11.0', None), ('2.11.0', None), ('2.11.0', '5.9.0'), ('2.13.0', '5.9.0')]
     """
     runs = []
-    for release in TORCH:
+    for release in RELEASES:
         if release in torch:
             runs += [Run(release, None, suite) for suite in ("quick", "gloo")]
-        runs += [Run(a, b, "hugging face") for a, b in PAIRS if a == release and b in transformers]
+        runs += [Run(a, b, "hugging face") for a, b in TOGETHER if a == release and b in transformers]
     return runs
 
 
@@ -193,7 +195,7 @@ def main() -> int:
     else:
         all_of_it = not args.torch and not args.transformers
         runs = runs_of(
-            TORCH if all_of_it else named(args.torch, TORCH),
+            RELEASES if all_of_it else named(args.torch, RELEASES),
             TRANSFORMERS if all_of_it else named(args.transformers, TRANSFORMERS),
         )
     rows, status = [HEADER], 0
