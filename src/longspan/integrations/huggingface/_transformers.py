@@ -18,8 +18,10 @@ from longspan.versions import minor
 HYBRIDS_SINCE = (5, 15)
 """Before it, layers keep their convolutions and recurrences as attributes or call nn.Conv1d: nothing has a name that
 could be routed over ranks, and keyword arguments do not reach them."""
-SHORT_CONVOLUTIONS = {"Lfm2ShortConv": (5, 21), "Lfm2MoeShortConv": (5, 21)}
-"""Layers that do not hand keyword arguments to their convolution before these."""
+LATER_MIXERS = {
+    "FalconH1Mixer": (5, 17), "NemotronHMamba2Mixer": (5, 17), "Lfm2ShortConv": (5, 21), "Lfm2MoeShortConv": (5, 21),
+}  # fmt: skip
+"""Layers that are handed no keyword arguments, or hand none to their functions, before these."""
 CHUNKED_MASKS_SINCE = (5, 20)
 """Before it, `create_masks_for_generate` fails for chunked layers (Llama 4), and for kinds that it has no mask for."""
 PARTS_COUNTED_SINCE = (5, 19)
@@ -39,7 +41,7 @@ def check_hybrid(model: Any) -> None:
     """Refuses models with convolutions over tokens where their layers do not let Longspan in."""
     text = model.get_decoder() if hasattr(model, "get_decoder") else model
     for name, part in text.named_modules() if isinstance(text, nn.Module) else ():
-        since = SHORT_CONVOLUTIONS.get(type(part).__name__, HYBRIDS_SINCE)
+        since = LATER_MIXERS.get(type(part).__name__, HYBRIDS_SINCE)
         if installed() < since and any(_is_wide(child) for child in part.children()):
             raise BatchError(
                 f"{name} ({type(part).__name__}) has a convolution over tokens, and the installed transformers is"
