@@ -194,7 +194,7 @@ def step_over_ranks(model_type, case, layout, checkpointing=False):
     model = model_of(model_type)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD, layout=layout, any_model=True)
+    inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD, layout=layout)
     targets, total = inputs.pop("shift_labels"), inputs.pop("num_items_in_batch")
     inputs.pop("labels")
     logits = model(**inputs).logits.double()
@@ -217,15 +217,15 @@ def step_over_ranks(model_type, case, layout, checkpointing=False):
 REFUSED = {
     "jamba": "mamba_selective_scan",
     "mamba": "mamba_inner_fn",
-    "mamba2": "position_ids",
+    "mamba2": "mixer (Mamba2Mixer)",
     "falcon_mamba": "mamba_inner_fn",
     "zamba": "mamba_selective_scan",
-    "minimax": "linear_attention",
-    "recurrent_gemma": "recurrent",
+    "minimax": "MiniMaxLightningAttention",
+    "recurrent_gemma": "attention in code of its own",
     "inkling_text": "position_bias",
-    "zaya": "hybrid",
+    "zaya": "conv_qk",
     "rwkv": "attention is 'eager'",
-    "xlstm": "position_ids",
+    "xlstm": "xLSTM",
 }
 """Model types that are refused, and what the refusal speaks of if any model is asked for."""
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
@@ -258,7 +258,7 @@ def said(call):
     return None
 
 
-def refusal(model_type, any_model):
+def refusal(model_type):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from longspan.integrations import huggingface
@@ -269,7 +269,7 @@ def refusal(model_type, any_model):
     with contextlib.suppress(ValueError):  # rwkv has no attention to name
         model.set_attn_implementation("longspan")
     batch = {"input_ids": torch.randint(3, VOCAB, (1, 24))}
-    return said(lambda: model(**huggingface.shard_inputs(model, batch, dist.group.WORLD, any_model=any_model)))
+    return said(lambda: model(**huggingface.shard_inputs(model, batch, dist.group.WORLD)))
 
 
 def refusal_of_old(model_type):
@@ -281,7 +281,7 @@ def refusal_of_old(model_type):
         OTHERS[model_type] = {**given, **kinds}
     else:
         OTHERS[model_type] = MODELS[model_type]
-    return refusal(model_type, True)
+    return refusal(model_type)
 
 
 def leak(model_type):
@@ -378,7 +378,7 @@ def meaningless(what):
 
 
 def routed_and_not():
-    from longspan.integrations.huggingface.mixers import route
+    from longspan.integrations.huggingface.hooks.mixers import route
 
     model = model_of("qwen3_next", "sdpa")
     batch, _ = batch_of("plain")

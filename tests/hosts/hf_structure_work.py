@@ -47,7 +47,7 @@ def text(seed=5, rows=2):
 def shard(model, batch, **options):
     from longspan.integrations import huggingface
 
-    return huggingface.shard_inputs(model, batch, dist.group.WORLD, any_model=True, **options)
+    return huggingface.shard_inputs(model, batch, dist.group.WORLD, **options)
 
 
 def gathered(out, inputs):
@@ -68,20 +68,26 @@ def per_token_heads():
     """How far heads that give something for each token are off one device."""
     import transformers as hf
 
+    from longspan.integrations import huggingface
     from longspan.training import token_loss
 
     ids, found = text(), {}
     model = llama("LlamaForTokenClassification", num_labels=3)
     labels = ids % 3
-    whole, inputs = model(input_ids=ids, labels=labels), shard(model, {"input_ids": ids})
-    logits = model(**inputs).logits
+    labels[0, 11:] = -100
+    whole, inputs = model(input_ids=ids, labels=labels), shard(model, {"input_ids": ids, "labels": labels})
+    output = model(**inputs)
     own = inputs["longspan"].layout.shard(labels, dist.get_rank(), 1, -100)
-    found["token classes"] = error(gathered(logits, inputs), whole.logits)
-    found["their loss"] = error(token_loss(logits, own, group=dist.group.WORLD, gradients="sum"), whole.loss)
+    found["token classes"] = error(gathered(output.logits, inputs), whole.logits)
+    found["their loss"] = error(token_loss(output.logits, own, group=dist.group.WORLD, gradients="sum"), whole.loss)
+    found["the model's own"] = error(huggingface.full_loss(output.loss, inputs), whole.loss)
 
+    where = {"start_positions": torch.tensor([3, 4]), "end_positions": torch.tensor([7, 20])}
     model = llama("LlamaForQuestionAnswering")
-    inputs = shard(model, {"input_ids": ids})
-    found["answers"] = error(gathered(model(**inputs).end_logits, inputs), model(input_ids=ids).end_logits)
+    whole, inputs = model(input_ids=ids, **where), shard(model, {"input_ids": ids, **where})
+    output = model(**inputs)
+    found["answers"] = error(output.end_logits, whole.end_logits)
+    found["loss of answers"] = error(huggingface.full_loss(output.loss, inputs), whole.loss)
 
     model = llama("LlamaModel")
     inputs = shard(model, {"input_ids": ids})
@@ -92,12 +98,55 @@ def per_token_heads():
     )
     model = made("ModernBertForMaskedLM", config)
     inputs = shard(model, {"input_ids": ids})
-    inputs.pop("use_cache")  # which an encoder does not know
     whole = model(input_ids=ids).logits
     model.set_attn_implementation("eager")
     found["ModernBERT on one device"] = error(model(input_ids=ids).logits, whole)
     model.set_attn_implementation("longspan")
     found["ModernBERT"] = error(gathered(model(**inputs).logits, inputs), whole)
+    return found
+
+
+def pooled_heads():
+    """How far loss and gradients of heads that compute with whole sequences are off one device."""
+    import transformers as hf
+
+    from longspan.integrations import huggingface
+
+    ids, found = text(), {}
+    ids[1, 30:] = 0
+    mask = (ids != 0).long()
+    classes, values = {"labels": torch.tensor([1, 2])}, {"labels": torch.tensor([0.3, -1.2])}
+    padded = {"input_ids": ids, "attention_mask": mask}
+    bert = hf.BertConfig(**ENCODER, **STILL, num_labels=3)
+    cases = {
+        "classes": (llama("LlamaForSequenceClassification", num_labels=3), {**padded, **classes}),
+        "rewards": (llama("LlamaForSequenceClassification", num_labels=1), {**padded, **values}),
+        "bert": (made("BertForSequenceClassification", bert), {**padded, **classes}),
+        "masked tokens": (made("BertForMaskedLM", bert), {**padded, "labels": ids.masked_fill(mask == 0, -100)}),
+        "roberta": (
+            made("RobertaForSequenceClassification", hf.RobertaConfig(**ENCODER, **STILL, num_labels=3)),
+            {**padded, **classes},
+        ),
+    }
+    for name, (model, batch) in cases.items():
+        whole = model(**batch)
+        whole.loss.backward()
+        right = gradients(model)
+        model.zero_grad()
+        inputs = shard(model, batch)
+        output = model(**inputs)
+        output.loss.backward()
+        loss = huggingface.full_loss(output.loss, inputs)
+        mine = gradients(model)
+        for gradient in mine.values():
+            dist.all_reduce(gradient)
+        found[name] = error(loss, whole.loss)
+        found[f"gradients of {name}"] = max(
+            error(mine[key], right[key]) / max(right[key].abs().max().item(), 1e-3) for key in right
+        )
+    pooling = made("BertModel", bert)
+    inputs = shard(pooling, padded)
+    found["pooler"] = error(pooling(**inputs).pooler_output, pooling(**padded).pooler_output)
     return found
 
 
@@ -146,6 +195,8 @@ def positions():
     kind, config, batch = cases["padded opt"]
     own = {**batch, "position_ids": (batch["attention_mask"].cumsum(1) * batch["attention_mask"] - 1).clamp(min=0)}
     found["padded opt"] = _losses(made(kind, config), own)
+    found["padded opt, as it counts"] = _losses(made(kind, config), batch)
+    found["roberta, of which nobody says how it counts"] = _losses(made(*cases["roberta"][:2]), cases["roberta"][2])
     right = {**batch, "attention_mask": batch["attention_mask"].flip(1)}
     right["labels"] = right["input_ids"].masked_fill(right["attention_mask"] == 0, -100)
     found["opt padded at the end"] = _losses(made(kind, config), right)
@@ -173,11 +224,7 @@ def refusals():
     import transformers as hf
 
     ids, cases = text(), _cases()
-    where = {"start_positions": torch.tensor([3, 4]), "end_positions": torch.tensor([7, 20])}
     plain = {"input_ids": ids, "labels": ids}
-
-    def head(kind, batch, **changes):
-        return lambda: shard(llama(kind, **changes), batch)
 
     def other(kind, config, batch=plain, training=False):
         return lambda: shard(made(kind, config, training), batch)
@@ -206,20 +253,12 @@ def refusals():
         num_attention_heads=4,
     )
     tries = {
-        "classes of sequences": head("LlamaForSequenceClassification", {"input_ids": ids, "labels": torch.ones(2)}),
-        "rewards": head("LlamaForSequenceClassification", {"input_ids": ids}, num_labels=1),
-        "answers": head("LlamaForQuestionAnswering", {"input_ids": ids, **where}),
-        "token classes": head("LlamaForTokenClassification", {"input_ids": ids, "labels": ids % 3}, num_labels=3),
         "unlisted head": unlisted,
-        "pooling layer": other("BertModel", hf.BertConfig(**ENCODER), {"input_ids": ids}),
-        "masked tokens": other("BertForMaskedLM", hf.BertConfig(**ENCODER)),
         "encoder and decoder": other("BartForConditionalGeneration", bart),
         "no position_ids": other("BartForCausalLM", bart),
         "recurrent layers": other("RecurrentGemmaForCausalLM", gemma),
         "trigrams": other("MobileBertForMaskedLM", mobile, {"input_ids": ids}),
         "layers left out": other("OPTForCausalLM", hf.OPTConfig(**OPT, layerdrop=0.1), training=True),
-        "roberta": other(*cases["roberta"]),
-        "padded opt": other(*cases["padded opt"]),
         "packed opt": other(*cases["packed opt"]),
         "packed afmoe": other(*cases["packed afmoe"]),
         "packed bert": other(*cases["packed bert"]),
@@ -267,20 +306,22 @@ def _shortened(model):
 
 
 def _deaf(how):
-    """A Llama of which no layer, or all but the first, get `longspan=`."""
-    import transformers as hf
+    """A Llama of which no layer, or all but the first, get `longspan=` or a mask of ours."""
 
-    class DeafLlama(hf.LlamaForCausalLM):
-        def forward(self, *args, longspan=None, **kwargs):
-            return super().forward(*args, **kwargs)
-
-    if how == "none":
-        return made(DeafLlama, hf.LlamaConfig(**SIZES), True)
     model = llama(training=True)
-    attention = model.model.layers[1].self_attn
-    heard = attention.forward
-    attention.forward = lambda *args, longspan=None, **kwargs: heard(*args, **kwargs)
+    for layer in model.model.layers[int(how == "first") :]:
+        layer.self_attn.forward = partial(_by_itself, layer.self_attn)
     return model
+
+
+def _by_itself(attention, hidden_states, **_):
+    """What a layer computes that asks nobody, on whatever tokens it is given."""
+    q, k, v = (
+        layer(hidden_states).unflatten(2, (-1, attention.head_dim)).transpose(1, 2)
+        for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return attention.o_proj(out.transpose(1, 2).flatten(2)), None
 
 
 def listening(wrapper):
@@ -303,8 +344,8 @@ def _step(model, repeat=1):
     assert any(gradient.any() for gradient in gradients(model).values())
 
 
-def deaf_types():
-    """Messages of types of transformers that do not hand `longspan=` down."""
+def without_keywords():
+    """How far types of transformers that do not hand `longspan=` down are off one device: their masks tell them."""
     import transformers as hf
 
     kinds = {
@@ -313,12 +354,20 @@ def deaf_types():
     }
     found = {}
     for name, kind in kinds.items():
-        try:
-            model = made(*kind, True)
-        except KeyError:  # nemotron chose among classes of its own before transformers 5.13
-            continue
-        found[name] = _message(partial(_step, model))
-    fnet = made("FNetForMaskedLM", hf.FNetConfig(**ENCODER))
-    inputs = shard(fnet, {"input_ids": text()})
-    inputs.pop("use_cache")
-    return {**found, "fnet": _message(lambda: fnet(**inputs))}
+        for checkpointing in (False, True):
+            try:
+                model = made(*kind, True)
+            except KeyError:  # nemotron chose among classes of its own before transformers 5.13
+                continue
+            batch = batch_of("plain")
+            model(**batch, use_cache=False).loss.backward()
+            right = gradients(model)
+            model.zero_grad()
+            if checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            model(**shard(model, batch)).loss.backward()
+            mine = gradients(model)
+            for gradient in mine.values():
+                dist.all_reduce(gradient)
+            found[name, checkpointing] = max(error(mine[key], right[key]) for key in right)
+    return found

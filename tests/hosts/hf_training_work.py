@@ -454,10 +454,6 @@ def _requests():
         def __iter__(self):
             return iter([{"input_ids": [n] * 20, "labels": [n] * 20} for n in range(32)])
 
-    class Deaf(hf.LlamaForCausalLM):
-        def forward(self, *args, longspan=None, **kwargs):
-            return super().forward(*args, **kwargs)
-
     def make(kind=Mine, model=None, options=None, data=None, **changes):
         def request(folder):
             made = model() if model is not None else model_of("llama", "longspan")
@@ -481,11 +477,5 @@ def _requests():
         "noise": make(neftune_noise_alpha=5.0),
         "objects": make(eval_use_gather_object=True),
         "collator": make(options={"data_collator": hf.DataCollatorWithFlattening(return_position_ids=False)}),
-        "untried": make(model=lambda: model_of("gpt2", "longspan")),
-        "deaf": make(
-            model=lambda: Deaf._from_config(config_of("llama"), attn_implementation="longspan"),
-            remove_unused_columns=False,
-        ),
-        "router": make(model=lambda: model_of("gpt_oss", "longspan", output_router_logits=True)),
         "no labels": make(options=unlabelled),
     }

@@ -323,12 +323,8 @@ def refusals():
         inputs = huggingface.shard_inputs(model, batch, group, **options)
         return lambda: model(**{**inputs, **changes(inputs)})
 
-    moving = config("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
-    moving._attn_implementation = "longspan"
-    from transformers import Qwen2Config, Qwen3NextConfig
+    from transformers import Qwen3NextConfig
 
-    untried = Qwen2Config(**SIZES)
-    untried._attn_implementation = "longspan"
     linear = Qwen3NextConfig(**SIZES)
     linear._attn_implementation = "longspan"
     dropping = model_of("llama", "longspan", attention_dropout=0.1)
@@ -336,10 +332,7 @@ def refusals():
     tries = {
         "other attention": shard(on=config("llama")),
         "no model": shard(on=3),
-        "untried model": shard(on=untried),
-        "linear layers": shard(on=linear, any_model=True),
-        "moving rope": shard(on=moving),
-        "router loss": shard({"output_router_logits": True}),
+        "linear layers": shard(on=linear),
         "cache": shard({"use_cache": True}),
         "weights": shard({"output_attentions": True}),
         "last logits": shard({"logits_to_keep": 1}),
@@ -361,7 +354,7 @@ def refusals():
         "seq_idx of another length": shard({"seq_idx": ones[:, 1:]}),
         "list of position_ids": shard({"position_ids": [list(range(TOKENS))] * BATCH}),
         "loss_mask": shard({"loss_mask": ones}),
-        "unnamed tensor": shard({"token_type_ids": ones}),
+        "unnamed tensor": shard({"ticks": ones}),
         "cache_position": shard({"cache_position": torch.arange(TOKENS)}),
         "mask beside longspan": call(lambda inputs: {"attention_mask": (inputs["input_ids"] > 3).long()}),
         "config alone": shard(on=model.config),

@@ -195,9 +195,6 @@ REFUSALS = {
     "noise": ("neftune_noise_alpha = 5.0", "Leave it out"),
     "objects": ("eval_use_gather_object = True", "Leave it out"),
     "collator": ("packs without position_ids", "return_position_ids=True"),
-    "untried": ("'gpt2' models have not been tried over ranks", "any_model=True"),
-    "deaf": ("no attention layer of Deaf has seen longspan=",),
-    "router": ("output_router_logits=True", "Set it to False", "router_aux_loss_coef=0.0"),
     "no labels": ("counted no labels", "Give 'labels' in every batch"),
 }
 

@@ -152,11 +152,11 @@ def test_packed_documents_with_a_cache_equal_eager(family):
 
 
 def test_positions_start_again_with_every_document_of_every_row():
-    from longspan.integrations.huggingface.inputs import _positions
+    from longspan.integrations.huggingface.batches import Reading, positions_of
 
     numbers = np.repeat([[0, 1], [0, 1]], 20, axis=1)
     numbers[0, 20:25], numbers[1, 10:20] = 0, 1
-    found = _positions({}, 2, 40, numbers, "document")
+    found = positions_of({}, Reading(2, 40, None, numbers), "document", "count", None)
     assert found.tolist() == [[*range(25), *range(15)], [*range(10), *range(30)]]
 
 
@@ -308,10 +308,7 @@ def test_a_window_that_the_mask_does_not_know():
 MESSAGES = {
     "other attention": "which knows nothing of other ranks",
     "no model": "takes a model of transformers, but int was given",
-    "untried model": "'qwen2' models have not been tried over ranks",
     "linear layers": "Qwen3NextConfig was given without its model",
-    "moving rope": "of type 'dynamic' depend on the largest position",
-    "router loss": "balances experts over all tokens",
     "cache": "use_cache was asked for over ranks",
     "weights": "output_attentions was asked for over ranks",
     "last logits": "logits_to_keep = 1 was asked for over ranks",
@@ -333,7 +330,7 @@ MESSAGES = {
     "seq_idx of another length": "seq_idx is a tensor of shape (2, 51), but must be",
     "list of position_ids": "position_ids are list, but whole sequences have a tensor",
     "loss_mask": "Put -100 into labels where it is 0",
-    "unnamed tensor": "token_type_ids of shape (2, 52) has a dim as long as the sequence",
+    "unnamed tensor": "ticks of shape (2, 52) has a dim as long as the sequence",
     "cache_position": "Take it out of the batch if the model computes the same without it",
     "mask beside longspan": "a mask of padding reached the layer beside longspan=",
     "config alone": "LlamaConfig was given without its model",

@@ -25,6 +25,7 @@ COMMANDS = {  # name: (module, what it does)
     "calibrate": ("longspan.cli.commands.calibrate", "measures this machine under torchrun and writes a Machine file"),
     "report": ("longspan.cli.commands.report", "one HTML file that explains a plan to a colleague"),
     "verify": ("longspan.cli.commands.verify", "compares a context-parallel run with one device"),
+    "prove": ("longspan.cli.commands.prove", "tries a model of transformers over simulated ranks, without weights"),
     "acceptance": ("longspan.cli.commands.acceptance", "every promise tried on this machine, a verdict for each line"),
     "doctor": ("longspan.cli.commands.doctor", "versions, kernels, clocks, bandwidth and a self-check"),
 }

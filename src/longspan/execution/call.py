@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from longspan.execution.handed import check_axes, check_captured, check_cut, gro
 from longspan.execution.inputs import check_inputs as check_inputs
 from longspan.execution.scoring.biases import Extras as Extras
 from longspan.execution.scoring.biases import check_sinks
+from longspan.execution.simulated import SimulatedRank
 from longspan.execution.trust.group import told
 from longspan.handles import handle_of
 from longspan.masks import Mask
@@ -65,7 +66,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, asked: Request) -> Any:
         )
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
         return _of_dtensors(q, k, v, asked)
+    if isinstance(asked.group, SimulatedRank) and isinstance(asked.plan_or_mask, Plan):
+        return _together(q, k, v, asked, asked.plan_or_mask, asked.group)
     return _run(q, k, v, asked)
+
+
+def _together(q: Tensor, k: Tensor, v: Tensor, asked: Request, plan: Plan, here: SimulatedRank) -> Any:
+    """All ranks are in this process: whole sequences under the plan's mask, of which each rank takes its rows."""
+    fitting_plan(plan, q, k, v, (here.rank(), here.size()))
+
+    def compute(parts: list[tuple[Tensor, ...]]) -> list[Any]:
+        whole = [plan.layout.unshard(tensors, SEQ_DIM) for tensors in zip(*parts, strict=True)]
+        out, lse = _run(*whole, replace(asked, plan_or_mask=plan.mask, group=None, return_lse=True))
+        ranks = range(here.size())
+        return [(plan.layout.shard(out, r, SEQ_DIM), plan.layout.shard(lse, r, SEQ_DIM)) for r in ranks]
+
+    out, lse = here.meet("attention", (q, k, v), compute)
+    return (out, lse) if asked.return_lse else out
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: Any = None) -> Any:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.errors import LongspanError
 from longspan.execution.handed import group_handed, group_of
+from longspan.execution.simulated import SimulatedRank
 from longspan.execution.trust.backends import message_device
 from longspan.layouts import Layout
 
-__all__ = ["BatchError", "check_batch", "check_layout", "message_device", "process_group"]
+__all__ = ["BatchError", "all_summed", "check_batch", "check_layout", "message_device", "process_group"]
 
 
 class BatchError(LongspanError, ValueError):
@@ -35,9 +37,19 @@ def check_layout(layout: object, what: str) -> None:
         raise BatchError(f"{what} takes a layout, but {type(layout).__name__} was given. See longspan.layouts.")
 
 
+def all_summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks of a tensor, in place; without gradients."""
+    if isinstance(group, SimulatedRank):
+        return x.copy_(group.summed(x.detach().clone()))
+    dist.all_reduce(x, group=group)
+    return x
+
+
 def process_group(group: Any, what: str) -> dist.ProcessGroup:
-    """The process group of a group or a mesh of one axis."""
+    """The process group of a group or a mesh of one axis; a simulated rank is as good as one."""
     group = group_of(group)
+    if isinstance(group, SimulatedRank):
+        return cast(dist.ProcessGroup, group)
     if isinstance(group, DeviceMesh):
         raise BatchError(
             f"{what} got a mesh of {group.ndim} axes {group.mesh_dim_names} as its group. Pass one axis, as in"

@@ -8,14 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from longspan.execution.inputs import check_no_tangent, is_number
 from longspan.execution.tile import wide
 from longspan.span import shortened
-from longspan.training.groups import BatchError, process_group
+from longspan.training.groups import BatchError, all_summed, process_group
 
 
 def token_loss(
@@ -62,7 +61,7 @@ def token_loss(
     if group is not None:
         members = process_group(group, "token_loss")
         size = members.size()
-        dist.all_reduce(sums, group=members)
+        all_summed(sums, members)
     count = torch.ones_like(sums[1])
     if reduction == "mean":  # nothing to predict is a sum of zero, over one
         count = (sums[1] if num_tokens is None else torch.as_tensor(num_tokens)).clamp(min=1)

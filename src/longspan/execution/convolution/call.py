@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +19,7 @@ from longspan.execution.convolution.own_rows import OwnRows, convolved
 from longspan.execution.handed import group_of, planned_group
 from longspan.execution.inputs import as_autocast
 from longspan.execution.ops import place_in
+from longspan.execution.simulated import SimulatedRank
 from longspan.execution.trust.group import told
 from longspan.handles import handle_of
 from longspan.layouts import Layout, contiguous
@@ -51,7 +53,23 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, asked: ConvReq
             raise PlanError(
                 f"name = {shortened(asked.name)} was given. A call's name is a str, the same on every rank."
             )
+        if isinstance(group, SimulatedRank) and isinstance(asked.plan, ConvPlan):
+            return _together(x, weight, bias, asked, group)
         return _run(x, weight, bias, asked, planned_group(group, asked.plan, asked.documents, HOW))
+
+
+def _together(x: Tensor, weight: Tensor, bias: Tensor | None, asked: ConvRequest, here: SimulatedRank) -> Tensor:
+    """All ranks are in this process: whole sequences, of which each rank takes its rows."""
+    plan, layout = asked.plan, asked.plan.layout
+    check_plan(plan, weight)
+    check_rows(plan, x, (here.rank(), here.size()))
+    alone = replace(asked, documents=[np.diff(edges) for edges in plan.edges], plan=None, group=None)
+
+    def compute(parts: list[Tensor]) -> list[Tensor]:
+        out = _run(layout.unshard(parts, 1), weight, bias, alone, "")
+        return [layout.shard(out, rank, 1) for rank in range(here.size())]
+
+    return here.meet("causal_conv1d", x, compute)
 
 
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, asked: ConvRequest, group: str) -> Tensor:

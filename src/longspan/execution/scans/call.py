@@ -22,6 +22,7 @@ from longspan.execution.scans.fitting import check_plan, map_name
 from longspan.execution.scans.kernels import choose_scan_kernel
 from longspan.execution.scans.own import OwnRecurrence
 from longspan.execution.scans.spread import LocalSegments, RankScan, spread
+from longspan.execution.simulated import SimulatedRank
 from longspan.execution.trust.agreement import SCAN, WIDTH, Record
 from longspan.execution.trust.group import Call
 from longspan.execution.trust.settings import Safety
@@ -50,6 +51,8 @@ class ScanRequest:
 def run(recurrence: Any, tokens: tuple[Any, ...], shared: tuple[Any, ...], asked: ScanRequest) -> Tensor:
     """The output of this rank's tokens, with the errors of a public call."""
     group = group_of(asked.group)
+    if isinstance(group, SimulatedRank) and isinstance(asked.plan, ScanPlan):
+        return _together(recurrence, tokens, shared, asked, group)
     name = planned_group(group, asked.plan, asked.documents, HOW)
     with in_context(lambda: _described(asked, tokens, group)), told_in(name) if name else nullcontext():
         if not isinstance(asked.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -78,6 +81,22 @@ def run(recurrence: Any, tokens: tuple[Any, ...], shared: tuple[Any, ...], asked
         there = tuple(Relayout.apply(t, plan.source, plan.layout, group, 1) for t in tokens)
         out = spread(kernel, replace(work, tokens=there), ranks, learns=learns)
         return Relayout.apply(out, plan.layout, plan.source, group, 1)  # type: ignore[return-value]
+
+
+def _together(
+    recurrence: Any, tokens: tuple[Any, ...], shared: tuple[Any, ...], asked: ScanRequest, here: SimulatedRank
+) -> Tensor:
+    """All ranks are in this process: whole documents, of which each rank takes its tokens."""
+    plan, layout = asked.plan, asked.plan.home
+    check_plan(plan, recurrence, tokens, (here.rank(), here.size()))
+
+    def compute(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:
+        whole = tuple(layout.unshard(tensors, 1) for tensors in zip(*parts, strict=True))
+        work = ScanWork(recurrence, whole, shared, Segments(plan.chains.whole))
+        out = alone(choose_scan_kernel(asked.kernel, work), work)
+        return [layout.shard(out, rank, 1) for rank in range(here.size())]
+
+    return here.meet(asked.operator, tokens, compute)
 
 
 def _by_itself(program: Program[list[Tensor]], direction: str, number: int) -> tuple[list[Tensor], int]:  # noqa: ARG001

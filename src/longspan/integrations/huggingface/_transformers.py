@@ -58,7 +58,7 @@ def _word(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def code_of(method: Any) -> CodeType | None:
+def method_code(method: Any) -> CodeType | None:
     """The code of a method of a modeling file, below its decorators; None of what is no method. In 5.15 one of them
     (`force_accelerate_hooks`) does not say what it wraps, and holds it as `forward_func`."""
     method = getattr(method, "__wrapped__", method)

@@ -73,6 +73,7 @@ def longspan_attention(
     _check_others(others)
     asked = Asked(scaling, dropout or 0.0, softcap, s_aux, sliding_window, is_causal)
     query, key, value = (as_autocast(x) for x in (query, key, value))
+    longspan = getattr(attention_mask, "sequence", None) if longspan is None else longspan
     if longspan is not None:
         out = longspan.attend(module, query, key, value, attention_mask, asked)
     else:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longspan.errors import MaskError
+from longspan.integrations.huggingface.hooks.current import current
 from longspan.integrations.huggingface.terms import (
     Frame,
     Kind,
@@ -63,6 +64,11 @@ class LayerMask:
         self.documents: tuple[Any, Any] | None = None
         """The position_ids that were last looked at for documents, and what was found: the same for all layers."""
         self._separated: dict[bytes, Mask] = {}
+        self.sequence: Any = current()
+        """The sequence over ranks that a model was running on when it asked for this mask, or None. So layers get to
+        know of it that are given nothing else, also when they are computed again in backward."""
+        self.is_whole = self.sequence is not None and not self.sequence.is_cut
+        """Whether this is about the whole sequence although there are ranks."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

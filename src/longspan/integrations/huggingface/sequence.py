@@ -17,8 +17,10 @@ from torch import Tensor
 
 from longspan.api import plan as make_plan
 from longspan.errors import KernelError, MaskError
+from longspan.execution.tile import wide
 from longspan.integrations.huggingface.attention import Asked, check_layer_mask, run
 from longspan.integrations.huggingface.masks import LayerMask
+from longspan.integrations.huggingface.rules import Rules
 from longspan.integrations.huggingface.terms import Frame, Kind, Term, mask_of, per_row_alike, term_of_kind
 from longspan.layouts import Layout
 from longspan.masks import Mask
@@ -66,10 +68,29 @@ class ShardedSequence:
     """
 
     def __init__(
-        self, whole: Whole, layout: Layout, group: dist.ProcessGroup, schedule: str, dropout_seed: int | None
+        self,
+        whole: Whole,
+        layout: Layout,
+        group: dist.ProcessGroup,
+        schedule: str,
+        dropout_seed: int | None,
+        rules: Rules = Rules(),  # noqa: B008  (frozen)
     ) -> None:
-        self.whole, self.layout, self.group = whole, layout, group
+        self.whole, self.layout, self.group, self.rules = whole, layout, group, rules
         self.rank = group.rank()
+        self.is_cut = rules.body is None
+        """Whether what the model computes with is this rank's part by now."""
+        self.is_joined = False
+        """Whether tokens of all ranks have been put together again."""
+        self.depth = 0
+        """How many modules that listen are running, one inside of another."""
+        self.labels: Tensor | None = None
+        self.num_items: Any = None
+        """This rank's labels, and how many there are on all ranks, where the model's own loss takes a mean."""
+        self.position_ids: Tensor | None = None
+        """This rank's positions, where the model is cut inside and is given none."""
+        self.largest: Any = None
+        """The largest position of the whole batch, where rotary embeddings depend on it."""
         self.schedule, self.dropout_seed = schedule, dropout_seed
         self.calls = 0
         """How many layers have asked so far."""
@@ -88,13 +109,14 @@ class ShardedSequence:
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.layout}, {self.whole.batch} rows>"
 
-    def plan(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Plan:
-        """The plan of layers of this kind with tensors of these shapes."""
+    def plan(self, kind: Kind | LayerMask, q: Tensor, k: Tensor, v: Tensor) -> Plan:
+        """The plan of layers of this kind, or under this mask of whole sequences, with tensors of these shapes."""
         key = (kind, q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype)
+        mask = kind.mask if isinstance(kind, LayerMask) else self.whole.mask(kind)
         return self.plan_of(
             key,
             lambda: make_plan(
-                self.whole.mask(kind), self.layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3],
+                mask, self.layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3],
                 v_head_dim=v.shape[3], dtype=q.dtype, batch=self.whole.batch, schedule=self.schedule,
             ),
         )  # fmt: skip
@@ -119,7 +141,7 @@ class ShardedSequence:
                 f" longspan.integrations.huggingface.register() and name the attention 'longspan'."
             )
         check_layer_mask(given, asked)
-        kind = _local_kind(given)
+        kind = given if given.is_whole else _local_kind(given)
         self.note("attention")
         q = with_temperature(module, q, self.layout, self.rank)
         plan = self.plan(kind, q, k, v)
@@ -129,7 +151,9 @@ class ShardedSequence:
         """Refuses what a model has computed without its layers having asked here; they asked `before` times before."""
         if self.needed:
             return self._check_layers(name)
-        num_seen, wanted = self.calls - before, max(self.num_layers, 1)
+        if self.rules.layers == "none":
+            return None
+        num_seen, wanted = self.calls - before, max(self.num_layers if self.rules.layers == "all" else 1, 1)
         if num_seen >= wanted:
             return None
         if not num_seen:
@@ -204,7 +228,7 @@ def with_temperature(module: Any, q: Tensor, layout: Layout, rank: int) -> Tenso
     places = torch.as_tensor(layout.positions(rank), device=q.device)
 
     def scales(place: Tensor) -> Tensor:
-        steps = torch.floor((place.float() + 1.0) / module.floor_scale)
+        steps = torch.floor((place.to(wide(q.dtype)) + 1.0) / module.floor_scale)
         return torch.log1p(steps) * module.attn_scale + 1.0
 
     ratio = scales(places) / scales(torch.arange(q.shape[2], device=q.device))

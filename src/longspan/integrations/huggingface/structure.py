@@ -1,27 +1,25 @@
-"""What a model of transformers does beside attention, as far as its classes, modules and source tell: its head, where
-its positions come from, layers that mix tokens, and whether its masks look for documents.
-
-Only what is known to go wrong on parts of sequences is refused. Nothing here is run.
-"""
+"""What classes, modules and source of a model of transformers tell without running it: its layers, and whether its
+masks look for documents; of which classes it is made, what their code is, and what somebody has put into it."""
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from types import CodeType
 from typing import Any
 
-import torch
 from torch import nn
 
 from longspan.training import BatchError
 
-PER_TOKEN = ("CAUSAL_LM", "MASKED_LM", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING")
-POOLED = ("SEQUENCE_CLASSIFICATION", "MULTIPLE_CHOICE", "NEXT_SENTENCE_PREDICTION", "PRETRAINING")
 _MAKER = re.compile(r"create_(?!bidirectional)\w*mask\w*")
+HARMLESS = ("peft", "torchao", "bitsandbytes", "liger_kernel", "accelerate", "longspan")
+"""Packages whose modules stand for others, token by token."""
 DROPS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")
 
 
@@ -49,89 +47,12 @@ def _lists(module: nn.Module) -> Iterator[int]:
             yield from _lists(child)
 
 
-def check_structure(model: Any, config: Any, batch: Mapping[str, Any], tried: bool, any_model: bool) -> None:
-    """Refuses a model that would compute something else on parts of sequences."""
+def check_structure(model: Any, config: Any) -> None:
+    """Refuses what a tiny copy would not show."""
     name = type(model).__name__
     if config.is_encoder_decoder:
         raise BatchError(
             f"{name} has an encoder and a decoder, and two sequences. Over ranks there is one: use one device."
-        )
-    _check_head(model, name, batch, any_model)
-    _check_mixing(model, config, name)
-    _check_positions(model, name, batch, tried)
-
-
-# -- heads -------------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1)
-def _heads() -> dict[str, str]:
-    """What the head of a class of transformers is for, by the name of the class; the first purpose of those with
-    several."""
-    from transformers.models.auto import modeling_auto as auto
-
-    heads: dict[str, str] = {}
-    for head in ("CAUSAL_LM", "BASE", *PER_TOKEN[1:], *POOLED):
-        table = "MODEL_MAPPING_NAMES" if head == "BASE" else f"MODEL_FOR_{head}_MAPPING_NAMES"
-        for names in getattr(auto, table, {}).values():
-            for name in (names,) if isinstance(names, str) else names:
-                heads.setdefault(name, head)
-    return heads
-
-
-def _check_head(model: Any, name: str, batch: Mapping[str, Any], any_model: bool) -> None:
-    head = next((entry for kind in type(model).__mro__ if (entry := _heads().get(kind.__name__))), None)
-    if model.base_model is model and getattr(model, "pooler", None) is not None:
-        raise BatchError(
-            f"{name} has a pooling layer, which takes the first token of each sequence, and over ranks each would take"
-            f" one of its own part. Build it with add_pooling_layer=False, and pool what"
-            f" longspan.training.gather_outputs puts together."
-        )
-    if head in POOLED:
-        raise BatchError(
-            f"{name} pools: it computes with one token of each sequence, the first or the last, and over ranks each"
-            f" would take one of its own part. Call the model below it ({type(model.base_model).__name__}), put its"
-            f" hidden states together with longspan.training.gather_outputs (relayout in training), and apply the head"
-            f" to those."
-        )
-    if head is None and not any_model:
-        raise BatchError(
-            f"{name} is not among the classes whose results are known to be one per token. If its results and its loss"
-            f" are, pass any_model=True, and compare them with one device's."
-        )
-    if head in ("MASKED_LM", "TOKEN_CLASSIFICATION") and _given(batch, "labels", "shift_labels"):
-        raise BatchError(
-            f"{name} divides its loss by the labels of one rank, and ranks hold different numbers. Take labels out of"
-            f" the batch, cut them with layout.shard(labels, rank, 1) of inputs['longspan'].layout, and compute"
-            f" longspan.training.token_loss(logits, labels, group=..., gradients=...)."
-        )
-    if head == "QUESTION_ANSWERING" and _given(batch, "start_positions", "end_positions", "labels"):
-        raise BatchError(
-            f"the loss of {name} compares all tokens of a sequence with each other, and a rank has a part of them. Take"
-            f" start_positions and end_positions out of the batch, put logits together with"
-            f" longspan.training.gather_outputs (relayout in training), and compute the loss of those."
-        )
-
-
-def _given(batch: Mapping[str, Any], *names: str) -> bool:
-    return any(batch.get(name) is not None for name in names)
-
-
-# -- tokens that meet elsewhere ----------------------------------------------------------------------------------------
-
-
-def _check_mixing(model: Any, config: Any, name: str) -> None:
-    text = model.get_decoder() if hasattr(model, "get_decoder") else model
-    text = text if isinstance(text, nn.Module) else model
-    callers = [module for module in text.modules() if "causal_conv1d_fn" in _source(type(module))]
-    handled = {id(part) for module in callers for part in module.children()}
-    mixing = {type(module).__name__ for module in text.modules() if _mixes(module) and id(module) not in handled}
-    if getattr(config, "trigram_input", False):
-        mixing.add("embeddings of three neighbouring tokens")
-    if mixing:
-        raise BatchError(
-            f"{name} has {', '.join(sorted(mixing))}, in which tokens meet by other means than attention. Over ranks"
-            f" they would see this rank's tokens alone."
         )
     for drop in DROPS:
         if model.training and getattr(config, drop, 0):
@@ -141,33 +62,11 @@ def _check_mixing(model: Any, config: Any, name: str) -> None:
             )
 
 
-def _mixes(module: nn.Module) -> bool:
-    wide = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
-    return wide or isinstance(module, nn.RNNBase | nn.BatchNorm1d)
-
-
-# -- positions and documents -------------------------------------------------------------------------------------------
-
-
-def _check_positions(model: Any, name: str, batch: Mapping[str, Any], tried: bool) -> None:
-    takes = (inspect.signature(part.forward).parameters for part in (model, model.base_model))
-    if not any("position_ids" in parameters for parameters in takes):
-        raise BatchError(
-            f"{name} takes no position_ids: it would count positions from 0 on every rank. Use it on one device."
-        )
-    if batch.get("position_ids") is not None:
-        return
-    if any("create_position_ids_from_input" in _source(type(module)) for module in model.modules()):
-        raise BatchError(
-            f"{name} makes positions from token ids in its own way (they begin after that of padding). Put position_ids"
-            f" (batch, tokens) into the batch, as the model makes them of whole sequences."
-        )
-    mask = batch.get("attention_mask")
-    if not tried and isinstance(mask, torch.Tensor) and mask.ndim == 2 and bool((mask.diff(dim=1) > 0).any()):
-        raise BatchError(
-            f"there is padding in front of tokens, and some models count positions from the first real token. Put"
-            f" position_ids (batch, tokens) into the batch, as {name} makes them of whole sequences."
-        )
+def padding_id(model: Any) -> int | None:
+    """The token id that embeddings of the model take for padding."""
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    found = next((table.padding_idx for table in tables if table.padding_idx is not None), None)
+    return getattr(model.config.get_text_config(), "pad_token_id", None) if found is None else found
 
 
 def check_packing(model: Any, is_causal: bool) -> None:
@@ -224,3 +123,68 @@ def _shows_positions(kind: type) -> bool:
 
 def _names(tree: ast.AST) -> set[str]:
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+# -- what a model is made of -------------------------------------------------------------------------------------------
+
+
+def own_class(module: nn.Module) -> type:
+    """The class of a module, whatever torch.distributed has made of it."""
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed"))
+
+
+def classes_of(model: nn.Module) -> dict[str, type]:
+    """All classes of its modules, by their full names."""
+    kinds = {own_class(module) for module in model.modules()}
+    return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
+
+
+def code_of(model: nn.Module) -> str:
+    """A digest of all code that its classes run, but for that of torch and what all models of transformers share."""
+    digest = hashlib.sha256()
+    for name, kind in sorted(classes_of(model).items()):
+        digest.update(name.encode())
+        for part in kind.__mro__:
+            package, *rest = part.__module__.split(".")
+            if package in ("torch", "builtins") or (package == "transformers" and rest[:1] != ["models"]):
+                continue
+            for called, value in sorted(vars(part).items()):
+                code = getattr(inspect.unwrap(getattr(value, "__func__", value)), "__code__", None)
+                if isinstance(code, CodeType):
+                    digest.update(called.encode() + _text_of(code))
+    return digest.hexdigest()[:24]
+
+
+def _text_of(code: CodeType) -> bytes:
+    consts = [_text_of(const) if isinstance(const, CodeType) else repr(const).encode() for const in code.co_consts]
+    return code.co_code + repr(code.co_names).encode() + b"".join(consts)
+
+
+def put_in(model: nn.Module, known: Iterable[str]) -> str | None:
+    """The first module that is of no known class, or whose forward was replaced: a proof does not speak of it.
+
+    Layers of torch that take every token by itself do no harm, nor do those of packages that wrap them (adapters,
+    quantisation).
+    """
+    names = set(known)
+    for path, module in model.named_modules():
+        kind = own_class(module)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        where = f"{path or 'the model'} ({kind.__name__})"
+        if name not in names and not _is_harmless(kind):
+            return where
+        forward = vars(module).get("forward")
+        if (
+            forward is not None
+            and not hasattr(module, "_old_forward")
+            and not hasattr(forward, "_torchdynamo_orig_callable")
+        ):
+            return f"{where}, whose forward was replaced"
+    return None
+
+
+def _is_harmless(kind: type) -> bool:
+    package = kind.__module__.split(".")[0]
+    if package == "torch":
+        return not issubclass(kind, nn.Conv1d | nn.RNNBase | nn.BatchNorm1d | nn.MultiheadAttention)
+    return package in HARMLESS or kind.__module__.startswith("transformers.integrations")

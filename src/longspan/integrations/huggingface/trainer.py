@@ -34,7 +34,7 @@ class ContextParallelTrainer(_Base):
     """A mixin for `transformers.Trainer` and its subclasses (`trl.SFTTrainer`); name it first among the bases.
 
     `cp_size` neighbouring ranks hold parts of each sequence, the others other samples; all ranks unless given.
-    `layout`, `schedule` and `any_model` are those of `huggingface.shard_inputs`. Losses, gradients, evaluation and
+    `layout`, `schedule` and `trust_model` are those of `huggingface.shard_inputs`. Losses, gradients, evaluation and
     predictions are those of one process with the same batches. On one process it is the plain trainer.
     """
 
@@ -48,10 +48,10 @@ class ContextParallelTrainer(_Base):
         cp_size: int | None = None,
         layout: str | Layout = "balanced",
         schedule: str = "auto",
-        any_model: bool = False,
+        trust_model: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._cp_size, self._sharding = cp_size, {"layout": layout, "schedule": schedule, "any_model": any_model}
+        self._cp_size, self._sharding = cp_size, {"layout": layout, "schedule": schedule, "trust_model": trust_model}
         self._ranks: Ranks | None = None
         self._sequence: Any = None
         self._unchecked = True
@@ -60,7 +60,7 @@ class ContextParallelTrainer(_Base):
         if self._ranks is not None:
             _check_arguments(self)
             if self.model is not None:  # else model_init makes it later, and the first batch finds out
-                check_model(self.model, {}, any_model)
+                check_model(self.model, {})
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

@@ -51,6 +51,18 @@ class Chains:
         """The number of every chain's first segment, and of all segments."""
         return np.searchsorted(self.table[:, CHAIN], np.arange(len(self.batches) + 1, dtype=np.int64))
 
+    @property
+    def whole(self) -> Ints:
+        """(batch row, start, stop) of every document, whoever holds it, by batch row."""
+        first = self.first
+        start, stop = self.table[first[:-1], START], self.table[first[1:] - 1, STOP]
+        rows = [
+            (row, *ends)
+            for rows, *ends in zip(self.batches, start, stop, strict=True)
+            for row in range(rows.start, rows.stop)
+        ]
+        return np.array(sorted(rows), dtype=np.int64).reshape(-1, 3)
+
     def ranks(self) -> list[list[int]]:
         """Who holds the segments of every chain."""
         first = self.first.tolist()

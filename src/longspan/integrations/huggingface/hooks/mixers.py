@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from longspan.api import causal_conv1d, conv_plan
 from longspan.errors import KernelError
-from longspan.integrations.huggingface._transformers import check_hybrid, code_of
+from longspan.integrations.huggingface._transformers import check_hybrid, method_code
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.sequence import ShardedSequence
 from longspan.integrations.huggingface.terms import runs
@@ -203,7 +203,7 @@ def mixes(kind: type) -> frozenset[str]:
     for part in kind.__mro__:
         if part.__module__.startswith("transformers.models."):
             for method in vars(part).values():
-                code = code_of(method)
+                code = method_code(method)
                 found |= set() if code is None else _mentioned(code)
     return frozenset(found)
 
@@ -230,10 +230,20 @@ def check_mixers(model: nn.Module) -> None:
             )
 
 
+def text_part(model: Any) -> nn.Module:
+    """The part of a model that holds its layers of text."""
+    part = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return part if isinstance(part, nn.Module) else model
+
+
 def needs(model: nn.Module) -> dict[str, tuple[str, frozenset[str]]]:
-    """For every layer that mixes tokens, by name: its class, and what of it must be seen in a forward pass."""
+    """For every layer that mixes tokens, by name: its class, and what of it must be seen in a forward pass. Towers for
+    images mix none."""
     found: dict[str, tuple[str, frozenset[str]]] = {}
+    text = {id(part) for part in text_part(model).modules()}
     for name, part in model.named_modules():
+        if id(part) not in text:
+            continue
         kinds = frozenset(kind for n in mixes(type(part)) if (kind := MIXERS[n].kind) is not None)
         if kinds:
             found[name] = type(part).__name__, kinds

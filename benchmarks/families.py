@@ -1,0 +1,232 @@
+"""Every causal, masked, classifying and image-text family of the installed transformers, tiny, on one device and over
+ranks: which are exact, which are refused and why, which could not be built.
+
+    python -m benchmarks.families                                  # writes docs/models.md; about half an hour
+    python -m benchmarks.families --only llama,mistral --kinds causal --out -
+
+A family is *accepted* where its proof (`longspan.integrations.huggingface.proving`) says that it is exact. Those run
+once more on 2 and 3 Gloo processes, with another batch and layout, against transformers' own attention on one device.
+Exits with 1 when an accepted family is wrong there, or when fewer than 120 families are accepted in a whole sweep.
+
+Families run in processes of their own, a batch of them each: one that hangs or dies costs itself alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.family_cases import KINDS, Case, cases, class_of, config_of, on_one_device, said
+from benchmarks.family_page import page, summary
+from benchmarks.family_ranks import WORLDS, step_on_ranks
+from benchmarks.ranks import Ranks
+
+LEAST = 120
+BATCH = 48
+"""Cases that share a process: transformers takes seconds to load."""
+PATIENCE = 300.0
+"""Seconds for one case, and for a worker to start on a machine that others use."""
+FORMS = {
+    "plain": {},
+    "padded": {"padding": "right"},
+    "packed": {"packed": "position_ids", "positions": True},
+}
+EXACT, ROUNDED, TIMES = 1e-10, 1e-6, 4
+"""How far a step on Gloo ranks may be off, of the largest gradient: in float64; in float32; and in float32 where one
+device itself is off by more, so many times as much as that."""
+
+
+# -- one case, in a worker ---------------------------------------------------------------------------------------------
+
+
+def examine(case: Case, forms: list[str], pool: list[Any]) -> dict[str, Any]:
+    """Everything that is found out about a case."""
+    began = time.process_time()
+    found = on_one_device(case)
+    if found["outcome"] in ("runs", "differs"):
+        found["proofs"] = {form: proof_of(case, form) for form in forms}
+        if found["proofs"]["plain"]["ok"] and pool:
+            found["ranks"] = on_ranks(case, pool)
+        found.update(verdict(found))
+    return {**asdict(case), **found, "seconds": round(time.process_time() - began, 2)}
+
+
+def proof_of(case: Case, form: str) -> dict[str, Any]:
+    from longspan.integrations.huggingface.proving import Form, prove
+
+    try:
+        proof = prove(class_of(case), config_of(case), Form(**FORMS[form]))
+    except Exception as error:  # a proof answers; if it does not, that is a defect, and shown as one
+        return {"ok": False, "reason": f"the proof itself failed: {said(error)}", "error": None, "seconds": 0.0}
+    return {
+        "ok": proof.ok, "reason": proof.reason, "error": proof.error if proof.ok else None,
+        "seconds": round(proof.seconds, 2),
+    }  # fmt: skip
+
+
+def on_ranks(case: Case, pool: list[Any]) -> dict[int, dict[str, Any]]:
+    """What rank 0 found; a pool in which something went wrong is replaced."""
+    try:
+        return pool[0].run(step_on_ranks, case)[0]
+    except Exception as error:
+        pool[0].end()
+        pool[0] = started()
+        return {max(WORLDS): {"failed": said(error)}}
+
+
+def started() -> Ranks:
+    """Ranks that have transformers loaded: the server that they are forked from loads it, once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.family_ranks", "transformers.modeling_utils"])
+    forkserver.ensure_running()
+    return Ranks(max(WORLDS), timeout=PATIENCE / 3)
+
+
+def verdict(found: dict[str, Any]) -> dict[str, Any]:
+    """exact, wrong (accepted, and off on ranks) or refused, with the reason."""
+    proof = found["proofs"]["plain"]
+    if not proof["ok"]:
+        return {"outcome": "refused", "reason": proof["reason"]}
+    for world, ran in found.get("ranks", {}).items():
+        if "failed" in ran:
+            return {"outcome": "wrong", "reason": f"accepted, but on {world} Gloo ranks: {ran['failed']}"}
+        bounds = {"float64": EXACT, "float32": max(ROUNDED, TIMES * ran["one device, float32"])}
+        for dtype, bound in bounds.items():
+            if not ran[dtype] <= bound:
+                why = f"accepted, but off by {ran[dtype]:.1e} in {dtype} on {world} Gloo ranks"
+                return {"outcome": "wrong", "reason": why}
+    return {"outcome": "exact", "reason": ""}
+
+
+def work(names: list[str], forms: list[str], with_ranks: bool) -> None:
+    """A worker: examines cases and prints what it found, a line of JSON each, after a mark."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    known = {str(case): case for case in cases(list(KINDS))}
+    with contextlib.ExitStack() as stack:
+        pool = [started()] if with_ranks else []
+        stack.callback(lambda: [ranks.end() for ranks in pool])
+        for name in names:
+            print(MARK + json.dumps(examine(known[name], forms, pool)), flush=True)
+
+
+# -- all cases, from outside -------------------------------------------------------------------------------------------
+
+MARK = "@@"
+
+
+def sweep(todo: list[Case], forms: list[str], with_ranks: bool) -> Iterator[dict[str, Any]]:
+    """Results in order, from workers that are started anew whenever one ends or takes too long."""
+    left = list(todo)
+    with tempfile.TemporaryDirectory() as folder:  # proofs that earlier sweeps remembered are not asked
+        while left:
+            batch, got = left[:BATCH], 0
+            for line, why in _lines(batch, forms, with_ranks, folder):
+                yield json.loads(line) if line else {**asdict(batch[got]), "outcome": "not built", "reason": why}
+                got += 1
+            left = left[got:]
+
+
+def _lines(batch: list[Case], forms: list[str], with_ranks: bool, folder: str) -> Iterator[tuple[str, str]]:
+    """A line for each case; (\"\", why) for the one that a worker did not survive, which is then the last."""
+    command = [sys.executable, "-m", "benchmarks.families", "--worker", *map(str, batch), "--forms", ",".join(forms)]
+    command += [] if with_ranks else ["--no-ranks"]
+    quiet = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "XDG_CACHE_HOME": folder}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=quiet)
+    assert process.stdout is not None
+    pending, got = b"", 0
+    try:
+        while got < len(batch):
+            ready, _, _ = select.select([process.stdout], [], [], PATIENCE)
+            if not ready:
+                yield "", f"it took more than {PATIENCE:.0f} s"
+                return
+            chunk = os.read(process.stdout.fileno(), 1 << 16)
+            if not chunk:
+                yield "", f"its process ended with status {process.wait(30)}"
+                return
+            *whole, pending = (pending + chunk).split(b"\n")
+            for line in (text.decode() for text in whole):
+                if line.startswith(MARK):
+                    got += 1
+                    yield line[len(MARK) :], ""
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def status(results: list[dict[str, Any]], is_whole: bool) -> int:
+    """1 when an accepted family is wrong, or too few are accepted."""
+    wrong = [r for r in results if r["outcome"] == "wrong"]
+    accepted = {r["family"] for r in results if r["outcome"] == "exact"}
+    for result in wrong:
+        print(f"wrong: {result['kind']} {result['family']}: {result['reason']}")
+    if is_whole and len(accepted) < LEAST:
+        print(f"{len(accepted)} families are accepted, fewer than {LEAST}")
+        return 1
+    return 1 if wrong else 0
+
+
+def known_before(path: str | None) -> list[dict[str, Any]]:
+    """Results of a sweep that was interrupted."""
+    if path is None or not Path(path).exists():
+        return []
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="families, with commas between")
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--forms", default=",".join(FORMS), help=f"of {', '.join(FORMS)}; plain always")
+    parser.add_argument("--out", default="docs/models.md", help="the page to write, or - for none")
+    parser.add_argument("--json", help="a file for all results, a line each")
+    parser.add_argument("--resume", action="store_true", help="go on from the file of --json")
+    parser.add_argument("--no-ranks", action="store_true", help="proofs alone, no Gloo processes")
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    forms = list(dict.fromkeys(["plain", *given.forms.split(",")]))
+    if given.worker:
+        work(given.worker, forms, not given.no_ranks)
+        return 0
+    kinds = given.kinds.split(",")
+    todo = cases(kinds, given.only.split(",") if given.only else None)
+    results = known_before(given.json) if given.resume else []
+    done = {(result["kind"], result["family"]) for result in results}
+    todo = [case for case in todo if (case.kind, case.family) not in done]
+    with contextlib.ExitStack() as stack:
+        record = stack.enter_context(Path(given.json).open("a" if given.resume else "w")) if given.json else None
+        for result in sweep(todo, forms, not given.no_ranks):
+            results.append(result)
+            print(
+                f"{result['kind']:9s} {result['family']:26s} {result['outcome']:10s} {result.get('reason', '')[:140]}"
+            )
+            if record is not None:
+                print(json.dumps(result), file=record, flush=True)
+    is_whole = not given.only and set(kinds) == set(KINDS)
+    print(summary(results))
+    if given.out != "-":
+        Path(given.out).write_text(page(results, is_whole))
+    return status(results, is_whole)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""A whole step of a tiny model on Gloo ranks, beside transformers' own attention on one device: what a proof says, once
+more with processes, another batch and another layout."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.family_cases import Case, Step, batch_of, class_of, config_of, difference, gradients, said, step
+
+LAYOUT = "balanced"
+WORLDS = (2, 3)
+
+
+def step_on_ranks(case: Case) -> dict[int, dict[str, Any]]:
+    """By number of ranks, how far a step over them is off from one device in float64: computed in float64 and in
+    float32, and one device's own in float32 beside it. Or why there is none."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    groups = _groups()
+    try:
+        model, batch, narrow, expected = _prepared(case)
+    except Exception as error:
+        return {world: {"failed": said(error)} for world in WORLDS}
+    found: dict[int, dict[str, Any]] = {}
+    for world in WORLDS:
+        if dist.get_rank() < world:
+            try:
+                found[world] = _compared(copy.deepcopy(model), batch, narrow, expected, groups[world])
+            except Exception as error:
+                found[world] = {"failed": said(error)}
+    return found
+
+
+@lru_cache(maxsize=1)
+def _groups() -> dict[int, Any]:
+    """The first ranks, as many as are asked for."""
+    return {world: dist.new_group(list(range(world))) for world in WORLDS}
+
+
+def _prepared(case: Case) -> tuple[Any, dict[str, Any], Step, Step]:
+    """The model with weights that both precisions have, a batch, and a step on one device in both."""
+    from longspan.integrations import huggingface
+    from longspan.integrations.huggingface.proving.tiny import build, tiny_config
+    from longspan.integrations.huggingface.proving.wide import Wide
+
+    huggingface.register()
+    config = tiny_config(config_of(case))
+    config._attn_implementation = "eager"
+    model: Any = build(class_of(case), config, seed=3).float()
+    model.config.use_cache = False
+    batch = batch_of(case, model.config, seed=11)
+    narrow = step(model, batch)
+    model.double()
+    with Wide():  # what models compute in float32 would hide differences
+        expected = step(model, batch)
+    model.set_attn_implementation("longspan")
+    return model, batch, narrow, expected
+
+
+def _compared(model: Any, batch: dict[str, Any], narrow: Step, expected: Step, group: Any) -> dict[str, Any]:
+    from longspan.integrations.huggingface.proving.wide import Wide
+
+    model.double()
+    with Wide():
+        errors = {"float64": difference(_over_ranks(model, batch, group), expected)}
+    model.float()
+    errors["float32"] = difference(_over_ranks(model, batch, group), expected)
+    errors["one device, float32"] = difference(replace(narrow, logits=None), expected)
+    return errors
+
+
+def _over_ranks(model: Any, batch: dict[str, Any], group: Any) -> Step:
+    from longspan.integrations import huggingface
+
+    model.zero_grad()
+    inputs = huggingface.shard_inputs(model, batch, group, layout=LAYOUT)
+    out = model(**inputs)
+    loss = huggingface.full_loss(out.loss, inputs)
+    loss.backward()
+    own, grads = gradients(model), {}
+    for name, weight in model.named_parameters():  # experts may have had no token on this rank
+        used = torch.tensor(float(name in own))
+        dist.all_reduce(used, group=group)
+        if used:
+            grads[name] = own[name] if name in own else torch.zeros_like(weight)
+            dist.all_reduce(grads[name], group=group)
+    return Step(loss.item(), None, grads)

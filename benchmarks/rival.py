@@ -1,0 +1,213 @@
+"""Longspan beside axolotl-ringmaster 0.2.7: the same tiny models, weights and batches over 2 and 3 Gloo ranks.
+
+    python -m venv rival && rival/bin/pip install torch==2.13.0 && rival/bin/pip install transformers==5.22.2
+    rival/bin/pip install --no-deps axolotl-ringmaster==0.2.7
+    PYTHONPATH=src:. rival/bin/python -m benchmarks.rival    # the table of docs/rival.md, two minutes
+
+Each cell has the largest error of logits / of gradients, relative to the largest logit / gradient of "eager" on one
+device, or what was said instead. Without ringmaster its columns are left out. Exits with 1 if Longspan computed
+something wrong; a refusal is an answer.
+
+Ringmaster is called as its README says for plain PyTorch, with what runs on CPUs: Ulysses around "sdpa", and the ring
+that rotates (its default gathers, with kernels of GPUs). The loss is made from logits here, the same for both.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import itertools
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.ranks import Ranks
+from benchmarks.rival_models import CASES, FAMILIES, batch_of, gradients_of, loss_of, model_of, targets_of, truth
+
+LIMIT = 1e-4
+"""Rounding in float32 is 1e-6 for most and up to 3e-5 for Qwen3-Next; the smallest mistake here is 1e-2."""
+TIMEOUT = 90.0
+Run = Callable[[nn.Module, str], tuple[Tensor, Tensor]]
+"""A library's forward pass on this rank: its logits, and the places of their tokens."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one cell: relative errors, or what was said. `refused`: said by the library itself, not by something below."""
+
+    logits: float = float("nan")
+    gradients: float = float("nan")
+    said: str = ""
+    refused: bool = False
+
+    @property
+    def right(self) -> bool:
+        return not self.said and max(self.logits, self.gradients) <= LIMIT
+
+
+# -- the two libraries -------------------------------------------------------------------------------------------------
+
+
+def longspan(model: Any, case: str) -> tuple[Tensor, Tensor]:
+    """`shard_inputs` and the model, as in docs/huggingface.md."""
+    from longspan.integrations import huggingface
+
+    huggingface.register()
+    model.set_attn_implementation("longspan")
+    inputs = huggingface.shard_inputs(model, batch_of(case), dist.group.WORLD)
+    places = torch.as_tensor(inputs["longspan"].layout.positions(dist.get_rank()))
+    return model(**inputs).logits, places
+
+
+def transformers(model: Any, case: str) -> tuple[Tensor, Tensor]:
+    """The model as it is, on one device."""
+    return model(**batch_of(case), use_cache=False).logits, torch.arange(targets_of(case).shape[1])
+
+
+def ulysses(model: Any, case: str) -> tuple[Tensor, Tensor]:
+    return _ringmaster(model, case, "ulysses")
+
+
+def ring(model: Any, case: str) -> tuple[Tensor, Tensor]:
+    return _ringmaster(model, case, "ring")
+
+
+def _ringmaster(model: Any, case: str, backend: str) -> tuple[Tensor, Tensor]:
+    import ringmaster as theirs  # pyright: ignore[reportMissingImports]
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    config = theirs.RingmasterConfig(
+        size=world_size, backend=theirs.Backend(backend), rotate_method=theirs.RotateMethod.ALLTOALL
+    )
+    heads = model.config.num_key_value_heads
+    runtime = theirs.setup(config, num_kv_heads=heads, device_type="cpu", inner_attn="sdpa")
+    try:
+        model.set_attn_implementation(runtime.attn_implementation)
+        theirs.wire_recurrent_layers(model)
+        with theirs.ContextParallelContextManager([model], runtime.cp_group):
+            logits = model(**batch_of(case), use_cache=False).logits
+    finally:
+        theirs.teardown()
+    return logits, torch.arange(targets_of(case).shape[1]).chunk(world_size)[rank]
+
+
+LIBRARIES: dict[str, tuple[Run, tuple[int, ...]]] = {
+    "transformers": (transformers, (1,)),
+    "ringmaster, Ulysses": (ulysses, (2, 3)),
+    "ringmaster, ring": (ring, (2, 3)),
+    "Longspan": (longspan, (2, 3)),
+}
+"""Each with the numbers of ranks it runs on."""
+
+
+# -- one cell ----------------------------------------------------------------------------------------------------------
+
+
+def cell(library: str, family: str, case: str) -> Found:
+    """One library's errors for one model and batch, on this rank."""
+    logits, gradients = truth(family, case)
+    model = model_of(family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            own, places = LIBRARIES[library][0](model, case)
+            loss_of(own, targets_of(case)[:, places], case).backward()
+        except Exception as error:
+            return _said(error)
+    found = gradients_of(model)
+    for gradient in found.values():
+        dist.all_reduce(gradient)
+    off = max(float((found[name] - right).abs().max()) for name, right in gradients.items())
+    largest = max(float(right.abs().max()) for right in gradients.values())
+    return Found(float((own.detach() - logits[:, places]).abs().max() / logits.abs().max()), off / largest)
+
+
+def _said(error: Exception) -> Found:
+    """The first sentence, and whether one of the two libraries said it."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    words = (str(error).splitlines() or [""])[0]
+    words = words if len(words) <= 300 else words[:297] + "..."
+    refused = any(f"/{name}/" in last for name in ("ringmaster", "longspan"))
+    return Found(said=f"{type(error).__name__}: {words}", refused=refused)
+
+
+def worst(found: list[Found]) -> Found:
+    """Of all ranks: the first that says something, or the largest errors."""
+    for one in found:
+        if one.said:
+            return one
+    return Found(max(one.logits for one in found), max(one.gradients for one in found))
+
+
+class Pool:
+    """Ranks for one library, made anew after a hang."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.ranks: Ranks | None = None
+
+    def run(self, *args: str) -> Found:
+        self.ranks = self.ranks or Ranks(self.world_size, timeout=TIMEOUT)
+        try:
+            return worst(self.ranks.run(cell, *args))
+        except TimeoutError:
+            self.ranks.end()
+            self.ranks = None
+            return Found(said=f"no answer within {TIMEOUT:.0f} s")
+
+    def end(self) -> None:
+        if self.ranks is not None:
+            self.ranks.__exit__(None, None, None)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def shown(found: Found, notes: list[str]) -> str:
+    """A cell of the table: errors, bold if wrong, or the number of a note."""
+    if not found.said:
+        if found.logits == found.gradients == 0.0:
+            return "0"
+        text = f"{found.logits:.0e} / {found.gradients:.0e}"
+        return text if found.right else f"**{found.logits:.2f} / {found.gradients:.2f}**"
+    if found.said not in notes:
+        notes.append(found.said)
+    return f"{'refused' if found.refused else 'fails'} [{notes.index(found.said) + 1}]"
+
+
+def versions(here: bool) -> str:
+    names = ["torch", "transformers", *(["axolotl-ringmaster"] if here else [])]
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
+def main() -> int:
+    here = importlib.util.find_spec("ringmaster") is not None
+    columns = [(name, ranks) for name, (_, counts) in LIBRARIES.items() for ranks in counts]
+    if not here:
+        print("axolotl-ringmaster is not installed: without its columns.\n")
+        columns = [column for column in columns if "ringmaster" not in column[0]]
+    pools = {column: Pool(column[1]) for column in columns}
+    notes, missed = list[str](), 0
+    print(versions(here) + "\n")
+    print(f"| model | batch | {' | '.join(f'{library}, {ranks}' for library, ranks in columns)} |")
+    print("|---" * (2 + len(columns)) + "|")
+    for (family, (what, _, _)), case in itertools.product(FAMILIES.items(), CASES):
+        found = {column: pools[column].run(column[0], family, case) for column in columns}
+        missed += sum(not (one.right or one.refused) for (library, _), one in found.items() if library == "Longspan")
+        print(f"| {family}: {what} | {case} | {' | '.join(shown(one, notes) for one in found.values())} |", flush=True)
+    for pool in pools.values():
+        pool.end()
+    print("".join(f"\n{number}. `{text}`" for number, text in enumerate(notes, 1)))
+    print(f"\n{missed} cells of Longspan are wrong" if missed else "\nevery cell of Longspan is right or refused")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

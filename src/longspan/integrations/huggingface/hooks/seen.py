@@ -1,0 +1,98 @@
+"""Hooks on models that were given `longspan=`: they know which sequence is running, and every layer must have seen it.
+
+A model that does not hand it down attends to each rank's own tokens, and nothing of ours is called. So the model is
+asked itself, after every forward pass, in whatever loop it runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from functools import lru_cache, partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from longspan.integrations.huggingface.attention import NAME
+from longspan.integrations.huggingface.hooks.current import current, enter, leave
+from longspan.integrations.huggingface.hooks.losses import with_loss
+from longspan.integrations.huggingface.rules import MASK
+from longspan.integrations.huggingface.sequence import ShardedSequence
+
+_LISTENING: WeakSet[nn.Module] = WeakSet()
+
+
+@lru_cache(maxsize=1024)
+def takes(kind: type, name: str) -> bool:
+    """Whether forward of these modules takes an argument of this name, among keywords at least."""
+    parameters = inspect.signature(kind.forward).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def listen_to_layers(model: nn.Module, names: Iterable[str]) -> None:
+    """Lets the sequence know which of these layers is running, so that what was not seen can be named."""
+    for name in names:
+        layer = model.get_submodule(name)
+        if layer not in _LISTENING:
+            layer.register_forward_pre_hook(partial(_enter, name), with_kwargs=True)  # type: ignore[arg-type]
+            layer.register_forward_hook(_leave, with_kwargs=True, always_call=True)  # type: ignore[arg-type]
+            _LISTENING.add(layer)
+
+
+@torch.compiler.disable
+def _enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+    sequence = kwargs.get(NAME) or current()
+    if isinstance(sequence, ShardedSequence):
+        sequence.inside.append(name)
+
+
+@torch.compiler.disable
+def _leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG001
+    sequence = kwargs.get(NAME) or current()
+    if isinstance(sequence, ShardedSequence) and sequence.inside:
+        sequence.inside.pop()
+
+
+def listen(*modules: Any) -> None:
+    """Checks these modules' forward passes from now on. Several of one model: wrappers call one or another of them."""
+    for module in modules:
+        if isinstance(module, nn.Module) and module not in _LISTENING:
+            module.register_forward_pre_hook(_begin, prepend=True, with_kwargs=True)  # type: ignore[arg-type]
+            module.register_forward_hook(_check, with_kwargs=True)  # type: ignore[arg-type]
+            module.register_forward_hook(_end, always_call=True)
+            _LISTENING.add(module)
+
+
+@torch.compiler.disable
+def _begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    sequence = kwargs.get(NAME)
+    enter(sequence if sequence is not None else current())
+    if not isinstance(sequence, ShardedSequence):
+        return None
+    if sequence.depth == 0:
+        sequence.is_cut, sequence.is_joined = sequence.rules.body is None, False
+    sequence.calls_before[id(module)] = sequence.calls
+    sequence.depth += 1
+    sequence.seen.clear()
+    if sequence.rules.handed == MASK or not takes(type(module), NAME):
+        return args, {name: value for name, value in kwargs.items() if name != NAME}
+    return None
+
+
+@torch.compiler.disable
+def _check(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG001
+    sequence = current()
+    if not isinstance(sequence, ShardedSequence) or id(module) not in sequence.calls_before:
+        return None
+    sequence.check_seen(type(module).__name__, sequence.calls_before[id(module)])
+    return with_loss(output, sequence) if sequence.depth == 1 else None
+
+
+@torch.compiler.disable
+def _end(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
+    sequence = current()
+    leave()
+    if isinstance(sequence, ShardedSequence) and sequence.calls_before.pop(id(module), None) is not None:
+        sequence.depth -= 1

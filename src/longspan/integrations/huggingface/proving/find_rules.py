@@ -1,0 +1,175 @@
+"""How a model wants to be treated over ranks, found by running its tiny copy on one device in several ways."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan.integrations.huggingface.batches import IGNORE, SEEN, counted_without_padding, read_batch, shifted_labels
+from longspan.integrations.huggingface.hooks.seen import takes
+from longspan.integrations.huggingface.proving.forms import TOKENS
+from longspan.integrations.huggingface.proving.trial import Trial, result
+from longspan.integrations.huggingface.rules import (
+    AFTER_PADDING,
+    COUNT,
+    IN_PLACE,
+    NO_LOSS,
+    NO_POSITIONS,
+    OWN,
+    POOLED,
+    REAL,
+    SHIFTED,
+    Rules,
+)
+from longspan.integrations.huggingface.structure import padding_id
+
+CLOSE = 1e-6
+
+
+class UnknownRuleError(ValueError):
+    """The model does something in a way of its own; `what` is one word for it."""
+
+    def __init__(self, what: str, message: str) -> None:
+        self.what = what
+        super().__init__(message)
+
+
+def rules_found(trial: Trial) -> Rules:
+    """The rules under which a model is to be split; they are tried afterwards."""
+    rules = Rules(positions=_positions(trial), loss=_loss(trial))
+    body, joined = _body(trial, rules.loss)
+    if body is None:
+        return rules
+    return replace(rules, body=body, joined=joined, cuts=_cuts(trial, body))
+
+
+def is_close(a: Tensor, b: Tensor) -> bool:
+    """Whether two results are the same but for rounding."""
+    return a.shape == b.shape and bool((a - b).abs().max() <= CLOSE * max(float(b.abs().max()), 1e-30))
+
+
+# -- positions ---------------------------------------------------------------------------------------------------------
+
+
+def _positions(trial: Trial) -> str:
+    """How the model counts where nobody tells it."""
+    names = [inspect.signature(part.forward).parameters for part in (trial.model, trial.model.base_model)]
+    if not any("position_ids" in parameters for parameters in names) or not takes(type(trial.model), "position_ids"):
+        return NO_POSITIONS
+    if trial.batch.get("position_ids") is not None or _has_images(trial):
+        return COUNT  # with images, positions are the model's own, and reach the layers' door whole
+    read = read_batch(trial.batch, is_whole=True)
+    real = torch.ones(read.rows, read.seq_len, dtype=torch.bool)
+    if read.padding is not None:
+        real = torch.from_numpy(read.padding)
+    truth = _by_token(trial.forward(), real)
+    counted = torch.arange(read.seq_len).expand(read.rows, -1)
+    ways = {COUNT: lambda: counted}
+    for rule in (AFTER_PADDING, REAL):
+        ways[rule] = lambda rule=rule: counted_without_padding(trial.batch, read, rule, padding_id(trial.model))
+    for rule, make in ways.items():
+        try:
+            if is_close(_by_token(trial.forward(position_ids=make()), real), truth):
+                return rule
+        except (IndexError, RuntimeError):  # positions beyond the model's table
+            continue
+    raise UnknownRuleError(
+        "positions",
+        "without position_ids the model counts positions in a way of its own. Put position_ids (batch, tokens) into the"
+        " batch, as the model makes them of whole sequences",
+    )
+
+
+def _by_token(output: Any, real: Tensor) -> Tensor:
+    out = result(output)
+    return out[real] if out.ndim == 3 and out.shape[:2] == real.shape else out
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+def _loss(trial: Trial) -> str:
+    """How the model's loss comes from its logits and labels."""
+    labels = trial.batch.get("labels")
+    output = trial.forward()
+    out = result(output)
+    if out.ndim != 3 or out.shape[1] != TOKENS or hasattr(output, "start_logits"):
+        return POOLED
+    loss = getattr(output, "loss", None)
+    if labels is None or loss is None:
+        return NO_LOSS if loss is None else OWN
+    shifted = shifted_labels(trial.batch)
+    assert shifted is not None
+    if takes(type(trial.model), "shift_labels") and takes(type(trial.model), "num_items_in_batch"):
+        count = (shifted != IGNORE).sum()
+        try:
+            own = trial.forward(labels=labels[:, :0], shift_labels=shifted, num_items_in_batch=2 * count).loss
+        except (RuntimeError, ValueError, IndexError):  # a loss that shifts itself finds no labels
+            own = None
+        extra = 0 if getattr(output, "aux_loss", None) is None else 1
+        if own is not None and (is_close(own * 2, loss) or (extra and bool(torch.isfinite(own)))):
+            return OWN
+    for rule, wanted in ((SHIFTED, shifted), (IN_PLACE, labels)):
+        mean = torch.nn.functional.cross_entropy(out.reshape(-1, out.shape[-1]), wanted.reshape(-1))
+        if is_close(mean.double(), loss.double()):
+            return rule
+    raise UnknownRuleError(
+        "loss",
+        "the model's loss is neither the cross-entropy of labels one place earlier nor of labels in place, divided by"
+        " the number of labels. Take labels out of the batch, and compute your loss of this rank's logits with"
+        " longspan.training.token_loss",
+    )
+
+
+# -- where the model is cut --------------------------------------------------------------------------------------------
+
+
+def _body(trial: Trial, loss: str) -> tuple[str | None, str | None]:
+    """The names of the modules at which whole tensors are cut and put together again."""
+    model = trial.model
+    images = _has_images(trial)
+    pooled = loss == POOLED or getattr(model.base_model, "pooler", None) is not None
+    if not (pooled or images):
+        return None, None
+    base = model.base_model
+    text = base if not images else (model.get_decoder() if hasattr(model, "get_decoder") else base)
+    body = _name_of(model, text)
+    if not pooled:
+        return body, None
+    pooler = getattr(text, "pooler", None)
+    if pooler is None:
+        return body, body
+    encoder = getattr(text, "encoder", None)
+    return body, _name_of(model, encoder if isinstance(encoder, nn.Module) else pooler)
+
+
+def _has_images(trial: Trial) -> bool:
+    return any(trial.batch.get(name) is not None for name in SEEN)
+
+
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)
+
+
+def _cuts(trial: Trial, body: str) -> tuple[tuple[str, int, int], ...]:
+    """Where the tokens are in what reaches the body's door."""
+    found: dict[tuple[str, int], int] = {}
+    module = trial.model.get_submodule(body)
+    names = list(inspect.signature(module.forward).parameters)
+
+    def look(_: nn.Module, args: Any, kwargs: Any) -> None:
+        for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
+            dims = [d for d, size in enumerate(getattr(value, "shape", ())) if size == TOKENS]
+            if isinstance(value, Tensor) and dims:
+                found[name, value.ndim] = dims[0]
+
+    handle = module.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        trial.forward()
+    finally:
+        handle.remove()
+    return tuple(sorted((name, ndim, dim) for (name, ndim), dim in found.items()))

@@ -1,0 +1,305 @@
+"""The proof: a tiny copy of a model gives over simulated ranks what it gives on one device, loss and all gradients.
+
+Llama, 43 tokens: the copy has 2 layers of 32 features. It runs whole; then zigzag on 2 ranks, contiguous on 3, striped
+on 2; the largest difference of any gradient is 1e-16 of that gradient's largest entry. RoBERTa: with positions counted
+from 0 its output is another one, from padding_idx + 1 the same, so that is how it is treated, and then compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.errors import LongspanError
+from longspan.integrations.huggingface.attention import NAME
+from longspan.integrations.huggingface.hooks.mixers import check_mixers, is_hybrid, mixes
+from longspan.integrations.huggingface.proving.find_rules import UnknownRuleError, rules_found
+from longspan.integrations.huggingface.proving.forms import FIRST, TOKENS, Form, drawn, with_labels
+from longspan.integrations.huggingface.proving.naming import first_module
+from longspan.integrations.huggingface.proving.tiny import CannotShrinkError, build, tiny_config
+from longspan.integrations.huggingface.proving.trial import LAYOUTS, Ran, Trial, implementation, result
+from longspan.integrations.huggingface.rules import KEYWORDS, MASK, Rules
+from longspan.integrations.huggingface.sharding import register
+from longspan.integrations.huggingface.structure import check_structure, classes_of, num_layers, put_in
+
+LIMIT = 1e-9
+"""How far loss, outputs and gradients may be off, of their largest entry."""
+ROUNDINGS, MOST = 16, 1e-4
+"""For models that do not run in float64 all through: a run with parameters that are off by a rounding of float32 shows
+what that does. So many times as much is allowed, but never more than `MOST`."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What came of it."""
+
+    model: str
+    form: str
+    ok: bool
+    error: float
+    """The largest difference, of a tensor's own largest entry."""
+    reason: str = ""
+    """Why not, where it is not ok: what differs first, and what to do."""
+    rules: Rules = field(default_factory=Rules)
+    seconds: float = 0.0
+    """Processor time that it took."""
+    classes: tuple[str, ...] = ()
+    """Full names of the classes of all modules that were tried."""
+    was_compared: bool = True
+    """Whether the answer is that of a comparison, or of a refusal by name. It is not where something failed."""
+
+    def __str__(self) -> str:
+        if self.ok:
+            ways = ", ".join(f"{name} on {size}" for name, size in LAYOUTS)
+            return f"{self.model}, {self.form}: exact, {self.error:.0e} ({ways} simulated ranks; {self.seconds:.1f} s)"
+        return f"{self.model}, {self.form}: refused: {self.reason}"
+
+
+class _RefusedError(Exception):
+    """Not exact, or not to be had; the message says why."""
+
+
+class _FailedError(_RefusedError):
+    """Nothing was compared: another time, or on another machine, it may be."""
+
+
+def prove(kind: type, config: Any, form: Form = Form()) -> Proof:  # noqa: B008  (frozen)
+    """Whether models of this class and configuration compute over ranks what they compute on one device, on batches of
+    this form. Takes seconds, on the CPU, and needs no weights."""
+    began = time.process_time()
+    register()
+    error, reason, rules, classes, was_compared = float("inf"), "", Rules(), (), True
+    try:
+        with _undisturbed():
+            trial = _trial(kind, config, form)
+            classes = tuple(sorted(classes_of(trial.model)))
+            error, rules = _compared(trial, form)
+            _check_classes(kind, config, classes)
+    except _RefusedError as refusal:
+        reason, was_compared = str(refusal), not isinstance(refusal, _FailedError)
+    took = time.process_time() - began
+    return Proof(kind.__name__, str(form), not reason, error, reason, rules, took, classes, was_compared)
+
+
+def without_weights(kind: type, config: Any) -> Any:
+    """The model as it is configured, on no device, or None where that cannot be had."""
+    try:
+        with _undisturbed(), torch.device("meta"):
+            return kind(copy.deepcopy(config))
+    except Exception:
+        return None
+
+
+def _check_classes(kind: type, config: Any, classes: tuple[str, ...]) -> None:
+    """Modules that only larger models have are not in the copy."""
+    made = without_weights(kind, config)
+    other = None if made is None else put_in(made, classes)
+    if other is not None:
+        raise _RefusedError(f"as it is configured it has {other}, which its tiny copy has not. {_ADVICE}.")
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Whatever the caller is in the middle of: no gradients wanted, autocast, another device or generator."""
+    with (
+        warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(),
+        torch.autocast("cpu", enabled=False), torch.device("cpu"),
+    ):  # fmt: skip
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _trial(kind: type, config: Any, form: Form) -> Trial:
+    """The tiny copy, with a batch on which it runs."""
+    try:
+        model = build(kind, tiny_config(config))
+        model.set_attn_implementation(NAME)
+    except (CannotShrinkError, ValueError, KeyError) as error:
+        raise _FailedError(f"no tiny copy of it could be made ({_line(error)}). {_ADVICE}.") from error
+    if model.config.get_text_config()._attn_implementation != NAME or not takes_attention(model):
+        raise _RefusedError(
+            "it computes attention in code of its own, where transformers lets no other attention in. Use one device."
+        )
+    model.config.use_cache = False
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):  # heads have some that no configuration names
+            module.p = 0.0
+    trial = Trial(model, {})
+    try:
+        check_mixers(model)
+        check_structure(model, model.config.get_text_config())
+        output = _first_run(trial, form)
+        if form.labels:
+            trial.batch = with_labels(trial.batch, _logits(output))
+            trial.forward()
+    except LongspanError as error:
+        raise _RefusedError(_line(error)) from error
+    except Exception as error:
+        raise _FailedError(f"its tiny copy does not run on one device ({_line(error)}). {_ADVICE}.") from error
+    return trial
+
+
+def _first_run(trial: Trial, form: Form) -> Any:
+    """The output, in float64 all through and of two rows where that can be had."""
+    rows = (1,) if form.packed.startswith("cu_seq_lens") else (2,) if form.padding else (2, 1)
+    tries = [(wide, number) for wide in (True, False) for number in rows]
+    for number, (trial.is_wide, num_rows) in enumerate(tries):
+        trial.batch = drawn(form, trial.model, num_rows)
+        try:
+            return trial.forward()
+        except Exception as error:
+            if isinstance(error, LongspanError) or number == len(tries) - 1:
+                raise
+    return None
+
+
+def _logits(output: Any) -> Tensor | None:
+    try:
+        found = result(output)
+    except ValueError:
+        return None
+    return None if getattr(output, "logits", None) is None else found
+
+
+def _compared(trial: Trial, form: Form) -> tuple[float, Rules]:
+    """The largest difference, and the rules by which the model was split."""
+    try:
+        rules = rules_found(trial)
+        truth = trial.apart([0, FIRST, TOKENS]) if form.packed and is_hybrid(trial.model) else trial.whole()
+    except UnknownRuleError as unknown:
+        raise _RefusedError(f"{unknown.what}: {unknown}.") from unknown
+    except LongspanError as error:
+        raise _RefusedError(_line(error)) from error
+    if not form.packed and form.padding != "left":  # rows that see nothing make NaN of eager attention in float64
+        _check_eager(trial, truth)
+    if not _difference(trial.whole(), trial.whole())[0] <= LIMIT:
+        raise _FailedError(
+            "on one device already, it gives other numbers when it runs again, so nothing can be compared: it remembers"
+            " something from one run to the next, or draws random numbers."
+        )
+    worst = 0.0
+    for name, world_size in LAYOUTS:
+        ran, rules = _split(trial, rules, name, world_size)
+        error, where = _difference(ran, truth)
+        if not error <= LIMIT and (trial.is_wide or not error <= _rounding(trial)):
+            first = first_module(trial, rules, name, world_size)
+            raise _RefusedError(_found(where, error, first, name, world_size))
+        worst = max(worst, error)
+        wanted = num_layers(trial.model, trial.model.config.get_text_config())
+        rules = replace(rules, layers="all" if ran.calls >= wanted else "some" if ran.calls else "none")
+    _check_evaluation(trial, rules, form)
+    return worst, rules
+
+
+def _check_evaluation(trial: Trial, rules: Rules, form: Form) -> None:
+    """The same once more in evaluation: layers may do something else there."""
+    name, world_size = LAYOUTS[0]
+    for model in (trial.model, trial.unused):
+        model.eval()
+    truth = trial.apart([0, FIRST, TOKENS]) if form.packed and is_hybrid(trial.model) else trial.whole()
+    ran, _ = _split(trial, rules, name, world_size)
+    error, where = _difference(ran, truth)
+    if not error <= LIMIT and (trial.is_wide or not error <= _rounding(trial)):
+        first = first_module(trial, rules, name, world_size)
+        raise _RefusedError(f"in evaluation, {_found(where, error, first, name, world_size)}")
+
+
+def _rounding(trial: Trial) -> float:
+    return min(MOST, ROUNDINGS * _difference(trial.rounded(), trial.whole())[0])
+
+
+def _split(trial: Trial, rules: Rules, name: str, world_size: int) -> tuple[Ran, Rules]:
+    """The run over ranks; a model that cannot take the keyword gets to know by its masks."""
+    rules = replace(rules, layers="some")
+    try:
+        return trial.split(rules, name, world_size), rules
+    except TypeError as error:
+        if NAME not in str(error) or rules.handed != KEYWORDS:
+            raise _FailedError(_failed(trial, rules, name, world_size, error)) from error
+        rules = replace(rules, handed=MASK)
+        return _split(trial, rules, name, world_size)
+    except LongspanError as error:
+        raise _RefusedError(_line(error)) from error
+    except Exception as error:
+        raise _FailedError(_failed(trial, rules, name, world_size, error)) from error
+
+
+def takes_attention(model: Any) -> bool:
+    """Whether any layer asks transformers for its attention, or it is a model of recurrences that Longspan knows."""
+    return is_hybrid(model) or any("ALL_ATTENTION_FUNCTIONS" in mixes(type(part)) for part in model.modules())
+
+
+def _check_eager(trial: Trial, truth: Ran) -> None:
+    """Attention by Longspan on one device is what transformers computes."""
+    try:
+        with implementation(trial.model, "eager"):
+            eager = trial.whole()
+    except Exception:  # some have no eager attention, and then there is nothing to compare
+        return
+    error, where = _difference(truth, eager)
+    if not error <= (LIMIT if trial.is_wide else MOST):
+        raise _RefusedError(
+            f"on one device already, {where} with attn_implementation='longspan' is off by {error:.1e} from 'eager':"
+            f" its attention layers ask for something that does not reach Longspan. Use another attn_implementation."
+        )
+
+
+def _difference(found: Ran, truth: Ran) -> tuple[float, str]:
+    """The largest difference, of a tensor's own largest entry, and where it is."""
+    pairs = {"its output": (found.out, truth.out)}
+    if truth.loss is not None:
+        if found.loss is None:
+            return float("inf"), "its loss, which is missing,"
+        pairs["its loss"] = torch.tensor(found.loss), torch.tensor(truth.loss)
+    pairs |= {f"the gradient of {name}": (found.grads[name], grad) for name, grad in truth.grads.items()}
+    largest = max(float(grad.abs().max()) for grad in truth.grads.values())
+    worst, where = 0.0, ""
+    for what, (mine, right) in pairs.items():
+        if mine.shape != right.shape:
+            return float("inf"), f"{what}, of shape {tuple(mine.shape)} instead of {tuple(right.shape)},"
+        scale = max(float(right.abs().max()), 1e-6 * largest if "gradient" in what else 0.0, 1e-30)
+        error = float((mine.double() - right.double()).abs().max()) / scale
+        if not error <= worst:
+            worst, where = error, what
+    return worst, where
+
+
+_ADVICE = (
+    "Compare it with one device yourself (longspan.verification.verify_model), and pass trust_model=True if it is right"
+)
+
+
+def _found(where: str, error: float, first: str | None, name: str, world_size: int) -> str:
+    said = f"over {world_size} ranks ({name}), {where} is off by {error:.1e} from one device."
+    if first is None:
+        return (
+            f"{said} All modules compute the same in forward: it is the loss, what code around modules does with"
+            f" tokens, or a backward pass of the model's own."
+        )
+    return (
+        f"{said} The first that computes something else is {first}: tokens meet there, or are counted, in a way that"
+        f" Longspan does not see. Use one device, or longspan.training.relayout around that layer."
+    )
+
+
+def _failed(trial: Trial, rules: Rules, name: str, world_size: int, error: Exception) -> str:
+    first = first_module(trial, rules, name, world_size)
+    where = "" if first is None else f" The first module that computes something else is {first}."
+    return f"its code fails on a part of a sequence ({_line(error)}).{where} Use one device."
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return (
+        f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+        if not isinstance(error, LongspanError)
+        else str(error)
+    )

@@ -1,0 +1,193 @@
+"""A whole batch of transformers as one rank's arguments of the model, by rules that are known already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan import layouts
+from longspan.integrations.huggingface.attention import BLIND, NAME, longspan_attention
+from longspan.integrations.huggingface.batches import (
+    BY_TOKEN,
+    IGNORE,
+    PACKED,
+    USED,
+    Reading,
+    positions_of,
+    read_batch,
+    shifted_labels,
+)
+from longspan.integrations.huggingface.hooks.body import shield, watch_body
+from longspan.integrations.huggingface.hooks.losses import route_losses
+from longspan.integrations.huggingface.hooks.mixers import is_hybrid, needs, route, text_part
+from longspan.integrations.huggingface.hooks.rotary import watch_rotary
+from longspan.integrations.huggingface.hooks.seen import listen, listen_to_layers, takes
+from longspan.integrations.huggingface.masks import layer_mask
+from longspan.integrations.huggingface.models import layer_kinds
+from longspan.integrations.huggingface.rules import IN_PLACE, NO_POSITIONS, OWN, POOLED, SHIFTED, Rules
+from longspan.integrations.huggingface.sequence import ShardedSequence, Whole
+from longspan.integrations.huggingface.structure import check_packing, num_layers, padding_id
+from longspan.integrations.huggingface.terms import Kind
+from longspan.layouts import Layout
+from longspan.training import BatchError, shard_batch
+
+STATE_KEYS = 2048
+"""What a state that goes from span to span weighs, in keys and values: 6 MiB of a layer of Qwen3-Next against 2 KiB."""
+
+
+def register() -> str:
+    """The name under which transformers now knows Longspan's attention, "longspan". May be called again.
+
+    >>> register()
+    'longspan'
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    # Masks and plans are values, not tensors: compiled code stops before them and goes on after.
+    AttentionInterface.register(NAME, torch.compiler.disable(longspan_attention))
+    AttentionMaskInterface.register(NAME, torch.compiler.disable(layer_mask))
+    return NAME
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What `shard_inputs` was asked for beside model and batch."""
+
+    layout: Any = "balanced"
+    positions: str | None = None
+    schedule: str = "auto"
+    dropout_seed: int | None = None
+
+
+def sharded(
+    inner: Any, batch: Mapping[str, Any], members: Any, rules: Rules, asked: Sharding, wrapped: Any = None
+) -> dict[str, Any]:
+    """This rank's arguments of a model that is treated by these rules."""
+    config = inner.config.get_text_config()
+    read = read_batch(batch, is_whole=rules.body is not None)
+    kinds = layer_kinds(config)
+    _check_packed(inner, batch, read, kinds)
+    whole = Whole(read.rows, read.seq_len, read.padding, read.documents)
+    dealt = _layout(asked.layout, whole, kinds, members.size(), STATE_KEYS if is_hybrid(inner) else 0)
+    sequence = ShardedSequence(whole, dealt, members, asked.schedule, asked.dropout_seed, rules)
+    sequence.num_layers = num_layers(inner, config)
+    part = _arguments(inner, batch, sequence, _positions(inner, batch, read, rules, asked))
+    part[NAME] = sequence
+    _prepare(inner, sequence)
+    listen(wrapped, inner, inner.base_model)
+    return part
+
+
+def _positions(inner: Any, batch: Mapping[str, Any], read: Reading, rules: Rules, asked: Sharding) -> Tensor | None:
+    given = batch.get("position_ids")
+    if rules.body is not None and isinstance(given, Tensor) and given.ndim == 3:
+        return given  # of images and video: the body's door cuts them
+    return positions_of(batch, read, asked.positions, rules.positions, padding_id(inner))
+
+
+def _check_packed(inner: Any, batch: Mapping[str, Any], read: Reading, kinds: list[Kind]) -> None:
+    stated = any(batch.get(name) is not None for name in PACKED)
+    model_type = inner.config.get_text_config().model_type
+    if read.documents is not None and not stated and model_type not in BLIND and not is_hybrid(inner):
+        check_packing(inner, all("causal" in repr(kind) for kind in kinds))
+
+
+def _prepare(inner: Any, sequence: ShardedSequence) -> None:
+    """What the model calls beside attention goes over ranks too, and every layer of a hybrid is watched for it."""
+    route_losses(inner)
+    if sequence.rules.body is not None:
+        watch_body(inner, sequence.rules.body, sequence.rules.joined)
+    shield(inner, text_part(inner))
+    if not is_hybrid(inner):
+        return
+    padding = sequence.whole.padding
+    if padding is not None and (np.diff(padding.astype(np.int8), axis=1) != 0).sum(axis=1).max(initial=0) > 2:
+        raise BatchError(
+            "attention_mask has padding between real tokens. Recurrences of this model would carry their state across"
+            " it. Move padding to the front or the end of each row."
+        )
+    route(inner)
+    sequence.needed = needs(inner)
+    listen_to_layers(inner, sequence.needed)
+
+
+def _layout(layout: Any, whole: Whole, kinds: list[Kind], world_size: int, span_keys: int) -> Layout:
+    seq_len = whole.seq_len
+    if layout == "balanced":
+        masks = [whole.mask(kind).resized(seq_len) for kind in kinds]
+        layout = layouts.balanced(*masks, world_size=world_size, seq_len=seq_len, span_keys=span_keys)
+    elif layout in ("zigzag", "contiguous", "striped"):
+        layout = getattr(layouts, layout)(seq_len, world_size)
+    if not isinstance(layout, Layout):
+        raise BatchError(
+            f"layout = {layout!r} was asked for. Choose one of 'balanced', 'zigzag', 'contiguous', 'striped', or pass a"
+            f" layout of longspan.layouts."
+        )
+    if (layout.seq_len, layout.world_size) != (seq_len, world_size):
+        raise BatchError(
+            f"{layout} is for {layout.seq_len} tokens on {layout.world_size} ranks, but the batch has {seq_len} tokens"
+            f" and the group {world_size} ranks. Make a layout for these."
+        )
+    if int(layout.num_tokens.min()) == 0:
+        raise BatchError(
+            f"{layout} leaves rank {int(layout.num_tokens.argmin())} without tokens, and transformers' models cannot"
+            f" run on none. Use fewer ranks for {seq_len} tokens, or layout='zigzag'."
+        )
+    return layout
+
+
+def _arguments(
+    inner: Any, batch: Mapping[str, Any], sequence: ShardedSequence, position_ids: Tensor | None
+) -> dict[str, Any]:
+    """What the model is called with: this rank's tokens, or all of them where it is cut inside; labels shifted before
+    anything is cut."""
+    rules, layout, rank = sequence.rules, sequence.layout, sequence.rank
+    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    if watch_rotary(inner) and position_ids is not None:
+        sequence.largest = position_ids.max()
+    part = (
+        _whole_tokens(batch, sequence, position_ids)
+        if rules.body is not None
+        else _own_tokens(batch, sequence, position_ids)
+    )
+    labels = batch.get("labels") if rules.loss == IN_PLACE else shifted_labels(batch)
+    if labels is not None and rules.loss in (OWN, SHIFTED, IN_PLACE):
+        count = batch.get("num_items_in_batch")
+        count = (labels != IGNORE).sum().clamp(min=1) if count is None else torch.as_tensor(count)
+        mine = layout.shard(labels, rank, 1, IGNORE)
+        if rules.loss == OWN:
+            part.update(shift_labels=mine, labels=labels[:, :0], num_items_in_batch=count)
+        else:
+            sequence.labels, sequence.num_items = mine, count
+    for name, value in (("position_ids", part.get("position_ids")), ("use_cache", False)):
+        if (
+            value is not None
+            and takes(type(inner), name)
+            and (name != "position_ids" or rules.positions != NO_POSITIONS)
+        ):
+            part[name] = value.to(tokens.device) if isinstance(value, Tensor) else value
+        else:
+            part.pop(name, None)
+    return part
+
+
+def _own_tokens(batch: Mapping[str, Any], sequence: ShardedSequence, position_ids: Tensor | None) -> dict[str, Any]:
+    whole = {name: value for name, value in batch.items() if name not in USED and value is not None}
+    whole["position_ids"] = position_ids
+    dims = {name: 1 for name in whole if name in ("inputs_embeds", *BY_TOKEN)}
+    whole.pop("num_items_in_batch", None) if sequence.rules.loss in (SHIFTED, IN_PLACE) else None
+    return shard_batch(whole, sequence.layout, sequence.rank, dims=dims or None)
+
+
+def _whole_tokens(batch: Mapping[str, Any], sequence: ShardedSequence, position_ids: Tensor | None) -> dict[str, Any]:
+    kept = ("labels", "num_items_in_batch") if sequence.rules.loss == POOLED else ()
+    dropped = {"labels", "shift_labels", "num_items_in_batch", *PACKED, "max_length_q", "max_length_k"} - set(kept)
+    part = {name: value for name, value in batch.items() if name not in dropped and value is not None}
+    if position_ids is not None and batch.get("position_ids") is None:
+        sequence.position_ids = sequence.layout.shard(position_ids, sequence.rank, 1)
+    return part

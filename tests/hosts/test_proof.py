@@ -1,0 +1,172 @@
+"""Any model, proved when it is first used: what is right is accepted, what is wrong is named, and it costs once."""
+
+import time
+
+import pytest
+import torch
+
+from tests.hosts import hf_proof_work as work
+from tests.pool import end_all, pool
+
+hf = pytest.importorskip("transformers")
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+TIMEOUT = 200.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_pools():
+    yield
+    end_all()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def proved(name, form=None, **changes):
+    from longspan.integrations.huggingface.proving import Form, prove
+
+    kind = getattr(hf, name)
+    return prove(kind, kind.config_class(**changes), form or Form())
+
+
+RIGHT = {
+    "LlamaForCausalLM": ("count", "own"),
+    "NemotronForCausalLM": ("count", "own"),
+    "StableLmForCausalLM": ("count", "own"),
+    "RobertaForCausalLM": ("after padding", "own"),
+    "XLMRobertaForMaskedLM": ("after padding", "in place"),
+    "OPTForCausalLM": ("count", "own"),
+    "BertForSequenceClassification": ("count", "pooled"),
+    "ModernBertForMaskedLM": ("count", "in place"),
+    "DeepseekV3ForCausalLM": ("count", "own"),
+    "Qwen3NextForCausalLM": ("count", "own"),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_models_that_are_right_are_accepted(name):
+    proof = proved(name)
+    assert proof.ok, proof.reason
+    assert proof.error <= 1e-10
+    assert (proof.rules.positions, proof.rules.loss) == RIGHT[name]
+
+
+def test_padded_and_packed_batches_have_proofs_of_their_own():
+    from longspan.integrations.huggingface.proving import Form
+
+    for form in (Form(padding="right"), Form(padding="left"), Form(packed="position_ids", positions=True)):
+        assert proved("LlamaForCausalLM", form).ok
+        assert proved("Qwen3NextForCausalLM", form).ok
+    opt = proved("OPTForCausalLM", Form(padding="left"))
+    assert opt.ok, opt.reason
+    assert opt.rules.positions == "real tokens"
+    assert "does not show them to transformers' masks" in proved("OPTForCausalLM", form).reason
+
+
+WRONG = {
+    "RecurrentGemmaForCausalLM": "RecurrentGemma",
+    "ZayaForCausalLM": "conv_qk",
+    "MiniMaxForCausalLM": "MiniMaxLightningAttention",
+    "BartForCausalLM": "embed_positions",
+    "MobileBertForMaskedLM": "mobilebert.embeddings (MobileBertEmbeddings)",
+    "JambaForCausalLM": "mamba_selective_scan",
+    "DeepseekV32ForCausalLM": "computes with its mask as with a tensor",
+    "T5ForSequenceClassification": "has an encoder and a decoder",
+    "BloomForCausalLM": "attention in code of its own",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_models_that_are_wrong_are_refused_with_the_place(name):
+    proof = proved(name, **({"is_encoder_decoder": False} if name.startswith("Bart") else {}))
+    assert not proof.ok
+    assert WRONG[name] in proof.reason, proof.reason
+    assert "None" not in proof.reason
+
+
+def test_a_proof_takes_seconds():
+    """Nemotron-H has four kinds of layers: Mamba-2, attention, experts and plain ones."""
+    proof = proved("NemotronHForCausalLM", layers_block_type=["mamba", "moe", "attention", "mlp"] * 4)
+    assert proof.ok, proof.reason
+    assert proof.seconds <= 10
+
+
+def test_a_remembered_proof_takes_milliseconds(tmp_path):
+    from longspan.integrations.huggingface.proving.first_use import found, remembered_at, rules_of
+    from longspan.integrations.huggingface.proving.forms import Form
+
+    class One:
+        rank, size = staticmethod(lambda: 0), staticmethod(lambda: 1)
+
+    with torch.device("meta"):
+        models = [hf.LlamaForCausalLM(hf.LlamaConfig()) for _ in range(2)]
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.long)}
+    first = rules_of(models[0], batch, One(), trust_model=False)
+    began = time.process_time()
+    assert rules_of(models[1], batch, One(), trust_model=False) == first
+    assert time.process_time() - began <= 0.05
+    (place,) = (tmp_path / "longspan" / "proofs").iterdir()
+    place.write_text("{")  # a disk that was full
+    config = hf.LlamaConfig()
+    form = Form(labels=False)
+    assert found(hf.LlamaForCausalLM, config, form)["ok"]
+    assert remembered_at(hf.LlamaForCausalLM, hf.LlamaConfig(rms_norm_eps=1e-3), form) != remembered_at(
+        hf.LlamaForCausalLM, config, form
+    )
+
+
+def test_nothing_of_the_caller_is_disturbed():
+    state, mode = torch.random.get_rng_state(), torch.is_grad_enabled()
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert proved("LlamaForCausalLM").ok
+        assert torch.is_inference_mode_enabled()
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.is_grad_enabled() == mode
+    assert torch.ones(1).float().dtype == torch.float32
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_was_widened_is_exact_over_ranks(world, tmp_path):
+    for found in pool(world).run(work.widened, str(tmp_path), timeout=TIMEOUT):
+        assert len(found) == 5
+        assert not {name: error for name, error in found.items() if not error <= 1e-6}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_images_over_ranks(world, tmp_path):
+    for found in pool(world).run(work.images, str(tmp_path), timeout=TIMEOUT):
+        assert len(found) == 8
+        assert not {name: error for name, error in found.items() if not error <= 1e-6}
+
+
+def test_videos_and_packed_images_are_refused():
+    from longspan.integrations.huggingface.batches import read_batch
+    from longspan.training import BatchError
+
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.long), "pixel_values": torch.ones(4, 4)}
+    assert read_batch(batch).seq_len == 8
+    for other in ({"pixel_values_videos": torch.ones(1)}, {"cu_seq_lens_q": torch.tensor([0, 4, 8])}):
+        with pytest.raises(BatchError, match=f"the batch has {next(iter(other))}"):
+            read_batch(batch | other)
+
+
+def test_one_rank_proves_and_tells_the_others(tmp_path):
+    found = pool(2).run(work.first_use, str(tmp_path), timeout=TIMEOUT)
+    for rank, (first, again, other, wider) in enumerate(found):
+        assert [first[1], again[1], other[1], wider[1]] == ([1, 1, 1, 2] if rank == 0 else [0, 0, 0, 0])
+        assert first[2] == again[2] == other[2] == found[0][0][2]
+        assert again[0] <= 0.01
+        assert other[0] <= 0.05
+
+
+def test_what_is_wrong_is_refused_on_all_ranks_and_trust_is_loud(tmp_path):
+    for said, told in pool(2).run(work.refused, str(tmp_path), timeout=TIMEOUT):
+        assert len(said) == 2
+        assert said[0] == said[1]
+        assert said[0].startswith("BartForCausalLM cannot be used over ranks:")
+        assert "embed_positions (BartLearnedPositionalEmbedding)" in said[0]
+        assert len(told) == 1
+        assert told[0].startswith("trust_model=True: whether LlamaForCausalLM computes over ranks")

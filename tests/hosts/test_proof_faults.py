@@ -1,0 +1,201 @@
+"""The proof refuses every planted fault, names what it speaks of, and accepts every twin; and what it remembers of one
+model it does not say of another.
+
+Each fault is proved in one kind of batch, kinds in turn; with LONGSPAN_NIGHTLY=1 in all of its kinds, two minutes.
+"""
+
+import contextlib
+import importlib
+import os
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from longspan.integrations.huggingface.proving import Form, first_use, prove
+from longspan.training import BatchError
+from tests.hosts import planted_layers
+from tests.hosts.hf_work import SIZES, batch_of
+from tests.hosts.planted import EVERYWHERE, FAULTS, TWINS, beside
+
+FORMS = {
+    "plain": Form(),
+    "padded": Form(padding="left"),
+    "padded right": Form(padding="right"),
+    "packed": Form(packed="position_ids", positions=True),
+}
+NIGHTLY = bool(os.environ.get("LONGSPAN_NIGHTLY"))
+
+
+def chosen(entries):
+    """Each entry with one kind of batch in turn, or with all."""
+    for number, entry in enumerate(entries):
+        names = [name for name in FORMS if name.split()[0] in entry.forms]
+        for name in names if NIGHTLY else [names[number % len(names)]]:
+            yield pytest.param(entry, FORMS[name], id=f"{entry.name}, {name}")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("entry", "form"), list(chosen(FAULTS)))
+def test_a_planted_fault_is_refused(entry, form):
+    proof = prove(entry.kind, entry.settings(), form)
+    assert not proof.ok
+    assert entry.word in proof.reason
+
+
+@pytest.mark.parametrize(("entry", "form"), list(chosen(TWINS)))
+def test_its_twin_is_not(entry, form):
+    proof = prove(entry.kind, entry.settings(), form)
+    assert proof.ok, proof.reason
+    assert proof.error < 1e-9
+
+
+def test_there_are_enough_and_no_two_of_a_name():
+    assert len(FAULTS) >= 25
+    assert len(TWINS) >= 8
+    assert len({entry.name for entry in (*FAULTS, *TWINS)}) == len(FAULTS) + len(TWINS)
+    assert all(set(entry.forms) <= set(EVERYWHERE) for entry in (*FAULTS, *TWINS))
+
+
+# -- a real model at its first use -------------------------------------------------------------------------------------
+
+
+class One:
+    """A group of one rank: who proves, and is told."""
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 1
+
+
+@pytest.fixture(autouse=True)
+def _own_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "memory"))
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def use(model):
+    return first_use.rules_of(model, batch_of("plain"), One(), False)
+
+
+def answer(kind, config=None):
+    from transformers import LlamaConfig
+
+    return first_use.found(kind, config or LlamaConfig(**SIZES), Form())
+
+
+def test_a_model_is_accepted_and_remembered(monkeypatch):
+    use(llama())
+    monkeypatch.setattr("longspan.integrations.huggingface.proving.proof.prove", None)
+    use(llama())
+
+
+def test_a_model_with_another_layer_put_into_it_is_refused():
+    use(llama())
+    model = llama()
+    layer = model.model.layers[1]
+    layer.mlp = planted_layers.Beside(layer.mlp, planted_layers.TokenConv(model.config))
+    with pytest.raises(BatchError, match=r"layers\.1\.mlp"):
+        use(model)
+
+
+def test_a_model_whose_forward_was_replaced_is_refused():
+    use(llama())
+    model = llama()
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) + x.mean(1, keepdim=True)
+    with pytest.raises(BatchError, match="mlp"):
+        use(model)
+
+
+def test_a_class_whose_forward_was_replaced_is_proved_again(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    use(llama())
+    forward = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x) + x.mean(1, keepdim=True))
+    with pytest.raises(BatchError, match="mlp"):
+        use(llama())
+
+
+def test_classes_of_the_same_name_have_proofs_of_their_own():
+    kinds = [beside(mixer) for mixer in (planted_layers.TokenGate, planted_layers.TokenConv)]
+    for kind in kinds:
+        kind.__name__ = kind.__qualname__ = "Model"
+    assert [answer(kind)["ok"] for kind in kinds] == [True, False]
+
+
+LAYERS = """
+from torch import nn
+class Part(nn.Module):
+    def forward(self, x):
+        return {what}
+"""
+MODEL = """
+from transformers import LlamaForCausalLM
+from planted_parts import Part
+class Model(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[0].post_attention_layernorm = Part()
+"""
+
+
+def test_code_that_a_model_imports_is_part_of_what_is_remembered(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "planted_model.py").write_text(MODEL)
+    found = []
+    for what in ("x * 2", "x - x.mean(1, keepdim=True)"):
+        (tmp_path / "planted_parts.py").write_text(LAYERS.format(what=what))
+        for name in ("planted_model", "planted_parts"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        with monkeypatch.context() as once:
+            once.setattr(sys, "dont_write_bytecode", True)
+            found.append(answer(importlib.import_module("planted_model").Model)["ok"])
+    assert found == [True, False]
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+SURROUNDINGS = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default dtype": lambda: default_dtype(torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_what_is_set_around_a_first_use_does_not_matter(name):
+    model, batch = llama(), batch_of("plain")
+    with SURROUNDINGS[name]():
+        first_use.rules_of(model, batch, One(), False)
+    with SURROUNDINGS[name](), pytest.raises(BatchError, match="mixer"):
+        first_use.rules_of(beside(planted_layers.TokenConv)(model.config), batch, One(), False)
