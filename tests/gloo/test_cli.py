@@ -618,7 +618,7 @@ def test_clocks_are_aligned_across_ranks():
 def test_doctor_finds_ranks_fit():
     out = on_ranks(2, "doctor")
     assert out.startswith(f"longspan {ls.__version__}: fit\n")
-    for label in ("versions", "host", "backends", "kernels", "clocks", "speed", "links", "self-check"):
+    for label in ("versions", "tested", "host", "backends", "kernels", "clocks", "speed", "links", "self-check"):
         assert re.search(rf"^  {label} +\S", out, re.MULTILINE), label
     assert re.search(r"(\d+) of \1 attentions equal dense float64, gradients too, over Gloo", out)
 
@@ -631,6 +631,53 @@ def test_doctor_alone_answers_in_json_and_gives_advice(answer):
     assert found["kernels"]["cpu_flash"] == "yes"
     assert found["kernels"]["varlen"] != "yes"
     assert any("run this under torchrun" in line for line in found["advice"])
+
+
+@pytest.mark.parametrize(
+    ("torch_found", "transformers_found"), [("2.13.0+cpu", None), ("2.13.0", "5.9.0"), ("2.15.0", None)]
+)
+def test_doctor_calls_tested_versions_fit(longspan, answer, monkeypatch, torch_found, transformers_found):
+    monkeypatch.setattr(doctor, "versions", installed(torch_found, transformers_found))
+    code, out, _ = longspan("doctor", "--quick")
+    assert code == 0
+    assert out.startswith(f"longspan {ls.__version__}: fit\n")
+    assert "NOT" not in out
+    found = answer("doctor", "--quick")
+    assert found["tested"]["tested"] is True
+    assert found["tested"]["advice"] is None
+    assert not any("was tested on" in line or "or newer" in line for line in found["advice"])
+
+
+@pytest.mark.parametrize(
+    ("torch_found", "transformers_found", "said"),
+    [
+        ("2.99.0", None, "torch 2.99 was NOT tested: newer than tested (2.11 to 2.15)"),
+        ("3.0.0.dev2027", "5.22.2", "torch 3.0 was NOT tested: newer than tested (2.11 to 2.15)"),
+        ("2.10.0+cu130", None, "torch 2.10 was NOT tested: older than the floor (2.11 to 2.15)"),
+        ("2.13.0", "5.10.2", "transformers 5.10 was NOT tested: between tested versions (5.9 to 5.22)"),
+        ("2.13.0", "4.57.6", "transformers 4.57 was NOT tested: older than the floor (5.9 to 5.22)"),
+        ("2.13.0", "main", "transformers main was NOT tested: its version is not known (5.9 to 5.22)"),
+        ("2.12.0", "5.9.0", "torch 2.12 and transformers 5.9 were each tested, but not together"),
+        ("2.14.0", None, "torch 2.14 was NOT tested: between tested versions (2.11 to 2.15)"),
+    ],
+)
+def test_doctor_calls_untested_versions_untested(longspan, answer, monkeypatch, torch_found, transformers_found, said):
+    """Nothing is wrong, so the exit code is 0; but only the self-check speaks for it, and doctor says so."""
+    monkeypatch.setattr(doctor, "versions", installed(torch_found, transformers_found))
+    code, out, _ = longspan("doctor", "--quick")
+    assert code == 0
+    assert out.startswith(f"longspan {ls.__version__}: right in the self-check, on versions that were NOT tested\n")
+    assert not re.search(r"\bfit\b", out)
+    found = answer("doctor", "--quick")
+    assert (found["ok"], found["tested"]["tested"], found["tested"]["text"]) == (True, False, said)
+    older = "older" in said
+    assert any(("or newer: update" if older else "was tested on") in line for line in found["advice"])
+
+
+def installed(torch_found, transformers_found):
+    """`doctor.versions`, with these."""
+    kept = {**doctor.versions(), "torch": torch_found, "transformers": transformers_found}
+    return lambda: dict(kept)
 
 
 def test_doctor_that_finds_wrong_answers_ends_with_code_1(longspan, monkeypatch):

@@ -6,6 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
 from longspan.errors import KernelError
+from longspan.versions import minor
 from tests.gloo import compiled_score_work as work
 from tests.gloo.compiled_work import Counting
 from tests.pool import pool
@@ -15,6 +16,8 @@ pytestmark = [  # PyTorch's compiler uses what PyTorch warns of
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 CASES = work.cases()
+OTHER_WORDS = "" if minor(torch.__version__) >= (2, 13) else "|made anew in every call|trace builtin operator `setattr`"
+"""In which older compilers refuse the same: modes do not see calls that make tensors, classes cannot count."""
 
 
 @pytest.fixture(autouse=True)
@@ -253,7 +256,7 @@ def test_what_would_be_recorded_wrongly_is_refused(function, why):
     mask = ls.masks.causal()
     q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
     call = torch.compile(lambda q: ls.attention(q, q, q, mask, score_mod=function), backend="aot_eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=why):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=why + OTHER_WORDS):
         call(q)
 
 

@@ -160,6 +160,7 @@ def widened(function, *args):
     with (
         mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
         mock.patch.object(torch, "float32", torch.float64),
+        mock.patch.object(torch, "float", torch.float64),
     ):
         return function(*args)
 
@@ -271,6 +272,18 @@ def refusal(model_type):
     return said(lambda: model(**huggingface.shard_inputs(model, batch, dist.group.WORLD)))
 
 
+def refusal_of_old(model_type):
+    """The same of a type that is not refused today, whose kinds of layers have the names of before 5.15."""
+    names = {"linear_attention": "mamba", "full_attention": "attention"}
+    if model_type in ("zamba2", "granitemoehybrid", "nemotron_h"):
+        given = MODELS[model_type]
+        kinds = {n: [names.get(k, k) for k in given[n]] for n in ("layer_types", "layers_block_type") if n in given}
+        OTHERS[model_type] = {**given, **kinds}
+    else:
+        OTHERS[model_type] = MODELS[model_type]
+    return refusal(model_type)
+
+
 def leak(model_type):
     """By how much transformers itself changes the second document's logits when the first one is another."""
     model = model_of(model_type, "sdpa")
@@ -354,7 +367,7 @@ def deaf_layer():
 def meaningless(what):
     from longspan.integrations import huggingface
 
-    model = model_of("lfm2")
+    model = model_of("qwen3_next")
     batch, _ = batch_of("plain")
     if what == "cache":
         batch["use_cache"] = True

@@ -156,6 +156,24 @@ def curve(trainer, names=("loss", "grad_norm")):
     return [tuple(float(entry[name]) for name in names) for entry in trainer.state.log_history if "loss" in entry]
 
 
+def first_step(trainer):
+    """How many steps had been made when the training began; older versions of transformers do not keep it."""
+    return next(callback.first for callback in trainer.callback_handler.callbacks if hasattr(callback, "first"))
+
+
+def begin_noted():
+    """A callback that keeps the step at which a training begins."""
+    from transformers import TrainerCallback
+
+    class BeginNoted(TrainerCallback):
+        first = None
+
+        def on_train_begin(self, args, state, control, **_):
+            self.first = state.global_step
+
+    return BeginNoted()
+
+
 def trainer_class(base, split):
     if not split:
         return base
@@ -193,10 +211,11 @@ def train(folder, family, kind, cp_size=None, rows=4, resume=None, save=False, e
             **options,
         )
         trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(begin_noted())
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         found = {
             "curve": curve(trainer),
-            "first": trainer._initial_global_step,
+            "first": first_step(trainer),
             "tokens": trainer.state.num_input_tokens_seen,
             "flos": trainer.state.total_flos,
             "batch": trainer.get_total_train_batch_size(args),
@@ -393,8 +412,9 @@ def dropped(folder, resume=None):
             data_collator=collator("packed"),
         )
         trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(begin_noted())
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-        return {"curve": curve(trainer), "first": trainer._initial_global_step}
+        return {"curve": curve(trainer), "first": first_step(trainer)}
 
 
 def refusals(folder):

@@ -12,6 +12,7 @@ from tests.hosts import hf_hybrid_work as work
 from tests.pool import end_all, pool
 
 pytest.importorskip("transformers")
+from tests.hosts import hf_versions
 
 TIMEOUT = 250.0
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -20,6 +21,8 @@ EXACT = 1e-13
 """Of models that compute in float64 throughout."""
 WIDE = 1e-10
 """Of models whose float32 parts are made float64; gradients that cancel to 1e-5 of others' keep eleven digits."""
+OLD = () if hf_versions.HAS_HYBRIDS else (hf_versions.REFUSED_BEFORE, "attention is 'eager'")
+"""What else refusals may say before transformers 5.15."""
 LAYOUTS = ("contiguous", "zigzag", "balanced")
 _judged = {}
 
@@ -28,6 +31,15 @@ _judged = {}
 def _end_pools():
     yield
     end_all()
+
+
+@pytest.fixture(autouse=True)
+def _only_what_this_version_has(request):
+    given = getattr(request.node, "callspec", None)
+    model_type = "qwen3_next" if given is None else given.params.get("model_type", "qwen3_next")
+    hf_versions.skip_unknown(model_type)
+    if "are_refused" not in request.node.name and not hf_versions.has_hybrid(model_type):
+        pytest.skip(hf_versions.NO_HYBRIDS)
 
 
 def judged(model_type, case):
@@ -104,7 +116,14 @@ def test_other_hybrids_are_refused_by_name(model_type):
     assert said is not None, f"{model_type} ran"
     kind, text = said
     assert kind in ("BatchError", "KernelError", "MaskError"), said
-    assert work.REFUSED[model_type] in text, text
+    assert any(words in text for words in (work.REFUSED[model_type], *OLD)), text
+
+
+@pytest.mark.parametrize("model_type", [name for name in work.MODELS if not hf_versions.has_hybrid(name)])
+def test_all_are_refused_before_their_layers_can_be_routed(model_type):
+    kind, text = pool(1).run(work.refusal_of_old, model_type, timeout=TIMEOUT)[0]
+    assert kind == "BatchError"
+    assert hf_versions.REFUSED_BEFORE in text
 
 
 def test_a_layer_that_sees_nothing_is_named():

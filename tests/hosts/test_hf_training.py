@@ -14,6 +14,8 @@ from tests.pool import end_all, pool
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+from tests.hosts import hf_versions
+
 pytestmark = pytest.mark.timeout(600)
 
 TIMEOUT = 240
@@ -74,7 +76,7 @@ def test_trainer_with_packed_documents_evaluates_and_predicts(llama):
 def test_resume_on_another_number_of_ranks(folder, llama):
     """The checkpoint that 2 ranks wrote after 10 steps goes on alike on 1 (stock Trainer) and on 4 ranks."""
     expected, _, saved = llama
-    for world in (1, 4):
+    for world in (1, 4) if hf_versions.RESUMES_ON_CPUS else (1,):
         found = over_ranks(world, work.train, str(folder / f"again{world}"), "llama", "packed", None, 4, saved)
         assert_same_curve(found["curve"], expected["curve"])  # the log of the first half is part of the checkpoint
         assert found["first"] == work.STEPS // 2
@@ -100,6 +102,8 @@ def test_samples_and_sequences_split(folder):
 @pytest.mark.parametrize(("world", "cp_size"), [(2, None), (4, 2)])
 def test_trainer_with_fsdp2(folder, world, cp_size):
     """Parameters sharded over all ranks by transformers' own FSDP2 (`DistributedConfig`), which runs on CPUs."""
+    if not hf_versions.TRAINS_SHARDED:
+        pytest.skip("the Trainer takes models that were sharded when they were loaded from transformers 5.19 on")
     run = ("gemma2", "padded")
     expected = one_process(work.train, str(folder / "gemma2"), *run)
     found = over_ranks(world, work.train, str(folder / f"fsdp{world}"), *run, cp_size, 4, None, False, False, "fsdp2")
@@ -138,6 +142,8 @@ def test_trainer_with_a_parallelism_config(folder, world, dp_shard):
 def test_dropout_does_not_depend_on_the_number_of_ranks(folder):
     two, four = (over_ranks(world, work.dropped, str(folder / f"dropped{world}"))["curve"] for world in (2, 4))
     assert_same_curve(four, two, steps=3)
+    if not hf_versions.RESUMES_ON_CPUS:
+        return
     again = over_ranks(2, work.dropped, str(folder / "again"), folder / "dropped2" / "checkpoint-1")
     assert again["first"] == 1
     assert_same_curve(again["curve"], two, steps=3)  # a resumed run drops the same, and evaluation changes nothing

@@ -11,6 +11,7 @@ from tests.hosts import hf_work as work
 from tests.pool import end_all, pool
 
 pytest.importorskip("transformers")
+from tests.hosts import hf_versions
 
 TIMEOUT = 250.0
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -96,6 +97,8 @@ def test_the_same_batch_in_other_words():
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss", "llama4"])
 def test_generate_equals_eager(family, cache):
     """Greedy, with padding on the left, past the window and the chunk."""
+    if (family, cache) == ("llama4", "static") and not hf_versions.HAS_CHUNKED_MASKS:
+        pytest.skip("before 5.20, transformers itself cannot make masks of chunks ahead")
     model = work.model_of(family).eval()
     ids = work.batch_of("plain")["input_ids"][:, :14]
     mask = torch.ones_like(ids)

@@ -32,12 +32,24 @@ def _end_pools():
     end_all()
 
 
+def require(model_type, over_ranks=False):
+    """Skips what the installed transformers does not have."""
+    pytest.importorskip("transformers")
+    from tests.hosts import hf_versions
+
+    hf_versions.skip_unknown(model_type)
+    if over_ranks and not hf_versions.has_hybrid(model_type):
+        pytest.skip(hf_versions.NO_HYBRIDS)
+    if not hf_versions.HAS_HYBRIDS and model_type == "nemotron_h":
+        pytest.skip("before 5.15, transformers had other names for kinds of layers")
+
+
 # -- models of transformers --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", LEAKS)
 def test_hybrids_leak_and_their_layer_is_named(model_type):
-    pytest.importorskip("transformers")
+    require(model_type)
     model = hf_hybrid_work.model_of(model_type, "sdpa").float()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     report = verify_documents(model, hf_hybrid_work.batch_of("packed")[0])
@@ -74,14 +86,14 @@ def test_a_cache_makes_attention_leak():
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm2"])
 def test_a_group_of_one_does_not_leak(model_type):
     """What the advice says: the same model and batch through `shard_inputs`."""
-    pytest.importorskip("transformers")
+    require(model_type, over_ranks=True)
     ok, text = pool(1).run(verify_documents_work.through_shard_inputs, model_type, timeout=200)[0]
     assert ok, text
 
 
 def test_a_step_whose_one_device_run_leaks():
     """verify_model: ranks that keep documents apart differ from one device that does not, and that is the cause."""
-    pytest.importorskip("transformers")
+    require("lfm2", over_ranks=True)
     for said in pool(2).run(verify_documents_work.steps, timeout=250):
         (ok, causes, what), right = said
         assert not ok

@@ -22,6 +22,7 @@ import longspan as ls
 from longspan.integrations.pytorch import api
 from longspan.integrations.pytorch.routes import current, rotation, routes
 from longspan.testing import dense_gradients
+from longspan.versions import minor
 
 LENGTHS = [9, 17, 4, 7]
 TOKENS = sum(LENGTHS)  # 37: no number of ranks divides it
@@ -371,6 +372,13 @@ def layers(how):
     return errors, late
 
 
+def by_name(loss, x):
+    """A gradient asked for by name, which PyTorch before 2.13 does not take."""
+    if minor(torch.__version__) >= (2, 13):
+        return torch.autograd.grad(loss, {"x": x}, create_graph=True)
+    return {"x": torch.autograd.grad(loss, x, create_graph=True)[0]}
+
+
 def gradients():
     """Every way to ask for gradients gives inside a context what it gives outside."""
     mesh, found = mesh_of_all(), []
@@ -384,7 +392,7 @@ def gradients():
         torch.autograd.backward(loss, ones, inputs=x, retain_graph=True)
         both = torch.autograd.grad(loss.sum(), [x, unused], allow_unused=True, retain_graph=True)
         zeros = torch.autograd.grad(loss, [x, unused], ones, materialize_grads=True, retain_graph=True)
-        named = torch.autograd.grad(loss.sum(), {"x": x}, create_graph=True)
+        named = by_name(loss.sum(), x)
         twice = torch.autograd.grad(named["x"].sum(), x)
         batched = torch.autograd.grad((3 * x).sin(), x, torch.stack([ones, 2 * ones]), is_grads_batched=True)
         says = refused(lambda: torch.autograd.grad(ones.sum(), x))

@@ -21,6 +21,7 @@ LAYERS = {
     "span": 0,
     "untraced": 0,
     "version": 0,
+    "versions": 0,
     "masks": 1,
     "layouts": 2,
     "schedules": 3,

@@ -22,6 +22,8 @@ from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator
 from torch.utils._pytree import tree_map as tree_map  # a function applied to every leaf of nested arguments
 
+from longspan.versions import minor
+
 _aten = torch.ops.aten
 num_users = torch._C._storage_Use_Count  # of a storage, which is named by its address
 destroy = operator.methodcaller("_destroy")  # of a library of operators, with all that it has registered
@@ -313,8 +315,7 @@ _FLEX = {
     "OUTPUT_LOGSUMEXP": True,
     "OUTPUT_MAX": False,
 }
-FLEX_BLOCK = 128
-"""Rows and columns of a block."""
+FLEX_BLOCK = 128  # rows and columns of a block
 FLEX_BLOCK_TENSORS = 8
 """Counts and indices of partial and full blocks, by rows and by columns, in the order of BlockMask.as_tuple()."""
 
@@ -397,8 +398,9 @@ def _buffers(graph: Graph, num_score: int, num_mask: int) -> tuple[tuple[Any, ..
     blocks = [graph.placeholder(f"blocks{i}") for i in range(FLEX_BLOCK_TENSORS)]
     score = tuple(graph.placeholder(f"score{i}") for i in range(num_score))
     mask = tuple(graph.placeholder(f"mask{i}") for i in range(num_mask))
-    # The two lengths are read by nobody; the four that are None serve another backend.
-    return (0, 0, *blocks, None, None, None, None, FLEX_BLOCK, FLEX_BLOCK), score, mask
+    # The two lengths are read by nobody; the four that are None serve another backend, and came with 2.13.
+    others = (None,) * (4 if minor(torch.__version__) >= (2, 13) else 0)
+    return (0, 0, *blocks, *others, FLEX_BLOCK, FLEX_BLOCK), score, mask
 
 
 def compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:

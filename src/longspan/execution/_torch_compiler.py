@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -65,26 +66,30 @@ def break_graph(why: str) -> None:
     torch._dynamo.graph_break(msg=why)
 
 
+def _tracer() -> Any:
+    """What traces the code that called; None where nothing does. `torch.compiler.is_compiling()` says no before 2.13 to
+    functions that run while others are traced, as those below do."""
+    compiler = sys.modules.get("torch._dynamo.symbolic_convert")  # loading it takes seconds
+    try:
+        return None if compiler is None else compiler.InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+
+
 @torch.compiler.assume_constant_result
 def higher_order_calls() -> int:
     """How many calls of the graph that is being traced take functions (an `autograd.Function`, `torch.cond`); 0 where
     none is traced. Torch-function modes do not see them."""
-    if not torch.compiler.is_compiling():
-        return 0
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    nodes = InstructionTranslator.current_tx().output.graph.nodes
+    tracer = _tracer()
+    nodes = () if tracer is None else tracer.output.graph.nodes
     return sum(isinstance(node.target, torch._ops.HigherOrderOperator) for node in nodes)
 
 
 @torch.compiler.assume_constant_result
 def inside_of_call() -> bool:
     """Whether what is traced is a part that another call takes as its function, as checkpointing does."""
-    if not torch.compiler.is_compiling():
-        return False
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    return InstructionTranslator.current_tx().output.current_tracer.parent is not None
+    tracer = _tracer()
+    return tracer is not None and tracer.output.current_tracer.parent is not None
 
 
 def whole_graph() -> AbstractContextManager[Any]:

@@ -1,9 +1,10 @@
-"""Is this machine fit, and are the answers right? Versions, kernels, clocks, speed, a self-check, and advice.
+"""Is this machine fit, and are the answers right? Versions and whether they were tested, kernels, clocks, speed, a
+self-check, and advice.
 
   longspan doctor                                  # one process, all ranks of the self-check inside it
   torchrun --nproc-per-node 4 -m longspan doctor   # with the clocks and links between ranks, on GPUs where there are
 
-Exit code 1: the self-check failed.
+Exit code 1: the self-check failed. Versions that were not tested are named, and change no exit code.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import argparse
 import os
 import platform
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from longspan.cli.launch import JobRanks, add_backend, clocks, joined
 from longspan.cli.screen import Screen, print_json, screen_of
 from longspan.number_words import rate_text, seconds_text
+from longspan.versions import check_versions
 
 PACKAGES = ("torch", "numpy", "rich", "matplotlib", "transformers", "accelerate")
 DTYPES = ("bfloat16", "float32")
@@ -49,7 +52,9 @@ def examine(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> dic
     """Everything that was found, with advice."""
     from longspan.execution.kernels.cuda_flash import implementation
 
-    findings: dict[str, Any] = {"versions": versions(), "backends": backends(), "kernels": kernels()}
+    found = versions()
+    findings: dict[str, Any] = {"versions": found, "backends": backends(), "kernels": kernels()}
+    findings["tested"] = asdict(check_versions(found["torch"] or "(of no known version)", found["transformers"]))
     findings["flash_implementation"] = implementation()
     findings["host"] = {
         "system": f"{platform.system()} {platform.machine()}",
@@ -177,6 +182,8 @@ def advice(findings: dict[str, Any]) -> Iterator[str]:
         yield "The self-check failed: do not train with this installation. Report the text above."
     if not findings["backends"]["gloo"] and not findings["backends"]["nccl"]:
         yield "This torch has neither Gloo nor NCCL: ranks cannot talk. Install one that has either."
+    if findings["tested"]["advice"] is not None:
+        yield findings["tested"]["advice"]
     if findings["backends"]["cuda"]:
         yield "There is a GPU, and Longspan has not been run on any yet: start with `longspan verify` on your model."
     if host["ranks_per_host"] * host["threads_per_rank"] > (host["cores"] or 1):
@@ -205,14 +212,26 @@ def many(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def headline(findings: dict[str, Any]) -> str:
+    """The answer in a few words: what was not tested is not called fit, though its self-check passed.
+
+    >>> headline({"ok": True, "tested": {"tested": True}}), headline({"ok": True, "tested": {"tested": False}})
+    ('fit', 'right in the self-check, on versions that were NOT tested')
+    """
+    if not findings["ok"]:
+        return "NOT FIT"
+    return "fit" if findings["tested"]["tested"] else "right in the self-check, on versions that were NOT tested"
+
+
 def show(findings: dict[str, Any], screen: Screen) -> None:
     """The findings as a person reads them."""
     host, fast = findings["host"], findings["speed"]
-    screen.title(f"longspan {findings['versions']['longspan']}: {'fit' if findings['ok'] else 'NOT FIT'}")
+    screen.title(f"longspan {findings['versions']['longspan']}: {headline(findings)}")
     threads = many(host["threads_per_rank"], "thread")
     there = [f"{name} {release}" for name, release in findings["versions"].items() if release and name != "longspan"]
     facts = [
         ("versions", ", ".join(there)),
+        ("tested", findings["tested"]["text"]),
         ("host", f"{host['system']}, {host['cores']} cores; {many(host['ranks'], 'rank')} of {threads}"),
         ("backends", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in findings["backends"].items())),
         ("kernels", ", ".join(name for name, why in findings["kernels"].items() if why == "yes")),

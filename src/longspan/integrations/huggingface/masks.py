@@ -29,6 +29,7 @@ from longspan.integrations.huggingface.terms import (
     term_of,
 )
 from longspan.masks import Mask
+from longspan.versions import TRANSFORMERS, short
 
 _SAMPLES = 64
 
@@ -189,7 +190,7 @@ def _check_reading(mask: LayerMask, mask_function: Callable[..., Any]) -> None:
         raise MaskError(
             f"transformers' mask says {not reading[at]} about query {q[at]} and key {kv[at]} of row {b[at]}, and"
             f" Longspan read {reading[at]} out of it. This version of transformers has masks that Longspan does not"
-            f" know: use the tested one (5.22), or another attn_implementation."
+            f" know: use one that was tested ({', '.join(map(short, TRANSFORMERS))}), or another attn_implementation."
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from longspan.integrations.huggingface._transformers import masks_by_kind
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.hooks.mixers import check_mixers
 from longspan.integrations.huggingface.masks import LayerMask
@@ -62,11 +63,10 @@ def _check_arguments(batch: Mapping[str, Any]) -> None:
 def layer_kinds(config: Any) -> list[Kind]:
     """The kinds of attention layers of a model, as transformers makes masks for them; full attention where it makes
     none that can be told before there are tokens."""
-    from transformers.masking_utils import create_causal_mask, create_masks_for_generate
+    from transformers.masking_utils import create_causal_mask
 
     try:
-        created = create_masks_for_generate(config, torch.empty(1, 2, 0), None, None, None)
-        masks = [mask for mask in (created.values() if isinstance(created, dict) else [created]) if mask is not None]
+        masks = masks_by_kind(config)
         if not masks:  # there are layers of a kind that generate() knows no mask for, or none with attention
             masks = [create_causal_mask(config, torch.empty(1, 2, 0), None, None, None)]
     except Exception:  # transformers asks for what this model has not, or has for single layers

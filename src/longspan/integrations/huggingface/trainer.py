@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.integrations import huggingface
+from longspan.integrations.huggingface._transformers import labels_of_sequences
 from longspan.integrations.huggingface.accelerate import Ranks, split_sequences
 from longspan.integrations.huggingface.models import check_model
 from longspan.training import BatchError, check_same, gather_outputs
@@ -103,6 +104,10 @@ class ContextParallelTrainer(_Base):
         part.pop("num_items_in_batch", None)  # the trainer's counts all micro-batches of a step
         self._sequence = part[huggingface.NAME]
         return part
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        counted = super()._get_num_items_in_batch(*args, **kwargs)
+        return labels_of_sequences(counted, self.accelerator, self.get_cp_size())
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         self._num_micro_batches = 0  # the Trainer asks for all micro-batches of a step at once

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from longspan.api import causal_conv1d, conv_plan
 from longspan.errors import KernelError
+from longspan.integrations.huggingface._transformers import check_hybrid, method_code
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.sequence import ShardedSequence
 from longspan.integrations.huggingface.terms import runs
@@ -202,8 +203,8 @@ def mixes(kind: type) -> frozenset[str]:
     for part in kind.__mro__:
         if part.__module__.startswith("transformers.models."):
             for method in vars(part).values():
-                code = getattr(getattr(method, "__wrapped__", method), "__code__", None)
-                found |= _mentioned(code) if isinstance(code, CodeType) else set()
+                code = method_code(method)
+                found |= set() if code is None else _mentioned(code)
     return frozenset(found)
 
 
@@ -219,6 +220,7 @@ def is_hybrid(model: nn.Module) -> bool:
 
 def check_mixers(model: nn.Module) -> None:
     """Refuses layers that call functions which are not computed over ranks."""
+    check_hybrid(model)
     for name, part in model.named_modules():
         unknown = sorted(n for n in mixes(type(part)) if MIXERS[n].run is None and MIXERS[n].kind != ATTENTION)
         if unknown:

@@ -1,0 +1,219 @@
+"""The tests on every version that `longspan.versions` names, each in an environment of its own: a table of counts.
+
+    python -m benchmarks.versions                             # everything: hours, and one environment at a time
+    python -m benchmarks.versions --torch 2.11 --torch 2.15   # some of it
+    python -m benchmarks.versions --transformers 5.9
+    python -m benchmarks.versions --oldest                    # the oldest pair, a few tests: what CI does
+
+PyTorch: the quick tests, and those over Gloo ranks but for what measures seconds, with those of the flex kernel and of
+PyTorch's own words, which depend on its version most. transformers: the tests of the Hugging Face
+integration, with the pinned PyTorch; and both ends of the two tables together. Builds with CUDA run here, on CPUs, and
+take 5 GB, so an environment is deleted before the next is made.
+
+Exits with 1 when a test failed, with 3 when a version could not be installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from longspan.versions import PAIRS, PINNED, TORCH, TRANSFORMERS, short
+
+ROOT = Path(__file__).parents[1]
+RELEASES = (*TORCH[:-1], "2.14.1", TORCH[-1])  # 2.14 goes into TORCH when it has been run
+HOST_RELEASES = (*TRANSFORMERS[:2], "5.15.1", *TRANSFORMERS[2:])  # and so does 5.15
+TOGETHER = (
+    *PAIRS,
+    (PINNED, "5.15.1"),
+    (TORCH[0], TRANSFORMERS[0]),
+    (TORCH[-1], TRANSFORMERS[-1]),
+)  # the last two into PAIRS, likewise
+SECONDS = ("test_faults", "test_nccl_faults", "test_scan_faults", "test_restart", "test_acceptance")
+BARS = ("test_plan_answers_in_time", "test_it_starts_in_half_a_second")
+HOSTS = ("test_huggingface", "test_hf_training", "test_hf_structure", "test_hf_hybrids", "test_verify_documents")
+SUITES = {
+    "quick": ("-m", "quick"),
+    "gloo": (
+        *("tests/gloo", "tests/unit/test_flex_kernel.py", "tests/hosts/test_torch_api.py"),
+        *(f"--ignore=tests/gloo/{name}.py" for name in SECONDS),
+        *(f"--deselect=tests/gloo/test_cli.py::{name}" for name in BARS),
+    ),
+    "hugging face": tuple(f"tests/hosts/{name}.py" for name in HOSTS),
+    "hugging face, a few": (
+        "tests/hosts/test_huggingface.py::test_ranks_equal_one_device",
+        "tests/hosts/test_hf_training.py::test_trainer_with_windows_caps_and_sinks",
+        "tests/hosts/test_hf_hybrids.py::test_all_are_refused_before_their_layers_can_be_routed",
+        *("-k", "not 4] and not gpt_oss and not llama4"),
+    ),
+}
+FAILED, NOT_HAD = 1, 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """A suite to run with a PyTorch and, for some, a transformers."""
+
+    torch: str
+    transformers: str | None
+    suite: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of it. No counts: the versions could not be installed."""
+
+    run: Run
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    minutes: float = 0.0
+    had: bool = True
+
+    def row(self) -> str:
+        names = f"| {short(self.run.torch)} | {self.run.transformers or '-'} | {self.run.suite} "
+        if not self.had:
+            return f"{names}| could not be installed | | | |"
+        return f"{names}| {self.passed} | {self.failed} | {self.skipped} | {self.minutes:.0f} |"
+
+
+HEADER = "| torch | transformers | tests | passed | failed | skipped | minutes |\n|---|---|---|---|---|---|---|"
+
+
+def runs_of(torch: Sequence[str], transformers: Sequence[str]) -> list[Run]:
+    """What there is to run for these versions, in the order of environments.
+
+    >>> [(run.torch, run.transformers) for run in runs_of(["2.11.0"], ["5.9.0"])]
+    [('2.11.0', None), ('2.11.0', None), ('2.11.0', '5.9.0'), ('2.13.0', '5.9.0')]
+    """
+    runs = []
+    for release in RELEASES:
+        if release in torch:
+            runs += [Run(release, None, suite) for suite in ("quick", "gloo")]
+        runs += [Run(a, b, "hugging face") for a, b in TOGETHER if a == release and b in transformers]
+    return runs
+
+
+class Environment:
+    """A virtual environment with one PyTorch; deleted at the end of `with`."""
+
+    def __init__(self, torch: str, patience: float) -> None:
+        self.torch, self.patience = torch, patience
+        self.folder = Path(tempfile.mkdtemp(prefix="longspan-versions-"))
+        self.python = str(self.folder / "bin" / "python")
+
+    def __enter__(self) -> Environment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def make(self) -> bool:
+        """Whether Longspan and what its tests need could be installed beside this PyTorch."""
+        subprocess.run([sys.executable, "-m", "venv", str(self.folder)], check=True)
+        needed = ("--upgrade", "pip>=25.1"), (f"torch=={self.torch}",), ("--group", "test", "-e", ".[viz]")
+        return all(self.install(*words) for words in needed)
+
+    def install(self, *words: str) -> bool:
+        command = [self.python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-cache-dir"]
+        try:
+            return subprocess.run([*command, *words], cwd=ROOT, timeout=self.patience).returncode == 0
+        except subprocess.TimeoutExpired:
+            print(f"{' '.join(words)}: not installed within {self.patience:.0f} s", flush=True)
+            return False
+
+    def test(self, run: Run) -> Result:
+        report, begin = self.folder / "report.xml", time.monotonic()
+        report.unlink(missing_ok=True)
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment.pop("PYTHONPATH", None)  # the environment's own packages, and no others
+        done = subprocess.run(
+            [self.python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *SUITES[run.suite]],
+            cwd=ROOT, env=environment,
+        )  # fmt: skip
+        minutes = (time.monotonic() - begin) / 60
+        passed, failed, skipped = counts(report.read_text()) if report.exists() else (0, 0, 0)
+        return Result(run, passed, failed or int(done.returncode != 0), skipped, minutes)
+
+
+def counts(report: str) -> tuple[int, int, int]:
+    """Tests that passed, failed and were skipped, of what pytest wrote.
+
+    >>> counts('<testsuites><testsuite tests="9" failures="2" errors="1" skipped="3"/></testsuites>')
+    (3, 3, 3)
+    """
+    suites = list(ElementTree.fromstring(report).iter("testsuite"))
+    tests, failures, errors, skipped = (
+        sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
+    )
+    return tests - failures - errors - skipped, failures + errors, skipped
+
+
+def hosts() -> list[str]:
+    """accelerate and TRL, as the tests of the Hugging Face integration pin them."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        pinned = tomllib.load(file)["dependency-groups"]["hosts"]
+    return [line for line in pinned if line.startswith(("accelerate", "trl"))]
+
+
+def results_of(runs: Sequence[Run], patience: float) -> Iterator[Result]:
+    """One environment for each PyTorch, in which versions of transformers follow each other."""
+    for torch in dict.fromkeys(run.torch for run in runs):
+        with Environment(torch, patience) as environment:
+            made = environment.make()
+            for run in (run for run in runs if run.torch == torch):
+                wanted = [f"transformers=={run.transformers}", *hosts()] if run.transformers else []
+                if made and (not wanted or environment.install(*wanted)):
+                    yield environment.test(run)
+                else:
+                    yield Result(run, had=False)
+
+
+def named(words: list[str] | None, known: Sequence[str]) -> list[str]:
+    """Releases that were asked for, by their number or its first two parts."""
+    found = [release for release in known for word in words or () if word in (release, short(release))]
+    if len(found) < len(words or ()):
+        raise SystemExit(f"{', '.join(words or ())} was asked for; there are {', '.join(known)}.")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch", action="append", metavar="VERSION", help="of the table; may be repeated")
+    parser.add_argument("--transformers", action="append", metavar="VERSION", help="of the table; may be repeated")
+    parser.add_argument("--oldest", action="store_true", help="the oldest pair, a few tests")
+    parser.add_argument("--patience", type=float, default=1800.0, help="seconds that an installation may take")
+    parser.add_argument("--out", type=Path, help="a file for the table")
+    args = parser.parse_args()
+    if args.oldest:
+        pair = TORCH[0], TRANSFORMERS[0]
+        runs = [Run(TORCH[0], None, "quick"), Run(*pair, "hugging face, a few")]
+    else:
+        all_of_it = not args.torch and not args.transformers
+        runs = runs_of(
+            RELEASES if all_of_it else named(args.torch, RELEASES),
+            HOST_RELEASES if all_of_it else named(args.transformers, HOST_RELEASES),
+        )
+    rows, status = [HEADER], 0
+    for result in results_of(runs, args.patience):
+        rows.append(result.row())
+        print(result.row(), flush=True)
+        status = FAILED if result.failed or status == FAILED else status if result.had else NOT_HAD
+        if args.out:
+            args.out.write_text("\n".join(rows) + "\n")
+    print("\n".join(rows))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
