@@ -82,7 +82,7 @@ def check_versions(torch: str, transformers: str | None) -> VersionCheck:
     >>> check_versions("2.10.0", "5.22.0").advice
     'Longspan needs torch 2.11 or newer: update before you use it.'
     """
-    given = [("torch", torch, TORCH)]
+    given: list[tuple[str, str, tuple[str, ...]]] = [("torch", torch, TORCH)]
     if transformers is not None:
         given.append(("transformers", transformers, TRANSFORMERS))
     strange = [

@@ -76,8 +76,8 @@ def _together(q: Tensor, k: Tensor, v: Tensor, asked: Request, plan: Plan, here:
     fitting_plan(plan, q, k, v, (here.rank(), here.size()))
 
     def compute(parts: list[tuple[Tensor, ...]]) -> list[Any]:
-        whole = [plan.layout.unshard(tensors, SEQ_DIM) for tensors in zip(*parts, strict=True)]
-        out, lse = _run(*whole, replace(asked, plan_or_mask=plan.mask, group=None, return_lse=True))
+        q, k, v = (plan.layout.unshard(tensors, SEQ_DIM) for tensors in zip(*parts, strict=True))
+        out, lse = _run(q, k, v, replace(asked, plan_or_mask=plan.mask, group=None, return_lse=True))
         ranks = range(here.size())
         return [(plan.layout.shard(out, r, SEQ_DIM), plan.layout.shard(lse, r, SEQ_DIM)) for r in ranks]
 

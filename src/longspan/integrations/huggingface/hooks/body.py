@@ -43,9 +43,9 @@ def watch_body(model: nn.Module, body: str, joined: str | None) -> None:
             _WATCHED.add(module)
         if hook == "join" and module not in _JOINED:
             if name.endswith(POOLER):
-                module.register_forward_pre_hook(_join_before)
+                module.register_forward_pre_hook(_join_before)  # type: ignore[arg-type]
             else:
-                module.register_forward_hook(_join)
+                module.register_forward_hook(_join)  # type: ignore[arg-type]
             _JOINED.add(module)
 
 
@@ -58,7 +58,7 @@ def shield(model: nn.Module, text: nn.Module) -> None:
         is_tower = isinstance(module, PreTrainedModel) and not any(part is text for part in module.modules())
         if is_tower and not any(part is module for part in text.modules()) and module not in _SHIELDED:
             module.register_forward_pre_hook(_hide, with_kwargs=True)  # type: ignore[arg-type]
-            module.register_forward_hook(_show, always_call=True)
+            module.register_forward_hook(_show, always_call=True)  # type: ignore[arg-type]
             _SHIELDED.add(module)
 
 

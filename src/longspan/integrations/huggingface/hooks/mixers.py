@@ -233,8 +233,9 @@ def check_mixers(model: nn.Module) -> None:
 def text_part(model: Any) -> nn.Module:
     """The part of a model that holds its layers of text."""
     part = model.get_decoder() if hasattr(model, "get_decoder") else None
-    found = isinstance(part, nn.Module) and any(mixes(type(module)) for module in part.modules())
-    return part if found else model  # heads for masked tokens call a matrix their decoder
+    if isinstance(part, nn.Module) and any(mixes(type(module)) for module in part.modules()):
+        return part
+    return model  # heads for masked tokens call a matrix their decoder
 
 
 def needs(model: nn.Module) -> dict[str, tuple[str, frozenset[str]]]:

@@ -35,7 +35,7 @@ def watch_rotary(model: nn.Module) -> bool:
     for module in found:
         if module not in _WATCHED:
             module.register_forward_pre_hook(_add_largest, with_kwargs=True)  # type: ignore[arg-type]
-            module.register_forward_hook(_drop_largest)
+            module.register_forward_hook(_drop_largest)  # type: ignore[arg-type]
             _WATCHED.add(module)
     return bool(found)
 

@@ -61,7 +61,7 @@ def listen(*modules: Any) -> None:
         if isinstance(module, nn.Module) and module not in _LISTENING:
             module.register_forward_pre_hook(_begin, prepend=True, with_kwargs=True)  # type: ignore[arg-type]
             module.register_forward_hook(_check, with_kwargs=True)  # type: ignore[arg-type]
-            module.register_forward_hook(_end, always_call=True)
+            module.register_forward_hook(_end, always_call=True)  # type: ignore[arg-type]
             _LISTENING.add(module)
 
 

@@ -120,7 +120,7 @@ def _undisturbed() -> Iterator[None]:
 def _trial(kind: type, config: Any, form: Form) -> Trial:
     """The tiny copy, with a batch on which it runs."""
     try:
-        model = build(kind, tiny_config(config))
+        model: Any = build(kind, tiny_config(config))
         model.set_attn_implementation(NAME)
     except (CannotShrinkError, ValueError, KeyError) as error:
         raise _FailedError(f"no tiny copy of it could be made ({_line(error)}). {_ADVICE}.") from error

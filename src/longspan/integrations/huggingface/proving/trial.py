@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +19,7 @@ from longspan.integrations.huggingface.proving.wide import Wide
 from longspan.integrations.huggingface.rules import Rules
 from longspan.integrations.huggingface.sharding import Sharding, sharded
 from longspan.layouts import Layout
-from longspan.testing.modules import jittered
+from longspan.testing.modules import jittered, shared_copy
 
 LAYOUTS: tuple[tuple[str, int], ...] = (("zigzag", 2), ("contiguous", 3), ("striped", 2))
 """Layouts that a model is tried with, by name and number of ranks."""
@@ -116,8 +115,11 @@ class Trial:
 
         found = simulate(world_size, work)
         losses, outs = [loss for loss, _, _ in found], [out for _, out, _ in found]
-        out = layout.unshard(outs, 1) if rules.joined is None else sum(outs) / world_size  # joined: all have all of it
-        return self._ran(None if losses[0] is None else sum(losses), out, found[0][2])
+        out: Any = (
+            layout.unshard(outs, 1) if rules.joined is None else sum(outs) / world_size
+        )  # joined: all have all of it
+        loss: Any = None if losses[0] is None else sum(losses)
+        return self._ran(loss, out, found[0][2])
 
     @property
     def length(self) -> int:
@@ -139,11 +141,6 @@ def gradients(model: nn.Module, total: Tensor) -> dict[str, Tensor]:
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
     return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
-
-
-def shared_copy(model: nn.Module) -> nn.Module:
-    """A copy with modules and buffers of its own, and the same parameters."""
-    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
 @contextmanager
