@@ -221,7 +221,7 @@ REFUSED = {
     "falcon_mamba": "mamba_inner_fn",
     "zamba": "mamba_selective_scan",
     "minimax": "MiniMaxLightningAttention",
-    "recurrent_gemma": "attention in code of its own",
+    "recurrent_gemma": "RecurrentGemma",
     "inkling_text": "position_bias",
     "zaya": "conv_qk",
     "rwkv": "attention is 'eager'",

@@ -7,6 +7,9 @@ the twins; `tests/hosts/test_planted.py` shows over real ranks that faults are w
 
 from dataclasses import dataclass, field
 
+import pytest
+
+pytest.importorskip("transformers")
 from transformers import (
     BertConfig,
     BertForMaskedLM,

@@ -1,8 +1,11 @@
 """Models for `planted.py` whose fault is not a module of hidden states: positions, attention, arguments, losses."""
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+
+pytest.importorskip("transformers")
 from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama as llama
 

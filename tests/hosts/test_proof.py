@@ -128,6 +128,16 @@ def test_nothing_of_the_caller_is_disturbed():
     assert torch.ones(1).float().dtype == torch.float32
 
 
+def test_float32_inside_of_a_proof_is_float64():
+    from longspan.integrations.huggingface.proving.wide import Wide
+
+    with Wide():
+        made = torch.ones(2).float(), torch.zeros(2, dtype=torch.float32), torch.ones(2).to(torch.float32)
+        halves = torch.ones(2).to(torch.bfloat16)
+    assert {x.dtype for x in made} == {torch.float64}
+    assert halves.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_was_widened_is_exact_over_ranks(world, tmp_path):
     for found in pool(world).run(work.widened, str(tmp_path), timeout=TIMEOUT):

@@ -1,9 +1,5 @@
 """Models compute parts in float32 whatever their dtype: norms, softmax, rotary embeddings, losses, recurrences. A proof
 has them in float64, so that what is wrong stands clear of what is rounded.
-
->>> with Wide():
-...     torch.ones(2).float().dtype, torch.zeros(2, dtype=torch.float32).dtype
-(torch.float64, torch.float64)
 """
 
 from __future__ import annotations
