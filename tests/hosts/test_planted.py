@@ -45,7 +45,6 @@ def test_twins_are_right_over_ranks(tmp_path):
         assert all(not isinstance(error, str) and error <= ROUNDING for error in ranks), f"{name}: {ranks}"
 
 
-@pytest.mark.xfail(reason="rank 0 raises inside of the proof, and the others wait to be told", strict=True)
 @pytest.mark.timeout(120)
 def test_a_proof_that_breaks_on_rank_0_is_heard_of_by_all(tmp_path):
     said = pool(2).run(planted_work.broken_proof, str(tmp_path), timeout=30.0)

@@ -173,14 +173,16 @@ def put_in(model: nn.Module, known: Iterable[str]) -> str | None:
         where = f"{path or 'the model'} ({kind.__name__})"
         if name not in names and not _is_harmless(kind):
             return where
-        forward = vars(module).get("forward")
-        if (
-            forward is not None
-            and not hasattr(module, "_old_forward")
-            and not hasattr(forward, "_torchdynamo_orig_callable")
-        ):
+        if path and _is_replaced(module):  # trainers wrap the forward of the model itself
             return f"{where}, whose forward was replaced"
     return None
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether somebody has given this module another forward; accelerate and the compiler keep the old one inside."""
+    forward = vars(module).get("forward")
+    kept = hasattr(module, "_old_forward") or hasattr(forward, "_torchdynamo_orig_callable")
+    return forward is not None and not kept
 
 
 def _is_harmless(kind: type) -> bool:
