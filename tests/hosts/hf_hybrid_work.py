@@ -284,6 +284,22 @@ def refusal_of_old(model_type):
     return refusal(model_type)
 
 
+def labels_at_padding():
+    """What is said of labels that padding in front would predict, and of the same without them."""
+    from longspan.integrations import huggingface
+
+    model = model_of("qwen3_next")
+    ids = torch.randint(3, VOCAB, (2, 24))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    found = []
+    for changed in (labels, labels.masked_fill(mask.cumsum(1) <= 1, -100)):
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": changed}
+        found.append(said(lambda batch=batch: huggingface.shard_inputs(model, batch, dist.group.WORLD)))
+    return found
+
+
 def leak(model_type):
     """By how much transformers itself changes the second document's logits when the first one is another."""
     model = model_of(model_type, "sdpa")

@@ -128,6 +128,14 @@ def test_all_are_refused_before_their_layers_can_be_routed(model_type):
     assert hf_versions.REFUSED_BEFORE in text
 
 
+def test_labels_at_padding_are_refused():
+    """Padding in front, whose last token would predict the first real one; without that label all is well."""
+    refused, fine = pool(2).run(work.labels_at_padding, timeout=TIMEOUT)[0]
+    assert refused[0] == "BatchError"
+    assert "token 6 of row 1 is padding, and it has a label" in refused[1]
+    assert fine is None
+
+
 def test_a_layer_that_sees_nothing_is_named():
     """A layer whose mixer does not hand longspan= down is refused after the first forward pass, by its name."""
     kind, text = pool(2).run(work.deaf_layer, timeout=TIMEOUT)[0]

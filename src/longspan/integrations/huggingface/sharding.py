@@ -157,6 +157,7 @@ def _arguments(
     )
     labels = batch.get("labels") if rules.loss == IN_PLACE else shifted_labels(batch)
     if labels is not None and rules.loss in (OWN, SHIFTED, IN_PLACE):
+        _check_predicted(inner, labels, sequence.whole)
         count = batch.get("num_items_in_batch")
         count = (labels != IGNORE).sum().clamp(min=1) if count is None else torch.as_tensor(count)
         mine = layout.shard(labels, rank, 1, IGNORE)
@@ -174,6 +175,20 @@ def _arguments(
         else:
             part.pop(name, None)
     return part
+
+
+def _check_predicted(inner: Any, labels: Tensor, whole: Whole) -> None:
+    """Refuses labels of what a recurrence says at padding, which means nothing and is another thing on one device."""
+    if whole.padding is None or not is_hybrid(inner):
+        return
+    wrong = (labels != IGNORE).cpu().numpy() & ~whole.padding
+    if wrong.any():
+        row, place = (int(x[0]) for x in np.nonzero(wrong))
+        raise BatchError(
+            f"token {place} of row {row} is padding, and it has a label: the token after it is to be predicted from it."
+            f" What recurrences of this model say at padding means nothing. Put -100 into labels at padding and at the"
+            f" first real token behind it."
+        )
 
 
 def _own_tokens(batch: Mapping[str, Any], sequence: ShardedSequence, position_ids: Tensor | None) -> dict[str, Any]:
