@@ -37,14 +37,6 @@ def chosen(entries):
             yield pytest.param(entry, FORMS[name], id=f"{entry.name}, {name}")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(("entry", "form"), list(chosen(FAULTS)))
 def test_a_planted_fault_is_refused(entry, form):
     proof = prove(entry.kind, entry.settings(), form)

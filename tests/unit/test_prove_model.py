@@ -25,14 +25,6 @@ TOKENS, LENGTHS, VOCABULARY = 37, [11, 7, 19], 23
 MASK = ls.masks.documents(LENGTHS) & ls.masks.causal()
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Way:
     """How tokens meet: on one device, or on one rank."""
 

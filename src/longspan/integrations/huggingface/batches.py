@@ -20,8 +20,7 @@ PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 USED = ("attention_mask", "position_ids", "labels", "shift_labels", *PACKED, "max_length_q", "max_length_k")
 BY_TOKEN = ("token_type_ids", "mm_token_type_ids")
 """Further arguments (batch, tokens) that are cut as tokens are."""
-IMAGES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-SEEN = IMAGES[:2]
+SEEN = ("pixel_values", "image_grid_thw")
 """What is known about images; videos are not tried."""
 IGNORE = -100
 

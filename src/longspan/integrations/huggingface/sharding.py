@@ -195,7 +195,8 @@ def _own_tokens(batch: Mapping[str, Any], sequence: ShardedSequence, position_id
     whole = {name: value for name, value in batch.items() if name not in USED and value is not None}
     whole["position_ids"] = position_ids
     dims = {name: 1 for name in whole if name in ("inputs_embeds", *BY_TOKEN)}
-    whole.pop("num_items_in_batch", None) if sequence.rules.loss in (SHIFTED, IN_PLACE) else None
+    if sequence.rules.loss in (SHIFTED, IN_PLACE):
+        whole.pop("num_items_in_batch", None)
     return shard_batch(whole, sequence.layout, sequence.rank, dims=dims or None)
 
 

@@ -80,13 +80,18 @@ def check_packing(model: Any, is_causal: bool) -> None:
     )
 
 
+def _is_common(kind: type) -> bool:
+    """Whether a class is torch's, or one that all models of transformers share."""
+    package, *rest = kind.__module__.split(".")
+    return package in ("torch", "builtins") or (package == "transformers" and rest[:1] != ["models"])
+
+
 @lru_cache(maxsize=1024)
 def _source(kind: type) -> str:
     """The source of a class and of those it builds on, but for what all models share."""
     sources = []
     for part in kind.__mro__:
-        package, *rest = part.__module__.split(".")
-        if package in ("torch", "builtins") or (package == "transformers" and rest[:1] != ["models"]):
+        if _is_common(part):
             continue
         try:
             sources.append(textwrap.dedent(inspect.getsource(part)))
@@ -145,8 +150,7 @@ def code_of(model: nn.Module) -> str:
     for name, kind in sorted(classes_of(model).items()):
         digest.update(name.encode())
         for part in kind.__mro__:
-            package, *rest = part.__module__.split(".")
-            if package in ("torch", "builtins") or (package == "transformers" and rest[:1] != ["models"]):
+            if _is_common(part):
                 continue
             for called, value in sorted(vars(part).items()):
                 code = getattr(inspect.unwrap(getattr(value, "__func__", value)), "__code__", None)

@@ -28,7 +28,6 @@ _JOINED: WeakSet[nn.Module] = WeakSet()
 _SHIELDED: WeakSet[nn.Module] = WeakSet()
 POOLER = "pooler"
 """A module of this name is given all tokens; any other gives all tokens on."""
-DROPPED = ("past_key_values", "use_cache")
 PLACED = ("visual_pos_masks", "deepstack_visual_embeds")
 
 

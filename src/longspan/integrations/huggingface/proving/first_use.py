@@ -34,7 +34,7 @@ _KNOWN: WeakKeyDictionary[Any, dict[tuple[Form, str, bool], Rules]] = WeakKeyDic
 def rules_of(model: Any, batch: Mapping[str, Any], group: Any, trust_model: bool) -> Rules:
     """How the model is to be treated, after its proof; a model that would be wrong is refused on all ranks."""
     config = model.config
-    form = form_of(batch, config.get_text_config(), is_whole=True)
+    form = form_of(batch, config.get_text_config())
     known = _KNOWN.setdefault(model, {})
     key = form, getattr(group, "group_name", ""), trust_model  # every group tells its own ranks
     if key not in known:

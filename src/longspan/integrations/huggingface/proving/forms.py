@@ -43,9 +43,9 @@ class Form:
         return {**asdict(self), "others": list(self.others)}
 
 
-def form_of(batch: Mapping[str, Any], config: Any, is_whole: bool) -> Form:
+def form_of(batch: Mapping[str, Any], config: Any) -> Form:
     """The form of a user's batch."""
-    read = read_batch(batch, is_whole)
+    read = read_batch(batch, is_whole=True)
     padding = ""
     if read.padding is not None and not read.padding.all():
         padding = "right" if bool(read.padding[:, 0].all()) else "left"

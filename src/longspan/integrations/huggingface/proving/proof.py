@@ -173,14 +173,14 @@ def _compared(trial: Trial, form: Form) -> tuple[float, Rules]:
     """The largest difference, and the rules by which the model was split."""
     try:
         rules = rules_found(trial)
-        truth = trial.apart([0, FIRST, TOKENS]) if form.packed and is_hybrid(trial.model) else trial.whole()
+        truth, again = _truth(trial, form), _truth(trial, form)
     except UnknownRuleError as unknown:
         raise _RefusedError(f"{unknown.what}: {unknown}.") from unknown
     except LongspanError as error:
         raise _RefusedError(_line(error)) from error
     if not form.packed and form.padding != "left":  # rows that see nothing make NaN of eager attention in float64
         _check_eager(trial, truth)
-    if not _difference(trial.whole(), trial.whole())[0] <= LIMIT:
+    if not _difference(again, truth)[0] <= LIMIT:
         raise _FailedError(
             "on one device already, it gives other numbers when it runs again, so nothing can be compared: it remembers"
             " something from one run to the next, or draws random numbers."
@@ -189,9 +189,8 @@ def _compared(trial: Trial, form: Form) -> tuple[float, Rules]:
     for name, world_size in LAYOUTS:
         ran, rules = _split(trial, rules, name, world_size)
         error, where = _difference(ran, truth)
-        if not error <= LIMIT and (trial.is_wide or not error <= _rounding(trial)):
-            first = first_module(trial, rules, name, world_size)
-            raise _RefusedError(_found(where, error, first, name, world_size))
+        if not _is_right(trial, error):
+            raise _RefusedError(_found(trial, rules, where, error, (name, world_size)))
         worst = max(worst, error)
         wanted = num_layers(trial.model, trial.model.config.get_text_config())
         rules = replace(rules, layers="all" if ran.calls >= wanted else "some" if ran.calls else "none")
@@ -204,16 +203,21 @@ def _check_evaluation(trial: Trial, rules: Rules, form: Form) -> None:
     name, world_size = LAYOUTS[0]
     for model in (trial.model, trial.unused):
         model.eval()
-    truth = trial.apart([0, FIRST, TOKENS]) if form.packed and is_hybrid(trial.model) else trial.whole()
     ran, _ = _split(trial, rules, name, world_size)
-    error, where = _difference(ran, truth)
-    if not error <= LIMIT and (trial.is_wide or not error <= _rounding(trial)):
-        first = first_module(trial, rules, name, world_size)
-        raise _RefusedError(f"in evaluation, {_found(where, error, first, name, world_size)}")
+    error, where = _difference(ran, _truth(trial, form))
+    if not _is_right(trial, error):
+        raise _RefusedError(f"in evaluation, {_found(trial, rules, where, error, (name, world_size))}")
 
 
-def _rounding(trial: Trial) -> float:
-    return min(MOST, ROUNDINGS * _difference(trial.rounded(), trial.whole())[0])
+def _truth(trial: Trial, form: Form) -> Ran:
+    """What one device gives, with documents apart."""
+    return trial.apart([0, FIRST, TOKENS]) if form.packed and is_hybrid(trial.model) else trial.whole()
+
+
+def _is_right(trial: Trial, error: float) -> bool:
+    if error <= LIMIT or trial.is_wide:
+        return error <= LIMIT
+    return error <= min(MOST, ROUNDINGS * _difference(trial.rounded(), trial.whole())[0])
 
 
 def _split(trial: Trial, rules: Rules, name: str, world_size: int) -> tuple[Ran, Rules]:
@@ -277,7 +281,9 @@ _ADVICE = (
 )
 
 
-def _found(where: str, error: float, first: str | None, name: str, world_size: int) -> str:
+def _found(trial: Trial, rules: Rules, where: str, error: float, how: tuple[str, int]) -> str:
+    name, world_size = how
+    first = first_module(trial, rules, name, world_size)
     said = f"over {world_size} ranks ({name}), {where} is off by {error:.1e} from one device."
     if first is None:
         return (
@@ -297,9 +303,6 @@ def _failed(trial: Trial, rules: Rules, name: str, world_size: int, error: Excep
 
 
 def _line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return (
-        f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
-        if not isinstance(error, LongspanError)
-        else str(error)
-    )
+    if isinstance(error, LongspanError):
+        return str(error)
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
