@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from longspan.integrations.huggingface.hooks.rotary import watch_rotary
 from longspan.integrations.huggingface.hooks.seen import listen, listen_to_layers, takes
 from longspan.integrations.huggingface.masks import layer_mask
 from longspan.integrations.huggingface.models import layer_kinds
-from longspan.integrations.huggingface.rules import IN_PLACE, NO_POSITIONS, OWN, POOLED, SHIFTED, Rules
+from longspan.integrations.huggingface.rules import AFTER_PADDING, IN_PLACE, NO_POSITIONS, OWN, POOLED, SHIFTED, Rules
 from longspan.integrations.huggingface.sequence import ShardedSequence, Whole
 from longspan.integrations.huggingface.structure import check_packing, num_layers, padding_id
 from longspan.integrations.huggingface.terms import Kind
@@ -38,6 +39,8 @@ from longspan.training import BatchError, shard_batch
 
 STATE_KEYS = 2048
 """What a state that goes from span to span weighs, in keys and values: 6 MiB of a layer of Qwen3-Next against 2 KiB."""
+
+_HOOKED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def register() -> str:
@@ -87,7 +90,8 @@ def _positions(inner: Any, batch: Mapping[str, Any], read: Reading, rules: Rules
     given = batch.get("position_ids")
     if rules.body is not None and isinstance(given, Tensor) and given.ndim == 3:
         return given  # of images and video: the body's door cuts them
-    return positions_of(batch, read, asked.positions, rules.positions, padding_id(inner))
+    skipped = padding_id(inner) if rules.positions == AFTER_PADDING else None
+    return positions_of(batch, read, asked.positions, rules.positions, skipped)
 
 
 def _check_packed(inner: Any, batch: Mapping[str, Any], read: Reading, kinds: list[Kind]) -> None:
@@ -97,12 +101,20 @@ def _check_packed(inner: Any, batch: Mapping[str, Any], read: Reading, kinds: li
         check_packing(inner, all("causal" in repr(kind) for kind in kinds))
 
 
+def _hooked(inner: Any) -> bool:
+    """Whether rotary embeddings of the model depend on the largest position. Hooks that depend on the model alone are
+    put in place here, once: a walk through all modules takes milliseconds, and this is asked in every step."""
+    if inner not in _HOOKED:
+        route_losses(inner)
+        shield(inner, text_part(inner))
+        _HOOKED[inner] = watch_rotary(inner)
+    return _HOOKED[inner]
+
+
 def _prepare(inner: Any, sequence: ShardedSequence) -> None:
     """What the model calls beside attention goes over ranks too, and every layer of a hybrid is watched for it."""
-    route_losses(inner)
     if sequence.rules.body is not None:
         watch_body(inner, sequence.rules.body, sequence.rules.joined)
-    shield(inner, text_part(inner))
     if not is_hybrid(inner):
         return
     padding = sequence.whole.padding
@@ -148,7 +160,7 @@ def _arguments(
     anything is cut."""
     rules, layout, rank = sequence.rules, sequence.layout, sequence.rank
     tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
-    if watch_rotary(inner) and position_ids is not None:
+    if _hooked(inner) and position_ids is not None:
         sequence.largest = position_ids.max()
     part = (
         _whole_tokens(batch, sequence, position_ids)
