@@ -1,10 +1,10 @@
 """What a training loop needs around attention: one batch for all ranks in, the same gradients as on one device out.
 
 A step, in this order: `check_same` (were all ranks of the sequence fed one batch?), `shard_batch` (the rank's part,
-with labels that were shifted while the sequence was whole), the model, `token_loss` (with the model's `Head`, without
-logits of all tokens; `token_logprobs` for what reinforcement learning wants of each). `relayout` is for layers that need
-other tokens than attention does, `gather_outputs` for evaluation, `make_mesh` for the ranks, `watch` for knowing who
-failed.
+with labels that were shifted while the sequence was whole), the model, `token_loss` (given the model's `Head`, without
+logits of all tokens; `token_logprobs` is for what reinforcement learning wants of each). `relayout` is for layers that
+need other tokens than attention does, `gather_outputs` for evaluation, `make_mesh` for the ranks, `watch` for knowing
+who failed.
 """
 
 from longspan.training.agree import check_same

@@ -53,8 +53,8 @@ class Head:
             other = ", or None for no cap" if name == "soft_cap" else ""
             kind = "a number" if name == "scale" else "a number above 0"
             raise BatchError(
-                f"{name} = {shortened(value)} was given for a head. It is {kind}{other}, and no tensor: a gradient of it"
-                f" is not computed."
+                f"{name} = {shortened(value)} was given for a head. It is {kind}{other}, and no tensor: no gradient of"
+                f" it is computed."
             )
         if self.group is not None:
             process_group(self.group, "Head")
@@ -64,7 +64,8 @@ class Head:
         said = [f"{self.weight.shape[0]} words x {self.weight.shape[1]} features"]
         said += ["bias"] * (self.bias is not None)
         said += [f"{name}={getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value]
-        said += [f"cut over {process_group(self.group, 'Head').size()} ranks"] * (self.group is not None)
+        if self.group is not None:
+            said.append(f"cut over {process_group(self.group, 'Head').size()} ranks")
         return f"Head({', '.join(said)})"
 
 
@@ -86,8 +87,8 @@ def head_of(head: Any) -> Head:
     if type(head).forward is not nn.Linear.forward or "forward" in vars(head) or has_hooks(head):
         raise BatchError(
             f"head is {type(head).__name__} with a forward or with hooks of its own, which would not be called: only"
-            f" its weight is used. Pass Head(weight, bias, ...) if that is all it computes (with adapters: of the merged"
-            f" weight), else compute logits and leave head out."
+            f" its weight is used. Pass Head(weight, bias, ...) if that is all it computes (with adapters: of the"
+            f" merged weight), else compute logits and leave head out."
         )
     return Head(head.weight, head.bias)
 
@@ -101,7 +102,8 @@ class Task(NamedTuple):
 
 
 def task_of(values: Tensor, labels: Tensor, head: Head | None, ignore_index: int) -> Task:
-    """Hidden states (or logits, without a head) and flat labels as slabs want them. Tokens without a label are left out."""
+    """Hidden states (or logits, without a head) and flat labels as slabs want them; tokens without a label are left
+    out."""
     weight, bias = (None, None) if head is None else (head.weight, head.bias)
     check_no_tangent(values=values, weight=weight, bias=bias)
     if head is not None:  # as nn.Linear under autocast
@@ -180,12 +182,12 @@ class SharedHere(torch.autograd.Function):
     """Over simulated ranks, which have one graph: tensors of all of them in, tensors of all of them out."""
 
     @staticmethod
-    def forward(ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(_ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
         return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         total = torch.stack(grads).sum(0, dtype=wide(grads[0].dtype))
         return tuple(total.to(grad.dtype) for grad in grads)
 

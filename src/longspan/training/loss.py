@@ -39,7 +39,7 @@ def token_loss(
     """Cross-entropy of this rank's tokens (labels already shifted) such that gradients are those of one device.
 
     `values` are logits; or hidden states, with the model's last layer as `head` (a `Head`, a weight, an nn.Linear):
-    then loss and gradients are computed in one pass over some tokens at a time, and logits of all tokens are never there.
+    then loss and gradients are computed in one pass, some tokens at a time, and logits of all tokens are never there.
 
     The *value* is the loss of the whole group, the same on every rank, for logging. *Backward* is that of the local
     share: the sum over local tokens, divided by the number of labels in the whole group, or by `num_tokens` (with
@@ -124,12 +124,13 @@ class Terms:
     def __post_init__(self) -> None:
         if not is_number(self.smoothing) or not 0 <= self.smoothing <= 1:
             raise BatchError(
-                f"label_smoothing = {shortened(self.smoothing)} was given. It is the share that goes to all words alike:"
-                f" a number from 0 to 1."
+                f"label_smoothing = {shortened(self.smoothing)} was given. It is the share that goes to all words"
+                f" alike: a number from 0 to 1."
             )
         if not is_number(self.z_loss) or self.z_loss < 0:
             raise BatchError(
-                f"z_loss = {shortened(self.z_loss)} was given. It multiplies the square of logsumexp: a number, 0 or more."
+                f"z_loss = {shortened(self.z_loss)} was given. It multiplies the square of logsumexp: a number, 0 or"
+                f" more."
             )
 
     def losses(self, facts: Facts, num_words: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Log-probabilities of labels, and their gradients, without logits of all tokens at once.
 
-Logits of some tokens at a time are computed, used and forgotten: a slab, tokens x words of this rank, in float32 (float64
-for float64). Beside it there is never more than a fifth of its size: hidden states in bfloat16 are multiplied by
-some words of the head at a time and the products widened into the slab, and gradients of logits take the slab's own
+Logits of some tokens at a time are computed, used and forgotten: a slab, tokens x words of this rank, in float32
+(float64 for float64). Beside it there is never more than a fifth of its size: hidden states in bfloat16 are multiplied
+by some words of the head at a time and the products widened into the slab, and gradients of logits take the slab's own
 place, in the hidden states' dtype, row by row.
 
 Of a token the softmax needs five numbers, and they add up over ranks that hold different words. With z of two words
@@ -26,8 +26,8 @@ from longspan.execution.tile import wide
 from longspan.training.groups import all_summed
 
 PARTS, LEAST, MOST = 24, 1 << 24, 1 << 30
-"""A slab is this part of all logits, but of no fewer and no more bytes. On GPUs the gradient of the head is read and
-written once for each slab, on CPUs a slab should not leave caches cold for long; either way it wants hundreds of tokens."""
+"""A slab is this part of all logits, but of no fewer and no more bytes. The gradient of a head is read and written once
+for each slab, which for few tokens takes longer than the products: a slab wants hundreds of them."""
 BLOCKS = 24
 """A slab's rows are worked on in so many blocks, and the head's words in so many strips."""
 
@@ -82,8 +82,8 @@ class Facts(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Per token, what the gradient of a word's logit is made of: p (plain + log_p log(p)) + every, and `label` on top for
-    the label itself. `log_p` may be missing."""
+    """Per token, what the gradient of a word's logit is made of: p (plain + log_p log(p)) + every, and `label` on top
+    for the label itself. `log_p` may be missing."""
 
     plain: Tensor
     label: Tensor
