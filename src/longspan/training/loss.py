@@ -19,7 +19,7 @@ from longspan.execution.inputs import check_no_tangent, is_number
 from longspan.execution.tile import wide
 from longspan.span import shortened
 from longspan.training.groups import BatchError, all_summed, process_group
-from longspan.training.head import Head, check_range, head_of, task_of
+from longspan.training.head import Head, check_range, differentiated_once, head_of, task_of
 from longspan.training.slabs import Facts, Gradients, Inputs, Slopes, Work, empty_slab, facts_of, logits_of
 
 
@@ -194,7 +194,7 @@ class HeadLoss(torch.autograd.Function):
         return losses.sum(dtype=torch.float64)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ready, ctx.ready = ctx.ready, None
         if ready is None:  # a second time, under retain_graph
@@ -226,7 +226,7 @@ class PerToken(torch.autograd.Function):
         return found[0].clone(), found[1]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, lses, entropies = ctx.saved_tensors
         work: Work = ctx.work

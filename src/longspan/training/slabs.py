@@ -108,19 +108,25 @@ def rows_for(num_tokens: int, num_words: int, itemsize: int) -> int:
 
 
 def empty_slab(work: Work, inputs: Inputs) -> Tensor | None:
-    """Memory for one slab after the other; None where logits themselves were given."""
-    if inputs.weight is None:
+    """Memory for one slab after the other; None where logits were given that can be read as they are."""
+    values, weight, _ = inputs
+    dtype = wide(values.dtype)
+    if weight is None and work.places is None and values.dtype == dtype:
         return None
-    rows = min(work.rows, len(work.labels))
-    return inputs.values.new_empty((rows, len(inputs.weight)), dtype=wide(inputs.values.dtype))
+    num_words = values.shape[1] if weight is None else len(weight)
+    return values.new_empty((min(work.rows, len(work.labels)), num_words), dtype=dtype)
 
 
 def logits_of(work: Work, inputs: Inputs, span: slice, memory: Tensor | None) -> Tensor:
     """Logits of these tokens for this rank's words, wide, in this memory."""
+    if memory is None:
+        return inputs.values[span]
+    slab = memory[: span.stop - span.start]
+    if inputs.weight is None:
+        for block in _blocks(slab):
+            slab[block] = work.rows_of(inputs.values, _within(span, block))
+        return slab
     rows = work.rows_of(inputs.values, span)
-    if inputs.weight is None or memory is None:
-        return rows.to(wide(rows.dtype))
-    slab = memory[: len(rows)]
     for words in _strips(slab, rows.dtype):
         part, weight = slab[:, words], inputs.weight[words]
         bias = None if inputs.bias is None else inputs.bias[words]
@@ -140,15 +146,15 @@ def facts_of(work: Work, slab: Tensor, labels: Tensor, *, entropy: bool, total: 
     place, own = _found(work, slab, labels)
     if slab.shape[1]:
         local[:, 2] = torch.where(own, slab.gather(1, place).squeeze(1), 0)
-        scratch = _scratch(slab)
+        scratch, other = _scratch(slab), _scratch(slab) if entropy else None
         for block in _blocks(slab):
             z, into = slab[block], local[block]
             most = z.amax(1)
             into[:, 0] = most
             most = most.masked_fill(most.isneginf(), 0.0)  # -inf minus -inf is nan, not "nothing"
             shifted = torch.sub(z, most[:, None], out=scratch[: len(z)])
-            if entropy:
-                powers = shifted.exp()
+            if other is not None:
+                powers = torch.exp(shifted, out=other[: len(z)])
                 into[:, 1] = powers.sum(1)
                 into[:, 4] = powers.mul_(_finite(shifted)).sum(1)
             else:
@@ -186,23 +192,23 @@ def to_gradients(
     with the next ones."""
     factor = work.scale / work.temperature
     place, own = _found(work, slab, labels)
-    scratch = _scratch(slab)
+    scratch, other = _scratch(slab), _scratch(slab)
     on_label = torch.where(own, slopes.label, 0)[:, None]
     for block in _blocks(slab):
         z = slab[block]
-        grad = torch.sub(z, lse[block, None], out=scratch[: len(z)])
+        grad, slope = torch.sub(z, lse[block, None], out=scratch[: len(z)]), other[: len(z)]
         if slopes.log_p is None:
             grad.exp_().mul_(slopes.plain[block, None])
         else:
-            slope = _finite(grad) * slopes.log_p[block, None]
+            torch.mul(_finite(grad), slopes.log_p[block, None], out=slope)
             grad.exp_().mul_(slope.add_(slopes.plain[block, None]))
         if slopes.every:
             grad.add_(slopes.every)
         if slab.shape[1]:
             grad.scatter_add_(1, place[block], on_label[block])
         if work.soft_cap is not None:  # the slope of c tanh(x / c) is 1 - tanh(x / c) ** 2
-            tangent = z * (work.temperature / work.soft_cap)
-            grad.addcmul_(grad, tangent.square_(), value=-1)
+            torch.mul(z, work.temperature / work.soft_cap, out=slope)
+            grad.addcmul_(grad, slope.square_(), value=-1)
         yield block, grad if factor == 1 else grad.mul_(factor)
 
 
@@ -245,7 +251,7 @@ class Gradients:
     def _add_to_logits(self, work: Work, span: slice, slab: Tensor, lse: Tensor, slopes: Slopes) -> None:
         assert self.values is not None
         for block, grad in to_gradients(work, slab, lse, work.labels[span], slopes):
-            work.put(self.values, slice(span.start + block.start, span.start + block.stop), grad)
+            work.put(self.values, _within(span, block), grad)
 
     def _add_to_weight(self, grads: Tensor, rows: Tensor) -> None:
         assert self.weight is not None
@@ -287,6 +293,11 @@ def _finite(x: Tensor) -> Tensor:
 def _blocks(slab: Tensor) -> Iterator[slice]:
     step = max(1, -(-len(slab) // BLOCKS))
     return (slice(start, min(start + step, len(slab))) for start in range(0, len(slab), step))
+
+
+def _within(span: slice, block: slice) -> slice:
+    """Tokens of a block of a slab that has these tokens."""
+    return slice(span.start + block.start, span.start + block.stop)
 
 
 def _scratch(slab: Tensor) -> Tensor:
