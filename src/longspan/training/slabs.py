@@ -107,21 +107,31 @@ def rows_for(num_tokens: int, num_words: int, itemsize: int) -> int:
     return max(min(size // row, num_tokens), 1)
 
 
-def empty_slab(work: Work, inputs: Inputs) -> Tensor | None:
-    """Memory for one slab after the other; None where logits were given that can be read as they are."""
+class Memory(NamedTuple):
+    """What slabs take turns in: rows of one of them, and two blocks beside it. Logits that can be read as they are need
+    no slab, which has no rows then."""
+
+    slab: Tensor
+    scratch: Tensor
+    other: Tensor
+
+
+def memory_for(work: Work, inputs: Inputs) -> Memory:
+    """Memory for the slabs of a call, allocated at once."""
     values, weight, _ = inputs
-    dtype = wide(values.dtype)
+    dtype, rows = wide(values.dtype), min(work.rows, len(work.labels))
+    block = -(-rows // BLOCKS)
     if weight is None and work.places is None and values.dtype == dtype:
-        return None
-    num_words = values.shape[1] if weight is None else len(weight)
-    return values.new_empty((min(work.rows, len(work.labels)), num_words), dtype=dtype)
+        rows = 0
+    whole = values.new_empty((rows + 2 * block, values.shape[1] if weight is None else len(weight)), dtype=dtype)
+    return Memory(whole[:rows], whole[rows : rows + block], whole[rows + block :])
 
 
-def logits_of(work: Work, inputs: Inputs, span: slice, memory: Tensor | None) -> Tensor:
+def logits_of(work: Work, inputs: Inputs, span: slice, memory: Memory) -> Tensor:
     """Logits of these tokens for this rank's words, wide, in this memory."""
-    if memory is None:
+    if not len(memory.slab):
         return inputs.values[span]
-    slab = memory[: span.stop - span.start]
+    slab = memory.slab[: span.stop - span.start]
     if inputs.weight is None:
         for block in _blocks(slab):
             slab[block] = work.rows_of(inputs.values, _within(span, block))
@@ -139,22 +149,23 @@ def logits_of(work: Work, inputs: Inputs, span: slice, memory: Tensor | None) ->
     return slab
 
 
-def facts_of(work: Work, slab: Tensor, labels: Tensor, *, entropy: bool, total: bool) -> Facts:
+def facts_of(
+    work: Work, slab: Tensor, memory: Memory, labels: Tensor, *, entropy: bool = False, total: bool = False
+) -> Facts:
     """Facts of a slab's tokens, over the words of all ranks of the group."""
     local = slab.new_zeros((len(slab), 5))
     local[:, 0] = -torch.inf
     place, own = _found(work, slab, labels)
     if slab.shape[1]:
         local[:, 2] = torch.where(own, slab.gather(1, place).squeeze(1), 0)
-        scratch, other = _scratch(slab), _scratch(slab) if entropy else None
         for block in _blocks(slab):
             z, into = slab[block], local[block]
             most = z.amax(1)
             into[:, 0] = most
             most = most.masked_fill(most.isneginf(), 0.0)  # -inf minus -inf is nan, not "nothing"
-            shifted = torch.sub(z, most[:, None], out=scratch[: len(z)])
-            if other is not None:
-                powers = torch.exp(shifted, out=other[: len(z)])
+            shifted = torch.sub(z, most[:, None], out=memory.scratch[: len(z)])
+            if entropy:
+                powers = torch.exp(shifted, out=memory.other[: len(z)])
                 into[:, 1] = powers.sum(1)
                 into[:, 4] = powers.mul_(_finite(shifted)).sum(1)
             else:
@@ -186,17 +197,16 @@ def _together(found: Tensor) -> Facts:
 
 
 def to_gradients(
-    work: Work, slab: Tensor, lse: Tensor, labels: Tensor, slopes: Slopes
+    work: Work, slab: Tensor, memory: Memory, lse: Tensor, labels: Tensor, slopes: Slopes
 ) -> Iterator[tuple[slice, Tensor]]:
     """Rows of a slab and the gradients of the products that its logits came from, some rows at a time; they are gone
     with the next ones."""
     factor = work.scale / work.temperature
     place, own = _found(work, slab, labels)
-    scratch, other = _scratch(slab), _scratch(slab)
     on_label = torch.where(own, slopes.label, 0)[:, None]
     for block in _blocks(slab):
         z = slab[block]
-        grad, slope = torch.sub(z, lse[block, None], out=scratch[: len(z)]), other[: len(z)]
+        grad, slope = torch.sub(z, lse[block, None], out=memory.scratch[: len(z)]), memory.other[: len(z)]
         if slopes.log_p is None:
             grad.exp_().mul_(slopes.plain[block, None])
         else:
@@ -215,9 +225,9 @@ def to_gradients(
 class Gradients:
     """Gradients of inputs, slab by slab; None for those that are not wanted. That of a head is summed in float32."""
 
-    def __init__(self, inputs: Inputs, wanted: tuple[bool, bool, bool]) -> None:
+    def __init__(self, inputs: Inputs, memory: Memory, wanted: tuple[bool, bool, bool]) -> None:
         values, weight, bias = inputs
-        self.inputs = inputs
+        self.inputs, self.memory = inputs, memory
         self.values = torch.zeros_like(values) if wanted[0] else None
         self.weight, self.bias = (
             torch.zeros_like(x, dtype=wide(x.dtype)) if x is not None and want else None
@@ -231,7 +241,7 @@ class Gradients:
             return
         dtype = self.inputs.values.dtype
         narrow = slab.view(dtype)[:, : slab.shape[1]]  # a row's gradients lie where its logits lay
-        for block, grad in to_gradients(work, slab, lse, work.labels[span], slopes):
+        for block, grad in to_gradients(work, slab, self.memory, lse, work.labels[span], slopes):
             if self.bias is not None:
                 self.bias += grad.sum(0)
             narrow[block] = grad
@@ -242,15 +252,15 @@ class Gradients:
 
     def narrowed(self) -> tuple[Tensor | None, ...]:
         """Those of values, weight and bias in their dtypes; but sums over tokens may leave the range of float16."""
-        head = (
-            x if x is None or like is None or like.dtype == torch.float16 else x.to(like.dtype)
-            for x, like in zip((self.weight, self.bias), self.inputs[1:], strict=True)
-        )
-        return self.values, *head
+        del self.memory  # it is not needed while sums are copied
+        found = [self.values]
+        for x, like in zip((self.weight, self.bias), self.inputs[1:], strict=True):
+            found.append(x if x is None or like is None or like.dtype == torch.float16 else x.to(like.dtype))
+        return tuple(found)
 
     def _add_to_logits(self, work: Work, span: slice, slab: Tensor, lse: Tensor, slopes: Slopes) -> None:
         assert self.values is not None
-        for block, grad in to_gradients(work, slab, lse, work.labels[span], slopes):
+        for block, grad in to_gradients(work, slab, self.memory, lse, work.labels[span], slopes):
             work.put(self.values, _within(span, block), grad)
 
     def _add_to_weight(self, grads: Tensor, rows: Tensor) -> None:
@@ -298,10 +308,6 @@ def _blocks(slab: Tensor) -> Iterator[slice]:
 def _within(span: slice, block: slice) -> slice:
     """Tokens of a block of a slab that has these tokens."""
     return slice(span.start + block.start, span.start + block.stop)
-
-
-def _scratch(slab: Tensor) -> Tensor:
-    return slab.new_empty((-(-len(slab) // BLOCKS), slab.shape[1]))
 
 
 def _strips(slab: Tensor, dtype: torch.dtype) -> Iterator[slice]:
