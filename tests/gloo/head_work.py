@@ -56,7 +56,7 @@ def _case(seed, words):
         parts = [None] * over_tokens.size()
         dist.all_gather_object(parts, found[i].detach(), group=over_tokens)
         result[name] = case.layout.unshard(parts, 1)
-    return worst(result, right)
+    return worst(case, result, right)
 
 
 class Model(nn.Module):
