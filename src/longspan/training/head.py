@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longspan.execution._torch import has_hooks
+from longspan.execution._torch import hooks_of
 from longspan.execution.inputs import as_autocast, check_no_tangent, is_number
 from longspan.execution.simulated import SimulatedRank
 from longspan.execution.tile import wide
 from longspan.span import shortened
 from longspan.training.groups import BatchError, all_summed, process_group
-from longspan.training.slabs import Inputs, Work, rows_for
+from longspan.training.slabs import Inputs, SlabWork, rows_for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +86,7 @@ def head_of(head: Any) -> Head:
             f"head must be a Head, a weight of shape (words, features) or an nn.Linear, but {type(head).__name__} was"
             f" given. Head(weight, bias, scale=, soft_cap=) says what the last layer computes."
         )
-    if type(head).forward is not nn.Linear.forward or "forward" in vars(head) or has_hooks(head):
+    if type(head).forward is not nn.Linear.forward or "forward" in vars(head) or any(hooks_of(head)):
         raise BatchError(
             f"head is {type(head).__name__} with a forward or with hooks of its own, which would not be called: only"
             f" its weight is used. Pass Head(weight, bias, ...) if that is all it computes (with adapters: of the"
@@ -95,15 +95,15 @@ def head_of(head: Any) -> Head:
     return Head(head.weight, head.bias)
 
 
-class Task(NamedTuple):
+class HeadCall(NamedTuple):
     """A call made ready: inputs, what to do with them, and how many words there are."""
 
     inputs: Inputs
-    work: Work
+    work: SlabWork
     num_words: int
 
 
-def task_of(values: Tensor, labels: Tensor, head: Head | None, ignore_index: int) -> Task:
+def call_of(values: Tensor, labels: Tensor, head: Head | None, ignore_index: int) -> HeadCall:
     """Hidden states (or logits, without a head) and flat labels as slabs want them; tokens without a label are left
     out."""
     weight, bias = (None, None) if head is None else (head.weight, head.bias)
@@ -123,9 +123,9 @@ def task_of(values: Tensor, labels: Tensor, head: Head | None, ignore_index: int
     rows = rows_for(len(real), max(sizes), wide(values.dtype).itemsize)
     form = {} if head is None else {"scale": float(head.scale), "temperature": float(head.temperature)}
     form |= {} if head is None or head.soft_cap is None else {"soft_cap": float(head.soft_cap)}
-    work = Work(real, places, rows, group=group, first=sum(sizes[:rank]), **form)
+    work = SlabWork(real, places, rows, group=group, first=sum(sizes[:rank]), **form)
     flat_values = values.reshape(labels.numel(), values.shape[-1])
-    return Task(Inputs(shared(flat_values, group), weight, bias), work, num_words)
+    return HeadCall(Inputs(shared(flat_values, group), weight, bias), work, num_words)
 
 
 def check_range(labels: Tensor, num_words: int, ignore_index: int) -> None:
