@@ -50,7 +50,7 @@ class Head:
         _check_weight(self.weight, self.bias)
         numbers = {"scale": self.scale, "soft_cap": self.soft_cap, "temperature": self.temperature}
         for name, value in numbers.items():
-            if (value is None and name == "soft_cap") or (_is_plain(value) and (name == "scale" or value > 0)):
+            if (name == "soft_cap") if value is None else (_is_plain(value) and (name == "scale" or value > 0)):
                 continue
             other = ", or None for no cap" if name == "soft_cap" else ""
             kind = "a number" if name == "scale" else "a number above 0"
@@ -153,47 +153,6 @@ def _sizes(local: int, labels: Tensor, group: dist.ProcessGroup) -> list[int]:
     return sizes
 
 
-# -- hidden states that all ranks of a head's group hold ---------------------------------------------------------------
-
-
-def shared(x: Tensor, group: Any) -> Tensor:
-    """The same tensor, whose gradient is summed over the group: each rank has that of its own words."""
-    if group is None or not (torch.is_grad_enabled() and x.requires_grad):
-        return x
-    if isinstance(group, SimulatedRank):
-        return group.meet("a head", x, lambda parts: SharedHere.apply(*parts))  # type: ignore[arg-type]
-    return Shared.apply(x, group)  # type: ignore[return-value]
-
-
-class Shared(torch.autograd.Function):
-    """Over a process group."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].to(wide(grads[0].dtype), copy=True, memory_format=torch.contiguous_format)
-        return all_summed(total, ctx.group).to(grads[0].dtype), None
-
-
-class SharedHere(torch.autograd.Function):
-    """Over simulated ranks, which have one graph: tensors of all of them in, tensors of all of them out."""
-
-    @staticmethod
-    def forward(_ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in xs)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        total = torch.stack(grads).sum(0, dtype=wide(grads[0].dtype))
-        return tuple(total.to(grad.dtype) for grad in grads)
-
-
 # -- gradients that are not differentiated again -----------------------------------------------------------------------
 
 
@@ -221,11 +180,52 @@ class Once(torch.autograd.Function):
         return grad.view_as(grad)
 
     @staticmethod
-    def backward(_ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
         raise BatchError(
             "a gradient of token_logprobs, or of token_loss with head=, was differentiated again (create_graph=True)."
             " Second derivatives are not computed there. Compute logits, and leave head out of token_loss."
         )
+
+
+# -- hidden states that all ranks of a head's group hold ---------------------------------------------------------------
+
+
+def shared(x: Tensor, group: Any) -> Tensor:
+    """The same tensor, whose gradient is summed over the group: each rank has that of its own words."""
+    if group is None or not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    if isinstance(group, SimulatedRank):
+        return group.meet("a head", x, lambda parts: SharedHere.apply(*parts))  # type: ignore[arg-type]
+    return Shared.apply(x, group)  # type: ignore[return-value]
+
+
+class Shared(torch.autograd.Function):
+    """Over a process group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total = grads[0].to(wide(grads[0].dtype), copy=True, memory_format=torch.contiguous_format)
+        return all_summed(total, ctx.group).to(grads[0].dtype), None
+
+
+class SharedHere(torch.autograd.Function):
+    """Over simulated ranks, which have one graph: tensors of all of them in, tensors of all of them out."""
+
+    @staticmethod
+    def forward(_ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    @differentiated_once
+    def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total = torch.stack(grads).sum(0, dtype=wide(grads[0].dtype))
+        return tuple(total.to(grad.dtype) for grad in grads)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
