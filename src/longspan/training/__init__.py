@@ -1,23 +1,27 @@
 """What a training loop needs around attention: one batch for all ranks in, the same gradients as on one device out.
 
 A step, in this order: `check_same` (were all ranks of the sequence fed one batch?), `shard_batch` (the rank's part,
-with labels that were shifted while the sequence was whole), the model, `token_loss`. `relayout` is for layers that need
-other tokens than attention does, `gather_outputs` for evaluation, `make_mesh` for the ranks, `watch` for knowing who
-failed.
+with labels that were shifted while the sequence was whole), the model, `token_loss` (given the model's `Head`, without
+logits of all tokens; `token_logprobs` is for what reinforcement learning wants of each). `relayout` is for layers that
+need other tokens than attention does, `gather_outputs` for evaluation, `make_mesh` for the ranks, `watch` for knowing
+who failed.
 """
 
 from longspan.training.agree import check_same
 from longspan.training.batch import shard_batch
 from longspan.training.document_numbers import shift_tokens
 from longspan.training.groups import BatchError
-from longspan.training.loss import token_loss
+from longspan.training.head import Head
+from longspan.training.loss import TokenLogprobs, token_logprobs, token_loss
 from longspan.training.mesh import Mesh, make_mesh
 from longspan.training.relayouts import gather_outputs, relayout
 from longspan.training.watching import Watching, attempt_store, watch
 
 __all__ = [
     "BatchError",
+    "Head",
     "Mesh",
+    "TokenLogprobs",
     "Watching",
     "attempt_store",
     "check_same",
@@ -26,6 +30,7 @@ __all__ = [
     "relayout",
     "shard_batch",
     "shift_tokens",
+    "token_logprobs",
     "token_loss",
     "watch",
 ]
