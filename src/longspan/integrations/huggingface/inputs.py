@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from longspan.integrations.huggingface.attention import NAME
-from longspan.integrations.huggingface.masks import LayerMask
 from longspan.integrations.huggingface.batches import IGNORE
 from longspan.integrations.huggingface.hooks.head import LOGITS, LOSS, SCORES
+from longspan.integrations.huggingface.masks import LayerMask
 from longspan.integrations.huggingface.models import check_model
 from longspan.integrations.huggingface.sequence import ShardedSequence
 from longspan.integrations.huggingface.sharding import Sharding, register, sharded

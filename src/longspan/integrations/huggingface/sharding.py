@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -225,6 +226,7 @@ def _prepare_head(inner: Any, sequence: ShardedSequence, labels: Tensor, count: 
         )  # fmt: skip
     if asked.wants == SCORES or not needed:
         temperature = asked.temperature if asked.wants == SCORES else None
+        sequence.model = weakref.ref(inner)
         sequence.at_head = at_head(config, rules, labels, count, temperature)
 
 

@@ -10,6 +10,7 @@ What the model does to logits afterwards is known by its configuration (`Rules.s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -25,6 +26,7 @@ from longspan.training import BatchError, Head, token_logprobs, token_loss
 LOSS, LOGITS, SCORES = "loss", "logits", "scores"
 """What is wanted of the model's end: the loss alone, logits (and the loss), or log-probabilities of labels."""
 _WATCHED: WeakSet[nn.Module] = WeakSet()
+_LOSS_WORDS = ("ignore_index", "label_smoothing", "reduction", "weight")
 _KNOWN_HOOKS = ("torch", "accelerate", "longspan")
 
 
@@ -55,12 +57,24 @@ class NoLogits:
 class AtHead:
     """What is to be computed where a model's head is, and what came of it. No dataclass: wrappers take those apart."""
 
-    def __init__(self, head: tuple[float, float | None], labels: Tensor, num_items: Any, temperature: Any) -> None:
-        self.scale, self.soft_cap = head
+    def __init__(self, scale: float, soft_cap: float | None, labels: Tensor, num_items: Any, temperature: Any) -> None:
+        self.scale, self.soft_cap = scale, soft_cap
         self.labels, self.num_items = labels, num_items
         self.temperature = temperature
         """Of log-probabilities, which are wanted where it is given; else the loss is."""
+        self.is_on = True
         self.values: Any = None
+
+    def begin(self, given: Mapping[str, Any]) -> None:
+        """A model with a loss of its own is called: with labels and their number as they are now, which a loop may
+        have changed or taken out. Without them, or with words that its loss may know, it is left to itself."""
+        if self.temperature is not None:
+            return
+        shifted, count = given.get("shift_labels"), given.get("num_items_in_batch")
+        self.is_on = given.get("labels") is not None and isinstance(shifted, Tensor) and count is not None
+        self.is_on = self.is_on and not any(name in given for name in _LOSS_WORDS)
+        if self.is_on:
+            self.labels, self.num_items = shifted, torch.as_tensor(count)
 
     def compute(self, hidden: Tensor, module: nn.Linear) -> None:
         """From hidden states of this rank's tokens."""
@@ -83,23 +97,23 @@ class AtHead:
 def at_head(config: Any, rules: Rules, labels: Tensor, num_items: Any, temperature: Any) -> AtHead:
     """What is to be computed at the head of a model with this configuration."""
     cap = float(getattr(config, rules.soft_cap)) if rules.soft_cap else None
-    return AtHead((scale_of(config, rules.scale), cap), labels, num_items, temperature)
+    return AtHead(scale_of(config, rules.scale), cap, labels, num_items, temperature)
 
 
 def ended(output: Any, work: AtHead, is_own_loss: bool) -> Any:
     """The model's output with what was computed at its head instead of logits; None where that is still to be done."""
+    if work.values is None and work.temperature is None:
+        return None
     logits = getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise BatchError(
-            f"the loss or log-probabilities of tokens were asked for, but {type(output).__name__} of the model has no"
+            f"the loss or log-probabilities of tokens were asked for, but the model's {type(output).__name__} has no"
             f" logits. Leave out return_dict=False, and use a model with a head for tokens."
         )
-    if work.values is None and work.temperature is None:
-        return None
     if work.values is None:  # the head was given all tokens
         found: Any = token_logprobs(logits / work.temperature, work.labels.to(logits.device))
     else:
-        found = None if is_own_loss else work.taken(logits)
+        found = None if is_own_loss and work.temperature is None else work.taken(logits)
     work.values = None
     if work.temperature is not None:
         return type(output)(**{**output, "logits": found})
@@ -175,7 +189,7 @@ def _work() -> AtHead | None:
 @torch.compiler.disable
 def _before(module: Any, args: Any, kwargs: Any) -> Any:
     work = _work()
-    if work is None or len(args) != 1 or kwargs or args[0].shape[:2] != work.labels.shape:
+    if work is None or not work.is_on or len(args) != 1 or kwargs or args[0].shape[:2] != work.labels.shape:
         return None
     if isinstance(module.weight, DTensor):  # cut over tensor-parallel ranks: the head knows how, and is left to it
         return None
