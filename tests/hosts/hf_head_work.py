@@ -38,12 +38,12 @@ class LargestLogits:
 
     def __init__(self, model):
         self.most = 0
-        model.get_output_embeddings().weight.register_hook(lambda grad: grad)
         self.handle = model.get_output_embeddings().register_forward_hook(self.look)
-        self.look.__func__.__module__ = "torch"  # a hook of a stranger would have logits computed
 
     def look(self, module, args, output):  # noqa: ARG002
         self.most = max(self.most, output.numel())
+
+    look.__module__ = "torch"  # for a stranger's hook logits would be computed
 
 
 def losses():
@@ -91,7 +91,9 @@ def log_probabilities():
         part = huggingface.shard_for_logprobs(model, {"input_ids": ids}, dist.group.WORLD, temperature=0.7)
         scores = model(**part).logits
         seen.handle.remove()
-        whole = [gather_tokens(x, part["longspan"].layout, dist.group.WORLD, 1)[:, :-1] for x in scores]
+        whole = [
+            gather_tokens(x, part["longspan"].layout, dist.group.WORLD, 1, gradients="sum")[:, :-1] for x in scores
+        ]
         sum((a * b).sum() for a, b in zip(whole, weights, strict=True)).backward()
         mine = gradients(model)
         for gradient in mine.values():
@@ -107,13 +109,13 @@ def _curve(wrap, steps=3):
     """Losses of some steps, with the model wrapped."""
     from longspan.integrations import huggingface
 
-    model = llama(training=True, tie_word_embeddings=wrap is _tied)
+    model = llama(training=True)
     trained = wrap(model)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
     found = []
     for step in range(steps):
         batch = _batch(step)
-        if wrap is None or wrap is _alone:
+        if wrap is _alone:
             loss = trained(**batch, use_cache=False).loss
         else:
             inputs = huggingface.shard_inputs(trained, batch, dist.group.WORLD)
@@ -127,10 +129,6 @@ def _curve(wrap, steps=3):
 
 def _alone(model):
     return model
-
-
-def _tied(model):
-    return DistributedDataParallel(model)
 
 
 def _head_apart(model):

@@ -8,7 +8,8 @@ from tests.pool import end_all, pool
 pytest.importorskip("transformers")
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
-EXACT = 1e-12
+EXACT = 2e-6
+"""Of float64 models in which transformers computes norms and its loss in float32; proofs go to 1e-9."""
 CLOSE = 2e-5
 
 
@@ -54,9 +55,7 @@ def test_logits_are_there_when_something_needs_them():
             assert found[name][0] == none, name
         for name in ("labels taken out", "a hook", "another head", "another loss"):
             assert found[name][0][2] == words, name
-        wrong = {
-            n: said for n, said in found.items() if isinstance(said, tuple) and said[1] and not said[1] <= CLOSE
-        }
+        wrong = {n: said for n, said in found.items() if isinstance(said, tuple) and said[1] and not said[1] <= CLOSE}
         assert not wrong
         for name in ("argmax", "rows", "softmax"):
             assert "logits=True" in found[name]
