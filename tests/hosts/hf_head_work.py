@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.hosts.hf_structure_work import error, gathered, llama, made, text
+from tests.hosts.hf_structure_work import error, llama, made, text
 from tests.hosts.hf_work import SIZES, gradients
 
 CAPPED = {"final_logit_softcapping": 2.0}
@@ -40,7 +40,7 @@ class LargestLogits:
         self.most = 0
         self.handle = model.get_output_embeddings().register_forward_hook(self.look)
 
-    def look(self, module, args, output):  # noqa: ARG002
+    def look(self, module, args, output):
         self.most = max(self.most, output.numel())
 
     look.__module__ = "torch"  # for a stranger's hook logits would be computed
@@ -194,7 +194,7 @@ def left_to_the_model():
     ran("plain")
     ran("labels taken out", lambda inputs: {n: v for n, v in inputs.items() if "labels" not in n})
     ran("counted otherwise", lambda inputs: {**inputs, "num_items_in_batch": 3 * inputs["num_items_in_batch"]}, 3.0)
-    handle = model.lm_head.register_forward_hook(lambda module, args, output: output * 1.0)  # noqa: ARG005
+    handle = model.lm_head.register_forward_hook(lambda module, args, output: output * 1.0)
     ran("a hook")
     handle.remove()
     ran("no hook again")
