@@ -95,6 +95,7 @@ def test_a_proof_takes_seconds():
 
 
 def test_a_remembered_proof_takes_milliseconds(tmp_path):
+    from longspan.integrations.huggingface.batches import read_batch
     from longspan.integrations.huggingface.proving.first_use import found, remembered_at, rules_of
     from longspan.integrations.huggingface.proving.forms import Form
 
@@ -104,9 +105,9 @@ def test_a_remembered_proof_takes_milliseconds(tmp_path):
     with torch.device("meta"):
         models = [hf.LlamaForCausalLM(hf.LlamaConfig()) for _ in range(2)]
     batch = {"input_ids": torch.ones(1, 8, dtype=torch.long)}
-    first = rules_of(models[0], batch, One(), trust_model=False)
+    first = rules_of(models[0], read_batch(batch), One(), trust_model=False)
     began = time.process_time()
-    assert rules_of(models[1], batch, One(), trust_model=False) == first
+    assert rules_of(models[1], read_batch(batch), One(), trust_model=False) == first
     assert time.process_time() - began <= 0.05
     (place,) = (tmp_path / "longspan" / "proofs").iterdir()
     place.write_text("{")  # a disk that was full
