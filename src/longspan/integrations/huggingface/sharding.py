@@ -95,6 +95,7 @@ def sharded(
     kinds = layer_kinds(config)
     _check_packed(inner, read, kinds)
     whole = Whole(read.rows, read.seq_len, read.padding, read.documents)
+    _check_padding(inner, whole)
     dealt = _layout(asked.layout, whole, kinds, members.size(), STATE_KEYS if is_hybrid(inner) else 0)
     sequence = ShardedSequence(whole, dealt, members, asked.schedule, asked.dropout_seed, rules)
     sequence.num_layers = num_layers(inner, config)
@@ -120,6 +121,18 @@ def _check_packed(inner: Any, read: Reading, kinds: list[Kind]) -> None:
         check_packing(inner, all("causal" in repr(kind) for kind in kinds))
 
 
+def _check_padding(inner: Any, whole: Whole) -> None:
+    """Refuses padding that a recurrence would carry its state across."""
+    padding = whole.padding
+    if padding is None or not is_hybrid(inner):
+        return
+    if (np.diff(padding.astype(np.int8), axis=1) != 0).sum(axis=1).max(initial=0) > 2:
+        raise BatchError(
+            "attention_mask has padding between real tokens. Recurrences of this model would carry their state across"
+            " it. Move padding to the front or the end of each row."
+        )
+
+
 def _hooked(inner: Any) -> bool:
     """Whether rotary embeddings of the model depend on the largest position. Hooks that depend on the model alone are
     put in place here, once: a walk through all modules takes milliseconds, and this is asked in every step."""
@@ -136,12 +149,6 @@ def _prepare(inner: Any, sequence: ShardedSequence) -> None:
         watch_body(inner, sequence.rules.body, sequence.rules.joined)
     if not is_hybrid(inner):
         return
-    padding = sequence.whole.padding
-    if padding is not None and (np.diff(padding.astype(np.int8), axis=1) != 0).sum(axis=1).max(initial=0) > 2:
-        raise BatchError(
-            "attention_mask has padding between real tokens. Recurrences of this model would carry their state across"
-            " it. Move padding to the front or the end of each row."
-        )
     route(inner)
     sequence.needed = needs(inner)
     listen_to_layers(inner, sequence.needed)
