@@ -38,3 +38,14 @@ def test_shards_of_another_layout_are_refused_on_every_rank():
         assert error < 1e-5
         assert refusal is not None
         assert "q was cut by <layout contiguous, 16 tokens on 2 ranks>" in refusal
+
+
+@pytest.mark.timeout(240)
+def test_data_parallel_ranks_are_one_mean_as_the_page_says():
+    assert max(pool(4).run(token_work.data_parallel)) <= 1e-12
+
+
+@pytest.mark.timeout(240)
+def test_a_batch_goes_through_fsdp_as_a_dict_does():
+    for seen in pool(2).run(token_work.batch_through_fsdp, 2):
+        assert seen == {"features": "torch.bfloat16", "shift_labels": "torch.int64", "position_ids": "torch.int64"}

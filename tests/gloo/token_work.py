@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import longspan as ls
-from longspan.training import gather_tokens, per_sequence, per_token, shard_batch, shard_like
+from longspan.training import gather_tokens, make_mesh, per_sequence, per_token, shard_batch, shard_like
 from tests.cases import LAYOUTS, random_layout, random_lengths
 
 
@@ -85,6 +85,49 @@ def fsdp(world):
     whole = gather_tokens(out, layout, group, gradients="average")
     mean = per_sequence(out, layout, group, documents=[5, 6], reduce="mean", gradients="average")[0]
     (whole.exp().sum().square() + mean.exp()).backward()
+    return float((layer.weight.grad.full_tensor() - alone.weight.grad).abs().max() / alone.weight.grad.abs().max())
+
+
+class TakesBatch(nn.Module):
+    """A model that is handed the batch as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 1), None
+
+    def forward(self, batch):
+        self.seen = batch
+        return self.layer(batch["features"]).sum()
+
+
+def batch_through_fsdp(world):
+    """What a model under FSDP2 with mixed precision sees of a batch that it is handed whole: dtypes of its tensors."""
+    torch.manual_seed(0)
+    layout, model = ls.layouts.zigzag(4 * world, world), TakesBatch()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)), mp_policy=policy)
+    batch = {"labels": torch.arange(4 * world), "features": torch.randn(4 * world, 4)}
+    model(shard_batch(batch, layout, dist.get_rank(), dims={"features": 0})).backward()
+    return {name: str(x.dtype) for name, x in model.seen.items()}
+
+
+def data_parallel():
+    """Two sequences at once, each over two ranks: the gradient of their mean loss, which FSDP2 makes of all four."""
+    mesh = make_mesh(dp=2, cp=2, device_type="cpu")
+    torch.manual_seed(0)
+    layer, alone = nn.Linear(4, 1, bias=False).double(), nn.Linear(4, 1, bias=False).double()
+    alone.load_state_dict(layer.state_dict())
+    whole = [torch.randn(1, total, 4, dtype=torch.float64) for total in (9, 14)]
+    documents = [[4, 5], [1, 6, 7]]
+    for x, lengths in zip(whole, documents, strict=True):  # one mean over the five documents
+        parts = alone(x)[0, :, 0].split(lengths)
+        (torch.stack([part.mean().exp() for part in parts]).sum() / 5).backward()
+    fully_shard(layer, mesh=mesh.dp_cp)
+    here = mesh.dp.get_local_rank()
+    x, layout = whole[here], ls.layouts.striped(whole[here].shape[1], 2)
+    out = layer(layout.shard(x, mesh.cp.get_local_rank(), 1)).sum(-1)
+    means = per_sequence(out, layout, mesh.cp, documents=documents[here], reduce="mean", gradients="average")
+    (means.exp().sum() / (5 / 2)).backward()  # 5 documents over 2 data-parallel ranks
     return float((layer.weight.grad.full_tensor() - alone.weight.grad).abs().max() / alone.weight.grad.abs().max())
 
 
