@@ -19,6 +19,7 @@ LINES = {
     "docs/functions.md": f"is off by {SMALL}",
     "docs/huggingface.md": f"error {SMALL}",
     "docs/hybrids.md": f"off by {SMALL}|logits by 0, with Longspan: True",
+    "docs/long_context.md": f"one process by {SMALL}",
     "docs/packed.md": r"tokens, loss (\d+\.\d{3})\d, one device \1",
     "docs/rl.md": f"differ from one process by {SMALL}",
     "docs/start.md": f"differs from one device by {SMALL}",

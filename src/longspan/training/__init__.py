@@ -2,13 +2,13 @@
 
 A step, in this order: `check_same` (were all ranks of the sequence fed one batch?), `shard_batch` (the rank's part,
 with labels that were shifted while the sequence was whole), the model, `token_loss` (given the model's `Head`, without
-logits of all tokens). `relayout` is for layers that need other tokens than attention does, `gather_outputs` for
-evaluation, `make_mesh` for the ranks, `watch` for knowing who failed.
+logits of all tokens; `token_logprobs` is for what reinforcement learning wants of each). `relayout` is for layers that
+need other tokens than attention does, `gather_outputs` for evaluation, `make_mesh` for the ranks, `watch` for knowing
+who failed.
 
-Losses of one's own (reinforcement learning, preferences, distillation): `token_logprobs` of this rank's tokens;
-`shard_like` cuts what belongs to tokens as the batch was cut, `per_sequence` makes one number per document of all
-ranks' tokens, `per_token` is its way back, and `gather_tokens` gives whole sequences to a loss that every rank computes
-alike.
+Losses of one's own (reinforcement learning, preferences, distillation): `shard_like` cuts what belongs to tokens as the
+batch was cut, `per_sequence` makes one number per document of all ranks' tokens, `per_token` is its way back, and
+`gather_tokens` gives whole sequences to a loss that every rank computes alike.
 """
 
 from longspan.training.agree import check_same
