@@ -27,7 +27,7 @@ def through_shard_inputs(model_type):
     from longspan.verification import verify_documents
 
     def run(model, batch):
-        return model(**huggingface.shard_inputs(model, batch, dist.group.WORLD, layout="contiguous"))
+        return model(**huggingface.shard_inputs(model, batch, dist.group.WORLD, layout="contiguous", logits=True))
 
     report = verify_documents(hybrids.model_of(model_type).float(), hybrids.batch_of("packed")[0], run=run)
     return report.ok, str(report)
@@ -49,7 +49,7 @@ def steps():
     layout = layouts.zigzag(hybrids.TOKENS, dist.get_world_size())
 
     def local(model, batch):
-        inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD, layout=layout)
+        inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD, layout=layout, logits=True)
         out = model(**inputs)
         return out.loss, out.logits
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +21,19 @@ from longspan.integrations.huggingface.batches import (
     PACKED,
     USED,
     Reading,
+    check_others,
     positions_of,
-    read_batch,
     shifted_labels,
 )
 from longspan.integrations.huggingface.hooks.body import shield, watch_body
+from longspan.integrations.huggingface.hooks.head import (
+    LOGITS,
+    LOSS,
+    SCORES,
+    at_head,
+    can_do_without_logits,
+    watch_head,
+)
 from longspan.integrations.huggingface.hooks.losses import route_losses
 from longspan.integrations.huggingface.hooks.mixers import is_hybrid, needs, route, text_part
 from longspan.integrations.huggingface.hooks.rotary import watch_rotary
@@ -40,6 +50,10 @@ from longspan.training import BatchError, shard_batch
 STATE_KEYS = 2048
 """What a state that goes from span to span weighs, in keys and values: 6 MiB of a layer of Qwen3-Next against 2 KiB."""
 
+SAID_BYTES = 2**30
+"""From here on it is said that logits are computed: they and what a loss makes of them take 12 bytes a number."""
+_LOG = logging.getLogger("longspan")
+_TOLD: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 _HOOKED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
@@ -65,40 +79,58 @@ class Sharding:
     positions: str | None = None
     schedule: str = "auto"
     dropout_seed: int | None = None
+    wants: str = LOSS
+    """Whether the loss is enough, or logits are wanted, or log-probabilities."""
+    temperature: float = 1.0
+    """Of log-probabilities."""
 
 
 def sharded(
-    inner: Any, batch: Mapping[str, Any], members: Any, rules: Rules, asked: Sharding, wrapped: Any = None
+    inner: Any, read: Reading, members: Any, rules: Rules, asked: Sharding, wrapped: Any = None
 ) -> dict[str, Any]:
     """This rank's arguments of a model that is treated by these rules."""
     config = inner.config.get_text_config()
-    read = read_batch(batch, is_whole=rules.body is not None)
+    if rules.body is None:
+        check_others(read)
     kinds = layer_kinds(config)
-    _check_packed(inner, batch, read, kinds)
+    _check_packed(inner, read, kinds)
     whole = Whole(read.rows, read.seq_len, read.padding, read.documents)
+    _check_padding(inner, whole)
     dealt = _layout(asked.layout, whole, kinds, members.size(), STATE_KEYS if is_hybrid(inner) else 0)
     sequence = ShardedSequence(whole, dealt, members, asked.schedule, asked.dropout_seed, rules)
     sequence.num_layers = num_layers(inner, config)
-    part = _arguments(inner, batch, sequence, _positions(inner, batch, read, rules, asked))
+    part = _arguments(inner, read.batch, sequence, _positions(inner, read, rules, asked), asked)
     part[NAME] = sequence
     _prepare(inner, sequence)
     listen(wrapped, inner, inner.base_model)
     return part
 
 
-def _positions(inner: Any, batch: Mapping[str, Any], read: Reading, rules: Rules, asked: Sharding) -> Tensor | None:
-    given = batch.get("position_ids")
+def _positions(inner: Any, read: Reading, rules: Rules, asked: Sharding) -> Tensor | None:
+    given = read.batch.get("position_ids")
     if rules.body is not None and isinstance(given, Tensor) and given.ndim == 3:
         return given  # of images and video: the body's door cuts them
     skipped = padding_id(inner) if rules.positions == AFTER_PADDING else None
-    return positions_of(batch, read, asked.positions, rules.positions, skipped)
+    return positions_of(read, asked.positions, rules.positions, skipped)
 
 
-def _check_packed(inner: Any, batch: Mapping[str, Any], read: Reading, kinds: list[Kind]) -> None:
-    stated = any(batch.get(name) is not None for name in PACKED)
+def _check_packed(inner: Any, read: Reading, kinds: list[Kind]) -> None:
+    stated = any(read.batch.get(name) is not None for name in PACKED)
     model_type = inner.config.get_text_config().model_type
     if read.documents is not None and not stated and model_type not in BLIND and not is_hybrid(inner):
         check_packing(inner, all("causal" in repr(kind) for kind in kinds))
+
+
+def _check_padding(inner: Any, whole: Whole) -> None:
+    """Refuses padding that a recurrence would carry its state across."""
+    padding = whole.padding
+    if padding is None or not is_hybrid(inner):
+        return
+    if (np.diff(padding.astype(np.int8), axis=1) != 0).sum(axis=1).max(initial=0) > 2:
+        raise BatchError(
+            "attention_mask has padding between real tokens. Recurrences of this model would carry their state across"
+            " it. Move padding to the front or the end of each row."
+        )
 
 
 def _hooked(inner: Any) -> bool:
@@ -117,12 +149,6 @@ def _prepare(inner: Any, sequence: ShardedSequence) -> None:
         watch_body(inner, sequence.rules.body, sequence.rules.joined)
     if not is_hybrid(inner):
         return
-    padding = sequence.whole.padding
-    if padding is not None and (np.diff(padding.astype(np.int8), axis=1) != 0).sum(axis=1).max(initial=0) > 2:
-        raise BatchError(
-            "attention_mask has padding between real tokens. Recurrences of this model would carry their state across"
-            " it. Move padding to the front or the end of each row."
-        )
     route(inner)
     sequence.needed = needs(inner)
     listen_to_layers(inner, sequence.needed)
@@ -154,7 +180,7 @@ def _layout(layout: Any, whole: Whole, kinds: list[Kind], world_size: int, span_
 
 
 def _arguments(
-    inner: Any, batch: Mapping[str, Any], sequence: ShardedSequence, position_ids: Tensor | None
+    inner: Any, batch: Mapping[str, Any], sequence: ShardedSequence, position_ids: Tensor | None, asked: Sharding
 ) -> dict[str, Any]:
     """What the model is called with: this rank's tokens, or all of them where it is cut inside; labels shifted before
     anything is cut."""
@@ -173,7 +199,10 @@ def _arguments(
         count = batch.get("num_items_in_batch")
         count = (labels != IGNORE).sum().clamp(min=1) if count is None else torch.as_tensor(count)
         mine = layout.shard(labels, rank, 1, IGNORE)
-        if rules.loss == OWN:
+        _prepare_head(inner, sequence, mine, count, asked)
+        if asked.wants == SCORES:
+            pass  # no loss
+        elif rules.loss == OWN:
             part.update(shift_labels=mine, labels=labels[:, :0], num_items_in_batch=count)
         else:
             sequence.labels, sequence.num_items = mine, count
@@ -187,6 +216,26 @@ def _arguments(
         else:
             part.pop(name, None)
     return part
+
+
+def _prepare_head(inner: Any, sequence: ShardedSequence, labels: Tensor, count: Any, asked: Sharding) -> None:
+    """Logits are not computed where the loss, or log-probabilities, can be had without them."""
+    if asked.wants == LOGITS:
+        return
+    config, rules = inner.config.get_text_config(), sequence.rules
+    needed = can_do_without_logits(inner, rules)
+    if not needed:
+        watch_head(inner, rules)
+    elif inner not in _TOLD and labels.numel() * int(getattr(config, "vocab_size", 0)) * 12 >= SAID_BYTES:
+        _TOLD[inner] = True
+        _LOG.warning(
+            "logits of %s are computed whole, %d tokens x %d words on this rank, because %s.",
+            type(inner).__name__, labels.numel(), config.vocab_size, needed,
+        )  # fmt: skip
+    if asked.wants == SCORES or not needed:
+        temperature = asked.temperature if asked.wants == SCORES else None
+        sequence.model = weakref.ref(inner)
+        sequence.at_head = at_head(config, rules, labels, count, temperature)
 
 
 def _check_predicted(inner: Any, labels: Tensor, whole: Whole) -> None:
