@@ -9,7 +9,7 @@ import torch
 from longspan.execution.simulated import simulate
 from longspan.training import BatchError, Head, head, loss, slabs
 from longspan.training.head import SharedHere
-from longspan.training.loss import HeadLoss, LossTerms, PerToken
+from longspan.training.loss import LossTerms, PerToken, SlabLoss
 from longspan.training.slabs import Gradients, SlabWork
 from tests.head_cases import BAR, check
 from tests.mutants.test_scan_mutants import plant
@@ -154,7 +154,7 @@ MUTANTS = {
         SlabWork, "put", "target.index_copy_(0, self.places[span], rows.to(target.dtype))", "target[span] = rows",
     ),
     "a second backward takes what the first has scaled": (
-        HeadLoss, "backward", "ready, ctx.ready = ctx.ready, None", "ready = ctx.ready",
+        SlabLoss, "backward", "ready, ctx.ready = ctx.ready, None", "ready = ctx.ready",
     ),
     "what comes in is not multiplied": (loss, "_times", "x.mul_(factor)", "x"),
     "entropy has no gradient of its own": (

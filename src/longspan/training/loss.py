@@ -167,10 +167,10 @@ def _share_of_logits(logits: Tensor, labels: Tensor, ignore_index: int, terms: L
 def _share_of_hidden(values: Tensor, labels: Tensor, head: Head, ignore_index: int, terms: LossTerms) -> Tensor:
     call = call_of(values, labels, head, ignore_index)
     wanted = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in call.inputs)
-    return HeadLoss.apply(*call.inputs, call, terms, wanted)  # type: ignore[return-value]
+    return SlabLoss.apply(*call.inputs, call, terms, wanted)  # type: ignore[return-value]
 
 
-class HeadLoss(torch.autograd.Function):
+class SlabLoss(torch.autograd.Function):
     """The sum of tokens' losses. Gradients are computed along with it, where a slab's logits are at hand, and wait for
     what they are to be multiplied by."""
 
