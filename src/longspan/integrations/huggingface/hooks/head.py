@@ -51,7 +51,7 @@ class NoLogits:
         NoLogits().__getattr__(getattr(func, "__name__", "a function"))
 
     def __repr__(self) -> str:
-        return "<no logits: the loss was computed without them>"
+        return "<no logits: the loss was computed without them, shard_inputs(..., logits=True) has both>"
 
 
 class AtHead:
