@@ -1,0 +1,159 @@
+"""What ranks do in tests/hosts/test_trl.py: short trainings with TRL's trainers, told as numbers per step.
+
+One process runs plain TRL with eager attention and knows nothing of Longspan: that is what ranks must equal.
+"""
+
+import contextlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.hosts.hf_training_work import EPSILON, LEARNING_RATE, VOCAB, launched, trainer_class
+
+STEPS = 20
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,  # distributions that are worth learning from
+}
+
+
+def saved_model(folder, name, attention, layers=2, seed=0):
+    """A tiny Qwen3 with windows from a folder: TRL loads references from the same place."""
+    import transformers as hf
+
+    if attention == "longspan":
+        from longspan.integrations import huggingface
+
+        huggingface.register()
+    path = Path(folder) / name
+    if not (path / "config.json").exists() and dist.get_rank() == 0:
+        kinds = [("sliding_attention", "full_attention")[n % 2] for n in range(layers)]
+        sizes = {**SIZES, "num_hidden_layers": layers, "layer_types": kinds}
+        config = hf.Qwen3Config(**sizes, sliding_window=7, use_sliding_window=True, eos_token_id=1, pad_token_id=0)
+        torch.manual_seed(seed)
+        hf.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    dist.barrier()
+    return hf.AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=torch.float32)
+
+
+def tokenizer():
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(VOCAB)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", eos_token="w1", padding_side="left")
+
+
+def texts(number, seed, low=4, high=14):
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(low, high, (number,), generator=draw).tolist()
+    return [" ".join(f"w{n}" for n in torch.randint(2, VOCAB, (size,), generator=draw).tolist()) for size in lengths]
+
+
+def settings(folder, **changes):
+    given = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "max_steps": STEPS,
+        "gradient_checkpointing": False,
+        "learning_rate": LEARNING_RATE,
+        "adam_epsilon": EPSILON,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "ddp_find_unused_parameters": False,
+        "dataloader_pin_memory": False,
+        "seed": 3,
+    }
+    return {**given, **changes}
+
+
+def logged(trainer):
+    """The numbers of every step that do not depend on time."""
+    left_out = ("step_time", "train_", "epoch", "learning_rate")
+    return [
+        {name: value for name, value in entry.items() if not name.startswith(left_out)}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+
+
+@contextlib.contextmanager
+def quiet():
+    import datasets
+    from transformers.utils import logging
+
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()
+    with launched():
+        yield
+
+
+def run(base, folder, cp_size=None, evaluate=False, **given):
+    from transformers import PrinterCallback
+
+    split = dist.get_world_size() > 1
+    trainer = trainer_class(base, split)(processing_class=tokenizer(), **given, **({"cp_size": cp_size} if split else {}))
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    found = {"curve": logged(trainer)}
+    if evaluate:
+        found["evaluated"] = {k: v for k, v in trainer.evaluate().items() if not k.endswith(("runtime", "per_second"))}
+    return found
+
+
+def attention():
+    return "longspan" if dist.get_world_size() > 1 else "eager"
+
+
+def reward(completion_ids, **_):
+    """How much a completion counts up, and a little for its length."""
+    return [sum((b - a) % 7 for a, b in zip(ids, ids[1:], strict=False)) / 7 + 0.1 * len(ids) for ids in completion_ids]
+
+
+def grpo(folder, cp_size=None, **changes):
+    import datasets
+    from trl import GRPOConfig, GRPOTrainer
+
+    with quiet():
+        rows = 8 // (dist.get_world_size() // (cp_size or dist.get_world_size()))
+        args = GRPOConfig(
+            **settings(
+                folder,
+                **{
+                    "per_device_train_batch_size": rows,
+                    "per_device_eval_batch_size": rows,
+                    "gradient_accumulation_steps": 2,
+                    "num_generations": 4,
+                    "num_iterations": 2,
+                    "max_completion_length": 12,
+                    "beta": 0.1,
+                    "epsilon": 0.05,
+                    **changes,
+                },
+            )
+        )
+        data = datasets.Dataset.from_list([{"prompt": text} for text in texts(64, 1)])
+        return run(
+            GRPOTrainer,
+            folder,
+            cp_size,
+            evaluate=True,
+            model=saved_model(folder, "policy", attention()),
+            reward_funcs=reward,
+            args=args,
+            train_dataset=data,
+            eval_dataset=data.select(range(8)),
+        )
