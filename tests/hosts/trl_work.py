@@ -4,6 +4,7 @@ One process runs plain TRL with eager attention and knows nothing of Longspan: t
 """
 
 import contextlib
+import itertools
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 256,
-    "initializer_range": 0.3,  # distributions that are worth learning from
+    "initializer_range": 0.2,  # distributions that are worth learning from
 }
 
 
@@ -101,17 +102,20 @@ def quiet():
         yield
 
 
-def run(base, folder, cp_size=None, evaluate=False, **given):
+def run(base, cp_size=None, **given):
     from transformers import PrinterCallback
 
     split = dist.get_world_size() > 1
-    trainer = trainer_class(base, split)(processing_class=tokenizer(), **given, **({"cp_size": cp_size} if split else {}))
+    trainer = trainer_class(base, split)(
+        processing_class=tokenizer(), **given, **({"cp_size": cp_size, "schedule": "exchange"} if split else {})
+    )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    found = {"curve": logged(trainer)}
-    if evaluate:
-        found["evaluated"] = {k: v for k, v in trainer.evaluate().items() if not k.endswith(("runtime", "per_second"))}
-    return found
+    metrics = trainer.evaluate()
+    return {
+        "curve": logged(trainer),
+        "evaluated": {name: value for name, value in metrics.items() if not name.endswith(("runtime", "per_second"))},
+    }
 
 
 def attention():
@@ -120,40 +124,94 @@ def attention():
 
 def reward(completion_ids, **_):
     """How much a completion counts up, and a little for its length."""
-    return [sum((b - a) % 7 for a, b in zip(ids, ids[1:], strict=False)) / 7 + 0.1 * len(ids) for ids in completion_ids]
+    return [sum((b - a) % 7 for a, b in itertools.pairwise(ids)) / 7 + 0.1 * len(ids) for ids in completion_ids]
+
+
+def policy(folder, cp_size, trainer, config, **changes):
+    """A trainer that generates: 8 completions a step, in groups of 4, each step of generation used twice."""
+    import datasets
+
+    with quiet():
+        rows = 4 // (dist.get_world_size() // (cp_size or dist.get_world_size()))
+        given = {
+            "per_device_train_batch_size": rows,
+            "per_device_eval_batch_size": rows,
+            "gradient_accumulation_steps": 2,
+            "max_completion_length": 6,
+            "learning_rate": 1e-3,
+            **changes,
+        }
+        data = datasets.Dataset.from_list([{"prompt": text} for text in texts(40, 1)])
+        return run(
+            trainer,
+            cp_size,
+            model=saved_model(folder, "policy", attention()),
+            args=config(**settings(folder, **given)),
+            train_dataset=data,
+            eval_dataset=data.select(range(3)),
+            **(
+                {"teacher_model": saved_model(folder, "teacher", attention(), 3, 7)}
+                if "Distillation" in trainer.__name__
+                else {"reward_funcs": reward}
+            ),
+        )
 
 
 def grpo(folder, cp_size=None, **changes):
-    import datasets
     from trl import GRPOConfig, GRPOTrainer
 
+    given = {"num_generations": 4, "num_iterations": 2, "beta": 0.1, "epsilon": 0.01, **changes}
+    return policy(folder, cp_size, GRPOTrainer, GRPOConfig, **given)
+
+
+def rloo(folder, cp_size=None):
+    from trl import RLOOConfig, RLOOTrainer
+
+    given = {"num_generations": 4, "num_iterations": 2, "beta": 0.1, "epsilon": 0.01}
+    return policy(folder, cp_size, RLOOTrainer, RLOOConfig, **given)
+
+
+def distillation(folder, cp_size=None):
+    from trl import DistillationConfig, DistillationTrainer
+
+    return policy(folder, cp_size, DistillationTrainer, DistillationConfig, beta=0.5)
+
+
+def dpo(folder, cp_size=None, **changes):
+    import datasets
+    from trl import DPOConfig, DPOTrainer
+
     with quiet():
-        rows = 8 // (dist.get_world_size() // (cp_size or dist.get_world_size()))
-        args = GRPOConfig(
-            **settings(
-                folder,
-                **{
-                    "per_device_train_batch_size": rows,
-                    "per_device_eval_batch_size": rows,
-                    "gradient_accumulation_steps": 2,
-                    "num_generations": 4,
-                    "num_iterations": 2,
-                    "max_completion_length": 12,
-                    "beta": 0.1,
-                    "epsilon": 0.05,
-                    **changes,
-                },
-            )
+        rows = 4 // (dist.get_world_size() // (cp_size or dist.get_world_size()))
+        given = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows, "max_length": 48, **changes}
+        rows_of_text = zip(texts(48, 1), texts(48, 2), texts(48, 3, 3, 20), strict=True)
+        data = datasets.Dataset.from_list(
+            [{"prompt": a, "chosen": f" {b}", "rejected": f" {c}"} for a, b, c in rows_of_text]
         )
-        data = datasets.Dataset.from_list([{"prompt": text} for text in texts(64, 1)])
         return run(
-            GRPOTrainer,
-            folder,
+            DPOTrainer,
             cp_size,
-            evaluate=True,
             model=saved_model(folder, "policy", attention()),
-            reward_funcs=reward,
-            args=args,
+            args=DPOConfig(**settings(folder, **given)),
             train_dataset=data,
-            eval_dataset=data.select(range(8)),
+            eval_dataset=data.select(range(6)),
+        )
+
+
+def sft(folder, cp_size=None, **changes):
+    import datasets
+    from trl import SFTConfig, SFTTrainer
+
+    with quiet():
+        rows = 2 // (dist.get_world_size() // (cp_size or dist.get_world_size()))
+        given = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows, "max_length": 48}
+        given |= {"packing": True, "gradient_accumulation_steps": 2, **changes}
+        data = datasets.Dataset.from_list([{"text": text} for text in texts(200, 1, 5, 30)])
+        return run(
+            SFTTrainer,
+            cp_size,
+            model=saved_model(folder, "policy", attention()),
+            args=SFTConfig(**settings(folder, **given)),
+            train_dataset=data,
+            eval_dataset=data.select(range(9)),
         )

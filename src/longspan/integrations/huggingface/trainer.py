@@ -22,12 +22,12 @@ from longspan.integrations.huggingface._transformers import labels_of_sequences
 from longspan.integrations.huggingface.accelerate import Ranks, split_sequences
 from longspan.integrations.huggingface.models import check_model
 from longspan.integrations.huggingface.trainers.accelerators import PartsAccelerator
+from longspan.integrations.huggingface.trainers.counts import count_generations, count_tokens
 from longspan.integrations.huggingface.trainers.distillation import Distilled
 from longspan.integrations.huggingface.trainers.kinds import PARTS, PLAIN, WHOLE, kind_of
 from longspan.integrations.huggingface.trainers.losses import PartLabels, PartLoss, PartSmoother
 from longspan.integrations.huggingface.trainers.noise import replace_noise
 from longspan.integrations.huggingface.trainers.policies import WholeScores
-from longspan.integrations.huggingface.trainers.counts import count_generations, count_tokens
 from longspan.integrations.huggingface.trainers.refusals import check_arguments, check_attention, check_bases
 from longspan.training import BatchError, check_same, gather_outputs
 
@@ -40,7 +40,7 @@ else:
 
 
 class ContextParallelTrainer(Distilled, WholeScores, _Base):
-    """A mixin for `transformers.Trainer` and its subclasses, `trl`'s trainers among them; name it first among the bases.
+    """A mixin for `transformers.Trainer` and its subclasses, TRL's trainers among them; name it first among the bases.
 
     `cp_size` neighbouring ranks hold parts of each sequence, the others other samples; all ranks unless given.
     `layout`, `schedule` and `trust_model` are those of `huggingface.shard_inputs`. Losses, gradients, evaluation and
@@ -92,6 +92,7 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
 
     def _take_parts(self) -> None:
         """What the Trainer computes itself is computed for a rank's part from now on."""
+        assert self._ranks is not None
         if self._kind == PARTS:
             self.accelerator = PartsAccelerator(self.accelerator, self._ranks)
         if self.label_smoother is not None:
@@ -125,7 +126,7 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
             found = super().compute_loss(model, part, return_outputs, num_items_in_batch)
         finally:
             self._labels = None
-        if self._kind == PARTS and self.model.training:
+        if self._kind == PARTS and model.training:
             count_tokens(self, inputs, before)
         return found
 

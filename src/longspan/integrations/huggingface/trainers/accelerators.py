@@ -1,8 +1,8 @@
 """The accelerator as TRL's trainers see it, where ranks hold parts of one sequence.
 
-TRL counts processes: it divides by them, cuts gathered rewards by the number of its own one, and gathers metrics from all.
-Ranks of one sequence all have the same samples, so to TRL they are one process: with 8 ranks and 4 parts a sequence there
-are two of them, and rank 5 is number 1. What wraps and runs models stays accelerate's, over all ranks.
+TRL counts processes: it divides by them, cuts gathered rewards by the number of its own one, and gathers metrics from
+all. Ranks of one sequence all have the same samples, so to TRL they are one process: with 8 ranks and 4 parts a
+sequence there are two of them, and rank 5 is number 1. What wraps and runs models stays accelerate's, over all ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""TRL's distillation over ranks: student and teacher run on a rank's part, and their divergence is that of its own tokens.
+"""TRL's distillation over ranks: student and teacher run on a rank's part, and their divergence is of its own tokens.
 
-Hidden states of whole sequences are nowhere. TRL's loss is given this rank's hidden states, and a mask that says of each
-of its tokens whether the next one counts; shares are added up.
+Hidden states of whole sequences are nowhere. TRL's loss is given this rank's hidden states, and a mask that says of
+each of its tokens whether the next one counts; shares are added up.
 """
 
 from __future__ import annotations

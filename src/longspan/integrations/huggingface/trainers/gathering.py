@@ -1,4 +1,4 @@
-"""Stand-in for longspan.training.gather_tokens."""
+"""Stand-in for longspan.training.gather_tokens until it is merged."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class _Joined(torch.autograd.Function):
+class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Any, group: Any, dim: int) -> Tensor:
-        ctx.layout, ctx.rank, ctx.dim = layout, group.rank(), dim
+    def forward(ctx: Any, x: Tensor, layout: Any, group: Any, dim: int, factor: int) -> Tensor:
+        ctx.back = layout, group.rank(), dim, factor
         rows = x.movedim(dim, 0)
         most = max(layout.num_slots(r) for r in range(group.size()))
         message = rows.new_zeros((most, *rows.shape[1:]))
@@ -24,8 +24,10 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.layout.shard(grads[0], ctx.rank, ctx.dim), None, None, None
+        layout, rank, dim, factor = ctx.back
+        return layout.shard(grads[0], rank, dim) * factor, None, None, None, None
 
 
-def joined(x: Tensor, layout: Any, group: Any, dim: int) -> Tensor:
-    return _Joined.apply(x, layout, group, dim)  # type: ignore[return-value]
+def gather_tokens(values: Tensor, like: Any, group: Any, dim: int = -1, *, gradients: str | None = None) -> Tensor:
+    factor = group.size() if gradients == "average" else 1
+    return _Gathered.apply(values, like, group, dim, factor)  # type: ignore[return-value]

@@ -29,8 +29,8 @@ def kind_of(trainer: type) -> str:
             return KINDS[base.__name__]
     if own:
         raise BatchError(
-            f"{own[0].__name__} of TRL has a loss of its own, and nobody has looked at what it computes over ranks. Those"
-            f" that train on split sequences are {', '.join(KINDS)}; or write its loss in a loop of your own, with"
-            f" longspan.training."
+            f"{own[0].__name__} of TRL has a loss of its own, and nobody has looked at what it computes over ranks."
+            f" Those that train on split sequences are {', '.join(KINDS)}; or write its loss in a loop of your own,"
+            f" with longspan.training."
         )
     return PLAIN

@@ -1,7 +1,8 @@
 """NEFTune over ranks: noise of embeddings is that of whole sequences, and a rank adds the rows of its own tokens.
 
-The scale is that of the whole sequence's length. Noise is drawn for all tokens, by every rank: where the ranks' generators
-agree (no dropout), it is what one process would have drawn; where they do not, rows of different ranks are independent.
+The scale is that of the whole sequence's length. Noise is drawn for all tokens, by every rank: where the ranks'
+generators agree (no dropout), it is what one process would have drawn; where they do not, rows of different ranks are
+independent.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def _bound(alpha: float, seq_len: int, width: int) -> float:
 
 
 def replace_noise(trainer: Any, known: Any) -> Any:
-    """The handle of the hook that adds noise, after the Trainer's own was replaced; it is made when training begins, and
-    the Trainer removes whatever is there when it ends."""
+    """The handle of the hook that adds noise, after the Trainer's own was replaced. That one is made when training
+    begins; when it ends, the Trainer removes whatever is there."""
     made = getattr(trainer, "neftune_hook_handle", None)
     if trainer.neftune_noise_alpha is None or made is None or made is known:
         return known

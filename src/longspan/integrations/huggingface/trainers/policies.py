@@ -1,7 +1,7 @@
 """TRL's trainers that score whole sequences (DPO, GRPO, RLOO): methods of `ContextParallelTrainer` that only they call.
 
-Generation stays what the trainer does. All ranks of a sequence are given the same prompts and the same random numbers, and
-then what the first of them generated: they would hold parts of different sequences otherwise.
+Generation stays what the trainer does. All ranks of a sequence are given the same prompts and the same random numbers,
+and then what the first of them generated: they would hold parts of different sequences otherwise.
 """
 
 from __future__ import annotations
@@ -73,15 +73,14 @@ class WholeScores(_Base):
 
 
 def _shared(found: tuple[Any, ...], group: dist.ProcessGroup) -> tuple[Any, ...]:
-    """What the first rank generated. Images (lists of objects, or None, behind the texts) are each rank's own: they come
-    with the prompts."""
+    """What the first rank generated. Images are each rank's own: they come with the prompts."""
     texts = [None if _is_images(item) else item for item in found]
     try:
         message = json.dumps(texts).encode()
     except TypeError as error:
         raise BatchError(
-            f"ranks of one sequence must train on the same completions, and these cannot be sent ({error}): {TEXTS} must"
-            f" be lists, dicts, texts and numbers."
+            f"ranks of one sequence must train on the same completions, and these cannot be sent ({error}): {TEXTS}"
+            f" must be lists, dicts, texts and numbers."
         ) from error
     first = json.loads(told(message, group))
     return tuple(own if new is None else new for own, new in zip(found, first, strict=True))
@@ -96,8 +95,8 @@ def _is_images(item: Any) -> bool:
 
 @contextlib.contextmanager
 def _each_sequence_once(kind: type, ranks: Ranks) -> Iterator[None]:
-    """Rewards, and texts for logs, from one rank of each sequence: TRL gathers them by functions of accelerate, which are
-    names in its modules."""
+    """Rewards, and texts for logs, from one rank of each sequence: TRL gathers them by functions of accelerate, which
+    are names in its modules."""
     modules = [sys.modules[base.__module__] for base in kind.__mro__ if base.__module__.startswith("trl.")]
     found = [(module, name, vars(module)[name]) for module in modules for name in GATHERING if name in vars(module)]
     for module, name, original in found:

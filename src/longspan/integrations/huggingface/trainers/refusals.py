@@ -1,5 +1,5 @@
-"""What `ContextParallelTrainer` refuses, each with what to do instead: what would be computed on a rank's part as if it were
-the whole sequence, and ways to run it in which samples are counted once per rank."""
+"""What `ContextParallelTrainer` refuses, each with what to do instead: what would be computed on a rank's part as if it
+were the whole sequence, and ways to run it in which samples are counted once per rank."""
 
 from __future__ import annotations
 

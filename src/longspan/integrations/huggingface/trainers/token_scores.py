@@ -1,10 +1,10 @@
 """Models with TRL's fused head over ranks: whole sequences in, numbers of all tokens out.
 
-TRL asks a model for `model(..., labels=labels, fused_lm_head=True)`, and takes from it log-probabilities and entropies,
-one number a token. So a model is called with whole sequences, runs on this rank's part of them, and what comes out is
-gathered: every rank computes the loss and all metrics of whole sequences, as one process does. Gradients are those of the
-rank's own tokens. DDP and FSDP2 average over ranks what must be added up over those of a sequence, so they are multiplied
-by the number of these.
+TRL asks a model for `model(..., labels=labels, fused_lm_head=True)`, and takes from it log-probabilities and
+entropies, one number a token. So a model is called with whole sequences, runs on this rank's part of them, and what
+comes out is gathered: every rank computes the loss and all metrics of whole sequences, as one process does. Gradients
+are those of the rank's own tokens. DDP and FSDP2 average over ranks what must be added up over those of a sequence, so
+they are multiplied by the number of these.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from longspan.integrations.huggingface.hooks.losses import route_balancing
 from longspan.integrations.huggingface.inputs import shard_inputs
 from longspan.integrations.huggingface.sequence import ShardedSequence
 from longspan.integrations.huggingface.structure import text_model
-from longspan.integrations.huggingface.trainers.gathering import joined
+from longspan.integrations.huggingface.trainers.gathering import gather_tokens
 from longspan.training import BatchError
 from longspan.training.groups import all_summed
 from longspan.training.loss import Reported
@@ -41,8 +41,8 @@ _CUT: WeakSet[ShardedSequence] = WeakSet()
 
 
 def score_over_ranks(model: Any, group: Any, settings: Callable[[bool], dict[str, Any]]) -> None:
-    """Runs calls with TRL's fused head over the ranks of the group, from now on; other calls, as those of `generate`, stay
-    what they are. `settings(training)` has further arguments of `shard_inputs`."""
+    """Runs calls with TRL's fused head over the ranks of the group, from now on; other calls, as those of `generate`,
+    stay what they are. `settings(training)` has further arguments of `shard_inputs`."""
     inner = text_model(model)
     if inner is None:
         raise BatchError(f"{type(model).__name__} is no model of transformers, which is what scores tokens over ranks.")
@@ -103,24 +103,11 @@ def _end(model: nn.Module, args: Any, given: dict[str, Any], output: Any) -> Non
 
 def _of_all(value: Tensor, sequence: Any) -> Tensor:
     """One number for every token of whole sequences."""
-    sent = value.to(torch.uint8) if value.dtype == torch.bool else _Weighted.apply(value, sequence.group.size())
-    return joined(sent, sequence.layout, sequence.group, 1).to(value.dtype)  # type: ignore[arg-type]
+    sent = value.to(torch.uint8) if value.dtype == torch.bool else value
+    return gather_tokens(sent, sequence.layout, sequence.group, 1, gradients="average").to(value.dtype)
 
 
 def _total(share: Tensor, sequence: Any) -> Tensor:
     """A sum over all ranks, each with the gradient of its own share."""
     total = all_summed(share.detach().clone(), sequence.group)
     return Reported.apply(share * sequence.group.size(), total)  # type: ignore[return-value]
-
-
-class _Weighted(torch.autograd.Function):
-    """The same numbers; gradients that are multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: int) -> Tensor:
-        ctx.weight = weight
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.weight, None

@@ -1,0 +1,71 @@
+"""What ranks do in tests/hosts/test_hf_losses.py: the Trainer with smoothed labels, losses of a user's, and noise."""
+
+import torch
+import torch.distributed as dist
+
+from tests.hosts.hf_training_work import arguments, collator, curve, launched, model_of, samples, trainer_class
+
+STEPS = 5
+
+
+def cross_entropy(logits, labels, count):
+    flat = logits.reshape(-1, logits.shape[-1]).float()
+    return torch.nn.functional.cross_entropy(flat, labels.reshape(-1), reduction="sum") / count
+
+
+def shifts(outputs, labels, num_items_in_batch=None):
+    """As most people write it: labels are shifted here; hard tokens weigh more."""
+    logits, later = outputs.logits[..., :-1, :], labels[..., 1:]
+    chosen = torch.log_softmax(logits.float(), -1).gather(-1, later.clamp(min=0)[..., None])[..., 0]
+    return ((1 - chosen.exp()) * -chosen * (later != -100)).sum() / num_items_in_batch
+
+
+def in_place(outputs, labels, num_items_in_batch=None):
+    """Each token is to be told again."""
+    return cross_entropy(outputs["logits"], labels, num_items_in_batch)
+
+
+def worst_token(outputs, labels, num_items_in_batch=None):
+    """Nothing that adds up: the largest loss of each row."""
+    logits, later = outputs.logits[:, :-1], labels[:, 1:]
+    flat = torch.nn.functional.cross_entropy(logits.transpose(1, 2).float(), later, reduction="none")
+    return flat.max(dim=1).values.sum() / num_items_in_batch
+
+
+def reads_more(outputs, labels, num_items_in_batch=None):
+    """Hidden states are read, too, which fails where there are none."""
+    size = outputs.hidden_states[-1].float().square().mean()
+    return shifts(outputs, labels, num_items_in_batch) + 0.1 * size / num_items_in_batch
+
+
+OWN = {"shifts": shifts, "in_place": in_place, "worst_token": worst_token, "reads_more": reads_more}
+
+
+def train(folder, what, kind, cp_size=None):
+    """(loss, norm) of each step, and what an evaluation says."""
+    from transformers import PrinterCallback, Trainer
+
+    world = dist.get_world_size()
+    split = world > 1
+    with launched():
+        model = model_of("llama", "longspan" if split else "eager")
+        model.config.output_hidden_states = what == "reads_more"
+        changes = {"smoothing": {"label_smoothing_factor": 0.2}, "noise": {"neftune_noise_alpha": 5.0}}.get(what, {})
+        rows = 4 // (world // (cp_size or world))
+        args = arguments(folder, rows, max_steps=STEPS, gradient_checkpointing=False, **changes)
+        own = OWN.get(what)
+        trainer = trainer_class(Trainer, split)(
+            model=model,
+            args=args,
+            train_dataset=samples(40),
+            eval_dataset=samples(8, seed=2),
+            data_collator=collator(kind),
+            compute_loss_func=own,
+            **({"cp_size": cp_size, "schedule": "exchange"} if split else {}),
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        way = getattr(trainer.compute_loss_func, "way", None)
+        hooks = len(model.get_input_embeddings()._forward_hooks)
+        found = {"curve": curve(trainer), "way": way, "hooks": hooks, "eval": trainer.evaluate()["eval_loss"]}
+        return found
