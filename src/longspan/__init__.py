@@ -3,6 +3,9 @@
 Importing this needs numpy alone; torch is loaded by the functions that touch tensors.
 """
 
+from collections.abc import Mapping as _Mapping
+from typing import Any as _Any
+
 from longspan import layouts, masks, schedules
 from longspan.api import attention, block_mask, causal_conv1d, conv_plan, flex_attention, plan
 from longspan.errors import KernelError, LayoutError, LongspanError, MaskError, PlanError, ScheduleError
@@ -49,5 +52,21 @@ def _repr_html(value: masks.Mask | layouts.Layout | Plan | _ScanPlan) -> str:
     return notebook_html(value)
 
 
+def _shard(self: Plan, batch: _Mapping[str, _Any] | _Any, rank: int, **options: _Any) -> _Any:
+    """The rank's part of a batch, or of one tensor, by the plan's own layout. Batches of training lie above plans too.
+
+    >>> made = plan(masks.causal(8), layouts.zigzag(8, 2), q_heads=2, kv_heads=2, head_dim=8, dtype="float32")
+    >>> import numpy as np
+    >>> made.shard(np.arange(8), 0).tolist()
+    [0, 1, 6, 7]
+    """
+    if not isinstance(batch, _Mapping):
+        return self.layout.shard(batch, rank, **options)
+    from longspan.training import shard_batch
+
+    return shard_batch(batch, self, rank, **options)
+
+
+Plan.shard = _shard
 for _kind in (masks.Mask, layouts.Layout, Plan, _ScanPlan):
     setattr(_kind, "_repr_html_", _repr_html)  # noqa: B010 - the classes below know nothing of pictures

@@ -60,7 +60,9 @@ def error_over_ranks(entry, form, trust):
     found, places = [], []
     try:
         for layout in LAYOUTS:
-            inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD, layout=layout, trust_model=trust)
+            inputs = huggingface.shard_inputs(
+                model, batch, dist.group.WORLD, layout=layout, logits=True, trust_model=trust
+            )
             found.append(_step(model, inputs))
             places.append(torch.as_tensor(inputs["longspan"].layout.positions(dist.get_rank())))
     except Exception as error:

@@ -49,7 +49,7 @@ def steps():
     layout = layouts.zigzag(hybrids.TOKENS, dist.get_world_size())
 
     def local(model, batch):
-        inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD, layout=layout)
+        inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD, layout=layout, logits=True)
         out = model(**inputs)
         return out.loss, out.logits
 

@@ -418,3 +418,10 @@ def function_modes() -> list[Any]:
     from torch.overrides import _get_current_function_mode_stack
 
     return list(_get_current_function_mode_stack())
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether calling a module does more than its forward does."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )

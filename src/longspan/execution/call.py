@@ -21,6 +21,7 @@ from longspan.errors import PlanError, in_context
 from longspan.execution import _torch, _torch_compiler, ops
 from longspan.execution.fitting import SEQ_DIM, check_tensors, fitting_plan
 from longspan.execution.handed import check_axes, check_captured, check_cut, group_handed, group_of
+from longspan.execution.inputs import check_carried
 from longspan.execution.inputs import check_inputs as check_inputs
 from longspan.execution.scoring.biases import Extras as Extras
 from longspan.execution.scoring.biases import check_sinks
@@ -66,6 +67,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, asked: Request) -> Any:
         )
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
         return _of_dtensors(q, k, v, asked)
+    if isinstance(asked.plan_or_mask, Plan):
+        check_carried(asked.plan_or_mask.layout, SEQ_DIM, q=q, k=k, v=v)
     if isinstance(asked.group, SimulatedRank) and isinstance(asked.plan_or_mask, Plan):
         return _together(q, k, v, asked, asked.plan_or_mask, asked.group)
     return _run(q, k, v, asked)

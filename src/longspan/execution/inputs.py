@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from longspan.errors import KernelError, PlanError
-from longspan.execution._torch import has_tangent
+from longspan.execution._torch import has_tangent, version
+from longspan.layouts import Layout
+from longspan.layouts.carried import carried, other_tokens
 from longspan.span import shortened
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -74,6 +76,21 @@ def check_no_tangent(**tensors: Any) -> None:
                 f"{name} carries a forward-mode derivative (torch.func.jvp, jacfwd, hessian or a dual number), which"
                 f" Longspan does not compute. Differentiate by backward, as in torch.autograd.grad, or detach it if no"
                 f" derivative is meant."
+            )
+
+
+def check_carried(layout: Layout, dim: int, **tensors: Any) -> None:
+    """Refuses tensors that another layout of the same sequence cut along this dim, as long as that is known: they came
+    straight from `Layout.shard` or `shard_batch` and were not written into since."""
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in tensors.items():
+        known = carried(tensor)
+        if known is not None and known.dim == dim and other_tokens(known.layout, layout) and not version(tensor):
+            raise PlanError(
+                f"{name} was cut by {known.layout}, but here tokens are those of {layout}, another one: its slots hold"
+                f" other tokens of the same sequence. Cut with the layout of the plan, as in plan.shard(...), or plan"
+                f" over the layout that cut the batch."
             )
 
 

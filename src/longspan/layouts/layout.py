@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from longspan.errors import LayoutError
+from longspan.layouts.carried import remember
 from longspan.masks import Mask
 from longspan.sealed import sealed
 from longspan.span import LIMIT, Ints, Span, as_spans, checked_text, parsed_number, run_table, shortened, whole
@@ -193,7 +194,10 @@ class Layout:
         """
         self._check_size(x, dim, self.seq_len, "the whole sequence")
         real = self.positions(rank)[: int(self.num_tokens[rank])]
-        return _take(x, real, dim, self.num_padding(rank), fill)
+        part = _take(x, real, dim, self.num_padding(rank), fill)
+        if _is_torch(x) and not _is_compiling():
+            remember(part, self, dim % part.ndim)  # a plan over another layout refuses it
+        return part
 
     def unshard_index(self) -> Ints:
         """Where each position lies in the ranks' shards laid end to end (padding included)."""
@@ -335,6 +339,12 @@ def check_sizes(seq_len: int, world_size: int, name: str) -> None:
 
 def _is_torch(x: Any) -> bool:
     return type(x).__module__.partition(".")[0] == "torch" or hasattr(x, "index_select")
+
+
+def _is_compiling() -> bool:
+    import torch
+
+    return torch.compiler.is_compiling()
 
 
 def _take(x: Any, index: Ints, dim: int, padding: int, fill: float) -> Any:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from longspan.errors import PlanError
 from longspan.handles import Handled
 from longspan.layouts import Layout
+from longspan.layouts.carried import carried, other_tokens
 from longspan.masks import Mask
 from longspan.masks.mask_key import MaskKey
 from longspan.number_words import bytes_text
@@ -42,6 +44,37 @@ class Plan(Handled):
     machine_assumed: bool
     keep: bool
     compared: tuple[Reason, ...] = ()
+
+    shard: ClassVar[Callable[..., Any]]
+    """`plan.shard(batch, rank, ...)`: the rank's part of a batch, as `longspan.training.shard_batch` cuts it by the
+    plan's own layout; `plan.shard(x, rank, dim=0)`: that of one tensor, as `Layout.shard` does."""
+
+    def check(self, *cut: Any) -> None:
+        """Returns if each of these was cut by a layout that puts every token where the plan has it; otherwise refuses.
+        They are batches of `shard_batch`, tensors straight from one or from `Layout.shard`, plans or layouts.
+
+        >>> import longspan as ls
+        >>> sizes = {"q_heads": 2, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
+        >>> made = ls.plan(ls.masks.causal(8), ls.layouts.zigzag(8, 2), **sizes)
+        >>> made.check(ls.layouts.zigzag(8, 2))
+        >>> made.check(ls.layouts.contiguous(8, 2))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        longspan.errors.PlanError: <layout contiguous, 8 tokens on 2 ranks> cut the tokens, but the plan is over ...
+        """
+        for value in cut:
+            known = value if isinstance(value, Layout) else getattr(value, "layout", None)
+            known = known if isinstance(known, Layout) else getattr(carried(value), "layout", None)
+            if known is None:
+                raise PlanError(
+                    f"plan.check was given {type(value).__name__} that does not say which layout cut it. Give the batch"
+                    f" as shard_batch made it (copies into a plain dict forget it), or its layout."
+                )
+            alike = (known.seq_len, known.world_size) == (self.layout.seq_len, self.layout.world_size)
+            if not alike or other_tokens(known, self.layout):
+                raise PlanError(
+                    f"{known} cut the tokens, but the plan is over {self.layout}, which has other tokens in its slots."
+                    f" Cut the batch with plan.shard(batch, rank, ...), or plan over the layout that cut it."
+                )
 
     @cached_property
     def reasons(self) -> tuple[Reason, ...]:

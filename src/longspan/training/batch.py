@@ -6,7 +6,9 @@ Shapes: B batch rows, S tokens of the whole sequence; tokens are the last dim of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,27 +16,94 @@ import torch
 from torch import Tensor
 
 from longspan.layouts import Layout
-from longspan.span import whole
-from longspan.training.document_numbers import check_rows, document_numbers, positions_within, shifted
+from longspan.masks import Mask
+from longspan.sealed import sealed
+from longspan.span import Ints, whole
+from longspan.training.document_numbers import (
+    check_rows,
+    document_counts,
+    document_numbers,
+    positions_within,
+    shifted,
+)
 from longspan.training.groups import BatchError, check_batch, check_layout
 
 KNOWN = ("input_ids", "labels", "shift_labels", "loss_mask", "position_ids")
 
 
+@sealed
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """How a batch was cut: what has to be known of it to cut something else alike, or to count by document."""
+
+    layout: Layout
+    rank: int | None = None
+    documents: Any = None
+
+    @cached_property
+    def numbers(self) -> Ints:
+        """The document each position belongs to, (rows or 1, S)."""
+        return document_numbers(self.documents, self.layout.seq_len)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many documents each of these rows has."""
+        return document_counts(self.documents, self.numbers)
+
+
+class Batch(dict[str, Any]):
+    """One rank's part of a batch: a dict that knows how it was `cut`, so that nobody has to say it a second time.
+
+    What copies it into another dict forgets that, and is told so where it matters; `to` does not.
+    """
+
+    cut: Cut | None
+
+    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), cut: Cut | None = None) -> None:
+        super().__init__(values)
+        self.cut = cut
+
+    @property
+    def layout(self) -> Layout | None:
+        """Who holds which tokens; None where that was forgotten."""
+        return None if self.cut is None else self.cut.layout
+
+    def to(self, *args: Any, **options: Any) -> Batch:
+        """The batch with all its tensors on another device, as `Tensor.to` does it."""
+        moved = {name: x.to(*args, **options) if isinstance(x, Tensor) else x for name, x in self.items()}
+        return Batch(moved, self.cut)
+
+
+def cut_of(like: Any, what: str) -> Cut:
+    """How to cut, from a batch that was cut, from a layout, or from a plan over one."""
+    if isinstance(like, Batch) and like.cut is not None:
+        return like.cut
+    if isinstance(like, Mapping):
+        raise BatchError(
+            f"{what} was given {type(like).__name__} that does not say how it was cut. Give the batch as shard_batch"
+            f" made it (copies into another dict forget it; batch.to(device) does not), or the layout."
+        )
+    layout = like if isinstance(like, Layout) else getattr(like, "layout", like)
+    check_layout(layout, what)
+    return Cut(layout)
+
+
 def shard_batch(
     batch: Mapping[str, Any],
-    layout: Layout,
+    layout: Layout | Any,
     rank: int,
     *,
     documents: Any = None,
+    mask: Mask | None = None,
     positions: str | None = None,
     num_shifts: int = 1,
     dims: Mapping[str, int | None] | None = None,
     fills: Mapping[str, float] | None = None,
     pad_id: int = 0,
     ignore_index: int = -100,
-) -> dict[str, Any]:
-    """The rank's part of a batch that every rank of the sequence has whole.
+) -> Batch:
+    """The rank's part of a batch that every rank of the sequence has whole. `layout` may be the plan of the step, which
+    has one: `shard_batch(batch, plan, rank)`, or `plan.shard(batch, rank)`, cannot cut by another.
 
     - `labels` are tokens in their own places, as tokenizers give them. They come back as `shift_labels`: each place has
       the next token's label, `ignore_index` where the sequence or the document ends. A batch that has `shift_labels`
@@ -44,7 +113,8 @@ def shard_batch(
       back telling which `shift_labels` count.
     - `position_ids` are (B, S), or (3, B, S) as for images and video, and are obeyed. Without them `positions` says
       what to make: "sequence" counts through, "document" starts again with every document.
-    - `documents`: lengths, a list of lengths per batch row, or a mask.
+    - `documents`: lengths, or a list of lengths per batch row. Or `mask`: who sees whom; neighbours that may attend to
+      each other are of one document (for chunked attention give lengths).
     - Other tensors are cut along the dim that `dims` names, or come back whole where it names None. One that is as long
       as the sequence somewhere and is not named is refused. All else comes back unchanged.
 
@@ -57,14 +127,15 @@ def shard_batch(
      'position_ids': tensor([0, 1, 0, 1])}
     """
     dims, fills = dims or {}, fills or {}
-    _check(batch, layout, dims, fills)
-    numbers = document_numbers(documents, layout.seq_len)
-    part: dict[str, Any] = {}
+    layout = _check(batch, layout, dims, fills)
+    cut = Cut(layout, rank, _documents(documents, mask))
+    numbers = cut.numbers
+    part = Batch(cut=cut)
     if "input_ids" in batch:
         part["input_ids"] = layout.shard(batch["input_ids"], rank, -1, pad_id)
     for name, labels in _labels(batch, numbers, num_shifts, ignore_index).items():
         part[name] = layout.shard(labels, rank, -1, 0 if name == "loss_mask" else ignore_index)
-    position_ids = _position_ids(batch, numbers, positions, documents is not None)
+    position_ids = _position_ids(batch, numbers, positions, cut.documents is not None)
     if position_ids is not None:
         part["position_ids"] = layout.shard(position_ids, rank, -1, 0)
     for name in (name for name in batch if name not in KNOWN):
@@ -73,9 +144,23 @@ def shard_batch(
     return part
 
 
-def _check(batch: Mapping[str, Any], layout: Layout, dims: Mapping[str, Any], fills: Mapping[str, Any]) -> None:
+def _documents(documents: Any, mask: Any) -> Any:
+    """What was said of documents, in the one way that the rest knows."""
+    if mask is None:
+        return documents.tolist() if hasattr(documents, "tolist") else documents
+    if documents is not None:
+        raise BatchError("documents and a mask were given, but documents are read from a mask. Leave one of them out.")
+    if not isinstance(mask, Mask):
+        raise BatchError(
+            f"mask must be one of longspan.masks, who sees whom, but {type(mask).__name__} was given. Which labels"
+            f" count is said by loss_mask in the batch."
+        )
+    return mask
+
+
+def _check(batch: Mapping[str, Any], like: Any, dims: Mapping[str, Any], fills: Mapping[str, Any]) -> Layout:
     check_batch(batch, "shard_batch")
-    check_layout(layout, "shard_batch")
+    layout = cut_of(like, "shard_batch").layout
     _check_known(batch, layout)
     for name in dims:
         if name not in batch or name in KNOWN:
@@ -91,6 +176,7 @@ def _check(batch: Mapping[str, Any], layout: Layout, dims: Mapping[str, Any], fi
     for name in fills:
         if dims.get(name) is None:
             raise BatchError(f"fills names {name!r}, but dims does not say along which dim it is cut. Add it to dims.")
+    return layout
 
 
 def _check_known(batch: Mapping[str, Any], layout: Layout) -> None:

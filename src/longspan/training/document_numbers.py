@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longspan.masks import Mask
 from longspan.masks.document_rows import document_rows
 from longspan.span import Ints, whole
 from longspan.training.groups import BatchError
@@ -23,6 +24,17 @@ def document_numbers(documents: Any, seq_len: int) -> Ints:
     [[0, 0, 1, 1, 1]]
     """
     return document_rows(documents, seq_len, BatchError)
+
+
+def document_counts(documents: Any, numbers: Ints) -> list[int]:
+    """How many documents each row of `numbers` has; those of length 0 count where lengths were given.
+
+    >>> document_counts([2, 0, 3], document_numbers([2, 0, 3], 5)), document_counts(None, document_numbers(None, 5))
+    ([3], [1])
+    """
+    if documents is None or isinstance(documents, Mask):
+        return [int(row[-1]) + 1 if len(row) else 1 for row in numbers]
+    return [len(lengths) for lengths in (documents if np.ndim(documents[0]) == 1 else [documents])]
 
 
 def positions_within(numbers: Ints) -> Ints:

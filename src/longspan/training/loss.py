@@ -1,11 +1,15 @@
-"""The loss of tokens that are spread over ranks, normalised by labels of all ranks and not by ranks.
+"""The loss of tokens that are spread over ranks, normalised by labels of all ranks and not by ranks; and what
+reinforcement learning wants of each token.
 
-Ranks hold different numbers of labels: a mean of the ranks' means weighs tokens by where they happen to lie.
+Ranks hold different numbers of labels: a mean of the ranks' means weighs tokens by where they happen to lie. With the
+model's head given, logits of all tokens are never there at once (`slabs.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +19,12 @@ from longspan.execution.inputs import check_no_tangent, is_number
 from longspan.execution.tile import wide
 from longspan.span import shortened
 from longspan.training.groups import BatchError, all_summed, process_group
+from longspan.training.head import Head, check_range, head_of, task_of
+from longspan.training.slabs import Facts, Gradients, Inputs, Slopes, Work, empty_slab, facts_of, logits_of
 
 
 def token_loss(
-    logits: Tensor,
+    values: Tensor,
     labels: Tensor,
     *,
     group: Any,
@@ -26,8 +32,14 @@ def token_loss(
     num_tokens: int | Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
+    head: Head | Tensor | torch.nn.Linear | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Cross-entropy of this rank's tokens (labels already shifted) such that gradients are those of one device.
+
+    `values` are logits; or hidden states, with the model's last layer as `head` (a `Head`, a weight, an nn.Linear):
+    then loss and gradients are computed in one pass, some tokens at a time, and logits of all tokens are never there.
 
     The *value* is the loss of the whole group, the same on every rank, for logging. *Backward* is that of the local
     share: the sum over local tokens, divided by the number of labels in the whole group, or by `num_tokens` (with
@@ -38,24 +50,25 @@ def token_loss(
     of all ranks over which the loss is one mean: `make_mesh(...).dp_cp`, the sequence's group alone, or None for one
     process. A rank without labels takes part with a share of zero; no label anywhere is a loss of zero.
 
+    `label_smoothing` is that of torch.nn.functional.cross_entropy. `z_loss` times the square of each token's logsumexp
+    is added to its loss.
+
     >>> logits = torch.zeros(4, 8, requires_grad=True)
-    >>> loss = token_loss(logits, torch.tensor([1, 2, -100, -100]), group=None, gradients="sum")
-    >>> round(loss.item(), 4)  # log(8), a mean over two labels
+    >>> labels = torch.tensor([1, 2, -100, -100])
+    >>> round(token_loss(logits, labels, group=None, gradients="sum").item(), 4)  # log(8), a mean over two labels
+    2.0794
+    >>> hidden, weight = torch.ones(4, 3), torch.zeros(8, 3)
+    >>> round(token_loss(hidden, labels, group=None, gradients="sum", head=weight).item(), 4)
     2.0794
     """
-    _check(logits, labels, gradients, reduction, num_tokens)
-    precise = logits.to(wide(logits.dtype))
-    flat = labels.reshape(-1)
-    try:
-        share = torch.nn.functional.cross_entropy(
-            precise.reshape(-1, logits.shape[-1]), flat, ignore_index=ignore_index, reduction="sum"
-        )
-    except IndexError as error:
-        real = flat[flat != ignore_index]
-        raise BatchError(
-            f"labels run from {int(real.min())} to {int(real.max())}, but logits are for 0 to {logits.shape[-1] - 1}."
-            f" Mark places without a label with ignore_index = {ignore_index}."
-        ) from error
+    _check(gradients, reduction, num_tokens)
+    _check_tensors("token_loss", values, labels, head)
+    terms = Terms(label_smoothing, z_loss)
+    flat = labels.reshape(-1).long()
+    if head is None:
+        share = _share_of_logits(values, flat, ignore_index, terms)
+    else:
+        share = _share_of_hidden(values, flat, head_of(head), ignore_index, terms)
     sums = torch.stack((share.detach().double(), (flat != ignore_index).sum().double()))
     size = 1
     if group is not None:
@@ -65,8 +78,189 @@ def token_loss(
     count = torch.ones_like(sums[1])
     if reduction == "mean":  # nothing to predict is a sum of zero, over one
         count = (sums[1] if num_tokens is None else torch.as_tensor(num_tokens)).clamp(min=1)
-    value = (sums[0] / count).to(share.dtype)
+    value = (sums[0] / count).to(wide(values.dtype))
     return Reported.apply(share * (size if gradients == "average" else 1) / count, value)  # type: ignore[return-value]
+
+
+class TokenLogprobs(NamedTuple):
+    """Per token: the log-probability of its label, and the entropy of the distribution it was drawn from; in nats."""
+
+    logprobs: Tensor
+    entropies: Tensor
+
+
+@torch.compiler.disable()
+def token_logprobs(
+    values: Tensor, labels: Tensor, *, head: Head | Tensor | torch.nn.Linear | None = None, ignore_index: int = -100
+) -> TokenLogprobs:
+    """Log-probabilities of labels (already shifted) and entropies of this rank's tokens, in float32 (float64 for
+    float64) and in the shape of labels; 0 where the label is ignored. Differentiable in both.
+
+    `values` are logits; or hidden states, with the model's last layer as `head`: then logits of all tokens are never
+    there, neither in forward nor in backward. Nothing is sent, except over the head's own group. Compiled code stops
+    before and goes on after.
+
+    >>> weight = torch.tensor([[1.0], [0.0]])
+    >>> found = token_logprobs(torch.tensor([[1.0986], [5.0]]), torch.tensor([0, -100]), head=weight)
+    >>> [[round(x, 3) for x in one.tolist()] for one in found]  # 3 to 1: log(3 / 4), and its entropy
+    [[-0.288, 0.0], [0.562, 0.0]]
+    """
+    _check_tensors("token_logprobs", values, labels, head)
+    task = task_of(values, labels.reshape(-1).long(), None if head is None else head_of(head), ignore_index)
+    logprobs, entropies = PerToken.apply(*task.inputs, task.work)  # type: ignore[misc]
+    return TokenLogprobs(logprobs.view(labels.shape), entropies.view(labels.shape))
+
+
+# -- the share of this rank's tokens, as a sum -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a token's loss is made of."""
+
+    smoothing: float
+    z_loss: float
+
+    def __post_init__(self) -> None:
+        if not is_number(self.smoothing) or not 0 <= self.smoothing <= 1:
+            raise BatchError(
+                f"label_smoothing = {shortened(self.smoothing)} was given. It is the share that goes to all words"
+                f" alike: a number from 0 to 1."
+            )
+        if not is_number(self.z_loss) or self.z_loss < 0:
+            raise BatchError(
+                f"z_loss = {shortened(self.z_loss)} was given. It multiplies the square of logsumexp: a number, 0 or"
+                f" more."
+            )
+
+    def losses(self, facts: Facts, num_words: int) -> Tensor:
+        """Each token's loss."""
+        found = facts.logprobs * (self.smoothing - 1)
+        if self.smoothing:
+            found = found + self.smoothing * (facts.lse - facts.totals / num_words)
+        return found + self.z_loss * facts.lse.square() if self.z_loss else found
+
+    def slopes(self, lse: Tensor, num_words: int) -> Slopes:
+        """Its gradient: p - label with the label's share, and 2 z lse p of the z-loss."""
+        label = torch.full_like(lse, self.smoothing - 1)
+        return Slopes(1 + 2 * self.z_loss * lse, label, -self.smoothing / max(num_words, 1))
+
+
+def _share_of_logits(logits: Tensor, labels: Tensor, ignore_index: int, terms: Terms) -> Tensor:
+    """In plain PyTorch, which compilers fuse and autograd differentiates as often as asked."""
+    precise = logits.to(wide(logits.dtype)).reshape(-1, logits.shape[-1])
+    try:
+        share = torch.nn.functional.cross_entropy(
+            precise, labels, ignore_index=ignore_index, reduction="sum", label_smoothing=terms.smoothing
+        )
+    except IndexError:
+        check_range(labels[labels != ignore_index], logits.shape[-1], ignore_index)
+        raise
+    if terms.z_loss:
+        kept = labels != ignore_index  # what stands in other rows, infinity say, must not reach a gradient
+        lse = precise.masked_fill(~kept[:, None], 0).logsumexp(-1)
+        share = share + terms.z_loss * lse.square().masked_fill(~kept, 0).sum()
+    return share
+
+
+@torch.compiler.disable()
+def _share_of_hidden(values: Tensor, labels: Tensor, head: Head, ignore_index: int, terms: Terms) -> Tensor:
+    task = task_of(values, labels, head, ignore_index)
+    wanted = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in task.inputs)
+    return HeadLoss.apply(*task.inputs, task, terms, wanted)  # type: ignore[return-value]
+
+
+class HeadLoss(torch.autograd.Function):
+    """The sum of tokens' losses. Gradients are computed along with it, where a slab's logits are at hand, and wait for
+    what they are to be multiplied by."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        inputs, (task, terms, wanted) = Inputs(*args[:3]), args[3:]
+        work: Work = task.work
+        found = Gradients(inputs, wanted) if any(wanted) else None
+        losses, lses = (work.labels.new_empty(len(work.labels), dtype=wide(inputs.values.dtype)) for _ in range(2))
+        memory = empty_slab(work, inputs)
+        with _no_autocast(inputs.values):
+            for span in work.slabs():
+                slab = logits_of(work, inputs, span, memory)
+                facts = facts_of(work, slab, work.labels[span], entropy=False, total=terms.smoothing > 0)
+                losses[span], lses[span] = terms.losses(facts, task.num_words), facts.lse
+                if found is not None:
+                    found.add(work, span, slab, facts.lse, terms.slopes(facts.lse, task.num_words))
+        ctx.task, ctx.terms, ctx.wanted = task._replace(inputs=None), terms, wanted
+        ctx.save_for_backward(*inputs, lses)
+        ctx.ready = None if found is None else found.narrowed()
+        return losses.sum(dtype=torch.float64)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ready, ctx.ready = ctx.ready, None
+        if ready is None:  # a second time, under retain_graph
+            *inputs, lses = ctx.saved_tensors
+            slopes = ctx.terms.slopes(lses, ctx.task.num_words)
+            ready = _gradients(ctx.task.work, Inputs(*inputs), lses, slopes, ctx.wanted).narrowed()
+        return *(_times(x, grads[0]) for x in ready), None, None, None
+
+
+class PerToken(torch.autograd.Function):
+    """Log-probabilities and entropies, one for every token; logits are computed again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        inputs, work = Inputs(*args[:3]), args[3]
+        lses = work.labels.new_empty(len(work.labels), dtype=wide(inputs.values.dtype))
+        found = lses.new_zeros((2, len(inputs.values)))
+        memory = empty_slab(work, inputs)
+        with _no_autocast(inputs.values):
+            for span in work.slabs():
+                slab = logits_of(work, inputs, span, memory)
+                facts = facts_of(work, slab, work.labels[span], entropy=True, total=False)
+                lses[span] = facts.lse
+                work.put(found[0], span, facts.logprobs)
+                work.put(found[1], span, facts.entropies)
+        ctx.work = work
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, lses, found[1].clone())
+        return found[0].clone(), found[1]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, lses, entropies = ctx.saved_tensors
+        work: Work = ctx.work
+        everything = slice(0, len(work.labels))
+        of_logprob, of_entropy = (None if g is None else work.rows_of(g, everything) for g in grads)
+        plain = label = torch.zeros_like(lses)
+        if of_logprob is not None:  # log p of the label: 1 on the label, -p on all
+            plain, label = -of_logprob, of_logprob
+        if of_entropy is not None:  # -p (log p + entropy)
+            plain = plain - of_entropy * work.rows_of(entropies, everything)
+        slopes = Slopes(plain, label, log_p=None if of_entropy is None else -of_entropy)
+        found = _gradients(work, Inputs(*inputs), lses, slopes, ctx.needs_input_grad[:3])
+        return *found.narrowed(), None
+
+
+def _gradients(work: Work, inputs: Inputs, lses: Tensor, slopes: Slopes, wanted: tuple[bool, bool, bool]) -> Gradients:
+    """Gradients of all tokens with a label, from logits that are computed once more."""
+    found = Gradients(inputs, wanted)
+    memory = empty_slab(work, inputs)
+    with _no_autocast(inputs.values):
+        for span in work.slabs():
+            slab = logits_of(work, inputs, span, memory)
+            found.add(work, span, slab, lses[span], slopes.of(span))
+    return found
+
+
+def _times(x: Tensor | None, factor: Tensor) -> Tensor | None:
+    return None if x is None else x.mul_(factor)
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Dtypes have been settled before, and what is summed in float32 stays so."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class Reported(torch.autograd.Function):
@@ -83,8 +277,10 @@ class Reported(torch.autograd.Function):
         return grads[0].to(ctx.dtype), None
 
 
-def _check(logits: Tensor, labels: Tensor, gradients: str, reduction: str, num_tokens: Any) -> None:
-    check_no_tangent(logits=logits)
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _check(gradients: str, reduction: str, num_tokens: Any) -> None:
     if gradients not in ("sum", "average"):
         raise BatchError(
             f"gradients = {gradients!r} was asked for. Say what happens to gradients over the group after backward:"
@@ -93,31 +289,33 @@ def _check(logits: Tensor, labels: Tensor, gradients: str, reduction: str, num_t
     if reduction not in ("mean", "sum"):
         raise BatchError(
             f"reduction = {reduction!r} was asked for. Choose 'mean' (over all labels of the group) or 'sum'."
-            f" Single tokens' losses are torch.nn.functional.cross_entropy(..., reduction='none')."
+            f" Single tokens' losses are torch.nn.functional.cross_entropy(..., reduction='none'), or those of"
+            f" token_logprobs with the sign changed."
         )
     if num_tokens is not None and reduction == "sum":
         raise BatchError("num_tokens was given with reduction='sum', which divides by nothing. Leave one of them out.")
-    _check_tensors(logits, labels, num_tokens)
-    if isinstance(logits, DTensor) or isinstance(labels, DTensor):
-        raise BatchError("token_loss takes plain tensors, but a DTensor was given. Pass logits.full_tensor().")
-    if logits.shape[:-1] != labels.shape:
-        raise BatchError(
-            f"logits of shape {tuple(logits.shape)} need labels of shape {tuple(logits.shape[:-1])}, one per token and"
-            f" already shifted, but labels have shape {tuple(labels.shape)}. shard_batch makes them."
-        )
-
-
-def _check_tensors(logits: Any, labels: Any, num_tokens: Any) -> None:
-    for name, value in (("logits", logits), ("labels", labels)):
-        if not isinstance(value, Tensor):
-            raise BatchError(f"{name} must be a tensor, but {type(value).__name__} was given. Convert it first.")
-    if not logits.is_floating_point():
-        raise BatchError(
-            f"logits have dtype {logits.dtype}, but scores of tokens are floating-point numbers. Cast them."
-        )
-    if labels.dtype not in (torch.int64, torch.uint8):
-        raise BatchError(f"labels have dtype {labels.dtype}, but they are whole numbers. Cast them to torch.int64.")
     if num_tokens is not None and (
         not is_number(num_tokens) or (not isinstance(num_tokens, Tensor) and num_tokens < 0)
     ):
         raise BatchError(f"num_tokens = {shortened(num_tokens)} was given. It counts labels: a number, 0 or more.")
+
+
+def _check_tensors(what: str, values: Any, labels: Any, head: Any) -> None:
+    """`what` takes these values and labels."""
+    name = "logits" if head is None else "hidden states"
+    for word, value in ((name, values), ("labels", labels)):
+        if not isinstance(value, Tensor):
+            raise BatchError(f"{word} must be a tensor, but {type(value).__name__} was given. Convert it first.")
+        if isinstance(value, DTensor):
+            raise BatchError(f"{what} takes plain tensors, but {word} are a DTensor. Pass their full_tensor().")
+    check_no_tangent(values=values)
+    if not values.is_floating_point():
+        kind = "scores of tokens" if head is None else "those"
+        raise BatchError(f"{name} have dtype {values.dtype}, but {kind} are floating-point numbers. Cast them.")
+    if labels.dtype not in (torch.int64, torch.uint8):
+        raise BatchError(f"labels have dtype {labels.dtype}, but they are whole numbers. Cast them to torch.int64.")
+    if values.shape[:-1] != labels.shape or not values.ndim:
+        raise BatchError(
+            f"{name} of shape {tuple(values.shape)} need labels of shape {tuple(values.shape[:-1])}, one per token and"
+            f" already shifted, but labels have shape {tuple(labels.shape)}. shard_batch makes them."
+        )

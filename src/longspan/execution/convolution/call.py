@@ -17,7 +17,7 @@ from longspan.execution.convolution import halo_operator
 from longspan.execution.convolution.fitting_rows import check_dtypes, check_plan, check_rows, check_tensors
 from longspan.execution.convolution.own_rows import OwnRows, convolved
 from longspan.execution.handed import group_of, planned_group
-from longspan.execution.inputs import as_autocast
+from longspan.execution.inputs import as_autocast, check_carried
 from longspan.execution.ops import place_in
 from longspan.execution.simulated import SimulatedRank
 from longspan.execution.trust.group import told
@@ -53,6 +53,8 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, asked: ConvReq
             raise PlanError(
                 f"name = {shortened(asked.name)} was given. A call's name is a str, the same on every rank."
             )
+        if isinstance(asked.plan, ConvPlan):
+            check_carried(asked.plan.layout, 1, x=x)
         if isinstance(group, SimulatedRank) and isinstance(asked.plan, ConvPlan):
             return _together(x, weight, bias, asked, group)
         return _run(x, weight, bias, asked, planned_group(group, asked.plan, asked.documents, HOW))

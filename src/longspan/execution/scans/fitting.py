@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longspan.errors import PlanError
 from longspan.execution.handed import check_plain_numbers
-from longspan.execution.inputs import check_no_tangent
+from longspan.execution.inputs import check_carried, check_no_tangent
 from longspan.execution.scans.contract import Recurrence
 from longspan.schedules.scans.plan import ScanPlan
 from longspan.schedules.scans.words import StateSizes
@@ -74,6 +74,8 @@ def check_plan(plan: Any, recurrence: Recurrence, tokens: tuple[Tensor, ...], pl
             f"plan= takes a plan made by longspan.scan_plan, but {type(plan).__name__} was given. Plans of attention"
             f" and of convolutions are others."
         )
+    for tensor in tokens:
+        check_carried(plan.home, 1, **{f"a tensor of shape {tuple(tensor.shape)}": tensor})
     size, found = plan.layout.world_size, 1 if place is None else place[1]
     if found != size:
         what = "no group was given" if place is None else f"the group has {found}"

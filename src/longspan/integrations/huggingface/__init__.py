@@ -7,7 +7,8 @@ from longspan.integrations.huggingface.inputs import (
     ShardedSequence,
     full_loss,
     register,
+    shard_for_logprobs,
     shard_inputs,
 )
 
-__all__ = ["NAME", "LayerMask", "ShardedSequence", "full_loss", "register", "shard_inputs"]
+__all__ = ["NAME", "LayerMask", "ShardedSequence", "full_loss", "register", "shard_for_logprobs", "shard_inputs"]

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from longspan.integrations.huggingface.attention import NAME
+from longspan.integrations.huggingface.batches import IGNORE
+from longspan.integrations.huggingface.hooks.head import LOGITS, LOSS, SCORES
 from longspan.integrations.huggingface.masks import LayerMask
 from longspan.integrations.huggingface.models import check_model
 from longspan.integrations.huggingface.sequence import ShardedSequence
@@ -22,7 +24,7 @@ from longspan.training import BatchError
 from longspan.training.groups import all_summed, process_group
 from longspan.training.loss import Reported
 
-__all__ = ["NAME", "LayerMask", "ShardedSequence", "full_loss", "register", "shard_inputs"]
+__all__ = ["NAME", "LayerMask", "ShardedSequence", "full_loss", "register", "shard_for_logprobs", "shard_inputs"]
 
 
 def shard_inputs(
@@ -34,6 +36,7 @@ def shard_inputs(
     positions: str | None = None,
     schedule: str = "auto",
     dropout_seed: int | None = None,
+    logits: bool = False,
     trust_model: bool = False,
 ) -> dict[str, Any]:
     """This rank's arguments: `model(**shard_inputs(model, batch, mesh["cp"]))`.
@@ -55,6 +58,9 @@ def shard_inputs(
             `seq_idx` and there are no `position_ids`.
         schedule: see `longspan.plan`.
         dropout_seed: decides which pairs attention dropout strikes.
+        logits: with labels in the batch, the loss is computed without logits wherever the model's head is a plain
+            linear layer: they would be the largest tensor of all. True has the model compute them as well. Without
+            labels logits are the model's answer, and always there.
         trust_model: skip the proof. A layer that mixes tokens by other means than attention, or counts positions
             itself, would go wrong unnoticed.
 
@@ -71,12 +77,57 @@ def shard_inputs(
 
         Models that pool (classes of sequences), or that see images, are given whole sequences, which are cut inside.
     """
+    asked = Sharding(layout, positions, schedule, dropout_seed, LOGITS if logits else LOSS)
+    return _sharded(model, batch, process_group(group, "shard_inputs"), asked, trust_model)
+
+
+def shard_for_logprobs(
+    model: Any,
+    batch: Mapping[str, Any],
+    group: Any,
+    *,
+    temperature: float = 1.0,
+    layout: str | Layout = "balanced",
+    dropout_seed: int | None = None,
+    trust_model: bool = False,
+) -> dict[str, Any]:
+    """Like `shard_inputs`, for log-probabilities: `logits` of the model's output are `TokenLogprobs` instead, the
+    log-probability of each of this rank's labels and the entropy of each prediction, (batch, this rank's tokens).
+
+    Labels are those of the batch, or its `input_ids` where there are none (padding is left out); they are shifted here.
+    Logits are divided by `temperature`, and computed only where the head needs it. Reinforcement learning asks for this
+    with and without gradients: of the policy, of a reference, of a teacher. `part["longspan"].layout` is what
+    `longspan.training.gather_tokens` and `shard_like` take.
+    """
+    if not temperature > 0:
+        raise BatchError(f"temperature = {temperature} was asked for. Logits are divided by it: give a number above 0.")
+    if all(batch.get(name) is None for name in ("labels", "shift_labels")):
+        batch = {**batch, "labels": _own_labels(batch)}
+    asked = Sharding(layout, None, "auto", dropout_seed, SCORES, float(temperature))
+    part = _sharded(model, batch, process_group(group, "shard_for_logprobs"), asked, trust_model)
+    if part[NAME].at_head is None:
+        raise BatchError(
+            f"log-probabilities of tokens were asked for, but {type(model).__name__} predicts no tokens. Use a model"
+            f" with a language model's head."
+        )
+    return part
+
+
+def _own_labels(batch: Mapping[str, Any]) -> Tensor:
+    ids = batch.get("input_ids")
+    if ids is None:
+        raise BatchError(
+            "log-probabilities were asked for, but the batch has neither labels nor input_ids. Add labels."
+        )
+    mask = batch.get("attention_mask")
+    return ids if mask is None else ids.masked_fill(mask == 0, IGNORE)
+
+
+def _sharded(model: Any, batch: Mapping[str, Any], members: Any, asked: Sharding, trust_model: bool) -> dict[str, Any]:
     from longspan.integrations.huggingface.proving.first_use import rules_of  # builds models, which many never need
 
-    members = process_group(group, "shard_inputs")
     inner = check_model(model, batch)
-    rules = rules_of(inner, batch, members, trust_model)
-    return sharded(inner, batch, members, rules, Sharding(layout, positions, schedule, dropout_seed), model)
+    return sharded(inner, batch, members, rules_of(inner, batch, members, trust_model), asked, model)
 
 
 def full_loss(loss: Tensor, inputs: Mapping[str, Any], *, gradients: str = "sum") -> Tensor:

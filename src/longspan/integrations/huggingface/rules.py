@@ -28,6 +28,13 @@ class Rules:
     """The module behind which tokens of all ranks are put together again, by name; None where they stay apart."""
     cuts: tuple[tuple[str, int, int], ...] = ()
     """(argument of the body, its number of dims, the dim of tokens)."""
+    head: str | None = None
+    """The head whose logits need not be computed, by name; None where they are, and `head_reason` says why."""
+    head_reason: str = ""
+    scale: str = ""
+    soft_cap: str = ""
+    """What logits are multiplied by ("logit_scale", or "1 / logits_scaling") and capped at, by names of the
+    configuration's values; "" where they are not."""
     layers: str = "all"
     """Whether all layers of the configuration have attention, "some" of them, or "none"."""
 

@@ -87,6 +87,10 @@ class ShardedSequence:
         self.labels: Tensor | None = None
         self.num_items: Any = None
         """This rank's labels, and how many there are on all ranks, where the model's own loss takes a mean."""
+        self.at_head: Any = None
+        """What is computed at the model's head instead of logits, or None."""
+        self.model: Callable[[], Any] = lambda: None
+        """The model of transformers itself, whatever wraps it."""
         self.position_ids: Tensor | None = None
         """This rank's positions, where the model is cut inside and is given none."""
         self.largest: Any = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,14 @@ from longspan.integrations.huggingface.batches import (
     shifted_labels,
 )
 from longspan.integrations.huggingface.hooks.body import shield, watch_body
+from longspan.integrations.huggingface.hooks.head import (
+    LOGITS,
+    LOSS,
+    SCORES,
+    at_head,
+    can_do_without_logits,
+    watch_head,
+)
 from longspan.integrations.huggingface.hooks.losses import route_losses
 from longspan.integrations.huggingface.hooks.mixers import is_hybrid, needs, route, text_part
 from longspan.integrations.huggingface.hooks.rotary import watch_rotary
@@ -40,6 +50,10 @@ from longspan.training import BatchError, shard_batch
 STATE_KEYS = 2048
 """What a state that goes from span to span weighs, in keys and values: 6 MiB of a layer of Qwen3-Next against 2 KiB."""
 
+SAID_BYTES = 2**30
+"""From here on it is said that logits are computed: they and what a loss makes of them take 12 bytes a number."""
+_LOG = logging.getLogger("longspan")
+_TOLD: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 _HOOKED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
@@ -65,6 +79,10 @@ class Sharding:
     positions: str | None = None
     schedule: str = "auto"
     dropout_seed: int | None = None
+    wants: str = LOSS
+    """Whether the loss is enough, or logits are wanted, or log-probabilities."""
+    temperature: float = 1.0
+    """Of log-probabilities."""
 
 
 def sharded(
@@ -79,7 +97,7 @@ def sharded(
     dealt = _layout(asked.layout, whole, kinds, members.size(), STATE_KEYS if is_hybrid(inner) else 0)
     sequence = ShardedSequence(whole, dealt, members, asked.schedule, asked.dropout_seed, rules)
     sequence.num_layers = num_layers(inner, config)
-    part = _arguments(inner, batch, sequence, _positions(inner, batch, read, rules, asked))
+    part = _arguments(inner, batch, sequence, _positions(inner, batch, read, rules, asked), asked)
     part[NAME] = sequence
     _prepare(inner, sequence)
     listen(wrapped, inner, inner.base_model)
@@ -154,7 +172,7 @@ def _layout(layout: Any, whole: Whole, kinds: list[Kind], world_size: int, span_
 
 
 def _arguments(
-    inner: Any, batch: Mapping[str, Any], sequence: ShardedSequence, position_ids: Tensor | None
+    inner: Any, batch: Mapping[str, Any], sequence: ShardedSequence, position_ids: Tensor | None, asked: Sharding
 ) -> dict[str, Any]:
     """What the model is called with: this rank's tokens, or all of them where it is cut inside; labels shifted before
     anything is cut."""
@@ -173,7 +191,10 @@ def _arguments(
         count = batch.get("num_items_in_batch")
         count = (labels != IGNORE).sum().clamp(min=1) if count is None else torch.as_tensor(count)
         mine = layout.shard(labels, rank, 1, IGNORE)
-        if rules.loss == OWN:
+        _prepare_head(inner, sequence, mine, count, asked)
+        if asked.wants == SCORES:
+            pass  # no loss
+        elif rules.loss == OWN:
             part.update(shift_labels=mine, labels=labels[:, :0], num_items_in_batch=count)
         else:
             sequence.labels, sequence.num_items = mine, count
@@ -187,6 +208,26 @@ def _arguments(
         else:
             part.pop(name, None)
     return part
+
+
+def _prepare_head(inner: Any, sequence: ShardedSequence, labels: Tensor, count: Any, asked: Sharding) -> None:
+    """Logits are not computed where the loss, or log-probabilities, can be had without them."""
+    if asked.wants == LOGITS:
+        return
+    config, rules = inner.config.get_text_config(), sequence.rules
+    needed = can_do_without_logits(inner, rules)
+    if not needed:
+        watch_head(inner, rules)
+    elif inner not in _TOLD and labels.numel() * int(getattr(config, "vocab_size", 0)) * 12 >= SAID_BYTES:
+        _TOLD[inner] = True
+        _LOG.warning(
+            "logits of %s are computed whole, %d tokens x %d words on this rank, because %s.",
+            type(inner).__name__, labels.numel(), config.vocab_size, needed,
+        )  # fmt: skip
+    if asked.wants == SCORES or not needed:
+        temperature = asked.temperature if asked.wants == SCORES else None
+        sequence.model = weakref.ref(inner)
+        sequence.at_head = at_head(config, rules, labels, count, temperature)
 
 
 def _check_predicted(inner: Any, labels: Tensor, whole: Whole) -> None:

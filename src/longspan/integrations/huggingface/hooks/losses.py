@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from longspan.execution.tile import wide
 from longspan.integrations.huggingface.hooks.current import current
-from longspan.integrations.huggingface.rules import IN_PLACE, POOLED, SHIFTED
+from longspan.integrations.huggingface.hooks.head import ended
+from longspan.integrations.huggingface.rules import IN_PLACE, OWN, POOLED, SHIFTED
 from longspan.training import BatchError
 from longspan.training.groups import all_summed
 
@@ -30,7 +31,11 @@ BALANCING = "load_balancing_loss_func"
 
 def with_loss(output: Any, sequence: Any) -> Any:
     """The model's output, with this rank's share of the loss; None where it has that already."""
-    rule = sequence.rules.loss
+    rule, work = sequence.rules.loss, sequence.at_head
+    if work is not None:
+        done = ended(output, work, rule == OWN)
+        if done is not None:
+            return done
     if rule == POOLED:
         loss = _item(output, "loss")
         return None if loss is None else _replaced(output, loss / sequence.group.size())

@@ -18,7 +18,7 @@ from torch import nn
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.hooks.current import current, enter, leave
 from longspan.integrations.huggingface.hooks.losses import with_loss
-from longspan.integrations.huggingface.rules import MASK
+from longspan.integrations.huggingface.rules import MASK, OWN
 from longspan.integrations.huggingface.sequence import ShardedSequence
 
 _LISTENING: WeakSet[nn.Module] = WeakSet()
@@ -68,7 +68,10 @@ def listen(*modules: Any) -> None:
 @torch.compiler.disable
 def _begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
     sequence = kwargs.get(NAME)
-    enter(sequence if sequence is not None else current())
+    running = sequence if sequence is not None else current()
+    enter(running)
+    if getattr(running, "at_head", None) is not None and running.rules.loss == OWN and module is running.model():
+        running.at_head.begin(kwargs)
     if not isinstance(sequence, ShardedSequence):
         return None
     if sequence.depth == 0:

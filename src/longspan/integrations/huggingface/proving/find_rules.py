@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.integrations.huggingface.batches import IGNORE, SEEN, counted_without_padding, read_batch, shifted_labels
+from longspan.integrations.huggingface.hooks.head import scale_of
 from longspan.integrations.huggingface.hooks.seen import takes
 from longspan.integrations.huggingface.proving.forms import TOKENS
 from longspan.integrations.huggingface.proving.trial import Trial, result
@@ -123,6 +126,45 @@ def _loss(trial: Trial) -> str:
         " the number of labels. Take labels out of the batch, and compute your loss of this rank's logits with"
         " longspan.training.token_loss",
     )
+
+
+# -- the head ----------------------------------------------------------------------------------------------------------
+
+
+def with_head(trial: Trial, rules: Rules) -> Rules:
+    """The rules, with the head whose logits need not be computed and what the model does to these, or with the reason
+    why they are needed."""
+    if rules.loss not in (OWN, SHIFTED, IN_PLACE) or rules.joined is not None:
+        return replace(rules, head_reason="its loss is not one of tokens")
+    head = trial.model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return replace(rules, head_reason="its head is no plain linear layer")
+    seen: list[Tensor] = []
+    handle = head.register_forward_hook(lambda _module, _args, output: seen.append(output))
+    try:
+        logits = result(trial.forward())
+    finally:
+        handle.remove()
+    if len(seen) == 1:
+        for scale, cap in _known_ends(trial.model.config.get_text_config()):
+            if is_close(_end_of(seen[0], trial.model.config.get_text_config(), scale, cap), logits):
+                return replace(rules, head=_name_of(trial.model, head), scale=scale, soft_cap=cap)
+    return replace(rules, head_reason="it does something else to logits than to scale and to cap them")
+
+
+def _known_ends(config: Any) -> Iterator[tuple[str, str]]:
+    """(scale, cap) by values of the configuration that have to do with logits. Others may depend on a model's size,
+    and then a tiny copy has another."""
+    numbers = {n: v for n, v in vars(config).items() if isinstance(v, int | float) and not isinstance(v, bool) and v}
+    named = [name for name in numbers if "logit" in name or "head_multiplier" in name]
+    caps = ["", *(name for name in named if "cap" in name)]
+    scales = ["", *(how + name for name in named if "cap" not in name for how in ("", "1 / "))]
+    yield from itertools.product(scales, caps)
+
+
+def _end_of(logits: Tensor, config: Any, scale: str, cap: str) -> Tensor:
+    logits = logits * scale_of(config, scale)
+    return logits if not cap else getattr(config, cap) * torch.tanh(logits / getattr(config, cap))
 
 
 # -- where the model is cut --------------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from longspan.errors import LongspanError
 from longspan.integrations.huggingface.attention import NAME
+from longspan.integrations.huggingface.hooks.head import LOGITS, LOSS
 from longspan.integrations.huggingface.hooks.mixers import check_mixers, is_hybrid, mixes
-from longspan.integrations.huggingface.proving.find_rules import UnknownRuleError, rules_found
+from longspan.integrations.huggingface.proving.find_rules import UnknownRuleError, rules_found, with_head
 from longspan.integrations.huggingface.proving.forms import FIRST, TOKENS, Form, drawn, with_labels
 from longspan.integrations.huggingface.proving.naming import first_module
 from longspan.integrations.huggingface.proving.tiny import CannotShrinkError, build, tiny_config
@@ -194,8 +195,22 @@ def _compared(trial: Trial, form: Form) -> tuple[float, Rules]:
         worst = max(worst, error)
         wanted = num_layers(trial.model, trial.model.config.get_text_config())
         rules = replace(rules, layers="all" if ran.calls >= wanted else "some" if ran.calls else "none")
+    rules = _without_logits(trial, rules, form)
     _check_evaluation(trial, rules, form)
     return worst, rules
+
+
+def _without_logits(trial: Trial, rules: Rules, form: Form) -> Rules:
+    """The rules, with the head whose logits need not be computed: loss and gradients are the same without."""
+    found = with_head(trial, rules)
+    if found.head is None:
+        return found
+    try:
+        ran = trial.split(found, *LAYOUTS[0], wants=LOSS)
+    except Exception as error:
+        return replace(rules, head_reason=f"the model's code fails without them ({_line(error)})")
+    error, where = _difference(ran, _truth(trial, form, LOSS))
+    return found if _is_right(trial, error) else replace(rules, head_reason=f"without them {where} is another one")
 
 
 def _check_evaluation(trial: Trial, rules: Rules, form: Form) -> None:
@@ -209,9 +224,11 @@ def _check_evaluation(trial: Trial, rules: Rules, form: Form) -> None:
         raise _RefusedError(f"in evaluation, {_found(trial, rules, where, error, (name, world_size))}")
 
 
-def _truth(trial: Trial, form: Form) -> Ran:
+def _truth(trial: Trial, form: Form, wants: str = LOGITS) -> Ran:
     """What one device gives, with documents apart."""
-    return trial.apart([0, FIRST, TOKENS]) if form.packed and is_hybrid(trial.model) else trial.whole()
+    if form.packed and is_hybrid(trial.model):
+        return trial.apart([0, FIRST, TOKENS], wants)
+    return trial.whole(wants)
 
 
 def _is_right(trial: Trial, error: float) -> bool:
@@ -258,7 +275,9 @@ def _check_eager(trial: Trial, truth: Ran) -> None:
 
 def _difference(found: Ran, truth: Ran) -> tuple[float, str]:
     """The largest difference, of a tensor's own largest entry, and where it is."""
-    pairs = {"its output": (found.out, truth.out)}
+    pairs = {}
+    if found.out is not None and truth.out is not None:
+        pairs["its output"] = found.out, truth.out
     if truth.loss is not None:
         if found.loss is None:
             return float("inf"), "its loss, which is missing,"

@@ -15,6 +15,7 @@ from longspan import layouts
 from longspan.execution.simulated import SimulatedRank, simulate
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.batches import shifted_labels
+from longspan.integrations.huggingface.hooks.head import LOGITS
 from longspan.integrations.huggingface.proving.wide import Wide
 from longspan.integrations.huggingface.rules import Rules
 from longspan.integrations.huggingface.sharding import Sharding, sharded
@@ -27,10 +28,11 @@ LAYOUTS: tuple[tuple[str, int], ...] = (("zigzag", 2), ("contiguous", 3), ("stri
 
 @dataclass(frozen=True, eq=False)
 class Ran:
-    """What a run gave: the loss, logits or hidden states of all tokens, and gradients by name."""
+    """What a run gave: the loss, logits or hidden states of all tokens (unless the loss alone was wanted), and
+    gradients by name."""
 
     loss: float | None
-    out: Tensor
+    out: Tensor | None
     grads: dict[str, Tensor]
     calls: int = 0
     """How often attention was called over ranks, on rank 0."""
@@ -60,13 +62,13 @@ class Trial:
             self.weights[shape] = made / made.norm()
         return self.weights[shape]
 
-    def whole(self) -> Ran:
+    def whole(self, wants: str = LOGITS) -> Ran:
         """On one device, with gradients."""
         with self.precision():
             output = self.model(**self.batch)
-        return self._ran(getattr(output, "loss", None), result(output))
+        return self._ran(getattr(output, "loss", None), result(output) if wants == LOGITS else None)
 
-    def apart(self, edges: list[int]) -> Ran:
+    def apart(self, edges: list[int], wants: str = LOGITS) -> Ran:
         """On one device, documents one after another. For models with recurrences: transformers lets these go on from
         one document to the next, and Longspan does not."""
         kept = {name: v for name, v in self.batch.items() if isinstance(v, Tensor) and v.shape[1:2] == (self.length,)}
@@ -79,14 +81,18 @@ class Trial:
         out, labels = torch.cat(parts, dim=1), shifted_labels(self.batch)
         if labels is None:
             return self._ran(None, out)
-        return self._ran(torch.nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten()), out)
+        loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten())
+        return self._ran(loss, out if wants == LOGITS else None)
 
     def rounded(self) -> Ran:
         """On one device, with every parameter off by up to one rounding of float32: models compute parts in it."""
         with jittered(self.model, 2.0**-24, 3):
             return self.whole()
 
-    def _ran(self, loss: Tensor | None, out: Tensor, calls: int = 0) -> Ran:
+    def _ran(self, loss: Tensor | None, out: Tensor | None, calls: int = 0) -> Ran:
+        if out is None:
+            assert loss is not None
+            return Ran(float(loss.detach()), None, gradients(self.model, loss), calls)
         real = self.batch.get("attention_mask")
         if real is not None and out.ndim == 3 and out.shape[1] == self.length:
             out = torch.where(real.bool()[:, :, None], out, 0)
@@ -99,26 +105,31 @@ class Trial:
         with self.precision():
             return self.model(**{**self.batch, **changes})
 
-    def split(self, rules: Rules, name: str, world_size: int, watch: Callable[..., Any] | None = None) -> Ran:
+    def split(
+        self, rules: Rules, name: str, world_size: int, watch: Callable[..., Any] | None = None, wants: str = LOGITS
+    ) -> Ran:
         """Over simulated ranks. Every rank has a copy of the model with the same parameters, as it has a process."""
         layout: Layout = getattr(layouts, name)(self.length, world_size)
         copies = [shared_copy(self.unused) for _ in range(world_size)]
 
-        def work(rank: SimulatedRank) -> tuple[Any, Tensor, int]:
+        def work(rank: SimulatedRank) -> tuple[Any, Any, int]:
             mine = copies[rank.rank()]
             if watch is not None:
                 watch(mine, rank.rank())
-            part = sharded(mine, self.batch, rank, rules, Sharding(layout))
+            part = sharded(mine, self.batch, rank, rules, Sharding(layout, wants=wants))
             with self.precision():
                 output = mine(**part)
-            return getattr(output, "loss", None), result(output), part[NAME].calls
+            out = result(output) if wants == LOGITS else None
+            return getattr(output, "loss", None), out, part[NAME].calls
 
         found = simulate(world_size, work)
         losses, outs = [loss for loss, _, _ in found], [out for _, out, _ in found]
+        loss: Any = None if losses[0] is None else sum(losses)
+        if wants != LOGITS:
+            return self._ran(loss, None, found[0][2])
         out: Any = (
             layout.unshard(outs, 1) if rules.joined is None else sum(outs) / world_size
         )  # joined: all have all of it
-        loss: Any = None if losses[0] is None else sum(losses)
         return self._ran(loss, out, found[0][2])
 
     @property
