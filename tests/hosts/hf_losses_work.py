@@ -67,5 +67,4 @@ def train(folder, what, kind, cp_size=None):
         trainer.train()
         way = getattr(trainer.compute_loss_func, "way", None)
         hooks = len(model.get_input_embeddings()._forward_hooks)
-        found = {"curve": curve(trainer), "way": way, "hooks": hooks, "eval": trainer.evaluate()["eval_loss"]}
-        return found
+        return {"curve": curve(trainer), "way": way, "hooks": hooks, "eval": trainer.evaluate()["eval_loss"]}

@@ -26,10 +26,11 @@ SIZES = {
 }
 
 
-def saved_model(folder, name, attention, layers=2, seed=0):
+def saved_model(folder, name, cp_size=None, layers=2, seed=0):
     """A tiny Qwen3 with windows from a folder: TRL loads references from the same place."""
     import transformers as hf
 
+    attention = "longspan" if is_split(cp_size) else "eager"
     if attention == "longspan":
         from longspan.integrations import huggingface
 
@@ -102,10 +103,20 @@ def quiet():
         yield
 
 
+def is_split(cp_size):
+    """Whether ranks hold parts of sequences; else the trainer is TRL's own."""
+    return dist.get_world_size() > 1 and cp_size != 1
+
+
+def rows_each(total, cp_size):
+    """Samples of one batch on one rank, of so many on all."""
+    return total // (dist.get_world_size() // (cp_size or dist.get_world_size()))
+
+
 def run(base, cp_size=None, **given):
     from transformers import PrinterCallback
 
-    split = dist.get_world_size() > 1
+    split = is_split(cp_size)
     trainer = trainer_class(base, split)(
         processing_class=tokenizer(), **given, **({"cp_size": cp_size, "schedule": "exchange"} if split else {})
     )
@@ -118,10 +129,6 @@ def run(base, cp_size=None, **given):
     }
 
 
-def attention():
-    return "longspan" if dist.get_world_size() > 1 else "eager"
-
-
 def reward(completion_ids, **_):
     """How much a completion counts up, and a little for its length."""
     return [sum((b - a) % 7 for a, b in itertools.pairwise(ids)) / 7 + 0.1 * len(ids) for ids in completion_ids]
@@ -132,7 +139,7 @@ def policy(folder, cp_size, trainer, config, **changes):
     import datasets
 
     with quiet():
-        rows = 4 // (dist.get_world_size() // (cp_size or dist.get_world_size()))
+        rows = rows_each(4, cp_size)
         given = {
             "per_device_train_batch_size": rows,
             "per_device_eval_batch_size": rows,
@@ -145,12 +152,12 @@ def policy(folder, cp_size, trainer, config, **changes):
         return run(
             trainer,
             cp_size,
-            model=saved_model(folder, "policy", attention()),
+            model=saved_model(folder, "policy", cp_size),
             args=config(**settings(folder, **given)),
             train_dataset=data,
             eval_dataset=data.select(range(3)),
             **(
-                {"teacher_model": saved_model(folder, "teacher", attention(), 3, 7)}
+                {"teacher_model": saved_model(folder, "teacher", cp_size, 3, 7)}
                 if "Distillation" in trainer.__name__
                 else {"reward_funcs": reward}
             ),
@@ -182,7 +189,7 @@ def dpo(folder, cp_size=None, **changes):
     from trl import DPOConfig, DPOTrainer
 
     with quiet():
-        rows = 4 // (dist.get_world_size() // (cp_size or dist.get_world_size()))
+        rows = rows_each(4, cp_size)
         given = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows, "max_length": 48, **changes}
         rows_of_text = zip(texts(48, 1), texts(48, 2), texts(48, 3, 3, 20), strict=True)
         data = datasets.Dataset.from_list(
@@ -191,7 +198,7 @@ def dpo(folder, cp_size=None, **changes):
         return run(
             DPOTrainer,
             cp_size,
-            model=saved_model(folder, "policy", attention()),
+            model=saved_model(folder, "policy", cp_size),
             args=DPOConfig(**settings(folder, **given)),
             train_dataset=data,
             eval_dataset=data.select(range(6)),
@@ -203,15 +210,49 @@ def sft(folder, cp_size=None, **changes):
     from trl import SFTConfig, SFTTrainer
 
     with quiet():
-        rows = 2 // (dist.get_world_size() // (cp_size or dist.get_world_size()))
+        rows = rows_each(2, cp_size)
         given = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows, "max_length": 48}
         given |= {"packing": True, "gradient_accumulation_steps": 2, **changes}
         data = datasets.Dataset.from_list([{"text": text} for text in texts(200, 1, 5, 30)])
         return run(
             SFTTrainer,
             cp_size,
-            model=saved_model(folder, "policy", attention()),
+            model=saved_model(folder, "policy", cp_size),
             args=SFTConfig(**settings(folder, **given)),
             train_dataset=data,
             eval_dataset=data.select(range(9)),
         )
+
+
+def grpo_groups(folder, cp_size):
+    """Five steps in which two processes share every group; and the completions that the trainer would print."""
+    import datasets
+    from trl import GRPOConfig, GRPOTrainer
+
+    found = {}
+
+    class Noting(GRPOTrainer):
+        def log(self, *args, **kwargs):
+            found["completions"] = [list(self._logs[name]) for name in ("prompt", "completion", "advantages")]
+            super().log(*args, **kwargs)
+
+    with quiet():
+        given = {
+            "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 2,
+            "num_generations": 4,
+            "max_completion_length": 5,
+            "max_steps": 5,
+            "beta": 0.1,
+        }
+        data = datasets.Dataset.from_list([{"prompt": text} for text in texts(40, 1)])
+        curves = run(
+            Noting,
+            cp_size,
+            model=saved_model(folder, "policy", cp_size),
+            args=GRPOConfig(**settings(folder, **given)),
+            train_dataset=data,
+            eval_dataset=data.select(range(3)),
+            reward_funcs=reward,
+        )
+        return {**curves, **found}

@@ -22,7 +22,7 @@ from longspan.integrations.huggingface._transformers import labels_of_sequences
 from longspan.integrations.huggingface.accelerate import Ranks, split_sequences
 from longspan.integrations.huggingface.models import check_model
 from longspan.integrations.huggingface.trainers.accelerators import PartsAccelerator
-from longspan.integrations.huggingface.trainers.counts import count_generations, count_tokens
+from longspan.integrations.huggingface.trainers.counts import count_evaluated, count_generations, count_tokens
 from longspan.integrations.huggingface.trainers.distillation import Distilled
 from longspan.integrations.huggingface.trainers.kinds import PARTS, PLAIN, WHOLE, kind_of
 from longspan.integrations.huggingface.trainers.losses import PartLabels, PartLoss, PartSmoother
@@ -73,6 +73,7 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
         self._unchecked = True
         self._num_micro_batches = 0
         self._noise: Any = None
+        self._wants_logits = False
         huggingface.register()
         super().__init__(*args, **kwargs)
         if self._ranks is not None:
@@ -119,7 +120,7 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
         if num_items_in_batch is None:
             if torch.is_grad_enabled():
                 raise BatchError(_no_count(inputs))
-            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)  # TRL does not count here
+            num_items_in_batch = count_evaluated(inputs, self._ranks)  # TRL does not count here
         part, before = self._part(model, inputs), getattr(self, "_total_train_tokens", 0)
         self._labels = PartLabels(inputs, self._sequence, num_items_in_batch)
         try:
@@ -141,17 +142,19 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
         if self._unchecked:
             _check_batch(inputs, self._ranks)
             self._unchecked = False
+        own_loss = self.label_smoother is not None or self.compute_loss_func is not None
         part = huggingface.shard_inputs(
             self.accelerator.unwrap_model(model),
             inputs,
             self._ranks.cp,
+            logits=self._wants_logits or self._kind == PARTS or own_loss,
             dropout_seed=self._dropout_seed(model.training),
             **self._sharding,
         )
         part.pop("num_items_in_batch", None)  # the trainer's counts all micro-batches of a step
         self._sequence = part[huggingface.NAME]
-        if self.label_smoother is not None or self.compute_loss_func is not None:
-            self._sequence.labels = None  # nobody asks for the model's own loss
+        if own_loss:
+            self._sequence.labels = None  # nobody asks for the model's
         return part
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -177,9 +180,13 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
         if self._ranks is None or self._kind in WHOLE:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         names = self.label_names
-        if not names or any(inputs.get(name) is None for name in names):
-            inputs = self._part(model, self._prepare_inputs(inputs))  # no loss: the trainer calls the model itself
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._wants_logits = not prediction_loss_only
+        try:
+            if not names or any(inputs.get(name) is None for name in names):
+                inputs = self._part(model, self._prepare_inputs(inputs))  # no loss: the trainer calls the model itself
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._wants_logits = False
         if loss is not None:
             dist.all_reduce(loss, group=self._ranks.cp.get_group())
             loss = loss / self._ranks.cp.size()

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from longspan.integrations.huggingface.accelerate import Ranks
+from longspan.integrations.huggingface.batches import IGNORE, shifted_labels
 from longspan.integrations.huggingface.trainers.accelerators import each_once
 from longspan.training import BatchError
 
@@ -31,6 +33,15 @@ def count_generations(trainer: Any) -> None:
 
 def _evaluated(args: Any) -> int | None:
     return None if args.eval_strategy == "no" else getattr(args, "num_generations_eval", None) or args.num_generations
+
+
+def count_evaluated(inputs: Any, ranks: Ranks) -> Any:
+    """Labels of a batch that TRL evaluates: each process takes the mean of its own batch, and what is divided by this
+    number is multiplied by all ranks."""
+    labels = shifted_labels(inputs)
+    if labels is None:
+        return None
+    return (labels != IGNORE).sum() * (1 if ranks.dp is None else ranks.dp.size())
 
 
 def count_tokens(trainer: Any, inputs: Any, before: int) -> None:

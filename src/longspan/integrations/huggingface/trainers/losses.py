@@ -21,8 +21,7 @@ from torch import Tensor
 
 from longspan.execution.tile import wide
 from longspan.integrations.huggingface.batches import IGNORE, shifted_labels
-from longspan.integrations.huggingface.trainers.gathering import gather_tokens
-from longspan.training import BatchError
+from longspan.training import BatchError, gather_tokens
 from longspan.training.groups import message_device
 from longspan.training.loss import Reported
 

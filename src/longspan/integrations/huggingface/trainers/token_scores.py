@@ -24,8 +24,7 @@ from longspan.integrations.huggingface.hooks.losses import route_balancing
 from longspan.integrations.huggingface.inputs import shard_inputs
 from longspan.integrations.huggingface.sequence import ShardedSequence
 from longspan.integrations.huggingface.structure import text_model
-from longspan.integrations.huggingface.trainers.gathering import gather_tokens
-from longspan.training import BatchError
+from longspan.training import BatchError, gather_tokens
 from longspan.training.groups import all_summed
 from longspan.training.loss import Reported
 

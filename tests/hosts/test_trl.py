@@ -1,0 +1,91 @@
+"""TRL's trainers over ranks equal plain TRL in one process, step by step: losses, norms, and every metric that is logged.
+
+One process: eager attention and TRL's own classes. Ranks: Longspan, with the mixin in front. Completions are sampled, from
+generators that begin alike.
+"""
+
+import functools
+
+import pytest
+
+from tests.hosts import trl_work as work
+from tests.pool import end_all, pool
+
+pytest.importorskip("trl")
+
+pytestmark = pytest.mark.timeout(600)
+
+TIMEOUT = 280
+CLOSE = 5e-6
+"""Equal to five decimals; of numbers above 1, to as many digits."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("trl"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_pools():
+    yield
+    end_all()
+
+
+@functools.cache
+def alone(job, folder):
+    return pool(1).run(job, folder, timeout=TIMEOUT)[0]
+
+
+def assert_same(found, expected, close=CLOSE):
+    """The same numbers by the same names, in every step and in the evaluation."""
+    pairs = [*zip(found["curve"], expected["curve"], strict=True), (found["evaluated"], expected["evaluated"])]
+    for step, (here, there) in enumerate(pairs):
+        assert here.keys() == there.keys(), step
+        off = {name: (here[name], there[name]) for name in there if not _is_close(here[name], there[name], close)}
+        assert not off, f"step {step + 1} of {len(pairs)}: {off}"
+
+
+def _is_close(here, there, close):
+    return here == there or abs(here - there) <= close * max(1.0, abs(there))
+
+
+def over_ranks(job, folder):
+    found = pool(2).run(job, folder, timeout=TIMEOUT)
+    assert found[1]["curve"] == found[0]["curve"]
+    return found[0]
+
+
+def largest(found, name):
+    return max(abs(step.get(name) or 0.0) for step in found["curve"])
+
+
+NORM = 5e-5
+"""Gradients of RLOO go through ratios of whole sequences, exponentials of sums."""
+
+
+@pytest.mark.parametrize(
+    ("job", "moving", "close"),
+    [
+        (work.grpo, ("kl", "entropy", "clip_ratio/region_mean", "reward_std"), CLOSE),
+        (work.rloo, ("kl", "entropy", "clip_ratio/region_mean", "reward_std"), NORM),
+        (work.dpo, ("entropy", "rewards/margins", "logits/chosen"), CLOSE),
+        (work.distillation, ("entropy",), CLOSE),
+        (work.sft, ("entropy", "mean_token_accuracy"), CLOSE),
+    ],
+    ids=["grpo", "rloo", "dpo", "distillation", "sft"],
+)
+def test_twenty_steps(job, moving, close, folder):
+    """Every number that is logged in 20 steps, and in the evaluation behind them."""
+    expected = alone(job, folder)
+    assert len(expected["curve"]) == work.STEPS
+    for name in (*moving, "loss", "grad_norm"):
+        assert largest(expected, name) > 0, f"{name} never moved, so nothing was compared"
+    assert_same(over_ranks(job, folder), expected, close)
+
+
+def test_samples_and_sequences_split(folder):
+    """4 ranks = 2 x 2 against plain TRL on 2 processes: groups of completions lie on two of them."""
+    expected = pool(2).run(work.grpo_groups, folder, 1, timeout=TIMEOUT)[0]
+    found = pool(4).run(work.grpo_groups, folder, 2, timeout=TIMEOUT)[0]
+    assert_same(found, expected)
+    assert found["completions"] == expected["completions"]
