@@ -68,3 +68,29 @@ def train(folder, what, kind, cp_size=None):
         way = getattr(trainer.compute_loss_func, "way", None)
         hooks = len(model.get_input_embeddings()._forward_hooks)
         return {"curve": curve(trainer), "way": way, "hooks": hooks, "eval": trainer.evaluate()["eval_loss"]}
+
+
+def gathers(folder):
+    """How often logits of whole sequences were gathered, for two batches."""
+    from unittest import mock
+
+    from transformers import PrinterCallback, Trainer
+
+    from longspan.integrations.huggingface import trainer as ours
+
+    found = {}
+    with launched():
+        made = trainer_class(Trainer, True)(
+            model=model_of("llama", "longspan"),
+            args=arguments(folder, 4),
+            eval_dataset=samples(8, seed=2),
+            data_collator=collator("padded"),
+            schedule="exchange",
+        )
+        made.remove_callback(PrinterCallback)
+        for name in ("evaluate", "metrics", "predict"):
+            with mock.patch.object(ours, "gather_outputs", side_effect=ours.gather_outputs) as gathered:
+                made.compute_metrics = (lambda _: {}) if name == "metrics" else None
+                made.predict(samples(8, seed=2)) if name == "predict" else made.evaluate()
+                found[name] = gathered.call_count
+    return found

@@ -50,6 +50,8 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
     own_loss_takes_shards = False
     """Say True in a class whose `compute_loss` takes this rank's part of the batch, with labels already shifted, and
     divides by `num_items_in_batch`."""
+    _kind = PLAIN
+    _wants_logits = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -67,13 +69,11 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
     ) -> None:
         self._cp_size, self._sharding = cp_size, {"layout": layout, "schedule": schedule, "trust_model": trust_model}
         self._ranks: Ranks | None = None
-        self._kind = PLAIN
         self._sequence: Any = None
         self._labels: PartLabels | None = None
         self._unchecked = True
         self._num_micro_batches = 0
         self._noise: Any = None
-        self._wants_logits = False
         huggingface.register()
         super().__init__(*args, **kwargs)
         if self._ranks is not None:
