@@ -94,3 +94,45 @@ def gathers(folder):
                 made.predict(samples(8, seed=2)) if name == "predict" else made.evaluate()
                 found[name] = gathered.call_count
     return found
+
+
+def liger(folder, shifts_itself=False):
+    """A training after kernels were put into the model as Liger does it: a loss from hidden states, other norms."""
+    import types
+    from unittest import mock
+
+    from transformers import PrinterCallback, Trainer
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    def fused(self, input_ids=None, labels=None, shift_labels=None, num_items_in_batch=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, **kwargs)[0]
+        logits = torch.nn.functional.linear(hidden, self.lm_head.weight)
+        later = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
+        return CausalLMOutputWithPast(loss=cross_entropy(logits, later, num_items_in_batch))
+
+    def old(self, input_ids=None, labels=None, num_items_in_batch=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, **kwargs)[0]
+        logits = torch.nn.functional.linear(hidden, self.lm_head.weight)
+        return CausalLMOutputWithPast(loss=cross_entropy(logits[:, :-1], labels[:, 1:], num_items_in_batch))
+
+    fused.__module__ = old.__module__ = "liger_kernel.transformers.model.llama"
+
+    def apply(model, config):
+        norm = model.model.norm
+        norm.forward = types.MethodType(lambda self, x: torch.rms_norm(x, x.shape[-1:], self.weight, 1e-6), norm)
+        model.forward = types.MethodType(old if shifts_itself else fused, model)
+
+    split = dist.get_world_size() > 1
+    with launched(), mock.patch("transformers.trainer.apply_liger_kernel", apply):
+        trainer = trainer_class(Trainer, split)(
+            model=model_of("llama", "longspan" if split else "eager"),
+            args=arguments(folder, 4, max_steps=3, use_liger_kernel=True, gradient_checkpointing=False),
+            train_dataset=samples(40),
+            data_collator=collator("padded"),
+        )
+        trainer.remove_callback(PrinterCallback)
+        try:
+            trainer.train()
+        except ValueError as error:
+            return {"said": str(error)}
+        return {"curve": curve(trainer)}

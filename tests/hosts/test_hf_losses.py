@@ -87,3 +87,13 @@ def test_the_mixin_comes_first():
     type("Mine", (ContextParallelTrainer, Trainer), {})
     above = type("Above", (ContextParallelTrainer,), {})
     type("Mine", (above, Trainer), {})
+
+
+def test_liger_takes_shifted_labels_or_is_refused(folder):
+    """A loss as Liger's, put into the model when training begins; and an older one, which shifts labels itself."""
+    expected = pool(1).run(work.liger, folder, timeout=TIMEOUT)[0]["curve"]
+    for found in pool(2).run(work.liger, folder, timeout=TIMEOUT):
+        assert np.abs(np.array(found["curve"]) - np.array(expected)).max() <= CLOSE
+    for found in pool(2).run(work.liger, folder, True, timeout=TIMEOUT):
+        assert "takes no shift_labels" in found["said"]
+        assert "'fused_linear_cross_entropy': False" in found["said"]

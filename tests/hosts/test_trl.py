@@ -5,13 +5,18 @@ from generators that begin alike.
 """
 
 import functools
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.hosts import trl_work as work
 from tests.pool import end_all, pool
 
 pytest.importorskip("trl")
+from longspan.integrations.huggingface.trainers.accelerators import each_once
+from longspan.integrations.huggingface.trainers.policies import _shared
+from longspan.training import BatchError
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -77,6 +82,44 @@ def test_twenty_steps(job, moving, folder):
     for name in (*moving, "loss", "grad_norm"):
         assert largest(expected, name) > 0, f"{name} never moved, so nothing was compared"
     assert_same(over_ranks(job, folder), expected)
+
+
+@pytest.mark.parametrize(("job", "args"), [(work.sft_smooth, ()), (work.experts, ("SFT",)), (work.experts, ("GRPO",))])
+def test_smoothed_labels_and_routers(job, args, folder):
+    """Rows that are padded, with labels that TRL smooths; losses of routers, which TRL computes behind the model."""
+    expected = pool(1).run(job, folder, *args, timeout=TIMEOUT)[0]
+    if args:
+        assert largest(expected, "aux_loss") > 0
+    assert_same(pool(2).run(job, folder, *args, timeout=TIMEOUT)[0], expected)
+
+
+def test_on_one_process_it_is_the_plain_trainer(folder):
+    plain, mixed = pool(1).run(work.with_mixin_alone, folder, timeout=TIMEOUT)[0]
+    assert mixed == plain
+
+
+def test_refusals(folder):
+    for rank, found in enumerate(pool(2).run(work.refused, folder, timeout=TIMEOUT)):
+        assert "KTOTrainer of TRL has a loss of its own" in found["kto"]
+        assert "GRPOTrainer" in found["kto"]
+        assert "generation_batch_size is 3: ranks of one sequence" in found["groups"]
+        assert "2 ranks count as 1" in found["groups"]
+        assert found["fits"] == (6, 1, 0), rank
+
+
+def test_each_sequence_is_gathered_once():
+    ranks = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2), dp=SimpleNamespace(size=lambda: 3))
+    rows = torch.arange(24).reshape(12, 2)
+    assert torch.equal(each_once(rows, ranks), rows[[0, 1, 4, 5, 8, 9]])
+    assert each_once(list("aabbcc"), ranks) == list("abc")
+    assert each_once(([1, 1, 2, 2, 3, 3], torch.zeros(0, 4)), ranks)[0] == [1, 2, 3]
+    alone = SimpleNamespace(cp=ranks.cp, dp=None)
+    assert each_once(list("xyxy"), alone) == ["x", "y"]
+
+
+def test_completions_that_cannot_be_sent_are_refused():
+    with pytest.raises(BatchError, match="must train on the same completions, and these cannot be sent"):
+        _shared(([[1, 2]], [object()]), None)
 
 
 def test_samples_and_sequences_split(folder):

@@ -134,7 +134,7 @@ def reward(completion_ids, **_):
     return [0.02 * (sum((b - a) % 7 for a, b in itertools.pairwise(ids)) + len(ids)) for ids in completion_ids]
 
 
-def policy(folder, cp_size, trainer, config, **changes):
+def policy(folder, cp_size, trainer, config, mixin=None, **changes):
     """A trainer that generates: 8 completions a step, in groups of 4, each step of generation used twice."""
     import datasets
 
@@ -150,7 +150,7 @@ def policy(folder, cp_size, trainer, config, **changes):
         }
         data = datasets.Dataset.from_list([{"prompt": text} for text in texts(40, 1)])
         return run(
-            trainer,
+            trainer if mixin is None else type("Mine", (mixin, trainer), {}),
             cp_size,
             model=saved_model(folder, "policy", cp_size),
             args=config(**settings(folder, **given)),
@@ -257,3 +257,82 @@ def grpo_groups(folder, cp_size):
             reward_funcs=reward,
         )
         return {**curves, **found}
+
+
+def sft_smooth(folder, cp_size=None):
+    """Padded rows and smoothed labels, which TRL smooths itself."""
+    return sft(folder, cp_size, packing=False, label_smoothing_factor=0.2, max_steps=4)
+
+
+def experts(folder, name, cp_size=None):
+    """Four steps of a model with experts, whose router has a loss of its own, that TRL computes."""
+    import datasets
+    import transformers as hf
+    import trl
+
+    with quiet():
+        if is_split(cp_size):
+            from longspan.integrations import huggingface
+
+            huggingface.register()
+        sizes = {**SIZES, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+        config = hf.Qwen3MoeConfig(**sizes, eos_token_id=1, pad_token_id=0)
+        torch.manual_seed(0)
+        attention = "longspan" if is_split(cp_size) else "eager"
+        model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        given = {"max_steps": 4, "router_aux_loss_coef": 0.5, "per_device_train_batch_size": 4}
+        given["per_device_eval_batch_size"] = 4
+        rows = [{"text": text} for text in texts(40, 1, 5, 30)]
+        more = {}
+        if name == "GRPO":
+            given |= {"num_generations": 4, "max_completion_length": 6}
+            rows, more = [{"prompt": row["text"]} for row in rows], {"reward_funcs": reward}
+        data = datasets.Dataset.from_list(rows)
+        return run(
+            getattr(trl, f"{name}Trainer"),
+            cp_size,
+            model=model,
+            args=getattr(trl, f"{name}Config")(**settings(folder, **given)),
+            train_dataset=data,
+            eval_dataset=data.select(range(4)),
+            **more,
+        )
+
+
+def with_mixin_alone(folder):
+    """Two steps of GRPO on one process, with the mixin and without."""
+    from longspan.integrations.huggingface.trainer import ContextParallelTrainer
+
+    return [grpo(folder, 1, max_steps=2, mixin=mixin) for mixin in (None, ContextParallelTrainer)]
+
+
+def refused(folder):
+    """What is said to requests that cannot be honoured, and how many completions are generated at once where they can."""
+    import datasets
+    import trl
+
+    from longspan.errors import LongspanError
+
+    def make(name, **changes):
+        data = [{"prompt": text} for text in texts(8, 1)]
+        if name == "KTO":
+            data = [{**row, "completion": " w3 w4", "label": n % 2 == 0} for n, row in enumerate(data)]
+        more = {"reward_funcs": reward} if name == "GRPO" else {}
+        try:
+            made = trainer_class(getattr(trl, f"{name}Trainer"), True)(
+                model=saved_model(folder, "policy"),
+                args=getattr(trl, f"{name}Config")(**settings(folder, **changes)),
+                train_dataset=datasets.Dataset.from_list(data),
+                processing_class=tokenizer(),
+                **more,
+            )
+        except LongspanError as error:
+            return str(error)
+        return made.args.generation_batch_size, made.accelerator.num_processes, made.accelerator.process_index
+
+    with quiet():
+        return {
+            "kto": make("KTO", per_device_train_batch_size=2),
+            "groups": make("GRPO", per_device_train_batch_size=3, num_generations=2, gradient_accumulation_steps=1),
+            "fits": make("GRPO", per_device_train_batch_size=2, num_generations=2, gradient_accumulation_steps=3),
+        }

@@ -25,6 +25,7 @@ from longspan.integrations.huggingface.trainers.accelerators import PartsAcceler
 from longspan.integrations.huggingface.trainers.counts import count_evaluated, count_generations, count_tokens
 from longspan.integrations.huggingface.trainers.distillation import Distilled
 from longspan.integrations.huggingface.trainers.kinds import PARTS, PLAIN, WHOLE, kind_of
+from longspan.integrations.huggingface.trainers.liger import check_patched, prove_before
 from longspan.integrations.huggingface.trainers.losses import PartLabels, PartLoss, PartSmoother
 from longspan.integrations.huggingface.trainers.noise import replace_noise
 from longspan.integrations.huggingface.trainers.policies import WholeScores
@@ -131,6 +132,11 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
             count_tokens(self, inputs, before)
         return found
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        if self._ranks is not None and self.args.use_liger_kernel:
+            prove_before(self)
+        return super().train(*args, **kwargs)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._ranks is not None:
             self._noise = replace_noise(self, self._noise)
@@ -141,6 +147,7 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
         assert self._ranks is not None
         if self._unchecked:
             _check_batch(inputs, self._ranks)
+            check_patched(model)
             self._unchecked = False
         own_loss = self.label_smoother is not None or self.compute_loss_func is not None
         part = huggingface.shard_inputs(

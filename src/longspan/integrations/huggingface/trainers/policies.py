@@ -18,7 +18,7 @@ import torch.distributed as dist
 from longspan.integrations.huggingface.accelerate import Ranks
 from longspan.integrations.huggingface.proving.first_use import told
 from longspan.integrations.huggingface.trainers.accelerators import SequenceAccelerator, each_once
-from longspan.integrations.huggingface.trainers.kinds import SCORES, WHOLE
+from longspan.integrations.huggingface.trainers.kinds import DISTILLS, PLAIN, WHOLE
 from longspan.integrations.huggingface.trainers.token_scores import score_over_ranks
 from longspan.training import BatchError
 from longspan.training.groups import message_device
@@ -42,15 +42,15 @@ class WholeScores(_Base):
         """Ranks of one sequence are one process to the trainer from now on, and models score tokens over them."""
         from accelerate.utils import set_seed
 
-        if self._ranks is None or self._kind not in WHOLE:
+        if self._ranks is None or self._kind == PLAIN:
             return
-        if not isinstance(self.accelerator, SequenceAccelerator):
+        for model in (self.model, getattr(self, "ref_model", None)):
+            if model is not None and self._kind != DISTILLS:
+                score_over_ranks(model, self._ranks.cp, self._shard_settings)
+        if self._kind in WHOLE and not isinstance(self.accelerator, SequenceAccelerator):
             self.accelerator = SequenceAccelerator(self.accelerator, self._ranks)
             if any("_generate" in vars(base) for base in type(self).__mro__ if base.__module__.startswith("trl.")):
                 set_seed(self.args.seed + self.accelerator.process_index)  # TRL has given every rank one of its own
-        for model in (self.model, getattr(self, "ref_model", None)):
-            if model is not None and self._kind == SCORES:
-                score_over_ranks(model, self._ranks.cp, self._shard_settings)
 
     def _shard_settings(self: Any, training: bool) -> dict[str, Any]:
         return {**self._sharding, "dropout_seed": self._dropout_seed(training)}

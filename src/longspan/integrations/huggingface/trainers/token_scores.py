@@ -55,7 +55,11 @@ def score_over_ranks(model: Any, group: Any, settings: Callable[[bool], dict[str
 
 def _cut(model: nn.Module, args: Any, given: dict[str, Any]) -> Any:
     """This rank's arguments, with labels that were shifted while the sequence was whole."""
-    if model not in _SCORED or not given.get(FUSED) or NAME in given:
+    if model not in _SCORED or not given.get(FUSED):
+        return None
+    if given.get("output_router_logits") or getattr(_text_config(model), "output_router_logits", False):
+        route_balancing()
+    if NAME in given:  # a part already
         return None
     if args or given.get("labels") is None:
         raise BatchError(
@@ -74,8 +78,6 @@ def _cut(model: nn.Module, args: Any, given: dict[str, Any]) -> Any:
         )
     later = shifted_labels({"labels": given["labels"]})
     part["shift_labels"] = sequence.layout.shard(later, sequence.rank, 1, IGNORE)
-    if given.get("output_router_logits"):
-        route_balancing()
     _CUT.add(sequence)
     enter(sequence)  # for the loss of routers, which TRL computes behind the model
     return (), {**part, **kept}
@@ -85,7 +87,11 @@ def _join(model: nn.Module, args: Any, given: dict[str, Any], output: Any) -> An
     """Numbers of all tokens but the last, whose next token nobody knows, as TRL has them. There is no `loss`: each
     trainer has its own."""
     sequence = given.get(NAME)
-    if sequence not in _CUT:
+    if model not in _SCORED or not given.get(FUSED) or sequence is None:
+        return None
+    if sequence not in _CUT:  # the trainer adds parts up, but for the loss of routers, of which it takes a mean
+        if output.aux_loss is not None:
+            output.aux_loss = _total(output.aux_loss, sequence)
         return None
     found = {field.name: getattr(output, field.name) for field in fields(output) if field.name != "loss"}
     for name, value in found.items():
@@ -98,6 +104,10 @@ def _end(model: nn.Module, args: Any, given: dict[str, Any], output: Any) -> Non
     if given.get(NAME) in _CUT:
         _CUT.discard(given[NAME])
         leave()
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config()
 
 
 def _of_all(value: Tensor, sequence: Any) -> Tensor:
