@@ -307,7 +307,7 @@ def with_mixin_alone(folder):
 
 
 def refused(folder):
-    """What is said to requests that cannot be honoured, and how many completions are generated at once where they can."""
+    """What is said to requests that cannot be honoured; and how many completions are generated where one can."""
     import datasets
     import trl
 

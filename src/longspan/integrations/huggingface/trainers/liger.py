@@ -71,6 +71,7 @@ def check_patched(model: nn.Module) -> None:
     if "shift_labels" not in inspect.getsource(function):
         raise BatchError(
             f"use_liger_kernel = True was asked for, and Liger's forward of {type(inner).__name__} takes no"
-            f" shift_labels: it would shift a rank's own labels. Pass liger_kernel_config={{'fused_linear_cross_entropy': False}}:"
-            f" Longspan computes the loss without logits, too."
+            f" shift_labels: it would shift a rank's own labels. Pass"
+            f" liger_kernel_config={{'fused_linear_cross_entropy': False}}: Longspan computes the loss without logits,"
+            f" too."
         )
