@@ -72,6 +72,7 @@ SWITCHES = (
     {"attn_layer_indices": [0]}, {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}, {"q_lora_rank": None}, {"first_k_dense_replace": 1},
     {"num_local_experts": 0}, {"use_bias": True}, {"use_conv_bias": False},
+    {"projectors_bias": True},
 )  # fmt: skip
 
 
@@ -95,7 +96,10 @@ def test_every_parameter_is_counted(name):
     configs = [defaults]
     for switch in SWITCHES:
         if switch.keys() <= defaults.to_dict().keys() | {"attn_layer_indices"} and not (
-            name == "mixtral" and switch == {"num_local_experts": 0} or name in ("gpt_oss", "qwen3_moe") and "num_local_experts" in switch
+            name == "mixtral"
+            and switch == {"num_local_experts": 0}
+            or name in ("gpt_oss", "qwen3_moe")
+            and "num_local_experts" in switch
         ):
             configs.append(made(name, 4 if TINY[name][0] else 0, **switch))
     for config in configs:

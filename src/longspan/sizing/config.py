@@ -80,7 +80,9 @@ class ConfigReader:
         if value is None:
             return None
         if not isinstance(value, list | tuple) or len(value) != length:
-            raise PlanError(f"{name} of the configuration is {value!r:.60}. A word for each of {length} layers is expected.")
+            raise PlanError(
+                f"{name} of the configuration is {value!r:.60}. A word for each of {length} layers is expected."
+            )
         for word in value:
             if word not in known:
                 raise PlanError(

@@ -78,7 +78,11 @@ def heads_of(reader: ConfigReader, family: Family) -> Heads:
 
 def windows_of(reader: ConfigReader, family: Family, num_layers: int) -> list[int | None]:
     """For each layer its window, or None."""
-    window = reader.optional_size("sliding_window") if family.window != "none" and reader.keys.get("sliding_window") else None
+    window = (
+        reader.optional_size("sliding_window")
+        if family.window != "none" and reader.keys.get("sliding_window")
+        else None
+    )
     if window is None:
         return [None] * num_layers
     words = reader.words("layer_types", num_layers, WINDOWS)

@@ -86,7 +86,7 @@ def _mamba(reader: ConfigReader) -> MambaSizes:
         )
     return MambaSizes(
         heads, head_dim, reader.size("mamba_n_groups"), reader.size("mamba_d_state"), reader.size("mamba_d_conv"),
-        reader.flag("mamba_conv_bias", True), reader.flag("mamba_proj_bias"),
+        reader.flag("mamba_conv_bias", True), reader.flag("mamba_proj_bias"), reader.flag("mamba_proj_bias"),
     )  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def falcon_h1(reader: ConfigReader) -> ModelSizes:
     hidden = reader.size("hidden_size")
     bias = reader.flag("attention_bias")
     norms = (norm("norm", hidden),)
-    mamba = replace(_mamba(reader), gated_norm=reader.flag("mamba_rms_norm"))
+    mamba = replace(_mamba(reader), gated_norm=reader.flag("mamba_rms_norm"), out_bias=reader.flag("projectors_bias"))
     layer = LayerSizes((
         attention(hidden, _heads(reader), norms, AttentionTraits(bias, bias)),
         mamba2(hidden, mamba, ()),
@@ -183,7 +183,7 @@ def _nemotron_mamba(reader: ConfigReader) -> MambaSizes:
     return MambaSizes(
         reader.size("mamba_num_heads"), reader.size("mamba_head_dim"), reader.size("n_groups"),
         reader.size("ssm_state_size"), reader.size("conv_kernel"), reader.flag("use_conv_bias", True),
-        reader.flag("use_bias"),
+        reader.flag("use_bias"), reader.flag("use_bias"),
     )  # fmt: skip
 
 
@@ -195,9 +195,8 @@ def _nemotron_experts(reader: ConfigReader) -> tuple[ModuleSizes, ...]:
         reader.size("n_routed_experts"), reader.size("num_experts_per_tok"), reader.size("moe_intermediate_size"),
         gated=False,
     )  # fmt: skip
-    if reader.flag("mlp_bias"):
-        raise PlanError("experts with an mlp_bias were given. They are not sized yet.")
-    shared = plain_mlp(hidden, reader.size("moe_shared_expert_intermediate_size"), keeps=False)
+    inner = reader.size("moe_shared_expert_intermediate_size")
+    shared = plain_mlp(hidden, inner, bias=reader.flag("mlp_bias"), keeps=False)
     return (*experts(hidden, choice), ModuleSizes("router's input", 0, 0, hidden), *shared)
 
 

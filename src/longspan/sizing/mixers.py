@@ -42,7 +42,11 @@ def attention(hidden: int, heads: Heads, norms: tuple[ModuleSizes, ...], traits:
         linear("out", out, hidden, bias=traits.out_bias),
     ]
     if traits.qk_norm is not None:
-        sizes = ((q, 1), (k, 1)) if traits.whole_qk_norm else ((heads.head_dim, heads.q_heads), (heads.head_dim, heads.kv_heads))
+        sizes = (
+            ((q, 1), (k, 1))
+            if traits.whole_qk_norm
+            else ((heads.head_dim, heads.q_heads), (heads.head_dim, heads.kv_heads))
+        )
         modules += [norm(f"{name} norm", *size, style=traits.qk_norm) for name, size in zip("qk", sizes, strict=True)]
     if traits.gated:  # the sigmoid and what it multiplies
         modules.append(ModuleSizes("gate", 0, 2 * out))
@@ -120,6 +124,7 @@ def gated_delta(hidden: int, sizes: DeltaSizes, norms: tuple[ModuleSizes, ...]) 
                 2 * sizes.value_heads,
                 repeated + channels + (DELTA_CHUNK + 1) * sizes.value_heads,
                 5 * sizes.value_heads,
+                working=repeated + 2 * values,
             ),
             ModuleSizes("gated norm", sizes.value_dim, 2 * values, 3 * values + sizes.value_heads),
             linear("out", values, hidden),
@@ -138,6 +143,7 @@ class MambaSizes:
     width: int
     conv_bias: bool = True
     bias: bool = False
+    out_bias: bool = False
     gated_norm: bool = True
 
 
@@ -146,16 +152,22 @@ def mamba2(hidden: int, sizes: MambaSizes, norms: tuple[ModuleSizes, ...]) -> Bl
     inner = sizes.heads * sizes.head_dim
     channels = inner + 2 * sizes.groups * sizes.state
     projected = inner + channels + sizes.heads
-    gate = ModuleSizes("gated norm", inner, inner, 4 * inner + 1) if sizes.gated_norm else ModuleSizes("gate", 0, 2 * inner)
+    gate = (
+        ModuleSizes("gated norm", inner, inner, 2 * inner + 1, 2 * inner)
+        if sizes.gated_norm
+        else ModuleSizes("gate", 0, 2 * inner)
+    )
     return Block(
         "recurrent",
         (
             *norms,
             linear("in", hidden, projected, bias=sizes.bias),
             ModuleSizes("convolution", channels * (sizes.width + sizes.conv_bias), 2 * channels),
-            ModuleSizes("recurrence", 3 * sizes.heads, projected + channels + inner, sizes.heads),
+            ModuleSizes(
+                "recurrence", 3 * sizes.heads, projected + channels + inner, sizes.heads, working=channels + inner
+            ),
             gate,
-            linear("out", inner, hidden, bias=sizes.bias),
+            linear("out", inner, hidden, bias=sizes.out_bias),
         ),
     )
 
@@ -167,7 +179,7 @@ def short_convolution(hidden: int, width: int, norms: tuple[ModuleSizes, ...], *
         (
             *norms,
             linear("in", hidden, 3 * hidden, bias=bias),
-            ModuleSizes("convolution", hidden * (width + bias), 5 * hidden),
+            ModuleSizes("convolution", hidden * (width + bias), 5 * hidden, working=3 * hidden),
             linear("out", hidden, hidden, bias=bias),
         ),
     )

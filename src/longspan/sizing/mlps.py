@@ -38,7 +38,10 @@ def qwen_experts(reader: ConfigReader, layer: int) -> Block:
     modules = experts(hidden, choice)
     if reader.model_type != "qwen3_moe":
         shared = reader.size("shared_expert_intermediate_size")
-        modules += (*gated_mlp(hidden, shared, keeps=False), ModuleSizes("gate of the shared expert", hidden, hidden + 1))
+        modules += (
+            *gated_mlp(hidden, shared, keeps=False),
+            ModuleSizes("gate of the shared expert", hidden, hidden + 1),
+        )
     return Block("experts", modules)
 
 

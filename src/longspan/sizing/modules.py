@@ -1,10 +1,10 @@
-"""What a model is made of, as numbers: modules of blocks of layers, each with its parameters and with what it keeps of a
-token until backward.
+"""What a model is made of, as numbers: modules of blocks of layers, each with its parameters and with what it keeps of
+a token until backward.
 
-A module keeps what PyTorch's autograd saves when transformers' own modules run, without fused kernels: a linear layer its
-input, an RMSNorm its input in float32 and the normalised rows, a gated MLP four rows of its inner size. A tensor that
-two of them keep is counted by the first. One token of a gated MLP of 4 -> 8 -> 4, in bfloat16: its input, gate, what the
-activation gives, up, and their product, 4 + 4 * 8 numbers of 2 bytes:
+A module keeps what PyTorch's autograd saves when transformers' own modules run, without fused kernels: a linear layer
+its input, an RMSNorm its input in float32 and the normalised rows, a gated MLP four rows of its inner size. A tensor
+that two of them keep is counted by the first. One token of a gated MLP of 4 -> 8 -> 4, in bfloat16: its input, gate,
+what the activation gives, up, and their product, 4 + 4 * 8 numbers of 2 bytes:
 
 >>> mlp = Block("mlp", gated_mlp(4, 8))
 >>> mlp.params, mlp.kept_bytes(2)
@@ -29,14 +29,19 @@ class ModuleSizes:
     """In the dtype that the model computes in."""
     kept_wide: int = 0
     """In float32."""
+    kept_copies: int = 0
+    """In float32, where the model computes in another dtype: copies that float32 does not need."""
     kept_indices: int = 0
     """In int64."""
+    working: int = 0
+    """In the model's dtype, beside what is kept: gradients of rows, while its backward runs."""
     active: int | None = None
     """Parameters that one token meets; all, unless experts are chosen from."""
 
     def kept_bytes(self, itemsize: int) -> int:
         """Bytes that are kept of one token."""
-        return self.kept * itemsize + self.kept_wide * WIDE + self.kept_indices * INDEX
+        copies = self.kept_copies * WIDE if itemsize < WIDE else 0
+        return self.kept * itemsize + self.kept_wide * WIDE + copies + self.kept_indices * INDEX
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,11 @@ class Block:
     def kept_bytes(self, itemsize: int) -> int:
         """Bytes that are kept of one token until backward."""
         return sum(module.kept_bytes(itemsize) for module in self.modules)
+
+    @property
+    def working(self) -> int:
+        """Numbers of one token, beside those that are kept, while the backward of its hungriest module runs."""
+        return max(module.working for module in self.modules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +149,8 @@ def linear(name: str, n_in: int, n_out: int, *, bias: bool = False, keeps: bool 
 
 
 def norm(name: str, features: int, groups: int = 1, *, style: str = "rms") -> ModuleSizes:
-    """A norm over features, of so many groups of them (heads). The styles: "rms" multiplies by its weight in the model's
-    dtype, "wide" (Gemma, OLMo 2, gpt-oss) in float32, "plain" is a LayerNorm without weights."""
+    """A norm over features, of so many groups of them (heads). The styles: "rms" multiplies by its weight in the
+    model's dtype, "wide" (Gemma, OLMo 2, gpt-oss) in float32, "plain" is a LayerNorm without weights."""
     size = features * groups
     if style == "plain":
         return ModuleSizes(name, 0, 0, size + 2 * groups)
@@ -154,7 +164,8 @@ def core(heads: Heads, *, values: int | None = None) -> ModuleSizes:
     of which v is a part, if it is one."""
     q, k = heads.q_heads * heads.head_dim, heads.kv_heads * heads.head_dim
     v = heads.kv_heads * heads.v_head_dim if values is None else values
-    return ModuleSizes("attention", 0, q + k + v + heads.q_heads * heads.v_head_dim, heads.q_heads)
+    out = heads.q_heads * heads.v_head_dim
+    return ModuleSizes("attention", 0, q + k + v + out, heads.q_heads, working=q + k + v + out)
 
 
 def gated_mlp(hidden: int, inner: int, *, bias: bool = False, keeps: bool = True) -> tuple[ModuleSizes, ...]:
@@ -162,7 +173,7 @@ def gated_mlp(hidden: int, inner: int, *, bias: bool = False, keeps: bool = True
     return (
         linear("gate", hidden, inner, bias=bias, keeps=keeps),
         linear("up", hidden, inner, bias=bias, keeps=False),
-        ModuleSizes("activation", 0, 3 * inner),
+        ModuleSizes("activation", 0, 3 * inner, working=2 * inner),
         linear("down", inner, hidden, bias=bias),
     )
 
@@ -171,7 +182,7 @@ def plain_mlp(hidden: int, inner: int, *, bias: bool = False, keeps: bool = True
     """down(act(up)): what the activation keeps and gives are kept."""
     return (
         linear("up", hidden, inner, bias=bias, keeps=keeps),
-        ModuleSizes("activation", 0, inner),
+        ModuleSizes("activation", 0, inner, working=inner),
         linear("down", inner, hidden, bias=bias),
     )
 
@@ -196,5 +207,8 @@ def experts(hidden: int, choice: ExpertSizes, *, keeps: bool = True) -> tuple[Mo
     one = ways * hidden * choice.inner + choice.bias * ((ways - 1) * choice.inner + hidden)
     rows = 2 * (ways - 1) if choice.kept_inner is None else choice.kept_inner
     kept = choice.active * (2 * hidden + rows * choice.inner)
-    router = ModuleSizes("router", choice.total * (hidden + choice.bias), hidden * keeps, choice.total, 4 * choice.active)
-    return router, ModuleSizes("experts", choice.total * one, kept, active=choice.active * one)
+    router = ModuleSizes(
+        "router", choice.total * (hidden + choice.bias), hidden * keeps, choice.total, kept_indices=4 * choice.active
+    )
+    working = choice.active * (ways - 1) * choice.inner
+    return router, ModuleSizes("experts", choice.total * one, kept, working=working, active=choice.active * one)
