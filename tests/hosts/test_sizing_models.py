@@ -8,10 +8,11 @@ from collections import Counter
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-
 from longspan.integrations import huggingface
-from longspan.sizing import FAMILIES, sizes_of
+from longspan.sizing import FAMILIES, AttentionBytes, Recipe, TrainingStep, sizes_of, step_memory
+from tests.unit.test_bytes_memory import Ledger
+
+transformers = pytest.importorskip("transformers")
 
 NARROW = {
     "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100,
@@ -30,7 +31,7 @@ MAMBA = {
 }  # fmt: skip
 SHARED = {"shared_expert_intermediate_size": 40}
 LATENT = {
-    **{**NARROW, "num_key_value_heads": 8}, "kv_lora_rank": 24, "q_lora_rank": 40, "qk_rope_head_dim": 8,
+    **NARROW, "num_key_value_heads": 8, "kv_lora_rank": 24, "q_lora_rank": 40, "qk_rope_head_dim": 8,
     "v_head_dim": 16, "qk_nope_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 48, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0,
 }  # fmt: skip
@@ -95,12 +96,8 @@ def test_every_parameter_is_counted(name):
     defaults = transformers.AutoConfig.for_model(name)
     configs = [defaults]
     for switch in SWITCHES:
-        if switch.keys() <= defaults.to_dict().keys() | {"attn_layer_indices"} and not (
-            name == "mixtral"
-            and switch == {"num_local_experts": 0}
-            or name in ("gpt_oss", "qwen3_moe")
-            and "num_local_experts" in switch
-        ):
+        known = switch.keys() <= defaults.to_dict().keys() | {"attn_layer_indices"}
+        if known and not (switch == {"num_local_experts": 0} and name != "granitemoehybrid"):
             configs.append(made(name, 4 if TINY[name][0] else 0, **switch))
     for config in configs:
         with torch.device("meta"):
@@ -128,7 +125,7 @@ def delta_kernel(query, key, value, g, beta, **_):
     return Kept.apply(value, query, key, value, g.detach() * 1.0, beta, triangle, *norms), None
 
 
-def scan_kernel(x, dt, A, B, C, *_, **__):  # noqa: N803
+def scan_kernel(x, dt, A, B, C, *_, **__):
     """What mamba_ssm's kernel keeps: its inputs, its output and its sums of decays."""
     out = x * 1.0
     return Kept.apply(out, x, dt, B, C, out, dt.detach().float())
@@ -185,3 +182,37 @@ def test_what_a_layer_keeps(monkeypatch, name, dtype):
     found, expected, extra = measured(monkeypatch, name, dtype)
     listed = "\n".join(f"{n} x {size / 64:.0f} {shape} {kind}" for (size, shape, kind), n in extra.items())
     assert abs(expected / found - 1) < 0.1, f"{expected} for {found}:\n{listed}"
+
+
+def most(model, tokens):
+    """The most bytes that are alive at once in forward and backward, gradients of parameters included."""
+    ids = torch.randint(3, 90, (1, tokens))
+    ledger = Ledger((*model.parameters(), *model.buffers()))
+    with ledger:
+        out = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        out.backward(torch.randn_like(out))
+    return ledger.peak(())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_moe", "gpt_oss", "qwen3_5_text", "bamba", "lfm2"])
+def test_the_backward_of_a_checkpointed_layer(monkeypatch, name):
+    """What one more token adds to the peak of a model of one layer."""
+    torch.manual_seed(0)
+    huggingface.register()
+    config = made(name, 1)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="longspan", dtype=torch.bfloat16
+    ).train()
+    stubbed(monkeypatch, model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    slope = (most(model, 1024) - most(model, 512)) / 512
+    sizes = sizes_of(as_json(config))
+    heads = {heads: AttentionBytes(0, 0) for heads in sizes.attentions}  # on one device nothing is remote
+    sums = [
+        sum(line.size for line in moment.lines if line.name in OF_TOKENS)
+        for moment in step_memory(TrainingStep(sizes, 1000, 1, heads, Recipe())).moments
+    ]
+    assert abs(max(sums) / 1000 / slope - 1) < 0.1, (max(sums) / 1000, slope)
+
+
+OF_TOKENS = ("inputs of layers", "one layer", "gradients of rows")

@@ -1,10 +1,10 @@
 """How large a model is and what a training step of it takes, before anything runs: from a `config.json`, with numpy
 alone."""
 
+from longspan.sizing.built_in import BUILT_IN, built_in_config
 from longspan.sizing.families import FAMILIES as _ATTENTION
 from longspan.sizing.families import sizes_of
 from longspan.sizing.hybrid_families import FAMILIES as _HYBRIDS
-from longspan.sizing.built_in import BUILT_IN, built_in_config
 from longspan.sizing.memory import RESERVE, AttentionBytes, StepMemory, TrainingStep, step_memory
 from longspan.sizing.modules import Block, Heads, LayerSizes, ModelSizes
 from longspan.sizing.recipe import MemoryLine, Recipe

@@ -71,6 +71,7 @@ def built_in_config(name: str) -> dict[str, Any]:
     """
     if name not in BUILT_IN:
         raise PlanError(
-            f"model {name!r:.60} was asked for. Choose one of {', '.join(BUILT_IN)}, or give its own file with --config."
+            f"model {name!r:.60} was asked for. Choose one of {', '.join(BUILT_IN)}, or give its own file, with"
+            f" --config."
         )
     return dict(BUILT_IN[name][0])

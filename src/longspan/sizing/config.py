@@ -86,7 +86,7 @@ class ConfigReader:
         for word in value:
             if word not in known:
                 raise PlanError(
-                    f"{name} of the configuration names a layer {word!r:.40}. Of a {self.model_type}, {', '.join(known)}"
-                    f" can be sized."
+                    f"{name} of the configuration names a layer {word!r:.40}. Known of a {self.model_type}:"
+                    f" {', '.join(known)}."
                 )
         return [str(word) for word in value]

@@ -16,6 +16,7 @@ from longspan.sizing.config import ConfigReader
 from longspan.sizing.mixers import AttentionTraits, LatentSizes, attention, latent_attention
 from longspan.sizing.modules import Block, Heads, LayerSizes, ModelSizes, norm
 
+PLAIN = AttentionTraits()
 WINDOWS = ("full_attention", "sliding_attention")
 
 
@@ -32,7 +33,7 @@ class Family:
     """Where a configuration has none; None: hidden size / heads."""
     kv_heads: bool = False
     """Whether a configuration may leave out how many key/value heads there are: as many as query heads."""
-    attention: AttentionTraits = AttentionTraits()
+    attention: AttentionTraits = PLAIN
     bias: bool = False
     """Where attention_bias is not given."""
     biases: str = "all"
@@ -104,7 +105,7 @@ def _transformer(reader: ConfigReader, family: Family) -> ModelSizes:
     bias = reader.flag("attention_bias", family.bias) if family.biases == "all" else False
     traits = replace(
         family.attention,
-        qkv_bias=bias or family.attention.qkv_bias and reader.flag("qkv_bias", True),
+        qkv_bias=bias or (family.attention.qkv_bias and reader.flag("qkv_bias", True)),
         out_bias=bias,
     )
     norms = tuple(norm("norm", hidden, style=family.style) for _ in range(family.num_norms // 2))

@@ -1,9 +1,9 @@
 """The bytes of one training step on the rank that holds most, line by line, at each moment of the step.
 
 A step's peak is the largest sum over its moments, not the sum of everything: logits are gone when a layer is computed
-again, and gradients of parameters come while inputs of layers go. Parameters, gradients and optimizer are those of FSDP
-over all ranks (`fully_shard` for each layer and for the whole): shards stay, and a layer's parameters are gathered while
-it runs and while the one before it does.
+again, and gradients of parameters come while inputs of layers go. Parameters, gradients and optimizer are those of
+FSDP over all ranks (`fully_shard` for each layer and for the whole): shards stay, and a layer's parameters are gathered
+while it runs and while the one before it does.
 
 Counted is what tensors take, as PyTorch asks for it. What is lost between them, and what CUDA and NCCL hold, is not:
 `RESERVE` stands for it, and is assumed.
@@ -65,17 +65,17 @@ class TrainingStep:
     tokens: int
     ranks: int
     attentions: Mapping[Heads, AttentionBytes]
-    recipe: Recipe = Recipe()
+    recipe: Recipe
 
 
 def step_memory(step: TrainingStep) -> StepMemory:
     """What is in memory at each moment.
 
-    >>> from longspan.sizing import sizes_of
+    >>> from longspan.sizing.families import sizes_of
     >>> tiny = sizes_of({"model_type": "llama", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
     ...                  "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100})
     >>> heads, = tiny.attentions
-    >>> found = step_memory(TrainingStep(tiny, 1000, 4, {heads: AttentionBytes(10_000, 0)}))
+    >>> found = step_memory(TrainingStep(tiny, 1000, 4, {heads: AttentionBytes(10_000, 0)}, Recipe()))
     >>> [(line.name, line.size) for line in found.moments[-1].lines]
     [('parameters', 107328), ('optimizer', 214656), ('gradients', 107328), ('square roots', 107328)]
     """
@@ -90,8 +90,8 @@ def step_memory(step: TrainingStep) -> StepMemory:
         first = MemoryLine("activations", _layer_kept(step, layer), "of the only layer that is left")
     moments = (
         Moment("loss", (*before, kept, passed, *loss)),
-        Moment("backward of the last layer", (*before, kept, *head, *_fsdp(step, layer), *_backward(step, layer))),
-        Moment("backward of the first layer", (*after, first, *head, *_fsdp(step, layer), *_backward(step, layer))),
+        Moment("backward of the last layer", (*before, kept, *head, *_fsdp(step), *_backward(step, layer))),
+        Moment("backward of the first layer", (*after, first, *head, *_fsdp(step), *_backward(step, layer))),
         Moment("end of backward", (*after, *_root_gradient(step))),
         Moment("optimizer", (*_state(step, grads=True), _square_roots(step))),
     )
@@ -177,7 +177,7 @@ def _attending(found: AttentionBytes) -> list[MemoryLine]:
     return [*lines, MemoryLine("inside kernels", found.workspace, "what attention's kernel allocates, from the plan")]
 
 
-def _fsdp(step: TrainingStep, layer: LayerSizes) -> tuple[MemoryLine, ...]:
+def _fsdp(step: TrainingStep) -> tuple[MemoryLine, ...]:
     """What FSDP gathers and reduces around one layer."""
     largest = max(one.params for one in step.sizes.layers)
     gathered = 2 * largest * step.recipe.itemsize

@@ -6,12 +6,12 @@ from longspan.sizing.config import ConfigReader
 from longspan.sizing.modules import Block, ExpertSizes, ModuleSizes, experts, gated_mlp
 
 
-def dense(reader: ConfigReader, layer: int) -> Block:
+def dense(reader: ConfigReader, _layer: int) -> Block:
     hidden, inner = reader.size("hidden_size"), reader.size("intermediate_size")
     return Block("mlp", gated_mlp(hidden, inner, bias=reader.flag("mlp_bias")))
 
 
-def all_experts(reader: ConfigReader, layer: int) -> Block:
+def all_experts(reader: ConfigReader, _layer: int) -> Block:
     """Experts in every layer, of the MLP's size (Mixtral)."""
     choice = ExpertSizes(
         reader.size("num_local_experts"), reader.size("num_experts_per_tok"), reader.size("intermediate_size")
@@ -19,7 +19,7 @@ def all_experts(reader: ConfigReader, layer: int) -> Block:
     return Block("experts", experts(reader.size("hidden_size"), choice))
 
 
-def gpt_oss_experts(reader: ConfigReader, layer: int) -> Block:
+def gpt_oss_experts(reader: ConfigReader, _layer: int) -> Block:
     """The same with biases; clamping gate and up keeps three more rows."""
     choice = ExpertSizes(
         reader.size("num_local_experts"), reader.size("num_experts_per_tok"), reader.size("intermediate_size"),

@@ -210,5 +210,5 @@ def experts(hidden: int, choice: ExpertSizes, *, keeps: bool = True) -> tuple[Mo
     router = ModuleSizes(
         "router", choice.total * (hidden + choice.bias), hidden * keeps, choice.total, kept_indices=4 * choice.active
     )
-    working = choice.active * (ways - 1) * choice.inner
+    working = choice.active * ((ways - 1) * choice.inner + hidden)
     return router, ModuleSizes("experts", choice.total * one, kept, working=working, active=choice.active * one)

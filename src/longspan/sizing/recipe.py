@@ -46,8 +46,8 @@ class Recipe:
                 raise PlanError(f"dtype {name!r:.40} was asked for. Choose one of {', '.join(ITEMSIZE)}.")
         if self.state_size < self.itemsize:
             raise PlanError(
-                f"parameters kept in {self.state} were asked for, and computing in {self.dtype}. Keep them in a dtype that"
-                f" is as wide, or wider."
+                f"parameters kept in {self.state} were asked for, and computing in {self.dtype}. Keep them in"
+                f" {self.dtype} or a wider dtype."
             )
         if self.offload and not self.checkpointing:
             raise PlanError(
