@@ -184,7 +184,7 @@ def _fsdp(step: TrainingStep) -> tuple[MemoryLine, ...]:
     reduced = largest * (step.recipe.itemsize + step.recipe.state_size)
     return (
         MemoryLine("gathered layers", gathered, f"this one and the next, {step.recipe.dtype}"),
-        MemoryLine("gradient of a layer", reduced, f"whole, and again in {step.recipe.state} while it is reduced"),
+        MemoryLine("gradient of a layer", reduced, f"whole; also in {step.recipe.state}, being reduced"),
     )
 
 
@@ -201,7 +201,7 @@ def _head_gradient(step: TrainingStep) -> tuple[MemoryLine, ...]:
 
 def _root_gradient(step: TrainingStep) -> tuple[MemoryLine, ...]:
     size = step.sizes.root_params * (step.recipe.itemsize + step.recipe.state_size)
-    what = f"of embedding and head, whole, and again in {step.recipe.state} while it is reduced"
+    what = f"of embedding and head; also in {step.recipe.state}, being reduced"
     return (MemoryLine("gradient", size, what),)
 
 

@@ -51,7 +51,7 @@ class Recipe:
             )
         if self.offload and not self.checkpointing:
             raise PlanError(
-                "inputs of layers are sent to the host where layers are computed again: leave checkpointing on."
+                "inputs of layers are sent to the host where layers are computed again. Leave checkpointing on."
             )
 
     @property
