@@ -113,6 +113,7 @@ def first_use(folder):
     import transformers as hf
 
     from longspan.integrations import huggingface
+    from longspan.integrations.huggingface.batches import read_batch
     from longspan.integrations.huggingface.proving import first_use as place
     from longspan.integrations.huggingface.proving import proof
 
@@ -124,7 +125,7 @@ def first_use(folder):
         config = hf.Qwen3Config(**SIZES)
         for model in (one := made("Qwen3ForCausalLM", config), one, made("Qwen3ForCausalLM", config)):
             began = time.process_time()
-            rules = place.rules_of(model, batch, dist.group.WORLD, trust_model=False)
+            rules = place.rules_of(model, read_batch(batch), dist.group.WORLD, trust_model=False)
             found.append((time.process_time() - began, len(counted), rules))
         wider = made("Qwen3ForCausalLM", hf.Qwen3Config(**{**SIZES, "intermediate_size": 64}))
         huggingface.shard_inputs(wider, batch, dist.group.WORLD)

@@ -49,7 +49,7 @@ def test_log_probabilities_where_fsdp_shards_the_head_by_itself():
 
 def test_logits_are_there_when_something_needs_them():
     for found in run(work.left_to_the_model):
-        none = "<no logits: the loss was computed without them>"
+        none = "<no logits: the loss was computed without them, shard_inputs(..., logits=True) has both>"
         words = 24
         for name in ("plain", "counted otherwise", "no hook again", "the same again"):
             assert found[name][0] == none, name

@@ -95,6 +95,7 @@ def test_a_proof_takes_seconds():
 
 
 def test_a_remembered_proof_takes_milliseconds(tmp_path):
+    from longspan.integrations.huggingface.batches import read_batch
     from longspan.integrations.huggingface.proving.first_use import found, remembered_at, rules_of
     from longspan.integrations.huggingface.proving.forms import Form
 
@@ -104,9 +105,9 @@ def test_a_remembered_proof_takes_milliseconds(tmp_path):
     with torch.device("meta"):
         models = [hf.LlamaForCausalLM(hf.LlamaConfig()) for _ in range(2)]
     batch = {"input_ids": torch.ones(1, 8, dtype=torch.long)}
-    first = rules_of(models[0], batch, One(), trust_model=False)
+    first = rules_of(models[0], read_batch(batch), One(), trust_model=False)
     began = time.process_time()
-    assert rules_of(models[1], batch, One(), trust_model=False) == first
+    assert rules_of(models[1], read_batch(batch), One(), trust_model=False) == first
     assert time.process_time() - began <= 0.05
     (place,) = (tmp_path / "longspan" / "proofs").iterdir()
     place.write_text("{")  # a disk that was full
@@ -180,3 +181,56 @@ def test_what_is_wrong_is_refused_on_all_ranks_and_trust_is_loud(tmp_path):
         assert "embed_positions (BartLearnedPositionalEmbedding)" in said[0]
         assert len(told) == 1
         assert told[0].startswith("trust_model=True: whether LlamaForCausalLM computes over ranks")
+
+
+HEADS = {
+    "LlamaForCausalLM": ({}, ("lm_head", "", "")),
+    "Gemma2ForCausalLM": ({}, ("lm_head", "", "final_logit_softcapping")),
+    "GraniteForCausalLM": ({"logits_scaling": 8.0}, ("lm_head", "1 / logits_scaling", "")),
+    "CohereForCausalLM": ({}, ("lm_head", "logit_scale", "")),
+    "BertForMaskedLM": ({}, ("cls.predictions.decoder", "", "")),
+    "LlamaForSequenceClassification": ({"pad_token_id": 0}, (None, "", "")),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_how_logits_come_from_the_head_is_found(name):
+    changes, expected = HEADS[name]
+    rules = proved(name, **changes).rules
+    assert (rules.head, rules.scale, rules.soft_cap) == expected
+    assert bool(rules.head_reason) == (rules.head is None)
+
+
+class _Odd(hf.LlamaForCausalLM):
+    """Logits that are neither scaled nor capped, but squared: they are needed."""
+
+    def forward(self, *args, labels=None, shift_labels=None, num_items_in_batch=None, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits.square()
+        if labels is not None:
+            words = {"shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+            output.loss = self.loss_function(output.logits, labels, self.config.vocab_size, **words)
+        return output
+
+
+def test_other_logits_are_computed_and_the_model_is_accepted():
+    from longspan.integrations.huggingface.proving import prove
+
+    proof = prove(_Odd, hf.LlamaConfig())
+    assert proof.ok, proof.reason
+    assert proof.rules.head is None
+    assert "something else to logits" in proof.rules.head_reason
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["llama", "--forms", "plain"], 0, "Loss without logits: yes, from lm_head."),
+        (["bloom", "--forms", "plain"], 1, "attention in code of its own"),
+    ],
+)
+def test_the_command_says_it_and_its_status_too(words, status, said, capsys):
+    from longspan.cli.command import main
+
+    assert main(["prove", *words, "--plain"]) == status
+    assert said in " ".join(capsys.readouterr().out.split())

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from longspan.integrations.huggingface.batches import read_batch
 from longspan.integrations.huggingface.proving import Form, first_use, prove
 from longspan.training import BatchError
 from tests.hosts import planted_layers
@@ -83,7 +84,7 @@ def llama():
 
 
 def use(model):
-    return first_use.rules_of(model, batch_of("plain"), One(), False)
+    return first_use.rules_of(model, read_batch(batch_of("plain")), One(), False)
 
 
 def answer(kind, config=None):
@@ -188,6 +189,6 @@ SURROUNDINGS = {
 def test_what_is_set_around_a_first_use_does_not_matter(name):
     model, batch = llama(), batch_of("plain")
     with SURROUNDINGS[name]():
-        first_use.rules_of(model, batch, One(), False)
+        first_use.rules_of(model, read_batch(batch), One(), False)
     with SURROUNDINGS[name](), pytest.raises(BatchError, match="mixer"):
-        first_use.rules_of(beside(planted_layers.TokenConv)(model.config), batch, One(), False)
+        first_use.rules_of(beside(planted_layers.TokenConv)(model.config), read_batch(batch), One(), False)

@@ -27,7 +27,7 @@ def through_shard_inputs(model_type):
     from longspan.verification import verify_documents
 
     def run(model, batch):
-        return model(**huggingface.shard_inputs(model, batch, dist.group.WORLD, layout="contiguous"))
+        return model(**huggingface.shard_inputs(model, batch, dist.group.WORLD, layout="contiguous", logits=True))
 
     report = verify_documents(hybrids.model_of(model_type).float(), hybrids.batch_of("packed")[0], run=run)
     return report.ok, str(report)

@@ -8,7 +8,9 @@ parallelism does. All of its ranks hold the same tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -190,6 +192,40 @@ class SharedHere(torch.autograd.Function):
     def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         total = torch.stack(grads).sum(0, dtype=wide(grads[0].dtype))
         return tuple(total.to(grad.dtype) for grad in grads)
+
+
+# -- gradients that are not differentiated again -----------------------------------------------------------------------
+
+
+def differentiated_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """A backward pass whose results raise when they are differentiated. PyTorch's once_differentiable asks only whether
+    what came in has a graph, and lets go of that of the inputs: a penalty on gradients would be lost without a word."""
+
+    @wraps(backward)
+    def called(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        came_from = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
+        return tuple(None if x is None else Once.apply(x, *came_from) for x in found)  # type: ignore[misc]
+
+    return called
+
+
+class Once(torch.autograd.Function):
+    """A gradient with a graph that leads nowhere."""
+
+    @staticmethod
+    def forward(_ctx: Any, grad: Tensor, *_: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(_ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        raise BatchError(
+            "a gradient of token_logprobs, or of token_loss with head=, was differentiated again (create_graph=True)."
+            " Second derivatives are not computed there. Compute logits, and leave head out of token_loss."
+        )
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

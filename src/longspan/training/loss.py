@@ -19,8 +19,8 @@ from longspan.execution.inputs import check_no_tangent, is_number
 from longspan.execution.tile import wide
 from longspan.span import shortened
 from longspan.training.groups import BatchError, all_summed, process_group
-from longspan.training.head import Head, check_range, head_of, task_of
-from longspan.training.slabs import Facts, Gradients, Inputs, Slopes, Work, empty_slab, facts_of, logits_of
+from longspan.training.head import Head, Task, check_range, differentiated_once, head_of, task_of
+from longspan.training.slabs import Facts, Gradients, Inputs, Slopes, Work, facts_of, logits_of, memory_for
 
 
 def token_loss(
@@ -177,24 +177,14 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         inputs, (task, terms, wanted) = Inputs(*args[:3]), args[3:]
-        work: Work = task.work
-        found = Gradients(inputs, wanted) if any(wanted) else None
-        losses, lses = (work.labels.new_empty(len(work.labels), dtype=wide(inputs.values.dtype)) for _ in range(2))
-        memory = empty_slab(work, inputs)
-        with _no_autocast(inputs.values):
-            for span in work.slabs():
-                slab = logits_of(work, inputs, span, memory)
-                facts = facts_of(work, slab, work.labels[span], entropy=False, total=terms.smoothing > 0)
-                losses[span], lses[span] = terms.losses(facts, task.num_words), facts.lse
-                if found is not None:
-                    found.add(work, span, slab, facts.lse, terms.slopes(facts.lse, task.num_words))
+        losses, lses, found = _one_pass(inputs, task, terms, wanted)
         ctx.task, ctx.terms, ctx.wanted = task._replace(inputs=None), terms, wanted
         ctx.save_for_backward(*inputs, lses)
         ctx.ready = None if found is None else found.narrowed()
         return losses.sum(dtype=torch.float64)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ready, ctx.ready = ctx.ready, None
         if ready is None:  # a second time, under retain_graph
@@ -212,11 +202,11 @@ class PerToken(torch.autograd.Function):
         inputs, work = Inputs(*args[:3]), args[3]
         lses = work.labels.new_empty(len(work.labels), dtype=wide(inputs.values.dtype))
         found = lses.new_zeros((2, len(inputs.values)))
-        memory = empty_slab(work, inputs)
+        memory = memory_for(work, inputs)
         with _no_autocast(inputs.values):
             for span in work.slabs():
                 slab = logits_of(work, inputs, span, memory)
-                facts = facts_of(work, slab, work.labels[span], entropy=True, total=False)
+                facts = facts_of(work, slab, memory, work.labels[span], entropy=True)
                 lses[span] = facts.lse
                 work.put(found[0], span, facts.logprobs)
                 work.put(found[1], span, facts.entropies)
@@ -226,7 +216,7 @@ class PerToken(torch.autograd.Function):
         return found[0].clone(), found[1]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, lses, entropies = ctx.saved_tensors
         work: Work = ctx.work
@@ -242,10 +232,28 @@ class PerToken(torch.autograd.Function):
         return *found.narrowed(), None
 
 
+def _one_pass(
+    inputs: Inputs, task: Task, terms: Terms, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor, Tensor, Gradients | None]:
+    """Each token's loss and logsumexp, and gradients of their sum."""
+    work = task.work
+    memory = memory_for(work, inputs)
+    found = Gradients(inputs, memory, wanted) if any(wanted) else None
+    losses, lses = (work.labels.new_empty(len(work.labels), dtype=wide(inputs.values.dtype)) for _ in range(2))
+    with _no_autocast(inputs.values):
+        for span in work.slabs():
+            slab = logits_of(work, inputs, span, memory)
+            facts = facts_of(work, slab, memory, work.labels[span], total=terms.smoothing > 0)
+            losses[span], lses[span] = terms.losses(facts, task.num_words), facts.lse
+            if found is not None:
+                found.add(work, span, slab, facts.lse, terms.slopes(facts.lse, task.num_words))
+    return losses, lses, found
+
+
 def _gradients(work: Work, inputs: Inputs, lses: Tensor, slopes: Slopes, wanted: tuple[bool, bool, bool]) -> Gradients:
     """Gradients of all tokens with a label, from logits that are computed once more."""
-    found = Gradients(inputs, wanted)
-    memory = empty_slab(work, inputs)
+    memory = memory_for(work, inputs)
+    found = Gradients(inputs, memory, wanted)
     with _no_autocast(inputs.values):
         for span in work.slabs():
             slab = logits_of(work, inputs, span, memory)

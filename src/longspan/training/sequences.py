@@ -118,7 +118,7 @@ class Summed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grads[0] * ctx.factor, None, None
 
 
@@ -132,7 +132,7 @@ class Alike(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return all_summed(grads[0].clone(), ctx.group) / ctx.factor, None, None
 
 
@@ -146,7 +146,7 @@ class Met(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, *[torch.stack(grads).sum(0) / ctx.factor] * len(grads)
 
 
@@ -219,5 +219,5 @@ def _index(cut: Cut, rank: int, rows: int) -> tuple[Ints, int]:
         )
     counts = counts * rows if len(counts) == 1 else counts
     real = cut.layout.positions(rank)[: int(cut.layout.num_tokens[rank])]
-    first = np.cumsum(counts) - counts
-    return numbers[:, real] + first[:, None], int(sum(counts))
+    last = np.cumsum(np.array(counts, dtype=np.int64))
+    return numbers[:, real] + (last - counts)[:, None], int(last[-1])

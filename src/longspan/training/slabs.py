@@ -107,20 +107,36 @@ def rows_for(num_tokens: int, num_words: int, itemsize: int) -> int:
     return max(min(size // row, num_tokens), 1)
 
 
-def empty_slab(work: Work, inputs: Inputs) -> Tensor | None:
-    """Memory for one slab after the other; None where logits themselves were given."""
-    if inputs.weight is None:
-        return None
-    rows = min(work.rows, len(work.labels))
-    return inputs.values.new_empty((rows, len(inputs.weight)), dtype=wide(inputs.values.dtype))
+class Memory(NamedTuple):
+    """What slabs take turns in: rows of one of them, and two blocks beside it. Logits that can be read as they are need
+    no slab, which has no rows then."""
+
+    slab: Tensor
+    scratch: Tensor
+    other: Tensor
 
 
-def logits_of(work: Work, inputs: Inputs, span: slice, memory: Tensor | None) -> Tensor:
+def memory_for(work: Work, inputs: Inputs) -> Memory:
+    """Memory for the slabs of a call, allocated at once."""
+    values, weight, _ = inputs
+    dtype, rows = wide(values.dtype), min(work.rows, len(work.labels))
+    block = -(-rows // BLOCKS)
+    if weight is None and work.places is None and values.dtype == dtype:
+        rows = 0
+    whole = values.new_empty((rows + 2 * block, values.shape[1] if weight is None else len(weight)), dtype=dtype)
+    return Memory(whole[:rows], whole[rows : rows + block], whole[rows + block :])
+
+
+def logits_of(work: Work, inputs: Inputs, span: slice, memory: Memory) -> Tensor:
     """Logits of these tokens for this rank's words, wide, in this memory."""
+    if not len(memory.slab):
+        return inputs.values[span]
+    slab = memory.slab[: span.stop - span.start]
+    if inputs.weight is None:
+        for block in _blocks(slab):
+            slab[block] = work.rows_of(inputs.values, _within(span, block))
+        return slab
     rows = work.rows_of(inputs.values, span)
-    if inputs.weight is None or memory is None:
-        return rows.to(wide(rows.dtype))
-    slab = memory[: len(rows)]
     for words in _strips(slab, rows.dtype):
         part, weight = slab[:, words], inputs.weight[words]
         bias = None if inputs.bias is None else inputs.bias[words]
@@ -133,22 +149,23 @@ def logits_of(work: Work, inputs: Inputs, span: slice, memory: Tensor | None) ->
     return slab
 
 
-def facts_of(work: Work, slab: Tensor, labels: Tensor, *, entropy: bool, total: bool) -> Facts:
+def facts_of(
+    work: Work, slab: Tensor, memory: Memory, labels: Tensor, *, entropy: bool = False, total: bool = False
+) -> Facts:
     """Facts of a slab's tokens, over the words of all ranks of the group."""
     local = slab.new_zeros((len(slab), 5))
     local[:, 0] = -torch.inf
     place, own = _found(work, slab, labels)
     if slab.shape[1]:
         local[:, 2] = torch.where(own, slab.gather(1, place).squeeze(1), 0)
-        scratch = _scratch(slab)
         for block in _blocks(slab):
             z, into = slab[block], local[block]
             most = z.amax(1)
             into[:, 0] = most
             most = most.masked_fill(most.isneginf(), 0.0)  # -inf minus -inf is nan, not "nothing"
-            shifted = torch.sub(z, most[:, None], out=scratch[: len(z)])
+            shifted = torch.sub(z, most[:, None], out=memory.scratch[: len(z)])
             if entropy:
-                powers = shifted.exp()
+                powers = torch.exp(shifted, out=memory.other[: len(z)])
                 into[:, 1] = powers.sum(1)
                 into[:, 4] = powers.mul_(_finite(shifted)).sum(1)
             else:
@@ -180,38 +197,37 @@ def _together(found: Tensor) -> Facts:
 
 
 def to_gradients(
-    work: Work, slab: Tensor, lse: Tensor, labels: Tensor, slopes: Slopes
+    work: Work, slab: Tensor, memory: Memory, lse: Tensor, labels: Tensor, slopes: Slopes
 ) -> Iterator[tuple[slice, Tensor]]:
     """Rows of a slab and the gradients of the products that its logits came from, some rows at a time; they are gone
     with the next ones."""
     factor = work.scale / work.temperature
     place, own = _found(work, slab, labels)
-    scratch = _scratch(slab)
     on_label = torch.where(own, slopes.label, 0)[:, None]
     for block in _blocks(slab):
         z = slab[block]
-        grad = torch.sub(z, lse[block, None], out=scratch[: len(z)])
+        grad, slope = torch.sub(z, lse[block, None], out=memory.scratch[: len(z)]), memory.other[: len(z)]
         if slopes.log_p is None:
             grad.exp_().mul_(slopes.plain[block, None])
         else:
-            slope = _finite(grad) * slopes.log_p[block, None]
+            torch.mul(_finite(grad), slopes.log_p[block, None], out=slope)
             grad.exp_().mul_(slope.add_(slopes.plain[block, None]))
         if slopes.every:
             grad.add_(slopes.every)
         if slab.shape[1]:
             grad.scatter_add_(1, place[block], on_label[block])
         if work.soft_cap is not None:  # the slope of c tanh(x / c) is 1 - tanh(x / c) ** 2
-            tangent = z * (work.temperature / work.soft_cap)
-            grad.addcmul_(grad, tangent.square_(), value=-1)
+            torch.mul(z, work.temperature / work.soft_cap, out=slope)
+            grad.addcmul_(grad, slope.square_(), value=-1)
         yield block, grad if factor == 1 else grad.mul_(factor)
 
 
 class Gradients:
     """Gradients of inputs, slab by slab; None for those that are not wanted. That of a head is summed in float32."""
 
-    def __init__(self, inputs: Inputs, wanted: tuple[bool, bool, bool]) -> None:
+    def __init__(self, inputs: Inputs, memory: Memory, wanted: tuple[bool, bool, bool]) -> None:
         values, weight, bias = inputs
-        self.inputs = inputs
+        self.inputs, self.memory = inputs, memory
         self.values = torch.zeros_like(values) if wanted[0] else None
         self.weight, self.bias = (
             torch.zeros_like(x, dtype=wide(x.dtype)) if x is not None and want else None
@@ -225,7 +241,7 @@ class Gradients:
             return
         dtype = self.inputs.values.dtype
         narrow = slab.view(dtype)[:, : slab.shape[1]]  # a row's gradients lie where its logits lay
-        for block, grad in to_gradients(work, slab, lse, work.labels[span], slopes):
+        for block, grad in to_gradients(work, slab, self.memory, lse, work.labels[span], slopes):
             if self.bias is not None:
                 self.bias += grad.sum(0)
             narrow[block] = grad
@@ -236,16 +252,16 @@ class Gradients:
 
     def narrowed(self) -> tuple[Tensor | None, ...]:
         """Those of values, weight and bias in their dtypes; but sums over tokens may leave the range of float16."""
-        head = (
-            x if x is None or like is None or like.dtype == torch.float16 else x.to(like.dtype)
-            for x, like in zip((self.weight, self.bias), self.inputs[1:], strict=True)
-        )
-        return self.values, *head
+        del self.memory  # it is not needed while sums are copied
+        found = [self.values]
+        for x, like in zip((self.weight, self.bias), self.inputs[1:], strict=True):
+            found.append(x if x is None or like is None or like.dtype == torch.float16 else x.to(like.dtype))
+        return tuple(found)
 
     def _add_to_logits(self, work: Work, span: slice, slab: Tensor, lse: Tensor, slopes: Slopes) -> None:
         assert self.values is not None
-        for block, grad in to_gradients(work, slab, lse, work.labels[span], slopes):
-            work.put(self.values, slice(span.start + block.start, span.start + block.stop), grad)
+        for block, grad in to_gradients(work, slab, self.memory, lse, work.labels[span], slopes):
+            work.put(self.values, _within(span, block), grad)
 
     def _add_to_weight(self, grads: Tensor, rows: Tensor) -> None:
         assert self.weight is not None
@@ -289,8 +305,9 @@ def _blocks(slab: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, len(slab))) for start in range(0, len(slab), step))
 
 
-def _scratch(slab: Tensor) -> Tensor:
-    return slab.new_empty((-(-len(slab) // BLOCKS), slab.shape[1]))
+def _within(span: slice, block: slice) -> slice:
+    """Tokens of a block of a slab that has these tokens."""
+    return slice(span.start + block.start, span.start + block.stop)
 
 
 def _strips(slab: Tensor, dtype: torch.dtype) -> Iterator[slice]:

@@ -131,7 +131,7 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         layout, rank, dim, factor = ctx.back
         return layout.shard(grads[0], rank, dim) * factor, None, None, None, None
 

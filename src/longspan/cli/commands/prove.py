@@ -118,6 +118,9 @@ def _show(model: str, answers: dict[str, dict[str, Any]], screen: Screen) -> Non
     for name, answer in answers.items():
         if not answer["ok"]:
             screen.text(f"{name}: {answer['reason']}")
+    for rules in [answer["rules"] for answer in answers.values() if answer["ok"]][:1]:
+        head, reason = rules["head"], rules["head_reason"]
+        screen.text(f"Loss without logits: {f'yes, from {head}' if head else f'no, {reason}'}.")
     screen.notes((
         "A tiny copy with random weights, in float64, on simulated ranks: zigzag on 2, contiguous on 3, striped on 2."
         " Differences are shares of a tensor's largest entry, of outputs, loss and every gradient.",

@@ -27,21 +27,20 @@ IGNORE = -100
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What was read out of a batch."""
+    """A batch, and what was read out of it: on a GPU every look costs a copy to the host, so it is read once."""
 
+    batch: Mapping[str, Any]
     rows: int
     seq_len: int
     padding: NDArray[np.bool_] | None
     documents: NDArray[Any] | None
 
 
-def read_batch(batch: Mapping[str, Any], is_whole: bool = False) -> Reading:
-    """The batch's size, padding and documents. `is_whole`: the model gets all of it, and what else is in there."""
+def read_batch(batch: Mapping[str, Any]) -> Reading:
+    """The batch's size, padding and documents."""
     rows, seq_len = _shape(batch)
     _check_images(batch)
-    if not is_whole:
-        _check_others(batch, seq_len)
-    return Reading(rows, seq_len, _padding(batch, rows, seq_len), _documents(batch, rows, seq_len))
+    return Reading(batch, rows, seq_len, _padding(batch, rows, seq_len), _documents(batch, rows, seq_len))
 
 
 def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
@@ -67,8 +66,9 @@ def _check_images(batch: Mapping[str, Any]) -> None:
         )
 
 
-def _check_others(batch: Mapping[str, Any], seq_len: int) -> None:
-    """Refuses arguments that may be about tokens and have no meaning here."""
+def check_others(read: Reading) -> None:
+    """Refuses arguments that may be about tokens and have no meaning where a rank gets a part of the batch."""
+    batch, seq_len = read.batch, read.seq_len
     if batch.get("loss_mask") is not None:
         raise BatchError(
             "the batch has a loss_mask, which transformers' losses do not know. Put -100 into labels where it is 0, and"
@@ -132,10 +132,9 @@ def _same_borders(a: NDArray[Any], b: NDArray[Any]) -> bool:
     return all(np.array_equal(runs(x)[0], runs(y)[0]) for x, y in zip(*np.broadcast_arrays(a, b), strict=True))
 
 
-def positions_of(
-    batch: Mapping[str, Any], read: Reading, positions: str | None, rule: str, padding_id: int | None
-) -> Tensor:
+def positions_of(read: Reading, positions: str | None, rule: str, padding_id: int | None) -> Tensor:
     """Global positions, (B, S): what the batch says, else as `positions` says, else as the model counts."""
+    batch = read.batch
     rows, seq_len, documents = read.rows, read.seq_len, read.documents
     given = batch.get("position_ids")
     if given is not None and positions is not None:
@@ -155,7 +154,7 @@ def positions_of(
             f" do), 'sequence' if they count on through all documents."
         )
     if positions is None and rule in (AFTER_PADDING, REAL):
-        return counted_without_padding(batch, read, rule, padding_id)
+        return counted_without_padding(read, rule, padding_id)
     counted = torch.arange(seq_len, device="cpu").expand(rows, -1)
     if positions == "document" and documents is not None:
         edges = [runs(row)[0] for row in documents]
@@ -163,16 +162,16 @@ def positions_of(
     return counted
 
 
-def counted_without_padding(batch: Mapping[str, Any], read: Reading, rule: str, padding_id: int | None) -> Tensor:
+def counted_without_padding(read: Reading, rule: str, padding_id: int | None) -> Tensor:
     """Positions of real tokens alone: from padding_id + 1 on where ids tell what is padding (RoBERTa), from 0 on where
     the mask does.
 
     >>> batch = {"input_ids": torch.tensor([[1, 7, 7, 1]])}
-    >>> counted_without_padding(batch, read_batch(batch), "after padding", 1).tolist()
+    >>> counted_without_padding(read_batch(batch), "after padding", 1).tolist()
     [[1, 2, 3, 1]]
     """
     if rule == AFTER_PADDING:
-        ids, first = batch.get("input_ids"), 0 if padding_id is None else padding_id
+        ids, first = read.batch.get("input_ids"), 0 if padding_id is None else padding_id
         if ids is None:
             return torch.arange(first + 1, first + 1 + read.seq_len).expand(read.rows, -1)
         real = (ids != first).long()

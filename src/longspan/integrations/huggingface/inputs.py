@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from longspan.integrations.huggingface.attention import NAME
-from longspan.integrations.huggingface.batches import IGNORE
+from longspan.integrations.huggingface.batches import IGNORE, read_batch
 from longspan.integrations.huggingface.hooks.head import LOGITS, LOSS, SCORES
 from longspan.integrations.huggingface.masks import LayerMask
 from longspan.integrations.huggingface.models import check_model
@@ -127,7 +127,8 @@ def _sharded(model: Any, batch: Mapping[str, Any], members: Any, asked: Sharding
     from longspan.integrations.huggingface.proving.first_use import rules_of  # builds models, which many never need
 
     inner = check_model(model, batch)
-    return sharded(inner, batch, members, rules_of(inner, batch, members, trust_model), asked, model)
+    read = read_batch(batch)
+    return sharded(inner, read, members, rules_of(inner, read, members, trust_model), asked, model)
 
 
 def full_loss(loss: Tensor, inputs: Mapping[str, Any], *, gradients: str = "sum") -> Tensor:

@@ -21,8 +21,8 @@ from longspan.integrations.huggingface.batches import (
     PACKED,
     USED,
     Reading,
+    check_others,
     positions_of,
-    read_batch,
     shifted_labels,
 )
 from longspan.integrations.huggingface.hooks.body import shield, watch_body
@@ -86,37 +86,51 @@ class Sharding:
 
 
 def sharded(
-    inner: Any, batch: Mapping[str, Any], members: Any, rules: Rules, asked: Sharding, wrapped: Any = None
+    inner: Any, read: Reading, members: Any, rules: Rules, asked: Sharding, wrapped: Any = None
 ) -> dict[str, Any]:
     """This rank's arguments of a model that is treated by these rules."""
     config = inner.config.get_text_config()
-    read = read_batch(batch, is_whole=rules.body is not None)
+    if rules.body is None:
+        check_others(read)
     kinds = layer_kinds(config)
-    _check_packed(inner, batch, read, kinds)
+    _check_packed(inner, read, kinds)
     whole = Whole(read.rows, read.seq_len, read.padding, read.documents)
+    _check_padding(inner, whole)
     dealt = _layout(asked.layout, whole, kinds, members.size(), STATE_KEYS if is_hybrid(inner) else 0)
     sequence = ShardedSequence(whole, dealt, members, asked.schedule, asked.dropout_seed, rules)
     sequence.num_layers = num_layers(inner, config)
-    part = _arguments(inner, batch, sequence, _positions(inner, batch, read, rules, asked), asked)
+    part = _arguments(inner, read.batch, sequence, _positions(inner, read, rules, asked), asked)
     part[NAME] = sequence
     _prepare(inner, sequence)
     listen(wrapped, inner, inner.base_model)
     return part
 
 
-def _positions(inner: Any, batch: Mapping[str, Any], read: Reading, rules: Rules, asked: Sharding) -> Tensor | None:
-    given = batch.get("position_ids")
+def _positions(inner: Any, read: Reading, rules: Rules, asked: Sharding) -> Tensor | None:
+    given = read.batch.get("position_ids")
     if rules.body is not None and isinstance(given, Tensor) and given.ndim == 3:
         return given  # of images and video: the body's door cuts them
     skipped = padding_id(inner) if rules.positions == AFTER_PADDING else None
-    return positions_of(batch, read, asked.positions, rules.positions, skipped)
+    return positions_of(read, asked.positions, rules.positions, skipped)
 
 
-def _check_packed(inner: Any, batch: Mapping[str, Any], read: Reading, kinds: list[Kind]) -> None:
-    stated = any(batch.get(name) is not None for name in PACKED)
+def _check_packed(inner: Any, read: Reading, kinds: list[Kind]) -> None:
+    stated = any(read.batch.get(name) is not None for name in PACKED)
     model_type = inner.config.get_text_config().model_type
     if read.documents is not None and not stated and model_type not in BLIND and not is_hybrid(inner):
         check_packing(inner, all("causal" in repr(kind) for kind in kinds))
+
+
+def _check_padding(inner: Any, whole: Whole) -> None:
+    """Refuses padding that a recurrence would carry its state across."""
+    padding = whole.padding
+    if padding is None or not is_hybrid(inner):
+        return
+    if (np.diff(padding.astype(np.int8), axis=1) != 0).sum(axis=1).max(initial=0) > 2:
+        raise BatchError(
+            "attention_mask has padding between real tokens. Recurrences of this model would carry their state across"
+            " it. Move padding to the front or the end of each row."
+        )
 
 
 def _hooked(inner: Any) -> bool:
@@ -135,12 +149,6 @@ def _prepare(inner: Any, sequence: ShardedSequence) -> None:
         watch_body(inner, sequence.rules.body, sequence.rules.joined)
     if not is_hybrid(inner):
         return
-    padding = sequence.whole.padding
-    if padding is not None and (np.diff(padding.astype(np.int8), axis=1) != 0).sum(axis=1).max(initial=0) > 2:
-        raise BatchError(
-            "attention_mask has padding between real tokens. Recurrences of this model would carry their state across"
-            " it. Move padding to the front or the end of each row."
-        )
     route(inner)
     sequence.needed = needs(inner)
     listen_to_layers(inner, sequence.needed)

@@ -241,7 +241,7 @@ def _output(given: Packed, output: Any) -> Tensor:
     found = _first(output)
     tokens = _by_token(given, found)
     if tokens is None:
-        kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)[:200]
         raise PlanError(
             f"documents are compared token by token, but the model returned {kind} for (batch, tokens) ="
             f" {given.numbers.shape}. Return logits, (batch, tokens, vocabulary)."

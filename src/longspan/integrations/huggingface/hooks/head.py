@@ -51,7 +51,7 @@ class NoLogits:
         NoLogits().__getattr__(getattr(func, "__name__", "a function"))
 
     def __repr__(self) -> str:
-        return "<no logits: the loss was computed without them>"
+        return "<no logits: the loss was computed without them, shard_inputs(..., logits=True) has both>"
 
 
 class AtHead:
@@ -59,7 +59,8 @@ class AtHead:
 
     def __init__(self, scale: float, soft_cap: float | None, labels: Tensor, num_items: Any, temperature: Any) -> None:
         self.scale, self.soft_cap = scale, soft_cap
-        self.labels, self.num_items = labels, num_items
+        self.labels: Any = labels
+        self.num_items: Any = num_items
         self.temperature = temperature
         """Of log-probabilities, which are wanted where it is given; else the loss is."""
         self.is_on = True

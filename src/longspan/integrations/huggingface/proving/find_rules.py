@@ -65,7 +65,7 @@ def _positions(trial: Trial) -> str:
         return NO_POSITIONS
     if trial.batch.get("position_ids") is not None or _has_images(trial):
         return COUNT  # with images, positions are the model's own, and reach the layers' door whole
-    read = read_batch(trial.batch, is_whole=True)
+    read = read_batch(trial.batch)
     real = torch.ones(read.rows, read.seq_len, dtype=torch.bool)
     if read.padding is not None:
         real = torch.from_numpy(read.padding)
@@ -73,7 +73,7 @@ def _positions(trial: Trial) -> str:
     counted = torch.arange(read.seq_len).expand(read.rows, -1)
     ways = {COUNT: lambda: counted}
     for rule in (AFTER_PADDING, REAL):
-        ways[rule] = lambda rule=rule: counted_without_padding(trial.batch, read, rule, padding_id(trial.model))
+        ways[rule] = lambda rule=rule: counted_without_padding(read, rule, padding_id(trial.model))
     for rule, make in ways.items():
         try:
             if is_close(_by_token(trial.forward(position_ids=make()), real), truth):
@@ -139,8 +139,8 @@ def with_head(trial: Trial, rules: Rules) -> Rules:
     head = trial.model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return replace(rules, head_reason="its head is no plain linear layer")
-    seen: list[Tensor] = []
-    handle = head.register_forward_hook(lambda _module, _args, output: seen.append(output))
+    seen: list[Any] = []
+    handle = head.register_forward_hook(lambda _module, _args, output: seen.append(output))  # type: ignore[arg-type]
     try:
         logits = result(trial.forward())
     finally:

@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import warnings
-from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from longspan.integrations.huggingface.batches import Reading
 from longspan.integrations.huggingface.hooks.mixers import mixes, text_part
 from longspan.integrations.huggingface.proving.forms import Form, form_of
 from longspan.integrations.huggingface.rules import Rules
@@ -31,10 +31,10 @@ from longspan.version import VERSION
 _KNOWN: WeakKeyDictionary[Any, dict[tuple[Form, str, bool], Rules]] = WeakKeyDictionary()
 
 
-def rules_of(model: Any, batch: Mapping[str, Any], group: Any, trust_model: bool) -> Rules:
+def rules_of(model: Any, read: Reading, group: Any, trust_model: bool) -> Rules:
     """How the model is to be treated, after its proof; a model that would be wrong is refused on all ranks."""
     config = model.config
-    form = form_of(batch, config.get_text_config())
+    form = form_of(read, config.get_text_config())
     known = _KNOWN.setdefault(model, {})
     key = form, getattr(group, "group_name", ""), trust_model  # every group tells its own ranks
     if key not in known:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longspan.integrations.huggingface.batches import BY_TOKEN, IGNORE, PACKED, SEEN, read_batch
+from longspan.integrations.huggingface.batches import BY_TOKEN, IGNORE, PACKED, SEEN, Reading
 from longspan.integrations.huggingface.proving.tiny import special_tokens
 
 TOKENS = 43
@@ -43,9 +42,9 @@ class Form:
         return {**asdict(self), "others": list(self.others)}
 
 
-def form_of(batch: Mapping[str, Any], config: Any) -> Form:
+def form_of(read: Reading, config: Any) -> Form:
     """The form of a user's batch."""
-    read = read_batch(batch, is_whole=True)
+    batch = read.batch
     padding = ""
     if read.padding is not None and not read.padding.all():
         padding = "right" if bool(read.padding[:, 0].all()) else "left"

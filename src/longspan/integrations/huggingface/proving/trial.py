@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from longspan import layouts
 from longspan.execution.simulated import SimulatedRank, simulate
 from longspan.integrations.huggingface.attention import NAME
-from longspan.integrations.huggingface.batches import shifted_labels
+from longspan.integrations.huggingface.batches import read_batch, shifted_labels
 from longspan.integrations.huggingface.hooks.head import LOGITS
 from longspan.integrations.huggingface.proving.wide import Wide
 from longspan.integrations.huggingface.rules import Rules
@@ -116,7 +116,7 @@ class Trial:
             mine = copies[rank.rank()]
             if watch is not None:
                 watch(mine, rank.rank())
-            part = sharded(mine, self.batch, rank, rules, Sharding(layout, wants=wants))
+            part = sharded(mine, read_batch(self.batch), rank, rules, Sharding(layout, wants=wants))
             with self.precision():
                 output = mine(**part)
             out = result(output) if wants == LOGITS else None
