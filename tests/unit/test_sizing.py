@@ -141,8 +141,8 @@ def test_every_switch_saves(name):
     """On every model; what waits on the host is what left the device, but for what is on its way."""
     sizes = sizes_of(built_in_config(name))
     peaks = [step(sizes, recipe, tokens=131072) for recipe in recipes(Recipe())]
-    for more, less in itertools.pairwise(peaks):
-        assert less.peak.size <= more.peak.size
+    for more, less in ((0, 1), (1, 2), (2, 3), (2, 4), (3, 5), (4, 5)):
+        assert peaks[less].peak.size <= peaks[more].peak.size
     assert peaks[0].peak.size > 2 * peaks[-1].peak.size
     kept, sent = (step(sizes, Recipe(offload=on), tokens=131072).moments[0] for on in (False, True))
     assert step(sizes, Recipe(offload=True), tokens=131072).host == line(kept, "inputs of layers")
@@ -188,10 +188,11 @@ def test_slabs_are_those_of_the_loss():
 
 
 def test_a_model_on_one_screen(plan):
-    code, out, err = plan("--model", "qwen3-8b", *ASKED, "--memory", "80")
+    words = ("--seq", "256k", "--ranks", "8", "--machine", "h100", "--memory", "80")
+    code, out, err = plan("--model", "qwen3-8b", *words)
     lines = out.splitlines()
     assert (code, err) == (0, "")
-    assert lines[0] == "qwen3-8b in training, 65,536 tokens on 8 ranks"
+    assert lines[0] == "qwen3-8b in training, 262,144 tokens on 8 ranks"
     assert max(map(len, lines)) <= 100
     assert "in 80 GB: yes, " in out
     assert "nothing here has run on a GPU" in " ".join(out.split())
@@ -217,8 +218,8 @@ def test_what_does_not_fit_is_a_failed_check_that_says_what_would(plan):
     code, out, _ = plan(*asked, "--memory", "80", "--json")
     fits = json.loads(out)["fits"]
     assert (code, fits["fits"]) == (1, False)
-    assert fits["fits_with"] == "checkpointing, offload, MLP in 8 chunks"
-    code, out, _ = plan(*asked, "--memory", "80", "--mlp-chunks", "8", "--offload", "--json")
+    assert fits["fits_with"] == "checkpointing, offload"
+    code, out, _ = plan(*asked, "--memory", "80", "--offload", "--json")
     found = json.loads(out)
     assert (code, found["fits"]["fits"]) == (0, True)
     assert found["peak_bytes"] + RESERVE + found["fits"]["bytes_left"] == 80 << 30

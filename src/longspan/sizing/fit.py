@@ -74,11 +74,12 @@ def recipes(given: Recipe) -> list[Recipe]:
     no checkpointing
     checkpointing
     checkpointing, MLP in 8 chunks
+    checkpointing, offload
     checkpointing, offload, MLP in 8 chunks
     """
     plain = replace(given, checkpointing=False, offload=False, mlp_chunks=1, logits=True)
     without = replace(plain, logits=False)
     again = replace(without, checkpointing=True)
     chunked = replace(again, mlp_chunks=given.mlp_chunks if given.mlp_chunks > 1 else CHUNKS)
-    found = [plain, without, again, chunked, replace(chunked, offload=True)]
+    found = [plain, without, again, chunked, replace(again, offload=True), replace(chunked, offload=True)]
     return found if given in found else [*found, given]

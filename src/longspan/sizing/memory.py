@@ -207,4 +207,4 @@ def _root_gradient(step: TrainingStep) -> tuple[MemoryLine, ...]:
 
 def _square_roots(step: TrainingStep) -> MemoryLine:
     shard = -(-step.sizes.params // step.ranks)
-    return MemoryLine("square roots", shard * step.recipe.state_size, "Adam's, of all parameters at once")
+    return MemoryLine("square roots", shard * step.recipe.state_size, "Adam's, of all parameters; none if it is fused")
