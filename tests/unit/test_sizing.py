@@ -261,6 +261,24 @@ def test_files_that_are_no_configuration_are_refused(plan, tmp_path, text):
     assert str(path) in err
 
 
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_model_is_answered_for(plan, name):
+    words = ("--seq", "16k", "--ranks", "4", "--machine", "h100", "--scheme", "exchange", "--batch", "2", "--json")
+    code, out, err = plan("--model", name, *words)
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["tokens_per_rank"] == 2 * 16384 // 4
+    assert len(found["attentions"]) == len(sizes_of(built_in_config(name)).attentions)
+
+
+def test_a_model_without_attention_has_no_plan(plan, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**built_in_config("nemotron-h-8b"), "hybrid_override_pattern": "M-M-"}))
+    code, out, _ = plan("--config", str(path), "--seq", "16k", "--ranks", "1")
+    assert code == 0
+    assert "attention  none" in out
+
+
 def test_without_a_model_figures_are_one_attentions(plan):
     code, out, _ = plan(*ASKED)
     assert code == 0
