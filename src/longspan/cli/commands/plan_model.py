@@ -133,8 +133,8 @@ class Answer:
         recipe = Recipe(not args.no_checkpointing, args.offload, args.mlp_chunks, args.logits, dtype, args.state)
         if args.keep and args.no_checkpointing:
             raise PlanError(
-                "--keep and --no-checkpointing were given: every layer would keep remote K/V until its backward, which is"
-                " not counted here. Leave one of them out."
+                "--keep and --no-checkpointing were given: every layer would keep remote K/V until its backward, which"
+                " is not counted here. Leave one of them out."
             )
         plans = attention_plans(sizes, workload.mask, layout, options)
         return Answer(name, sizes, workload, layout, plans, recipe, notes)
