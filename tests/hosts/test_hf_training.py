@@ -184,15 +184,15 @@ def test_predictions_have_a_loss_where_all_labels_are_there(names, has_loss):
 
 
 REFUSALS = {
-    "eager": ("the model's attention is 'eager'", "register()"),
+    "eager": ("the model's attention is 'eager'", "attn_implementation='longspan'", "called register() already"),
     "cp_size": ("cp_size = 3 was asked for, but 2 ranks", "Choose a divisor"),
     "batches": ("must be fed the same batch", "'input_ids' on ranks [1]", "leave data loaders to it"),
     "stream": ("must be fed the same batch", "'dispatch_batches': False"),
-    "smoothing": ("label_smoothing_factor = 0.1 was asked for, with sequences split over 2 ranks", "Set it to 0"),
-    "loss function": ("compute_loss_func was asked for", "own_loss_takes_shards"),
-    "own loss": ("compute_loss of OwnLoss was asked for", "own_loss_takes_shards = True"),
+    "own loss": (
+        "compute_loss of OwnLoss was asked for, with sequences split over 2 ranks",
+        "own_loss_takes_shards = True",
+    ),
     "tokens": ("average_tokens_across_devices = False", "Leave it at True"),
-    "noise": ("neftune_noise_alpha = 5.0", "Leave it out"),
     "objects": ("eval_use_gather_object = True", "Leave it out"),
     "collator": ("packs without position_ids", "return_position_ids=True"),
     "no labels": ("counted no labels", "Give 'labels' in every batch"),

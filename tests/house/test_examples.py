@@ -1,5 +1,6 @@
 """Every example runs as written, on two Gloo ranks, and agrees with one process."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -16,7 +17,32 @@ def test_example(name, tmp_path):
     if name in ("hf_trainer", "hybrid"):
         pytest.importorskip("transformers")
     path = ROOT / "examples" / f"{name}.py"
-    assert len(path.read_text().splitlines()) <= 60
+    assert len(path.read_text().splitlines()) <= 64
+    agrees(path, tmp_path)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ["accelerate_loop", "fsdp2_bias", "trl_grpo", "trl_sft", "verl_style"])
+def test_program(name, tmp_path):
+    """Complete programs, which say how they are launched on two processes and on eight GPUs."""
+    needed = "trl" if name.startswith("trl") else "accelerate" if name == "accelerate_loop" else "transformers"
+    if name != "fsdp2_bias":
+        pytest.importorskip(needed)
+    path = ROOT / "examples" / "trainers" / f"{name}.py"
+    assert len(path.read_text().splitlines()) <= 100
+    said = ast.get_docstring(ast.parse(path.read_text()))
+    for ranks in (2, 8):
+        assert f"torchrun --nproc-per-node {ranks} examples/trainers/{name}.py" in said
+    agrees(path, tmp_path)
+
+
+def test_all_programs_are_run():
+    names = {path.stem for path in (ROOT / "examples" / "trainers").glob("*.py")}
+    assert names == {"accelerate_loop", "fsdp2_bias", "trl_grpo", "trl_sft", "verl_style"}
+
+
+def agrees(path, tmp_path):
+    """Runs the file by torchrun; both ranks say how far they are off one process."""
     done = torchrun(["--nproc-per-node", "2", str(path)], tmp_path, timeout=200)
     assert done.status == 0, done.report()
     errors = [float(found) for found in re.findall(r"one process (\d\.\de[+-]\d+)", done.out)]

@@ -2,7 +2,8 @@
 
 What is overridden, and why: the accelerator (which ranks get the same batch), the loss (sharded inputs in), predictions
 (whole sequences out, each sample once), and counters that would count a token once per rank. Everything else is the
-Trainer's: it counts labels over all ranks and DDP or FSDP2 average over them, which together is one mean.
+Trainer's: it counts labels over all ranks and DDP or FSDP2 average over them, which together is one mean. What TRL's
+trainers do on top is in `trainers/`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,15 @@ from longspan.integrations import huggingface
 from longspan.integrations.huggingface._transformers import labels_of_sequences
 from longspan.integrations.huggingface.accelerate import Ranks, split_sequences
 from longspan.integrations.huggingface.models import check_model
+from longspan.integrations.huggingface.trainers.accelerators import PartsAccelerator
+from longspan.integrations.huggingface.trainers.counts import count_evaluated, count_generations, count_tokens
+from longspan.integrations.huggingface.trainers.distillation import Distilled
+from longspan.integrations.huggingface.trainers.kinds import PARTS, PLAIN, WHOLE, kind_of
+from longspan.integrations.huggingface.trainers.liger import check_patched, prove_before
+from longspan.integrations.huggingface.trainers.losses import PartLabels, PartLoss, PartSmoother
+from longspan.integrations.huggingface.trainers.noise import replace_noise
+from longspan.integrations.huggingface.trainers.policies import WholeScores
+from longspan.integrations.huggingface.trainers.refusals import check_arguments, check_attention, check_bases
 from longspan.training import BatchError, check_same, gather_outputs
 
 if TYPE_CHECKING:
@@ -30,8 +40,8 @@ else:
     _Base = object
 
 
-class ContextParallelTrainer(_Base):
-    """A mixin for `transformers.Trainer` and its subclasses (`trl.SFTTrainer`); name it first among the bases.
+class ContextParallelTrainer(Distilled, WholeScores, _Base):
+    """A mixin for `transformers.Trainer` and its subclasses, TRL's trainers among them; name it first among the bases.
 
     `cp_size` neighbouring ranks hold parts of each sequence, the others other samples; all ranks unless given.
     `layout`, `schedule` and `trust_model` are those of `huggingface.shard_inputs`. Losses, gradients, evaluation and
@@ -41,6 +51,13 @@ class ContextParallelTrainer(_Base):
     own_loss_takes_shards = False
     """Say True in a class whose `compute_loss` takes this rank's part of the batch, with labels already shifted, and
     divides by `num_items_in_batch`."""
+    _kind = PLAIN
+    _wants_logits = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if check_bases(cls, ContextParallelTrainer):
+            huggingface.register()  # models are loaded with this attention before there is a trainer
 
     def __init__(
         self,
@@ -54,17 +71,36 @@ class ContextParallelTrainer(_Base):
         self._cp_size, self._sharding = cp_size, {"layout": layout, "schedule": schedule, "trust_model": trust_model}
         self._ranks: Ranks | None = None
         self._sequence: Any = None
+        self._labels: PartLabels | None = None
         self._unchecked = True
         self._num_micro_batches = 0
+        self._noise: Any = None
+        huggingface.register()
         super().__init__(*args, **kwargs)
         if self._ranks is not None:
-            _check_arguments(self)
+            check_arguments(self)
             if self.model is not None:  # else model_init makes it later, and the first batch finds out
+                check_attention(self.model)
                 check_model(self.model, {})
+            self._join_ranks()
+            self._take_parts()
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self._ranks = split_sequences(self.accelerator, self._cp_size)
+        if self._ranks is not None:
+            self._kind = kind_of(type(self))
+            count_generations(self)
+
+    def _take_parts(self) -> None:
+        """What the Trainer computes itself is computed for a rank's part from now on."""
+        assert self._ranks is not None
+        if self._kind == PARTS:
+            self.accelerator = PartsAccelerator(self.accelerator, self._ranks)
+        if self.label_smoother is not None:
+            self.label_smoother = PartSmoother(self.label_smoother, lambda: self._labels)
+        if self.compute_loss_func is not None:
+            self.compute_loss_func = PartLoss(self.compute_loss_func, lambda: self._labels)
 
     def get_cp_size(self) -> int:
         return 1 if self._ranks is None else self._ranks.cp.size()
@@ -80,29 +116,52 @@ class ContextParallelTrainer(_Base):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        if self._ranks is None or huggingface.NAME in inputs:
+        if self._ranks is None or self._kind in WHOLE or huggingface.NAME in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if num_items_in_batch is None:
             if torch.is_grad_enabled():
                 raise BatchError(_no_count(inputs))
-            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)  # TRL does not count here
-        return super().compute_loss(model, self._part(model, inputs), return_outputs, num_items_in_batch)
+            num_items_in_batch = count_evaluated(inputs, self._ranks)  # TRL does not count here
+        part, before = self._part(model, inputs), getattr(self, "_total_train_tokens", 0)
+        self._labels = PartLabels(inputs, self._sequence, num_items_in_batch)
+        try:
+            found = super().compute_loss(model, part, return_outputs, num_items_in_batch)
+        finally:
+            self._labels = None
+        if self._kind == PARTS and model.training:
+            count_tokens(self, inputs, before)
+        return found
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        if self._ranks is not None and self.args.use_liger_kernel:
+            prove_before(self)
+        return super().train(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._ranks is not None:
+            self._noise = replace_noise(self, self._noise)
+        return super().training_step(*args, **kwargs)
 
     def _part(self, model: nn.Module, inputs: Any) -> dict[str, Any]:
         """This rank's part of a batch that all ranks of the sequence have whole."""
         assert self._ranks is not None
         if self._unchecked:
             _check_batch(inputs, self._ranks)
+            check_patched(model)
             self._unchecked = False
+        own_loss = self.label_smoother is not None or self.compute_loss_func is not None
         part = huggingface.shard_inputs(
             self.accelerator.unwrap_model(model),
             inputs,
             self._ranks.cp,
+            logits=self._wants_logits or self._kind == PARTS or own_loss,
             dropout_seed=self._dropout_seed(model.training),
             **self._sharding,
         )
         part.pop("num_items_in_batch", None)  # the trainer's counts all micro-batches of a step
         self._sequence = part[huggingface.NAME]
+        if own_loss:
+            self._sequence.labels = None  # nobody asks for the model's
         return part
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,12 +184,16 @@ class ContextParallelTrainer(_Base):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        if self._ranks is None:
+        if self._ranks is None or self._kind in WHOLE:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         names = self.label_names
-        if not names or any(inputs.get(name) is None for name in names):
-            inputs = self._part(model, self._prepare_inputs(inputs))  # no loss: the trainer calls the model itself
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._wants_logits = not prediction_loss_only
+        try:
+            if not names or any(inputs.get(name) is None for name in names):
+                inputs = self._part(model, self._prepare_inputs(inputs))  # no loss: the trainer calls the model itself
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._wants_logits = False
         if loss is not None:
             dist.all_reduce(loss, group=self._ranks.cp.get_group())
             loss = loss / self._ranks.cp.size()
@@ -152,7 +215,8 @@ class ContextParallelTrainer(_Base):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_cp_size()
+        times = 1 if self._kind in WHOLE else self.get_cp_size()
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // times
 
     def floating_point_ops(self, inputs: Any) -> int:
         return super().floating_point_ops(inputs) // self.get_cp_size()
@@ -201,88 +265,3 @@ def _no_count(inputs: Any) -> str:
         f"the Trainer counted no labels for this batch ({', '.join(inputs)}), so each rank would take the mean of its"
         f" own part. Give 'labels' in every batch, not shifted: they are counted over all ranks and micro-batches."
     )
-
-
-def _check_arguments(trainer: Any) -> None:
-    """Refuses what would be computed on a rank's part as if it were the whole sequence."""
-    for asked, applies, advice in (*_refused_losses(trainer), *_refused_setups(trainer)):
-        if applies:
-            raise BatchError(
-                f"{asked} was asked for, with sequences split over {trainer.get_cp_size()} ranks. {advice}"
-            )
-
-
-def _refused_losses(trainer: Any) -> list[tuple[str, bool, str]]:
-    """(what was asked, whether it was, what to do) of losses that parts of sequences would change."""
-    args = trainer.args
-    own = _own_loss(type(trainer))
-    return [
-        (
-            f"label_smoothing_factor = {args.label_smoothing_factor}",
-            trainer.label_smoother is not None,
-            "The Trainer smooths labels that it shifts itself, within a rank's part. Set it to 0.",
-        ),
-        (
-            "compute_loss_func",
-            trainer.compute_loss_func is not None,
-            "It would get a rank's part without labels. Override compute_loss in a class with own_loss_takes_shards.",
-        ),
-        (
-            f"compute_loss of {own}",
-            own is not None and not trainer.own_loss_takes_shards,
-            "It gets a rank's part: shift_labels instead of labels to shift, and num_items_in_batch labels in all."
-            " If it handles these as it should, set own_loss_takes_shards = True in the class.",
-        ),
-        (
-            "average_tokens_across_devices = False",
-            not args.average_tokens_across_devices,
-            "Ranks hold different numbers of labels, so their means must be weighted by these. Leave it at True.",
-        ),
-        (
-            f"neftune_noise_alpha = {args.neftune_noise_alpha}",
-            args.neftune_noise_alpha is not None,
-            "Its noise is scaled by the length that a rank sees. Leave it out.",
-        ),
-        (
-            "use_liger_kernel = True",
-            args.use_liger_kernel,
-            "Its losses have not been tried on parts of sequences. Leave it out.",
-        ),
-        (
-            f"a model of class {type(trainer.model).__name__}, which takes no loss arguments,",
-            trainer.model is not None and not trainer.model_accepts_loss_kwargs,
-            "Its loss would be the mean of a rank's own labels. Use a model whose forward takes num_items_in_batch.",
-        ),
-    ]
-
-
-def _refused_setups(trainer: Any) -> list[tuple[str, bool, str]]:
-    """The same for ways to run it."""
-    args = trainer.args
-    return [
-        (
-            "eval_use_gather_object = True",
-            args.eval_use_gather_object,
-            "Objects are gathered from all ranks, so each sample would count once per rank. Leave it out.",
-        ),
-        ("DeepSpeed", trainer.is_deepspeed_enabled, "It is not supported here: use DDP or FSDP2."),
-        (
-            "tensor parallelism",
-            trainer.get_tp_size() > 1,
-            "Use longspan.training.make_mesh in a loop of your own, which has the recipe.",
-        ),
-        (
-            "a collator that packs without position_ids",
-            getattr(trainer.data_collator, "return_position_ids", True) is False
-            and type(trainer.data_collator).__name__ == "DataCollatorWithFlattening",
-            "Documents could not be told apart. Use DataCollatorWithFlattening(return_position_ids=True).",
-        ),
-    ]
-
-
-def _own_loss(kind: type) -> str | None:
-    """The class, neither of this package nor of transformers or TRL, that says how the loss is computed."""
-    for base in kind.__mro__:
-        if "compute_loss" in vars(base) and base.__module__.split(".")[0] not in ("longspan", "transformers", "trl"):
-            return base.__name__
-    return None

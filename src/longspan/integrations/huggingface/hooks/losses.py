@@ -87,6 +87,15 @@ def route_losses(model: nn.Module) -> None:
             setattr(module, BALANCING, BalancingLoss(original))
 
 
+def route_balancing() -> None:
+    """The same for Mixtral's function, which TRL calls for models of all kinds."""
+    from transformers.models.mixtral import modeling_mixtral
+
+    original = vars(modeling_mixtral)[BALANCING]
+    if not isinstance(original, BalancingLoss) and _is_known(original):
+        setattr(modeling_mixtral, BALANCING, BalancingLoss(original))
+
+
 def _is_known(function: Any) -> bool:
     return list(inspect.signature(function).parameters) == ["gate_logits", "num_experts", "top_k", "attention_mask"]
 

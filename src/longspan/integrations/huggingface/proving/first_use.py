@@ -58,7 +58,7 @@ def _agreed(model: Any, form: Form, group: Any) -> Rules:
     message = b""
     if group.rank() == 0:
         message = json.dumps(_answered(model, form)).encode()
-    answer = json.loads(_told(message, group))
+    answer = json.loads(told(message, group))
     if not answer["ok"]:
         raise BatchError(f"{type(model).__name__} cannot be used over ranks: {answer['reason']}")
     return Rules.of_json(answer["rules"])
@@ -80,7 +80,7 @@ def _answered(model: Any, form: Form) -> dict[str, Any]:
     return {"ok": False, "reason": reason}
 
 
-def _told(message: bytes, group: Any) -> bytes:
+def told(message: bytes, group: Any) -> bytes:
     """The bytes of group rank 0, on every rank."""
     if group.size() == 1:
         return message

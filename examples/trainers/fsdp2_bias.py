@@ -1,0 +1,66 @@
+"""FSDP2, split sequences, packed documents, and a bias that is learned by distance and head, in a loop of one's own.
+
+On two CPU processes:  torchrun --nproc-per-node 2 examples/trainers/fsdp2_bias.py
+On 8 GPUs:             torchrun --nproc-per-node 8 examples/trainers/fsdp2_bias.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import longspan as ls
+from longspan.training import make_mesh, shard_batch, token_loss
+
+LENGTHS, VOCAB, DIM, HEADS, STEPS = [70, 9, 113], 32, 64, 4, 10
+MASK = ls.masks.documents(LENGTHS) & ls.masks.causal()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.norm, self.head = nn.Embedding(VOCAB, DIM), nn.RMSNorm(DIM), nn.Linear(DIM, VOCAB)
+        self.qkv, self.bias = nn.Linear(DIM, 3 * DIM), nn.Parameter(torch.zeros(sum(LENGTHS), HEADS))
+
+    def forward(self, ids, mask, **options):
+        x, table = self.tokens(ids), self.bias  # read inside of forward: FSDP2 has gathered it here
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        # A share of the bias's gradient stays on each rank: FSDP2 adds shares up, as for all parameters.
+        seen = ls.flex_attention(
+            q, k, v, lambda s, b, h, i, j: s + table[i - j, h], mask, captured_grads="share", **options
+        )
+        return self.head(x + seen.transpose(1, 2).flatten(2))
+
+
+def train(device, mesh=None):
+    """The losses of all steps: over the ranks of a mesh, or of whole sequences on one device."""
+    torch.manual_seed(0)
+    model, group, size, rank, mask, options = Model().to(device), None, 1, 0, MASK, {}
+    if mesh is not None:
+        group, size, rank, mask = mesh.dp_cp, mesh.cp.size(), mesh.cp.get_local_rank(), None
+        fully_shard(model, mesh=group)  # a large model: first every layer
+    layout = ls.layouts.balanced(MASK, world_size=size)
+    if mesh is not None:
+        plan = ls.plan(MASK, layout, q_heads=HEADS, kv_heads=HEADS, head_dim=DIM // HEADS, dtype="float32")
+        options = {"plan": plan, "group": mesh.cp}
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=1.0), []
+    for step in range(STEPS):
+        ids = (torch.arange(sum(LENGTHS), device=device) * (1 + step % 3) % VOCAB)[None]
+        mine = shard_batch({"input_ids": ids, "labels": ids}, layout, rank, documents=LENGTHS, positions="document")
+        logits = model(mine["input_ids"], mask, **options)
+        loss = token_loss(logits, mine["shift_labels"], group=group, gradients="average")  # as FSDP2 does
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+if __name__ == "__main__":
+    on_gpus = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if on_gpus else torch.device("cpu")
+    found = train(device, make_mesh(cp=dist.get_world_size(), device_type=device.type))
+    error = (found - train(device)).abs().max()
+    print(f"rank {dist.get_rank()}: loss {found[0]:.4f} to {found[-1]:.4f}, off one process {error:.1e}")
+    dist.destroy_process_group()
