@@ -10,63 +10,11 @@ import torch
 
 from longspan.integrations import huggingface
 from longspan.sizing import FAMILIES, AttentionBytes, Recipe, TrainingStep, sizes_of, step_memory
+from tests.sizing_cases import MEASURED, TINY
 from tests.unit.test_bytes_memory import Ledger
 
 transformers = pytest.importorskip("transformers")
 
-NARROW = {
-    "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100,
-    "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-HEADED = {**NARROW, "head_dim": 8}
-CHOSEN = {"num_local_experts": 8, "num_experts_per_tok": 2}
-QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-DELTA = {
-    **HEADED, "linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-}  # fmt: skip
-MAMBA = {
-    **NARROW, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16,
-    "mamba_d_ssm": 128,
-}  # fmt: skip
-SHARED = {"shared_expert_intermediate_size": 40}
-LATENT = {
-    **NARROW, "num_key_value_heads": 8, "kv_lora_rank": 24, "q_lora_rank": 40, "qk_rope_head_dim": 8,
-    "v_head_dim": 16, "qk_nope_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0,
-}  # fmt: skip
-NEMOTRON = {
-    **HEADED, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 16,
-    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-    "moe_shared_expert_intermediate_size": 40,
-}  # fmt: skip
-TINY = {  # model_type: (layers of one period, sizes)
-    "llama": (1, HEADED),
-    "granite": (1, HEADED),
-    "smollm3": (1, HEADED),
-    "mistral": (1, HEADED),
-    "phi3": (1, NARROW),
-    "qwen2": (1, NARROW),
-    "qwen3": (1, HEADED),
-    "qwen2_moe": (1, {**NARROW, **QWEN_MOE, **SHARED}),
-    "qwen3_moe": (1, {**HEADED, **QWEN_MOE}),
-    "mixtral": (1, {**HEADED, **CHOSEN}),
-    "gemma2": (2, HEADED),
-    "gemma3_text": (6, HEADED),
-    "gpt_oss": (2, {**HEADED, **CHOSEN}),
-    "olmo": (1, NARROW),
-    "olmo2": (1, NARROW),
-    "olmo3": (4, NARROW),
-    "deepseek_v3": (1, LATENT),
-    "qwen3_next": (4, {**DELTA, **QWEN_MOE, **SHARED}),
-    "qwen3_5_text": (4, DELTA),
-    "qwen3_5_moe_text": (4, {**DELTA, **QWEN_MOE, **SHARED}),
-    "bamba": (1, MAMBA),
-    "granitemoehybrid": (1, {**MAMBA, **CHOSEN, "shared_intermediate_size": 40}),
-    "falcon_h1": (1, MAMBA),
-    "nemotron_h": (0, NEMOTRON),
-    "lfm2": (1, {**NARROW, "block_multiple_of": 16}),
-}
 SWITCHES = (
     {}, {"attention_bias": True}, {"mlp_bias": True}, {"tie_word_embeddings": True}, {"mamba_proj_bias": True},
     {"mamba_rms_norm": True}, {"mamba_conv_bias": False}, {"conv_bias": True}, {"full_attn_idxs": [1]},
@@ -182,6 +130,8 @@ def test_what_a_layer_keeps(monkeypatch, name, dtype):
     found, expected, extra = measured(monkeypatch, name, dtype)
     listed = "\n".join(f"{n} x {size / 64:.0f} {shape} {kind}" for (size, shape, kind), n in extra.items())
     assert abs(expected / found - 1) < 0.1, f"{expected} for {found}:\n{listed}"
+    if dtype == torch.bfloat16:
+        assert abs(MEASURED[name] / found - 1) < 0.01, f"tests/sizing_cases.py has {MEASURED[name]} for {found}"
 
 
 def most(model, tokens):

@@ -237,6 +237,7 @@ REFUSED = [
     (("--offload",), "--offload is about a whole model"),
     (("--memory", "80"), "--memory is about a whole model"),
     (("--model", "qwen3-8b", "--no-checkpointing", "--offload"), "Leave checkpointing on"),
+    (("--model", "qwen3-8b", "--no-checkpointing", "--keep"), "every layer would keep remote K/V"),
     (("--model", "qwen3-8b", "--dtype", "float32", "--state", "bfloat16"), "computing in float32"),
 ]
 
@@ -269,6 +270,13 @@ def test_every_built_in_model_is_answered_for(plan, name):
     found = json.loads(out)
     assert found["tokens_per_rank"] == 2 * 16384 // 4
     assert len(found["attentions"]) == len(sizes_of(built_in_config(name)).attentions)
+
+
+def test_what_is_left_aside_is_said(plan, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**built_in_config("gpt-oss-20b"), "quantization_config": {"quant_method": "mxfp4"}}))
+    assert "quantization_config is left aside" in " ".join(plan("--config", str(path), *ASKED)[1].split())
+    assert "quantization_config" not in plan("--model", "gpt-oss-20b", *ASKED)[1]
 
 
 def test_a_model_without_attention_has_no_plan(plan, tmp_path):

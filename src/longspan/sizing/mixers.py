@@ -162,6 +162,7 @@ def mamba2(hidden: int, sizes: MambaSizes, norms: tuple[ModuleSizes, ...]) -> Bl
         (
             *norms,
             linear("in", hidden, projected, bias=sizes.bias),
+            # rows with their halo, a copy over ranks, and what the activation keeps
             ModuleSizes("convolution", channels * (sizes.width + sizes.conv_bias), 2 * channels),
             ModuleSizes(
                 "recurrence", 3 * sizes.heads, projected + channels + inner, sizes.heads, working=channels + inner

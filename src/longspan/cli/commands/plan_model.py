@@ -34,6 +34,7 @@ from longspan.sizing import (
 from longspan.sizing.fit import PlanOptions, attention_plans, recipes, training_step, widest
 
 MAX_CONFIG = 1 << 20
+QUANTIZED = "The file's quantization_config is left aside: parameters take what --state and --dtype say."
 FROM_MODEL = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
 """What a model says itself, and what is taken where there is no model."""
 SWITCHES = {
@@ -82,10 +83,10 @@ def asked(args: argparse.Namespace) -> bool:
     return True
 
 
-def model_of(args: argparse.Namespace) -> tuple[str, ModelSizes]:
-    """The name and the sizes of the model that was asked about."""
+def model_of(args: argparse.Namespace) -> tuple[str, ModelSizes, tuple[str, ...]]:
+    """The name and the sizes of the model that was asked about, and what to say beside."""
     if args.model is not None:
-        return args.model, sizes_of(built_in_config(args.model))
+        return args.model, sizes_of(built_in_config(args.model)), ()
     path = Path(args.config)
     if path.is_dir():
         path = path / "config.json"
@@ -100,9 +101,11 @@ def model_of(args: argparse.Namespace) -> tuple[str, ModelSizes]:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as wrong:
         raise PlanError(f"{path} is not JSON. Give a config.json as transformers writes it.") from wrong
     try:
-        return path.parent.name if path.name == "config.json" else path.name, sizes_of(config)
+        sizes = sizes_of(config)
     except PlanError as wrong:
         raise PlanError(f"{path}: {wrong}") from wrong
+    name = path.resolve().parent.name if path.name == "config.json" else path.name
+    return name, sizes, (QUANTIZED,) if config.get("quantization_config") else ()
 
 
 @dataclass(frozen=True)
@@ -115,10 +118,11 @@ class Answer:
     layout: Layout
     plans: dict[Heads, Plan]
     recipe: Recipe
+    notes: tuple[str, ...] = ()
 
     @staticmethod
     def of(args: argparse.Namespace) -> Answer:
-        name, sizes = model_of(args)
+        name, sizes, notes = model_of(args)
         workload = Workload.of(args)
         layout = replace(workload, mask=widest(sizes, workload.mask), _layouts={}).layout(args.ranks)
         batch, dtype = workload.tensors["batch"], workload.tensors["dtype"]
@@ -127,7 +131,13 @@ class Answer:
             batch, dtype,
         )  # fmt: skip
         recipe = Recipe(not args.no_checkpointing, args.offload, args.mlp_chunks, args.logits, dtype, args.state)
-        return Answer(name, sizes, workload, layout, attention_plans(sizes, workload.mask, layout, options), recipe)
+        if args.keep and args.no_checkpointing:
+            raise PlanError(
+                "--keep and --no-checkpointing were given: every layer would keep remote K/V until its backward, which"
+                " is not counted here. Leave one of them out."
+            )
+        plans = attention_plans(sizes, workload.mask, layout, options)
+        return Answer(name, sizes, workload, layout, plans, recipe, notes)
 
     @property
     def tokens(self) -> int:
@@ -214,6 +224,7 @@ def figures(answer: Answer, fits: dict[str, Any] | None) -> dict[str, Any]:
             for one in recipes(answer.recipe)
         ],
         "fits": fits,
+        "notes": list(answer.notes),
     }
 
 
@@ -251,6 +262,7 @@ def show(answer: Answer, fits: dict[str, Any] | None, screen: Screen) -> None:
     screen.notes((
         "Computed, not measured: nothing here has run on a GPU. Layers keep what transformers' own modules keep, FSDP2"
         " shards over all ranks; memory lost between tensors is not counted.",
+        *answer.notes,
     ))  # fmt: skip
 
 
