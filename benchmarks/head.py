@@ -139,7 +139,7 @@ def times(widths: list[int], rounds: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--part", choices=("memory", "time", "all"), default="all")
     parser.add_argument("--width", type=int, nargs="+", default=[64, 512])
     parser.add_argument("--rounds", type=int, default=5)

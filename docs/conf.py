@@ -39,7 +39,7 @@ python_maximum_signature_line_length = 100
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|collections|pathlib|typing)\..*"),
     ("py:class", r"longspan\.masks\.functions\.reads\.Reads"),
-    ("py:class", r"longspan\.(schedules|execution|testing|viz|integrations)(\.[a-z_]+)+\._?[A-Z]\w+"),
+    ("py:class", r"longspan\.(schedules|execution|testing|training|viz|integrations)(\.[a-z_]+)+\._?[A-Z]\w+"),
 ]
 
 

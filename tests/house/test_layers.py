@@ -30,6 +30,7 @@ LAYERS = {
     "api": 6,
     "recurrences": 6,
     "scores": 6,
+    "sizing": 7,
     "training": 7,
     "integrations": 8,
     "viz": 7,

@@ -9,8 +9,8 @@ import torch
 from longspan.execution.simulated import simulate
 from longspan.training import BatchError, Head, head, loss, slabs
 from longspan.training.head import SharedHere
-from longspan.training.loss import HeadLoss, PerToken, Terms
-from longspan.training.slabs import Gradients, Work
+from longspan.training.loss import LossTerms, PerToken, SlabLoss
+from longspan.training.slabs import Gradients, SlabWork
 from tests.head_cases import BAR, check
 from tests.mutants.test_scan_mutants import plant
 
@@ -105,7 +105,7 @@ MUTANTS = {
     "the first rank's logits are all": (slabs, "_together", "total.sum(0)", "total[0]"),
     "the first rank has the label": (slabs, "_together", "label.sum(0)", "label[0]"),
     "words of a rank begin at zero": (slabs, "_found", "labels - work.first", "labels"),
-    "words are cut evenly": (loss, "task_of", "first=sum(sizes[:rank])", "first=rank * max(sizes)"),
+    "words are cut evenly": (loss, "call_of", "first=sum(sizes[:rank])", "first=rank * max(sizes)"),
     "0 * -inf": (slabs, "_finite", "x.clamp_(min=torch.finfo(x.dtype).min)", "x"),
     "-inf minus -inf": (loss, "facts_of", "most.masked_fill(most.isneginf(), 0.0)", "most"),
     # -- the form of logits
@@ -120,15 +120,15 @@ MUTANTS = {
     "the slope of a soft cap is 1": (slabs, "to_gradients", "value=-1", "value=0"),
     "the gradient is not scaled": (slabs, "to_gradients", "factor = work.scale / work.temperature", "factor = 1"),
     # -- losses
-    "smoothing has no gradient": (Terms, "slopes", "-self.smoothing / max(num_words, 1)", "0.0"),
+    "smoothing has no gradient": (LossTerms, "slopes", "-self.smoothing / max(num_words, 1)", "0.0"),
     "smoothing is over a rank's own words": (
-        loss, "task_of",
+        loss, "call_of",
         "Inputs(shared(flat_values, group), weight, bias), work, num_words",
         "Inputs(shared(flat_values, group), weight, bias), work, local",
     ),
-    "smoothing leaves the label its whole share": (Terms, "slopes", "self.smoothing - 1)", "-1.0)"),
-    "the slope of a square is one": (Terms, "slopes", "2 * self.z_loss * lse", "self.z_loss * lse"),
-    "z-loss is not in the loss": (Terms, "losses", "found + self.z_loss * facts.lse.square()", "found"),
+    "smoothing leaves the label its whole share": (LossTerms, "slopes", "self.smoothing - 1)", "-1.0)"),
+    "the slope of a square is one": (LossTerms, "slopes", "2 * self.z_loss * lse", "self.z_loss * lse"),
+    "z-loss is not in the loss": (LossTerms, "losses", "found + self.z_loss * facts.lse.square()", "found"),
     "labels of other ranks are not counted": (
         loss, "token_loss",
         "all_summed(sums, members)",
@@ -148,13 +148,13 @@ MUTANTS = {
     ),
     "weights are summed in their own dtype": (Gradients, "__init__", "dtype=wide(x.dtype)", "dtype=x.dtype"),
     "rows of tokens without labels are taken": (
-        Work, "rows_of", "tensor.index_select(0, self.places[span])", "tensor[span]",
+        SlabWork, "rows_of", "tensor.index_select(0, self.places[span])", "tensor[span]",
     ),
     "gradients go to tokens without labels": (
-        Work, "put", "target.index_copy_(0, self.places[span], rows.to(target.dtype))", "target[span] = rows",
+        SlabWork, "put", "target.index_copy_(0, self.places[span], rows.to(target.dtype))", "target[span] = rows",
     ),
     "a second backward takes what the first has scaled": (
-        HeadLoss, "backward", "ready, ctx.ready = ctx.ready, None", "ready = ctx.ready",
+        SlabLoss, "backward", "ready, ctx.ready = ctx.ready, None", "ready = ctx.ready",
     ),
     "what comes in is not multiplied": (loss, "_times", "x.mul_(factor)", "x"),
     "entropy has no gradient of its own": (

@@ -44,7 +44,7 @@ def shifted_after_the_cut(patch):
 def documents_run_together(patch):
     """Side tensors are shifted across the ends of documents."""
     moved = tokens._moved
-    one = lambda values, shift, dim, cut, fill: moved(values, shift, dim, batch.Cut(cut.layout), fill)  # noqa: E731
+    one = lambda values, shift, dim, cut, fill: moved(values, shift, dim, batch.BatchCut(cut.layout), fill)  # noqa: E731
     patch.setattr(tokens, "_moved", one)
 
 

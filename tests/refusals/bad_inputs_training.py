@@ -3,16 +3,19 @@
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from longspan import LayoutError, LongspanError, MaskError, layouts, masks
 from longspan.training import (
     BatchError,
+    Head,
     check_same,
     gather_outputs,
     make_mesh,
     relayout,
     shard_batch,
     shift_tokens,
+    token_logprobs,
     token_loss,
 )
 from tests.refusals.bad_inputs import NAN, bad, mesh, one_rank
@@ -145,6 +148,44 @@ def _losses():
     yield bad("two axes", two, BatchError, "a mesh of 2 axes ('dp', 'cp')", "mesh['cp']")
 
 
+def _heads():
+    hidden, weight = torch.zeros(4, 3), torch.zeros(5, 3)
+    for value in ("weight", 3, nn.Embedding(5, 3), [weight]):
+        says = "head must be a Head, a weight", type(value).__name__, "nn.Linear"
+        yield bad(f"head {type(value).__name__}", lambda v=value: loss(hidden, head=v), BatchError, *says)
+    for value in (torch.zeros(5), torch.zeros(5, 3, 1)):
+        says = "a head's weight has shape (words, features)", f"{tuple(value.shape)}"
+        yield bad(f"head {tuple(value.shape)}", lambda v=value: loss(hidden, head=v), BatchError, *says)
+    ints = weight.to(torch.int8)
+    yield bad("head int8", lambda: loss(hidden, head=ints), BatchError, "has dtype torch.int8", "Dequantize it first")
+    for value in (torch.zeros(4), torch.zeros(5, 1), torch.zeros(5, dtype=torch.float64)):
+        says = "a head's bias has one number per word, here 5 of torch.float32", f"{tuple(value.shape)}"
+        yield bad(f"bias {tuple(value.shape)} {value.dtype}", lambda v=value: Head(weight, v), BatchError, *says)
+    for name, values in {
+        "scale": (NAN, "1", None, torch.ones(1)),
+        "soft_cap": (0, -1.0, NAN),
+        "temperature": (0, None),
+    }.items():
+        for value in values:
+            says = f"{name} = ", "was given for a head", "a number"
+            yield bad(f"{name} {value!r}", lambda n=name, v=value: Head(weight, **{n: v}), BatchError, *says)
+    yield bad("head group", lambda: Head(weight, group=3), BatchError, "Head needs a process group")
+    says = "do not fit a head of 5 words x 3 features", "not logits"
+    yield bad("width", lambda: loss(torch.zeros(4, 5), head=weight), BatchError, *says)
+    says = "hidden states are torch.bfloat16", "the head is torch.float32", "torch.autocast"
+    yield bad("head dtype", lambda: loss(hidden.bfloat16(), head=weight), BatchError, *says)
+    says = "hidden states of shape (4, 3) need labels of shape (4,)", "(2,)"
+    yield bad("head labels", lambda: loss(hidden, LABELS[:2], head=weight), BatchError, *says)
+    for name, call in {"loss": loss, "logprobs": lambda *a, **k: token_logprobs(*(a or (hidden,)), **k)}.items():
+        says = "labels run from 5 to 5, but logits are for 0 to 4", "ignore_index = -100"
+        yield bad(f"{name} label", lambda c=call: c(hidden, labels=LABELS + 5, head=weight), BatchError, *says)
+        says_list = "hidden states must be a"
+        yield bad(f"{name} list", lambda c=call: c([1.0], labels=LABELS, head=weight), BatchError, says_list)
+    for name, values in {"label_smoothing": (-0.1, 1.5, NAN, "0.1"), "z_loss": (-1, NAN, None)}.items():
+        for value in values:
+            yield bad(f"{name} {value!r}", lambda n=name, v=value: loss(**{n: v}), BatchError, f"{name} = ", "a number")
+
+
 def _moving():
     x = torch.zeros(8)
     for name, call in {
@@ -208,5 +249,6 @@ def rows():
     yield from _batches()
     yield from _documents()
     yield from _losses()
+    yield from _heads()
     yield from _moving()
     yield from _meshes()

@@ -98,6 +98,17 @@ def test_tokens_that_do_not_count_may_be_anything():
     assert values.grad.tolist() == [3.0, 0.0, 0.0, 3.0]
 
 
+def test_documents_are_told_in_any_way():
+    values, one = torch.arange(5.0), ls.layouts.contiguous(5, 1)
+    for documents in ([2, 3], (2, 3), torch.tensor([2, 3]), ls.masks.documents([2, 3]) & ls.masks.causal(), [[2, 3]]):
+        assert per_sequence(values, one, None, documents=documents).tolist() == [1.0, 9.0]
+        assert per_token(torch.tensor([1.0, 9.0]), one, None, documents=documents).tolist() == [[1, 1, 9, 9, 9]]
+        assert shard_like(values, one, 0, shift=1, documents=documents).tolist() == [1, 0, 3, 4, 0]
+    assert per_sequence(values, one, None).tolist() == [10.0]
+    assert per_sequence(torch.ones(2, 5), one, None).tolist() == [5.0, 5.0]
+    assert per_sequence(torch.ones(0), ls.layouts.contiguous(0, 1), None, documents=[]).tolist() == []
+
+
 def test_sums_of_short_numbers_are_kept_in_long_ones():
     values = torch.full((4096,), 1 / 3, dtype=torch.bfloat16)
     (found,) = per_sequence(values, ls.layouts.contiguous(4096, 1), None).unbind()

@@ -26,6 +26,9 @@ from longspan.versions import minor
 
 _aten = torch.ops.aten
 num_users = torch._C._storage_Use_Count  # of a storage, which is named by its address
+hooks_of = operator.attrgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)  # of modules
 destroy = operator.methodcaller("_destroy")  # of a library of operators, with all that it has registered
 _AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
 
@@ -410,18 +413,8 @@ def compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequ
     return torch._inductor.compile(graph, list(inputs))  # type: ignore[return-value]
 
 
-# -- torch-function modes ---------------------------------------------------------------------------------------------
-
-
 def function_modes() -> list[Any]:
     """The torch-function modes that are on, innermost last; threads of autograd have those of who called backward."""
     from torch.overrides import _get_current_function_mode_stack
 
     return list(_get_current_function_mode_stack())
-
-
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether calling a module does more than its forward does."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )

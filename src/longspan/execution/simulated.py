@@ -37,7 +37,7 @@ class NotSimulatedError(LongspanError, RuntimeError):
 
 TAKEN = (
     "Simulated ranks are for group= of Longspan's own calls: attention, flex_attention, causal_conv1d, the recurrences,"
-    " and token_loss, per_sequence, per_token, gather_tokens, gather_outputs, relayout and check_same of"
+    " and Head, token_loss, per_sequence, per_token, gather_tokens, gather_outputs, relayout and check_same of"
     " longspan.training. What rank it is, and of how many, say group.rank() and group.size(), as of process groups. For"
     " all else use a process group, as verify_model does."
 )

@@ -8,25 +8,22 @@ another tensor, of which nothing is known.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
-
-if TYPE_CHECKING:
-    from longspan.layouts.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
     """How a tensor was cut: by whose spans, along which dim."""
 
-    layout: Layout
+    layout: Any
     dim: int
 
 
 _known: dict[int, tuple[ref[Any], Carried]] = {}
 
 
-def remember(x: Any, layout: Layout, dim: int) -> None:
+def remember(x: Any, layout: Any, dim: int) -> None:
     """Enters a tensor that was just made; it leaves when it goes.
 
     >>> class Tensor: pass
@@ -47,7 +44,7 @@ def carried(x: Any) -> Carried | None:
     return found[1] if found is not None and found[0]() is x else None
 
 
-def other_tokens(one: Layout, other: Layout) -> bool:
+def other_tokens(one: Any, other: Any) -> bool:
     """Whether two layouts of one sequence on as many ranks put some token in different slots. Layouts of other
     sequences, or for other numbers of ranks, are not compared: a shard may be a sequence of its own.
 

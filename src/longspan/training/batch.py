@@ -33,7 +33,7 @@ KNOWN = ("input_ids", "labels", "shift_labels", "loss_mask", "position_ids")
 
 @sealed
 @dataclass(frozen=True, eq=False)
-class Cut:
+class BatchCut:
     """How a batch was cut: what has to be known of it to cut something else alike, or to count by document."""
 
     layout: Layout
@@ -57,9 +57,9 @@ class Batch(dict[str, Any]):
     What copies it into another dict forgets that, and is told so where it matters; `to` does not.
     """
 
-    cut: Cut | None
+    cut: BatchCut | None
 
-    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), cut: Cut | None = None) -> None:
+    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), cut: BatchCut | None = None) -> None:
         super().__init__(values)
         self.cut = cut
 
@@ -74,7 +74,7 @@ class Batch(dict[str, Any]):
         return Batch(moved, self.cut)
 
 
-def cut_of(like: Any, what: str) -> Cut:
+def cut_of(like: Any, what: str) -> BatchCut:
     """How to cut, from a batch that was cut, from a layout, or from a plan over one."""
     if isinstance(like, Batch) and like.cut is not None:
         return like.cut
@@ -85,7 +85,7 @@ def cut_of(like: Any, what: str) -> Cut:
         )
     layout = like if isinstance(like, Layout) else getattr(like, "layout", like)
     check_layout(layout, what)
-    return Cut(layout)
+    return BatchCut(layout)
 
 
 def shard_batch(
@@ -128,7 +128,7 @@ def shard_batch(
     """
     dims, fills = dims or {}, fills or {}
     layout = _check(batch, layout, dims, fills)
-    cut = Cut(layout, rank, _documents(documents, mask))
+    cut = BatchCut(layout, rank, _documents(documents, mask))
     numbers = cut.numbers
     part = Batch(cut=cut)
     if "input_ids" in batch:

@@ -34,7 +34,8 @@ def document_counts(documents: Any, numbers: Ints) -> list[int]:
     """
     if documents is None or isinstance(documents, Mask):
         return [int(row[-1]) + 1 if len(row) else 1 for row in numbers]
-    return [len(lengths) for lengths in (documents if np.ndim(documents[0]) == 1 else [documents])]
+    nested = len(documents) and np.ndim(documents[0]) == 1
+    return [len(lengths) for lengths in (documents if nested else [documents])]
 
 
 def positions_within(numbers: Ints) -> Ints:

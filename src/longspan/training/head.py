@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longspan.execution._torch import has_hooks
+from longspan.execution._torch import hooks_of
 from longspan.execution.inputs import as_autocast, check_no_tangent, is_number
 from longspan.execution.simulated import SimulatedRank
 from longspan.execution.tile import wide
 from longspan.span import shortened
 from longspan.training.groups import BatchError, all_summed, process_group
-from longspan.training.slabs import Inputs, Work, rows_for
+from longspan.training.slabs import Inputs, SlabWork, rows_for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ class Head:
         _check_weight(self.weight, self.bias)
         numbers = {"scale": self.scale, "soft_cap": self.soft_cap, "temperature": self.temperature}
         for name, value in numbers.items():
-            if (value is None and name == "soft_cap") or (_is_plain(value) and (name == "scale" or value > 0)):
+            if (name == "soft_cap") if value is None else (_is_plain(value) and (name == "scale" or value > 0)):
                 continue
             other = ", or None for no cap" if name == "soft_cap" else ""
             kind = "a number" if name == "scale" else "a number above 0"
@@ -86,7 +86,7 @@ def head_of(head: Any) -> Head:
             f"head must be a Head, a weight of shape (words, features) or an nn.Linear, but {type(head).__name__} was"
             f" given. Head(weight, bias, scale=, soft_cap=) says what the last layer computes."
         )
-    if type(head).forward is not nn.Linear.forward or "forward" in vars(head) or has_hooks(head):
+    if type(head).forward is not nn.Linear.forward or "forward" in vars(head) or any(hooks_of(head)):
         raise BatchError(
             f"head is {type(head).__name__} with a forward or with hooks of its own, which would not be called: only"
             f" its weight is used. Pass Head(weight, bias, ...) if that is all it computes (with adapters: of the"
@@ -95,15 +95,15 @@ def head_of(head: Any) -> Head:
     return Head(head.weight, head.bias)
 
 
-class Task(NamedTuple):
+class HeadCall(NamedTuple):
     """A call made ready: inputs, what to do with them, and how many words there are."""
 
     inputs: Inputs
-    work: Work
+    work: SlabWork
     num_words: int
 
 
-def task_of(values: Tensor, labels: Tensor, head: Head | None, ignore_index: int) -> Task:
+def call_of(values: Tensor, labels: Tensor, head: Head | None, ignore_index: int) -> HeadCall:
     """Hidden states (or logits, without a head) and flat labels as slabs want them; tokens without a label are left
     out."""
     weight, bias = (None, None) if head is None else (head.weight, head.bias)
@@ -123,9 +123,9 @@ def task_of(values: Tensor, labels: Tensor, head: Head | None, ignore_index: int
     rows = rows_for(len(real), max(sizes), wide(values.dtype).itemsize)
     form = {} if head is None else {"scale": float(head.scale), "temperature": float(head.temperature)}
     form |= {} if head is None or head.soft_cap is None else {"soft_cap": float(head.soft_cap)}
-    work = Work(real, places, rows, group=group, first=sum(sizes[:rank]), **form)
+    work = SlabWork(real, places, rows, group=group, first=sum(sizes[:rank]), **form)
     flat_values = values.reshape(labels.numel(), values.shape[-1])
-    return Task(Inputs(shared(flat_values, group), weight, bias), work, num_words)
+    return HeadCall(Inputs(shared(flat_values, group), weight, bias), work, num_words)
 
 
 def check_range(labels: Tensor, num_words: int, ignore_index: int) -> None:
@@ -151,47 +151,6 @@ def _sizes(local: int, labels: Tensor, group: dist.ProcessGroup) -> list[int]:
             f" the sequence go to group= of token_loss."
         )
     return sizes
-
-
-# -- hidden states that all ranks of a head's group hold ---------------------------------------------------------------
-
-
-def shared(x: Tensor, group: Any) -> Tensor:
-    """The same tensor, whose gradient is summed over the group: each rank has that of its own words."""
-    if group is None or not (torch.is_grad_enabled() and x.requires_grad):
-        return x
-    if isinstance(group, SimulatedRank):
-        return group.meet("a head", x, lambda parts: SharedHere.apply(*parts))  # type: ignore[arg-type]
-    return Shared.apply(x, group)  # type: ignore[return-value]
-
-
-class Shared(torch.autograd.Function):
-    """Over a process group."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].to(wide(grads[0].dtype), copy=True, memory_format=torch.contiguous_format)
-        return all_summed(total, ctx.group).to(grads[0].dtype), None
-
-
-class SharedHere(torch.autograd.Function):
-    """Over simulated ranks, which have one graph: tensors of all of them in, tensors of all of them out."""
-
-    @staticmethod
-    def forward(_ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in xs)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        total = torch.stack(grads).sum(0, dtype=wide(grads[0].dtype))
-        return tuple(total.to(grad.dtype) for grad in grads)
 
 
 # -- gradients that are not differentiated again -----------------------------------------------------------------------
@@ -221,11 +180,52 @@ class Once(torch.autograd.Function):
         return grad.view_as(grad)
 
     @staticmethod
-    def backward(_ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
         raise BatchError(
             "a gradient of token_logprobs, or of token_loss with head=, was differentiated again (create_graph=True)."
             " Second derivatives are not computed there. Compute logits, and leave head out of token_loss."
         )
+
+
+# -- hidden states that all ranks of a head's group hold ---------------------------------------------------------------
+
+
+def shared(x: Tensor, group: Any) -> Tensor:
+    """The same tensor, whose gradient is summed over the group: each rank has that of its own words."""
+    if group is None or not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    if isinstance(group, SimulatedRank):
+        return group.meet("a head", x, lambda parts: SharedHere.apply(*parts))  # type: ignore[arg-type]
+    return Shared.apply(x, group)  # type: ignore[return-value]
+
+
+class Shared(torch.autograd.Function):
+    """Over a process group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total = grads[0].to(wide(grads[0].dtype), copy=True, memory_format=torch.contiguous_format)
+        return all_summed(total, ctx.group).to(grads[0].dtype), None
+
+
+class SharedHere(torch.autograd.Function):
+    """Over simulated ranks, which have one graph: tensors of all of them in, tensors of all of them out."""
+
+    @staticmethod
+    def forward(_ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    @differentiated_once
+    def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total = torch.stack(grads).sum(0, dtype=wide(grads[0].dtype))
+        return tuple(total.to(grad.dtype) for grad in grads)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from longspan.execution.inputs import check_no_tangent, is_number
 from longspan.execution.tile import wide
 from longspan.span import shortened
 from longspan.training.groups import BatchError, all_summed, process_group
-from longspan.training.head import Head, Task, check_range, differentiated_once, head_of, task_of
-from longspan.training.slabs import Facts, Gradients, Inputs, Slopes, Work, facts_of, logits_of, memory_for
+from longspan.training.head import Head, HeadCall, call_of, check_range, differentiated_once, head_of
+from longspan.training.slabs import Facts, Gradients, Inputs, SlabWork, Slopes, facts_of, logits_of, memory_for
 
 
 def token_loss(
@@ -63,7 +63,7 @@ def token_loss(
     """
     _check(gradients, reduction, num_tokens)
     _check_tensors("token_loss", values, labels, head)
-    terms = Terms(label_smoothing, z_loss)
+    terms = LossTerms(label_smoothing, z_loss)
     flat = labels.reshape(-1).long()
     if head is None:
         share = _share_of_logits(values, flat, ignore_index, terms)
@@ -106,8 +106,8 @@ def token_logprobs(
     [[-0.288, 0.0], [0.562, 0.0]]
     """
     _check_tensors("token_logprobs", values, labels, head)
-    task = task_of(values, labels.reshape(-1).long(), None if head is None else head_of(head), ignore_index)
-    logprobs, entropies = PerToken.apply(*task.inputs, task.work)  # type: ignore[misc]
+    call = call_of(values, labels.reshape(-1).long(), None if head is None else head_of(head), ignore_index)
+    logprobs, entropies = PerToken.apply(*call.inputs, call.work)  # type: ignore[misc]
     return TokenLogprobs(logprobs.view(labels.shape), entropies.view(labels.shape))
 
 
@@ -115,7 +115,7 @@ def token_logprobs(
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class LossTerms:
     """What a token's loss is made of."""
 
     smoothing: float
@@ -146,7 +146,7 @@ class Terms:
         return Slopes(1 + 2 * self.z_loss * lse, label, -self.smoothing / max(num_words, 1))
 
 
-def _share_of_logits(logits: Tensor, labels: Tensor, ignore_index: int, terms: Terms) -> Tensor:
+def _share_of_logits(logits: Tensor, labels: Tensor, ignore_index: int, terms: LossTerms) -> Tensor:
     """In plain PyTorch, which compilers fuse and autograd differentiates as often as asked."""
     precise = logits.to(wide(logits.dtype)).reshape(-1, logits.shape[-1])
     try:
@@ -164,21 +164,21 @@ def _share_of_logits(logits: Tensor, labels: Tensor, ignore_index: int, terms: T
 
 
 @torch.compiler.disable()
-def _share_of_hidden(values: Tensor, labels: Tensor, head: Head, ignore_index: int, terms: Terms) -> Tensor:
-    task = task_of(values, labels, head, ignore_index)
-    wanted = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in task.inputs)
-    return HeadLoss.apply(*task.inputs, task, terms, wanted)  # type: ignore[return-value]
+def _share_of_hidden(values: Tensor, labels: Tensor, head: Head, ignore_index: int, terms: LossTerms) -> Tensor:
+    call = call_of(values, labels, head, ignore_index)
+    wanted = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in call.inputs)
+    return SlabLoss.apply(*call.inputs, call, terms, wanted)  # type: ignore[return-value]
 
 
-class HeadLoss(torch.autograd.Function):
+class SlabLoss(torch.autograd.Function):
     """The sum of tokens' losses. Gradients are computed along with it, where a slab's logits are at hand, and wait for
     what they are to be multiplied by."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        inputs, (task, terms, wanted) = Inputs(*args[:3]), args[3:]
-        losses, lses, found = _one_pass(inputs, task, terms, wanted)
-        ctx.task, ctx.terms, ctx.wanted = task._replace(inputs=None), terms, wanted
+        inputs, (call, terms, wanted) = Inputs(*args[:3]), args[3:]
+        losses, lses, found = _one_pass(inputs, call, terms, wanted)
+        ctx.call, ctx.terms, ctx.wanted = call._replace(inputs=None), terms, wanted
         ctx.save_for_backward(*inputs, lses)
         ctx.ready = None if found is None else found.narrowed()
         return losses.sum(dtype=torch.float64)
@@ -189,8 +189,8 @@ class HeadLoss(torch.autograd.Function):
         ready, ctx.ready = ctx.ready, None
         if ready is None:  # a second time, under retain_graph
             *inputs, lses = ctx.saved_tensors
-            slopes = ctx.terms.slopes(lses, ctx.task.num_words)
-            ready = _gradients(ctx.task.work, Inputs(*inputs), lses, slopes, ctx.wanted).narrowed()
+            slopes = ctx.terms.slopes(lses, ctx.call.num_words)
+            ready = _gradients(ctx.call.work, Inputs(*inputs), lses, slopes, ctx.wanted).narrowed()
         return *(_times(x, grads[0]) for x in ready), None, None, None
 
 
@@ -219,7 +219,7 @@ class PerToken(torch.autograd.Function):
     @differentiated_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, lses, entropies = ctx.saved_tensors
-        work: Work = ctx.work
+        work: SlabWork = ctx.work
         everything = slice(0, len(work.labels))
         of_logprob, of_entropy = (None if g is None else work.rows_of(g, everything) for g in grads)
         plain = label = torch.zeros_like(lses)
@@ -233,10 +233,10 @@ class PerToken(torch.autograd.Function):
 
 
 def _one_pass(
-    inputs: Inputs, task: Task, terms: Terms, wanted: tuple[bool, bool, bool]
+    inputs: Inputs, call: HeadCall, terms: LossTerms, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Gradients | None]:
     """Each token's loss and logsumexp, and gradients of their sum."""
-    work = task.work
+    work = call.work
     memory = memory_for(work, inputs)
     found = Gradients(inputs, memory, wanted) if any(wanted) else None
     losses, lses = (work.labels.new_empty(len(work.labels), dtype=wide(inputs.values.dtype)) for _ in range(2))
@@ -244,13 +244,15 @@ def _one_pass(
         for span in work.slabs():
             slab = logits_of(work, inputs, span, memory)
             facts = facts_of(work, slab, memory, work.labels[span], total=terms.smoothing > 0)
-            losses[span], lses[span] = terms.losses(facts, task.num_words), facts.lse
+            losses[span], lses[span] = terms.losses(facts, call.num_words), facts.lse
             if found is not None:
-                found.add(work, span, slab, facts.lse, terms.slopes(facts.lse, task.num_words))
+                found.add(work, span, slab, facts.lse, terms.slopes(facts.lse, call.num_words))
     return losses, lses, found
 
 
-def _gradients(work: Work, inputs: Inputs, lses: Tensor, slopes: Slopes, wanted: tuple[bool, bool, bool]) -> Gradients:
+def _gradients(
+    work: SlabWork, inputs: Inputs, lses: Tensor, slopes: Slopes, wanted: tuple[bool, bool, bool]
+) -> Gradients:
     """Gradients of all tokens with a label, from logits that are computed once more."""
     memory = memory_for(work, inputs)
     found = Gradients(inputs, memory, wanted)

@@ -23,7 +23,7 @@ from longspan.execution.inputs import check_carried, check_no_tangent
 from longspan.execution.simulated import SimulatedRank
 from longspan.execution.tile import wide
 from longspan.span import Ints
-from longspan.training.batch import Cut, cut_of
+from longspan.training.batch import BatchCut, cut_of
 from longspan.training.groups import BatchError, all_summed, process_group
 from longspan.training.tokens import check_size, share_factor
 
@@ -150,13 +150,13 @@ class Met(torch.autograd.Function):
         return None, *[torch.stack(grads).sum(0) / ctx.factor] * len(grads)
 
 
-def _place(like: Any, group: Any, documents: Any, what: str) -> tuple[Cut, dist.ProcessGroup | None]:
+def _place(like: Any, group: Any, documents: Any, what: str) -> tuple[BatchCut, dist.ProcessGroup | None]:
     """How tokens were cut, with their documents, and over whom."""
     cut = cut_of(like, what)
     members = None if group is None else process_group(group, what)
     check_size(cut.layout, members, what)
     if cut.rank is None:
-        return Cut(cut.layout, documents=documents), members
+        return BatchCut(cut.layout, documents=documents), members
     if documents is not None:
         raise BatchError(f"{what} was given a batch that knows its documents, and documents beside it. Leave them out.")
     rank = 0 if members is None else members.rank()
@@ -168,7 +168,7 @@ def _place(like: Any, group: Any, documents: Any, what: str) -> tuple[Cut, dist.
     return cut, members
 
 
-def _check_values(values: Any, mask: Any, cut: Cut, rank: int, reduce: str) -> None:
+def _check_values(values: Any, mask: Any, cut: BatchCut, rank: int, reduce: str) -> None:
     if not isinstance(values, Tensor) or not values.is_floating_point():
         given = str(values.dtype) if isinstance(values, Tensor) else type(values).__name__
         raise BatchError(f"per_sequence takes a floating-point tensor, but {given} was given. Cast it first.")
@@ -199,7 +199,7 @@ def _as_bool(mask: Tensor) -> Tensor:
     return counts
 
 
-def _rows(cut: Cut, num: int) -> int:
+def _rows(cut: BatchCut, num: int) -> int:
     """How many batch rows have that many sequences in all."""
     found = len(cut.counts) if len(cut.counts) > 1 else num // max(cut.counts[0], 1)
     wanted = sum(cut.counts) if len(cut.counts) > 1 else cut.counts[0] * found
@@ -209,7 +209,7 @@ def _rows(cut: Cut, num: int) -> int:
     return found
 
 
-def _index(cut: Cut, rank: int, rows: int) -> tuple[Ints, int]:
+def _index(cut: BatchCut, rank: int, rows: int) -> tuple[Ints, int]:
     """The sequence that each of the rank's tokens belongs to, (rows, tokens), and how many there are in all."""
     numbers, counts = cut.numbers, cut.counts
     if len(numbers) not in (1, rows):

@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
+class SlabWork:
     """What a call does to its inputs: tokens with a label, and how logits come from a product with the head's words."""
 
     labels: Tensor
@@ -107,7 +107,7 @@ def rows_for(num_tokens: int, num_words: int, itemsize: int) -> int:
     return max(min(size // row, num_tokens), 1)
 
 
-class Memory(NamedTuple):
+class SlabMemory(NamedTuple):
     """What slabs take turns in: rows of one of them, and two blocks beside it. Logits that can be read as they are need
     no slab, which has no rows then."""
 
@@ -116,7 +116,7 @@ class Memory(NamedTuple):
     other: Tensor
 
 
-def memory_for(work: Work, inputs: Inputs) -> Memory:
+def memory_for(work: SlabWork, inputs: Inputs) -> SlabMemory:
     """Memory for the slabs of a call, allocated at once."""
     values, weight, _ = inputs
     dtype, rows = wide(values.dtype), min(work.rows, len(work.labels))
@@ -124,10 +124,10 @@ def memory_for(work: Work, inputs: Inputs) -> Memory:
     if weight is None and work.places is None and values.dtype == dtype:
         rows = 0
     whole = values.new_empty((rows + 2 * block, values.shape[1] if weight is None else len(weight)), dtype=dtype)
-    return Memory(whole[:rows], whole[rows : rows + block], whole[rows + block :])
+    return SlabMemory(whole[:rows], whole[rows : rows + block], whole[rows + block :])
 
 
-def logits_of(work: Work, inputs: Inputs, span: slice, memory: Memory) -> Tensor:
+def logits_of(work: SlabWork, inputs: Inputs, span: slice, memory: SlabMemory) -> Tensor:
     """Logits of these tokens for this rank's words, wide, in this memory."""
     if not len(memory.slab):
         return inputs.values[span]
@@ -150,7 +150,7 @@ def logits_of(work: Work, inputs: Inputs, span: slice, memory: Memory) -> Tensor
 
 
 def facts_of(
-    work: Work, slab: Tensor, memory: Memory, labels: Tensor, *, entropy: bool = False, total: bool = False
+    work: SlabWork, slab: Tensor, memory: SlabMemory, labels: Tensor, *, entropy: bool = False, total: bool = False
 ) -> Facts:
     """Facts of a slab's tokens, over the words of all ranks of the group."""
     local = slab.new_zeros((len(slab), 5))
@@ -175,7 +175,7 @@ def facts_of(
     return _together(_of_all(work, local))
 
 
-def _of_all(work: Work, local: Tensor) -> Tensor:
+def _of_all(work: SlabWork, local: Tensor) -> Tensor:
     """Numbers of every rank of the group, by one sum of which each rank fills its place."""
     if work.group is None:
         return local[None]
@@ -197,7 +197,7 @@ def _together(found: Tensor) -> Facts:
 
 
 def to_gradients(
-    work: Work, slab: Tensor, memory: Memory, lse: Tensor, labels: Tensor, slopes: Slopes
+    work: SlabWork, slab: Tensor, memory: SlabMemory, lse: Tensor, labels: Tensor, slopes: Slopes
 ) -> Iterator[tuple[slice, Tensor]]:
     """Rows of a slab and the gradients of the products that its logits came from, some rows at a time; they are gone
     with the next ones."""
@@ -225,7 +225,7 @@ def to_gradients(
 class Gradients:
     """Gradients of inputs, slab by slab; None for those that are not wanted. That of a head is summed in float32."""
 
-    def __init__(self, inputs: Inputs, memory: Memory, wanted: tuple[bool, bool, bool]) -> None:
+    def __init__(self, inputs: Inputs, memory: SlabMemory, wanted: tuple[bool, bool, bool]) -> None:
         values, weight, bias = inputs
         self.inputs, self.memory = inputs, memory
         self.values = torch.zeros_like(values) if wanted[0] else None
@@ -234,7 +234,7 @@ class Gradients:
             for x, want in ((weight, wanted[1]), (bias, wanted[2]))
         )
 
-    def add(self, work: Work, span: slice, slab: Tensor, lse: Tensor, slopes: Slopes) -> None:
+    def add(self, work: SlabWork, span: slice, slab: Tensor, lse: Tensor, slopes: Slopes) -> None:
         """Those of one slab, whose memory is theirs from now on."""
         if self.inputs.weight is None:
             self._add_to_logits(work, span, slab, lse, slopes)
@@ -258,7 +258,7 @@ class Gradients:
             found.append(x if x is None or like is None or like.dtype == torch.float16 else x.to(like.dtype))
         return tuple(found)
 
-    def _add_to_logits(self, work: Work, span: slice, slab: Tensor, lse: Tensor, slopes: Slopes) -> None:
+    def _add_to_logits(self, work: SlabWork, span: slice, slab: Tensor, lse: Tensor, slopes: Slopes) -> None:
         assert self.values is not None
         for block, grad in to_gradients(work, slab, self.memory, lse, work.labels[span], slopes):
             work.put(self.values, _within(span, block), grad)
@@ -280,7 +280,7 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | No
     return torch.addmm(bias, rows, weight.t(), out=out)
 
 
-def _shaped(work: Work, z: Tensor) -> None:
+def _shaped(work: SlabWork, z: Tensor) -> None:
     """Scale, soft cap and temperature, in place."""
     if work.soft_cap is not None:
         z.mul_(work.scale / work.soft_cap).tanh_().mul_(work.soft_cap / work.temperature)
@@ -288,7 +288,7 @@ def _shaped(work: Work, z: Tensor) -> None:
         z.mul_(work.scale / work.temperature)
 
 
-def _found(work: Work, slab: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _found(work: SlabWork, slab: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Where labels are among this rank's words, and whether they are there at all."""
     place = labels - work.first
     own = (place >= 0) & (place < slab.shape[1])

@@ -21,7 +21,7 @@ from longspan.execution.inputs import check_carried, check_no_tangent
 from longspan.execution.simulated import SimulatedRank
 from longspan.layouts import Layout
 from longspan.span import whole
-from longspan.training.batch import Cut, cut_of
+from longspan.training.batch import BatchCut, cut_of
 from longspan.training.document_numbers import shifted
 from longspan.training.groups import BatchError, process_group
 
@@ -66,7 +66,7 @@ def shard_like(
     return cut.layout.shard(values, cut.rank, dim, fill)
 
 
-def _known(like: Any, rank: int | None, documents: Any, what: str) -> Cut:
+def _known(like: Any, rank: int | None, documents: Any, what: str) -> BatchCut:
     """How to cut, with all that has to be known for it, said once."""
     cut = cut_of(like, what)
     if cut.rank is not None:
@@ -78,10 +78,10 @@ def _known(like: Any, rank: int | None, documents: Any, what: str) -> Cut:
         return cut
     if rank is None:
         raise BatchError(f"{what} was given {cut.layout} without a rank. Say rank=, or give the batch that was cut.")
-    return Cut(cut.layout, rank, documents)
+    return BatchCut(cut.layout, rank, documents)
 
 
-def _moved(values: Tensor, shift: int, dim: int, cut: Cut, fill: float) -> Tensor:
+def _moved(values: Tensor, shift: int, dim: int, cut: BatchCut, fill: float) -> Tensor:
     """The tokens `shift` places later, with batch rows and tokens in their places."""
     numbers = cut.numbers
     if not dim:

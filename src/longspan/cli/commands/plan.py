@@ -1,6 +1,8 @@
 """The plan of one workload on one screen: scheme, bytes, balance, memory, predicted time, and why.
 
 longspan plan --seq 1M --ranks 64 --docs longtail --machine h100
+
+Its figures are one attention's. With a model it answers for the whole training step: see `plan_model`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from longspan.cli.commands import plan_model
 from longspan.cli.quantities import bytes_against
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import Workload
@@ -20,9 +23,12 @@ from longspan.schedules.plan import Plan
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
+    plan_model.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if plan_model.asked(args):
+        return plan_model.run(args)
     workload = Workload.of(args)
     plan = workload.plan(args.ranks)
     if args.json:
@@ -130,7 +136,8 @@ def show(workload: Workload, plan: Plan, screen: Screen) -> None:
     )
     screen.text()
     note = (
-        f"Times are simulated on {plan.machine.name} ({plan.machine.kernel or 'kernel not named'}), not measured."
+        "All figures are one attention layer's; --model or --config answers for a whole model."
+        f" Times are simulated on {plan.machine.name} ({plan.machine.kernel or 'kernel not named'}), not measured."
         " Received is the most of any rank, both passes; host is how long queueing takes, beside the device."
     )
     if sampled:

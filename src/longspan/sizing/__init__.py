@@ -1,0 +1,31 @@
+"""How large a model is and what a training step of it takes, before anything runs: from a `config.json`, with numpy
+alone."""
+
+from longspan.sizing.built_in import BUILT_IN, built_in_config
+from longspan.sizing.families import FAMILIES as _ATTENTION
+from longspan.sizing.families import sizes_of
+from longspan.sizing.hybrid_families import FAMILIES as _HYBRIDS
+from longspan.sizing.memory import RESERVE, AttentionBytes, StepMemory, TrainingStep, step_memory
+from longspan.sizing.modules import Block, Heads, LayerSizes, ModelSizes
+from longspan.sizing.recipe import MemoryLine, Recipe
+
+FAMILIES = (*_ATTENTION, *_HYBRIDS)
+"""Every model_type that can be sized."""
+
+__all__ = [
+    "BUILT_IN",
+    "FAMILIES",
+    "RESERVE",
+    "AttentionBytes",
+    "Block",
+    "Heads",
+    "LayerSizes",
+    "MemoryLine",
+    "ModelSizes",
+    "Recipe",
+    "StepMemory",
+    "TrainingStep",
+    "built_in_config",
+    "sizes_of",
+    "step_memory",
+]

@@ -1,0 +1,150 @@
+"""Mutants of sizes and of the bytes of a step: each counts one thing wrongly, and checks of the kind that
+test_sizing.py makes must notice every one of them."""
+
+import __future__
+
+import inspect
+import textwrap
+
+import pytest
+
+from longspan.sizing import (
+    BUILT_IN,
+    AttentionBytes,
+    Recipe,
+    TrainingStep,
+    families,
+    hybrid_families,
+    loss,
+    memory,
+    mixers,
+    mlps,
+    modules,
+    sizes_of,
+    step_memory,
+)
+from tests.sizing_cases import MEASURED, config_of
+from tests.unit import test_sizing as checks
+
+EXACT = ("llama", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "olmo", "olmo2", "lfm2")
+
+
+def kept_as_measured():
+    """What layers keep, against what was measured of them."""
+    for name, found in MEASURED.items():
+        bar = 0.01 if name in EXACT or "qwen3" in name else 0.07
+        assert abs(sum(layer.kept_bytes(2) for layer in sizes_of(config_of(name)).layers) / found - 1) < bar, name
+
+
+def parameters_as_published():
+    for name in BUILT_IN:
+        checks.test_built_in_models_have_the_parameters_that_were_published(name)
+    exact = {  # as transformers builds them
+        "gpt-oss-120b": 116_829_156_672, "qwen3-next-80b-a3b": 79_674_391_296, "deepseek-v3": 671_026_404_352,
+        "mixtral-8x7b": 46_702_792_704,
+    }  # fmt: skip
+    assert {name: sizes_of(BUILT_IN[name][0]).params for name in exact} == exact
+    checks.test_the_right_configuration_beside_it_is_taken()
+    checks.test_models_are_known_by_their_layers()
+
+
+def moments():
+    """Figures of one step of Llama-3-8B on 8 ranks, worked out by hand."""
+    sizes = sizes_of(BUILT_IN["llama3-8b"][0])
+    heads = {heads: AttentionBytes(5_000_000_000, 7_000_000_000) for heads in sizes.attentions}
+    found = step_memory(TrainingStep(sizes, 32768, 8, heads, Recipe()))
+    by_name = {moment.name: moment for moment in found.moments}
+    last = by_name["backward of the last layer"]
+    assert checks.line(last, "inputs of layers") == 32 * 32768 * 4096 * 2
+    assert checks.line(last, "remote K/V") == 5_000_000_000
+    assert checks.line(last, "inside kernels") == 7_000_000_000
+    assert checks.line(last, "gathered layers") == 2 * 2 * 218_112_000
+    assert checks.line(last, "gradient of a layer") == (2 + 4) * 218_112_000
+    assert checks.line(by_name["end of backward"], "gradient") == 6 * (2 * 128256 * 4096 + 4096)
+    assert checks.line(by_name["loss"], "gradient of the head") == 6 * 128256 * 4096
+    assert found.peak is last
+    nothing = {heads: AttentionBytes(0, 0) for heads in sizes.attentions}
+    whole, cut = (
+        step_memory(TrainingStep(sizes, 32768, 8, nothing, Recipe(mlp_chunks=chunks))).moments[1] for chunks in (1, 8)
+    )
+    assert checks.line(cut, "one layer") < 0.6 * checks.line(whole, "one layer")
+
+
+CHECKS = (
+    kept_as_measured,
+    parameters_as_published,
+    moments,
+    checks.test_state_is_sixteen_bytes_a_parameter_over_all_ranks,
+    checks.test_the_peak_is_a_moment_and_not_the_sum_of_all,
+    checks.test_whole_logits_are_twelve_bytes_a_number,
+    lambda: checks.test_every_switch_saves("qwen3-8b"),
+    lambda: checks.test_every_switch_saves("gpt-oss-20b"),
+    checks.test_bytes_of_tokens_grow_with_tokens_and_those_of_parameters_with_ranks_only,
+    checks.test_what_attention_takes_is_counted_where_it_runs,
+)
+MUTANTS = {
+    "norms keep no float32": (modules.norm, "size, size + groups)", "size, groups)"),
+    "wide norms keep one row": (modules.norm, "2 * size + groups", "size + groups"),
+    "an MLP forgets what its activation gives": (modules.gated_mlp, "3 * inner", "2 * inner"),
+    "attention forgets its output": (modules.core, "0, q + k + v + out, ", "0, q + k + v, "),
+    "experts keep one row a token": (modules.experts, "kept = choice.active * (", "kept = ("),
+    "a router has no parameters": (modules.experts, "choice.total * (hidden + choice.bias)", "0"),
+    "all experts are active": (modules.experts, "active=choice.active * one", "active=choice.total * one"),
+    "every linear layer keeps its input": (modules.linear, "n_in * keeps", "n_in"),
+    "biases are forgotten": (modules.linear, "n_in * n_out + n_out * bias", "n_in * n_out"),
+    "heads' norms are forgotten": (mixers.attention, "traits.qk_norm is not None", "False"),
+    "a gated attention has no gate": (mixers.attention, "2 if traits.gated else 1", "1"),
+    "a convolution has no taps": (mixers.gated_delta, "channels * sizes.width", "0"),
+    "a recurrence keeps no queries": (mixers.gated_delta, "repeated + channels + (", "channels + ("),
+    "Mamba's groups are one": (mixers.mamba2, "sizes.groups * sizes.state", "sizes.state"),
+    "windows are full": (families.windows_of, "(layer + 1) % period", "False"),
+    "windows are everywhere": (families.windows_of, "(layer + 1) % period", "True"),
+    "a delta rule in every layer": (hybrid_families.qwen_hybrid, "(layer + 1) % period", "True"),
+    "first layers have experts too": (mlps.deepseek_experts, 'layer < reader.count("first_k_dense_replace")', "False"),
+    "a shared expert is forgotten": (mlps.qwen_experts, 'reader.model_type != "qwen3_moe"', "False"),
+    "tied weights are counted twice": (modules.ModelSizes.root_params.fget, "1 if self.tied else 2", "2"),
+    "state is on every rank": (memory._state, "-(-step.sizes.params // step.ranks)", "step.sizes.params"),
+    "one moment of Adam": (memory._state, "2 * shard * size", "shard * size"),
+    "offload leaves inputs where they are": (memory._kept, "2 * _input(step)", "len(layers) * _input(step)"),
+    "checkpoints keep everything": (memory._kept, "not recipe.checkpointing", "True"),
+    "chunks save nothing": (memory._block_kept, "recipe.mlp_chunks == 1", "True"),
+    "a layer that runs again takes nothing": (memory._backwards, "if recipe.checkpointing:", "if False:"),
+    "kernels allocate nothing": (memory._attending, "found.workspace, ", "0, "),
+    "no layer is gathered ahead": (memory._fsdp, "2 * largest", "largest"),
+    "gradients are reduced where they are": (memory._fsdp, " + step.recipe.state_size", ""),
+    "the peak is the smallest moment": (memory.StepMemory.peak.fget, "max(", "min("),
+    "logits are two bytes": (loss.loss_lines, "sizes.vocab * WHOLE,", "sizes.vocab * 2,"),
+    "logits are whole anyway": (loss.loss_lines, "slab_rows(tokens, sizes.vocab, WIDE)", "tokens"),
+    "a head's gradient is narrow": (loss.loss_lines, "(WIDE + recipe.itemsize)", "recipe.itemsize"),
+}  # fmt: skip
+
+
+def rewritten(function, old, new):
+    """The function's code with one place of its text changed."""
+    text = textwrap.dedent(inspect.getsource(function)).removeprefix("@property\n")
+    assert text.count(old) == 1, f"{function.__name__} has {old!r} {text.count(old)} times"
+    names = dict(function.__globals__)
+    exec(compile(text.replace(old, new), "<mutant>", "exec", __future__.annotations.compiler_flag), names)
+    return names[function.__name__].__code__
+
+
+def noticed():
+    """Whether a check fails."""
+    for check in CHECKS:
+        try:
+            check()
+        except AssertionError:
+            return True
+    return False
+
+
+def test_the_checks_pass_as_it_is():
+    for check in CHECKS:
+        check()
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_noticed(monkeypatch, name):
+    function, old, new = MUTANTS[name]
+    monkeypatch.setattr(function, "__code__", rewritten(function, old, new))
+    assert noticed(), f"{name}: nobody noticed"
