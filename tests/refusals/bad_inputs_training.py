@@ -160,7 +160,7 @@ def _heads():
     yield bad("head int8", lambda: loss(hidden, head=ints), BatchError, "has dtype torch.int8", "Dequantize it first")
     for value in (torch.zeros(4), torch.zeros(5, 1), torch.zeros(5, dtype=torch.float64)):
         says = "a head's bias has one number per word, here 5 of torch.float32", f"{tuple(value.shape)}"
-        yield bad(f"bias {value.dtype}", lambda v=value: Head(weight, v), BatchError, *says)
+        yield bad(f"bias {tuple(value.shape)} {value.dtype}", lambda v=value: Head(weight, v), BatchError, *says)
     for name, values in {
         "scale": (NAN, "1", None, torch.ones(1)),
         "soft_cap": (0, -1.0, NAN),
@@ -176,10 +176,11 @@ def _heads():
     yield bad("head dtype", lambda: loss(hidden.bfloat16(), head=weight), BatchError, *says)
     says = "hidden states of shape (4, 3) need labels of shape (4,)", "(2,)"
     yield bad("head labels", lambda: loss(hidden, LABELS[:2], head=weight), BatchError, *says)
-    for call in (loss, lambda *a, **k: token_logprobs(*(a or (hidden,)), **k)):
+    for name, call in {"loss": loss, "logprobs": lambda *a, **k: token_logprobs(*(a or (hidden,)), **k)}.items():
         says = "labels run from 5 to 5, but logits are for 0 to 4", "ignore_index = -100"
-        yield bad("head label", lambda c=call: c(hidden, labels=LABELS + 5, head=weight), BatchError, *says)
-        yield bad("a list", lambda c=call: c([1.0], labels=LABELS, head=weight), BatchError, "hidden states must be a")
+        yield bad(f"{name} label", lambda c=call: c(hidden, labels=LABELS + 5, head=weight), BatchError, *says)
+        says_list = "hidden states must be a"
+        yield bad(f"{name} list", lambda c=call: c([1.0], labels=LABELS, head=weight), BatchError, says_list)
     for name, values in {"label_smoothing": (-0.1, 1.5, NAN, "0.1"), "z_loss": (-1, NAN, None)}.items():
         for value in values:
             yield bad(f"{name} {value!r}", lambda n=name, v=value: loss(**{n: v}), BatchError, f"{name} = ", "a number")

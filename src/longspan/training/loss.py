@@ -85,8 +85,8 @@ def token_loss(
 class TokenLogprobs(NamedTuple):
     """Per token: the log-probability of its label, and the entropy of the distribution it was drawn from; in nats."""
 
-    logprobs: Tensor
-    entropies: Tensor
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
 
 
 @torch.compiler.disable()

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from longspan.integrations.huggingface.batches import read_batch
 from longspan.integrations.huggingface.proving.first_use import rules_of
 from longspan.integrations.huggingface.structure import text_model
 from longspan.integrations.huggingface.trainers.kinds import WHOLE
@@ -40,7 +41,7 @@ def prove_before(trainer: Any) -> None:
     torch.set_rng_state(states[2])
     model = text_model(trainer.model)
     for form in forms(batch):
-        rules_of(model, form, process_group(trainer._ranks.cp, "use_liger_kernel"), False)
+        rules_of(model, read_batch(form), process_group(trainer._ranks.cp, "use_liger_kernel"), False)
 
 
 def forms(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
