@@ -10,6 +10,8 @@ import torch
 
 from longspan.integrations import huggingface
 from longspan.sizing import FAMILIES, AttentionBytes, Recipe, TrainingStep, sizes_of, step_memory
+from tests.hosts.fsdp_memory_work import phases
+from tests.pool import pool
 from tests.sizing_cases import MEASURED, TINY
 from tests.unit.test_bytes_memory import Ledger
 
@@ -166,3 +168,26 @@ def test_the_backward_of_a_checkpointed_layer(monkeypatch, name):
 
 
 OF_TOKENS = ("inputs of layers", "one layer", "gradients of rows")
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens", "checkpointing"),
+    [(100, 2048, True), (100, 2048, False), (100, 64, True), (20000, 64, True)],
+    ids=["tokens", "kept", "parameters", "vocabulary"],
+)
+def test_a_step_under_fsdp(words, tokens, checkpointing):
+    """Backward and optimizer on two Gloo ranks, where tokens, parameters or the vocabulary take most."""
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 6, "vocab_size": words,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    }  # fmt: skip
+    sizes = sizes_of(config)
+    heads = {heads: AttentionBytes(0, 0) for heads in sizes.attentions}  # each rank has a sequence of its own
+    moments = step_memory(TrainingStep(sizes, tokens, 2, heads, Recipe(checkpointing))).moments
+    # there is no head and no loss here
+    *_, last, first, end, optimizer = (
+        sum(line.size for line in moment.lines if line.name != "gradient of the head") for moment in moments
+    )
+    for found in pool(2).run(phases, config, tokens, checkpointing, timeout=200.0):
+        assert abs(max(last, first, end) / found["backward"] - 1) < 0.1, (last, first, end, found)
+        assert abs(optimizer / found["optimizer"] - 1) < 0.15, (optimizer, found)

@@ -219,11 +219,16 @@ def test_what_does_not_fit_is_a_failed_check_that_says_what_would(plan):
     fits = json.loads(out)["fits"]
     assert (code, fits["fits"]) == (1, False)
     assert fits["fits_with"] == "checkpointing, offload"
+    assert fits["fits_with_ranks"] == 16
+    assert plan(*asked, "--memory", "80", "--ranks", "16")[0] == 0
     code, out, _ = plan(*asked, "--memory", "80", "--offload", "--json")
     found = json.loads(out)
     assert (code, found["fits"]["fits"]) == (0, True)
     assert found["peak_bytes"] + RESERVE + found["fits"]["bytes_left"] == 80 << 30
-    code, out, _ = plan(*asked, "--memory", "8")
+    code, out, _ = plan(*asked, "--memory", "30")
+    assert code == 1
+    assert "it fits with --ranks 32" in " ".join(out.split())
+    code, out, _ = plan(*asked, "--memory", "8")  # embedding and head are whole on every rank
     assert code == 1
     assert "the thriftiest recipe below takes" in " ".join(out.split())
 

@@ -16,7 +16,7 @@ from longspan.cli.command import FAILED, FINE
 from longspan.cli.quantities import count
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import Workload
-from longspan.errors import PlanError
+from longspan.errors import LongspanError, PlanError
 from longspan.layouts import Layout
 from longspan.number_words import bytes_alike, bytes_text, three
 from longspan.schedules.plan import Plan
@@ -34,6 +34,8 @@ from longspan.sizing import (
 from longspan.sizing.fit import PlanOptions, attention_plans, recipes, training_step, widest
 
 MAX_CONFIG = 1 << 20
+MOST_RANKS = 1024
+"""Up to which it is tried on how many a step fits."""
 QUANTIZED = "The file's quantization_config is left aside: parameters take what --state and --dtype say."
 FROM_MODEL = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
 """What a model says itself, and what is taken where there is no model."""
@@ -121,10 +123,11 @@ class Answer:
     notes: tuple[str, ...] = ()
 
     @staticmethod
-    def of(args: argparse.Namespace) -> Answer:
+    def of(args: argparse.Namespace, ranks: int | None = None) -> Answer:
+        """For as many ranks as were asked for, or for others."""
         name, sizes, notes = model_of(args)
         workload = Workload.of(args)
-        layout = replace(workload, mask=widest(sizes, workload.mask), _layouts={}).layout(args.ranks)
+        layout = replace(workload, mask=widest(sizes, workload.mask), _layouts={}).layout(ranks or args.ranks)
         batch, dtype = workload.tensors["batch"], workload.tensors["dtype"]
         options = PlanOptions(
             workload.scheme, workload.machine if workload.machine_given else None, workload.keep, workload.fetch_bytes,
@@ -151,7 +154,7 @@ class Answer:
 
 def run(args: argparse.Namespace) -> int:
     answer = Answer.of(args)
-    fits = None if args.memory is None else verdict(answer, args.memory)
+    fits = None if args.memory is None else verdict(answer, args)
     if args.json:
         print_json("plan", figures(answer, fits))
     else:
@@ -159,29 +162,37 @@ def run(args: argparse.Namespace) -> int:
     return FAILED if fits and not fits["fits"] else FINE
 
 
-def verdict(answer: Answer, gigabytes: int) -> dict[str, Any]:
+def verdict(answer: Answer, args: argparse.Namespace) -> dict[str, Any]:
     """Whether it fits, why not, and what would make it."""
-    room = (gigabytes << 30) - RESERVE
+    room = (args.memory << 30) - RESERVE
     peak = answer.memory().peak
-    found: dict[str, Any] = {"memory": gigabytes, "fits": peak.size <= room, "bytes_left": room - peak.size}
+    found: dict[str, Any] = {"memory": args.memory, "fits": peak.size <= room, "bytes_left": room - peak.size}
+    aside = f"and {bytes_text(RESERVE)} set aside for CUDA and NCCL"
     if found["fits"]:
-        found["why"] = f"{bytes_text(peak.size)} at the peak, and {bytes_text(RESERVE)} set aside for CUDA and NCCL"
-        return found
+        return {**found, "why": f"{bytes_text(peak.size)} at the peak, {aside}"}
     most = max(peak.lines, key=lambda line: line.size)
-    found["why"] = (
-        f"{bytes_text(peak.size)} at the peak ({peak.name}), {bytes_text(most.size)} of it {most.name}, and"
-        f" {bytes_text(RESERVE)} set aside for CUDA and NCCL"
-    )
+    why = f"{bytes_text(peak.size)} at the peak ({peak.name}), {bytes_text(most.size)} of it {most.name}, {aside}"
     better = next((one for one in recipes(answer.recipe) if answer.memory(one).peak.size <= room), None)
-    found["fits_with"] = None if better is None else better.words
+    ranks = fitting_ranks(args, room)
+    advice = [] if better is None else [f"with {better.words}, and no whole logits"]
+    advice += [] if ranks is None else [f"with --ranks {ranks}"]
     least = min(answer.memory(one).peak.size for one in recipes(answer.recipe))
-    state = "; more ranks take less each" if answer.recipe.state == "float32" else ""
-    found["advice"] = (
-        f"with {better.words} and a loss without logits it fits, at {bytes_text(answer.memory(better).peak.size)}"
-        if better is not None
-        else f"the thriftiest recipe below takes {bytes_text(least)}{state}"
-    )
-    return found
+    text = f"it fits {' or '.join(advice)}" if advice else f"the thriftiest recipe below takes {bytes_text(least)}"
+    with_recipe = None if better is None else better.words
+    return {**found, "why": why, "fits_with": with_recipe, "fits_with_ranks": ranks, "advice": text}
+
+
+def fitting_ranks(args: argparse.Namespace, room: int) -> int | None:
+    """How many ranks the same step fits on, doubling them; None where that is not tried any further."""
+    ranks = 2 * args.ranks
+    while ranks <= MOST_RANKS:
+        try:
+            if Answer.of(args, ranks).memory().peak.size <= room:
+                return ranks
+        except LongspanError:  # a layout or a scheme that was named does not go with so many
+            return None
+        ranks *= 2
+    return None
 
 
 def figures(answer: Answer, fits: dict[str, Any] | None) -> dict[str, Any]:
