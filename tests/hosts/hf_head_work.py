@@ -205,6 +205,21 @@ def left_to_the_model():
     ran("another loss", factor=0.5)
     model.loss_function = own
     ran("the same again")
+    inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD)
+    found["a tuple"] = _of_tuple(model(**inputs, return_dict=False), inputs, right)
+    handle = model.lm_head.register_forward_hook(_stop)
+    _stop.__module__ = "torch"  # a stranger's hook would have logits computed
+    inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD)
+    try:
+        model(**inputs)
+    except InterruptedError:
+        handle.remove()
+    logits = model(**{name: value for name, value in inputs.items() if "labels" not in name}).logits
+    found["after an error"] = tuple(logits.shape), None
+    compiled = torch.compile(model, backend="eager")
+    inputs = huggingface.shard_inputs(compiled, batch, dist.group.WORLD)
+    output = compiled(**inputs)
+    found["compiled"] = repr(output.logits), abs(huggingface.full_loss(output.loss, inputs).item() - right)
     output = model(**huggingface.shard_inputs(model, batch, dist.group.WORLD))
     for name, use in {
         "argmax": lambda logits: logits.argmax(-1), "rows": lambda logits: logits[:, 0], "softmax": functional.softmax
@@ -215,6 +230,16 @@ def left_to_the_model():
             found[name] = str(said)
     found["hasattr"] = hasattr(output.logits, "shape")
     return found
+
+
+def _of_tuple(output, inputs, right):
+    from longspan.integrations import huggingface
+
+    return repr(output[1]), abs(huggingface.full_loss(output[0], inputs).item() - right)
+
+
+def _stop(module, args, output):
+    raise InterruptedError
 
 
 class _Other(nn.Linear):

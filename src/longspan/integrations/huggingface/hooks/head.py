@@ -105,6 +105,11 @@ def ended(output: Any, work: AtHead, is_own_loss: bool) -> Any:
     """The model's output with what was computed at its head instead of logits; None where that is still to be done."""
     if work.values is None and work.temperature is None:
         return None
+    if (
+        isinstance(output, tuple) and is_own_loss and work.temperature is None
+    ):  # return_dict=False, with its loss inside
+        work.values = None
+        return tuple(NoLogits() if _is_empty(item) else item for item in output)
     logits = getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise BatchError(
@@ -120,6 +125,10 @@ def ended(output: Any, work: AtHead, is_own_loss: bool) -> Any:
         return type(output)(**{**output, "logits": found})
     changed = {"logits": NoLogits()} if is_own_loss else {"logits": NoLogits(), "loss": found}
     return type(output)(**{**output, **changed})
+
+
+def _is_empty(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.ndim == 3 and item.shape[1] == 0
 
 
 def scale_of(config: Any, rule: str) -> float:
@@ -176,9 +185,10 @@ class HeadLoss:
     def __init__(self, original: Any) -> None:
         self.original = original
 
+    @torch.compiler.disable
     def __call__(self, logits: Any = None, labels: Any = None, *args: Any, **kwargs: Any) -> Any:
         work = _work()
-        if work is None or work.values is None or not isinstance(logits, Tensor) or logits.shape[1] != 0:
+        if work is None or work.values is None or not _is_empty(logits):
             return self.original(logits, labels, *args, **kwargs)
         return work.taken(logits)
 

@@ -76,6 +76,8 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return None
     if sequence.depth == 0:
         sequence.is_cut, sequence.is_joined = sequence.rules.body is None, False
+        if sequence.at_head is not None:
+            sequence.at_head.values = None  # of a forward pass that did not come to its end
     sequence.calls_before[id(module)] = sequence.calls
     sequence.depth += 1
     sequence.seen.clear()
