@@ -122,9 +122,13 @@ def ended(output: Any, work: AtHead, is_own_loss: bool) -> Any:
         found = None if is_own_loss and work.temperature is None else work.taken(logits)
     work.values = None
     if work.temperature is not None:
-        return type(output)(**{**output, "logits": found})
-    changed = {"logits": NoLogits()} if is_own_loss else {"logits": NoLogits(), "loss": found}
-    return type(output)(**{**output, **changed})
+        return replaced(output, logits=found)
+    return replaced(output, logits=NoLogits(), **({} if is_own_loss else {"loss": found}))
+
+
+def replaced(output: Any, **changes: Any) -> Any:
+    """The model's output, with something else in it."""
+    return type(output)(**{**output, **changes})
 
 
 def _is_empty(item: Any) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from longspan.execution.tile import wide
 from longspan.integrations.huggingface.hooks.current import current
-from longspan.integrations.huggingface.hooks.head import ended
+from longspan.integrations.huggingface.hooks.head import ended, replaced
 from longspan.integrations.huggingface.rules import IN_PLACE, OWN, POOLED, SHIFTED
 from longspan.training import BatchError
 from longspan.training.groups import all_summed
@@ -38,7 +38,7 @@ def with_loss(output: Any, sequence: Any) -> Any:
             return done
     if rule == POOLED:
         loss = _item(output, "loss")
-        return None if loss is None else _replaced(output, loss / sequence.group.size())
+        return None if loss is None else replaced(output, loss=loss / sequence.group.size())
     if rule not in (SHIFTED, IN_PLACE) or sequence.labels is None:
         return None
     logits = _item(output, "logits")
@@ -52,7 +52,7 @@ def with_loss(output: Any, sequence: Any) -> Any:
         sequence.labels.reshape(-1).to(logits.device),
         reduction="sum",
     )
-    return _replaced(output, total / sequence.num_items.to(total.device))
+    return replaced(output, loss=total / sequence.num_items.to(total.device))
 
 
 def _item(output: Any, name: str) -> Any:
@@ -61,10 +61,6 @@ def _item(output: Any, name: str) -> Any:
             f"the model returned a tuple, in which its {name} cannot be found. Leave out return_dict=False."
         )
     return getattr(output, name, None)
-
-
-def _replaced(output: Any, loss: Tensor) -> Any:
-    return type(output)(**{**output, "loss": loss})
 
 
 class BalancingLoss:
