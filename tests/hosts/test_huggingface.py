@@ -156,7 +156,7 @@ def test_positions_start_again_with_every_document_of_every_row():
 
     numbers = np.repeat([[0, 1], [0, 1]], 20, axis=1)
     numbers[0, 20:25], numbers[1, 10:20] = 0, 1
-    found = positions_of({}, Reading(2, 40, None, numbers), "document", "count", None)
+    found = positions_of(Reading({}, 2, 40, None, numbers), "document", "count", None)
     assert found.tolist() == [[*range(25), *range(15)], [*range(10), *range(30)]]
 
 
