@@ -108,6 +108,9 @@ def _documents():
     for value in (-1, 0.5, "1", None, True):
         says = f"shift = {value!r}", "0 or more"
         yield bad(f"shift {value!r}", lambda v=value: shift_tokens(IDS, v), BatchError, *says)
+    narrow, says = IDS.to(torch.uint8), ("marked with -100, which torch.uint8 cannot hold", "Cast the tensor")
+    yield bad("shift uint8", lambda: shift_tokens(narrow, 1, fill=-100), BatchError, *says)
+    yield bad("uint8 labels", lambda: shard({"labels": narrow}), BatchError, *says)
     yield bad("shift a list", lambda: shift_tokens([1], 1), BatchError, "takes a tensor", "list")
     yield bad("shift a number", lambda: shift_tokens(torch.zeros(()), 1), BatchError, "takes a tensor", "()")
 

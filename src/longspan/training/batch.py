@@ -20,6 +20,7 @@ from longspan.masks import Mask
 from longspan.sealed import sealed
 from longspan.span import Ints, whole
 from longspan.training.document_numbers import (
+    check_holds,
     check_rows,
     document_counts,
     document_numbers,
@@ -218,6 +219,7 @@ def _labels(batch: Mapping[str, Any], numbers: Any, num_shifts: int, ignore_inde
             )
         return {}
     labels, done = batch[given[0]], int(given[0] == "shift_labels")
+    check_holds(labels, ignore_index)
     if "loss_mask" in batch:
         labels = labels.masked_fill(~_as_bool(batch["loss_mask"]), ignore_index)
     seq_len = labels.shape[-1]

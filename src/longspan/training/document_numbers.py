@@ -69,6 +69,7 @@ def shifted(x: Tensor, shift: int, numbers: Ints, fill: float, reach: int | None
     reach = shift if reach is None else reach
     shift = whole(shift, "shift", "shift_tokens()", BatchError)
     check_rows(x, numbers)
+    check_holds(x, fill)
     moved = x.new_full(x.shape, fill)
     if reach >= seq_len:
         return moved
@@ -78,6 +79,18 @@ def shifted(x: Tensor, shift: int, numbers: Ints, fill: float, reach: int | None
     taken = x[..., shift : shift + seq_len - reach]
     moved[..., : seq_len - reach] = torch.where(same, taken, moved[..., : seq_len - reach])
     return moved
+
+
+def check_holds(x: Tensor, mark: float) -> None:
+    """Refuses a mark that the dtype cannot hold: -100 would be 156 in a uint8, and word 156 be predicted."""
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        return
+    limits = torch.iinfo(x.dtype)
+    if not (limits.min <= mark <= limits.max and mark == int(mark)):
+        raise BatchError(
+            f"places without a token are marked with {mark}, which {x.dtype} cannot hold: it has whole numbers from"
+            f" {limits.min} to {limits.max}. Cast the tensor to torch.int64 first, or choose another mark."
+        )
 
 
 def check_rows(x: Tensor, numbers: Ints) -> None:
