@@ -15,11 +15,7 @@ ROOT = Path(__file__).parent
 # Importing it imports torchtitan, which replaces functions of torch: only in processes of their own (test_torchtitan).
 collect_ignore = ["src/longspan/integrations/torchtitan"]
 if find_spec("transformers") is None:
-    collect_ignore += [
-        "src/longspan/integrations/huggingface/sharding.py",
-        "src/longspan/integrations/huggingface/trainers/liger.py",
-        "tests/hosts/hf_versions.py",
-    ]
+    collect_ignore += ["src/longspan/integrations/huggingface/sharding.py", "tests/hosts/hf_versions.py"]
 if find_spec("triton") is None:
     collect_ignore += ["src/longspan/execution/fused/triton_kernels.py"]
 # Helpers of tests have no examples in them, and some import frameworks that may be missing.

@@ -47,7 +47,7 @@ def prove_before(trainer: Any) -> None:
 def forms(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The batch, and what later ones of its kind may look like.
 
-    >>> [list(each["attention_mask"][0]) for each in forms({"attention_mask": np.array([[1, 1, 0]])})]
+    >>> [each["attention_mask"][0].tolist() for each in forms({"attention_mask": np.array([[1, 1, 0]])})]
     [[1, 1, 0], [1, 1, 1]]
     """
     yield dict(batch)
