@@ -31,8 +31,8 @@ from longspan.integrations.huggingface.hooks.head import (
     LOSS,
     SCORES,
     at_head,
-    can_do_without_logits,
     watch_head,
+    why_logits,
 )
 from longspan.integrations.huggingface.hooks.losses import route_losses
 from longspan.integrations.huggingface.hooks.mixers import is_hybrid, needs, route, text_part
@@ -223,7 +223,7 @@ def _prepare_head(inner: Any, sequence: ShardedSequence, labels: Tensor, count: 
     if asked.wants == LOGITS:
         return
     config, rules = inner.config.get_text_config(), sequence.rules
-    needed = can_do_without_logits(inner, rules)
+    needed = why_logits(inner, rules)
     if not needed:
         watch_head(inner, rules)
     elif inner not in _TOLD and labels.numel() * int(getattr(config, "vocab_size", 0)) * 12 >= SAID_BYTES:

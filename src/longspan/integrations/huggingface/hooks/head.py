@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from longspan.execution._torch import hooks_of
 from longspan.integrations.huggingface.hooks.current import current
 from longspan.integrations.huggingface.rules import OWN, Rules
 from longspan.integrations.huggingface.structure import own_class
@@ -148,7 +149,7 @@ def scale_of(config: Any, rule: str) -> float:
     return 1.0 / value if rule.startswith("1 / ") else value
 
 
-def can_do_without_logits(model: Any, rules: Rules) -> str:
+def why_logits(model: Any, rules: Rules) -> str:
     """Why this very model needs its logits, or "" where it does not. Its copy was tried; somebody may have changed the
     model's head or loss since."""
     if rules.head is None:
@@ -156,8 +157,7 @@ def can_do_without_logits(model: Any, rules: Rules) -> str:
     head = model.get_submodule(rules.head)
     if own_class(head) is not nn.Linear or "forward" in vars(head):
         return f"{rules.head} is {own_class(head).__name__}, or has another forward"
-    hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
-    strange = [hook for hook in hooks if _package(hook) not in _KNOWN_HOOKS]
+    strange = [hook for kind in hooks_of(head) for hook in kind.values() if _package(hook) not in _KNOWN_HOOKS]
     if strange:
         return f"{rules.head} has a hook of {_package(strange[0])}"
     if rules.loss == OWN and not isinstance(vars(model).get("_loss_function", None), HeadLoss | None):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from longspan.execution.tile import wide
 from longspan.integrations.huggingface.batches import IGNORE, shifted_labels
+from longspan.integrations.huggingface.hooks.head import replaced
 from longspan.training import BatchError, gather_tokens
 from longspan.training.groups import message_device
 from longspan.training.loss import Reported
@@ -93,7 +94,7 @@ class PartLoss:
         logits, mine = outputs["logits"], now.of_part(self.way == SHIFTS)
         if self.way == SHIFTS:
             logits, mine = _one_later(logits, mine)
-        return self.function(_replaced(outputs, logits=logits), mine, num_items_in_batch=num_items_in_batch)
+        return self.function(replaced(outputs, logits=logits), mine, num_items_in_batch=num_items_in_batch)
 
     def _of_whole(self, outputs: Any, now: PartLabels, num_items: Any) -> Tensor:
         """The loss of whole sequences as this rank's share: one part in as many of its value, and the gradient of this
@@ -111,10 +112,6 @@ def _joined(value: Any, slots: int, sequence: Any) -> Any:
     if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == slots:
         return gather_tokens(value, sequence.layout, sequence.group, 1, gradients="sum")
     return value
-
-
-def _replaced(outputs: Any, **changes: Any) -> Any:
-    return type(outputs)(**{**outputs, **changes})
 
 
 def _one_later(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
