@@ -123,7 +123,7 @@ def _legend(scene: Scene, names: list[str], y: float) -> float:
     """Which line is which, in as many rows as fit the picture; gives the height below them."""
     first = at = MARGIN + 62
     for name in [*names, None]:
-        words = "ideal" if name is None else CHOSEN.get(name, name)
+        words = "ideal" if name is None else CHOSEN.get(name) or name
         wide = 26 + text_width(words, SMALL) + 20
         if at > first and at + wide > scene.width - MARGIN:
             at, y = first, y + 18
