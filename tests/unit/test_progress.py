@@ -91,10 +91,14 @@ def test_the_bar_goes_when_the_job_fails(monkeypatch):
     def drawing():
         return [thread for thread in threading.enumerate() if thread.name == "longspan progress"]
 
-    with pytest.raises(ZeroDivisionError), bars.progress(argparse.Namespace(plain=True), "failing"):
-        assert len(drawing()) == 1
-        time.sleep(0.1)
-        raise ZeroDivisionError
+    def failing():
+        with bars.progress(argparse.Namespace(plain=True), "failing"):
+            assert len(drawing()) == 1
+            time.sleep(0.1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
     assert drawing() == []
     assert said.getvalue().endswith(" \r")
 
