@@ -17,8 +17,8 @@ HOUR = 3600.0
 class StepCost:
     """A step of so many tokens on so many GPUs.
 
-    1,000 tokens in 2 seconds on 4 GPUs of 1 PFLOP/s, of 2e15 operations in all, at 3.60 an hour for each: 0.004 a second
-    for all of them.
+    1,000 tokens in 2 seconds on 4 GPUs of 1 PFLOP/s, 2e15 operations in all; an hour of a GPU costs 3.60, so that all
+    of them cost 0.004 a second:
 
     >>> cost = StepCost(gpus=4, tokens=1000, seconds=2.0, flop=2e15, peak=1e15)
     >>> cost.tokens_per_second, cost.tokens_per_second_per_gpu, cost.mfu

@@ -38,7 +38,7 @@ class ModuleSizes:
     active: int | None = None
     """Parameters that one token meets; all, unless experts are chosen from."""
     products: int = 0
-    """Multiplications of one token beside those with parameters, forward: a recurrence's. Attention's are its plan's."""
+    """Multiplications of one token, forward, beside those with parameters: a recurrence's. A plan has attention's."""
 
     def kept_bytes(self, itemsize: int) -> int:
         """Bytes that are kept of one token."""

@@ -1,13 +1,14 @@
 """How long a training step takes, part by part. All of it is simulated, from a machine's rates and few assumptions.
 
-attention         forward and backward of its plans, and forward once more where layers are computed again
-matrix products   2 operations for each parameter that a token meets, forward; twice that backward
-between them      what a layer keeps is written and read forward; read, and a gradient as large written and read, backward
-loss              the head's products, and passes over logits
-FSDP              a layer's parameters are gathered while the layer before it runs, and its gradient is reduced likewise:
-                  seen is only what takes longer than that layer; embedding and head are always seen
-offload           inputs of layers, to the host and back, in line with everything else
-optimizer         Adam's passes over a rank's shard
+attention        forward and backward of its plans, and forward once more where layers are computed again
+matrix products  2 operations for each parameter that a token meets, forward; twice that backward
+between them     what a layer keeps is written and read forward; backward it is read, and a gradient as large is written
+                 and read
+loss             the head's products, and passes over logits
+FSDP             parameters of a layer are gathered, and its gradient is reduced, while another layer runs: seen is what
+                 takes longer than a layer; embedding and head are always seen
+offload          inputs of layers, to the host and back, in line with everything else
+optimizer        Adam's passes over a rank's shard
 
 Four ranks of one link of 1 GB/s gather a layer of 1 GB: each takes in three quarters of it.
 
