@@ -5,6 +5,7 @@ Blocks marked `python` run here in this process, those marked `python torchrun` 
 blocks show under a `$ longspan` command are lines that this command prints.
 """
 
+import importlib
 import os
 import re
 import shlex
@@ -108,10 +109,22 @@ def test_docs_build_without_warnings(tmp_path):
     assert done.returncode == 0, done.stderr
     for page in PAGES:
         assert (tmp_path / "html" / page).with_suffix(".html").exists()
-    reference = (tmp_path / "html" / "api.html").read_text()
-    for name in ("longspan.attention", "longspan.masks.documents", "longspan.training.token_loss"):
-        assert f'id="{name}"' in reference
+    _check_reference(tmp_path / "html" / "reference")
     _check_links_of_html(tmp_path / "html")
+
+
+def _check_reference(folder):
+    """Every public name is in the reference, and types of PyTorch lead to its pages."""
+    texts = {path.stem: path.read_text() for path in folder.glob("*.html")}
+    modules = ("", "masks", "layouts", "schedules", "scores", "training", "verification", "testing", "viz")
+    for module in modules:
+        package = f"longspan.{module}".rstrip(".")
+        for name in importlib.import_module(package).__all__:
+            if name not in modules:
+                assert any(f'id="{package}.{name}"' in text for text in texts.values()), f"{package}.{name}"
+    for page, name in (("attention", "attention"), ("plan", "plan")):
+        assert f'id="longspan.{name}"' in texts[page]
+    assert "https://docs.pytorch.org/docs/stable/distributed.html#torch" in texts["training"]
 
 
 def _check_links_of_html(folder):
