@@ -33,11 +33,11 @@ def pictures() -> dict[str, Scene]:
     """Every picture by its name: a small batch on four ranks, and a long one on up to 64."""
     mask = ls.masks.documents(LENGTHS) & ls.masks.causal()
     layout = ls.layouts.balanced(mask, world_size=4)
-    plan = ls.plan(mask, layout, **SIZES, schedule="exchange")
+    plan = ls.plan(mask, layout, **SIZES, scheme="exchange")
     long = ls.masks.documents(drawn_lengths("longtail", 1 << 20)) & ls.masks.causal()
     wide = ls.plan(long, ls.layouts.balanced(long, world_size=64), **SIZES)
-    scan = ls.scan_plan(mask, layout, **STATES, schedule="doubling")
-    eight = ls.scan_plan(None, ls.layouts.contiguous(32768, 8), **STATES, schedule="doubling")
+    scan = ls.scan_plan(mask, layout, **STATES, scheme="doubling")
+    eight = ls.scan_plan(None, ls.layouts.contiguous(32768, 8), **STATES, scheme="doubling")
     points = scaling_points(long, RANKS, **SIZES)
     said = "H100s with FA2, 32 query and 8 key/value heads of 128, bfloat16, balanced layouts. Simulated, not run."
     return {

@@ -161,7 +161,7 @@ def self_checks(ranks: JobRanks, quick: bool) -> Iterator[dict[str, Any]]:
             if name.startswith("hybrid") and size % 2:
                 continue
             layout = layouts.balanced(mask, world_size=size)
-            scheme_plan = plan(mask, layout, q_heads=4, kv_heads=2, head_dim=32, dtype=dtype, schedule=name)
+            scheme_plan = plan(mask, layout, q_heads=4, kv_heads=2, head_dim=32, dtype=dtype, scheme=name)
             group = dist.group.WORLD if ranks.size > 1 else None
 
             def call(q: Any, k: Any, v: Any, scheme_plan: Any = scheme_plan, group: Any = group) -> Any:

@@ -314,7 +314,7 @@ def about_attentions(answer: Answer) -> str:
     words: list[str] = []
     for heads, number in answer.sizes.attentions.items():
         dims = f"{heads.head_dim}" if heads.head_dim == heads.v_head_dim else f"{heads.head_dim}/{heads.v_head_dim}"
-        seen = "" if heads.window is None else f", window of {heads.window:,}"
+        seen = "" if heads.window is None else f", window of {heads.window:,} before each token"
         chosen = next(reason for reason in answer.plans[heads].reasons if reason.chosen)
         inside = "an unknown size" if chosen.workspace_bytes is None else bytes_text(chosen.workspace_bytes)
         taken = f"{bytes_text(chosen.peak_bytes)} of remote K/V, messages and sums while one runs"
