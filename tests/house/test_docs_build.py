@@ -1,6 +1,7 @@
 """The documentation: it builds without a warning, its links lead somewhere, and what it quotes and prints is so.
 
 Blocks marked `python` run here in this process, those marked `python torchrun` by torchrun (`python -m tests.jobs`).
+`python file=NAME` is saved and run by the page's own commands (test_walks.py).
 `python fragment` is for what needs files or models of the reader's own; it must at least be Python. Lines that `text`
 blocks show under a `$ longspan` command are lines that this command prints.
 """
@@ -23,6 +24,7 @@ DOCS = ROOT / "docs"
 FENCE = re.compile(r"^```(\w+) ?([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Blocks of these pages run in tests of their own, which say more about what comes out.
 RUN_ELSEWHERE = {"training.md": "gloo/test_curves.py", "verify.md": "gloo/test_verify.py"}
+WALKED = {"tutorial.md"}  # test_walks.py saves their files and types their commands
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 
@@ -32,7 +34,9 @@ def blocks(page, language="python"):
     found = [
         (m[2], "\n" * text[: m.start()].count("\n") + "\n" + m[3]) for m in FENCE.finditer(text) if m[1] == language
     ]
-    assert language != "python" or {kind for kind, _ in found} <= {"", "torchrun", "fragment"}, page
+    kinds = {kind.partition("=")[0] for kind, _ in found}
+    assert language != "python" or kinds <= {"", "torchrun", "fragment", "file"}, page
+    assert "file" not in kinds or page in WALKED, page
     return found
 
 
