@@ -1,10 +1,12 @@
 """The documentation: it builds without a warning, its links lead somewhere, and what it quotes and prints is so.
 
 Blocks marked `python` run here in this process, those marked `python torchrun` by torchrun (`python -m tests.jobs`).
+`python file=NAME` is saved and run by the page's own commands (test_walks.py).
 `python fragment` is for what needs files or models of the reader's own; it must at least be Python. Lines that `text`
 blocks show under a `$ longspan` command are lines that this command prints.
 """
 
+import importlib
 import os
 import re
 import shlex
@@ -22,6 +24,7 @@ DOCS = ROOT / "docs"
 FENCE = re.compile(r"^```(\w+) ?([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Blocks of these pages run in tests of their own, which say more about what comes out.
 RUN_ELSEWHERE = {"training.md": "gloo/test_curves.py", "verify.md": "gloo/test_verify.py"}
+WALKED = {"tutorial.md"}  # test_walks.py saves their files and types their commands
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 
@@ -31,7 +34,9 @@ def blocks(page, language="python"):
     found = [
         (m[2], "\n" * text[: m.start()].count("\n") + "\n" + m[3]) for m in FENCE.finditer(text) if m[1] == language
     ]
-    assert language != "python" or {kind for kind, _ in found} <= {"", "torchrun", "fragment"}, page
+    kinds = {kind.partition("=")[0] for kind, _ in found}
+    assert language != "python" or kinds <= {"", "torchrun", "fragment", "file"}, page
+    assert "file" not in kinds or page in WALKED, page
     return found
 
 
@@ -108,10 +113,22 @@ def test_docs_build_without_warnings(tmp_path):
     assert done.returncode == 0, done.stderr
     for page in PAGES:
         assert (tmp_path / "html" / page).with_suffix(".html").exists()
-    reference = (tmp_path / "html" / "api.html").read_text()
-    for name in ("longspan.attention", "longspan.masks.documents", "longspan.training.token_loss"):
-        assert f'id="{name}"' in reference
+    _check_reference(tmp_path / "html" / "reference")
     _check_links_of_html(tmp_path / "html")
+
+
+def _check_reference(folder):
+    """Every public name is in the reference, and types of PyTorch lead to its pages."""
+    texts = {path.stem: path.read_text() for path in folder.glob("*.html")}
+    modules = ("", "masks", "layouts", "schedules", "scores", "training", "verification", "testing", "viz")
+    for module in modules:
+        package = f"longspan.{module}".rstrip(".")
+        for name in importlib.import_module(package).__all__:
+            if name not in modules:
+                assert any(f'id="{package}.{name}"' in text for text in texts.values()), f"{package}.{name}"
+    for page, name in (("attention", "attention"), ("plan", "plan")):
+        assert f'id="longspan.{name}"' in texts[page]
+    assert "https://docs.pytorch.org/docs/stable/distributed.html#torch" in texts["training"]
 
 
 def _check_links_of_html(folder):

@@ -48,7 +48,7 @@ def scaling_points(
     for size in ranks:
         held = make(mask, size)
         for name in schemes:
-            one = plan(mask, held, schedule=name, **sizes)
+            one = plan(mask, held, scheme=name, **sizes)
             reason = next(reason for reason in one.reasons if reason.chosen)
             points.append(ScalingPoint(name, size, reason.seconds, reason.bytes_received, reason.peak_bytes))
     return tuple(points)

@@ -185,7 +185,7 @@ def self_checks(ranks: JobRanks, quick: bool) -> Iterator[dict[str, Any]]:
     layout = layouts.balanced(mask, world_size=size)
     group = dist.group.WORLD if ranks.size > 1 else None
     for dtype, name in _cases(ranks, quick):
-        scheme_plan = plan(mask, layout, q_heads=4, kv_heads=2, head_dim=32, dtype=dtype, schedule=name)
+        scheme_plan = plan(mask, layout, q_heads=4, kv_heads=2, head_dim=32, dtype=dtype, scheme=name)
 
         def call(q: Any, k: Any, v: Any, scheme_plan: Any = scheme_plan) -> Any:
             if group is None:

@@ -74,7 +74,7 @@ def python_of(workload: Workload, args: argparse.Namespace, fingerprint: str) ->
         lines += _lengths_lines(workload, args)
         mask = "ls.masks.documents(lengths) & ls.masks.causal()"
     if workload.window is not None:
-        mask += f" & ls.masks.sliding_window({workload.window - 1})"
+        mask += f" & ls.masks.sliding_window({workload.window})"
     lines += [f"mask = {mask}", f"layout = {_layout_line(workload, args)}"]
     machine = args.machine
     if machine is not None and machine not in MACHINES:
@@ -83,7 +83,7 @@ def python_of(workload: Workload, args: argparse.Namespace, fingerprint: str) ->
     elif machine is not None:
         machine = repr(machine)
     words = {name: repr(value) for name, value in workload.tensors.items()}
-    words["schedule"] = repr(args.scheme)
+    words["scheme"] = repr(args.scheme)
     words |= {"machine": machine} if machine is not None else {}
     words |= {"keep": "True"} if args.keep else {}
     words |= {"fetch_bytes": repr(args.fetch_bytes)} if args.fetch_bytes is not None else {}

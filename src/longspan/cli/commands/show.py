@@ -88,7 +88,7 @@ def _check_asked(args: argparse.Namespace) -> None:
     names = [name for name, given in asked.items() if given]
     if args.what in ("mask", "layout") and names:
         raise PlanError(
-            f"{' and '.join(names)} was asked for, but a {args.what} is the same with every schedule. Leave it out, or"
+            f"{' and '.join(names)} was asked for, but a {args.what} is the same with every scheme. Leave it out, or"
             f" show schedule, traffic or memory."
         )
     asked = {"--window": args.window is not None, "--docs full": args.docs == "full", **asked, "--scheme": False}
@@ -125,7 +125,7 @@ class _Shown:
         return scan_plan(
             self.workload.lengths, self.layout, heads=tensors["q_heads"], keys=tensors["head_dim"],
             values=tensors.get("v_head_dim", tensors["head_dim"]), maps="matrix", batch=tensors["batch"],
-            dtype="float64" if tensors["dtype"] == "float64" else "float32", schedule=self.workload.scheme,
+            dtype="float64" if tensors["dtype"] == "float64" else "float32", scheme=self.workload.scheme,
             machine=self.workload.machine,
         )  # fmt: skip
 

@@ -59,7 +59,7 @@ def _plans(size: int, tokens: int, machine: Machine, sizes: Sizes, dtype: str) -
     return [
         plan(
             mask, layouts.balanced(mask, world_size=size), q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim, dtype=dtype, schedule="exchange", machine=machine,
+            head_dim=sizes.head_dim, dtype=dtype, scheme="exchange", machine=machine,
         )
         for mask in kinds
     ]  # fmt: skip

@@ -75,7 +75,7 @@ def _plans(ranks: JobRanks, machine: Machine, sizes: Sizes, dtype: str) -> list[
     return [
         plan(
             mask, layout, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim, dtype=dtype,
-            schedule=name, machine=machine,
+            scheme=name, machine=machine,
         )
         for name in names
         if name != "all_to_all" or ranks.size <= sizes.q_heads
