@@ -3,6 +3,7 @@
     python .ci/release_check.py                                  # torch 2.13.0, what CI runs
     python .ci/release_check.py --torch 2.11.0 --torch 2.15.0    # the oldest and the newest: 5 GB each, one at a time
     python .ci/release_check.py --tag v0.2.0 --out dist --files  # no environments; keeps what it built
+    python .ci/release_check.py --built dist --torch 2.15.0      # what was built already; needs pip alone
 
 Needs build, hatchling and twine (the group `dev`). Exit status 1: something is wrong, and the line says what.
 """
@@ -138,13 +139,22 @@ class Steps:
         return self.note(what, [*wrong, *(done.stdout[-3000:].splitlines() if wrong else [])], begin)
 
 
-def build(steps: Steps, out: Path) -> tuple[Path, Path] | None:
-    """The wheel and the sdist, if both could be built."""
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT]
-    if not steps.run("python -m build", command):
+def build(steps: Steps, out: Path) -> None:
+    """Puts a wheel and an sdist into the folder, and has their metadata and their README looked at."""
+    steps.run("python -m build", [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT])
+    files = sorted(out.glob("longspan-*"))
+    steps.run("twine check --strict", [sys.executable, "-m", "twine", "check", "--strict", *files], "PASSED")
+
+
+def built(steps: Steps, folder: Path) -> tuple[Path, Path] | None:
+    """The wheel and the sdist in a folder, which has these two files of this version and no others."""
+    begin, names = time.monotonic(), {f"longspan-{version()}-py3-none-any.whl", f"longspan-{version()}.tar.gz"}
+    there = {path.name for path in folder.glob("*")} - {".gitignore"}
+    if not steps.note("one wheel, one sdist", sorted(f"{name}?" for name in there ^ names), begin):
         return None
-    (wheel,), (sdist,) = out.glob(f"longspan-{version()}-*.whl"), out.glob(f"longspan-{version()}.tar.gz")
-    steps.run("twine check --strict", [sys.executable, "-m", "twine", "check", "--strict", wheel, sdist], "PASSED")
+    wheel, sdist = (folder / name for name in sorted(names))
+    steps.note(f"what is in {wheel.name}", list(wrong_wheel(wheel)), begin)
+    steps.note(f"what is in {sdist.name}", list(wrong_sdist(sdist)), begin)
     return wheel, sdist
 
 
@@ -175,22 +185,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--torch", action="append", metavar="VERSION", help=f"install with it; repeatable ({PINNED})")
     parser.add_argument("--tag", help="the tag of the release, which must be v and the version")
     parser.add_argument("--out", type=Path, help="keep wheel and sdist in this folder")
+    parser.add_argument("--built", type=Path, help="take wheel and sdist from this folder, and build none")
     parser.add_argument("--files", action="store_true", help="look at the files only: no environments")
     args = parser.parse_args(arguments)
     steps = Steps()
     with tempfile.TemporaryDirectory(prefix="release-") as folder:
-        out = (args.out or Path(folder) / "dist").resolve()
         begin = time.monotonic()
         steps.note("version, changelog, citation, tag", list(wrong_words(args.tag)), begin)
         steps.note("links of README.md", list(wrong_links((ROOT / "README.md").read_text())), begin)
-        files = build(steps, out)
-        if files is not None:
-            wheel, sdist = files
-            steps.note(f"what is in {wheel.name}", list(wrong_wheel(wheel)), time.monotonic())
-            steps.note(f"what is in {sdist.name}", list(wrong_sdist(sdist)), time.monotonic())
-            for torch in () if args.files else args.torch or (PINNED,):
-                with tempfile.TemporaryDirectory(prefix="release-") as clean:
-                    try_out(steps, torch, files, Path(clean))
+        out = (args.built or args.out or Path(folder) / "dist").resolve()
+        if args.built is None:
+            build(steps, out)
+        files = built(steps, out)
+        for torch in () if args.files or files is None else args.torch or (PINNED,):
+            with tempfile.TemporaryDirectory(prefix="release-") as clean:
+                try_out(steps, torch, files, Path(clean))
     print("ready" if steps.ok else "NOT ready")
     return 0 if steps.ok else 1
 

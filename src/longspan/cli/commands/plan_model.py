@@ -14,8 +14,8 @@ from typing import Any
 
 from longspan.cli.command import FAILED, FINE
 from longspan.cli.model_answer import Answer, Asked, verdict
-from longspan.cli.quantities import count
 from longspan.cli.progress import progress
+from longspan.cli.quantities import count
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.errors import PlanError
 from longspan.number_words import bytes_alike, bytes_text, seconds_alike, seconds_text, three
