@@ -16,8 +16,10 @@ import torch
 import longspan as ls
 from longspan.cli import main
 from longspan.cli import progress as bars
+from longspan.cli.commands import doctor
 from longspan.cli.error_shares import CheckedScheme, show_shares
 from longspan.cli.kernel_used import device_used
+from longspan.cli.launch import JobRanks
 from longspan.cli.screen import Screen
 from longspan.verification import Check, Finding, Report
 
@@ -130,6 +132,13 @@ def test_a_command_on_a_real_terminal():
     code, text = on_terminal(*COMPARE, "--json")
     assert code == 0
     assert text.startswith("{")
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_doctor_has_as_many_parts_as_its_bar(quick):
+    alone, names = JobRanks(0, 1, 1, "gloo", "cpu"), []
+    doctor.examine(alone, quick, names.append)
+    assert len(names) == doctor.num_parts(alone, quick)
 
 
 def report(*checks, findings=()):

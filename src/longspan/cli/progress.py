@@ -22,7 +22,7 @@ PATIENCE, EVERY = 1.0, 0.25
 def progress(
     args: Any, title: str, total: int | None = None, *, speaks: bool = True
 ) -> Iterator[Callable[[str], None]]:
-    """Shows that something is under way; gives a function to call with the name of each of `total` parts.
+    """Shows that something is under way; gives a function to call as each of `total` parts begins, with its name.
 
     Without a total, only the title and the seconds are shown. `speaks`: whether this rank is the one that prints.
     """
@@ -49,7 +49,7 @@ class ProgressBar:
         self.over = threading.Event()
 
     def advance(self, now: str) -> None:
-        """Another part is done or begun, and this is its name."""
+        """Another part begins, and this is its name."""
         self.now, self.done = now, self.done + 1
 
     def line(self, width: int = 79) -> str:
@@ -107,6 +107,6 @@ def _draw_rich(bar: ProgressBar) -> None:
         task = shown.add_task(bar.title, total=bar.total)
         while True:
             words = f"{bar.title}: {bar.now}" if bar.now else bar.title
-            shown.update(task, completed=bar.done, description=words, refresh=True)
+            shown.update(task, completed=max(bar.done - 1, 0), description=words, refresh=True)
             if bar.over.wait(EVERY):
                 return

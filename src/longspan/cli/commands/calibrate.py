@@ -79,8 +79,8 @@ def measure(
     times = kernel_times(ranks, tensors, rounds, advance)
     forward = kernel_rate(times.forward, sizes, base, "forward")
     backward = kernel_rate(times.backward, sizes, base, "backward")
-    copies = copy_rate(ranks, rounds)
     advance("copies")
+    copies = copy_rate(ranks, rounds)
     # Hops to the next rank stay in a host for most ranks; hops of a host's size never do.
     inside = min(ranks.local_size, ranks.size)
     links = [Link(EVERYBODY, *_link(wire(ranks, 1, rounds, advance)))] if ranks.size > 1 else list(base.links)

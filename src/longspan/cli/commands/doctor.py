@@ -154,14 +154,10 @@ def run_self_check(ranks: JobRanks, quick: bool, advance: Callable[[str], None])
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    checks: list[dict[str, Any]] = []
     try:
-        for check in self_checks(ranks, quick):
-            checks.append(check)
-            advance(f"{check['scheme']}, {check['dtype']}")
+        return list(self_checks(ranks, quick, advance))
     finally:
         torch.set_num_threads(threads)
-    return checks
 
 
 def _cases(ranks: JobRanks, quick: bool) -> list[tuple[str, str]]:
@@ -172,7 +168,7 @@ def _cases(ranks: JobRanks, quick: bool) -> list[tuple[str, str]]:
     return [(dtype, name) for dtype in (DTYPES[:1] if quick else DTYPES) for name in fitting]
 
 
-def self_checks(ranks: JobRanks, quick: bool) -> Iterator[dict[str, Any]]:
+def self_checks(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """Small attentions over ranks, compared with dense float64 by `longspan.verification.verify`."""
     import torch.distributed as dist
 
@@ -185,6 +181,7 @@ def self_checks(ranks: JobRanks, quick: bool) -> Iterator[dict[str, Any]]:
     layout = layouts.balanced(mask, world_size=size)
     group = dist.group.WORLD if ranks.size > 1 else None
     for dtype, name in _cases(ranks, quick):
+        advance(f"{name}, {dtype}")
         scheme_plan = plan(mask, layout, q_heads=4, kv_heads=2, head_dim=32, dtype=dtype, scheme=name)
 
         def call(q: Any, k: Any, v: Any, scheme_plan: Any = scheme_plan) -> Any:
