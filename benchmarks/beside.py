@@ -72,11 +72,11 @@ def answered(name: str) -> Answer:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     ranks = Ranks(probe.ranks, timeout=TIMEOUT)
     try:
-        return worst(ranks.run(asked, name))
+        with ranks:
+            return worst(ranks.run(asked, name))
     except TimeoutError:
-        return Answer("refused", f"no answer within {TIMEOUT:.0f} s")
-    finally:
         ranks.end()
+        return Answer("refused", f"no answer within {TIMEOUT:.0f} s")
 
 
 def versions() -> str:

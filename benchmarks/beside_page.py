@@ -129,7 +129,7 @@ def runs(data: dict[str, Any]) -> str:
 
     lines = ["| probe | who | asked | answer |", "|---|---|---|---|"]
     for name, (kind, text) in recorded().items():
-        said = f"**{kind}**, {text}" if kind == "wrong" else f"{kind}: {f'`{text}`' if kind == 'refused' else text}"
+        said = f"**{kind}**, {text}" if kind == "wrong" else f"{kind}: {f'`` {text} ``' if kind == 'refused' else text}"
         lines.append(f"| `{name}` | {PROBES[name].system} | {PROBES[name].asks} | {said} |")
     return f"{data['runs']['versions']}\n\n" + "\n".join(lines)
 
