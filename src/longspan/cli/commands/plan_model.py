@@ -14,6 +14,7 @@ from typing import Any
 
 from longspan.cli.command import FAILED, FINE
 from longspan.cli.model_answer import Answer, Asked, verdict
+from longspan.cli.progress import progress
 from longspan.cli.quantities import count
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.errors import PlanError
@@ -119,10 +120,13 @@ def model_of(args: argparse.Namespace) -> tuple[str, ModelSizes, tuple[str, ...]
 
 
 def run(args: argparse.Namespace) -> int:
-    answer = Asked.of(args, *model_of(args)).on(args.ranks)
-    if args.price is not None and (why := answer.why_no_time()) is not None:
-        raise PlanError(f"--price was given, but how long a step takes is not known: {why}. Name another --machine.")
-    fits = None if args.memory is None else verdict(answer, args.memory)
+    with progress(args, "planning every kind of layer"):
+        answer = Asked.of(args, *model_of(args)).on(args.ranks)
+        if args.price is not None and (why := answer.why_no_time()) is not None:
+            raise PlanError(
+                f"--price was given, but how long a step takes is not known: {why}. Name another --machine."
+            )
+        fits = None if args.memory is None else verdict(answer, args.memory)
     if args.json:
         print_json("plan", figures(answer, fits, args.price))
     else:
