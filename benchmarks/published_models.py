@@ -1,4 +1,4 @@
-"""`python -m benchmarks.published_models`: what `longspan plan --model` says, beside published training runs.
+"""`python -m benchmarks.published_models [--page]`: what `longspan plan --model` says, beside published training runs.
 
 Everything printed here that is not marked published is SIMULATED; nothing ran on a GPU. One constant, the speed of
 matrix products inside of a model, is fixed from one step that is not judged. The command fails if a step's time is more
@@ -82,19 +82,25 @@ class Figure:
         return not self.run.unjudged and abs(self.ratio - 1) > (MAX_TIME if self.what == "time" else MAX_MEMORY)
 
     @property
-    def text(self) -> str:
-        """Its row."""
+    def cells(self) -> tuple[str, ...]:
+        """Model, tokens, GPUs, recipe, published, ours, ratio."""
         run = self.run
         sequences = run.batch * run.data_parallel
         tokens = f"{sequences} x " * (sequences > 1) + f"{run.tokens:,}"
         gpus = f"{run.ranks * run.data_parallel} {run.machine.name}"
-        values = [
+        values = (
             seconds_text(value) if self.what == "time" else f"{value / 1e9:.1f} GB"
             for value in (self.published, self.ours)
-        ]
-        verdict = f"  not judged: {run.unjudged}" if run.unjudged else "  WRONG" if self.outside else ""
-        row = f"{run.model:13} {tokens:>11} {gpus:>13}  {run.recipe.words:39} {self.what:6}"
-        return f"{row} {values[0]:>9} {values[1]:>9} {self.ratio:5.2f}{verdict}"
+        )
+        return (run.model, tokens, gpus, run.recipe.words, *values, f"{self.ratio:.2f}")
+
+    @property
+    def text(self) -> str:
+        """Its row."""
+        model, tokens, gpus, words, published, ours, ratio = self.cells
+        why = self.run.unjudged
+        verdict = f"  not judged: {why}" if why else "  WRONG" if self.outside else ""
+        return f"{model:13} {tokens:>11} {gpus:>13}  {words:39} {published:>9} {ours:>9} {ratio:>5}{verdict}"
 
 
 def figures(run: Run) -> list[Figure]:
@@ -104,12 +110,34 @@ def figures(run: Run) -> list[Figure]:
     return [Figure(run, what, published, ours) for what, published, ours in both if published is not None]
 
 
-HEADING = f"{'model':13} {'tokens':>11} {'GPUs':>13}  {'with':39} {'figure':6} {'published':>9} {'SIMULATED':>9} ratio"
+HEADING = f"{'model':13} {'tokens':>11} {'GPUs':>13}  {'with':39} {'published':>9} {'SIMULATED':>9} ratio"
+
+
+def page() -> str:
+    """The judged figures as docs/memory.md shows them."""
+    rows = [
+        (run.source if first else "", *figure.cells)
+        for source in SOURCES
+        for first, (run, figure) in _numbered(source)
+    ]  # fmt: skip
+    heads = ("source", "model", "tokens", "GPUs", "with", "published", "simulated", "ratio")
+    lines = [heads, ("---",) * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _numbered(source: str) -> list[tuple[bool, tuple[Run, Figure]]]:
+    """The judged figures of a source, and whether each is its first."""
+    found = [(run, figure) for run in runs() if run.source == source and not run.unjudged for figure in figures(run)]
+    return [(number == 0, one) for number, one in enumerate(found)]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints every run; 1 if a judged one is too far off."""
-    argparse.ArgumentParser(prog="python -m benchmarks.published_models", description=__doc__).parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published_models", description=__doc__)
+    parser.add_argument("--page", action="store_true", help="print the table of docs/memory.md, and nothing else")
+    if parser.parse_args(arguments).page:
+        print(page(), end="")
+        return 0
     share = fixed_share()
     factor = share * FIXED.machine.flops / SUSTAINED
     print(f"Products in a model: {share:.3f} of an H200's peak, {factor:.3f} of what one alone sustains; in presets:")

@@ -1,12 +1,15 @@
 """What `longspan plan --model` says is near published training runs, and the command that shows it can fail."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks import published_models
 from benchmarks.published_models import MAX_MEMORY, MAX_TIME, OF_SUSTAINED, Figure, figures, fixed_share
 from benchmarks.published_runs import CONFIGS, FIXED, HOST, SOURCES, SUSTAINED, runs
+from longspan.schedules.cost.presets import A100, B200, H100
 from longspan.sizing import sizes_of
 
 PUBLISHED = {"qwen3-0.6b": 0.596, "qwen3-4b": 4.02, "llama2-7b": 6.74, "llama2-13b": 13.0, "llama2-70b": 69.0}
@@ -25,6 +28,19 @@ def test_every_judged_figure_is_within_its_bar_and_the_command_says_so(capsys):
     assert "Not represented:" in out
     for source in SOURCES:
         assert f"\n{source}: " in out
+
+
+def test_the_page_shows_every_judged_figure(capsys):
+    assert published_models.main(["--page"]) == 0
+    table = capsys.readouterr().out
+    text = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    assert table in text
+    assert table.count("\n") - 2 == sum(len(figures(run)) for run in runs() if not run.unjudged)
+    ours = {f"{machine.flops * machine.matmul_share / 1e12:,.0f}" for machine in (H100, B200, A100)}
+    (said,) = re.findall(r"(\d+) TFLOP/s on an H100, (\d+) on a B200, (\d+) on an A100", text)
+    assert set(said) == ours
+    hosts = sum(run.unjudged == HOST for run in runs())
+    assert (hosts, "ten runs whose optimizer" in text) == (10, True)
 
 
 def test_enough_is_judged():
