@@ -128,7 +128,7 @@ class Steps:
         environment = {name: value for name, value in os.environ.items() if name not in unset}
         begin = time.monotonic()
         try:
-            done = subprocess.run(
+            done = subprocess.run(  # noqa: S603 - commands of this file
                 [*map(str, command)], cwd=cwd, env=environment | {"OMP_NUM_THREADS": "1"}, timeout=SECONDS,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
