@@ -91,6 +91,17 @@ def table(rows: list[str], columns: list[str], data: dict[str, Any], names: dict
     return "\n".join(lines)
 
 
+def short_table() -> str:
+    """The first table with bare marks, for a page that links to the whole."""
+    data = facts()
+    columns, names = data["short"]["columns"], data["short"]["names"]
+    lines = [f"| | {' | '.join(names[column] for column in columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for row in data["short"]["rows"]:
+        system = data["systems"][row]
+        lines.append(f"| {system['name']} | {' | '.join(system[column][0] for column in columns)} |")
+    return "\n".join(lines)
+
+
 def anchor(heading: str) -> str:
     """As Sphinx and GitHub make it.
 
@@ -153,4 +164,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(short_table() + "\n" if "--readme" in sys.argv else page())

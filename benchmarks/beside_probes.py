@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks import rival, rival_models
-from benchmarks.torch_matrix import by_pytorch, cells, mesh_of_all
 
 WORLD, HEADS, KV_HEADS, DIM, VALUES, TOKENS, WINDOW = 2, 4, 2, 16, 8, 256, 40
 CAP = 0.7
@@ -37,7 +37,13 @@ class Probe:
 
 def sdpa_causal() -> float:
     """Causal attention in PyTorch's `context_parallel`."""
+    from benchmarks.torch_matrix import by_pytorch, cells
+
     return by_pytorch(next(cell for cell in cells() if (cell.kind, cell.mask) == ("context", "causal")))
+
+
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("cp",))
 
 
 def _flex(mask_mod: Any, score_mod: Any = None, tokens: int = TOKENS, backward: bool = False) -> float:
@@ -51,10 +57,11 @@ def _flex(mask_mod: Any, score_mod: Any = None, tokens: int = TOKENS, backward: 
     q, k, v = (torch.randn(1, heads, tokens, dim, generator=draw) for heads, dim in shapes)
     blocks = create_block_mask(mask_mod, 1, None, tokens, tokens, device="cpu")
     right = _written_out(q.double(), k.double(), v.double(), mask_mod, score_mod)
-    mesh = mesh_of_all()
+    mesh = _mesh()
     style = theirs._ContextParallel(2, theirs._ContextParallel.AttentionType.FLEX)
     module = parallelize_module(_Flex(flex_attention, score_mod), mesh, style)
-    *leaves, part = theirs._context_parallel_shard(mesh, [q, k, v, blocks], [2] * 4, None)
+    shards: list[Any] = theirs._context_parallel_shard(mesh, [q, k, v, blocks], [2] * 4, None)
+    *leaves, part = shards
     if backward:
         leaves = [leaf.requires_grad_() for leaf in leaves]
     out = module(*leaves, part)
@@ -129,7 +136,7 @@ def _titan(kind: str, **arguments: Any) -> float:
     cls = getattr(attention, kind)
     module = cls.__new__(cls)
     nn.Module.__init__(module)
-    apply_cp_to_forward([module], mesh_of_all())
+    apply_cp_to_forward([module], _mesh())
     x = torch.randn(1, 128, HEADS, DIM)
     module.forward(x, x, x, **arguments)
     return float("nan")

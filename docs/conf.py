@@ -19,10 +19,13 @@ copyright = "The Longspan authors, Apache-2.0"  # noqa: A001 - Sphinx's name for
 version = release = longspan.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx_copybutton"]
-exclude_patterns = ["images", "inventories"]
+exclude_patterns = ["images", "inventories", "**.ipynb_checkpoints"]
 root_doc = "index"
 html_theme = "furo"
 html_title = f"Longspan {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+pygments_dark_style = "github-dark"
 html_show_sourcelink = False
 html_copy_source = False
 

@@ -95,6 +95,12 @@ def test_the_short_table_is_short():
     assert len(FACTS["short"]["columns"]) <= 8
 
 
+def test_the_short_table_has_the_marks_of_the_page():
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    bare = re.sub(r"\[([^\]]+)\]\(\S+(?: \"[^\"]*\")?\)", r"\1", page)
+    assert beside_page.short_table() in bare
+
+
 def test_every_probe_is_recorded_and_used():
     used = {source.removeprefix("run:") for cell in CELLS.values() for source in cell if source.startswith("run:")}
     assert set(PROBES) == set(beside_page.recorded())

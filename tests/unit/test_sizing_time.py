@@ -242,6 +242,9 @@ def test_nodes_are_tried_too_and_what_cannot_be_is_left_out(plan):
     assert json.loads(plan(*asked, "ring", "--json")[1])["fits"]["fits_with_ranks"] == 24
     halves = json.loads(plan(*asked, "hybrid(16,ring)", "--ranks", "16", "--json")[1])["fits"]
     assert halves["fits_with_ranks"] == 32  # 24 ranks are no pairs of 16
+    assert "smallest it fits on none that was tried, up to 1,024 ranks" in " ".join(
+        plan(*asked, "ring", "--memory", "4")[1].split()
+    )
     nothing = json.loads(plan(*asked, "ring", "--memory", "4", "--json")[1])["fits"]
     assert (nothing["smallest"], nothing["fits_with_ranks"]) == (None, None)
 

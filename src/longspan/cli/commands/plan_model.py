@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli.command import FAILED, FINE
-from longspan.cli.model_answer import Answer, Asked, verdict
+from longspan.cli.model_answer import MOST_RANKS, Answer, Asked, verdict
 from longspan.cli.progress import progress
 from longspan.cli.quantities import count
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
@@ -263,7 +263,7 @@ def about_fit(fits: dict[str, Any] | None) -> list[tuple[str, str]]:
         return []
     text = f"in {fits['memory']} GB: {'yes, ' if fits['fits'] else 'no, because '}{fits['why']}"
     least = fits["smallest"]
-    small = "none was found that fits"
+    small = f"it fits on none that was tried, up to {MOST_RANKS:,} ranks"
     if least is not None:
         small = f"{least['gpus']:,} GPU{'s' * (least['gpus'] > 1)} (--ranks {least['ranks']:,}), with {least['with']}"
     return [("fits", text + (f"; {fits['advice']}" if "advice" in fits else "")), ("smallest", small)]
