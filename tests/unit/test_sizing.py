@@ -66,7 +66,7 @@ def test_models_are_known_by_their_layers():
     next_ = sizes_of(built_in_config("qwen3-next-80b-a3b"))
     assert next_.num_blocks == {"recurrent": 36, "full": 12, "experts": 48}
     assert 3.5e9 < next_.active_params < 4.2e9  # "A3B" leaves the embedding out
-    assert {heads.window for heads in sizes_of(built_in_config("gpt-oss-20b")).attentions} == {None, 128}
+    assert {heads.window for heads in sizes_of(built_in_config("gpt-oss-20b")).attentions} == {None, 127}
 
 
 WRONG = [
@@ -208,7 +208,7 @@ def test_a_file_says_the_same_as_a_name(plan, tmp_path):
         found = json.loads(plan("--config", str(given), *ASKED, "--json")[1])
         assert found["model"].pop("name") == tmp_path.name
         assert {**found, "model": None} == {**named, "model": None}
-    assert [one["window"] for one in named["attentions"]] == [128, None]
+    assert [one["window"] for one in named["attentions"]] == [127, None]
     assert named["peak_bytes"] == max(moment["bytes"] for moment in named["moments"])
     assert named["fits"] is None
 
@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_a_failed_check_that_says_what_would(plan):
     assert found["peak_bytes"] + RESERVE + found["fits"]["bytes_left"] == 80 << 30
     code, out, _ = plan(*asked, "--memory", "30")
     assert code == 1
-    assert "it fits with --ranks 32" in " ".join(out.split())
+    assert "with --ranks 32: yes" in " ".join(out.split())
     code, out, _ = plan(*asked, "--memory", "8")  # embedding and head are whole on every rank
     assert code == 1
     assert "the thriftiest recipe below takes" in " ".join(out.split())
@@ -295,6 +295,9 @@ def test_a_model_without_attention_has_no_plan(plan, tmp_path):
 def test_without_a_model_figures_are_one_attentions(plan):
     code, out, _ = plan(*ASKED)
     assert code == 0
-    assert "All figures are one attention layer's" in " ".join(out.split())
+    assert "figures one attention layer's; --model NAME or --config FILE answers for a whole model" in " ".join(
+        out.split()
+    )
+    assert json.loads(plan(*ASKED, "--json")[1])["figures_of"] == "one attention layer"
     assert "32 query and 8 key/value heads of 128" in out
     assert "16 query and 4 key/value heads of 128" in plan(*ASKED, "--q-heads", "16", "--kv-heads", "4")[1]

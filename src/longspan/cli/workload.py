@@ -31,6 +31,7 @@ LAYOUTS = ("balanced", "zigzag", "contiguous", "per_document", "round_robin_by_w
 STRIPE = 128
 """Tokens of a stripe: with the layout's default of one, a plan of 1M tokens would list every token."""
 MAX_RANKS = 1 << 16
+WINDOW_HELP = "a token sees itself and the WINDOW tokens before it, as with masks.sliding_window(WINDOW)"
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, ranks: str = "one", layout: bool = True) -> None:
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: str = "one", layout
         help="causal (one document), full, longtail, short or mixed documents, lengths such as 700,1200,148, or a FILE"
         " with one length a line or a JSON list (causal)",
     )
-    workload.add_argument("--window", type=count, help="a token sees itself and the WINDOW - 1 tokens before it")
+    workload.add_argument("--window", type=count, help=WINDOW_HELP)
     workload.add_argument("--seed", type=int, default=0, help="of drawn documents (0)")
     tensors = parser.add_argument_group("tensors")
     tensors.add_argument("--q-heads", type=count, default=32, help="query heads (32)")
@@ -129,7 +130,7 @@ class Workload:
         return plan(
             self.mask,
             self.layout(ranks, layout),
-            schedule=self.scheme if scheme is None else scheme,
+            scheme=self.scheme if scheme is None else scheme,
             machine=machine,
             keep=self.keep,
             fetch_bytes=self.fetch_bytes,
@@ -143,7 +144,7 @@ class Workload:
         else:
             least, most = int(self.lengths.min()), int(self.lengths.max())
             text = f"{len(self.lengths):,} causal documents of {least:,} to {most:,} tokens ({self.docs})"
-        return text if self.window is None else f"{text}, window of {self.window:,}"
+        return text if self.window is None else f"{text}, window of {self.window:,} before each token"
 
     def about_tensors(self) -> str:
         """The heads, in a line."""
@@ -227,4 +228,4 @@ def _mask(docs: str, lengths: Ints, window: int | None) -> Mask:
         return masks.full(int(lengths.sum()))
     seq_len = int(lengths.sum())
     mask = masks.causal(seq_len) if len(lengths) == 1 else masks.documents(lengths) & masks.causal()
-    return mask if window is None else mask & masks.sliding_window(window - 1)
+    return mask if window is None else mask & masks.sliding_window(window)

@@ -14,6 +14,7 @@ from longspan.schedules.plan import Plan
 from longspan.sizing.memory import AttentionBytes, TrainingStep
 from longspan.sizing.modules import Heads, ModelSizes
 from longspan.sizing.recipe import Recipe
+from longspan.sizing.seconds import AttentionSeconds
 
 CHUNKS = 8
 
@@ -22,7 +23,7 @@ CHUNKS = 8
 class PlanOptions:
     """Arguments of `longspan.plan` that all attentions of a model share."""
 
-    schedule: str = "auto"
+    scheme: str = "auto"
     machine: Machine | None = None
     keep: bool = False
     fetch_bytes: int | None = None
@@ -32,12 +33,12 @@ class PlanOptions:
 
 def mask_for(mask: Mask, heads: Heads) -> Mask:
     """What these heads see of what the documents allow."""
-    return mask if heads.window is None else mask & masks.sliding_window(heads.window - 1)
+    return mask if heads.window is None else mask & masks.sliding_window(heads.window)
 
 
 def widest(sizes: ModelSizes, mask: Mask) -> Mask:
     """The mask that the layout is balanced for: that of the attentions that see most."""
-    heads = max(sizes.attentions, key=lambda one: one.window or 1 << 60, default=None)
+    heads = max(sizes.attentions, key=lambda one: 1 << 60 if one.window is None else one.window, default=None)
     return mask if heads is None else mask_for(mask, heads)
 
 
@@ -46,23 +47,34 @@ def attention_plans(sizes: ModelSizes, mask: Mask, layout: Layout, options: Plan
     return {
         heads: plan(
             mask_for(mask, heads), layout, q_heads=heads.q_heads, kv_heads=heads.kv_heads, head_dim=heads.head_dim,
-            v_head_dim=heads.v_head_dim, dtype=options.dtype, batch=options.batch, schedule=options.schedule,
+            v_head_dim=heads.v_head_dim, dtype=options.dtype, batch=options.batch, scheme=options.scheme,
             machine=options.machine, keep=options.keep, fetch_bytes=options.fetch_bytes,
         )
         for heads in sizes.attentions
     }  # fmt: skip
 
 
+def attention_seconds(plans: Mapping[Heads, Plan]) -> dict[Heads, AttentionSeconds]:
+    """How long each size of attention takes, by its plan."""
+    found = {}
+    for heads, one in plans.items():
+        chosen = next(reason for reason in one.reasons if reason.chosen)
+        flop = 2.0 * (heads.head_dim + heads.v_head_dim) * float(one.scheme.work.mean())
+        found[heads] = AttentionSeconds(chosen.forward_seconds, chosen.backward_seconds, flop)
+    return found
+
+
 def training_step(
-    sizes: ModelSizes, layout: Layout, plans: Mapping[Heads, Plan], batch: int, recipe: Recipe
+    sizes: ModelSizes, layout: Layout, plans: Mapping[Heads, Plan], batch: int, recipe: Recipe, data_parallel: int = 1
 ) -> TrainingStep:
-    """What is needed to know what the step takes, on the rank with most tokens."""
+    """What is needed to know what the step takes, on the rank with most tokens; FSDP is over the ranks of all
+    sequences."""
     found = {}
     for heads, one in plans.items():
         chosen = next(reason for reason in one.reasons if reason.chosen)
         found[heads] = AttentionBytes(chosen.peak_bytes, chosen.workspace_bytes)
     slots = layout.local_len or int(layout.num_tokens.max())
-    return TrainingStep(sizes, slots * batch, layout.world_size, found, recipe)
+    return TrainingStep(sizes, slots * batch, layout.world_size * data_parallel, found, recipe)
 
 
 def recipes(given: Recipe) -> list[Recipe]:
