@@ -695,7 +695,8 @@ def installed(torch_found, transformers_found):
 
 def test_doctor_that_finds_wrong_answers_ends_with_code_1(longspan, monkeypatch):
     wrong = [{"scheme": "ring", "dtype": "float32", "ranks": 4, "ok": False, "text": "dq is wrong on rank 2"}]
-    monkeypatch.setattr(doctor, "self_checks", lambda ranks, quick: wrong)
+    wrong[0] |= {"kernel": "cpu_flash", "shares": {"out": 0.2, "dq": 31.0}}
+    monkeypatch.setattr(doctor, "self_checks", lambda ranks, quick, advance: wrong)
     code, out, _ = longspan("doctor", "--quick")
     assert code == 1
     assert "NOT FIT" in out

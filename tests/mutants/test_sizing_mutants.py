@@ -13,6 +13,7 @@ from longspan.sizing import (
     AttentionBytes,
     Recipe,
     TrainingStep,
+    cost,
     families,
     hybrid_families,
     loss,
@@ -23,8 +24,10 @@ from longspan.sizing import (
     sizes_of,
     step_memory,
 )
+from longspan.sizing import seconds as time
 from tests.sizing_cases import MEASURED, config_of
 from tests.unit import test_sizing as checks
+from tests.unit import test_sizing_time as time_checks
 
 EXACT = ("llama", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "olmo", "olmo2", "lfm2")
 
@@ -81,6 +84,17 @@ CHECKS = (
     lambda: checks.test_every_switch_saves("gpt-oss-20b"),
     checks.test_bytes_of_tokens_grow_with_tokens_and_those_of_parameters_with_ranks_only,
     checks.test_what_attention_takes_is_counted_where_it_runs,
+    time_checks.test_attention_runs_forward_twice_where_layers_are_computed_again,
+    time_checks.test_products_are_six_operations_for_each_token_and_parameter_and_two_more_where_again,
+    time_checks.test_what_is_kept_passes_twice_forward_and_three_times_backward,
+    time_checks.test_loss_and_optimizer,
+    time_checks.test_offload_goes_there_and_back,
+    time_checks.test_fsdp_is_seen_where_it_takes_longer_than_layers,
+    time_checks.test_what_comes_from_other_nodes_enters_a_node_once,
+    time_checks.test_experts_and_recurrences_are_counted,
+    time_checks.test_model_flop_is_counted_as_published_utilisation_is,
+    time_checks.test_money,
+    time_checks.test_what_a_machine_does_not_say_is_not_guessed,
 )
 MUTANTS = {
     "norms keep no float32": (modules.norm, "size, size + groups)", "size, groups)"),
@@ -116,6 +130,37 @@ MUTANTS = {
     "logits are two bytes": (loss.loss_lines, "sizes.vocab * WHOLE,", "sizes.vocab * 2,"),
     "logits are whole anyway": (loss.loss_lines, "slab_rows(tokens, sizes.vocab, WIDE)", "tokens"),
     "a head's gradient is narrow": (loss.loss_lines, "(WIDE + recipe.itemsize)", "recipe.itemsize"),
+    "a product is one operation": (time._block, "2.0 * step.tokens", "1.0 * step.tokens"),
+    "every expert computes": (time._block, "block.active_params", "block.params"),
+    "recurrences are free": (time._block, " + block.products", ""),
+    "norms are free": (time._block, "KEPT_FORWARD * moved", "0 * moved"),
+    "attention has no forward": (time._block, "seconds[block.heads].forward", "0.0"),
+    "attention has no backward": (time._layer, "seconds[block.heads].backward", "0.0"),
+    "backward is as long as forward": (time._layer, "2 * one.products", "one.products"),
+    "nothing is computed again": (time._layer, "one.times(again)", "one.times(0)"),
+    "chunks of an MLP run once": (time._layer, "step.recipe.mlp_chunks > 1", "False"),
+    "backward reads no more than forward": (time._layer, "KEPT_BACKWARD / KEPT_FORWARD * ", ""),
+    "FSDP hides behind nothing": (time._exposed, "gather - forward", "gather"),
+    "gradients are not reduced": (time._exposed, "max(gather + reduce - backward, 0.0)", "max(gather - backward, 0.0)"),
+    "gradients are reduced as they are computed": (time._exposed, "step.recipe.state_size", "step.recipe.itemsize"),
+    "embedding and head come for free": (time._exposed, "return gather + reduce", "return 0.0"),
+    "a rank sends itself its own part": (time.gathered_seconds, "1 - inner / ranks", "1"),
+    "a node has one card": (time.gathered_seconds, "(inner * link.bandwidth)", "link.bandwidth"),
+    "only the innermost link counts": (time.gathered_seconds, "max(slowest, there", "max(0 * slowest, there"),
+    "nodes answer at once": (time.gathered_seconds, " * link.latency", " * 0.0"),
+    "the loss has no backward": (time._loss, "6 * logits", "2 * logits"),
+    "logits are not touched": (time._loss, "LOGIT_BYTES * logits", "0 * logits"),
+    "Adam is on every rank": (time._optimizer, "-(-step.sizes.params // step.ranks)", "step.sizes.params"),
+    "Adam's dtype is the model's": (time._optimizer, "state_size", "itemsize"),
+    "offload goes there only": (time._offload, "2 * len", "len"),
+    "offload is forgotten": (time.step_time, "if step.recipe.offload:", "if False:"),
+    "a rate that is not known is 0": (time.why_no_time, "not machine.matmul_share", "False"),
+    "float32 is as fast": (time.why_no_time, "step.recipe.itemsize != 2", "False"),
+    "utilisation forgets attention": (cost.model_flop, "3.0 * attention", "0.0 * attention"),
+    "utilisation is of one rank": (cost.model_flop, "attention * ranks", "attention"),
+    "money for one GPU": (cost.StepCost.per_billion, "self.gpus * price", "price"),
+    "a price may be nothing": (cost.StepCost.per_billion, "price <= 0", "price < 0"),
+    "any price will do": (cost.StepCost.per_billion, "not math.isfinite(price) or ", ""),
 }  # fmt: skip
 
 
@@ -133,7 +178,7 @@ def noticed():
     for check in CHECKS:
         try:
             check()
-        except AssertionError:
+        except (AssertionError, pytest.fail.Exception, KeyError, TypeError, ZeroDivisionError):
             return True
     return False
 

@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_a_failed_check_that_says_what_would(plan):
     assert found["peak_bytes"] + RESERVE + found["fits"]["bytes_left"] == 80 << 30
     code, out, _ = plan(*asked, "--memory", "30")
     assert code == 1
-    assert "it fits with --ranks 32" in " ".join(out.split())
+    assert "with --ranks 32: yes" in " ".join(out.split())
     code, out, _ = plan(*asked, "--memory", "8")  # embedding and head are whole on every rank
     assert code == 1
     assert "the thriftiest recipe below takes" in " ".join(out.split())
@@ -295,6 +295,9 @@ def test_a_model_without_attention_has_no_plan(plan, tmp_path):
 def test_without_a_model_figures_are_one_attentions(plan):
     code, out, _ = plan(*ASKED)
     assert code == 0
-    assert "All figures are one attention layer's" in " ".join(out.split())
+    assert "figures one attention layer's; --model NAME or --config FILE answers for a whole model" in " ".join(
+        out.split()
+    )
+    assert json.loads(plan(*ASKED, "--json")[1])["figures_of"] == "one attention layer"
     assert "32 query and 8 key/value heads of 128" in out
     assert "16 query and 4 key/value heads of 128" in plan(*ASKED, "--q-heads", "16", "--kv-heads", "4")[1]

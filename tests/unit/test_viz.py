@@ -225,6 +225,25 @@ def test_scaling_points_are_the_plans():
     assert f"ring, 4 ranks: {bytes_text(points[-1].bytes_received)}" in notes
 
 
+@pytest.mark.parametrize("asked", [(), ("--schemes", "all")], ids=["default", "all"])
+def test_the_legend_of_compared_schemes_is_inside_of_the_picture(asked, tmp_path, monkeypatch, capsys):
+    drawn = []
+
+    def draw(*points, **words):
+        drawn.append(scaling_picture(*points, **words))
+        return drawn[0]
+
+    monkeypatch.setattr("longspan.viz.scaling.scaling_picture", draw)
+    words = ["compare", "--seq", "64k", "--ranks", "4,8", "--plot", str(tmp_path / "curves.svg"), *asked]
+    assert main(words) == 0
+    check_drawn(drawn[0])
+    words = [item.text for item in drawn[0].items if isinstance(item, Text)]
+    named = ("quickest of all", "PyTorch all_gather", "PyTorch ring", "exchange", "all_to_all", "hybrid", "ring")
+    assert {*named, "ideal"} <= set(words)
+    legend = [item for item in drawn[0].items if isinstance(item, Text) and item.text in (*named, "ideal")]
+    assert len({item.y for item in legend}) == 2  # one row has no room for all
+
+
 def test_scaling_of_hardly_anything():
     check_drawn(scaling_picture(scaling_points(ls.masks.causal(256), (1,), schemes=("auto",), **SIZES)))
     with pytest.raises(PlanError, match="no points"):

@@ -100,3 +100,12 @@ def _about(mine: float, other: float) -> bool:
 
 def _more(mine: float, other: float, noun: str) -> str:
     return f"{times(mine / other)} the {noun}" if other else f"more {noun}"
+
+
+def many(number: int, noun: str) -> str:
+    """A number and its noun, in the plural where it needs one.
+
+    >>> many(1, "rank"), many(4, "rank")
+    ('1 rank', '4 ranks')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -2,12 +2,14 @@
 alone."""
 
 from longspan.sizing.built_in import BUILT_IN, built_in_config
+from longspan.sizing.cost import StepCost, model_flop
 from longspan.sizing.families import FAMILIES as _ATTENTION
 from longspan.sizing.families import sizes_of
 from longspan.sizing.hybrid_families import FAMILIES as _HYBRIDS
 from longspan.sizing.memory import RESERVE, AttentionBytes, StepMemory, TrainingStep, step_memory
 from longspan.sizing.modules import Block, Heads, LayerSizes, ModelSizes
 from longspan.sizing.recipe import MemoryLine, Recipe
+from longspan.sizing.seconds import AttentionSeconds, StepTime, TimeLine, step_time, why_no_time
 
 FAMILIES = (*_ATTENTION, *_HYBRIDS)
 """Every model_type that can be sized."""
@@ -17,15 +19,22 @@ __all__ = [
     "FAMILIES",
     "RESERVE",
     "AttentionBytes",
+    "AttentionSeconds",
     "Block",
     "Heads",
     "LayerSizes",
     "MemoryLine",
     "ModelSizes",
     "Recipe",
+    "StepCost",
     "StepMemory",
+    "StepTime",
+    "TimeLine",
     "TrainingStep",
     "built_in_config",
+    "model_flop",
     "sizes_of",
     "step_memory",
+    "step_time",
+    "why_no_time",
 ]

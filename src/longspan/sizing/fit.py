@@ -14,6 +14,7 @@ from longspan.schedules.plan import Plan
 from longspan.sizing.memory import AttentionBytes, TrainingStep
 from longspan.sizing.modules import Heads, ModelSizes
 from longspan.sizing.recipe import Recipe
+from longspan.sizing.seconds import AttentionSeconds
 
 CHUNKS = 8
 
@@ -53,16 +54,27 @@ def attention_plans(sizes: ModelSizes, mask: Mask, layout: Layout, options: Plan
     }  # fmt: skip
 
 
+def attention_seconds(plans: Mapping[Heads, Plan]) -> dict[Heads, AttentionSeconds]:
+    """How long each size of attention takes, by its plan."""
+    found = {}
+    for heads, one in plans.items():
+        chosen = next(reason for reason in one.reasons if reason.chosen)
+        flop = 2.0 * (heads.head_dim + heads.v_head_dim) * float(one.scheme.work.mean())
+        found[heads] = AttentionSeconds(chosen.forward_seconds, chosen.backward_seconds, flop)
+    return found
+
+
 def training_step(
-    sizes: ModelSizes, layout: Layout, plans: Mapping[Heads, Plan], batch: int, recipe: Recipe
+    sizes: ModelSizes, layout: Layout, plans: Mapping[Heads, Plan], batch: int, recipe: Recipe, data_parallel: int = 1
 ) -> TrainingStep:
-    """What is needed to know what the step takes, on the rank with most tokens."""
+    """What is needed to know what the step takes, on the rank with most tokens; FSDP is over the ranks of all
+    sequences."""
     found = {}
     for heads, one in plans.items():
         chosen = next(reason for reason in one.reasons if reason.chosen)
         found[heads] = AttentionBytes(chosen.peak_bytes, chosen.workspace_bytes)
     slots = layout.local_len or int(layout.num_tokens.max())
-    return TrainingStep(sizes, slots * batch, layout.world_size, found, recipe)
+    return TrainingStep(sizes, slots * batch, layout.world_size * data_parallel, found, recipe)
 
 
 def recipes(given: Recipe) -> list[Recipe]:

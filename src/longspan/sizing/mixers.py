@@ -12,6 +12,8 @@ from longspan.sizing.modules import Block, Heads, ModuleSizes, core, linear, nor
 
 DELTA_CHUNK = 64
 """Tokens of a chunk in fla: of each head and token a row of the chunk's inverted triangle is kept."""
+SSD_CHUNK = 256
+"""Tokens of a chunk in mamba_ssm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,9 @@ def gated_delta(hidden: int, sizes: DeltaSizes, norms: tuple[ModuleSizes, ...]) 
     values = sizes.value_heads * sizes.value_dim
     channels = 2 * sizes.key_heads * sizes.key_dim + values
     repeated = 2 * sizes.value_heads * sizes.key_dim
+    # in a chunk: scores, the triangle and what it multiplies; with the state: read twice, written once
+    inside = DELTA_CHUNK * (3 * sizes.key_dim + 2 * sizes.value_dim)
+    products = sizes.value_heads * (inside + 3 * sizes.key_dim * sizes.value_dim)
     return Block(
         "recurrent",
         (
@@ -125,6 +130,7 @@ def gated_delta(hidden: int, sizes: DeltaSizes, norms: tuple[ModuleSizes, ...]) 
                 repeated + channels + (DELTA_CHUNK + 1) * sizes.value_heads,
                 5 * sizes.value_heads,
                 working=repeated + 2 * values,
+                products=products,
             ),
             ModuleSizes("gated norm", sizes.value_dim, 2 * values, 3 * values + sizes.value_heads),
             linear("out", values, hidden),
@@ -157,6 +163,9 @@ def mamba2(hidden: int, sizes: MambaSizes, norms: tuple[ModuleSizes, ...]) -> Bl
         if sizes.gated_norm
         else ModuleSizes("gate", 0, 2 * inner)
     )
+    # in a chunk: scores of a group, and what they multiply; the state is written and read
+    scores = sizes.groups * SSD_CHUNK * sizes.state
+    products = scores + sizes.heads * sizes.head_dim * (SSD_CHUNK + 2 * sizes.state)
     return Block(
         "recurrent",
         (
@@ -165,7 +174,12 @@ def mamba2(hidden: int, sizes: MambaSizes, norms: tuple[ModuleSizes, ...]) -> Bl
             # rows with their halo, a copy over ranks, and what the activation keeps
             ModuleSizes("convolution", channels * (sizes.width + sizes.conv_bias), 2 * channels),
             ModuleSizes(
-                "recurrence", 3 * sizes.heads, projected + channels + inner, sizes.heads, working=channels + inner
+                "recurrence",
+                3 * sizes.heads,
+                projected + channels + inner,
+                sizes.heads,
+                working=channels + inner,
+                products=products,
             ),
             gate,
             linear("out", inner, hidden, bias=sizes.out_bias),

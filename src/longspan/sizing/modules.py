@@ -37,6 +37,8 @@ class ModuleSizes:
     """In the model's dtype, beside what is kept: gradients of rows, while its backward runs."""
     active: int | None = None
     """Parameters that one token meets; all, unless experts are chosen from."""
+    products: int = 0
+    """Multiplications of one token, forward, beside those with parameters: a recurrence's. A plan has attention's."""
 
     def kept_bytes(self, itemsize: int) -> int:
         """Bytes that are kept of one token."""
@@ -71,6 +73,10 @@ class Block:
     @property
     def active_params(self) -> int:
         return sum(module.params if module.active is None else module.active for module in self.modules)
+
+    @property
+    def products(self) -> int:
+        return sum(module.products for module in self.modules)
 
     def kept_bytes(self, itemsize: int) -> int:
         """Bytes that are kept of one token until backward."""

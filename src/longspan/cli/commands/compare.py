@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longspan.cli.progress import progress
 from longspan.cli.quantities import bytes_against, memory_against, schemes, times
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import LAYOUTS, Workload
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         raise PlanError(f"--plot {args.plot} was asked for. The name must end in {', '.join(PLOTS)}.")
     screen = screen_of(args)
     cases = list(_cases(workload, args))
-    with screen.progress("comparing", len(cases)) as advance:
+    with progress(args, "comparing", len(cases)) as advance:
         entries = compared(workload, cases, advance)
     if args.plot is not None:
         plot(entries, workload, args.plot)

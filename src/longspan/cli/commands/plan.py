@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from longspan.cli.commands import plan_model
+from longspan.cli.progress import progress
 from longspan.cli.quantities import bytes_against
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import Workload
@@ -30,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     if plan_model.asked(args):
         return plan_model.run(args)
     workload = Workload.of(args)
-    plan = workload.plan(args.ranks)
+    with progress(args, "planning"):
+        plan = workload.plan(args.ranks)
     if args.json:
         print_json("plan", {"workload": workload.as_json(), **figures(plan)})
     else:
@@ -42,6 +44,7 @@ def figures(plan: Plan) -> dict[str, Any]:
     """What the plan says, for JSON; bytes over all ranks, seconds and peak of those in `figures_of_ranks`."""
     chosen = next(reason for reason in plan.reasons if reason.chosen)
     return {
+        "figures_of": "one attention layer",
         "fingerprint": plan.fingerprint,
         "scheme": plan.scheme.name,
         "layout": plan.layout.name,
@@ -114,6 +117,7 @@ def show(workload: Workload, plan: Plan, screen: Screen) -> None:
     speed = rate_text(summary["forward_flops_per_rank"], "FLOP/s")
     screen.facts(
         (
+            ("figures", "one attention layer's; --model NAME or --config FILE answers for a whole model in training"),
             ("mask", workload.about_docs()),
             ("tensors", workload.about_tensors()),
             ("machine", workload.about_machine()),
@@ -136,8 +140,7 @@ def show(workload: Workload, plan: Plan, screen: Screen) -> None:
     )
     screen.text()
     note = (
-        "All figures are one attention layer's; --model or --config answers for a whole model."
-        f" Times are simulated on {plan.machine.name} ({plan.machine.kernel or 'kernel not named'}), not measured."
+        f"Times are simulated on {plan.machine.name} ({plan.machine.kernel or 'kernel not named'}), not measured."
         " Received is the most of any rank, both passes; host is how long queueing takes, beside the device."
     )
     if sampled:

@@ -1,46 +1,35 @@
-"""A whole model's training step on one screen: where its bytes go, what saves them, and whether it fits.
+"""A whole model's training step on one screen: where its bytes and its time go, whether it fits, and what it costs.
 
-longspan plan --model qwen3-8b --seq 256k --ranks 8 --machine h100 --memory 80
+longspan plan --model qwen3-8b --seq 256k --ranks 8 --machine h100 --memory 80 --price 2.50
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from longspan.cli.command import FAILED, FINE
+from longspan.cli.model_answer import MOST_RANKS, Answer, Asked, verdict
+from longspan.cli.progress import progress
 from longspan.cli.quantities import count
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
-from longspan.cli.workload import Workload
-from longspan.errors import LongspanError, PlanError
-from longspan.layouts import Layout
-from longspan.number_words import bytes_alike, bytes_text, three
-from longspan.schedules.plan import Plan
-from longspan.sizing import (
-    BUILT_IN,
-    RESERVE,
-    Heads,
-    ModelSizes,
-    Recipe,
-    StepMemory,
-    built_in_config,
-    sizes_of,
-    step_memory,
-)
-from longspan.sizing.fit import PlanOptions, attention_plans, recipes, training_step, widest
+from longspan.errors import PlanError
+from longspan.number_words import bytes_alike, bytes_text, seconds_alike, seconds_text, three
+from longspan.sizing import BUILT_IN, Heads, ModelSizes, StepMemory, built_in_config, sizes_of
+from longspan.sizing.fit import recipes
 
 MAX_CONFIG = 1 << 20
-MOST_RANKS = 1024
-"""Up to which it is tried on how many a step fits."""
 QUANTIZED = "The file's quantization_config is left aside: parameters take what --state and --dtype say."
 FROM_MODEL = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
 """What a model says itself, and what is taken where there is no model."""
 SWITCHES = {
     "memory": None,
+    "price": None,
+    "data_parallel": 1,
     "no_checkpointing": False,
     "offload": False,
     "mlp_chunks": 1,
@@ -57,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--config", metavar="FILE", help="a config.json of transformers; nothing is downloaded")
     which.add_argument("--model", metavar="NAME", help=f"a model by name: {', '.join(BUILT_IN)}")
     model.add_argument("--memory", type=count, metavar="GB", help="memory of a device, such as 80: does it fit?")
+    model.add_argument("--price", type=price, metavar="P", help="of an hour of one GPU: what do a billion tokens cost?")
+    model.add_argument(
+        "--data-parallel", type=count, default=1, metavar="N",
+        help="N sequences at once, each over its own --ranks; FSDP is over all of them (1)",
+    )  # fmt: skip
     model.add_argument("--no-checkpointing", action="store_true", help="layers keep all that their backward needs")
     model.add_argument("--offload", action="store_true", help="inputs of checkpointed layers wait on the host")
     model.add_argument("--mlp-chunks", type=count, default=1, metavar="N", help="MLPs run over N runs of tokens (1)")
@@ -65,6 +59,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--state", choices=("float32", "bfloat16"), default="float32",
         help="dtype of parameters, gradients and optimizer as they are kept (float32)",
     )  # fmt: skip
+
+
+def price(text: str) -> float:
+    """Money for an hour of one GPU.
+
+    >>> price("2.50")
+    2.5
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value <= 0:
+        raise argparse.ArgumentTypeError(f"the price of an hour of one GPU is above 0, but {text!r:.40} was given.")
+    return value
 
 
 def asked(args: argparse.Namespace) -> bool:
@@ -110,115 +119,47 @@ def model_of(args: argparse.Namespace) -> tuple[str, ModelSizes, tuple[str, ...]
     return name, sizes, (QUANTIZED,) if config.get("quantization_config") else ()
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A model, its step, and how the step was planned."""
-
-    name: str
-    sizes: ModelSizes
-    workload: Workload
-    layout: Layout
-    plans: dict[Heads, Plan]
-    recipe: Recipe
-    notes: tuple[str, ...] = ()
-
-    @staticmethod
-    def of(args: argparse.Namespace, ranks: int | None = None) -> Answer:
-        """For as many ranks as were asked for, or for others."""
-        name, sizes, notes = model_of(args)
-        workload = Workload.of(args)
-        layout = replace(workload, mask=widest(sizes, workload.mask), _layouts={}).layout(ranks or args.ranks)
-        batch, dtype = workload.tensors["batch"], workload.tensors["dtype"]
-        options = PlanOptions(
-            workload.scheme, workload.machine if workload.machine_given else None, workload.keep, workload.fetch_bytes,
-            batch, dtype,
-        )  # fmt: skip
-        recipe = Recipe(not args.no_checkpointing, args.offload, args.mlp_chunks, args.logits, dtype, args.state)
-        if args.keep and args.no_checkpointing:
-            raise PlanError(
-                "--keep and --no-checkpointing were given: every layer would keep remote K/V until its backward, which"
-                " is not counted here. Leave one of them out."
-            )
-        plans = attention_plans(sizes, workload.mask, layout, options)
-        return Answer(name, sizes, workload, layout, plans, recipe, notes)
-
-    @property
-    def tokens(self) -> int:
-        return training_step(self.sizes, self.layout, self.plans, self.workload.tensors["batch"], self.recipe).tokens
-
-    def memory(self, recipe: Recipe | None = None) -> StepMemory:
-        """What the step takes, with this recipe or the one that was asked for."""
-        batch = self.workload.tensors["batch"]
-        return step_memory(training_step(self.sizes, self.layout, self.plans, batch, recipe or self.recipe))
-
-
 def run(args: argparse.Namespace) -> int:
-    answer = Answer.of(args)
-    fits = None if args.memory is None else verdict(answer, args)
+    with progress(args, "planning every kind of layer"):
+        answer = Asked.of(args, *model_of(args)).on(args.ranks)
+        if args.price is not None and (why := answer.why_no_time()) is not None:
+            raise PlanError(
+                f"--price was given, but how long a step takes is not known: {why}. Name another --machine."
+            )
+        fits = None if args.memory is None else verdict(answer, args.memory)
     if args.json:
-        print_json("plan", figures(answer, fits))
+        print_json("plan", figures(answer, fits, args.price))
     else:
-        show(answer, fits, screen_of(args))
+        show(answer, fits, args.price, screen_of(args))
     return FAILED if fits and not fits["fits"] else FINE
 
 
-def verdict(answer: Answer, args: argparse.Namespace) -> dict[str, Any]:
-    """Whether it fits, why not, and what would make it."""
-    room = (args.memory << 30) - RESERVE
-    peak = answer.memory().peak
-    found: dict[str, Any] = {"memory": args.memory, "fits": peak.size <= room, "bytes_left": room - peak.size}
-    aside = f"and {bytes_text(RESERVE)} set aside for CUDA and NCCL"
-    if found["fits"]:
-        return {**found, "why": f"{bytes_text(peak.size)} at the peak, {aside}"}
-    most = max(peak.lines, key=lambda line: line.size)
-    why = f"{bytes_text(peak.size)} at the peak ({peak.name}), {bytes_text(most.size)} of it {most.name}, {aside}"
-    better = next((one for one in recipes(answer.recipe) if answer.memory(one).peak.size <= room), None)
-    ranks = fitting_ranks(args, room)
-    advice = [] if better is None else [f"with {better.words}, and no whole logits"]
-    advice += [] if ranks is None else [f"with --ranks {ranks}"]
-    least = min(answer.memory(one).peak.size for one in recipes(answer.recipe))
-    text = f"it fits {' or '.join(advice)}" if advice else f"the thriftiest recipe below takes {bytes_text(least)}"
-    with_recipe = None if better is None else better.words
-    return {**found, "why": why, "fits_with": with_recipe, "fits_with_ranks": ranks, "advice": text}
-
-
-def fitting_ranks(args: argparse.Namespace, room: int) -> int | None:
-    """How many ranks the same step fits on, doubling them; None where that is not tried any further."""
-    ranks = 2 * args.ranks
-    while ranks <= MOST_RANKS:
-        try:
-            if Answer.of(args, ranks).memory().peak.size <= room:
-                return ranks
-        except LongspanError:  # a layout or a scheme that was named does not go with so many
-            return None
-        ranks *= 2
-    return None
-
-
-def figures(answer: Answer, fits: dict[str, Any] | None) -> dict[str, Any]:
+def figures(answer: Answer, fits: dict[str, Any] | None, price: float | None) -> dict[str, Any]:
     """What the command says, for JSON; bytes of the rank that holds most."""
-    memory = answer.memory()
-    asked_for = answer.workload.as_json()
+    memory, asked = answer.memory(), answer.asked
+    asked_for = asked.workload.as_json()
     for name in (*FROM_MODEL, "v_head_dim", "window"):
         asked_for.pop(name, None)
     return {
         "workload": asked_for,
         "model": {
-            "name": answer.name,
-            "model_type": answer.sizes.model_type,
-            "parameters": answer.sizes.params,
-            "active_parameters": answer.sizes.active_params,
-            "layers": len(answer.sizes.layers),
-            "blocks": answer.sizes.num_blocks,
+            "name": asked.name,
+            "model_type": asked.sizes.model_type,
+            "parameters": asked.sizes.params,
+            "active_parameters": asked.sizes.active_params,
+            "layers": len(asked.sizes.layers),
+            "blocks": asked.sizes.num_blocks,
         },
         "ranks": answer.layout.world_size,
+        "data_parallel": asked.data_parallel,
+        "gpus": answer.gpus,
         "layout": answer.layout.name,
-        "tokens_per_rank": answer.tokens,
+        "tokens_per_rank": answer.step().tokens,
         "attentions": [
             {"count": number, **_heads_json(heads), "scheme": answer.plans[heads].scheme.name}
-            for heads, number in answer.sizes.attentions.items()
+            for heads, number in asked.sizes.attentions.items()
         ],
-        "with": answer.recipe.words,
+        "with": asked.recipe.words,
         "peak_bytes": memory.peak.size,
         "peak_moment": memory.peak.name,
         "host_bytes": memory.host,
@@ -230,12 +171,38 @@ def figures(answer: Answer, fits: dict[str, Any] | None) -> dict[str, Any]:
             }
             for moment in memory.moments
         ],
+        "time": time_figures(answer, price),
         "recipes": [
-            {"with": one.words, "peak_bytes": answer.memory(one).peak.size, "host_bytes": answer.memory(one).host}
-            for one in recipes(answer.recipe)
+            {
+                "with": one.words,
+                "peak_bytes": answer.memory(one).peak.size,
+                "host_bytes": answer.memory(one).host,
+                "seconds": None if answer.why_no_time(one) else answer.time(one).seconds,
+            }
+            for one in recipes(asked.recipe)
         ],
         "fits": fits,
-        "notes": list(answer.notes),
+        "notes": list(asked.notes),
+    }
+
+
+def time_figures(answer: Answer, price: float | None) -> dict[str, Any]:
+    """The step's time, and what it means; or why it is not known."""
+    if (why := answer.why_no_time()) is not None:
+        return {"seconds": None, "why_not": why}
+    time, cost = answer.time(), answer.cost()
+    return {
+        "seconds": time.seconds,
+        "simulated": True,
+        "machine": answer.machine.name,
+        "kernel": answer.machine.kernel,
+        "lines": [{"name": line.name, "seconds": line.seconds, "why": line.why} for line in time.lines],
+        "tokens": cost.tokens,
+        "tokens_per_second": cost.tokens_per_second,
+        "tokens_per_second_per_gpu": cost.tokens_per_second_per_gpu,
+        "mfu": cost.mfu,
+        "price": price,
+        "price_per_billion_tokens": None if price is None else cost.per_billion(price),
     }
 
 
@@ -246,23 +213,21 @@ def _heads_json(heads: Heads) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def show(answer: Answer, fits: dict[str, Any] | None, screen: Screen) -> None:
+def show(answer: Answer, fits: dict[str, Any] | None, price: float | None, screen: Screen) -> None:
     """The step as a person reads it."""
-    memory, ranks = answer.memory(), answer.layout.world_size
-    screen.title(f"{answer.name} in training, {answer.workload.seq_len:,} tokens on {ranks:,} ranks")
+    memory, asked, ranks = answer.memory(), answer.asked, answer.layout.world_size
+    several = f", {asked.data_parallel:,} sequences at once: {answer.gpus:,} GPUs" if asked.data_parallel > 1 else ""
+    screen.title(f"{asked.name} in training, {asked.workload.seq_len:,} tokens on {ranks:,} ranks{several}")
     facts = [
-        ("model", about_model(answer.sizes)),
-        ("tokens", f"{answer.workload.about_docs()}, {answer.tokens:,} tokens on a rank"),
+        ("model", about_model(asked.sizes)),
+        ("tokens", f"{asked.workload.about_docs()}, {answer.step().tokens:,} tokens on a rank"),
         ("attention", about_attentions(answer)),
-        ("with", f"{answer.recipe.words}{'' if answer.recipe.logits else '; loss without logits'}"),
+        ("with", f"{asked.recipe.words}{'' if asked.recipe.logits else '; loss without logits'}"),
         ("peak", f"{bytes_text(memory.peak.size)} on a rank: {memory.peak.name}"),
     ]
     if memory.host:
         facts.append(("host", f"{bytes_text(memory.host)} of pinned memory for each rank"))
-    if fits is not None:
-        text = f"in {fits['memory']} GB: {'yes' if fits['fits'] else 'no'}, {fits['why']}"
-        facts.append(("fits", text + (f"; {fits['advice']}" if "advice" in fits else "")))
-    screen.facts(facts)
+    screen.facts([*facts, *about_time(answer, price), *about_fit(fits)])
     screen.text()
     lines = memory.peak.lines
     columns = (Column(memory.peak.name, False), Column("bytes"), Column("what", False))
@@ -272,24 +237,60 @@ def show(answer: Answer, fits: dict[str, Any] | None, screen: Screen) -> None:
     _tables(answer, memory, screen)
     screen.notes((
         "Computed, not measured: nothing here has run on a GPU. Layers keep what transformers' own modules keep, FSDP2"
-        " shards over all ranks; memory lost between tensors is not counted.",
-        *answer.notes,
+        " shards over all ranks; memory lost between tensors is not counted. Times are simulated; tensor and expert"
+        " parallel, LoRA and FP8 are not known here.",
+        *asked.notes,
     ))  # fmt: skip
 
 
+def about_time(answer: Answer, price: float | None) -> list[tuple[str, str]]:
+    """How long a step takes and what that means, in a line or two."""
+    if (why := answer.why_no_time()) is not None:
+        return [("step", f"how long it takes is not known: {why}")]
+    cost, machine = answer.cost(), answer.machine
+    rates = f"{cost.tokens_per_second:,.0f} tokens/s, {cost.tokens_per_second_per_gpu:,.0f} for each GPU"
+    on = f"simulated on {machine.name} ({machine.kernel or 'kernel not named'})"
+    lines = [("step", f"{seconds_text(cost.seconds)}, {on}: {rates}; MFU {cost.mfu:.1%}")]
+    if price is not None:
+        text = f"{cost.per_billion(price):,.0f} for a billion tokens, at {price:g} for an hour of each GPU"
+        lines.append(("cost", text))
+    return lines
+
+
+def about_fit(fits: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Whether it fits, and the smallest number of GPUs on which it would."""
+    if fits is None:
+        return []
+    text = f"in {fits['memory']} GB: {'yes, ' if fits['fits'] else 'no, because '}{fits['why']}"
+    least = fits["smallest"]
+    small = f"it fits on none that was tried, up to {MOST_RANKS:,} ranks"
+    if least is not None:
+        small = f"{least['gpus']:,} GPU{'s' * (least['gpus'] > 1)} (--ranks {least['ranks']:,}), with {least['with']}"
+    return [("fits", text + (f"; {fits['advice']}" if "advice" in fits else "")), ("smallest", small)]
+
+
 def _tables(answer: Answer, memory: StepMemory, screen: Screen) -> None:
-    """All moments, and all recipes."""
+    """All moments, where the time goes, and all recipes."""
     sizes = column([moment.size for moment in memory.moments])
     rows = [Row((m.name, size), m is memory.peak) for m, size in zip(memory.moments, sizes, strict=True)]
     screen.table((Column("moment", False), Column("bytes")), rows)
     screen.text()
-    found = [(one, answer.memory(one)) for one in recipes(answer.recipe)]
+    if answer.why_no_time() is None:
+        time = answer.time()
+        cells = zip(time.lines, seconds_column([line.seconds for line in time.lines]), strict=True)
+        screen.table(
+            (Column("step", False), Column("time"), Column("share"), Column("what", False)),
+            [Row((line.name, text, f"{line.seconds / time.seconds:.1%}", line.why)) for line, text in cells],
+        )
+        screen.text()
+    found = [(one, answer.memory(one)) for one in recipes(answer.asked.recipe)]
     peaks, hosts = column([m.peak.size for _, m in found]), column([m.host for _, m in found])
+    times = ["" if answer.why_no_time(one) else seconds_text(answer.time(one).seconds) for one, _ in found]
     screen.table(
-        (Column("with", False), Column("peak"), Column("on the host"), Column("at", False)),
+        (Column("with", False), Column("peak"), Column("host"), Column("step"), Column("at", False)),
         [
-            Row((one.words, peak, host if m.host else "", m.peak.name), one == answer.recipe)
-            for (one, m), peak, host in zip(found, peaks, hosts, strict=True)
+            Row((one.words, peak, host if m.host else "", time, m.peak.name), one == answer.asked.recipe)
+            for (one, m), peak, host, time in zip(found, peaks, hosts, times, strict=True)
         ],
     )
     screen.text()
@@ -302,6 +303,15 @@ def column(values: Sequence[int]) -> list[str]:
     return [f"{three(value / (1 << 30))} GiB" for value in values]
 
 
+def seconds_column(values: Sequence[float]) -> list[str]:
+    """Times for one column, in seconds wherever one is that long.
+
+    >>> seconds_column([34.146, 0.784]), seconds_column([0.5, 0.0123])
+    (['34.1 s', '0.78 s'], ['500 ms', '12.3 ms'])
+    """
+    return seconds_alike(values) if max(values) < 1 else [f"{three(value)} s" for value in values]
+
+
 def about_model(sizes: ModelSizes) -> str:
     """Parameters and layers, in a line."""
     active = f", {sizes.active_params / 1e9:,.2f}e9 of them for a token" if sizes.active_params < sizes.params else ""
@@ -312,7 +322,7 @@ def about_model(sizes: ModelSizes) -> str:
 def about_attentions(answer: Answer) -> str:
     """Each size of attention and its scheme, in a line."""
     words: list[str] = []
-    for heads, number in answer.sizes.attentions.items():
+    for heads, number in answer.asked.sizes.attentions.items():
         dims = f"{heads.head_dim}" if heads.head_dim == heads.v_head_dim else f"{heads.head_dim}/{heads.v_head_dim}"
         seen = "" if heads.window is None else f", window of {heads.window:,} before each token"
         chosen = next(reason for reason in answer.plans[heads].reasons if reason.chosen)

@@ -16,6 +16,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from longspan.cli.progress import progress
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.errors import PlanError
 
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     kind = _class(config, args.task)
     screen = screen_of(args)
     answers: dict[str, dict[str, Any]] = {}
-    with screen.progress(f"proving {kind.__name__}", len(names)) as advance:
+    with progress(args, f"proving {kind.__name__}", len(names)) as advance:
         for name in names:
             advance(name)
             answers[name] = _answer(kind, config, name, args.again)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import longspan
 from longspan.cli.lengths import KINDS
+from longspan.cli.progress import progress
 from longspan.cli.screen import print_json
 from longspan.cli.workload import STRIPE, Workload
 from longspan.cli.workload import add_arguments as add_workload
@@ -34,15 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     workload = Workload.of(args)
-    plan = workload.plan(args.ranks)
-    text = report_html(
-        plan,
-        title=args.title,
-        command=command_of(args),
-        python=python_of(workload, args, plan.fingerprint),
-        asked=(("given as", workload.docs),) if workload.docs != "as given" else (),
-        version=longspan.__version__,
-    )
+    with progress(args, "planning and drawing"):
+        plan = workload.plan(args.ranks)
+        text = report_html(
+            plan,
+            title=args.title,
+            command=command_of(args),
+            python=python_of(workload, args, plan.fingerprint),
+            asked=(("given as", workload.docs),) if workload.docs != "as given" else (),
+            version=longspan.__version__,
+        )
     args.out.write_text(text, encoding="utf-8")
     if args.json:
         answer = {"out": str(args.out), "num_bytes": len(text.encode()), "fingerprint": plan.fingerprint}

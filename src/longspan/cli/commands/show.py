@@ -11,11 +11,13 @@ two_level. HTML pages need no network and run no scripts.
 from __future__ import annotations
 
 import argparse
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from longspan.cli.progress import progress
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import Workload
 from longspan.cli.workload import add_arguments as add_workload
@@ -41,6 +43,7 @@ from longspan.viz.traffic_table import traffic, traffic_picture
 
 WHAT = ("mask", "layout", "schedule", "traffic", "memory", "scan")
 PASSES = ("forward", "backward")
+DRAWN_PLANS = {"schedule": timeline_picture, "traffic": traffic_picture, "memory": memory_picture}
 _MATRIX = 12
 """Ranks up to which traffic is printed as a matrix."""
 
@@ -59,7 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     workload = Workload.of(args)
     _check_asked(args)
-    shown = _Shown(args.what, workload, args.ranks)
+    with progress(args, "planning"):
+        shown = _Shown(args.what, workload, args.ranks)
+        if args.what in DRAWN_PLANS:
+            _ = shown.plan  # all that takes long: it is kept
     files = {kind: path for kind in ("svg", "png", "html") if (path := getattr(args, kind)) is not None}
     if files:
         scene = shown.scene(args.title)
@@ -109,6 +115,7 @@ class _Shown:
         self.what, self.workload, self.ranks = what, workload, ranks
         self.mask, self.layout = workload.mask, workload.layout(ranks)
 
+    @cached_property
     def plan(self) -> Plan:
         return self.workload.plan(self.ranks)
 
@@ -129,8 +136,7 @@ class _Shown:
             return layout_picture(self.layout, self.mask, title=title)
         if self.what == "scan":
             return scan_picture(self.scan(), title=title)
-        draw = {"schedule": timeline_picture, "traffic": traffic_picture, "memory": memory_picture}[self.what]
-        return draw(self.plan(), title=title)
+        return DRAWN_PLANS[self.what](self.plan, title=title)
 
     def figures(self) -> dict[str, Any]:
         """What the picture shows, for JSON."""
@@ -144,7 +150,7 @@ class _Shown:
             return {"layout": self.layout.name, "num_spans": len(rows), "tokens_by_rank": tokens}
         if self.what == "scan":
             return _scan_figures(self.scan())
-        plan = self.plan()
+        plan = self.plan
         answer: dict[str, Any] = {"scheme": plan.scheme.name, "fingerprint": plan.fingerprint}
         for one in runs(plan):
             if self.what == "traffic":
@@ -173,7 +179,7 @@ class _Shown:
         elif self.what == "scan":
             print(self.scan().explain())
         else:
-            plan = self.plan()
+            plan = self.plan
             screen.title(f"{plan.scheme.name}, {self.layout.seq_len:,} tokens on {self.layout.world_size:,} ranks")
             show = {"schedule": _schedule_text, "traffic": _traffic_text, "memory": _memory_text}[self.what]
             show(plan, screen)

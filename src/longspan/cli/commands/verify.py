@@ -17,9 +17,12 @@ from typing import Any
 
 from longspan import layouts, masks
 from longspan.api import attention, plan
-from longspan.cli.kernel_used import kernel_used
-from longspan.cli.launch import meet
+from longspan.cli.error_shares import LEGEND, CheckedScheme, show_shares
+from longspan.cli.kernel_used import device_used, kernel_used
+from longspan.cli.launch import BACKENDS, meet
+from longspan.cli.progress import progress
 from longspan.cli.quantities import count, counts, schemes
+from longspan.cli.screen import Screen, screen_of
 from longspan.cli.workload import WINDOW_HELP
 from longspan.errors import PlanError
 from longspan.masks import Mask
@@ -73,26 +76,41 @@ def run(args: argparse.Namespace) -> int:
             layout = layouts.balanced(mask, world_size=world)
         else:
             layout = getattr(layouts, args.layout)(mask.length(None), world)
+        cases = [(dtype, scheme) for dtype in args.dtype.split(",") for scheme in args.schemes]
         reports: list[Report] = []
         used: dict[str, str] = {}
-        for dtype in args.dtype.split(","):
-            for scheme in args.schemes:
+        with progress(args, "verifying", len(cases), speaks=rank == 0) as advance:
+            for dtype, scheme in cases:
+                advance(f"{scheme}, {dtype}")
                 scheme_plan = plan(
                     mask, layout, q_heads=args.q_heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
                     batch=args.batch, dtype=dtype, scheme=scheme,
                 )  # fmt: skip
                 used[dtype] = _kernel(scheme_plan, args, device)
                 reports.append(_verify_plan(scheme_plan, group, args, device))
-                if rank == 0 and not args.json:
-                    print(f"{dtype}: {reports[-1]}", flush=True)
         ok = all(report.ok for report in reports)
-        if rank == 0:
+        checked = [CheckedScheme.of(report, *reversed(case)) for report, case in zip(reports, cases, strict=True)]
+        if rank == 0 and args.json:
             answer = {"ok": ok, "ranks": world, "device": str(device), "kernels": used}
-            answer["checks"] = [report.as_dict() for report in reports]
-            right = sum(report.ok for report in reports)
-            kernels = ", ".join(dict.fromkeys(used.values()))
-            print(json.dumps(answer) if args.json else f"{right} of {len(reports)} right, on {device} by {kernels}")
+            print(json.dumps(answer | {"checks": [report.as_dict() for report in reports]}))
+        elif rank == 0:
+            where = f"{device_used(device)} by {', '.join(dict.fromkeys(used.values()))}"
+            how = "in one process" if group is None else f"in as many processes, over {BACKENDS[_backend(device)]}"
+            show(checked, reports, f"{layout.name} over {world} ranks, {how}", where, screen_of(args))
     return 0 if ok else 1
+
+
+def show(checked: list[CheckedScheme], reports: list[Report], asked: str, where: str, screen: Screen) -> None:
+    """The table of shares; below it, what is wrong, with its likely causes."""
+    screen.title(f"{sum(one.ok for one in checked)} of {len(checked)} right, on {where}")
+    screen.text(asked)
+    screen.text()
+    show_shares(checked, screen)
+    screen.text()
+    for one, report in zip(checked, reports, strict=True):
+        if not one.ok:
+            print(f"{one.dtype}: {report}\n")
+    screen.notes((LEGEND,))
 
 
 def _verify_plan(scheme_plan: Plan, group: Any, args: argparse.Namespace, device: Any) -> Report:
@@ -181,6 +199,10 @@ def _usual_device(num_gpus: int) -> str:
     return "cuda" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= num_gpus else "cpu"
 
 
+def _backend(device: Any) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Ranks of one host share its cores, and these tensors are small: threads would only wait for one another."""
@@ -211,7 +233,7 @@ def _group(device: Any) -> Iterator[tuple[Any, int, int]]:
             f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not, so ranks cannot meet. Start all with"
             f" torchrun, or unset RANK and WORLD_SIZE to run in one process."
         )
-    meet("nccl" if device.type == "cuda" else "gloo", str(device))
+    meet(_backend(device), str(device))
     yield dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     dist.barrier()  # nobody closes connections that another rank still uses; on errors, torchrun ends all
     dist.destroy_process_group()

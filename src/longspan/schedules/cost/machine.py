@@ -106,12 +106,19 @@ class Machine:
     """What starting one message, at either end, costs the host."""
     call_seconds: float = 0.0
     """What a call costs the host before its first step and after its last."""
+    matmul_share: float = 0.0
+    """What matrix products of a model's layers reach in training, as a share of `flops`. 0: not known."""
+    host_bandwidth: float = 0.0
+    """Bytes per second between a device and its host's pinned memory, one direction. 0: not known."""
 
     def __post_init__(self) -> None:
         where = f"machine {shortened(self.name)}"
         for name in ("flops", "forward_share", "backward_share", "copy_bandwidth"):
             _check_number(getattr(self, name), name, where)
-        for name in ("slot_seconds", "op_seconds", "launch_seconds", "message_seconds", "call_seconds"):
+        for name in (
+            "slot_seconds", "op_seconds", "launch_seconds", "message_seconds", "call_seconds", "matmul_share",
+            "host_bandwidth",
+        ):  # fmt: skip
             _check_number(getattr(self, name), name, where, zero=True)
         whole(self.slots, "slots", where, PlanError, low=1)
         if not isinstance(self.kernel, str):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -15,6 +15,7 @@ MAX_LINKS = 8
 MAX_RANKS = 1 << 30
 _MAY_BE_ZERO = (
     "slot_seconds", "op_seconds", "latency", "far_rows", "launch_seconds", "message_seconds", "call_seconds",
+    "matmul_share", "host_bandwidth",
 )  # fmt: skip
 
 T = TypeVar("T", Link, Tiling, Machine)

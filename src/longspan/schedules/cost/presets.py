@@ -29,6 +29,11 @@ Links, and copies at 0.703 of memory bandwidth, are those of the fit to whole sy
 other GPUs. An operation takes 3.8 us of the device: short kernels one after another, in NVIDIA's post on CUDA graphs
 (developer.nvidia.com/blog/cuda-graphs). Hosts: 15 us for each operation, 5 us for each message, 150 us for each call;
 set from what Longspan takes on CPUs with kernels that do nothing. `longspan calibrate` measures them where it runs.
+
+Matrix products of layers, as a share of peak: 0.66 of what one product alone sustains, 755 TFLOP/s on an H100's SMs
+(H200) and 1,429 on a B200, 271 at best on an A100 (compute/accelerator of github.com/stas00/ml-engineering, which also
+has a training step of Llama-3.1-8B on H200s taken apart: the 0.66 is from it, `python -m benchmarks.published_models`).
+Copies between device and host: 50 GB/s by PCIe 5, 25 by PCIe 4, assumed. A CPU's are not known here.
 """
 
 from __future__ import annotations
@@ -60,6 +65,8 @@ H100_FITTED = Machine(
     forward_tiling=Tiling(128, 128, 176, packs_heads=True),
     backward_tiling=Tiling(128, 64, 80),
     kernel="FA3",
+    matmul_share=0.66 * 755 / 989,
+    host_bandwidth=50e9,
 )
 """Whole published systems on H100s, their hosts within the 25.5 us of an operation: six constants fitted to 24 points,
 which predict 24 others (`python -m benchmarks.published`). Our own runs are priced on the machines below."""
@@ -104,6 +111,7 @@ A100 = replace(
     H100, name="a100", kernel="FA2", flops=312e12, forward_share=0.70, backward_share=0.60, slots=108,
     copy_bandwidth=_COPIES * 2.039e12,
     links=(Link(8, 300e9 * _WIRE, _LATENCY), Link(1 << 30, 25e9 * _WIRE, 2 * _LATENCY)),
+    matmul_share=0.66 * 271 / 312, host_bandwidth=25e9,
     source=_SHEET_A100 + "FA2 from its paper; links and copies borrowed from the H100 fit and unchecked",
 )  # fmt: skip
 A100_FLEX = replace(
@@ -115,6 +123,7 @@ B200 = replace(
     H100, name="b200", kernel="FA2", flops=2250e12, forward_share=0.183, backward_share=0.15, slots=148,
     slot_seconds=4e-6, copy_bandwidth=_COPIES * 8e12,
     links=(Link(8, 900e9 * _WIRE, _LATENCY), Link(1 << 30, 50e9 * _WIRE, 2 * _LATENCY)),
+    matmul_share=0.66 * 1429 / 2250,
     source=_SHEET_B200 + "FA2 of PyTorch 2.8 as NVIDIA measured it on a B200 (cudnn-frontend)",
 )  # fmt: skip
 B200_FA4 = replace(
