@@ -41,8 +41,15 @@ nb_execution_mode = "off"  # tests/house/test_notebooks.py runs them; here they 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"
-copybutton_selector = (
-    "div.highlight-python pre, div.highlight-bash pre, div.highlight-pycon pre, div.highlight-diff pre, div.doctest pre"
+copybutton_selector = ", ".join(
+    f"div.{kind} pre"
+    for kind in (
+        "highlight-python",
+        "highlight-bash",
+        "highlight-pycon",
+        "highlight-diff",
+        "doctest",
+    )
 )
 
 # Names of other packages, where their pages are. Kept here, so that building needs no network; a name that is in
