@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from longspan.cli.files import to_write
 from longspan.cli.launch import add_backend, joined
 from longspan.cli.screen import print_json, screen_of
 
@@ -21,7 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="LINES", help="lines by name, or by its beginning: exact.ring,faults")
     parser.add_argument("--list", action="store_true", help="print the names of all lines, and run none")
     parser.add_argument(
-        "--out", type=Path, default=Path("acceptance"), metavar="NAME", help="writes NAME.md and NAME.json (acceptance)"
+        "--out",
+        type=to_write(),
+        default=Path("acceptance"),
+        metavar="NAME",
+        help="writes NAME.md and NAME.json (acceptance)",
     )
     add_backend(parser)
 
