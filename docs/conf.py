@@ -18,7 +18,12 @@ author = "The Longspan authors"
 copyright = "The Longspan authors, Apache-2.0"  # noqa: A001 - Sphinx's name for it
 version = release = longspan.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx_copybutton"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["images", "inventories", "**.ipynb_checkpoints"]
 root_doc = "index"
 html_theme = "furo"
@@ -36,8 +41,15 @@ nb_execution_mode = "off"  # tests/house/test_notebooks.py runs them; here they 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"
-copybutton_selector = (
-    "div.highlight-python pre, div.highlight-bash pre, div.highlight-pycon pre, div.highlight-diff pre, div.doctest pre"
+copybutton_selector = ", ".join(
+    f"div.{kind} pre"
+    for kind in (
+        "highlight-python",
+        "highlight-bash",
+        "highlight-pycon",
+        "highlight-diff",
+        "doctest",
+    )
 )
 
 # Names of other packages, where their pages are. Kept here, so that building needs no network; a name that is in
@@ -52,7 +64,9 @@ intersphinx_mapping = {
 default_role = "code"
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
-autodoc_type_aliases = {"ArrayLike": "numpy.typing.ArrayLike"}  # else its members, in three lines
+autodoc_type_aliases = {
+    "ArrayLike": "numpy.typing.ArrayLike"
+}  # else its members, in three lines
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
@@ -60,7 +74,10 @@ python_maximum_signature_line_length = 88
 # Classes that annotations mention but that are not public.
 nitpick_ignore_regex = [
     ("py:class", r"longspan\.masks\.functions\.reads\.Reads"),
-    ("py:class", r"longspan\.(schedules|execution|testing|training|viz|integrations)(\.[a-z_]+)+\._?[A-Z]\w+"),
+    (
+        "py:class",
+        r"longspan\.(schedules|execution|testing|training|viz|integrations)(\.[a-z_]+)+\._?[A-Z]\w+",
+    ),
 ]
 
 
@@ -72,7 +89,10 @@ def lists_of_arguments(app, what, name, obj, options, lines):  # noqa: ARG001 - 
 
 def plain_aliases(app, what, name, obj, options, signature, returned):  # noqa: ARG001 - Sphinx's own signature
     """In a union Sphinx prints an alias as its own object, `TypeAliasForwardRef('x')`; here it is x again."""
-    return tuple(text and re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"\1", text) for text in (signature, returned))
+    return tuple(
+        text and re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"\1", text)
+        for text in (signature, returned)
+    )
 
 
 def setup(app):

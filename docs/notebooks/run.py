@@ -18,7 +18,9 @@ HERE = Path(__file__).parent
 def ran(path: Path, folder: str | Path) -> nbformat.NotebookNode:
     """The notebook with new outputs, run in a folder of its own. Raises where a cell does."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=240, kernel_name="python3", record_timing=False)
+    client = NotebookClient(
+        notebook, timeout=240, kernel_name="python3", record_timing=False
+    )
     return client.execute(cwd=str(folder))
 
 
@@ -29,4 +31,6 @@ if __name__ == "__main__":
             notebook = ran(path, folder)
         notebook.metadata.pop("language_info", None)
         path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
-        print(f"{path.name}: {len(notebook.cells)} cells, {path.stat().st_size:,} bytes")
+        print(
+            f"{path.name}: {len(notebook.cells)} cells, {path.stat().st_size:,} bytes"
+        )

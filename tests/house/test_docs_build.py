@@ -189,8 +189,6 @@ def test_block_lines_are_those_of_the_page():
 
 
 COLUMNS = 88
-# Pages whose code is rewritten elsewhere in this round; each leaves this list when it fits.
-WIDE = {"README.md", "docs/memory.md"}
 
 
 def too_wide(text):
@@ -204,7 +202,7 @@ def too_wide(text):
 def test_code_fits_without_scrolling(page):
     output = ("schedule ",)  # of a pycon block: printed, not typed
     wide = [line for line in too_wide((ROOT / page).read_text()) if not line.startswith(output)]
-    assert bool(wide) == (page in WIDE), "\n".join(wide)
+    assert not wide, "\n".join(wide)
 
 
 def test_wide_code_is_found():
