@@ -24,7 +24,7 @@ BAR, ROUNDS, TOKENS = 50e-6, 2000, 65536
 def job_of(mask: Mask) -> Job:
     """A rank's job under a plan for two ranks."""
     layout = ls.layouts.zigzag(TOKENS, 2)
-    plan = ls.plan(mask, layout, q_heads=8, kv_heads=8, head_dim=64, dtype="float32", schedule="exchange")
+    plan = ls.plan(mask, layout, q_heads=8, kv_heads=8, head_dim=64, dtype="float32", scheme="exchange")
     return Job(plan, 0, kernel_named("reference"), 0.125, torch.float32)
 
 

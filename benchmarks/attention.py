@@ -33,7 +33,7 @@ FLEX_SEQ_LEN = 4096
 BYTES_SEQ_LEN = 32768
 SCHEDULES = ("exchange", "ring", "all_gather", "all_to_all")
 OURS = "exchange"
-"""The schedule that is held to the bars. `plan` would choose by wall-clock time on its model of a machine; what is
+"""The scheme that is held to the bars. `plan` would choose by wall-clock time on its model of a machine; what is
 measured here is processor time, of which messages take a part on CPUs, and an exchange sends the least."""
 BARE = Entry("bare", c.bare)
 
@@ -91,8 +91,8 @@ class Times:
         return Times(cpu, wall)
 
 
-def ours(schedule: str, layout: str) -> Entry:
-    return Entry(f"{schedule}, {layout}", c.longspan, (layout, schedule), layout)
+def ours(scheme: str, layout: str) -> Entry:
+    return Entry(f"{scheme}, {layout}", c.longspan, (layout, scheme), layout)
 
 
 def auto(work: Work, layout: str, world_size: int) -> str:
@@ -165,10 +165,10 @@ def against_flex(report: Report, sizes: tuple[int, ...]) -> None:
         report.at_least(f"CPU: flex / {us.name}, {world_size} ranks", cpu[us.name], cpu["flex"], 20.0)
 
 
-def sent_forward(work: Work, layout: str, schedule: str) -> tuple[int, int, int]:
+def sent_forward(work: Work, layout: str, scheme: str) -> tuple[int, int, int]:
     """Runs on every rank: the bytes that it really sent, and what the plan says it sends and receives."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    made = c.plan_of(work, c.layout_of(work, layout, size), schedule)
+    made = c.plan_of(work, c.layout_of(work, layout, size), scheme)
     q, k, v = (made.layout.shard(t, rank, 2) for t in work.tensors()[:3])
     with observe() as traffic, torch.no_grad():
         c.ls.attention(q, k, v, made, group=dist.group.WORLD)
@@ -181,14 +181,14 @@ def bytes_sent(report: Report) -> None:
     work = Work(BYTES_SEQ_LEN, "bfloat16", tuple(document_lengths("longtail", BYTES_SEQ_LEN).tolist()))
     totals: dict[str, int] = {}
     with Ranks(4) as ranks:
-        for schedule in ("exchange", "all_gather"):
-            found = ranks.run(sent_forward, work, "balanced", schedule)
+        for scheme in ("exchange", "all_gather"):
+            found = ranks.run(sent_forward, work, "balanced", scheme)
             sent, planned, received = (sum(figures) for figures in zip(*found, strict=True))
             exact = all(really == wanted for really, wanted, _ in found) and sent == planned == received
             report.missed += not exact
-            totals[schedule] = sent
+            totals[scheme] = sent
             verdict = "exactly as planned" if exact else f"planned {received / 2**20:.2f}  MISSED"
-            print(f"  {schedule:44s} {sent / 2**20:9.2f}   {verdict}")
+            print(f"  {scheme:44s} {sent / 2**20:9.2f}   {verdict}")
     ratio = totals["all_gather"] / totals["exchange"]
     report.missed += ratio < 5.0
     print(f"  {'all_gather / exchange':44s} {ratio:9.2f}   >= 5.00{'' if ratio >= 5.0 else '  MISSED'}")

@@ -95,9 +95,9 @@ def one_device(work: Work) -> Call:
     return lambda: _through_autograd(lambda q, k, v: ls.attention(q, k, v, work.mask), *tensors)
 
 
-def plan_of(work: Work, layout: ls.layouts.Layout, schedule: str) -> ls.Plan:
+def plan_of(work: Work, layout: ls.layouts.Layout, scheme: str) -> ls.Plan:
     return ls.plan(
-        work.mask, layout, q_heads=HEADS, kv_heads=HEADS, head_dim=DIM, dtype=work.dtype, schedule=schedule,
+        work.mask, layout, q_heads=HEADS, kv_heads=HEADS, head_dim=DIM, dtype=work.dtype, scheme=scheme,
         machine="cpu",
     )  # fmt: skip
 
@@ -108,10 +108,10 @@ def layout_of(work: Work, name: str, world_size: int) -> ls.layouts.Layout:
     return ls.layouts.balanced(work.mask, world_size=world_size)
 
 
-def longspan(work: Work, layout: str, schedule: str) -> Call:
+def longspan(work: Work, layout: str, scheme: str) -> Call:
     """This rank's part of a plan."""
     group = dist.group.WORLD
-    made = plan_of(work, layout_of(work, layout, dist.get_world_size()), schedule)
+    made = plan_of(work, layout_of(work, layout, dist.get_world_size()), scheme)
     tensors = [made.layout.shard(t, dist.get_rank(), 2) for t in work.tensors()]
     return lambda: _through_autograd(lambda q, k, v: ls.attention(q, k, v, made, group=group), *tensors)
 

@@ -136,7 +136,7 @@ def sharded_step(style: Style, model: Any, mesh: Mesh, rows: list[Row], mistake:
         "head_dim": style.head_dim,
         "batch": len(rows),
     }
-    plans = {kind: ls.plan(mask, layout, **sizes, dtype="float32", schedule="exchange") for kind, mask in masks.items()}
+    plans = {kind: ls.plan(mask, layout, **sizes, dtype="float32", scheme="exchange") for kind, mask in masks.items()}
     mine = shard_batch(batch, layout, rank, documents=lengths, positions="document")
     labels = mine["shift_labels"]
     if mistake == LATE_LABELS:

@@ -99,7 +99,7 @@ def as_on_a_gpu() -> Iterator[None]:
             setattr(triton_kernels, name, kernel)
 
 
-def plan_of(case: Case, smaller: int = 1, schedule: str = "auto") -> ls.Plan:
+def plan_of(case: Case, smaller: int = 1, scheme: str = "auto") -> ls.Plan:
     lengths = np.maximum(1, drawn_lengths("longtail", SEQ) // smaller) if case.documents else np.array([SEQ // smaller])
     mask = ls.masks.documents(lengths.tolist()) & ls.masks.causal()
     if case.window:
@@ -108,7 +108,7 @@ def plan_of(case: Case, smaller: int = 1, schedule: str = "auto") -> ls.Plan:
     sizes = {"q_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "bfloat16"}
     if smaller > 1:
         sizes |= {"q_heads": KV_HEADS, "head_dim": FEW}
-    return ls.plan(mask, layout, schedule=schedule, machine=H100, **sizes)
+    return ls.plan(mask, layout, scheme=scheme, machine=H100, **sizes)
 
 
 def both_plans(case: Case) -> tuple[ls.Plan, ls.Plan]:

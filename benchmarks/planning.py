@@ -53,7 +53,7 @@ def rank_plan(lengths: np.ndarray, world_size: int, rank: int) -> int:
 def repeated(lengths: np.ndarray, layout: ls.layouts.Layout) -> ls.Plan:
     """The plan of an equal mask that was planned before."""
     mask = ls.masks.documents(lengths) & ls.masks.causal()
-    return ls.plan(mask, layout, q_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", schedule="exchange")
+    return ls.plan(mask, layout, q_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", scheme="exchange")
 
 
 def main() -> int:

@@ -111,16 +111,21 @@ LIBRARIES: dict[str, tuple[Run, tuple[int, ...]]] = {
 
 
 def cell(library: str, family: str, case: str) -> Found:
-    """One library's errors for one model and batch, on this rank."""
-    logits, gradients = truth(family, case)
-    model = model_of(family)
+    """One library's errors for one model and batch, on this rank, or what it said."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            own, places = LIBRARIES[library][0](model, case)
-            loss_of(own, targets_of(case)[:, places], case).backward()
+            return measured(LIBRARIES[library][0], family, case)
         except Exception as error:
             return _said(error)
+
+
+def measured(run: Run, family: str, case: str) -> Found:
+    """The errors of a forward and a backward pass."""
+    logits, gradients = truth(family, case)
+    model = model_of(family)
+    own, places = run(model, case)
+    loss_of(own, targets_of(case)[:, places], case).backward()
     found = gradients_of(model)
     for gradient in found.values():
         dist.all_reduce(gradient)

@@ -42,7 +42,7 @@ def steps(number: int, seed: int) -> tuple[float, int]:
             mask = ls.masks.documents(lengths) & ls.masks.causal()
             layout = ls.layouts.balanced(mask, world_size=WORLD)
             scheme = draw.choice(["ring", "exchange", "all_gather", "all_to_all"])
-            plan = ls.plan(mask, layout, q_heads=4, kv_heads=4, head_dim=32, dtype="float32", schedule=scheme)
+            plan = ls.plan(mask, layout, q_heads=4, kv_heads=4, head_dim=32, dtype="float32", scheme=scheme)
             torch.manual_seed(seed + step)
             whole = [torch.randn(1, 4, sum(lengths), 32) for _ in range(3)]
             shards = [layout.shard(x, rank, dim=2).requires_grad_() for x in whole]

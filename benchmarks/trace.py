@@ -26,7 +26,7 @@ HEADS = ("--q-heads", "8", "--kv-heads", "2", "--head-dim", "64")
 WORKLOADS = (  # name, arguments
     ("causal", ("--seq", "8k", "--docs", "causal")),
     ("documents", ("--docs", "3000,1000,4192")),
-    ("window", ("--seq", "16k", "--docs", "causal", "--window", "2k")),
+    ("window", ("--seq", "16k", "--docs", "causal", "--window", "2047")),
 )
 
 

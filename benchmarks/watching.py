@@ -27,7 +27,7 @@ def seconds(enabled: bool, tokens: int, steps: int) -> float:
     world_size = dist.get_world_size()
     torch.manual_seed(dist.get_rank())
     layout = ls.layouts.zigzag(tokens, world_size)
-    plan = ls.plan(ls.masks.causal(), layout, q_heads=8, kv_heads=8, head_dim=64, dtype="float32", schedule="ring")
+    plan = ls.plan(ls.masks.causal(), layout, q_heads=8, kv_heads=8, head_dim=64, dtype="float32", scheme="ring")
     shards = [torch.randn(1, 8, tokens // world_size, 64, requires_grad=True) for _ in range(3)]
     group = dist.new_group()
     times = []

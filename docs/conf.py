@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -17,29 +18,66 @@ author = "The Longspan authors"
 copyright = "The Longspan authors, Apache-2.0"  # noqa: A001 - Sphinx's name for it
 version = release = longspan.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
-exclude_patterns = ["images"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["images", "inventories", "**.ipynb_checkpoints"]
 root_doc = "index"
 html_theme = "furo"
 html_title = f"Longspan {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+pygments_dark_style = "github-dark"
 html_show_sourcelink = False
 html_copy_source = False
 
 myst_heading_anchors = 3
+nb_execution_mode = "off"  # tests/house/test_notebooks.py runs them; here they are shown with what is stored
+
+# Copied without what is not typed: a shell's prompt, Python's, and lines of output between them.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+copybutton_exclude = ".linenos, .gp, .go"
+copybutton_selector = ", ".join(
+    f"div.{kind} pre"
+    for kind in (
+        "highlight-python",
+        "highlight-bash",
+        "highlight-pycon",
+        "highlight-diff",
+        "doctest",
+    )
+)
+
+# Names of other packages, where their pages are. Kept here, so that building needs no network; a name that is in
+# neither these lists nor our own pages is a warning.
+intersphinx_mapping = {
+    "torch": ("https://docs.pytorch.org/docs/stable/", "inventories/torch.inv"),
+    "numpy": ("https://numpy.org/doc/stable/", "inventories/numpy.inv"),
+    "python": ("https://docs.python.org/3/", "inventories/python.inv"),
+}
 
 # Docstrings say `name` for code, as Markdown does; to reStructuredText that is the default role.
 default_role = "code"
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
+autodoc_type_aliases = {
+    "ArrayLike": "numpy.typing.ArrayLike"
+}  # else its members, in three lines
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
-python_maximum_signature_line_length = 100
+python_maximum_signature_line_length = 88
 
-# Names of other packages, and of classes that annotations mention but that are not public.
+# Classes that annotations mention but that are not public.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|numpy|collections|pathlib|typing)\..*"),
     ("py:class", r"longspan\.masks\.functions\.reads\.Reads"),
-    ("py:class", r"longspan\.(schedules|execution|testing|training|viz|integrations)(\.[a-z_]+)+\._?[A-Z]\w+"),
+    (
+        "py:class",
+        r"longspan\.(schedules|execution|testing|training|viz|integrations)(\.[a-z_]+)+\._?[A-Z]\w+",
+    ),
 ]
 
 
@@ -49,5 +87,14 @@ def lists_of_arguments(app, what, name, obj, options, lines):  # noqa: ARG001 - 
         lines[:] = GoogleDocstring(lines).lines()
 
 
+def plain_aliases(app, what, name, obj, options, signature, returned):  # noqa: ARG001 - Sphinx's own signature
+    """In a union Sphinx prints an alias as its own object, `TypeAliasForwardRef('x')`; here it is x again."""
+    return tuple(
+        text and re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"\1", text)
+        for text in (signature, returned)
+    )
+
+
 def setup(app):
+    app.connect("autodoc-process-signature", plain_aliases)
     app.connect("autodoc-process-docstring", lists_of_arguments)

@@ -31,7 +31,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     layout = ls.layouts.balanced(full, window, world_size=size)  # good for both kinds of layers
-    sizes = {"q_heads": HEADS, "kv_heads": HEADS, "head_dim": DIM // HEADS, "dtype": "float32", "schedule": "exchange"}
+    sizes = {"q_heads": HEADS, "kv_heads": HEADS, "head_dim": DIM // HEADS, "dtype": "float32", "scheme": "exchange"}
     plans = {mask: ls.plan(mask, layout, **sizes) for mask in (full, window)}
     torch.manual_seed(0)
     model, x = Model(), torch.randn(1, sum(LENGTHS), DIM)

@@ -367,7 +367,7 @@ def hybrid(scheme: str, world: int) -> str:
 
 def made_plan(mask: Mask, layout: Layout, scheme: str, dtype="float64", **sizes) -> Plan:
     given = {"q_heads": H, "kv_heads": G, "head_dim": D, "v_head_dim": E, "batch": B} | sizes
-    return ls.plan(mask, layout, dtype=dtype, schedule=hybrid(scheme, layout.world_size), **given)
+    return ls.plan(mask, layout, dtype=dtype, scheme=hybrid(scheme, layout.world_size), **given)
 
 
 def any_layout(rng: np.random.Generator, mask: Mask, tokens: int, world: int, most: int = 2) -> Layout:

@@ -58,7 +58,7 @@ class Problem:
         return next(iter(self.tokens.values())).shape[0]
 
     def plan(self, **other: Any) -> ScanPlan:
-        found = {"dtype": "float64", "batch": self.batch, "schedule": self.scheme, "machine": "h100"} | other
+        found = {"dtype": "float64", "batch": self.batch, "scheme": self.scheme, "machine": "h100"} | other
         return ls.scan_plan(self.documents, self.layout, **self.sizes, **found)
 
     def __str__(self) -> str:

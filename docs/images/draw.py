@@ -23,21 +23,53 @@ from longspan.viz import (
 )
 
 HERE = Path(__file__).parent
-SIZES = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "machine": "h100"}
+SIZES = {
+    "q_heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+    "machine": "h100",
+}
 LENGTHS = [9000, 14000, 3000, 6768]
 RANKS = (4, 8, 16, 32, 64)
 STATES = {"heads": 32, "keys": 128, "values": 128, "maps": "matrix", "machine": "h100"}
+
+
+STORIES = [230, 40, 150, 92]  # those of the tutorial
+SMALL = {"q_heads": 8, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
+
+
+def tutorial() -> dict[str, Scene]:
+    """What the tutorial runs: 512 tokens on two ranks, then packed stories on eight, then 512 times as many tokens."""
+    causal, two = ls.masks.causal(512), ls.layouts.zigzag(512, 2)
+    packed = ls.masks.documents(STORIES) & ls.masks.causal()
+    eight = ls.layouts.balanced(packed, world_size=8)
+    long = ls.masks.documents([512 * n for n in STORIES]) & ls.masks.causal()
+    wide = ls.plan(
+        long, ls.layouts.balanced(long, world_size=8), **SIZES, scheme="exchange"
+    )
+    return {
+        "tutorial-two": mask_picture(causal, two),
+        "tutorial-mask": mask_picture(packed, eight),
+        "tutorial-layout": layout_picture(eight, packed),
+        "tutorial-traffic": traffic_picture(
+            ls.plan(packed, eight, **SMALL, scheme="exchange")
+        ),
+        "tutorial-timeline": timeline_picture(wide),
+    }
 
 
 def pictures() -> dict[str, Scene]:
     """Every picture by its name: a small batch on four ranks, and a long one on up to 64."""
     mask = ls.masks.documents(LENGTHS) & ls.masks.causal()
     layout = ls.layouts.balanced(mask, world_size=4)
-    plan = ls.plan(mask, layout, **SIZES, schedule="exchange")
+    plan = ls.plan(mask, layout, **SIZES, scheme="exchange")
     long = ls.masks.documents(drawn_lengths("longtail", 1 << 20)) & ls.masks.causal()
     wide = ls.plan(long, ls.layouts.balanced(long, world_size=64), **SIZES)
-    scan = ls.scan_plan(mask, layout, **STATES, schedule="doubling")
-    eight = ls.scan_plan(None, ls.layouts.contiguous(32768, 8), **STATES, schedule="doubling")
+    scan = ls.scan_plan(mask, layout, **STATES, scheme="doubling")
+    eight = ls.scan_plan(
+        None, ls.layouts.contiguous(32768, 8), **STATES, scheme="doubling"
+    )
     points = scaling_points(long, RANKS, **SIZES)
     said = "H100s with FA2, 32 query and 8 key/value heads of 128, bfloat16, balanced layouts. Simulated, not run."
     return {
@@ -47,19 +79,23 @@ def pictures() -> dict[str, Scene]:
         "traffic": traffic_picture(plan),
         "memory": memory_picture(plan),
         "scan": scan_picture(scan, title="Four documents on four ranks, by doubling"),
-        "scan-one": scan_picture(eight, title="One document on eight ranks, by doubling"),
+        "scan-one": scan_picture(
+            eight, title="One document on eight ranks, by doubling"
+        ),
         "mask-64": mask_picture(long, wide.layout),
         "layout-64": layout_picture(wide.layout, long),
         "timeline-64": timeline_picture(wide),
         "traffic-64": traffic_picture(wide),
         "memory-64": memory_picture(wide),
-        "scaling": scaling_picture(points, title="1,048,576 tokens in 140 documents, causal", remark=said),
+        "scaling": scaling_picture(
+            points, title="1,048,576 tokens in 140 documents, causal", remark=said
+        ),
     }
 
 
 if __name__ == "__main__":
-    for name, scene in pictures().items():
+    for name, scene in (pictures() | tutorial()).items():
         (HERE / f"{name}.svg").write_text(scene.svg(), encoding="utf-8")
-        if not name.endswith("-64"):
+        if not name.endswith("-64") and not name.startswith("tutorial"):
             write_png(scene, HERE / f"{name}.png", scale=1.5)
         print(f"{name}: {len(scene.items)} items")

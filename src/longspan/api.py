@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from longspan.errors import PlanError, ScheduleError, in_context
+from longspan.errors import PlanError, ScheduleError, in_context, renamed
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.masks.document_rows import document_rows
+from longspan.masks.given.words import advice, check_words, mask_of
 from longspan.schedules.chunks import MAX_CHUNKS
 from longspan.schedules.convolution import MAX_WIDTH, ConvPlan, planned_convolution
 from longspan.schedules.cost.machine import Machine
@@ -23,7 +24,7 @@ def attention(
     q: Any,
     k: Any,
     v: Any,
-    plan_or_mask: Mask | Plan,
+    plan_or_mask: Mask | Plan | None = None,
     *,
     group: Any = None,
     scale: float | None = None,
@@ -39,6 +40,7 @@ def attention(
     seed: int | None = None,
     captured_grads: str = "sum",
     name: str = "",
+    **unknown: Any,
 ) -> Any:
     """Attention of `(batch, heads, tokens, features)` tensors, exact and differentiable.
 
@@ -81,6 +83,8 @@ def attention(
 
     is_plain = score_mod is None and softcap is None and alibi is None and relative_bias is None and bias is None
     with in_call("attention", (q, k, v), plan_or_mask, group):
+        if unknown:
+            check_words("attention", unknown, tuple(attention.__kwdefaults__ or ()))
         check_inputs(q, k, v, scale, kernel, sinks, name)
         more: Extras | None = None
         if not is_plain or dropout or seed is not None:
@@ -234,6 +238,7 @@ def block_mask(
 
 
 @untraced
+@renamed(schedule="scheme")
 def plan(
     mask: Mask,
     layout: Layout,
@@ -244,7 +249,7 @@ def plan(
     dtype: Any,
     v_head_dim: int | None = None,
     batch: int = 1,
-    schedule: str = "auto",
+    scheme: str = "auto",
     machine: Machine | str | None = None,
     keep: bool = False,
     fetch_bytes: int | None = None,
@@ -261,7 +266,7 @@ def plan(
         dtype: a torch dtype or its name.
         v_head_dim: features of a value, if they differ from `head_dim`.
         batch: batch rows.
-        schedule: a scheme by name, which is obeyed or refused; "auto" compares all, with reasons.
+        scheme: a scheme by name, which is obeyed or refused; "auto" compares all, with reasons.
         machine: what "auto" prices schemes on: a `Machine`, or the name of one, such as "h100" (with PyTorch's own
             kernels) or "h100-fa3". Default: an H100 cluster is assumed, with the kernel that would run there.
         keep: keep remote K/V for backward instead of fetching them again.
@@ -270,20 +275,22 @@ def plan(
             and the thread count are the same and no layout boundary falls inside one of the n equal chunks.
 
     >>> mask = masks.documents([600, 424]) & masks.causal()
-    >>> made = plan(mask, zigzag(1024, 4), q_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", schedule="exchange")
+    >>> made = plan(mask, zigzag(1024, 4), q_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scheme="exchange")
     >>> made.bytes_received(0) <= 3 * 256 * 2 * (64 + 64) * 2
     True
     """
+    mask = mask_of(mask)
     if not isinstance(mask, Mask) or not isinstance(layout, Layout):
         raise PlanError(
             f"plan(mask, layout, ...) takes a mask and a layout, but {type(mask).__name__} and"
-            f" {type(layout).__name__} were given. See longspan.masks and longspan.layouts."
+            f" {type(layout).__name__} were given. "
+            + ("See longspan.layouts, as in layouts.zigzag(tokens, ranks)." if isinstance(mask, Mask) else advice(mask))
         )
     with in_context(lambda: f"The call: plan of {shortened(mask, 120)} over {shortened(layout, 120)}."):
         name = dtype_name(dtype)
-        if not isinstance(schedule, str) or not isinstance(machine, str | Machine | None):
+        if not isinstance(scheme, str) or not isinstance(machine, str | Machine | None):
             raise PlanError(
-                f"schedule = {shortened(schedule)} and machine = {shortened(machine)} were given. A schedule is a name,"
+                f"scheme = {shortened(scheme)} and machine = {shortened(machine)} were given. A scheme is a name,"
                 f" as in 'auto' or 'exchange'; a machine is a name, a Machine of longspan.schedules, or None."
             )
         if not isinstance(keep, bool):
@@ -294,8 +301,8 @@ def plan(
         max_rows = None if fetch_bytes is None else _rows_within(fetch_bytes, sizes)
         hardware = machine_named(machine) if isinstance(machine, str) else machine
         hardware = hardware or assumed_machine(functions=not mask.is_structured)
-        scheme, cut = schedule.replace(" ", ""), _cut(chunks, fetch_bytes)
-        return planned(mask, PlanRequest(layout, sizes, name, scheme, hardware, machine is None, keep, max_rows, cut))
+        named, cut = scheme.replace(" ", ""), _cut(chunks, fetch_bytes)
+        return planned(mask, PlanRequest(layout, sizes, name, named, hardware, machine is None, keep, max_rows, cut))
 
 
 def _cut(chunks: int | None, fetch_bytes: int | None) -> int | None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class LongspanError(Exception):
@@ -66,3 +71,27 @@ class in_context:  # noqa: N801  (used like a function; in every call, where a g
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, LongspanError) and not isinstance(error, AgreementError | RankError):  # about all ranks
             error.context = error.context or self._describe()
+
+
+def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A function that says what arguments are called now, to those who use their old names.
+
+    >>> renamed(schedule="scheme")(lambda scheme: scheme)(schedule="ring")
+    Traceback (most recent call last):
+    longspan.errors.PlanError: schedule = 'ring' was given to <lambda>. It is called scheme now: say scheme='ring'.
+    """
+
+    def with_names(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            for old in names.keys() & kwargs.keys():
+                name, value = function.__qualname__.removesuffix(".__init__"), repr(kwargs[old])
+                raise PlanError(
+                    f"{old} = {value:.60} was given to {name}. It is called {names[old]} now: say"
+                    f" {names[old]}={value:.60}."
+                )
+            return function(*args, **kwargs)
+
+        return called
+
+    return with_names

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from longspan.errors import PlanError, in_context
+from longspan.errors import PlanError, in_context, renamed
 from longspan.layouts import Layout, contiguous
 from longspan.masks.document_rows import document_rows
 from longspan.schedules.cost.machine import Machine
@@ -26,6 +26,7 @@ MAPS = ("matrix", "scalar", "rows", "elements")
 
 
 @untraced
+@renamed(schedule="scheme")
 def scan_plan(
     documents: Any,
     layout: Layout,
@@ -36,7 +37,7 @@ def scan_plan(
     maps: str,
     dtype: Any = "float32",
     batch: int = 1,
-    schedule: str = "auto",
+    scheme: str = "auto",
     machine: Machine | str | None = None,
     token_bytes: int | None = None,
 ) -> ScanPlan:
@@ -52,7 +53,7 @@ def scan_plan(
             decay a head: Mamba-2, lightning attention), "rows" (one for every key: GLA), "elements".
         dtype: of states: "float32", or "float64" where tokens are.
         batch: batch rows.
-        schedule: "chain", "exchange", "doubling", "two_level" or "two_level(RANKS OF A NODE)", which is obeyed or
+        scheme: "chain", "exchange", "doubling", "two_level" or "two_level(RANKS OF A NODE)", which is obeyed or
             refused; "relayout" moves tokens to a contiguous layout and back; "auto" compares all, with reasons.
         machine: what "auto" prices schemes on: a `Machine`, or the name of one, such as "h100".
         token_bytes: what all that goes into the recurrence for one token weighs, and what comes out of it: with it,
@@ -73,9 +74,9 @@ def scan_plan(
             raise PlanError(f"states of dtype {name} were asked for. They are sums over many tokens: float32 or wider.")
         if maps not in MAPS:
             raise PlanError(f"maps = {shortened(maps)} was asked for. Choose one of {', '.join(MAPS)}.")
-        if not isinstance(schedule, str) or not isinstance(machine, str | Machine | None):
+        if not isinstance(scheme, str) or not isinstance(machine, str | Machine | None):
             raise PlanError(
-                f"schedule = {shortened(schedule)} and machine = {shortened(machine)} were given. A schedule is a name,"
+                f"scheme = {shortened(scheme)} and machine = {shortened(machine)} were given. A scheme is a name,"
                 f" as in 'auto' or 'doubling'; a machine is a name, a Machine of longspan.schedules, or None."
             )
         numbers = {"heads": heads, "keys": keys, "values": values, "batch": batch}
@@ -87,10 +88,10 @@ def scan_plan(
         hardware = machine_named(machine) if isinstance(machine, str) else machine
         hardware = hardware or assumed_machine(functions=False)
         elsewhere = None
-        if token_bytes is not None or schedule == RELAYOUT:
+        if token_bytes is not None or scheme == RELAYOUT:
             weight = whole(token_bytes or 0, "token_bytes", "scan_plan()", PlanError)
             elsewhere = Elsewhere(chains_of(rows, contiguous(layout.seq_len, layout.world_size), b), weight * b)
-        return planned_scan(chains, sizes, name, schedule.replace(" ", ""), hardware, elsewhere)
+        return planned_scan(chains, sizes, name, scheme.replace(" ", ""), hardware, elsewhere)
 
 
 def gated_delta_rule(

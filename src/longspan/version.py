@@ -1,3 +1,3 @@
 """The version, in one place: the build reads it here."""
 
-VERSION = "0.1.0.dev0"
+VERSION = "0.2.0"

@@ -73,7 +73,7 @@ def make_plan(call: Call, world):
     layout = make_layout(call, mask, world)
     plan = ls.plan(
         mask, layout, q_heads=call.q_heads, kv_heads=call.kv_heads, head_dim=call.head_dim,
-        v_head_dim=call.v_head_dim, dtype=call.dtype, batch=call.batch, schedule=call.scheme, keep=call.keep,
+        v_head_dim=call.v_head_dim, dtype=call.dtype, batch=call.batch, scheme=call.scheme, keep=call.keep,
     )  # fmt: skip
     return plan, [torch.as_tensor(layout.positions(rank)) for rank in range(world)]
 

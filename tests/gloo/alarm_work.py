@@ -49,7 +49,7 @@ class Rank:
 
         self.plan = ls.plan(
             ls.masks.causal(), ls.layouts.zigzag(64 * world, world), q_heads=2, kv_heads=2, head_dim=16,
-            dtype="float32", schedule="ring",
+            dtype="float32", scheme="ring",
         )  # fmt: skip
 
     def step(self, forward=None, between=None, backward=None):

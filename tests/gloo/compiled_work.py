@@ -69,7 +69,7 @@ def packed(num_batches, backend, options, keep=False, recomputes=False, scheme="
         cut = int(torch.randint(1, S - 1, (), generator=draw))
         mask = ls.masks.documents([cut, S - cut]) & ls.masks.causal()
         layout = ls.layouts.zigzag(S, world)
-        asked = {"q_heads": HEADS, "kv_heads": HEADS, "head_dim": D, "dtype": "float64", "schedule": scheme}
+        asked = {"q_heads": HEADS, "kv_heads": HEADS, "head_dim": D, "dtype": "float64", "scheme": scheme}
         plan = ls.plan(mask, layout, keep=keep, **asked)
         whole, dout = torch.randn(2, 1, S, HEADS * D, generator=draw, dtype=torch.float64)
         x = layout.shard(whole, rank, dim=1).clone().requires_grad_()
@@ -88,7 +88,7 @@ def refused_in_compiled_code():
     """What both ranks are told when rank 0 alone passes tensors that do not fit, in compiled code."""
     group, world, rank = dist.new_group(), dist.get_world_size(), dist.get_rank()
     layout = ls.layouts.zigzag(S, world)
-    asked = {"q_heads": HEADS, "kv_heads": HEADS, "head_dim": D, "dtype": "float64", "schedule": "ring"}
+    asked = {"q_heads": HEADS, "kv_heads": HEADS, "head_dim": D, "dtype": "float64", "scheme": "ring"}
     plan = ls.plan(ls.masks.causal(), layout, **asked)
     call = torch.compile(
         lambda q, k, v: ls.attention(q, k, v, plan, group=group), backend="aot_eager", fullgraph=True, dynamic=True

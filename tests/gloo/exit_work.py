@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, group, world = dist.get_rank(), dist.group.WORLD, dist.get_world_size()
 layout = ls.layouts.zigzag(64, world)
-plan = ls.plan(ls.masks.causal(), layout, q_heads=2, kv_heads=2, head_dim=8, dtype="float32", schedule="ring")
+plan = ls.plan(ls.masks.causal(), layout, q_heads=2, kv_heads=2, head_dim=8, dtype="float32", scheme="ring")
 
 
 def step(the_plan=plan, **options):
@@ -46,7 +46,7 @@ def killed():
     """The last rank dies in the middle of a big message, of which Gloo never tells the others."""
     big = ls.layouts.contiguous(1 << 14, world)
     documents = ls.masks.documents([64] * (big.seq_len // 64))
-    heavy = ls.plan(documents, big, q_heads=8, kv_heads=8, head_dim=256, dtype="float32", schedule="ring")
+    heavy = ls.plan(documents, big, q_heads=8, kv_heads=8, head_dim=256, dtype="float32", scheme="ring")
     if rank == world - 1:
         threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     for _ in range(200):

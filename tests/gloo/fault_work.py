@@ -63,7 +63,7 @@ class Rank:
         mask = ls.masks.documents([64] * (tokens // 64)) if self.case.megabytes else ls.masks.causal()
         mask = changes.pop("mask", mask)
         layout = changes.pop("layout", ls.layouts.contiguous(tokens, self.case.world))
-        asked = {"q_heads": heads, "kv_heads": heads, "head_dim": dim, "dtype": "float32", "schedule": self.case.scheme}
+        asked = {"q_heads": heads, "kv_heads": heads, "head_dim": dim, "dtype": "float32", "scheme": self.case.scheme}
         return ls.plan(mask, layout, **{**asked, **changes})
 
     def attention(self, plan, function=None, **options):
@@ -241,7 +241,7 @@ class Rank:
         elif name == "layout":
             changes = fresh | {"layout": (ls.layouts.zigzag if odd else ls.layouts.contiguous)(tokens, world)}
         elif name == "scheme":
-            changes = fresh | {"schedule": "exchange" if odd else "ring"}
+            changes = fresh | {"scheme": "exchange" if odd else "ring"}
         elif name == "dtype":
             changes = fresh | {"dtype": "bfloat16" if odd else "float32"}
         elif name == "shapes":

@@ -42,7 +42,7 @@ def make_case(seed, world):
         v_head_dim=sizes.v_head_dim,
         batch=sizes.batch,
         dtype=dtype,
-        schedule=scheme,
+        scheme=scheme,
         machine=machine,
         keep=bool(seed % 5 == 0),
     )
@@ -135,7 +135,7 @@ def transformer(how, scheme):
     rank, world = dist.get_rank(), dist.get_world_size()
     mask = ls.masks.documents([70, 58]) & ls.masks.causal()
     layout = ls.layouts.zigzag(128, world, equal_tokens=True)
-    plan = ls.plan(mask, layout, q_heads=2, kv_heads=2, head_dim=16, dtype="float32", schedule=scheme)
+    plan = ls.plan(mask, layout, q_heads=2, kv_heads=2, head_dim=16, dtype="float32", scheme=scheme)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(Block(32, 2, plan) for _ in range(2)))
     x = layout.shard(torch.randn(1, 128, 32), rank, 1).requires_grad_()
@@ -166,7 +166,7 @@ def dtensors():
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     mask = ls.masks.causal(64)
     plan = ls.plan(
-        mask, ls.layouts.contiguous(64, world), q_heads=2, kv_heads=2, head_dim=8, dtype="float32", schedule="exchange"
+        mask, ls.layouts.contiguous(64, world), q_heads=2, kv_heads=2, head_dim=8, dtype="float32", scheme="exchange"
     )
     torch.manual_seed(1)
     whole = [torch.randn(1, 2, 64, 8) for _ in range(3)]
@@ -190,11 +190,11 @@ def refusals():
     world = dist.get_world_size()
     plan = ls.plan(
         ls.masks.causal(32), ls.layouts.zigzag(32, world), q_heads=2, kv_heads=1, head_dim=8, dtype="float32",
-        schedule="ring",
+        scheme="ring",
     )  # fmt: skip
     more = ls.plan(
         ls.masks.causal(32), ls.layouts.zigzag(32, world + 1), q_heads=2, kv_heads=1, head_dim=8, dtype="float32",
-        schedule="ring",
+        scheme="ring",
     )  # fmt: skip
     q, k = torch.randn(1, 2, 32 // world, 8), torch.randn(1, 1, 32 // world, 8)
     bad = {

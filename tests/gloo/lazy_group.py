@@ -72,7 +72,7 @@ def _quiet_plan(world):
     """One document on ranks 0 and 1, one on each of the others: these neither send nor receive."""
     mask = ls.masks.documents([32, *[16] * (world - 2)]) & ls.masks.causal()
     layout = ls.layouts.contiguous(16 * world, world)
-    return ls.plan(mask, layout, q_heads=4, kv_heads=2, head_dim=8, dtype="float64", schedule="exchange")
+    return ls.plan(mask, layout, q_heads=4, kv_heads=2, head_dim=8, dtype="float64", scheme="exchange")
 
 
 def _pass(plan, group):

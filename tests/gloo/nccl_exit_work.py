@@ -17,7 +17,7 @@ store = dist.TCPStore("127.0.0.1", port, world, False, wait_for_workers=False)
 dist.init_process_group("gloo", store=dist.PrefixStore(how, store), rank=rank, world_size=world)
 group = nccl_like.pretend("nccl")
 plan = ls.plan(
-    ls.masks.causal(), ls.layouts.zigzag(64, world), q_heads=2, kv_heads=2, head_dim=8, dtype="float32", schedule="ring"
+    ls.masks.causal(), ls.layouts.zigzag(64, world), q_heads=2, kv_heads=2, head_dim=8, dtype="float32", scheme="ring"
 )
 
 

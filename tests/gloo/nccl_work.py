@@ -183,7 +183,7 @@ class NcclRank(Rank):
         import longspan as ls
 
         mask = ls.masks.documents([96, 96]) & ls.masks.causal()
-        plan = self.plan(mask=mask, schedule="exchange")
+        plan = self.plan(mask=mask, scheme="exchange")
         if self.rank == 2:
             self.group.kernel(6.0)
         self.attention(plan)

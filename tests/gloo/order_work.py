@@ -18,7 +18,7 @@ DOCS = {"A": None, "B": [30, 34], "C": [13, 40, 11]}
 
 def _plan(which, scheme, world, **options):
     mask = ls.masks.causal() if DOCS[which] is None else ls.masks.documents(DOCS[which]) & ls.masks.causal()
-    asked = {"q_heads": 4, "kv_heads": 4, "head_dim": D, "dtype": "float64", "schedule": scheme}
+    asked = {"q_heads": 4, "kv_heads": 4, "head_dim": D, "dtype": "float64", "scheme": scheme}
     return ls.plan(mask, ls.layouts.zigzag(S, world), **{**asked, **options})
 
 
@@ -101,7 +101,7 @@ def one_is_alone(how):
     """As `swapped`, where one of the two plans needs no messages: who has that one first goes on alone."""
     group, world = dist.new_group(), dist.get_world_size()
     layout = ls.layouts.contiguous(S, world)
-    asked = {"q_heads": 4, "kv_heads": 4, "head_dim": D, "dtype": "float64", "schedule": "exchange"}
+    asked = {"q_heads": 4, "kv_heads": 4, "head_dim": D, "dtype": "float64", "scheme": "exchange"}
     apart = ls.plan(ls.masks.documents([S // world] * world), layout, **asked)
     joined = ls.plan(ls.masks.causal(), layout, **asked)
     table = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()

@@ -22,7 +22,7 @@ def main(folder, victim):
     dist.init_process_group("gloo", store=training.attempt_store(), rank=rank, world_size=world)
     mask = ls.masks.documents([30, 66]) & ls.masks.causal()
     layout = ls.layouts.balanced(mask, world_size=world)
-    plan = ls.plan(mask, layout, q_heads=2, kv_heads=2, head_dim=16, dtype="float32", schedule="exchange")
+    plan = ls.plan(mask, layout, q_heads=2, kv_heads=2, head_dim=16, dtype="float32", scheme="exchange")
     saved = folder / "weights.npy"
     step, weight = 0, torch.ones(16)
     if saved.exists():

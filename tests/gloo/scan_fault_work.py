@@ -15,7 +15,7 @@ class ScanRank(Rank):
         tokens = 16 * self.case.world
         layout = changes.pop("layout", ls.layouts.contiguous(tokens, self.case.world))
         documents = changes.pop("documents", None)
-        asked = {"heads": 2, "keys": DIM, "values": DIM, "maps": "matrix", "schedule": self.case.scheme}
+        asked = {"heads": 2, "keys": DIM, "values": DIM, "maps": "matrix", "scheme": self.case.scheme}
         return ls.scan_plan(documents, layout, **(asked | changes))
 
     def striking(self, direction):
@@ -64,7 +64,7 @@ class ScanRank(Rank):
         elif name == "layout":
             changes |= {"layout": (ls.layouts.zigzag if odd else ls.layouts.contiguous)(tokens, world)}
         elif name == "scheme":
-            changes |= {"schedule": "chain" if odd else "doubling"}
+            changes |= {"scheme": "chain" if odd else "doubling"}
         elif name == "dtype":
             changes |= {"dtype": "float64" if odd else "float32"}
         elif name == "batch":
@@ -91,6 +91,6 @@ class ScanRank(Rank):
 
         self.pipe.send(("struck", time.time(), ""))
         if self.is_victim:
-            plan = Rank.plan(self, schedule="exchange")
+            plan = Rank.plan(self, scheme="exchange")
             return Rank.attention(self, plan)
         return self.attention(self.plan(documents=[3, 16 * self.case.world - 3]))

@@ -67,7 +67,7 @@ def flex_context_parallel():
     layout = ls.layouts.contiguous(tokens, world)
     plan = ls.plan(
         ls.masks.full(tokens), layout, q_heads=heads, kv_heads=heads, head_dim=dim, dtype="float32",
-        schedule="all_gather",
+        scheme="all_gather",
     )  # fmt: skip
     own = [layout.shard(t, rank, 2) for t in (q, k, v)]
     module = parallelize_module(Attention(), mesh, _ContextParallel(2, _ContextParallel.AttentionType.FLEX))

@@ -147,12 +147,12 @@ def test_plan_answers_in_time(seq_len, ranks, bar, docs):
 def made(mask, ranks, layout=None, scheme="auto", machine="h100", **options):
     layout = layout or ls.layouts.balanced(mask, world_size=ranks)
     sizes = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"} | options
-    return ls.plan(mask, layout, schedule=scheme, machine=machine, **sizes)
+    return ls.plan(mask, layout, scheme=scheme, machine=machine, **sizes)
 
 
 def test_plan_says_what_the_api_says(answer):
     found = answer(
-        "plan", "--seq", "256k", "--ranks", "16", "--docs", "longtail", "--window", "4096", "--machine", "h100"
+        "plan", "--seq", "256k", "--ranks", "16", "--docs", "longtail", "--window", "4095", "--machine", "h100"
     )
     mask = ls.masks.documents(drawn_lengths("longtail", 1 << 18)) & ls.masks.causal() & ls.masks.sliding_window(4095)
     plan = made(mask, 16)
@@ -247,24 +247,44 @@ REFUSALS = [
         ("plan", "--seq", "8k", "--machine", "tpu"),
         "machine 'tpu' was asked for. Choose one of h100, h100-fa3, h100-cudnn",
     ),
-    (("plan", "--seq", "8k", "--scheme", "magic"), "schedule 'magic' was asked for"),
+    (("plan", "--seq", "8k", "--scheme", "magic"), "scheme 'magic' was asked for"),
     (("plan", "--seq", "8k", "--layout", "magic"), "invalid choice: 'magic'"),
     (("plan", "--seq", "8k", "--q-heads", "7"), "leaves 7 over"),
     (("plan", "--seq", "8k", "--ranks", "1M"), "1048576 ranks were asked for"),
     (("plan", "--seq", "8k", "--fetch-bytes", "1"), "fetch_bytes = 1 leaves room for 0 rows"),
-    (("plan", "--seq", "8k", "--scheme", ""), "schedule '' was asked for"),
+    (("plan", "--seq", "8k", "--scheme", ""), "scheme '' was asked for"),
     (("plan", "--seq", "8k", "--docs", "short", "--seed", "-1"), "--seed -1 was asked for"),
     (("compare", "--seq", "8k", "--layouts", "zigzag,magic"), "--layouts names 'magic'"),
     (("compare", "--seq", "8k", "--layouts", ""), "--layouts names ''"),
-    (("compare", "--seq", "8k", "--schemes", ""), "--schemes '' was asked for"),
-    (("compare", "--seq", "8k", "--schemes", "ring;"), "--schemes 'ring;' was asked for"),
-    (("compare", "--seq", "8k", "--schemes", "ring; auto"), "none of them empty or auto"),
-    (("show", "mask", "--seq", "8k", "--scheme", "nonsense"), "a mask is the same with every schedule"),
+    (
+        ("compare", "--seq", "8k", "--schemes", ""),
+        "argument --schemes: names such as ring,hybrid(4,exchange) are expected, but '' was given",
+    ),
+    (("compare", "--seq", "8k", "--schemes", "ring;"), "but 'ring;' was given"),
+    (("compare", "--seq", "8k", "--schemes", "ring; auto"), "--schemes ring,auto was asked for. It takes names"),
+    (("show", "mask", "--seq", "8k", "--scheme", "nonsense"), "a mask is the same with every scheme"),
     (("show", "layout", "--seq", "8k", "--keep"), "--keep was asked for, but a layout is the same"),
-    (("compare", "--seq", "8k", "--plot", "curves.doc"), "The name must end in .svg, .png"),
+    (
+        ("compare", "--seq", "8k", "--plot", "curves.doc"),
+        "--plot: 'curves.doc' was given. Its name must end in .svg or",
+    ),
+    (("show", "mask", "--seq", "8k", "--svg", "mask.png"), "--svg: 'mask.png' was given. Its name must end in .svg,"),
+    (("show", "mask", "--seq", "8k", "--png", "mask"), "--png: 'mask' was given. Its name must end in .png,"),
+    (
+        ("show", "mask", "--seq", "8k", "--html", "mask.md"),
+        "--html: 'mask.md' was given. Its name must end in .html or",
+    ),
+    (("report", "--seq", "8k", "--out", "report.pdf"), "--out: 'report.pdf' was given. Its name must end in .html or"),
+    (("report", "--seq", "8k", "--out", "/nowhere/at/all.html"), "there is no folder '/nowhere/at'. Make it first."),
+    (("trace", "--seq", "8k", "--out", "/"), "--out: '/' is a folder. Name a file in it."),
+    (("plan", "--docs", "runs/lengths.txt"), "There is no file 'runs/lengths.txt' here."),
+    (("plan", "--seq", "8k", "--machine", "mine.json"), "There is no file 'mine.json' here."),
+    (("plan", "--seq", "8k", "--config", "no/config.json"), "--config 'no/config.json' is no file. Give a config.json"),
+    (("plan", "--seq", "8k", "--schemes", "ring"), "plan has no --schemes ring. Did you mean --scheme?"),
+    (("show", "mask", "--bogus"), "show has no --bogus."),
     (("trace", "--seq", "8k", "--ranks", "1k", "--out", "x"), "a trace of 1024 ranks was asked for"),
     (("trace", "--seq", "8k"), "the following arguments are required: --out"),
-    (("trace", "--seq", "8k", "--out", "/nowhere/at/all.json"), "No such file or directory"),
+    (("trace", "--seq", "8k", "--out", "/nowhere/at/all.json"), "there is no folder '/nowhere/at'. Make it first."),
     (("calibrate",), "torchrun --nproc-per-node 4 -m longspan calibrate"),
     (("dance",), "invalid choice: 'dance'"),
 ]
@@ -447,6 +467,16 @@ def test_no_factor_is_infinite(longspan):
     assert "inf" not in out
     code, out, _ = longspan("plan", "--docs", "2k,2k", "--ranks", "2", "--layout", "contiguous", *SMALL)
     assert "no bytes at all" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("asked", ["exchange; hybrid(2, ring)", "exchange,hybrid(2,ring)", "hybrid(2,ring);exchange"])
+def test_several_schemes_are_asked_for_alike(answer, capsys, asked):
+    found = answer("compare", "--seq", "4k", "--ranks", "4", "--schemes", asked, "--layouts", "contiguous")["entries"]
+    ours = {entry["scheme"] for entry in found if entry["layout"] == "contiguous"}
+    assert ours == {"exchange", "hybrid(2,ring)"}
+    assert command.main(["verify", "--seq", "48", "--schemes", asked, "--json"]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert len(checks) == 2
 
 
 def test_compare_takes_schemes_and_layouts(answer):
@@ -682,7 +712,8 @@ def installed(torch_found, transformers_found):
 
 def test_doctor_that_finds_wrong_answers_ends_with_code_1(longspan, monkeypatch):
     wrong = [{"scheme": "ring", "dtype": "float32", "ranks": 4, "ok": False, "text": "dq is wrong on rank 2"}]
-    monkeypatch.setattr(doctor, "self_checks", lambda ranks, quick: wrong)
+    wrong[0] |= {"kernel": "cpu_flash", "shares": {"out": 0.2, "dq": 31.0}}
+    monkeypatch.setattr(doctor, "self_checks", lambda ranks, quick, advance: wrong)
     code, out, _ = longspan("doctor", "--quick")
     assert code == 1
     assert "NOT FIT" in out

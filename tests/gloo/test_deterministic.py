@@ -47,9 +47,9 @@ def inputs(dtype, q_heads=8, kv_heads=4, tokens=96):
     return [torch.randn(1, h, tokens, 16, generator=draw).to(dtype) for h in heads]
 
 
-def run(mask, world, schedule, dtype, kernel="reference", layout="contiguous", transport=None):
+def run(mask, world, scheme, dtype, kernel="reference", layout="contiguous", transport=None):
     made = plan(
-        mask, getattr(layouts, layout)(96, world), q_heads=8, kv_heads=4, head_dim=16, dtype=dtype, schedule=schedule
+        mask, getattr(layouts, layout)(96, world), q_heads=8, kv_heads=4, head_dim=16, dtype=dtype, scheme=scheme
     )
     transport = None if transport is None else Network(transport, plans=made.fingerprint, slow=1.0 + transport % 3)
     return run_loopback(made, *inputs(dtype), kernel=kernel, transport=transport)
@@ -62,17 +62,17 @@ def different(a, b):
 
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("schedule", ["ring", "exchange", "hybrid(2,ring)"])
-def test_arrival_orders_change_nothing(schedule, dtype, kernel):
-    expected = run(MASKS["packed"], 4, schedule, dtype, kernel, "zigzag")
+@pytest.mark.parametrize("scheme", ["ring", "exchange", "hybrid(2,ring)"])
+def test_arrival_orders_change_nothing(scheme, dtype, kernel):
+    expected = run(MASKS["packed"], 4, scheme, dtype, kernel, "zigzag")
     for seed in range(20):
-        assert not different(expected, run(MASKS["packed"], 4, schedule, dtype, kernel, "zigzag", seed)), f"seed {seed}"
+        assert not different(expected, run(MASKS["packed"], 4, scheme, dtype, kernel, "zigzag", seed)), f"seed {seed}"
 
 
-@pytest.mark.parametrize("schedule", ["ring", "exchange", "all_gather", "all_to_all", "hybrid(2,exchange)"])
-def test_runs_repeat(schedule):
-    first = run(MASKS["causal"], 4, schedule, torch.bfloat16, "auto", "zigzag")
-    assert not different(first, run(MASKS["causal"], 4, schedule, torch.bfloat16, "auto", "zigzag"))
+@pytest.mark.parametrize("scheme", ["ring", "exchange", "all_gather", "all_to_all", "hybrid(2,exchange)"])
+def test_runs_repeat(scheme):
+    first = run(MASKS["causal"], 4, scheme, torch.bfloat16, "auto", "zigzag")
+    assert not different(first, run(MASKS["causal"], 4, scheme, torch.bfloat16, "auto", "zigzag"))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -236,7 +236,7 @@ def test_without_chunks_bits_differ(dtype):
     """The promise is not kept by chance: other orders do round otherwise on these inputs."""
     alone, *others = [
         run_loopback(
-            plan(MASKS["causal"], layouts.zigzag(96, world), **SHAPES, dtype=dtype, schedule="exchange"),
+            plan(MASKS["causal"], layouts.zigzag(96, world), **SHAPES, dtype=dtype, scheme="exchange"),
             *chunk_inputs(dtype),
         )
         for world in (1, 2, 4)
@@ -324,8 +324,8 @@ def test_ranks_that_plan_in_other_chunks_are_told():
         ({"chunks": 4}, r"chunks of 24 positions, but .*zigzag.* begins a span at 12, inside of one\. Use a layout"),
         ({"chunks": 0}, "chunks = 0"),
         ({"chunks": 5000}, "at most 1024"),
-        ({"schedule": "ring"}, "'ring' was asked for with chunks = 8.*Use 'exchange' or 'auto'"),
-        ({"schedule": "hybrid(2,exchange)"}, "keeps queries at home"),
+        ({"scheme": "ring"}, "'ring' was asked for with chunks = 8.*Use 'exchange' or 'auto'"),
+        ({"scheme": "hybrid(2,exchange)"}, "keeps queries at home"),
         ({"fetch_bytes": 1 << 20}, "Leave one of the two out"),
     ],
 )
@@ -336,7 +336,7 @@ def test_chunks_that_cannot_be_are_refused(change, says):
 
 def test_chunks_are_part_of_the_plan():
     made = [
-        plan(MASKS["causal"], layouts.zigzag(96, 2), **SHAPES, dtype="float32", schedule="exchange", chunks=chunks)
+        plan(MASKS["causal"], layouts.zigzag(96, 2), **SHAPES, dtype="float32", scheme="exchange", chunks=chunks)
         for chunks in (None, 4, 8)
     ]
     assert len({one.fingerprint for one in made}) == 3

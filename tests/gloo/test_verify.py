@@ -61,9 +61,9 @@ def on_ranks(world, function, *args, **options):
 def test_right_calls_pass_in_loopback(mask, dtype):
     number = list(work.MASKS).index(mask)
     for world in (2, 3 + number % 2):
-        schedule = SCHEMES[(number + world) % 4]
+        scheme = SCHEMES[(number + world) % 4]
         layout = layouts.balanced(work.MASKS[mask], world_size=world)
-        plan = ls.plan(work.MASKS[mask], layout, schedule=schedule, dtype=dtype, **work.SIZES)
+        plan = ls.plan(work.MASKS[mask], layout, scheme=scheme, dtype=dtype, **work.SIZES)
         report = verify(lambda q, k, v, p=plan: loopback_attention(q, k, v, p), None, plan)
         assert report.ok, report
         assert [check.tensor for check in report.checks] == ["out", "dq", "dk", "dv"]
@@ -92,7 +92,7 @@ def extras(name, heads):
 def test_right_calls_with_extras_pass_and_their_gradients_are_compared(name, dtype):
     asked = extras(name, 4)
     layout = layouts.zigzag(work.TOTAL, 3)
-    plan = ls.plan(work.PACKED, layout, schedule="exchange", dtype=dtype, **work.SIZES)
+    plan = ls.plan(work.PACKED, layout, scheme="exchange", dtype=dtype, **work.SIZES)
     report = verify(lambda q, k, v: loopback_attention(q, k, v, plan, **asked), None, plan, **asked)
     assert report.ok, report
     expected = {"sinks": "sinks", "alibi": "alibi", "relative_bias": "relative_bias.table", "all": "sinks"}
@@ -118,7 +118,7 @@ def test_no_false_alarm_in_100_random_right_cases(part):
 
 
 @pytest.mark.parametrize(
-    ("mask", "layout", "schedule", "dtype"),
+    ("mask", "layout", "scheme", "dtype"),
     [
         ("packed", "zigzag", "ring", "float32"),
         ("window", "contiguous", "exchange", "bfloat16"),
@@ -128,11 +128,11 @@ def test_no_false_alarm_in_100_random_right_cases(part):
         ("causal", "zigzag", "exchange", "float64"),
     ],
 )
-def test_right_calls_pass_on_gloo_ranks(mask, layout, schedule, dtype):
-    ok, _, text = on_ranks(2, work.check_call, "right_call", mask, layout, schedule, dtype)
+def test_right_calls_pass_on_gloo_ranks(mask, layout, scheme, dtype):
+    ok, _, text = on_ranks(2, work.check_call, "right_call", mask, layout, scheme, dtype)
     assert ok, text
     if dtype == "float32":  # by other means: gathered K/V, and PyTorch's own attention
-        ok, _, text = on_ranks(2, work.check_call, "gathered_call", mask, layout, schedule, dtype)
+        ok, _, text = on_ranks(2, work.check_call, "gathered_call", mask, layout, scheme, dtype)
         assert ok, text
 
 
@@ -251,7 +251,7 @@ def test_inputs_that_differ_between_ranks():
 
 def small(dtype="float32", mask=None, total=64):
     mask = masks.causal(total) if mask is None else mask
-    return ls.plan(mask, layouts.zigzag(total, 2), schedule="ring", dtype=dtype, **work.SIZES)
+    return ls.plan(mask, layouts.zigzag(total, 2), scheme="ring", dtype=dtype, **work.SIZES)
 
 
 def test_one_wrong_row_shows_in_bfloat16_though_the_norm_hides_it():
@@ -417,7 +417,7 @@ def test_what_cannot_be_verified_is_refused():
     plan = small()
     call = functools.partial(loopback_attention, plan=plan)
     q = torch.randn(1, 4, 64, 8)
-    large = ls.plan(masks.causal(8192), layouts.zigzag(8192, 2), dtype="float32", schedule="ring", **work.SIZES)
+    large = ls.plan(masks.causal(8192), layouts.zigzag(8192, 2), dtype="float32", scheme="ring", **work.SIZES)
     for arguments, options, message in (
         ((call, None, masks.causal()), {}, "a function of (q, k, v) and a plan, but partial and Mask"),
         (("fn", None, plan), {}, "but str and Plan"),
@@ -505,7 +505,7 @@ def test_a_model_that_cannot_run_in_float64_is_its_own_truth():
 
 
 def test_the_command_checks_all_ranks_in_one_process(capsys):
-    words = ["verify", "--docs", "30,5,21", "--window", "8", "--ranks", "3", "--scheme", "ring,exchange", "--json"]
+    words = ["verify", "--docs", "30,5,21", "--window", "8", "--ranks", "3", "--schemes", "ring,exchange", "--json"]
     assert main([*words, "--sinks", "--softcap", "4"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"]
@@ -542,7 +542,7 @@ def test_the_command_refuses_in_one_line(capsys, words, message):
 
 
 def test_the_command_takes_lengths_that_agree_with_seq(capsys):
-    assert main(["verify", "--docs", "20,12", "--seq", "0.03125k", "--ranks", "2", "--scheme", "ring", "--json"]) == 0
+    assert main(["verify", "--docs", "20,12", "--seq", "0.03125k", "--ranks", "2", "--schemes", "ring", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"] == 2
 
 
@@ -584,28 +584,18 @@ def test_the_command_says_what_is_wrong_with_exit_code_1(monkeypatch, capsys):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     monkeypatch.setattr("longspan.cli.commands.verify.loopback_attention", broken)
-    assert main(["verify", "--docs", "30,5,21", "--scheme", "ring"]) == 1
+    assert main(["verify", "--docs", "30,5,21", "--schemes", "ring"]) == 1
     said = capsys.readouterr().out
     assert "likely cause: mask replaced by plain causal" in said
     assert "0 of 1 right" in said
 
 
-def test_the_command_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+@pytest.mark.parametrize("form", [["--json"], []], ids=["json", "table"])
+def test_the_command_under_torchrun(tmp_path, form):
+    """One rank answers for all, in either form."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [
-            *command,
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "longspan",
-            "verify",
-            "--seq",
-            "96",
-            "--scheme",
-            "exchange",
-            "--json",
-        ],
+        [sys.executable, *launch, "-m", "longspan", "verify", "--seq", "96", "--schemes", "exchange", *form],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         cwd=tmp_path,
         capture_output=True,
@@ -613,8 +603,13 @@ def test_the_command_under_torchrun(tmp_path):
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert json.loads(line)["ranks"] == 2
+    if form:
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        assert json.loads(line)["ranks"] == 2
+    else:
+        head = "1 of 1 right, on cpu by cpu_flash\nbalanced over 2 ranks, in as many processes, over Gloo\n"
+        assert done.stdout.startswith(head)
+        assert done.stdout.count("right, on") == done.stdout.count("scheme ") == 1
 
 
 def test_command_pieces_are_what_the_cli_needs():
@@ -622,7 +617,7 @@ def test_command_pieces_are_what_the_cli_needs():
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    args = parser.parse_args(["--seq", "24", "--scheme", "exchange", "--ranks", "2", "--layout", "zigzag"])
+    args = parser.parse_args(["--seq", "24", "--schemes", "exchange", "--ranks", "2", "--layout", "zigzag"])
     assert run(args) == 0
 
 

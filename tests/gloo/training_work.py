@@ -84,7 +84,7 @@ def _loss(seed, world):
     whole.load_state_dict(model.state_dict())
     expected = one_process(whole, lengths, mask, batch, num_shifts)
     plan = ls.plan(
-        mask, layout, q_heads=HEADS, kv_heads=HEADS, head_dim=DIM, batch=BATCH, dtype="float64", schedule="exchange"
+        mask, layout, q_heads=HEADS, kv_heads=HEADS, head_dim=DIM, batch=BATCH, dtype="float64", scheme="exchange"
     )
     check_same(batch, group)
     mine = shard_batch(batch, layout, rank, documents=lengths, positions="document", num_shifts=num_shifts)
@@ -142,7 +142,7 @@ def trainer(how):
     own = {name: value[sample : sample + 1] for name, value in batch.items()}
     check_same(own, mesh.cp)
     others = message(lambda: check_same(own, mesh.dp_cp))
-    plan = ls.plan(mask, layout, q_heads=HEADS, kv_heads=HEADS, head_dim=DIM, dtype="float64", schedule="exchange")
+    plan = ls.plan(mask, layout, q_heads=HEADS, kv_heads=HEADS, head_dim=DIM, dtype="float64", scheme="exchange")
     mine = shard_batch(own, layout, mesh.cp.get_local_rank(), documents=mask, positions="document")
     wrapped, gradients = model, "sum"
     if how == "ddp":

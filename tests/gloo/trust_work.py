@@ -15,7 +15,7 @@ from longspan.execution.trust.group import Running, members_of
 def _plan(scheme, world, **changes):
     mask = ls.masks.documents([37, 60, 31 * world]) & ls.masks.causal()
     layout = ls.layouts.zigzag(97 + 31 * world, world)
-    asked = {"q_heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "float32", "schedule": scheme}
+    asked = {"q_heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "float32", "scheme": scheme}
     return ls.plan(mask, layout, **{**asked, **changes})
 
 

@@ -41,19 +41,19 @@ MASKS = {
 class Case:
     """A plan over a group, and everything a broken call needs."""
 
-    def __init__(self, mask="packed", layout="zigzag", schedule="ring", dtype="float32", **asked):
+    def __init__(self, mask="packed", layout="zigzag", scheme="ring", dtype="float32", **asked):
         self.group = dist.group.WORLD
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.mask = MASKS[mask]
         self.layout = getattr(ls.layouts, layout)(TOTAL, self.world)
-        self.plan = ls.plan(self.mask, self.layout, schedule=schedule, dtype=dtype, **SIZES)
+        self.plan = ls.plan(self.mask, self.layout, scheme=scheme, dtype=dtype, **SIZES)
         self.pos = torch.as_tensor(self.layout.positions(self.rank))
         self.scale = SIZES["head_dim"] ** -0.5
         self.asked = asked
 
     def other(self, mask):
         """The same call with another mask."""
-        plan = ls.plan(mask, self.layout, schedule="ring", dtype="float32", **SIZES)
+        plan = ls.plan(mask, self.layout, scheme="ring", dtype="float32", **SIZES)
         return lambda q, k, v: ls.attention(q, k, v, plan, group=self.group, **self.asked)
 
     def right(self, q, k, v, **changes):
@@ -423,7 +423,7 @@ def check_inputs(differ):
 
 
 def refused_on_ranks():
-    plan = ls.plan(PACKED, ls.layouts.zigzag(TOTAL, 3), schedule="ring", dtype="float32", **SIZES)
+    plan = ls.plan(PACKED, ls.layouts.zigzag(TOTAL, 3), scheme="ring", dtype="float32", **SIZES)
     try:
         verify(lambda q, k, v: q, None, plan, group=dist.group.WORLD)
     except ls.PlanError as refused:
@@ -431,11 +431,11 @@ def refused_on_ranks():
     return ""
 
 
-def check_call(name, mask="packed", layout="zigzag", schedule="ring", dtype="float32", **asked):
+def check_call(name, mask="packed", layout="zigzag", scheme="ring", dtype="float32", **asked):
     """The report of a call by name; `sinks=True` makes sinks that want a gradient."""
     if asked.get("sinks"):
         asked["sinks"] = torch.linspace(-1, 1, SIZES["q_heads"]).requires_grad_()
-    case = Case(mask, layout, schedule, dtype, **asked)
+    case = Case(mask, layout, scheme, dtype, **asked)
     if case.asked.get("score_mod") == "distance":
         asked["score_mod"] = case.asked["score_mod"] = distance
     report = verify(globals()[name](case), None, case.plan, group=case.group, **asked)
@@ -511,7 +511,7 @@ class StepCase:
         other = {"documents": masks.causal(TOTAL), "both leak": masks.causal(TOTAL), "mask": masks.full(TOTAL)}
         mask = other.get(mistake, PACKED)
         sizes = {"q_heads": 4, "kv_heads": 4, "head_dim": DIM // 4, "batch": 2, "dtype": dtype}
-        self.plan = ls.plan(mask, self.layout, schedule="exchange", **sizes)
+        self.plan = ls.plan(mask, self.layout, scheme="exchange", **sizes)
 
     def attend(self, q, k, v, sinks):
         if self.mistake == "sinks":

@@ -61,7 +61,7 @@ def train(folder, what, kind, cp_size=None):
             eval_dataset=samples(8, seed=2),
             data_collator=collator(kind),
             compute_loss_func=own,
-            **({"cp_size": cp_size, "schedule": "exchange"} if split else {}),
+            **({"cp_size": cp_size, "scheme": "exchange"} if split else {}),
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -85,7 +85,7 @@ def gathers(folder):
             args=arguments(folder, 4),
             eval_dataset=samples(8, seed=2),
             data_collator=collator("padded"),
-            schedule="exchange",
+            scheme="exchange",
         )
         made.remove_callback(PrinterCallback)
         for name in ("evaluate", "metrics", "predict"):

@@ -200,7 +200,7 @@ def train(folder, family, kind, cp_size=None, rows=4, resume=None, save=False, e
         if not shuffled:
             changes["train_sampling_strategy"] = "sequential"
         args = arguments(folder, rows // (world // cp), **changes)
-        options = {"cp_size": cp_size, "schedule": "auto" if shuffled else "exchange"} if split else {}
+        options = {"cp_size": cp_size, "scheme": "auto" if shuffled else "exchange"} if split else {}
         trainer = trainer_class(Trainer, split)(
             model=model,
             args=args,
@@ -285,7 +285,7 @@ def accelerate_loop(family="gemma3"):
             for batch in pair:
                 if ranks is not None:
                     batch = huggingface.shard_inputs(
-                        accelerator.unwrap_model(model), batch, ranks.cp, schedule="exchange"
+                        accelerator.unwrap_model(model), batch, ranks.cp, scheme="exchange"
                     )
                 with accelerator.accumulate(model):
                     loss = model(**{**batch, "num_items_in_batch": num_labels, "use_cache": False}).loss
@@ -386,7 +386,7 @@ def train_planned(folder, family, kind, dp_shard):
                 ),
                 train_dataset=samples(16),
                 data_collator=collator(kind),
-                schedule="exchange",
+                scheme="exchange",
             )
             trainer.remove_callback(PrinterCallback)
             trainer.train()

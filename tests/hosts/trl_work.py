@@ -118,7 +118,7 @@ def run(base, cp_size=None, **given):
 
     split = is_split(cp_size)
     trainer = trainer_class(base, split)(
-        processing_class=tokenizer(), **given, **({"cp_size": cp_size, "schedule": "exchange"} if split else {})
+        processing_class=tokenizer(), **given, **({"cp_size": cp_size, "scheme": "exchange"} if split else {})
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()

@@ -28,27 +28,27 @@ def check(what, found, expected):
         sys.exit(f"{what} is off by {worst}")
 
 
-def over_ranks(schedule, checked):
+def over_ranks(scheme, checked):
     rank, world = dist.get_rank(), dist.get_world_size()
     layout = ls.layouts.zigzag(64, world)
-    plan = ls.plan(MASK, layout, q_heads=4, kv_heads=2, head_dim=8, dtype="float64", schedule=schedule)
+    plan = ls.plan(MASK, layout, q_heads=4, kv_heads=2, head_dim=8, dtype="float64", scheme=scheme)
     mine = [layout.shard(x.detach(), rank, dim=2).requires_grad_() for x in (Q, K, V)]
     with watch(dist.group.WORLD, patience=30.0, checked=checked):
         out = ls.attention(*mine, plan, group=dist.group.WORLD)
         grads = torch.autograd.grad(out, mine, layout.shard(DOUT, rank, dim=2))
     expected = [layout.shard(x, rank, dim=2) for x in (TRUTH, *GRADS)]
-    check(f"rank {rank} of {world}, {schedule}", (out, *grads), expected)
+    check(f"rank {rank} of {world}, {scheme}", (out, *grads), expected)
 
 
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
-    for schedule, checked in (("exchange", True), ("ring", False), ("all_gather", False), ("all_to_all", False)):
-        over_ranks(schedule, checked)
+    for scheme, checked in (("exchange", True), ("ring", False), ("all_gather", False), ("all_to_all", False)):
+        over_ranks(scheme, checked)
     dist.destroy_process_group()
 else:
     out = ls.attention(Q, K, V, MASK)
     check("one device", (out, *torch.autograd.grad(out, (Q, K, V), DOUT)), (TRUTH, *GRADS))
-    for schedule in ("exchange", "ring", "all_gather", "all_to_all"):
+    for scheme in ("exchange", "ring", "all_gather", "all_to_all"):
         layout = ls.layouts.zigzag(64, 2)
-        plan = ls.plan(MASK, layout, q_heads=4, kv_heads=2, head_dim=8, dtype="float64", schedule=schedule)
-        check(f"two ranks in one process, {schedule}", (loopback_attention(Q, K, V, plan),), (TRUTH,))
+        plan = ls.plan(MASK, layout, q_heads=4, kv_heads=2, head_dim=8, dtype="float64", scheme=scheme)
+        check(f"two ranks in one process, {scheme}", (loopback_attention(Q, K, V, plan),), (TRUTH,))

@@ -31,14 +31,37 @@ def test_readme_example_runs_as_printed(tmp_path):
     assert "tensor(True)" in run(code, ROOT / "src", tmp_path)
 
 
-def test_readme_torchrun_example_runs_as_printed(tmp_path):
+def test_readme_program_prints_one_loss_on_any_number_of_ranks(tmp_path):
     (code,) = [code for kind, code in blocks("README.md") if kind == "torchrun"]
-    (tmp_path / "example.py").write_text(code)
-    done = torchrun(["--nproc-per-node", "4", "example.py"], tmp_path)
-    assert done.status == 0, done.report()
-    errors = [float(found) for found in re.findall(r"error (\d\.\de[+-]\d+)", done.out)]
-    assert len(errors) == 4
-    assert max(errors) < 1e-5
+    (tmp_path / "train.py").write_text(code)
+    losses = {}
+    for ranks in (1, 4):
+        done = torchrun(["--nproc-per-node", str(ranks), "train.py"], tmp_path)
+        assert done.status == 0, done.report()
+        losses[ranks] = [float(found) for found in re.findall(r"tokens, loss (\d+\.\d{6})", done.out)]
+        assert len(losses[ranks]) == ranks
+    assert max(losses[4]) - min(losses[4]) == 0.0
+    assert abs(losses[4][0] - losses[1][0]) < 1e-5
+
+
+def test_readme_is_a_first_screen():
+    """Install and the words of the field come first, and prose is not made of figures."""
+    readme = (ROOT / "README.md").read_text()
+    lines = readme.splitlines()
+    first = " ".join(lines[:12])
+    for word in (
+        "context parallelism",
+        "ring attention",
+        "Ulysses",
+        "FlashAttention",
+        "flex attention",
+        "packed",
+        "hybrid",
+    ):
+        assert word in first, word
+    assert lines.index("## Install") < 22
+    prose = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", " ", readme, flags=re.DOTALL)
+    assert len(re.findall(r"\b\d[\d.,]*", prose)) <= 20
 
 
 def test_a_new_mask_layout_and_planner_are_one_file_and_one_line(tmp_path):

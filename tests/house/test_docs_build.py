@@ -1,10 +1,13 @@
 """The documentation: it builds without a warning, its links lead somewhere, and what it quotes and prints is so.
 
 Blocks marked `python` run here in this process, those marked `python torchrun` by torchrun (`python -m tests.jobs`).
+`python file=NAME` is saved and run by the page's own commands (test_walks.py).
 `python fragment` is for what needs files or models of the reader's own; it must at least be Python. Lines that `text`
 blocks show under a `$ longspan` command are lines that this command prints.
 """
 
+import importlib
+import json
 import os
 import re
 import shlex
@@ -22,6 +25,7 @@ DOCS = ROOT / "docs"
 FENCE = re.compile(r"^```(\w+) ?([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Blocks of these pages run in tests of their own, which say more about what comes out.
 RUN_ELSEWHERE = {"training.md": "gloo/test_curves.py", "verify.md": "gloo/test_verify.py"}
+WALKED = {"tutorial.md"}  # test_walks.py saves their files and types their commands
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 
@@ -31,7 +35,9 @@ def blocks(page, language="python"):
     found = [
         (m[2], "\n" * text[: m.start()].count("\n") + "\n" + m[3]) for m in FENCE.finditer(text) if m[1] == language
     ]
-    assert language != "python" or {kind for kind, _ in found} <= {"", "torchrun", "fragment"}, page
+    kinds = {kind.partition("=")[0] for kind, _ in found}
+    assert language != "python" or kinds <= {"", "torchrun", "fragment", "file"}, page
+    assert "file" not in kinds or page in WALKED, page
     return found
 
 
@@ -51,7 +57,8 @@ def commands():
     found = []
     for page in PAGES:
         for _, text in blocks(page, "text"):
-            for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+            joined = re.sub(r"\\\n\s*", "", text)  # a command may go on behind a backslash
+            for part in re.split(r"^\$ ", joined, flags=re.MULTILINE)[1:]:
                 command, *lines = part.splitlines()
                 if re.match(r"longspan (plan|compare|show scan) [^|]+$", command):
                     shown = [line for line in lines if line]
@@ -109,10 +116,34 @@ def test_docs_build_without_warnings(tmp_path):
     assert done.returncode == 0, done.stderr
     for page in PAGES:
         assert (tmp_path / "html" / page).with_suffix(".html").exists()
-    reference = (tmp_path / "html" / "api.html").read_text()
-    for name in ("longspan.attention", "longspan.masks.documents", "longspan.training.token_loss"):
-        assert f'id="{name}"' in reference
+    _check_search(tmp_path / "html")
+    _check_reference(tmp_path / "html" / "reference")
     _check_links_of_html(tmp_path / "html")
+
+
+def _check_search(folder):
+    """What people look for is in the index that the search page reads, under its page."""
+    index = json.loads((folder / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")"))
+    for word, page in (("ulyss", "glossary"), ("trl", "huggingface_training"), ("sigstop", "troubleshooting")):
+        places = [index[kind].get(word, []) for kind in ("terms", "titleterms")]
+        found = {number for each in places for number in (each if isinstance(each, list) else [each])}
+        assert index["docnames"].index(page) in found, word
+    assert 'src="_static/searchtools.js' in (folder / "search.html").read_text()
+
+
+def _check_reference(folder):
+    """Every public name is in the reference, and types of PyTorch lead to its pages."""
+    texts = {path.stem: path.read_text() for path in folder.glob("*.html")}
+    modules = ("", "masks", "layouts", "schedules", "scores", "training", "verification", "testing", "viz")
+    for module in modules:
+        package = f"longspan.{module}".rstrip(".")
+        for name in importlib.import_module(package).__all__:
+            wanted = [f'id="{package}.{room}{name}"' for room in ("", "errors.", "verification.")]
+            if name not in modules:
+                assert any(id_ in text for id_ in wanted for text in texts.values()), f"{package}.{name}"
+    for page, name in (("attention", "attention"), ("plan", "plan")):
+        assert f'id="longspan.{name}"' in texts[page]
+    assert "https://docs.pytorch.org/docs/stable/distributed.html#torch" in texts["training"]
 
 
 def _check_links_of_html(folder):
@@ -155,3 +186,27 @@ def test_block_lines_are_those_of_the_page():
     (first, *_) = [code for kind, code in blocks(page) if not kind]
     line = len(first) - len(first.lstrip())
     assert Path(DOCS / page).read_text().splitlines()[line] == first.lstrip().splitlines()[0]
+
+
+COLUMNS = 88
+
+
+def too_wide(text):
+    """Lines of code that do not fit: of what people copy, and of commands that output is shown for."""
+    copied = {"python", "bash", "pycon", "diff"}
+    lines = [(block[1], line) for block in FENCE.finditer(text) for line in block[3].splitlines()]
+    return [line for kind, line in lines if len(line) > COLUMNS and (kind in copied or line.startswith("$ "))]
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{page}" for page in PAGES)])
+def test_code_fits_without_scrolling(page):
+    output = ("schedule ",)  # of a pycon block: printed, not typed
+    wide = [line for line in too_wide((ROOT / page).read_text()) if not line.startswith(output)]
+    assert not wide, "\n".join(wide)
+
+
+def test_wide_code_is_found():
+    long = "x = " + "1 + " * 30 + "1"
+    assert too_wide(f"```python\n{long}\n```\n") == [long]
+    assert too_wide(f"```text\n$ {long}\n{long}\n```\n") == [f"$ {long}"]
+    assert too_wide("```python\nx = 1\n```\n") == []

@@ -209,7 +209,7 @@ def test_no_file_of_the_project_names_another_index():
 
 def made(direction="forward", name="exchange"):
     mask = masks.documents([20, 12]) & masks.causal()
-    whole = plan(mask, layouts.zigzag(32, 4), q_heads=4, kv_heads=2, head_dim=8, dtype="float32", schedule=name)
+    whole = plan(mask, layouts.zigzag(32, 4), q_heads=4, kv_heads=2, head_dim=8, dtype="float32", scheme=name)
     return whole.schedule(direction), mask
 
 

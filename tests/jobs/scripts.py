@@ -11,7 +11,7 @@ dist.init_process_group("gloo")
 rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
 last, here = world - 1, True
 mask, layout = ls.masks.documents([17, 31]) & ls.masks.causal(), ls.layouts.zigzag(48, world)
-plan = ls.plan(mask, layout, q_heads=2, kv_heads=2, head_dim=8, dtype="float32", schedule="SCHEME")
+plan = ls.plan(mask, layout, q_heads=2, kv_heads=2, head_dim=8, dtype="float32", scheme="SCHEME")
 torch.manual_seed(0)
 whole = torch.randn(3, 1, 2, 48, 8)
 mine = [layout.shard(x, rank, dim=2).requires_grad_() for x in whole]

@@ -128,7 +128,7 @@ def whole_runs(generator):
     for scheme in ("ring", "exchange", "all_to_all"):
         mask = masks.documents([9, 30, 5, 20]) & masks.causal()
         made = plan(
-            mask, layouts.striped(64, 4, stripe=4), q_heads=4, kv_heads=4, head_dim=8, dtype="float32", schedule=scheme
+            mask, layouts.striped(64, 4, stripe=4), q_heads=4, kv_heads=4, head_dim=8, dtype="float32", scheme=scheme
         )
         inputs = [torch.randn((1, 4, 64, 8), generator=generator) for _ in range(4)]
         right = loopback.run_loopback(made, *inputs, kernel="reference", scale=0.3)

@@ -862,7 +862,7 @@ MANY_SPANS = Layout.from_spans(LONG, [[(i, i + 1) for i in reversed(range(LONG))
 FEW_ROWS = Mask.of_bands(np.array([[0, 8, 0, LONG, -LONG, LONG]]), LONG, "8 rows")
 FEW_KEYS = Mask.of_bands(np.array([[0, LONG, 0, 8, -LONG, LONG]]), LONG, "8 keys")
 
-PROBLEMS = [  # mask, layout, schedule, dtype, options
+PROBLEMS = [  # mask, layout, scheme, dtype, options
     (DOCUMENTS, layouts.zigzag(S, WORLD), "ring", torch.float64, {}),
     (HOLES, RAGGED, "exchange", torch.float64, {"keep": True}),
     (masks.causal(S - 1), layouts.zigzag(S - 1, WORLD, equal_tokens=True), "all_to_all", torch.float64, {}),
@@ -877,9 +877,9 @@ PROBLEMS = [  # mask, layout, schedule, dtype, options
 ]
 
 
-def _problem(mask, layout, schedule, dtype, options):
+def _problem(mask, layout, scheme, dtype, options):
     sizes = {"q_heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 8, "batch": 2} | options
-    plan = longspan.plan(mask, layout, schedule=schedule, dtype=dtype, **sizes)
+    plan = longspan.plan(mask, layout, scheme=scheme, dtype=dtype, **sizes)
     draw = torch.Generator().manual_seed(3)
     made = [(4, 8), (2, 8), (2, sizes["v_head_dim"]), (4, sizes["v_head_dim"])]
     inputs = [torch.randn(2, h, layout.seq_len, d, generator=draw, dtype=torch.float64).to(dtype) for h, d in made]
@@ -970,7 +970,7 @@ def test_the_usual_inputs_let_mutants_live(monkeypatch, capsys):
     living, caught = {}, set()
     for mask in (masks.full(tokens), masks.causal(tokens)):
         sizes = {"q_heads": 2, "kv_heads": 2, "head_dim": dim, "dtype": q.dtype}
-        plan = longspan.plan(mask, layouts.zigzag(tokens, WORLD), schedule="ring", **sizes)
+        plan = longspan.plan(mask, layouts.zigzag(tokens, WORLD), scheme="ring", **sizes)
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=allowed(mask, 1, 2, tokens))
         expected = out.detach(), *torch.autograd.grad(out.sum(), leaves)

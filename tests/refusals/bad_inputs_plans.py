@@ -2,7 +2,7 @@
 
 import torch
 
-from longspan import LayoutError, MaskError, PlanError, ScheduleError, layouts, masks, plan
+from longspan import LayoutError, MaskError, PlanError, ScheduleError, layouts, masks, plan, scan_plan
 from longspan.schedules import Link, Machine, Sizes, Tiling, machine_named
 from longspan.schedules.cost.presets import CPU
 from tests.refusals.bad_inputs import INF, NAN, bad, counts
@@ -41,14 +41,18 @@ def _arguments():
         "hybrid(9999999)",
         "__class__",
     ):
-        says = f"schedule {name!r} was asked for", "hybrid(HEADS, PLANNER)"
-        yield bad(f"schedule {name!r}", lambda n=name: planned(schedule=n), PlanError, *says)
+        says = f"scheme {name!r} was asked for", "hybrid(HEADS, PLANNER)"
+        yield bad(f"scheme {name!r}", lambda n=name: planned(scheme=n), PlanError, *says)
     for value in (None, 3, ["ring"], b"ring"):
-        says = f"schedule = {value!r}", "A schedule is a name"
-        yield bad(f"schedule {value!r}", lambda v=value: planned(schedule=v), PlanError, *says)
+        says = f"scheme = {value!r}", "A scheme is a name"
+        yield bad(f"scheme {value!r}", lambda v=value: planned(scheme=v), PlanError, *says)
+    yield bad("schedule", lambda: planned(schedule="ring"), PlanError, "schedule = 'ring'", "say scheme='ring'")
+    scan = {"heads": 2, "keys": 4, "values": 4, "maps": "matrix", "schedule": "chain"}
+    says = "given to scan_plan", "say scheme='chain'"
+    yield bad("scan schedule", lambda: scan_plan(None, layouts.zigzag(16, 4), **scan), PlanError, *says)
     for heads in (0, 3, 5, 64):
         says = f"groups of {heads} ranks", "Use a divisor of 4"
-        yield bad(f"hybrid {heads}", lambda h=heads: planned(schedule=f"hybrid({h},ring)"), PlanError, *says)
+        yield bad(f"hybrid {heads}", lambda h=heads: planned(scheme=f"hybrid({h},ring)"), PlanError, *says)
     yield bad("machine", lambda: planned(machine="dgx"), PlanError, "machine 'dgx'", "h100", "pass a Machine")
     yield bad("machine_named", lambda: machine_named("dgx"), PlanError, "machine 'dgx'", "h100")
     for value in (3, ["h100"], {"flops": 1}):
@@ -72,7 +76,7 @@ def _what():
     yield bad("mask heads", lambda: planned(three), PlanError, "differs over 3 heads", "the plan is for 4")
     rows = masks.per_row(masks.causal(16), masks.full(16))
     yield bad("mask rows", lambda: planned(rows, batch=3), PlanError, "differs over 2 batch rows", "the plan is for 3")
-    made = planned(schedule="ring")
+    made = planned(scheme="ring")
     for direction in ("sideways", None, 1):
         says = "'forward' or 'backward'", f"{direction!r}"
         yield bad(f"direction {direction!r}", lambda d=direction: made.steps(0, d), PlanError, *says)

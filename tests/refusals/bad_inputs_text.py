@@ -14,9 +14,7 @@ LAYOUT = "layout zigzag seq_len=8 world_size=2\n0: 0:2 6:8\n1: 2:6"
 @cache
 def text(direction="forward"):
     """A real schedule's text, to be spoiled."""
-    made = plan(
-        masks.causal(), layouts.zigzag(8, 2), q_heads=2, kv_heads=2, head_dim=4, dtype="float32", schedule="ring"
-    )
+    made = plan(masks.causal(), layouts.zigzag(8, 2), q_heads=2, kv_heads=2, head_dim=4, dtype="float32", scheme="ring")
     return made.schedule(direction).text()
 
 

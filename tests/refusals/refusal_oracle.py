@@ -44,12 +44,12 @@ def dense_mask(mask, tokens=TOKENS, batch=2, heads=4):
     return torch.stack([torch.stack([torch.as_tensor(plane) for plane in row]) for row in planes])
 
 
-def by_ranks(tensors, mask, layout, schedule="exchange", sinks=None, **extras):
+def by_ranks(tensors, mask, layout, scheme="exchange", sinks=None, **extras):
     """The same by all ranks of a plan: output, gradients; and the lse."""
     q, k, v, _ = tensors
     plan = ls.plan(
         mask, layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], v_head_dim=v.shape[3],
-        batch=q.shape[0], dtype=q.dtype, schedule=schedule,
+        batch=q.shape[0], dtype=q.dtype, scheme=scheme,
     )  # fmt: skip
     out, lse, *gradients = run_loopback(plan, *tensors, sinks=sinks, extras=Extras(**extras) if extras else None)
     return [out, *gradients], lse
@@ -62,7 +62,7 @@ def assert_same(found, right, limit=LIMIT):
         assert error <= limit, f"tensor {number} is off by {error:.1e}"
 
 
-def assert_exact(mask, layout, schedule="exchange", seed=0, **shape):
+def assert_exact(mask, layout, scheme="exchange", seed=0, **shape):
     tensors = inputs(layout.seq_len, seed=seed, **shape)
     seen = dense_mask(mask, layout.seq_len, heads=tensors[0].shape[1])
-    assert_same(by_ranks(tensors, mask, layout, schedule)[0], expected(tensors, seen))
+    assert_same(by_ranks(tensors, mask, layout, scheme)[0], expected(tensors, seen))

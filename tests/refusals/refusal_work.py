@@ -64,7 +64,7 @@ def garbage_in_padding():
     right.backward(tensors[3])
     *mine, dout = (layout.shard(t, rank, 2, fill=torch.nan) for t in tensors)
     mine = [t.requires_grad_() for t in mine]
-    plan = ls.plan(mask, layout, q_heads=2, kv_heads=2, head_dim=8, dtype="float64", schedule="exchange")
+    plan = ls.plan(mask, layout, q_heads=2, kv_heads=2, head_dim=8, dtype="float64", scheme="exchange")
     out = ls.attention(*mine, plan, group=dist.group.WORLD)
     out.backward(dout)
     real = int(layout.num_tokens[rank])

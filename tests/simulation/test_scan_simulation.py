@@ -80,7 +80,7 @@ def case_of(group, number):
     documents = random_documents(draw, tokens, batch)
     layout = random_layout(draw, draw.choice(KINDS), tokens, world, documents)
     sizes = {"heads": 2, "keys": 2, "values": draw.choice((1, 3)), "maps": draw.choice(("matrix", "scalar", "rows"))}
-    plan = ls.scan_plan(documents, layout, batch=batch, schedule=draw.choice(SCHEMES), machine="h100", **sizes)
+    plan = ls.scan_plan(documents, layout, batch=batch, scheme=draw.choice(SCHEMES), machine="h100", **sizes)
     return ScanCase(plan, number)
 
 

@@ -168,7 +168,7 @@ def test_warm_calls_neither_wait_nor_copy(scheme):
     lengths = [700, 1, 90, 5000, 33, 2000, 368]
     mask = ls.masks.documents(lengths) & ls.masks.causal()
     layout = ls.layouts.balanced(mask, world_size=8, seq_len=sum(lengths))
-    plan = ls.plan(mask, layout, q_heads=8, kv_heads=8, head_dim=64, dtype="bfloat16", schedule=scheme)
+    plan = ls.plan(mask, layout, q_heads=8, kv_heads=8, head_dim=64, dtype="bfloat16", scheme=scheme)
     copied = 0
     for rank in (0, 3, 7):
         tokens = int(layout.num_tokens[rank])

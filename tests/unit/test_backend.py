@@ -99,10 +99,10 @@ def test_verify_takes_gpus_where_every_rank_has_one(monkeypatch, num_gpus, ranks
 
 
 def test_commands_say_device_and_kernel():
-    code, out, err = said("verify", "--ranks", "2", "--seq", "48", "--scheme", "ring", "--dtype", "float32,bfloat16")
+    code, out, err = said("verify", "--ranks", "2", "--seq", "48", "--schemes", "ring", "--dtype", "float32,bfloat16")
     assert (code, err) == (0, "")
     assert "2 of 2 right, on cpu by cpu_flash" in out
-    code, out, _ = said("verify", "--ranks", "2", "--seq", "48", "--scheme", "ring", "--softcap", "9", "--json")
+    code, out, _ = said("verify", "--ranks", "2", "--seq", "48", "--schemes", "ring", "--softcap", "9", "--json")
     assert code == 0
     assert json.loads(out)["kernels"] == {"float32": "reference"}
     code, out, _ = said("bench", "--seq", "64", *SMALL)

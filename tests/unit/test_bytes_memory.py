@@ -64,7 +64,7 @@ def _plan(mask, layout, scheme, dtype, *, heads=(4, 2), dims=(16, 8), keep=False
     chunks = 8 if scheme == "chunks" else None
     return ls.plan(
         mask, layout, q_heads=heads[0], kv_heads=heads[1], head_dim=dims[0], v_head_dim=dims[1], dtype=dtype,
-        schedule="exchange" if chunks else scheme, keep=keep, machine=machine, batch=batch, chunks=chunks,
+        scheme="exchange" if chunks else scheme, keep=keep, machine=machine, batch=batch, chunks=chunks,
     )  # fmt: skip
 
 

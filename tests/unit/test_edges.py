@@ -136,7 +136,7 @@ def run_at(place, mask, tensors, dout, kernel):
     if ranks is None:
         return gradients(lambda q, k, v: ls.attention(q, k, v, mask, kernel=kernel, scale=0.5), tensors, dout)
     sizes = {"q_heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": str(dout.dtype)[6:]}
-    plan = ls.plan(mask, ls.layouts.zigzag(S, ranks), schedule=scheme, **sizes)
+    plan = ls.plan(mask, ls.layouts.zigzag(S, ranks), scheme=scheme, **sizes)
     out, _, *rest = run_loopback(plan, *tensors, dout, kernel=kernel, scale=0.5)
     return out, *rest
 

@@ -59,7 +59,7 @@ def plan():
     mask = ls.masks.documents([3, 5]) & ls.masks.sliding_window(2)
     layout = ls.layouts.Layout.from_spans(8, [[(0, 3), (7, 8)], [(3, 7)]])
     sizes = {"q_heads": 1, "kv_heads": 1, "head_dim": 1, "dtype": torch.float64}
-    return ls.plan(mask, layout, schedule="exchange", **sizes)
+    return ls.plan(mask, layout, scheme="exchange", **sizes)
 
 
 def test_the_drawn_map_has_the_plans_numbers(plan):

@@ -105,7 +105,7 @@ def test_what_the_command_prints_is_the_most_of_any_rank(docs, scheme_name, caps
     for reason in found["reasons"]:
         if "at_least_seconds" in reason:
             continue
-        plan = ls.plan(mask, layout, schedule=reason["scheme"], **shape)
+        plan = ls.plan(mask, layout, scheme=reason["scheme"], **shape)
         each = [[plan.bytes_received(rank, way) for rank in range(16)] for way in ("forward", "backward")]
         assert reason["bytes_received"] == max(map(sum, zip(*each, strict=True)))
         if reason["chosen"]:

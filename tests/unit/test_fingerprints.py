@@ -40,7 +40,7 @@ def test_a_mask_works_its_fingerprint_out_once(name, monkeypatch):
 def test_a_repeated_plan_compares_what_it_has(monkeypatch):
     mask = MASKS["documents"]()
     plan = ls.plan(
-        mask, ls.layouts.contiguous(128, 4), q_heads=4, kv_heads=2, head_dim=8, dtype="float32", schedule="exchange"
+        mask, ls.layouts.contiguous(128, 4), q_heads=4, kv_heads=2, head_dim=8, dtype="float32", scheme="exchange"
     )
     job = Job(plan, 0, kernel_named("reference"), 0.1, torch.float32, None, None)
     record = record_of(job, torch.device("cpu"), True, "", Safety())

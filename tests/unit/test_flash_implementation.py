@@ -14,7 +14,7 @@ from longspan.execution.trust.settings import Safety
 
 def record(device):
     layout = ls.layouts.contiguous(8, 2)
-    plan = ls.plan(ls.masks.causal(), layout, q_heads=1, kv_heads=1, head_dim=8, dtype="bfloat16", schedule="ring")
+    plan = ls.plan(ls.masks.causal(), layout, q_heads=1, kv_heads=1, head_dim=8, dtype="bfloat16", scheme="ring")
     job = Job(plan, 0, kernel_named("varlen"), 1.0, torch.bfloat16)
     return record_of(job, torch.device(device), None, "", Safety())
 

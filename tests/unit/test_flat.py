@@ -36,7 +36,7 @@ def drawn(seed, scheme):
     dims = [(8, 8), (8, 12), (5, 3)][int(draw.integers(3))]
     dtype = [torch.float32, torch.bfloat16][int(draw.integers(2))]
     sizes = {"q_heads": 8, "kv_heads": 4, "head_dim": dims[0], "v_head_dim": dims[1], "batch": int(draw.integers(1, 3))}
-    made = plan(mask, layout, schedule=scheme, dtype=dtype, keep=bool(draw.integers(2)), **sizes)
+    made = plan(mask, layout, scheme=scheme, dtype=dtype, keep=bool(draw.integers(2)), **sizes)
     generator = torch.Generator().manual_seed(seed)
     shapes = [(8, dims[0]), (4, dims[0]), (4, dims[1]), (8, dims[1])]
     inputs = [torch.randn(sizes["batch"], h, total, d, generator=generator).to(dtype) for h, d in shapes]
@@ -134,7 +134,7 @@ def test_a_group_is_one_move_on_gpus():
     """Pieces for four peers are packed by as many moves as there are tensors, however many runs they have."""
     mask = masks.documents([7] * 40) & masks.causal()
     layout = layouts.striped(280, 4, stripe=5)
-    made = plan(mask, layout, schedule="exchange", q_heads=4, kv_heads=4, head_dim=8, dtype="float32")
+    made = plan(mask, layout, scheme="exchange", q_heads=4, kv_heads=4, head_dim=8, dtype="float32")
     run_loopback(made, *(torch.randn(1, 4, 280, 8) for _ in range(4)), kernel="reference")
     forward = [program for key, (*_, program) in runner._programs[made].items() if key[1] == "forward"]
     packs = [[item for item in step.pack if isinstance(item, Move)] for program in forward for step in program.steps]
@@ -147,7 +147,7 @@ def test_a_group_is_one_move_on_gpus():
 def test_results_keep_no_messages_alive(scheme):
     """A gradient lives as long as the caller likes, and must not hold what other ranks sent."""
     mask, layout = masks.causal(64), layouts.zigzag(64, 4)
-    made = plan(mask, layout, schedule=scheme, q_heads=4, kv_heads=4, head_dim=8, dtype="float32")
+    made = plan(mask, layout, scheme=scheme, q_heads=4, kv_heads=4, head_dim=8, dtype="float32")
     own = [[layout.shard(torch.randn(1, 4, 64, 8), rank, 2) for _ in range(4)] for rank in range(4)]
     jobs = [runner.Job(made, rank, kernel_named("reference"), 0.3, torch.float32) for rank in range(4)]
     forward = Loopback().run([Forward(job, *x[:3]).program(saves=True) for job, x in zip(jobs, own, strict=True)])

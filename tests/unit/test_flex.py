@@ -175,7 +175,7 @@ def test_functions_that_mix_are_never_misread_on_tiles(reduce):
     q, k, v = tensors(*[(1, 2, 16, 8)] * 3)
     starts, one, table = (torch.tensor(t, dtype=F64) for t in ([6.0, 9.0], [1.0, 1.0], [0.0, 3.0, -3.0]))
     plan = ls.plan(
-        masks.full(16), layouts.contiguous(16, 4), q_heads=2, kv_heads=2, head_dim=8, dtype=F64, schedule="ring"
+        masks.full(16), layouts.contiguous(16, 4), q_heads=2, kv_heads=2, head_dim=8, dtype=F64, scheme="ring"
     )
     number = torch.tensor([int((i >= starts).sum()) for i in range(16)])
     mixing = lambda s, b, h, i, j: s + table[reduce((i >= starts).to(F64), one).round().long()] * (i - j)  # noqa: E731

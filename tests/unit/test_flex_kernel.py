@@ -53,7 +53,7 @@ DOCUMENTS = from_mask_mod(lambda b, h, q, kv: TABLE[q] == TABLE[kv], seq_len=S)
 PACKED = documents([50, 70, 78]) & causal()
 FIRST_ROWS_BLIND = from_mask_mod(lambda b, h, q, kv: q >= 30 + kv % 2, within=causal(S))
 
-# mask, layout, schedule
+# mask, layout, scheme
 CASES = {
     "causal ring": (causal(S), zigzag(S, 3), "ring"),
     "documents exchange": (PACKED, balanced(PACKED, world_size=3), "exchange"),
@@ -70,10 +70,10 @@ CASES = {
 }  # fmt: skip
 
 
-def both(mask, layout, schedule, dtype=torch.float64, make=None, heads=(6, 3), dims=(8, 12), batch=2):
+def both(mask, layout, scheme, dtype=torch.float64, make=None, heads=(6, 3), dims=(8, 12), batch=2):
     """Everything that flex and reference give for the same plan; `make` gives fresh extras."""
     sizes = {"q_heads": heads[0], "kv_heads": heads[1], "head_dim": dims[0], "v_head_dim": dims[1], "batch": batch}
-    plan = ls.plan(mask, layout, dtype=dtype, schedule=schedule, **sizes)
+    plan = ls.plan(mask, layout, dtype=dtype, scheme=scheme, **sizes)
     draw = torch.Generator().manual_seed(0)
     shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]), (heads[0], dims[1])]
     q, k, v, dout = (
@@ -461,7 +461,7 @@ def test_packed_batches_of_one_size_share_what_was_compiled(functions, monkeypat
                 kv_heads=2,
                 head_dim=8,
                 dtype="float32",
-                schedule="exchange",
+                scheme="exchange",
             )
             q, k, v, dout = torch.randn(4, 1, 2, 2048, 8)
             run_loopback(plan, q, k, v, dout, kernel="flex", extras=extras if functions else None)

@@ -317,7 +317,7 @@ def test_whole_calls_by_address(name, scheme, monkeypatch):
                 continue
             plan = longspan.plan(
                 mask, layout, q_heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1], dtype="bfloat16",
-                schedule=scheme,
+                scheme=scheme,
             )  # fmt: skip
             case = Case(torch.bfloat16, [], 48, 48, (4, 2), dims, seed=number)
             q, k, v, dout = case.tensors()

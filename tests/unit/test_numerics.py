@@ -83,9 +83,9 @@ HARD = {
 }
 
 
-def _plan(mask, layout, schedule, dtype, **options):
+def _plan(mask, layout, scheme, dtype, **options):
     sizes = {"q_heads": HEADS[0], "kv_heads": HEADS[1], "head_dim": DIM, "dtype": dtype}
-    return longspan.plan(mask, layout, schedule=schedule, **sizes, **options)
+    return longspan.plan(mask, layout, scheme=scheme, **sizes, **options)
 
 
 def _assert_near(oracle, found, dtype, what):
@@ -106,11 +106,11 @@ def test_no_nan_on_finite_inputs(which, dtype):
     scale = DIM**-0.5
     oracle = Oracle.of(q, k, v, dout, mask, scale)
     assert oracle.largest >= logits, "the input is not as hard as it says"
-    for schedule in SCHEMES:
-        plan = _plan(mask, layout, schedule, dtype)
+    for scheme in SCHEMES:
+        plan = _plan(mask, layout, scheme, dtype)
         for kernel in KERNELS:
             found = run_loopback(plan, q, k, v, dout, kernel=kernel, scale=scale)
-            _assert_near(oracle, found, dtype, f"{which}, {schedule}, {kernel}")
+            _assert_near(oracle, found, dtype, f"{which}, {scheme}, {kernel}")
 
 
 # -- padding -----------------------------------------------------------------------------------------------------------
@@ -132,8 +132,8 @@ def _run_shards(plan, shards, kernel, scale):
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("schedule", SCHEMES)
-def test_garbage_in_padding_goes_nowhere(schedule, dtype, garbage):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_garbage_in_padding_goes_nowhere(scheme, dtype, garbage):
     tokens = S - 3
     q, k, v, dout = (t[:, :, :tokens].to(dtype) for t in _ordinary())
     mask = masks.documents([70, 1, tokens - 71]) & masks.sliding_window(20, 3) | masks.global_prefix(5)
@@ -145,7 +145,7 @@ def test_garbage_in_padding_goes_nowhere(schedule, dtype, garbage):
         Layout.from_spans(tokens, [[(0, 90)], [], [(90, 91)], [(91, tokens)]], local_len=100),
     ):
         assert sum(layout.num_padding(rank) for rank in range(WORLD)) >= 3
-        plan = _plan(mask, layout, schedule, dtype)
+        plan = _plan(mask, layout, scheme, dtype)
         for kernel in KERNELS:
             runs = []
             for fill in (garbage, 0.0):
@@ -153,7 +153,7 @@ def test_garbage_in_padding_goes_nowhere(schedule, dtype, garbage):
                 shards = [[layout.shard(t, rank, dim=2, fill=fill) for t in (q, k, v, dout)] for rank in ranks]
                 runs.append(_run_shards(plan, shards, kernel, DIM**-0.5))
             found, clean = ([layout.unshard(part, dim=2) for part in zip(*run, strict=True)] for run in runs)
-            what = f"{schedule}, {kernel}, {layout}"
+            what = f"{scheme}, {kernel}, {layout}"
             _assert_near(oracle, found, dtype, what)
             for name, a, b in zip(NAMES, found, clean, strict=True):
                 assert torch.equal(a, b), f"{name} of real rows depends on what padding holds: {what}"

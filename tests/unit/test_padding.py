@@ -22,9 +22,7 @@ def test_many_runs_and_padding(scheme):
     assert [layout.num_padding(rank) for rank in range(world)] == [0, 0, 0, 1]
     assert len(layout.spans(3)) > 8
     mask = ls.masks.documents(lengths) & ls.masks.causal()
-    plan = ls.plan(
-        mask, layout, q_heads=heads, kv_heads=heads, head_dim=8, batch=batch, dtype="float64", schedule=scheme
-    )
+    plan = ls.plan(mask, layout, q_heads=heads, kv_heads=heads, head_dim=8, batch=batch, dtype="float64", scheme=scheme)
     draw = torch.Generator().manual_seed(5)
     *whole, dout = (torch.randn(batch, heads, sum(lengths), 8, dtype=torch.float64, generator=draw) for _ in range(4))
     parts = [[layout.shard(t, rank, 2) for t in (*whole, dout)] for rank in range(world)]

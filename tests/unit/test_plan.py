@@ -26,12 +26,12 @@ def test_auto_compares_every_scheme_and_takes_the_quickest():
     assert all(name in text for name in names)
     assert "simulated" in text
     assert "assumed" not in text
-    assert "assumed" in str(ls.plan(MASK, LAYOUT, **SHAPE, schedule="ring"))
+    assert "assumed" in str(ls.plan(MASK, LAYOUT, **SHAPE, scheme="ring"))
 
 
 @pytest.mark.parametrize("name", ["ring", "all_gather", "exchange", "all_to_all", "hybrid(4, exchange)", "hybrid(2)"])
 def test_a_named_scheme_is_obeyed_and_its_figures_are_its_own(name):
-    plan = ls.plan(MASK, LAYOUT, **SHAPE, schedule=name)
+    plan = ls.plan(MASK, LAYOUT, **SHAPE, scheme=name)
     assert plan.scheme.name == name.replace(" ", "")
     for direction in ("forward", "backward"):
         schedule = plan.schedule(direction)
@@ -47,7 +47,7 @@ def test_a_named_scheme_is_obeyed_and_its_figures_are_its_own(name):
 
 
 def test_keeping_costs_memory_and_saves_bytes():
-    kept, again = (ls.plan(MASK, LAYOUT, **SHAPE, schedule="exchange", keep=keep) for keep in (True, False))
+    kept, again = (ls.plan(MASK, LAYOUT, **SHAPE, scheme="exchange", keep=keep) for keep in (True, False))
     assert kept.bytes_received(3, "backward") < again.bytes_received(3, "backward")
     assert kept.kept(3)
     assert not again.kept(3)
@@ -56,40 +56,38 @@ def test_keeping_costs_memory_and_saves_bytes():
 
 def test_equal_arguments_give_the_same_plan_and_fingerprint():
     make = [ls.masks.documents([1500, 2000, 596]) & ls.masks.causal() for _ in range(2)]
-    one, two = (ls.plan(mask, LAYOUT, **SHAPE, schedule="exchange") for mask in make)
+    one, two = (ls.plan(mask, LAYOUT, **SHAPE, scheme="exchange") for mask in make)
     assert one is two
-    assert one.fingerprint == ls.plan(MASK, LAYOUT, **SHAPE, schedule="exchange", machine=MACHINES["h100"]).fingerprint
+    assert one.fingerprint == ls.plan(MASK, LAYOUT, **SHAPE, scheme="exchange", machine=MACHINES["h100"]).fingerprint
     others = [
-        ls.plan(MASK, LAYOUT, **SHAPE, schedule="ring"),
-        ls.plan(MASK, ls.layouts.zigzag(4096, 8), **SHAPE, schedule="exchange"),
-        ls.plan(MASK, LAYOUT, **{**SHAPE, "dtype": "float16"}, schedule="exchange"),
-        ls.plan(MASK, LAYOUT, **SHAPE, v_head_dim=32, schedule="exchange"),
-        ls.plan(MASK, LAYOUT, **SHAPE, batch=2, schedule="exchange"),
-        ls.plan(MASK, LAYOUT, **SHAPE, schedule="exchange", fetch_bytes=1 << 18),
-        ls.plan(MASK | ls.masks.global_prefix(1), LAYOUT, **SHAPE, schedule="exchange"),
+        ls.plan(MASK, LAYOUT, **SHAPE, scheme="ring"),
+        ls.plan(MASK, ls.layouts.zigzag(4096, 8), **SHAPE, scheme="exchange"),
+        ls.plan(MASK, LAYOUT, **{**SHAPE, "dtype": "float16"}, scheme="exchange"),
+        ls.plan(MASK, LAYOUT, **SHAPE, v_head_dim=32, scheme="exchange"),
+        ls.plan(MASK, LAYOUT, **SHAPE, batch=2, scheme="exchange"),
+        ls.plan(MASK, LAYOUT, **SHAPE, scheme="exchange", fetch_bytes=1 << 18),
+        ls.plan(MASK | ls.masks.global_prefix(1), LAYOUT, **SHAPE, scheme="exchange"),
     ]
     assert len({plan.fingerprint for plan in [one, *others]}) == len(others) + 1
 
 
 def test_dtypes_may_be_torch_dtypes():
     torch = pytest.importorskip("torch")
-    by_name = ls.plan(MASK, LAYOUT, **SHAPE, schedule="ring")
-    assert ls.plan(MASK, LAYOUT, **{**SHAPE, "dtype": torch.bfloat16}, schedule="ring") is by_name
+    by_name = ls.plan(MASK, LAYOUT, **SHAPE, scheme="ring")
+    assert ls.plan(MASK, LAYOUT, **{**SHAPE, "dtype": torch.bfloat16}, scheme="ring") is by_name
 
 
 def test_a_machine_of_ones_own():
     slow = dataclasses.replace(MACHINES["cpu"], name="slow", links=(Link(1 << 30, 1e6, 1e-3),))
-    plan = ls.plan(MASK, LAYOUT, **SHAPE, schedule="all_gather", machine=slow)
-    assert (
-        plan.predicted_seconds > ls.plan(MASK, LAYOUT, **SHAPE, schedule="all_gather", machine="cpu").predicted_seconds
-    )
+    plan = ls.plan(MASK, LAYOUT, **SHAPE, scheme="all_gather", machine=slow)
+    assert plan.predicted_seconds > ls.plan(MASK, LAYOUT, **SHAPE, scheme="all_gather", machine="cpu").predicted_seconds
 
 
 def test_several_masks_share_one_layout():
     window = MASK & ls.masks.sliding_window(256)
     layout = ls.layouts.balanced(MASK, window, world_size=8)
     for mask in (MASK, window):
-        plan = ls.plan(mask, layout, **SHAPE, schedule="exchange")
+        plan = ls.plan(mask, layout, **SHAPE, scheme="exchange")
         validate(plan.schedule(), mask)
         assert plan.imbalance < 1.2
 
@@ -97,9 +95,9 @@ def test_several_masks_share_one_layout():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"schedule": "Ring"}, "Choose one of ring"),
-        ({"schedule": "hybrid(3)"}, "divisor of 8"),
-        ({"schedule": "hybrid(2, tree)"}, "Choose one of ring"),
+        ({"scheme": "Ring"}, "Choose one of ring"),
+        ({"scheme": "hybrid(3)"}, "divisor of 8"),
+        ({"scheme": "hybrid(2, tree)"}, "Choose one of ring"),
         ({"machine": "h200"}, "Choose one of h100"),
         ({"dtype": "int8"}, "Choose one of float64"),
         ({"kv_heads": 3}, "leaves 2 over"),
@@ -118,17 +116,17 @@ def test_wrong_kinds_of_arguments_are_named():
     with pytest.raises(ls.MaskError, match="is for 4096 tokens"):
         ls.plan(MASK, ls.layouts.zigzag(100, 8), **SHAPE)
     with pytest.raises(ls.PlanError, match="no rank 8"):
-        ls.plan(MASK, LAYOUT, **SHAPE, schedule="ring").steps(8)
+        ls.plan(MASK, LAYOUT, **SHAPE, scheme="ring").steps(8)
     with pytest.raises(ls.PlanError, match="'forward' or 'backward'"):
-        ls.plan(MASK, LAYOUT, **SHAPE, schedule="ring").steps(0, "sideways")
+        ls.plan(MASK, LAYOUT, **SHAPE, scheme="ring").steps(0, "sideways")
 
 
-@pytest.mark.parametrize("schedule", ["auto", "ring", "exchange", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("scheme", ["auto", "ring", "exchange", "all_gather", "all_to_all"])
 @pytest.mark.parametrize("seq_len", [0, 1])
-def test_sequences_of_no_and_of_one_token(schedule, seq_len):
+def test_sequences_of_no_and_of_one_token(scheme, seq_len):
     for layout in (ls.layouts.zigzag, ls.layouts.contiguous, ls.layouts.striped):
         plan = ls.plan(
-            ls.masks.causal(), layout(seq_len, 2), q_heads=2, kv_heads=1, head_dim=4, dtype="float32", schedule=schedule
+            ls.masks.causal(), layout(seq_len, 2), q_heads=2, kv_heads=1, head_dim=4, dtype="float32", scheme=scheme
         )
         assert f"{seq_len} tokens on 2 ranks" in str(plan)
         tensors = [torch.randn(1, heads, seq_len, 4, requires_grad=True) for heads in (2, 1, 1)]

@@ -55,7 +55,7 @@ def test_fa2_takes_about_twice_as_long_as_fa3():
     mask = ls.masks.causal(1 << 18)
     layout = ls.layouts.zigzag(1 << 18, 8)
     slow, quick = (
-        ls.plan(mask, layout, schedule="exchange", machine=name, q_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
+        ls.plan(mask, layout, scheme="exchange", machine=name, q_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
         for name in ("h100", "h100-fa3")
     )
     assert 1.7 < slow.predicted_seconds / quick.predicted_seconds < 2.2
@@ -139,7 +139,7 @@ def test_a_host_that_is_late_is_what_a_call_takes():
 @pytest.mark.parametrize("scheme", ["ring", "exchange", "all_to_all", "hybrid(2,exchange)"])
 def test_a_pass_takes_its_device_or_its_host_and_never_both(scheme):
     for mask in cpu_masks().values():
-        plan = ls.plan(mask, ls.layouts.balanced(mask, world_size=4), schedule=scheme, machine=H100, **SIZES)
+        plan = ls.plan(mask, ls.layouts.balanced(mask, world_size=4), scheme=scheme, machine=H100, **SIZES)
         for way in ("forward", "backward"):
             steps = plan.steps(1, way)
             alone = replace(H100, launch_seconds=0.0, message_seconds=0.0, call_seconds=0.0)
@@ -168,7 +168,7 @@ def test_operations_of_an_exchange_counted_by_hand():
     launch) and, in the next step, on what arrived (a gather, a launch and a merge).
     """
     mask = ls.masks.causal(64)
-    plan = ls.plan(mask, ls.layouts.contiguous(64, 4), schedule="exchange", machine=H100, **SIZES)
+    plan = ls.plan(mask, ls.layouts.contiguous(64, 4), scheme="exchange", machine=H100, **SIZES)
     works = steps_work(plan.steps(3), 3, plan.sizes, H100, "forward")
     assert [(work.ops, work.messages) for work in works] == [(1 + 2, 3), (3, 0)]
     first = steps_work(plan.steps(0), 0, plan.sizes, H100, "forward")[0]
@@ -322,7 +322,7 @@ def test_fa2_allocates_what_is_predicted(kind, heads, scheme):
     layout = ls.layouts.contiguous(512, 4)
     plan = ls.plan(
         masks[kind], layout, q_heads=heads[0], kv_heads=heads[1], head_dim=32, dtype="bfloat16", batch=2,
-        schedule=scheme, machine="h100",
+        scheme=scheme, machine="h100",
     )  # fmt: skip
     for rank, found in enumerate(run_on_models(plan)):
         steps = plan.steps(rank, "backward")

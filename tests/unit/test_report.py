@@ -107,7 +107,7 @@ def test_a_report_says_what_the_plan_says():
 
 
 def test_the_lead_gives_the_largest_figures_of_all_ranks():
-    plan = made(16, drawn_lengths("mixed", 1 << 16), schedule="exchange")
+    plan = made(16, drawn_lengths("mixed", 1 << 16), scheme="exchange")
     most = max(sum(plan.bytes_received(rank, way) for way in ("forward", "backward")) for rank in range(16))
     peak = max(plan.peak_bytes(rank) for rank in range(16))
     assert most == plan.reasons[0].bytes_received
@@ -117,7 +117,7 @@ def test_the_lead_gives_the_largest_figures_of_all_ranks():
 
 
 def test_a_named_scheme_and_a_named_machine():
-    text = check_safe(report_html(made(schedule="ring", machine="a100", keep=True))).text
+    text = check_safe(report_html(made(scheme="ring", machine="a100", keep=True))).text
     assert "The scheme ring was asked for by name" in text
     assert "No machine was named" not in text
     assert "kept for backward" in text
@@ -131,7 +131,7 @@ def test_five_pictures():
 
 
 def test_many_ranks_leave_out_what_would_take_minutes():
-    plan = made(160, schedule="exchange")
+    plan = made(160, scheme="exchange")
     found = check_safe(report_html(plan))
     assert found.tags.count("svg") == 2
     assert "Timeline, traffic and memory are left out" in found.text
@@ -200,7 +200,7 @@ def test_report_json_and_refusals(capsys, tmp_path):
     assert main(["report", "--ranks", "4"]) == 2
     assert "--seq" in capsys.readouterr().err
     assert main(["report", *WORKLOADS[0], "--out", str(tmp_path / "no" / "r.html")]) == 2
-    assert "No such file" in capsys.readouterr().err
+    assert "there is no folder" in capsys.readouterr().err
 
 
 # -- a browser ------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ ZIGZAG = ls.layouts.zigzag(32, 4)
 WITH_AN_EMPTY_RANK = Layout.from_spans(32, [ZIGZAG.spans(rank) for rank in range(4)] + [[]])
 
 
-def made(schedule, documents=(19, 13), layout=ZIGZAG, **more):
-    return ls.scan_plan(list(documents), layout, **(DENSE | {"schedule": schedule} | more))
+def made(scheme, documents=(19, 13), layout=ZIGZAG, **more):
+    return ls.scan_plan(list(documents), layout, **(DENSE | {"scheme": scheme} | more))
 
 
 # -- the proof can fail ------------------------------------------------------------------------------------------------
@@ -226,16 +226,16 @@ def test_pieces_that_are_none(text):
 
 def test_fingerprints_tell_plans_apart():
     """Of everything that changes what ranks send to each other; and the same plan has the same one."""
-    one = {"layout": ls.layouts.zigzag(32, 8), "schedule": "two_level", "machine": "h100"}
+    one = {"layout": ls.layouts.zigzag(32, 8), "scheme": "two_level", "machine": "h100"}
     other = (
-        {}, {"machine": node_of(4)}, {"schedule": "doubling"}, {"layout": ls.layouts.contiguous(32, 8)},
+        {}, {"machine": node_of(4)}, {"scheme": "doubling"}, {"layout": ls.layouts.contiguous(32, 8)},
         {"documents": [20, 12]}, {"batch": 2}, {"dtype": "float64"}, {"keys": 5}, {"maps": "scalar"},
     )  # fmt: skip
     plans = [made(**(one | change)) for change in other]
     assert len({plan.fingerprint for plan in plans}) == len(plans)
     assert plans[0] == made(**one)
     assert plans[0].schedule().text() != plans[1].schedule().text()
-    assert plans[0] == made(**(one | {"schedule": f"two_level({plans[0].machine.node})"}))
+    assert plans[0] == made(**(one | {"scheme": f"two_level({plans[0].machine.node})"}))
 
 
 def node_of(ranks):
@@ -279,9 +279,9 @@ def test_documents_within_a_rank_send_nothing():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"schedule": "ring"}, "There are chain, exchange, doubling, two_level"),
-        ({"schedule": "two_level(0)"}, "There are chain"),
-        ({"schedule": 3}, "A schedule is a name"),
+        ({"scheme": "ring"}, "There are chain, exchange, doubling, two_level"),
+        ({"scheme": "two_level(0)"}, "There are chain"),
+        ({"scheme": 3}, "A scheme is a name"),
         ({"maps": "dense"}, "Choose one of matrix, scalar, rows, elements"),
         ({"dtype": "bfloat16"}, "float32 or wider"),
         ({"heads": 0}, "heads"),
@@ -293,7 +293,7 @@ def test_documents_within_a_rank_send_nothing():
     ],
 )
 def test_plans_that_are_refused(asked, words):
-    given = {"documents": [32], "layout": ls.layouts.zigzag(32, 4), "schedule": "auto"} | DENSE | asked
+    given = {"documents": [32], "layout": ls.layouts.zigzag(32, 4), "scheme": "auto"} | DENSE | asked
     with pytest.raises(PlanError, match=words):
         ls.scan_plan(given.pop("documents"), given.pop("layout"), **given)
 

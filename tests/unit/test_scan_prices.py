@@ -66,7 +66,7 @@ def test_prices_are_near_simulations(world, sizes):
     schemes = ("chain", "exchange", "doubling", "two_level(8)") if world < 1024 else ("doubling", "two_level(8)")
     priced, simulated = {}, {}
     for scheme in schemes:
-        plan = ls.scan_plan(None, layout, schedule=scheme, **sizes)
+        plan = ls.scan_plan(None, layout, scheme=scheme, **sizes)
         reason = plan.reasons[0]
         for direction, price in (("forward", reason.forward_seconds), ("backward", reason.backward_seconds)):
             seen = simulate(plan.schedule(direction), plan.machine)
@@ -96,7 +96,7 @@ def test_no_delay_makes_a_scan_hang():
 
 @pytest.mark.parametrize("scheme", SCHEMES[:-1])
 def test_the_simulator_names_the_message_nobody_offers(scheme):
-    schedule = ls.scan_plan(None, ls.layouts.zigzag(32, 4), heads=1, keys=1, values=1, maps="scalar", schedule=scheme)
+    schedule = ls.scan_plan(None, ls.layouts.zigzag(32, 4), heads=1, keys=1, values=1, maps="scalar", scheme=scheme)
     schedule = schedule.schedule()
     number, lost = next(schedule.transfers())
     ranks = list(schedule.ranks)

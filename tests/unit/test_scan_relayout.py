@@ -55,15 +55,15 @@ def test_where_spans_are_many_tokens_move_and_else_states_do():
 def test_without_the_weight_of_tokens_nothing_moves_unless_asked():
     layout = ls.layouts.striped(256, 4)
     assert ls.scan_plan(None, layout, **QWEN).source is None
-    assert ls.scan_plan(None, layout, **QWEN, schedule="relayout").source == layout
+    assert ls.scan_plan(None, layout, **QWEN, scheme="relayout").source == layout
     with pytest.raises(PlanError, match="token_bytes"):
         ls.scan_plan(None, layout, **QWEN, token_bytes=-1)
 
 
 def test_plans_that_move_tokens_differ_from_those_that_do_not():
     """Ranks compare fingerprints: the layout that tokens come from is a part of them."""
-    plans = [ls.scan_plan(None, ls.layouts.striped(64, 4, stripe=n), **QWEN, schedule="relayout") for n in (1, 2)]
-    there = ls.scan_plan(None, ls.layouts.contiguous(64, 4), **QWEN, schedule=plans[0].scheme.partition(", ")[2])
+    plans = [ls.scan_plan(None, ls.layouts.striped(64, 4, stripe=n), **QWEN, scheme="relayout") for n in (1, 2)]
+    there = ls.scan_plan(None, ls.layouts.contiguous(64, 4), **QWEN, scheme=plans[0].scheme.partition(", ")[2])
     assert len({plan.fingerprint for plan in (*plans, there)}) == 3
 
 

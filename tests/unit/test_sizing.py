@@ -66,7 +66,7 @@ def test_models_are_known_by_their_layers():
     next_ = sizes_of(built_in_config("qwen3-next-80b-a3b"))
     assert next_.num_blocks == {"recurrent": 36, "full": 12, "experts": 48}
     assert 3.5e9 < next_.active_params < 4.2e9  # "A3B" leaves the embedding out
-    assert {heads.window for heads in sizes_of(built_in_config("gpt-oss-20b")).attentions} == {None, 128}
+    assert {heads.window for heads in sizes_of(built_in_config("gpt-oss-20b")).attentions} == {None, 127}
 
 
 WRONG = [
@@ -208,7 +208,7 @@ def test_a_file_says_the_same_as_a_name(plan, tmp_path):
         found = json.loads(plan("--config", str(given), *ASKED, "--json")[1])
         assert found["model"].pop("name") == tmp_path.name
         assert {**found, "model": None} == {**named, "model": None}
-    assert [one["window"] for one in named["attentions"]] == [128, None]
+    assert [one["window"] for one in named["attentions"]] == [127, None]
     assert named["peak_bytes"] == max(moment["bytes"] for moment in named["moments"])
     assert named["fits"] is None
 

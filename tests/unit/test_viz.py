@@ -47,7 +47,7 @@ def made(lengths, ranks, **more):
 
 
 PLANS = {
-    "1k on 4": lambda: made([300, 420, 180, 124], 4, schedule="exchange"),
+    "1k on 4": lambda: made([300, 420, 180, 124], 4, scheme="exchange"),
     "1k on 1": lambda: made([300, 724], 1),
     "1M on 8": lambda: made(drawn_lengths("longtail", 1 << 20), 8),
     "1M on 64": lambda: made(drawn_lengths("longtail", 1 << 20), 64),
@@ -219,10 +219,29 @@ def test_scaling_points_are_the_plans():
     points = scaling_points(mask, (2, 4), schemes=("auto", "ring"), **SIZES)
     for point in points:
         layout = ls.layouts.balanced(mask, world_size=point.ranks)
-        reason = next(r for r in ls.plan(mask, layout, schedule=point.scheme, **SIZES).reasons if r.chosen)
+        reason = next(r for r in ls.plan(mask, layout, scheme=point.scheme, **SIZES).reasons if r.chosen)
         assert (point.seconds, point.bytes_received) == (reason.seconds, reason.bytes_received)
     notes = " ".join(i.note for i in scaling_picture(points).items if isinstance(i, Rect))
     assert f"ring, 4 ranks: {bytes_text(points[-1].bytes_received)}" in notes
+
+
+@pytest.mark.parametrize("asked", [(), ("--schemes", "all")], ids=["default", "all"])
+def test_the_legend_of_compared_schemes_is_inside_of_the_picture(asked, tmp_path, monkeypatch, capsys):
+    drawn = []
+
+    def draw(*points, **words):
+        drawn.append(scaling_picture(*points, **words))
+        return drawn[0]
+
+    monkeypatch.setattr("longspan.viz.scaling.scaling_picture", draw)
+    words = ["compare", "--seq", "64k", "--ranks", "4,8", "--plot", str(tmp_path / "curves.svg"), *asked]
+    assert main(words) == 0
+    check_drawn(drawn[0])
+    words = [item.text for item in drawn[0].items if isinstance(item, Text)]
+    named = ("quickest of all", "PyTorch all_gather", "PyTorch ring", "exchange", "all_to_all", "hybrid", "ring")
+    assert {*named, "ideal"} <= set(words)
+    legend = [item for item in drawn[0].items if isinstance(item, Text) and item.text in (*named, "ideal")]
+    assert len({item.y for item in legend}) == 2  # one row has no room for all
 
 
 def test_scaling_of_hardly_anything():
@@ -294,7 +313,7 @@ def test_hardly_any_tokens(seq_len, ranks):
     check_drawn(layout_picture(layout, ls.masks.causal(seq_len)))
 
 
-@pytest.mark.parametrize("schedule", ["auto", "ring", "exchange"])
+@pytest.mark.parametrize("scheme", ["auto", "ring", "exchange"])
 @pytest.mark.parametrize(
     "mask",
     [
@@ -305,9 +324,9 @@ def test_hardly_any_tokens(seq_len, ranks):
     ],
     ids=["nothing allowed", "one token", "by head", "by row"],
 )
-def test_unusual_plans(mask, schedule):
+def test_unusual_plans(mask, scheme):
     layout = ls.layouts.contiguous(mask.length(), 2)
-    plan = ls.plan(mask, layout, schedule=schedule, batch=2, **SIZES)
+    plan = ls.plan(mask, layout, scheme=scheme, batch=2, **SIZES)
     for scene in scenes(plan).values():
         check_drawn(scene)
 
@@ -317,20 +336,20 @@ def test_unusual_plans(mask, schedule):
 SCHEMES = ("chain", "exchange", "doubling", "two_level(2)")
 
 
-def scans(lengths, ranks, schedule="doubling", layout=None):
+def scans(lengths, ranks, scheme="doubling", layout=None):
     mask = ls.masks.documents(lengths) & ls.masks.causal()
     layout = ls.layouts.balanced(mask, world_size=ranks) if layout is None else layout
-    return ls.scan_plan(mask, layout, heads=2, keys=16, values=16, maps="matrix", schedule=schedule)
+    return ls.scan_plan(mask, layout, heads=2, keys=16, values=16, maps="matrix", scheme=scheme)
 
 
 def notes_of(scene):
     return [item.note for item in scene.items if isinstance(item, Rect) and item.note]
 
 
-@pytest.mark.parametrize("schedule", SCHEMES)
-def test_segments_wait_until_the_last_step_of_a_scan(schedule):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_segments_wait_until_the_last_step_of_a_scan(scheme):
     """At first those wait that are not first of their document; at the end none does."""
-    plan = scans([300, 420, 180, 124], 4, schedule)
+    plan = scans([300, 420, 180, 124], 4, scheme)
     scene = scan_picture(plan)
     check_drawn(scene)
     notes = [note for note in notes_of(scene) if note.startswith("segment ")]
@@ -345,9 +364,9 @@ def test_segments_wait_until_the_last_step_of_a_scan(schedule):
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 9), st.sampled_from(SCHEMES), st.booleans())
 @settings(max_examples=30, deadline=None)
-def test_any_scan_is_drawn(lengths, ranks, schedule, striped):
+def test_any_scan_is_drawn(lengths, ranks, scheme, striped):
     layout = ls.layouts.striped(sum(lengths), ranks, stripe=3) if striped else None
-    scene = scan_picture(scans(lengths, ranks, schedule, layout))
+    scene = scan_picture(scans(lengths, ranks, scheme, layout))
     check_drawn(scene)
 
 
@@ -364,7 +383,7 @@ def test_pieces_of_a_scan_say_where_they_came_from():
 def test_tokens_that_are_moved_are_told():
     mask = ls.masks.documents([300, 340]) & ls.masks.causal()
     sizes = {"heads": 2, "keys": 16, "values": 16, "maps": "matrix"}
-    plan = ls.scan_plan(mask, ls.layouts.striped(640, 4), **sizes, schedule="relayout", token_bytes=640)
+    plan = ls.scan_plan(mask, ls.layouts.striped(640, 4), **sizes, scheme="relayout", token_bytes=640)
     scene = scan_picture(plan)
     check_drawn(scene)
     assert "moved to it from striped and back" in " ".join(i.text for i in scene.items if isinstance(i, Text))
@@ -443,7 +462,7 @@ def test_hostile_names_are_escaped():
 
 
 def test_too_many_ranks_are_refused():
-    plan = made([4000, 96], 200, schedule="ring")
+    plan = made([4000, 96], 200, scheme="ring")
     with pytest.raises(PlanError, match=r"has 200 ranks.*Ask for 128 ranks or fewer"):
         timeline_picture(plan)
     check_drawn(mask_picture(plan.mask, plan.layout))

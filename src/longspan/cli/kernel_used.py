@@ -1,4 +1,4 @@
-"""Which kernel `auto` takes for tensors of a command, in a word."""
+"""Where a command's tensors live and which kernel `auto` takes for them, in a word."""
 
 from __future__ import annotations
 
@@ -24,3 +24,16 @@ def kernel_used(sizes: Sizes, dtype: str, device: Any, **features: bool) -> str:
     q, k, v = (torch.zeros(1, heads, 16, dim, dtype=getattr(torch, dtype), device=device) for heads, dim in shapes)
     name = choose_kernel("auto", q, k, v, Features(**features))
     return f"{name} ({implementation()})" if name in ("varlen", "flash") else name
+
+
+def device_used(device: Any) -> str:
+    """The device, and the GPU's own name.
+
+    >>> device_used("cpu")
+    'cpu'
+    """
+    if str(device) == "cpu":
+        return "cpu"
+    import torch
+
+    return f"{device} ({torch.cuda.get_device_name(device)})" if str(device).startswith("cuda") else str(device)

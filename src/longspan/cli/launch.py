@@ -18,6 +18,8 @@ from longspan.errors import LongspanError, PlanError
 if TYPE_CHECKING:
     from torch import Tensor
 
+BACKENDS = {"gloo": "Gloo", "nccl": "NCCL"}
+
 
 @dataclass(frozen=True, slots=True)
 class JobRanks:

@@ -1,4 +1,5 @@
-"""Numbers as people write them on the command line, 64k or 1M, and how one figure compares with another."""
+"""Numbers and names as people write them on the command line, 64k or ring,exchange, and how one figure compares with
+another."""
 
 from __future__ import annotations
 
@@ -33,6 +34,26 @@ def counts(text: str) -> tuple[int, ...]:
     (8, 16, 1024)
     """
     return tuple(count(part) for part in text.split(","))
+
+
+def schemes(text: str) -> tuple[str, ...]:
+    """Names of schemes, separated by commas or semicolons; those inside parentheses separate nothing.
+
+    >>> schemes("ring, hybrid(4,exchange); exchange")
+    ('ring', 'hybrid(4,exchange)', 'exchange')
+    """
+    names, depth = [""], 0
+    for letter in text.replace(" ", ""):
+        depth += (letter == "(") - (letter == ")")
+        if letter in ",;" and not depth:
+            names.append("")
+        else:
+            names[-1] += letter
+    if "" in names or depth:
+        raise argparse.ArgumentTypeError(
+            f"names such as ring,hybrid(4,exchange) are expected, but {text!r:.60} was given."
+        )
+    return tuple(names)
 
 
 def times(value: float) -> str:
@@ -79,3 +100,12 @@ def _about(mine: float, other: float) -> bool:
 
 def _more(mine: float, other: float, noun: str) -> str:
     return f"{times(mine / other)} the {noun}" if other else f"more {noun}"
+
+
+def many(number: int, noun: str) -> str:
+    """A number and its noun, in the plural where it needs one.
+
+    >>> many(1, "rank"), many(4, "rank")
+    ('1 rank', '4 ranks')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""What a person sees: facts, tables, notes and a progress bar. With rich when it is there, else aligned plain text."""
+"""What a person sees: facts, tables and notes. With rich when it is there, else aligned plain text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +45,6 @@ class Screen:
                 self.fancy = False
             else:
                 self.console = Console(width=self.width, highlight=False, force_terminal=fancy)
-
-    def only(self, speaks: bool) -> Screen:
-        """This screen, or one without a progress bar for ranks that do not speak."""
-        return self if speaks else Screen(fancy=False)
 
     def title(self, text: str) -> None:
         if self.console is None:
@@ -100,19 +95,6 @@ class Screen:
         else:
             self.console.print(line.rstrip(), style=style, markup=False, soft_wrap=True)
 
-    @contextmanager
-    def progress(self, title: str, total: int) -> Iterator[Callable[[str], None]]:
-        """A function to call `total` times with the name of what comes next; shown on stderr meanwhile."""
-        if self.console is None or not sys.stderr.isatty():
-            yield lambda _: None
-            return
-        from rich.console import Console
-        from rich.progress import Progress
-
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(title, total=total)
-            yield lambda now: bar.update(task, advance=1, description=now)
-
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Lines of a text; names of files and schemes stay whole."""
@@ -132,4 +114,4 @@ def print_json(command: str, answer: dict[str, Any]) -> None:
 
 def screen_of(args: Any) -> Screen:
     """The screen that --plain and the terminal allow."""
-    return Screen(fancy=False if args.plain else None)
+    return Screen(fancy=False if getattr(args, "plain", False) else None)

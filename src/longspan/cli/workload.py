@@ -15,6 +15,7 @@ import numpy as np
 
 from longspan import layouts, masks
 from longspan.api import plan
+from longspan.cli.files import missing
 from longspan.cli.lengths import KINDS, drawn_lengths, read_lengths
 from longspan.cli.quantities import count, counts
 from longspan.errors import LayoutError, MaskError, PlanError
@@ -31,6 +32,7 @@ LAYOUTS = ("balanced", "zigzag", "contiguous", "per_document", "round_robin_by_w
 STRIPE = 128
 """Tokens of a stripe: with the layout's default of one, a plan of 1M tokens would list every token."""
 MAX_RANKS = 1 << 16
+WINDOW_HELP = "a token sees itself and the WINDOW tokens before it, as with masks.sliding_window(WINDOW)"
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, ranks: str = "one", layout: bool = True) -> None:
@@ -49,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: str = "one", layout
         help="causal (one document), full, longtail, short or mixed documents, lengths such as 700,1200,148, or a FILE"
         " with one length a line or a JSON list (causal)",
     )
-    workload.add_argument("--window", type=count, help="a token sees itself and the WINDOW - 1 tokens before it")
+    workload.add_argument("--window", type=count, help=WINDOW_HELP)
     workload.add_argument("--seed", type=int, default=0, help="of drawn documents (0)")
     tensors = parser.add_argument_group("tensors")
     tensors.add_argument("--q-heads", type=count, default=32, help="query heads (32)")
@@ -129,7 +131,7 @@ class Workload:
         return plan(
             self.mask,
             self.layout(ranks, layout),
-            schedule=self.scheme if scheme is None else scheme,
+            scheme=self.scheme if scheme is None else scheme,
             machine=machine,
             keep=self.keep,
             fetch_bytes=self.fetch_bytes,
@@ -143,7 +145,7 @@ class Workload:
         else:
             least, most = int(self.lengths.min()), int(self.lengths.max())
             text = f"{len(self.lengths):,} causal documents of {least:,} to {most:,} tokens ({self.docs})"
-        return text if self.window is None else f"{text}, window of {self.window:,}"
+        return text if self.window is None else f"{text}, window of {self.window:,} before each token"
 
     def about_tensors(self) -> str:
         """The heads, in a line."""
@@ -178,7 +180,7 @@ def machine_of(text: str) -> Machine:
     if not path.is_file():
         raise PlanError(
             f"machine {text!r:.80} was asked for. Choose one of {', '.join(MACHINES)}, or give a file that `longspan"
-            f" calibrate` wrote."
+            f" calibrate` wrote.{missing(text)}"
         )
     with path.open("rb") as file:
         data = file.read(MAX_TEXT + 1)
@@ -210,7 +212,7 @@ def _lengths(args: argparse.Namespace) -> tuple[str, Ints]:
     else:
         raise MaskError(
             f"--docs {docs!r:.80} was given. Say causal, full, {', '.join(KINDS)}, lengths such as 700,1200,148, or"
-            f" name a file of lengths."
+            f" name a file of lengths.{missing(docs)}"
         )
     if seq_len is not None and int(lengths.sum()) != seq_len:
         raise MaskError(
@@ -227,4 +229,4 @@ def _mask(docs: str, lengths: Ints, window: int | None) -> Mask:
         return masks.full(int(lengths.sum()))
     seq_len = int(lengths.sum())
     mask = masks.causal(seq_len) if len(lengths) == 1 else masks.documents(lengths) & masks.causal()
-    return mask if window is None else mask & masks.sliding_window(window - 1)
+    return mask if window is None else mask & masks.sliding_window(window)

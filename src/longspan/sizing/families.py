@@ -78,11 +78,9 @@ def heads_of(reader: ConfigReader, family: Family) -> Heads:
 
 
 def windows_of(reader: ConfigReader, family: Family, num_layers: int) -> list[int | None]:
-    """For each layer its window, or None."""
+    """For each layer how many tokens before its own a token sees, or None; configurations count its own as well."""
     window = (
-        reader.optional_size("sliding_window")
-        if family.window != "none" and reader.keys.get("sliding_window")
-        else None
+        reader.size("sliding_window") - 1 if family.window != "none" and reader.keys.get("sliding_window") else None
     )
     if window is None:
         return [None] * num_layers

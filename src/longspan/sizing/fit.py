@@ -23,7 +23,7 @@ CHUNKS = 8
 class PlanOptions:
     """Arguments of `longspan.plan` that all attentions of a model share."""
 
-    schedule: str = "auto"
+    scheme: str = "auto"
     machine: Machine | None = None
     keep: bool = False
     fetch_bytes: int | None = None
@@ -33,12 +33,12 @@ class PlanOptions:
 
 def mask_for(mask: Mask, heads: Heads) -> Mask:
     """What these heads see of what the documents allow."""
-    return mask if heads.window is None else mask & masks.sliding_window(heads.window - 1)
+    return mask if heads.window is None else mask & masks.sliding_window(heads.window)
 
 
 def widest(sizes: ModelSizes, mask: Mask) -> Mask:
     """The mask that the layout is balanced for: that of the attentions that see most."""
-    heads = max(sizes.attentions, key=lambda one: one.window or 1 << 60, default=None)
+    heads = max(sizes.attentions, key=lambda one: 1 << 60 if one.window is None else one.window, default=None)
     return mask if heads is None else mask_for(mask, heads)
 
 
@@ -47,7 +47,7 @@ def attention_plans(sizes: ModelSizes, mask: Mask, layout: Layout, options: Plan
     return {
         heads: plan(
             mask_for(mask, heads), layout, q_heads=heads.q_heads, kv_heads=heads.kv_heads, head_dim=heads.head_dim,
-            v_head_dim=heads.v_head_dim, dtype=options.dtype, batch=options.batch, schedule=options.schedule,
+            v_head_dim=heads.v_head_dim, dtype=options.dtype, batch=options.batch, scheme=options.scheme,
             machine=options.machine, keep=options.keep, fetch_bytes=options.fetch_bytes,
         )
         for heads in sizes.attentions

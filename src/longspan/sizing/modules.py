@@ -55,7 +55,7 @@ class Heads:
     head_dim: int
     v_head_dim: int
     window: int | None = None
-    """Tokens that a token sees, itself included; None: all before it."""
+    """Tokens before its own that a token sees, as in `masks.sliding_window`; None: all of them."""
 
 
 @dataclass(frozen=True, slots=True)

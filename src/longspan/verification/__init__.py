@@ -72,7 +72,7 @@ def verify(
     >>> import torch
     >>> from longspan import layouts, masks, plan
     >>> mask = masks.documents([20, 12]) & masks.causal()
-    >>> made = plan(mask, layouts.zigzag(32, 2), q_heads=2, kv_heads=1, head_dim=8, dtype="float32", schedule="ring")
+    >>> made = plan(mask, layouts.zigzag(32, 2), q_heads=2, kv_heads=1, head_dim=8, dtype="float32", scheme="ring")
     >>> verify(lambda q, k, v: loopback_attention(q, k, v, made), None, made).ok
     True
     >>> causal = lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(

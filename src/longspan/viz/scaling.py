@@ -14,9 +14,11 @@ from longspan.masks import Mask
 from longspan.number_words import bytes_text, seconds_text
 from longspan.viz.drawing.axes import MARGIN, SMALL, Scale, bottom_axis, frame, headed
 from longspan.viz.drawing.colors import SERIES
-from longspan.viz.drawing.scene import Line, Rect, Scene, Text
+from longspan.viz.drawing.scene import Line, Rect, Scene, Text, text_width
 
 SCHEMES = ("auto", "exchange", "all_to_all", "ring", "all_gather")
+CHOSEN = {"auto": "auto (what plan() takes)", "quickest": "quickest of all"}
+"""Lines that lie upon another one's, and what the legend says of them."""
 _TALL, _WIDE = 300.0, 320.0
 
 
@@ -46,7 +48,7 @@ def scaling_points(
     for size in ranks:
         held = make(mask, size)
         for name in schemes:
-            one = plan(mask, held, schedule=name, **sizes)
+            one = plan(mask, held, scheme=name, **sizes)
             reason = next(reason for reason in one.reasons if reason.chosen)
             points.append(ScalingPoint(name, size, reason.seconds, reason.bytes_received, reason.peak_bytes))
     return tuple(points)
@@ -69,8 +71,7 @@ def scaling_picture(
         left = MARGIN + 62 + number * (_WIDE + 106)
         scene.add(Text(left, top - 8, label, SMALL, bold=True))
         _panel(scene, (left, top), points, names, value, text, ideal=number == 0)
-    _legend(scene, names, top + _TALL + 64)
-    scene.height = top + _TALL + 90
+    scene.height = _legend(scene, names, top + _TALL + 64) + 8
     return scene
 
 
@@ -96,36 +97,42 @@ def _panel(
         scene.add(Text(left - 6, at + 4, _short(text(tick)), SMALL, "muted", "end"))
     every = max(1, math.ceil(len(ranks) / 8))
     bottom_axis(scene, x, top + _TALL, [math.log2(r) for r in ranks[::every]], "ranks", lambda t: f"{2**t:,.0f}")
+    for name in sorted(names, key=lambda name: name not in CHOSEN):  # what was chosen lies below, wider
+        mine = [p for p in sorted(points, key=lambda p: p.ranks) if p.scheme == name and value(p) > 0]
+        line = tuple((x(math.log2(p.ranks)), y(math.log10(value(p)))) for p in mine)
+        color = _color(name, names)
+        side = 10.0 if name in CHOSEN else 5.0
+        if len(line) > 1:
+            scene.add(Line(line, color, 8.0 if name in CHOSEN else 1.8))
+        for at, p in zip(line, mine, strict=True):
+            note = f"{name}, {p.ranks} ranks: {text(value(p))}"
+            scene.add(Rect(at[0] - side / 2, at[1] - side / 2, side, side, color, note=note))
     if ideal and len(ranks) > 1:
         first = min(value(point) for point in points if point.ranks == ranks[0])
         ends = [(r, first * ranks[0] / r) for r in (ranks[0], min(ranks[-1], ranks[0] * first / low))]
         scene.add(Line(tuple((x(math.log2(r)), y(math.log10(v))) for r, v in ends), "muted", 1, dashed=True))
-    for name in sorted(names, key=lambda name: name != "auto"):  # what was chosen lies below, wider
-        mine = [p for p in sorted(points, key=lambda p: p.ranks) if p.scheme == name and value(p) > 0]
-        line = tuple((x(math.log2(p.ranks)), y(math.log10(value(p)))) for p in mine)
-        color = _color(name, names)
-        side = 10.0 if name == "auto" else 5.0
-        if len(line) > 1:
-            scene.add(Line(line, color, 8.0 if name == "auto" else 1.8))
-        for at, p in zip(line, mine, strict=True):
-            note = f"{name}, {p.ranks} ranks: {text(value(p))}"
-            scene.add(Rect(at[0] - side / 2, at[1] - side / 2, side, side, color, note=note))
     frame(scene, left, top, left + _WIDE, top + _TALL)
 
 
 def _color(name: str, names: list[str]) -> str:
-    others = [other for other in names if other != "auto"]
-    return "#aab4bf" if name == "auto" else SERIES[others.index(name) % len(SERIES)]
+    others = [other for other in names if other not in CHOSEN]
+    return "#aab4bf" if name in CHOSEN else SERIES[others.index(name) % len(SERIES)]
 
 
-def _legend(scene: Scene, names: list[str], y: float) -> None:
-    at = MARGIN + 62
-    for name in names:
-        words = "auto (what plan() takes)" if name == "auto" else name
-        scene.add(Line(((at, y - 4), (at + 20, y - 4)), _color(name, names), 8.0 if name == "auto" else 2.0))
+def _legend(scene: Scene, names: list[str], y: float) -> float:
+    """Which line is which, in as many rows as fit the picture; gives the height below them."""
+    first = at = MARGIN + 62
+    for name in [*names, None]:
+        words = "ideal" if name is None else CHOSEN.get(name) or name
+        wide = 26 + text_width(words, SMALL) + 20
+        if at > first and at + wide > scene.width - MARGIN:
+            at, y = first, y + 18
+        color = "muted" if name is None else _color(name, names)
+        width = 1.0 if name is None else 8.0 if name in CHOSEN else 2.0
+        scene.add(Line(((at, y - 4), (at + 20, y - 4)), color, width, dashed=name is None))
         scene.add(Text(at + 26, y, words, SMALL))
-        at += 26 + len(words) * 6.6 + 20
-    scene.add(Line(((at, y - 4), (at + 20, y - 4)), "muted", 1, dashed=True), Text(at + 26, y, "ideal", SMALL))
+        at += wide
+    return y + 18
 
 
 def _outwards(low: float, high: float) -> tuple[float, float]:

@@ -58,7 +58,7 @@ def _masks(tokens: int) -> dict[str, Mask]:
 def _plan(site: Site, mask: Mask, scheme: str, dtype: str) -> Plan:
     size = site.ranks.size
     layout = layouts.balanced(mask, world_size=size, seq_len=_tokens(site))
-    return plan(mask, layout, q_heads=2 * size, kv_heads=size, head_dim=32, dtype=dtype, schedule=scheme)
+    return plan(mask, layout, q_heads=2 * size, kv_heads=size, head_dim=32, dtype=dtype, scheme=scheme)
 
 
 def _verified(site: Site, made: Plan, group: dist.ProcessGroup, **options: Any) -> Report:
@@ -127,7 +127,7 @@ def quiet_plan(size: int, dtype: str) -> Plan:
     """
     mask = masks.documents([64, *[32] * (size - 2)]) & masks.causal()
     layout = layouts.contiguous(32 * size, size)
-    return plan(mask, layout, q_heads=4, kv_heads=2, head_dim=32, dtype=dtype, schedule="exchange")
+    return plan(mask, layout, q_heads=4, kv_heads=2, head_dim=32, dtype=dtype, scheme="exchange")
 
 
 def _first_call(backend: str, site: Site) -> Outcome:

@@ -47,7 +47,7 @@ def one_call(group: Any, device: str) -> None:
     size = group.size()
     layout = ls.layouts.contiguous(64 * size, size)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    made = ls.plan(ls.masks.causal(), layout, q_heads=2, kv_heads=2, head_dim=16, dtype=dtype, schedule="ring")
+    made = ls.plan(ls.masks.causal(), layout, q_heads=2, kv_heads=2, head_dim=16, dtype=dtype, scheme="ring")
     q, k, v = (torch.randn(1, 2, 64, 16, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     ls.attention(q, k, v, made, group=group).sum().backward()
     if device != "cpu":

@@ -76,7 +76,7 @@ def messages_by_step(plan: Plan, rank: int, way: str) -> list[tuple[Messages, Me
     >>> from longspan import layouts, masks
     >>> from longspan.api import plan as planned
     >>> made = planned(masks.causal(), layouts.contiguous(8, 2), q_heads=1, kv_heads=1, head_dim=4, dtype="float32",
-    ...                schedule="exchange")
+    ...                scheme="exchange")
     >>> messages_by_step(made, 1, "forward")[0]
     ({}, {0: 128})
     """

@@ -166,7 +166,7 @@ def workload_plan(site: Site, word: str, tokens: int, scheme: str = "exchange") 
     s, size = site.sizes, site.ranks.size
     return plan(
         mask, layouts.balanced(mask, world_size=size, seq_len=tokens), q_heads=s.q_heads, kv_heads=s.kv_heads,
-        head_dim=s.head_dim, dtype=site.dtype, schedule=scheme,
+        head_dim=s.head_dim, dtype=site.dtype, scheme=scheme,
     )  # fmt: skip
 
 

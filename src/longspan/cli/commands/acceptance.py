@@ -10,9 +10,12 @@ The page names no host, no person and no path: paste it into an issue. Exit code
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 
+from longspan.cli.files import to_write
 from longspan.cli.launch import add_backend, joined
+from longspan.cli.progress import progress
 from longspan.cli.screen import print_json, screen_of
 
 
@@ -21,7 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="LINES", help="lines by name, or by its beginning: exact.ring,faults")
     parser.add_argument("--list", action="store_true", help="print the names of all lines, and run none")
     parser.add_argument(
-        "--out", type=Path, default=Path("acceptance"), metavar="NAME", help="writes NAME.md and NAME.json (acceptance)"
+        "--out",
+        type=to_write(),
+        default=Path("acceptance"),
+        metavar="NAME",
+        help="writes NAME.md and NAME.json (acceptance)",
     )
     add_backend(parser)
 
@@ -41,7 +48,10 @@ def run(args: argparse.Namespace) -> int:
             return 0
         screen = screen_of(args)
 
+        shown = ExitStack()  # the bar goes before the page comes
+
         def finish(report: AcceptanceReport) -> None:
+            shown.close()
             if args.json:
                 print_json("acceptance", report.as_dict())
                 return
@@ -52,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
             )
 
         torch.set_num_threads(1)
-        with screen.only(ranks.speaks).progress("acceptance", len(lines)) as advance:
+        with shown:
+            advance = shown.enter_context(progress(args, "acceptance", len(lines), speaks=ranks.speaks))
             report = Session(Site(ranks, quick=args.quick), lines, args.out).run(advance, finish)
     return 0 if report.ok else 1

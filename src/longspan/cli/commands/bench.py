@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli.commands.trace import described, show
-from longspan.cli.kernel_used import kernel_used
+from longspan.cli.files import to_write
+from longspan.cli.kernel_used import device_used, kernel_used
 from longspan.cli.launch import JobRanks, add_backend, joined
 from longspan.cli.measuring import trace_file as chrome
+from longspan.cli.progress import progress
 from longspan.cli.quantities import count
-from longspan.cli.screen import print_json, screen_of
+from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import Workload
 from longspan.cli.workload import add_arguments as add_workload
 from longspan.errors import LongspanError
@@ -28,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload(parser, ranks="group")
     add_backend(parser)
     parser.add_argument("--repeats", type=count, default=5, help="timed repetitions (5)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the trace goes")
+    parser.add_argument("--out", type=to_write(), metavar="FILE", help="where the trace goes")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,12 +40,11 @@ def run(args: argparse.Namespace) -> int:
         from longspan.cli.measuring.runs import MeasuredRun, clocks_ahead, profile_slices, time_passes
 
         plan = workload.plan(ranks.size)
-        screen = screen_of(args)
         ahead = clocks_ahead(ranks)
         real = MeasuredRun(plan, ranks)
-        with screen.only(ranks.speaks).progress("attention", args.repeats) as advance:
+        with progress(args, "attention", args.repeats, speaks=ranks.speaks) as advance:
             passes = time_passes(real, args.repeats, ahead, advance)
-        slices = profile_slices(real, ahead) if ranks.device == "cpu" else []
+            slices = profile_slices(real, ahead) if ranks.device == "cpu" else []
     if not ranks.speaks:
         return 0
     took = {name: passes.median(name) for name in ("forward", "backward")}
@@ -62,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json("bench", about)
         return 0
+    screen = screen_of(args)
     show(about, plan, slices, screen)
+    show_passes(about, screen, workload.machine_given)
     screen.notes(_notes(about, workload, args.out))
     return 0
 
@@ -76,13 +79,22 @@ def _check_trace(out: Path | None, ranks: JobRanks) -> None:
         )
 
 
+def show_passes(about: dict[str, Any], screen: Screen, is_predicted: bool) -> None:
+    """Each pass: its median, how far repetitions lie apart, and what was predicted for the machine that was named."""
+    predicted = about["predicted"]
+    heads = ("median", "quickest", "slowest", f"predicted for {predicted['machine']}")[: 4 if is_predicted else 3]
+    rows: list[Row] = []
+    for name in ("forward", "backward"):
+        each = about["repeats"][f"{name}_seconds"]
+        seconds = (about[f"{name}_seconds"], min(each), max(each), predicted[f"{name}_seconds"])
+        rows.append(Row((name, *map(seconds_text, seconds[: len(heads)]))))
+    screen.table((Column("pass", False), *map(Column, heads)), rows)
+    screen.text()
+
+
 def _notes(about: dict[str, Any], workload: Workload, out: Path | None) -> list[str]:
-    each = [f"{seconds_text(min(seconds))} to {seconds_text(max(seconds))}" for seconds in about["repeats"].values()]
     times = len(about["repeats"]["forward_seconds"])
-    notes = [
-        f"Medians of {times} repetitions; forward took {each[0]}, backward {each[1]}; on {about['device']} by"
-        f" {about['kernel']}."
-    ]
+    notes = [f"Medians of {times} repetitions, on {device_used(about['device'])} by {about['kernel']}."]
     total = sum(value for key, value in about["predicted"].items() if key.endswith("seconds"))
     if workload.machine_given:
         off = total / about["seconds"] - 1

@@ -15,7 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from longspan.cli.files import to_write
 from longspan.cli.launch import JobRanks, add_backend, joined
+from longspan.cli.progress import progress
 from longspan.cli.quantities import count
 from longspan.cli.screen import Screen, print_json, screen_of
 from longspan.number_words import rate_text, seconds_text
@@ -26,10 +28,12 @@ from longspan.schedules.dtypes import ITEMSIZE
 from longspan.schedules.steps import Sizes
 
 EVERYBODY = 1 << 30
+NUM_PARTS = 12
+"""About how often `measure` says what it is at."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the Machine file goes")
+    parser.add_argument("--out", type=to_write(), metavar="FILE", help="where the Machine file goes")
     parser.add_argument("--name", default="calibrated", help="what the machine is called (calibrated)")
     parser.add_argument("--rounds", type=count, default=9, help="rounds of each measurement (9)")
     add_backend(parser)
@@ -42,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     sizes = Sizes(args.q_heads, args.kv_heads, args.head_dim, args.head_dim, ITEMSIZE[args.dtype])
-    screen = screen_of(args)
-    with joined("calibrate", args.backend) as ranks, screen.only(ranks.speaks).progress("measuring", 12) as advance:
+    joining = joined("calibrate", args.backend)
+    with joining as ranks, progress(args, "measuring", NUM_PARTS, speaks=ranks.speaks) as advance:
         machine, about = measure(ranks, sizes, args.dtype, args.rounds, args.name, advance)
     if not ranks.speaks:
         return 0
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json("calibrate", {**about, "file": None if args.out is None else str(args.out)})
     else:
-        show(machine, about, args.out, screen)
+        show(machine, about, args.out, screen_of(args))
     return 0
 
 
@@ -76,8 +80,8 @@ def measure(
     times = kernel_times(ranks, tensors, rounds, advance)
     forward = kernel_rate(times.forward, sizes, base, "forward")
     backward = kernel_rate(times.backward, sizes, base, "backward")
-    copies = copy_rate(ranks, rounds)
     advance("copies")
+    copies = copy_rate(ranks, rounds)
     # Hops to the next rank stay in a host for most ranks; hops of a host's size never do.
     inside = min(ranks.local_size, ranks.size)
     links = [Link(EVERYBODY, *_link(wire(ranks, 1, rounds, advance)))] if ranks.size > 1 else list(base.links)

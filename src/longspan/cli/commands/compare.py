@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longspan.cli.quantities import bytes_against, memory_against, times
+from longspan.cli.files import to_write
+from longspan.cli.progress import progress
+from longspan.cli.quantities import bytes_against, memory_against, schemes, times
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import LAYOUTS, Workload
 from longspan.cli.workload import add_arguments as add_workload
@@ -58,19 +60,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_argument_group("what to compare")
     which.add_argument(
         "--schemes",
-        help="names separated by semicolons, or all (exchange; all_gather; ring; all_to_all; widest hybrids)",
+        type=schemes,
+        help="names such as ring,hybrid(4,exchange), or all (exchange, all_gather, ring, all_to_all, widest hybrids)",
     )
     which.add_argument("--layouts", help=f"names separated by commas, of {', '.join(LAYOUTS)}")
-    which.add_argument("--plot", type=Path, metavar="FILE", help=f"draw scaling curves ({', '.join(PLOTS)})")
+    which.add_argument(
+        "--plot", type=to_write(*PLOTS), metavar="FILE", help=f"draw scaling curves ({', '.join(PLOTS)})"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     workload = Workload.of(args)
-    if args.plot is not None and args.plot.suffix not in PLOTS:
-        raise PlanError(f"--plot {args.plot} was asked for. The name must end in {', '.join(PLOTS)}.")
     screen = screen_of(args)
     cases = list(_cases(workload, args))
-    with screen.progress("comparing", len(cases)) as advance:
+    with progress(args, "comparing", len(cases)) as advance:
         entries = compared(workload, cases, advance)
     if args.plot is not None:
         plot(entries, workload, args.plot)
@@ -96,20 +99,19 @@ def _cases(workload: Workload, args: argparse.Namespace) -> Iterator[tuple[int, 
         )
 
 
-def _schemes(workload: Workload, ranks: int, asked: str | None) -> Iterator[str]:
-    if asked is not None and asked != "all":
-        names = [name.replace(" ", "") for name in asked.split(";")]
-        if "" in names or "auto" in names:
+def _schemes(workload: Workload, ranks: int, asked: tuple[str, ...] | None) -> Iterator[str]:
+    if asked is not None and asked != ("all",):
+        if "auto" in asked or "all" in asked:
             raise PlanError(
-                f"--schemes {asked!r:.60} was asked for. It takes names such as 'ring; hybrid(4,exchange)', none of"
-                f" them empty or auto, or all; without it, the usual ones are compared."
+                f"--schemes {','.join(asked):.60} was asked for. It takes names such as ring,hybrid(4,exchange), or all"
+                f" alone; without it, the usual ones are compared."
             )
-        yield from names
+        yield from asked
         return
     sizes = workload.plan(ranks, "all_gather", "contiguous").sizes
     layout = workload.layout(ranks, "contiguous")
     every = list(candidates(Problem.make(workload.mask, layout, sizes, node=workload.machine.node)))
-    if asked == "all":
+    if asked is not None:
         yield from every
         return
     yield from (name for name in ("exchange", *PLANNERS, "all_to_all") if name in every)
@@ -224,7 +226,7 @@ def plot(entries: list[Entry], workload: Workload, path: Path) -> None:
     remark = f"{workload.about_docs()}; {workload.about_tensors()}; simulated on {workload.machine.name}"
     remark += f" ({workload.machine.kernel or 'kernel not named'}), not run."
     scene = scaling_picture(points, title=f"{workload.seq_len:,} tokens on more and more ranks", remark=remark)
-    if path.suffix == ".svg":
+    if path.suffix.lower() == ".svg":
         path.write_text(scene.svg())
     else:
         write_png(scene, path)

@@ -17,7 +17,11 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from longspan.cli.launch import JobRanks, add_backend, clocks, joined
+from longspan.cli.error_shares import LEGEND, CheckedScheme, show_shares
+from longspan.cli.kernel_used import device_used, kernel_used
+from longspan.cli.launch import BACKENDS, JobRanks, add_backend, clocks, joined
+from longspan.cli.progress import progress
+from longspan.cli.quantities import many
 from longspan.cli.screen import Screen, print_json, screen_of
 from longspan.number_words import rate_text, seconds_text
 from longspan.versions import check_versions
@@ -25,7 +29,6 @@ from longspan.versions import check_versions
 PACKAGES = ("torch", "numpy", "rich", "matplotlib", "transformers", "accelerate")
 DTYPES = ("bfloat16", "float32")
 SCHEMES = ("exchange", "ring", "all_gather", "all_to_all", "hybrid(2,exchange)")
-BACKENDS = {"gloo": "Gloo", "nccl": "NCCL"}
 FAR_CLOCK = 1e-3
 SLOW_MESSAGE = 1e-3
 
@@ -36,16 +39,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    screen = screen_of(args)
-    joining = joined("doctor", args.backend, alone=True)
-    with joining as ranks, screen.only(ranks.speaks).progress("examining", 9) as advance:
+    with (
+        joined("doctor", args.backend, alone=True) as ranks,
+        progress(args, "examining", num_parts(ranks, args.quick), speaks=ranks.speaks) as advance,
+    ):
         findings = examine(ranks, args.quick, advance)
     if ranks.speaks:
         if args.json:
             print_json("doctor", findings)
         else:
-            show(findings, screen)
+            show(findings, screen_of(args))
     return 0 if findings["ok"] else 1
+
+
+def num_parts(ranks: JobRanks, quick: bool) -> int:
+    """How many times `examine` says what it is at."""
+    checks = len(_cases(ranks, quick))
+    if quick:
+        return checks
+    from longspan.cli.measuring.rates import MESSAGES, TILES
+
+    return checks + len(TILES) + 2 + (len(MESSAGES) if ranks.size > 1 else 0)
 
 
 def examine(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> dict[str, Any]:
@@ -67,7 +81,7 @@ def examine(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> dic
     }
     findings["clocks"] = [{"ahead_seconds": c.ahead, "round_trip_seconds": c.round_trip} for c in clocks(ranks)]
     findings["speed"] = None if quick else speed(ranks, advance)
-    findings["checks"] = run_self_check(ranks, quick)
+    findings["checks"] = run_self_check(ranks, quick, advance)
     findings["ok"] = all(check["ok"] for check in findings["checks"])
     findings["advice"] = list(advice(findings))
     return findings
@@ -134,19 +148,27 @@ def speed(ranks: JobRanks, advance: Callable[[str], None]) -> dict[str, float]:
     return rates
 
 
-def run_self_check(ranks: JobRanks, quick: bool) -> list[dict[str, Any]]:
+def run_self_check(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> list[dict[str, Any]]:
     """The self-check, on one thread: its tensors are small."""
     import torch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return list(self_checks(ranks, quick))
+        return list(self_checks(ranks, quick, advance))
     finally:
         torch.set_num_threads(threads)
 
 
-def self_checks(ranks: JobRanks, quick: bool) -> Iterator[dict[str, Any]]:
+def _cases(ranks: JobRanks, quick: bool) -> list[tuple[str, str]]:
+    """Dtypes and schemes of the self-check."""
+    schemes = SCHEMES[:2] if quick else SCHEMES
+    even = ranks.size == 1 or ranks.size % 2 == 0
+    fitting = [name for name in schemes if even or not name.startswith("hybrid")]
+    return [(dtype, name) for dtype in (DTYPES[:1] if quick else DTYPES) for name in fitting]
+
+
+def self_checks(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """Small attentions over ranks, compared with dense float64 by `longspan.verification.verify`."""
     import torch.distributed as dist
 
@@ -156,23 +178,22 @@ def self_checks(ranks: JobRanks, quick: bool) -> Iterator[dict[str, Any]]:
 
     size = ranks.size if ranks.size > 1 else 4
     mask = masks.documents([150, 9, 201]) & masks.causal() & masks.sliding_window(127)
-    for dtype in DTYPES[:1] if quick else DTYPES:
-        for name in SCHEMES[:2] if quick else SCHEMES:
-            if name.startswith("hybrid") and size % 2:
-                continue
-            layout = layouts.balanced(mask, world_size=size)
-            scheme_plan = plan(mask, layout, q_heads=4, kv_heads=2, head_dim=32, dtype=dtype, schedule=name)
-            group = dist.group.WORLD if ranks.size > 1 else None
+    layout = layouts.balanced(mask, world_size=size)
+    group = dist.group.WORLD if ranks.size > 1 else None
+    for dtype, name in _cases(ranks, quick):
+        advance(f"{name}, {dtype}")
+        scheme_plan = plan(mask, layout, q_heads=4, kv_heads=2, head_dim=32, dtype=dtype, scheme=name)
 
-            def call(q: Any, k: Any, v: Any, scheme_plan: Any = scheme_plan, group: Any = group) -> Any:
-                if group is None:
-                    return loopback_attention(q, k, v, scheme_plan)
-                return attention(q, k, v, scheme_plan, group=group)
+        def call(q: Any, k: Any, v: Any, scheme_plan: Any = scheme_plan) -> Any:
+            if group is None:
+                return loopback_attention(q, k, v, scheme_plan)
+            return attention(q, k, v, scheme_plan, group=group)
 
-            probes = 1 if quick else 3
-            report = verify(call, None, scheme_plan, group=group, probes=probes, device=ranks.device)
-            text = "" if report.ok else str(report)
-            yield {"scheme": name, "dtype": dtype, "ranks": size, "ok": report.ok, "text": text}
+        probes = 1 if quick else 3
+        report = verify(call, None, scheme_plan, group=group, probes=probes, device=ranks.device)
+        found = CheckedScheme.of(report, name, dtype).as_json()
+        kernel = kernel_used(scheme_plan.sizes, dtype, ranks.device)
+        yield {**found, "ranks": size, "kernel": kernel, "text": "" if report.ok else str(report)}
 
 
 def advice(findings: dict[str, Any]) -> Iterator[str]:
@@ -203,15 +224,6 @@ def advice(findings: dict[str, Any]) -> Iterator[str]:
             yield f"{name} is not installed: {'plain tables' if name == 'rich' else 'no PNG pictures'}. It is optional."
 
 
-def many(number: int, noun: str) -> str:
-    """A number and its noun, in the plural where it needs one.
-
-    >>> many(1, "rank"), many(4, "rank")
-    ('1 rank', '4 ranks')
-    """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def headline(findings: dict[str, Any]) -> str:
     """The answer in a few words: what was not tested is not called fit, though its self-check passed.
 
@@ -225,41 +237,55 @@ def headline(findings: dict[str, Any]) -> str:
 
 def show(findings: dict[str, Any], screen: Screen) -> None:
     """The findings as a person reads them."""
-    host, fast = findings["host"], findings["speed"]
     screen.title(f"longspan {findings['versions']['longspan']}: {headline(findings)}")
-    threads = many(host["threads_per_rank"], "thread")
-    there = [f"{name} {release}" for name, release in findings["versions"].items() if release and name != "longspan"]
-    facts = [
-        ("versions", ", ".join(there)),
-        ("tested", findings["tested"]["text"]),
-        ("host", f"{host['system']}, {host['cores']} cores; {many(host['ranks'], 'rank')} of {threads}"),
-        ("backends", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in findings["backends"].items())),
-        ("kernels", ", ".join(name for name, why in findings["kernels"].items() if why == "yes")),
-    ]
-    if findings["backends"]["cuda"]:
-        facts.append(("flash attention", findings["flash_implementation"]))
-    if host["ranks"] > 1:
-        worst = max(abs(clock["ahead_seconds"]) for clock in findings["clocks"])
-        back = max(clock["round_trip_seconds"] for clock in findings["clocks"])
-        facts.append(("clocks", f"within {seconds_text(worst)} of rank 0's; there and back in {seconds_text(back)}"))
-    if fast is not None:
-        forward, backward = (rate_text(fast[f"{way}_flops"], "FLOP/s") for way in ("forward", "backward"))
-        ways = f"{forward} forward, {backward} backward"
-        facts.append(("speed", f"{ways}, copies {rate_text(fast['copy_bytes_per_second'], 'B/s')}, a rank"))
-        if "link_bytes_per_second" in fast:
-            latency = seconds_text(fast["link_latency_seconds"])
-            facts.append(("links", f"{rate_text(fast['link_bytes_per_second'], 'B/s')}, {latency} a message"))
-    good = sum(check["ok"] for check in findings["checks"])
-    how = f"over {BACKENDS[host['backend']]}" if host["ranks"] > 1 else "in one process"
-    how += "" if host["device"] == "cpu" else f", on {host['device']} and its like"
-    facts.append(
-        ("self-check", f"{good} of {len(findings['checks'])} attentions equal dense float64, gradients too, {how}")
-    )
-    screen.facts(facts)
+    screen.facts([*_host_facts(findings), *_speed_facts(findings), ("self-check", _self_check(findings))])
+    screen.text()
+    show_shares([CheckedScheme.from_json(check) for check in findings["checks"]], screen)
+    screen.text()
     for check in findings["checks"]:
         if not check["ok"]:
             screen.text(f"FAILED: {check['scheme']}, {check['dtype']}: {check['text']}")
+    screen.notes((LEGEND,))
     if findings["advice"]:
         screen.text()
         for line in findings["advice"]:
             screen.text(f"- {line}")
+
+
+def _host_facts(findings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    host = findings["host"]
+    threads = many(host["threads_per_rank"], "thread")
+    there = [f"{name} {release}" for name, release in findings["versions"].items() if release and name != "longspan"]
+    yield "versions", ", ".join(there)
+    yield "tested", findings["tested"]["text"]
+    yield "host", f"{host['system']}, {host['cores']} cores; {many(host['ranks'], 'rank')} of {threads}"
+    yield "device", device_used(host["device"])
+    yield "backends", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in findings["backends"].items())
+    yield "kernels", ", ".join(name for name, why in findings["kernels"].items() if why == "yes")
+    if findings["backends"]["cuda"]:
+        yield "flash attention", findings["flash_implementation"]
+
+
+def _speed_facts(findings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    host, fast = findings["host"], findings["speed"]
+    if host["ranks"] > 1:
+        worst = max(abs(clock["ahead_seconds"]) for clock in findings["clocks"])
+        back = max(clock["round_trip_seconds"] for clock in findings["clocks"])
+        yield "clocks", f"within {seconds_text(worst)} of rank 0's; there and back in {seconds_text(back)}"
+    if fast is None:
+        return
+    forward, backward = (rate_text(fast[f"{way}_flops"], "FLOP/s") for way in ("forward", "backward"))
+    copies = rate_text(fast["copy_bytes_per_second"], "B/s")
+    yield "speed", f"{forward} forward, {backward} backward, copies {copies}, a rank"
+    if "link_bytes_per_second" in fast:
+        latency = seconds_text(fast["link_latency_seconds"])
+        yield "links", f"{rate_text(fast['link_bytes_per_second'], 'B/s')}, {latency} a message"
+
+
+def _self_check(findings: dict[str, Any]) -> str:
+    host, checks = findings["host"], findings["checks"]
+    how = f"over {BACKENDS[host['backend']]}" if host["ranks"] > 1 else "in one process"
+    how += "" if host["device"] == "cpu" else f", on {host['device']} and its like"
+    kernels = ", ".join(dict.fromkeys(check["kernel"] for check in checks if "kernel" in check))
+    good = sum(check["ok"] for check in checks)
+    return f"{good} of {len(checks)} attentions equal dense float64, gradients too, {how}, by {kernels}"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from longspan.cli.commands import plan_model
+from longspan.cli.progress import progress
 from longspan.cli.quantities import bytes_against
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import Workload
@@ -30,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     if plan_model.asked(args):
         return plan_model.run(args)
     workload = Workload.of(args)
-    plan = workload.plan(args.ranks)
+    with progress(args, "planning"):
+        plan = workload.plan(args.ranks)
     if args.json:
         print_json("plan", {"workload": workload.as_json(), **figures(plan)})
     else:

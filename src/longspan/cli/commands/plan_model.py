@@ -14,6 +14,7 @@ from typing import Any
 
 from longspan.cli.command import FAILED, FINE
 from longspan.cli.model_answer import MOST_RANKS, Answer, ModelQuestion, verdict
+from longspan.cli.progress import progress
 from longspan.cli.quantities import count
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.errors import PlanError
@@ -119,10 +120,13 @@ def model_of(args: argparse.Namespace) -> tuple[str, ModelSizes, tuple[str, ...]
 
 
 def run(args: argparse.Namespace) -> int:
-    answer = ModelQuestion.of(args, *model_of(args)).on(args.ranks)
-    if args.price is not None and (why := answer.why_no_time()) is not None:
-        raise PlanError(f"--price was given, but how long a step takes is not known: {why}. Name another --machine.")
-    fits = None if args.memory is None else verdict(answer, args.memory)
+    with progress(args, "planning every kind of layer"):
+        answer = ModelQuestion.of(args, *model_of(args)).on(args.ranks)
+        if args.price is not None and (why := answer.why_no_time()) is not None:
+            raise PlanError(
+                f"--price was given, but how long a step takes is not known: {why}. Name another --machine."
+            )
+        fits = None if args.memory is None else verdict(answer, args.memory)
     if args.json:
         print_json("plan", figures(answer, fits, args.price))
     else:
@@ -320,7 +324,7 @@ def about_attentions(answer: Answer) -> str:
     words: list[str] = []
     for heads, number in answer.asked.sizes.attentions.items():
         dims = f"{heads.head_dim}" if heads.head_dim == heads.v_head_dim else f"{heads.head_dim}/{heads.v_head_dim}"
-        seen = "" if heads.window is None else f", window of {heads.window:,}"
+        seen = "" if heads.window is None else f", window of {heads.window:,} before each token"
         chosen = next(reason for reason in answer.plans[heads].reasons if reason.chosen)
         inside = "an unknown size" if chosen.workspace_bytes is None else bytes_text(chosen.workspace_bytes)
         taken = f"{bytes_text(chosen.peak_bytes)} of remote K/V, messages and sums while one runs"

@@ -16,6 +16,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from longspan.cli.progress import progress
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.errors import PlanError
 
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     kind = _class(config, args.task)
     screen = screen_of(args)
     answers: dict[str, dict[str, Any]] = {}
-    with screen.progress(f"proving {kind.__name__}", len(names)) as advance:
+    with progress(args, f"proving {kind.__name__}", len(names)) as advance:
         for name in names:
             advance(name)
             answers[name] = _answer(kind, config, name, args.again)
@@ -87,7 +88,8 @@ def _config(given: str) -> Any:
         return CONFIG_MAPPING[given]()
     near = sorted(name for name in CONFIG_MAPPING if name.startswith(given[:4]))[:6]
     raise PlanError(
-        f"{given!r} is neither a file or folder here nor a model type of the installed transformers."
+        f"{given!r} is neither a file or folder here nor a model type of the installed transformers: give a"
+        f" folder with a config.json, or a type such as llama or qwen3_next."
         + (f" Types that begin alike: {', '.join(near)}." if near else "")
     )
 

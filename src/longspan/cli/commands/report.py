@@ -10,7 +10,9 @@ import shlex
 from pathlib import Path
 
 import longspan
+from longspan.cli.files import to_write
 from longspan.cli.lengths import KINDS
+from longspan.cli.progress import progress
 from longspan.cli.screen import print_json
 from longspan.cli.workload import STRIPE, Workload
 from longspan.cli.workload import add_arguments as add_workload
@@ -27,22 +29,25 @@ _LISTED = 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="(report.html)")
+    parser.add_argument(
+        "--out", type=to_write(".html", ".htm"), default=Path("report.html"), metavar="FILE", help="(report.html)"
+    )
     parser.add_argument("--title", help="the title of the report")
     add_workload(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     workload = Workload.of(args)
-    plan = workload.plan(args.ranks)
-    text = report_html(
-        plan,
-        title=args.title,
-        command=command_of(args),
-        python=python_of(workload, args, plan.fingerprint),
-        asked=(("given as", workload.docs),) if workload.docs != "as given" else (),
-        version=longspan.__version__,
-    )
+    with progress(args, "planning and drawing"):
+        plan = workload.plan(args.ranks)
+        text = report_html(
+            plan,
+            title=args.title,
+            command=command_of(args),
+            python=python_of(workload, args, plan.fingerprint),
+            asked=(("given as", workload.docs),) if workload.docs != "as given" else (),
+            version=longspan.__version__,
+        )
     args.out.write_text(text, encoding="utf-8")
     if args.json:
         answer = {"out": str(args.out), "num_bytes": len(text.encode()), "fingerprint": plan.fingerprint}
@@ -72,7 +77,7 @@ def python_of(workload: Workload, args: argparse.Namespace, fingerprint: str) ->
         lines += _lengths_lines(workload, args)
         mask = "ls.masks.documents(lengths) & ls.masks.causal()"
     if workload.window is not None:
-        mask += f" & ls.masks.sliding_window({workload.window - 1})"
+        mask += f" & ls.masks.sliding_window({workload.window})"
     lines += [f"mask = {mask}", f"layout = {_layout_line(workload, args)}"]
     machine = args.machine
     if machine is not None and machine not in MACHINES:
@@ -81,7 +86,7 @@ def python_of(workload: Workload, args: argparse.Namespace, fingerprint: str) ->
     elif machine is not None:
         machine = repr(machine)
     words = {name: repr(value) for name, value in workload.tensors.items()}
-    words["schedule"] = repr(args.scheme)
+    words["scheme"] = repr(args.scheme)
     words |= {"machine": machine} if machine is not None else {}
     words |= {"keep": "True"} if args.keep else {}
     words |= {"fetch_bytes": repr(args.fetch_bytes)} if args.fetch_bytes is not None else {}

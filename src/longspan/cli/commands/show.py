@@ -11,11 +11,14 @@ two_level. HTML pages need no network and run no scripts.
 from __future__ import annotations
 
 import argparse
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from longspan.cli.files import to_write
+from longspan.cli.progress import progress
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import Workload
 from longspan.cli.workload import add_arguments as add_workload
@@ -41,6 +44,7 @@ from longspan.viz.traffic_table import traffic, traffic_picture
 
 WHAT = ("mask", "layout", "schedule", "traffic", "memory", "scan")
 PASSES = ("forward", "backward")
+DRAWN_PLANS = {"schedule": timeline_picture, "traffic": traffic_picture, "memory": memory_picture}
 _MATRIX = 12
 """Ranks up to which traffic is printed as a matrix."""
 
@@ -48,9 +52,11 @@ _MATRIX = 12
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=WHAT, help="what to show")
     out = parser.add_argument_group("pictures")
-    out.add_argument("--svg", type=Path, metavar="FILE", help="write the picture as SVG")
-    out.add_argument("--png", type=Path, metavar="FILE", help="write the picture as PNG (needs matplotlib)")
-    out.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page with the picture")
+    out.add_argument("--svg", type=to_write(".svg"), metavar="FILE", help="write the picture as SVG")
+    out.add_argument("--png", type=to_write(".png"), metavar="FILE", help="write the picture as PNG (needs matplotlib)")
+    out.add_argument(
+        "--html", type=to_write(".html", ".htm"), metavar="FILE", help="write a self-contained page with the picture"
+    )
     out.add_argument("--title", help="the title of the picture")
     out.add_argument("--width", type=int, default=64, help="characters of a text picture (64)")
     add_workload(parser)
@@ -59,7 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     workload = Workload.of(args)
     _check_asked(args)
-    shown = _Shown(args.what, workload, args.ranks)
+    with progress(args, "planning"):
+        shown = _Shown(args.what, workload, args.ranks)
+        if args.what in DRAWN_PLANS:
+            _ = shown.plan  # all that takes long: it is kept
     files = {kind: path for kind in ("svg", "png", "html") if (path := getattr(args, kind)) is not None}
     if files:
         scene = shown.scene(args.title)
@@ -82,7 +91,7 @@ def _check_asked(args: argparse.Namespace) -> None:
     names = [name for name, given in asked.items() if given]
     if args.what in ("mask", "layout") and names:
         raise PlanError(
-            f"{' and '.join(names)} was asked for, but a {args.what} is the same with every schedule. Leave it out, or"
+            f"{' and '.join(names)} was asked for, but a {args.what} is the same with every scheme. Leave it out, or"
             f" show schedule, traffic or memory."
         )
     asked = {"--window": args.window is not None, "--docs full": args.docs == "full", **asked, "--scheme": False}
@@ -109,6 +118,7 @@ class _Shown:
         self.what, self.workload, self.ranks = what, workload, ranks
         self.mask, self.layout = workload.mask, workload.layout(ranks)
 
+    @cached_property
     def plan(self) -> Plan:
         return self.workload.plan(self.ranks)
 
@@ -118,7 +128,7 @@ class _Shown:
         return scan_plan(
             self.workload.lengths, self.layout, heads=tensors["q_heads"], keys=tensors["head_dim"],
             values=tensors.get("v_head_dim", tensors["head_dim"]), maps="matrix", batch=tensors["batch"],
-            dtype="float64" if tensors["dtype"] == "float64" else "float32", schedule=self.workload.scheme,
+            dtype="float64" if tensors["dtype"] == "float64" else "float32", scheme=self.workload.scheme,
             machine=self.workload.machine,
         )  # fmt: skip
 
@@ -129,8 +139,7 @@ class _Shown:
             return layout_picture(self.layout, self.mask, title=title)
         if self.what == "scan":
             return scan_picture(self.scan(), title=title)
-        draw = {"schedule": timeline_picture, "traffic": traffic_picture, "memory": memory_picture}[self.what]
-        return draw(self.plan(), title=title)
+        return DRAWN_PLANS[self.what](self.plan, title=title)
 
     def figures(self) -> dict[str, Any]:
         """What the picture shows, for JSON."""
@@ -144,7 +153,7 @@ class _Shown:
             return {"layout": self.layout.name, "num_spans": len(rows), "tokens_by_rank": tokens}
         if self.what == "scan":
             return _scan_figures(self.scan())
-        plan = self.plan()
+        plan = self.plan
         answer: dict[str, Any] = {"scheme": plan.scheme.name, "fingerprint": plan.fingerprint}
         for one in runs(plan):
             if self.what == "traffic":
@@ -173,7 +182,7 @@ class _Shown:
         elif self.what == "scan":
             print(self.scan().explain())
         else:
-            plan = self.plan()
+            plan = self.plan
             screen.title(f"{plan.scheme.name}, {self.layout.seq_len:,} tokens on {self.layout.world_size:,} ranks")
             show = {"schedule": _schedule_text, "traffic": _traffic_text, "memory": _memory_text}[self.what]
             show(plan, screen)

@@ -8,10 +8,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+from longspan.cli.files import to_write
 from longspan.cli.measuring import trace_file as chrome
+from longspan.cli.progress import progress
+from longspan.cli.quantities import many
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import Workload
 from longspan.cli.workload import add_arguments as add_workload
@@ -25,7 +27,7 @@ MAX_RANKS = 256
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the trace goes")
+    parser.add_argument("--out", type=to_write(), required=True, metavar="FILE", help="where the trace goes")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,10 +37,11 @@ def run(args: argparse.Namespace) -> int:
             f"a trace of {args.ranks} ranks was asked for. Every rank and message is simulated, so this command takes"
             f" {MAX_RANKS} at most; `longspan plan` answers for more."
         )
-    plan = workload.plan(args.ranks)
-    slices, took = chrome.planned(plan)
-    about = described(workload, plan, took, "simulated")
-    chrome.write(args.out, chrome.trace(slices, args.ranks, about))
+    with progress(args, "simulating every rank"):
+        plan = workload.plan(args.ranks)
+        slices, took = chrome.planned(plan)
+        about = described(workload, plan, took, "simulated")
+        chrome.write(args.out, chrome.trace(slices, args.ranks, about))
     if args.json:
         print_json("trace", {**about, "num_slices": len(slices), "file": str(args.out)})
     else:
@@ -66,7 +69,7 @@ def described(workload: Workload, plan: Plan, took: dict[str, float], how: str) 
 def show(about: dict[str, Any], plan: Plan, slices: list[chrome.Slice], screen: Screen) -> None:
     """How long it takes, and what every rank does meanwhile."""
     workload, ranks = about["workload"], about["ranks"]
-    screen.title(f"{workload['seq_len']:,} tokens on {ranks} ranks: {about['scheme']} over {about['layout']}")
+    screen.title(f"{workload['seq_len']:,} tokens on {many(ranks, 'rank')}: {about['scheme']} over {about['layout']}")
     total = f"{seconds_text(about['forward_seconds'])} forward, {seconds_text(about['backward_seconds'])} backward"
     where = f"on {about['machine']}" if about["how"] == "simulated" else "here"
     screen.facts(((about["how"], f"{total}, {seconds_text(about['seconds'])} together, {where}"),))

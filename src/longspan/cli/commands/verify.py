@@ -3,7 +3,7 @@
 Under torchrun over its processes; alone, over all ranks in this process. Exit code 0 if all is right, 1 if not.
 
   torchrun --nproc-per-node 4 -m longspan verify --docs 200,31,281 --window 64
-  longspan verify --ranks 3 --scheme ring,exchange --dtype float32,bfloat16
+  longspan verify --ranks 3 --schemes ring,exchange --dtype float32,bfloat16
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from typing import Any
 
 from longspan import layouts, masks
 from longspan.api import attention, plan
-from longspan.cli.kernel_used import kernel_used
-from longspan.cli.launch import meet
-from longspan.cli.quantities import count, counts
+from longspan.cli.error_shares import LEGEND, CheckedScheme, show_shares
+from longspan.cli.kernel_used import device_used, kernel_used
+from longspan.cli.launch import BACKENDS, meet
+from longspan.cli.progress import progress
+from longspan.cli.quantities import count, counts, schemes
+from longspan.cli.screen import Screen, screen_of
+from longspan.cli.workload import WINDOW_HELP
 from longspan.errors import PlanError
 from longspan.masks import Mask
 from longspan.schedules.dtypes import ITEMSIZE
@@ -36,14 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--seq", type=count, metavar="TOKENS", help=f"tokens of the sequence, a few hundred are enough ({SEQ})")
     add("--docs", default="causal", help="causal, full, or lengths of packed documents such as 200,31,281 (causal)")
-    add("--window", type=count, help="a token sees itself and the WINDOW - 1 tokens before it")
+    add("--window", type=count, help=WINDOW_HELP)
     add("--ranks", type=count, help=f"ranks in this process, without torchrun ({RANKS})")
     add("--q-heads", type=int, default=4, help="query heads (4)")
     add("--kv-heads", type=int, default=2, help="key/value heads (2)")
     add("--head-dim", type=int, default=32, help="features of a head (32)")
     add("--batch", type=int, default=1, help="batch rows (1)")
     add("--dtype", default="float32", help=f"one or several of {', '.join(ITEMSIZE)} (float32)")
-    add("--scheme", default=",".join(SCHEMES[:4]), help="one or several, such as ring,exchange (all but hybrids)")
+    add(
+        "--schemes",
+        type=schemes,
+        default=SCHEMES[:4],
+        help="one or several, such as ring,hybrid(2,exchange) (all but hybrids)",
+    )
     add("--layout", choices=LAYOUTS, default="balanced", help="who holds which tokens (balanced)")
     add("--softcap", type=float, help="cap scores")
     add("--sinks", action="store_true", help="a learned sink per head")
@@ -67,26 +76,41 @@ def run(args: argparse.Namespace) -> int:
             layout = layouts.balanced(mask, world_size=world)
         else:
             layout = getattr(layouts, args.layout)(mask.length(None), world)
+        cases = [(dtype, scheme) for dtype in args.dtype.split(",") for scheme in args.schemes]
         reports: list[Report] = []
         used: dict[str, str] = {}
-        for dtype in args.dtype.split(","):
-            for scheme in _split(args.scheme):
+        with progress(args, "verifying", len(cases), speaks=rank == 0) as advance:
+            for dtype, scheme in cases:
+                advance(f"{scheme}, {dtype}")
                 scheme_plan = plan(
                     mask, layout, q_heads=args.q_heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
-                    batch=args.batch, dtype=dtype, schedule=scheme,
+                    batch=args.batch, dtype=dtype, scheme=scheme,
                 )  # fmt: skip
                 used[dtype] = _kernel(scheme_plan, args, device)
                 reports.append(_verify_plan(scheme_plan, group, args, device))
-                if rank == 0 and not args.json:
-                    print(f"{dtype}: {reports[-1]}", flush=True)
         ok = all(report.ok for report in reports)
-        if rank == 0:
+        checked = [CheckedScheme.of(report, *reversed(case)) for report, case in zip(reports, cases, strict=True)]
+        if rank == 0 and args.json:
             answer = {"ok": ok, "ranks": world, "device": str(device), "kernels": used}
-            answer["checks"] = [report.as_dict() for report in reports]
-            right = sum(report.ok for report in reports)
-            kernels = ", ".join(dict.fromkeys(used.values()))
-            print(json.dumps(answer) if args.json else f"{right} of {len(reports)} right, on {device} by {kernels}")
+            print(json.dumps(answer | {"checks": [report.as_dict() for report in reports]}))
+        elif rank == 0:
+            where = f"{device_used(device)} by {', '.join(dict.fromkeys(used.values()))}"
+            how = "in one process" if group is None else f"in as many processes, over {BACKENDS[_backend(device)]}"
+            show(checked, reports, f"{layout.name} over {world} ranks, {how}", where, screen_of(args))
     return 0 if ok else 1
+
+
+def show(checked: list[CheckedScheme], reports: list[Report], asked: str, where: str, screen: Screen) -> None:
+    """The table of shares; below it, what is wrong, with its likely causes."""
+    screen.title(f"{sum(one.ok for one in checked)} of {len(checked)} right, on {where}")
+    screen.text(asked)
+    screen.text()
+    show_shares(checked, screen)
+    screen.text()
+    for one, report in zip(checked, reports, strict=True):
+        if not one.ok:
+            print(f"{one.dtype}: {report}\n")
+    screen.notes((LEGEND,))
 
 
 def _verify_plan(scheme_plan: Plan, group: Any, args: argparse.Namespace, device: Any) -> Report:
@@ -127,7 +151,7 @@ def _mask(args: argparse.Namespace) -> Mask:
             raise PlanError("--window goes with causal documents, but --docs full was given. Say --docs causal.")
         return masks.full(seq_len)
     mask = masks.causal(seq_len) if args.docs == "causal" else masks.documents(_lengths(args)) & masks.causal()
-    return mask if args.window is None else mask & masks.sliding_window(args.window - 1)
+    return mask if args.window is None else mask & masks.sliding_window(args.window)
 
 
 def _lengths(args: argparse.Namespace) -> tuple[int, ...]:
@@ -136,7 +160,7 @@ def _lengths(args: argparse.Namespace) -> tuple[int, ...]:
     except argparse.ArgumentTypeError:
         raise PlanError(
             f"--docs is causal, full, or lengths such as 200,31,281 or 1k,3k, each 1 or more, but {args.docs!r:.60} was"
-            f" given."
+            f" given; `longspan plan` reads lengths from files."
         ) from None
     if args.seq not in (None, sum(lengths)):
         raise PlanError(
@@ -175,20 +199,8 @@ def _usual_device(num_gpus: int) -> str:
     return "cuda" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= num_gpus else "cpu"
 
 
-def _split(text: str) -> list[str]:
-    """Names separated by commas; commas inside brackets separate nothing.
-
-    >>> _split("ring,hybrid(2,exchange),exchange")
-    ['ring', 'hybrid(2,exchange)', 'exchange']
-    """
-    names, depth = [""], 0
-    for letter in text.replace(" ", ""):
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and not depth:
-            names.append("")
-        else:
-            names[-1] += letter
-    return names
+def _backend(device: Any) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 @contextmanager
@@ -221,7 +233,7 @@ def _group(device: Any) -> Iterator[tuple[Any, int, int]]:
             f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not, so ranks cannot meet. Start all with"
             f" torchrun, or unset RANK and WORLD_SIZE to run in one process."
         )
-    meet("nccl" if device.type == "cuda" else "gloo", str(device))
+    meet(_backend(device), str(device))
     yield dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     dist.barrier()  # nobody closes connections that another rank still uses; on errors, torchrun ends all
     dist.destroy_process_group()

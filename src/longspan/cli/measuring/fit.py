@@ -41,12 +41,12 @@ def measure_and_fit(
     ahead = clocks_ahead(ranks)
     cases: list[Case] = []
     for tokens in (SHORT, LONG) if ranks.device == "cpu" else (GPU_SHORT, GPU_LONG):
+        advance(f"attention, {tokens} tokens a rank")
         plans = _plans(ranks.size, tokens, machine, sizes, dtype)
         passes = [time_passes(MeasuredRun(plan, ranks), rounds, ahead) for plan in plans]
         for kinds in (slice(0, 2), slice(2, None)):  # windows apart
             took = {way: sum(times.median(way) for times in passes[kinds]) for way in DIRECTIONS}
             cases.append(({way: [plan.schedule(way) for plan in plans[kinds]] for way in DIRECTIONS}, took))
-        advance(f"attention, {tokens} tokens a rank")
     return fitted(machine, *cases) if ranks.speaks else machine
 
 
@@ -59,7 +59,7 @@ def _plans(size: int, tokens: int, machine: Machine, sizes: Sizes, dtype: str) -
     return [
         plan(
             mask, layouts.balanced(mask, world_size=size), q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim, dtype=dtype, schedule="exchange", machine=machine,
+            head_dim=sizes.head_dim, dtype=dtype, scheme="exchange", machine=machine,
         )
         for mask in kinds
     ]  # fmt: skip

@@ -43,6 +43,7 @@ def host_costs(
     ranks: JobRanks, machine: Machine, sizes: Sizes, dtype: str, rounds: int, advance: Callable[[str], None]
 ) -> HostCosts:
     """The host's costs, the most of any rank."""
+    advance("host")
     message = ranks.most(_message_seconds(ranks, rounds))
     rows: list[tuple[float, float]] = []
     for made in _plans(ranks, machine, sizes, dtype):
@@ -50,7 +51,6 @@ def host_costs(
             works = steps_work(made.steps(ranks.rank, way), ranks.rank, made.sizes, made.machine, way)
             spent = ranks.most(seconds) - message * sum(work.messages for work in works)
             rows.append((sum(work.ops for work in works), spent))
-    advance("host")
     launch, call = line(rows)
     return HostCosts(launch, message, call)
 
@@ -75,7 +75,7 @@ def _plans(ranks: JobRanks, machine: Machine, sizes: Sizes, dtype: str) -> list[
     return [
         plan(
             mask, layout, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim, dtype=dtype,
-            schedule=name, machine=machine,
+            scheme=name, machine=machine,
         )
         for name in names
         if name != "all_to_all" or ranks.size <= sizes.q_heads

@@ -94,9 +94,9 @@ def kernel_times(ranks: JobRanks, tensors: Tensors, rounds: int, advance: Callab
     """Seconds of every tile, and of one with next to nothing in it."""
     seconds: tuple[dict[tuple[int, int, bool], float], ...] = {}, {}
     for tile in (*tensors.tiles, (SMALL, 1, False)):
+        advance(f"kernel, {tile[0]} x {tile[1]}")
         for direction, act in zip(seconds, tensors.passes(*tile), strict=True):
             direction[tile] = ranks.most(median_seconds(ranks, act, rounds, 20 if tile[1] == 1 else 1))
-        advance(f"kernel, {tile[0]} x {tile[1]}")
     return Kernels(tensors.kernel.name, *seconds)
 
 
@@ -131,6 +131,7 @@ def wire(ranks: JobRanks, hop: int, rounds: int, advance: Callable[[str], None])
     """All ranks send to the rank `hop` places on, at once, as they do in a step."""
     took: list[float] = []
     for size in MESSAGES:
+        advance(f"link, {size >> 10} KiB")
         outgoing, incoming = torch.zeros(2, size, dtype=torch.uint8, device=ranks.device)
 
         def act(outgoing: Tensor = outgoing, incoming: Tensor = incoming) -> None:
@@ -139,6 +140,5 @@ def wire(ranks: JobRanks, hop: int, rounds: int, advance: Callable[[str], None])
                 work.wait()
 
         took.append(ranks.most(median_seconds(ranks, act, rounds, max(1, (1 << 20) // size))))
-        advance(f"link, {size >> 10} KiB")
     slope = max((took[-1] - took[0]) / (MESSAGES[-1] - MESSAGES[0]), 1e-12)
     return Wire(max(took[0] - slope * MESSAGES[0], 0.0), 1 / slope)

@@ -81,9 +81,9 @@ def time_passes(run: MeasuredRun, repeats: int, ahead: list[float], advance: Any
     run.once()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in DIRECTIONS}
     for number in range(repeats):
-        run.once(times)
         if advance is not None:
             advance(f"repetition {number + 1}")
+        run.once(times)
     took: list[tuple[float, ...]] = []
     for name in DIRECTIONS:
         by_rank = run.ranks.gather(torch.tensor(times[name], dtype=torch.float64))

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from longspan.errors import renamed
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.batches import IGNORE, read_batch
 from longspan.integrations.huggingface.hooks.head import LOGITS, LOSS, SCORES
@@ -27,6 +28,7 @@ from longspan.training.loss import Reported
 __all__ = ["NAME", "LayerMask", "ShardedSequence", "full_loss", "register", "shard_for_logprobs", "shard_inputs"]
 
 
+@renamed(schedule="scheme")
 def shard_inputs(
     model: Any,
     batch: Mapping[str, Any],
@@ -34,7 +36,7 @@ def shard_inputs(
     *,
     layout: str | Layout = "balanced",
     positions: str | None = None,
-    schedule: str = "auto",
+    scheme: str = "auto",
     dropout_seed: int | None = None,
     logits: bool = False,
     trust_model: bool = False,
@@ -56,7 +58,7 @@ def shard_inputs(
         layout: a `Layout`, or the name of one.
         positions: "sequence" or "document": how tokens are counted where documents come from `cu_seq_lens_q` or
             `seq_idx` and there are no `position_ids`.
-        schedule: see `longspan.plan`.
+        scheme: see `longspan.plan`.
         dropout_seed: decides which pairs attention dropout strikes.
         logits: with labels in the batch, the loss is computed without logits wherever the model's head is a plain
             linear layer: they would be the largest tensor of all. True has the model compute them as well. Without
@@ -77,7 +79,7 @@ def shard_inputs(
 
         Models that pool (classes of sequences), or that see images, are given whole sequences, which are cut inside.
     """
-    asked = Sharding(layout, positions, schedule, dropout_seed, LOGITS if logits else LOSS)
+    asked = Sharding(layout, positions, scheme, dropout_seed, LOGITS if logits else LOSS)
     return _sharded(model, batch, process_group(group, "shard_inputs"), asked, trust_model)
 
 

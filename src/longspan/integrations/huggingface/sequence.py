@@ -72,7 +72,7 @@ class ShardedSequence:
         whole: Whole,
         layout: Layout,
         group: dist.ProcessGroup,
-        schedule: str,
+        scheme: str,
         dropout_seed: int | None,
         rules: Rules = Rules(),  # noqa: B008  (frozen)
     ) -> None:
@@ -95,7 +95,7 @@ class ShardedSequence:
         """This rank's positions, where the model is cut inside and is given none."""
         self.largest: Any = None
         """The largest position of the whole batch, where rotary embeddings depend on it."""
-        self.schedule, self.dropout_seed = schedule, dropout_seed
+        self.scheme, self.dropout_seed = scheme, dropout_seed
         self.calls = 0
         """How many layers have asked so far."""
         self.num_layers = 0
@@ -121,7 +121,7 @@ class ShardedSequence:
             key,
             lambda: make_plan(
                 mask, self.layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3],
-                v_head_dim=v.shape[3], dtype=q.dtype, batch=self.whole.batch, schedule=self.schedule,
+                v_head_dim=v.shape[3], dtype=q.dtype, batch=self.whole.batch, scheme=self.scheme,
             ),
         )  # fmt: skip
 

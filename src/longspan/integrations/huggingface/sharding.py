@@ -77,7 +77,7 @@ class Sharding:
 
     layout: Any = "balanced"
     positions: str | None = None
-    schedule: str = "auto"
+    scheme: str = "auto"
     dropout_seed: int | None = None
     wants: str = LOSS
     """Whether the loss is enough, or logits are wanted, or log-probabilities."""
@@ -97,7 +97,7 @@ def sharded(
     whole = Whole(read.rows, read.seq_len, read.padding, read.documents)
     _check_padding(inner, whole)
     dealt = _layout(asked.layout, whole, kinds, members.size(), STATE_KEYS if is_hybrid(inner) else 0)
-    sequence = ShardedSequence(whole, dealt, members, asked.schedule, asked.dropout_seed, rules)
+    sequence = ShardedSequence(whole, dealt, members, asked.scheme, asked.dropout_seed, rules)
     sequence.num_layers = num_layers(inner, config)
     part = _arguments(inner, read.batch, sequence, _positions(inner, read, rules, asked), asked)
     part[NAME] = sequence

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from longspan.errors import renamed
 from longspan.integrations import huggingface
 from longspan.integrations.huggingface._transformers import labels_of_sequences
 from longspan.integrations.huggingface.accelerate import Ranks, split_sequences
@@ -44,7 +45,7 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
     """A mixin for `transformers.Trainer` and its subclasses, TRL's trainers among them; name it first among the bases.
 
     `cp_size` neighbouring ranks hold parts of each sequence, the others other samples; all ranks unless given.
-    `layout`, `schedule` and `trust_model` are those of `huggingface.shard_inputs`. Losses, gradients, evaluation and
+    `layout`, `scheme` and `trust_model` are those of `huggingface.shard_inputs`. Losses, gradients, evaluation and
     predictions are those of one process with the same batches. On one process it is the plain trainer.
     """
 
@@ -59,16 +60,17 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
         if check_bases(cls, ContextParallelTrainer):
             huggingface.register()  # models are loaded with this attention before there is a trainer
 
+    @renamed(schedule="scheme")
     def __init__(
         self,
         *args: Any,
         cp_size: int | None = None,
         layout: str | Layout = "balanced",
-        schedule: str = "auto",
+        scheme: str = "auto",
         trust_model: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._cp_size, self._sharding = cp_size, {"layout": layout, "schedule": schedule, "trust_model": trust_model}
+        self._cp_size, self._sharding = cp_size, {"layout": layout, "scheme": scheme, "trust_model": trust_model}
         self._ranks: Ranks | None = None
         self._sequence: Any = None
         self._labels: PartLabels | None = None

@@ -264,7 +264,7 @@ def set_rotate_method(rotate_method: str) -> _Rotation:
     if rotate_method not in _SCHEDULES:
         raise PlanError(
             f"rotate method {rotate_method!r} was asked for. Choose {' or '.join(map(repr, _SCHEDULES))}; other"
-            f" schedules are named in longspan.plan(..., schedule=)."
+            f" schemes are named in longspan.plan(..., scheme=)."
         )
     return _Rotation(rotation.set(_SCHEDULES[rotate_method]))
 

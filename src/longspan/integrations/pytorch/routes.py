@@ -34,7 +34,7 @@ from longspan.schedules.plan import Plan
 
 SEQ_DIM = 2
 rotation: ContextVar[str | None] = ContextVar("rotation", default=None)
-"""The schedule that `set_rotate_method` chose."""
+"""The scheme that `set_rotate_method` chose."""
 
 
 class Route:
@@ -53,7 +53,7 @@ class Route:
         self.layout = layout
         if layout is None and self.seq_len is not None:
             self.layout = balancer.layout(self.seq_len, mesh.size())
-        self.schedule = rotation.get() or "auto"
+        self.scheme = rotation.get() or "auto"
         self.calls: Counter[str] = Counter()
         self.buffers: set[int] = set()
         """Tensors that the context sharded."""
@@ -102,7 +102,7 @@ class Route:
         meant = full() if not both else both[0] if len(both) == 1 else both[0] & both[1]
         return made_plan(
             meant, layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], v_head_dim=v.shape[3],
-            batch=q.shape[0], dtype=q.dtype, schedule=rotation.get() or self.schedule,
+            batch=q.shape[0], dtype=q.dtype, scheme=rotation.get() or self.scheme,
         )  # fmt: skip
 
     def count(self, kind: str) -> None:

@@ -113,7 +113,7 @@ def scheme(name: str, problem: Problem) -> Scheme:
     name = name.replace(" ", "")
     if problem.chunks is not None and name != "exchange":
         raise PlanError(
-            f"schedule {name!r} was asked for with chunks = {problem.chunks.num}. Only an exchange computes in chunks"
+            f"scheme {name!r} was asked for with chunks = {problem.chunks.num}. Only an exchange computes in chunks"
             f" and keeps queries at home, where their real output is; others add gradients up in an order that"
             f" depends on the number of ranks. Use 'exchange' or 'auto', or leave chunks out."
         )
@@ -125,6 +125,6 @@ def scheme(name: str, problem: Problem) -> Scheme:
     if match and (match[2] or "ring") in PLANNERS:
         return Scheme(name, problem, int(match[1]), PLANNERS[match[2] or "ring"])
     raise PlanError(
-        f"schedule {name!r} was asked for. Choose one of {', '.join(PLANNERS)}, all_to_all and hybrid(HEADS, PLANNER),"
+        f"scheme {name!r} was asked for. Choose one of {', '.join(PLANNERS)}, all_to_all and hybrid(HEADS, PLANNER),"
         f" as in hybrid(8, exchange); 'auto' compares them."
     )

@@ -139,14 +139,14 @@ def planned_scan(
     chains: Chains,
     sizes: StateSizes,
     dtype: str,
-    schedule: str,
+    scheme: str,
     machine: Machine,
     elsewhere: Elsewhere | None = None,
 ) -> ScanPlan:
     """The plan by the named scheme, or by the quickest on the machine."""
-    if schedule == RELAYOUT and elsewhere is not None:
+    if scheme == RELAYOUT and elsewhere is not None:
         return _moved(chains.layout, elsewhere, planned_scan(elsewhere.chains, sizes, dtype, "auto", machine))
-    names = _candidates(chains, machine) if schedule == "auto" else [schedule]
+    names = _candidates(chains, machine) if scheme == "auto" else [scheme]
     names = [f"two_level({machine.node})" if name == "two_level" else name for name in names]  # it tells plans apart
     judged: list[tuple[Reason, Draft]] = []
     for name in names:
@@ -156,7 +156,7 @@ def planned_scan(
     chosen = replace(judged[0][0], chosen=True)
     others = tuple(reason for reason, _ in judged[1:])
     stays = ScanPlan(chains, sizes, dtype, chosen.scheme, machine, judged[0][1], (chosen, *others))
-    if schedule != "auto" or elsewhere is None:
+    if scheme != "auto" or elsewhere is None:
         return stays
     moves = _moved(chains.layout, elsewhere, planned_scan(elsewhere.chains, sizes, dtype, "auto", machine))
     first, second = sorted((stays, moves), key=lambda plan: plan.reasons[0].seconds)

@@ -131,7 +131,7 @@ def scan_planner(name: str, node: int) -> tuple[ScanPlanner, int]:
         return two_level, int(found[1])
     if name not in SCAN_PLANNERS:
         raise PlanError(
-            f"schedule = {shortened(name)} was asked for a scan. There are {', '.join(SCAN_PLANNERS)},"
+            f"scheme = {shortened(name)} was asked for a scan. There are {', '.join(SCAN_PLANNERS)},"
             f" two_level(RANKS OF A NODE), and auto."
         )
     return SCAN_PLANNERS[name], node

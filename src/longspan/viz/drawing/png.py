@@ -75,7 +75,10 @@ def _draw(axes: Any, item: Any, order: int) -> None:
             x, y = zip(*item.points, strict=True)
             dash = (0, (5, 4)) if item.dashed else "solid"
             points = item.width * 72 / _DOTS
-            axes.plot(x, y, color=light(item.stroke), linewidth=points, linestyle=dash, zorder=order)
+            axes.plot(
+                x, y, color=light(item.stroke), linewidth=points, linestyle=dash, zorder=order,
+                solid_capstyle="butt", dash_capstyle="butt",
+            )  # fmt: skip
         case Text():
             axes.text(
                 item.x, item.y, item.text, color=light(item.fill), fontsize=item.size * 72 / _DOTS,

@@ -1,0 +1,107 @@
+"""What other libraries do on CPUs with what Longspan promises: refused, right, or wrong by how much.
+
+    python -m benchmarks.beside                 # what is installed is asked, the rest is named; minutes
+    python -m benchmarks.beside --only flex     # probes whose names begin so
+
+docs/comparison.md has the answers of one run, and says how to get the other libraries. Errors are the largest
+difference from one device, of outputs (or of logits and gradients of tiny models), relative to the largest right
+number. "Right" is below 1e-4; rounding is 1e-6. Exits with 1 when an answer is not of the kind that the page has:
+others change, and the page has to follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+
+from benchmarks.beside_page import recorded
+from benchmarks.beside_probes import PROBES
+from benchmarks.ranks import Ranks
+
+LIMIT, TIMEOUT = 1e-4, 300.0
+PACKAGES = {"deepspeed": "deepspeed", "fla": "fla-core"}
+"""Names on a package index, where they differ from the import's or are worth a version."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`kind` is "right", "wrong", "says", "refused" or "missing"."""
+
+    kind: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}" if self.text else self.kind
+
+
+def asked(name: str) -> Answer:
+    """The answer on this rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = PROBES[name].function()
+        except Exception as error:
+            words = (str(error).splitlines() or [""])[0]
+            return Answer("refused", f"{type(error).__name__}: {words if len(words) <= 200 else words[:197] + '...'}")
+    if isinstance(found, str):
+        return Answer("says", found)
+    return Answer("right", f"{found:.0e}") if found <= LIMIT else Answer("wrong", f"off by {found:.2f}")
+
+
+def worst(answers: list[Answer]) -> Answer:
+    """Of all ranks: a refusal before an error, the largest error before a smaller one.
+
+    >>> str(worst([Answer("right", "3e-07"), Answer("wrong", "off by 0.20")]))
+    'wrong: off by 0.20'
+    """
+    order = ("right", "says", "wrong", "refused")
+    return max(answers, key=lambda answer: (order.index(answer.kind), answer.text))
+
+
+def answered(name: str) -> Answer:
+    """A probe on new ranks, because libraries leave things behind in a process."""
+    probe = PROBES[name]
+    missing = [package for package in probe.needs if importlib.util.find_spec(package) is None]
+    if missing:
+        return Answer("missing", f"{', '.join(missing)} not installed")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    ranks = Ranks(probe.ranks, timeout=TIMEOUT)
+    try:
+        with ranks:
+            return worst(ranks.run(asked, name))
+    except TimeoutError:
+        ranks.end()
+        return Answer("refused", f"no answer within {TIMEOUT:.0f} s")
+
+
+def versions() -> str:
+    names = ["torch", "transformers", "accelerate", "torchtitan", *PACKAGES.values()]
+    found = {dist.metadata["Name"] for dist in importlib.metadata.distributions()}
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names if name in found)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.beside")
+    parser.add_argument("--only", default="", help="only probes whose names begin so")
+    only = parser.parse_args(arguments).only
+    page, changed = recorded(), 0
+    print(versions() + "\n\n| probe | who | asked | answer |\n|---|---|---|---|")
+    for name, probe in PROBES.items():
+        if not name.startswith(only):
+            continue
+        answer = answered(name)
+        new = answer.kind not in ("missing", page.get(name, (None, ""))[0])
+        changed += new
+        note = " (not what docs/comparison.md has)" if new else ""
+        print(f"| {name} | {probe.system} | {probe.asks} | {answer}{note} |", flush=True)
+    print(f"\n{changed} answers are not those of docs/comparison.md" if changed else "\nas docs/comparison.md has it")
+    return int(changed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

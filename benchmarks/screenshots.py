@@ -1,0 +1,97 @@
+"""Screenshots of the built site, light and dark, wide and narrow, to look at before a release. They are not committed.
+
+python -m sphinx -W -n docs build/docs
+python -m benchmarks.screenshots build/screenshots
+
+Needs chromium. Every page is also asked whether it scrolls sideways: where one does, this ends with 1.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SITE = Path(__file__).parents[1] / "build" / "docs"
+PAGES = (
+    "index",
+    "tutorial",
+    "reference/attention",
+    "reference/masks",
+    "troubleshooting",
+    "notebooks/masks_and_plans",
+    "hybrids",
+    "command_line",
+)
+HEIGHT, WIDTHS = 1600, (1280, 400)
+# What scrolls by itself, and what lies outside of the page until it is asked for.
+MAY_BE_WIDE = "pre, p, .table-wrapper, .sidebar-drawer, .toc-drawer, .highlight, .cell_output, label, svg"
+# A window cannot be as narrow as a telephone, a frame can, and media queries look at the frame.
+FRAME = """<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="{scheme}">
+<style>
+:root {{ color-scheme: {scheme} }} body {{ margin: 0 }}
+iframe {{ border: 0; width: {width}px; height: {height}px; color-scheme: {scheme} }}
+</style>
+<iframe src="{page}"></iframe><pre id="said"></pre>
+<script>
+document.querySelector("iframe").onload = event => {{
+  const page = event.target.contentDocument, root = page.documentElement;
+  page.body.dataset.theme = "{scheme}";
+  page.defaultView.scrollTo(0, {down});
+  const wide = [...page.querySelectorAll("body *")].filter(each => {{
+    const box = each.getBoundingClientRect();
+    return box.right > root.clientWidth + 1 && box.width > 0 && !each.closest("{may_be_wide}");
+  }}).map(each => each.tagName + "." + each.className).slice(0, 8);
+  const said = {{ scroll: root.scrollWidth, width: root.clientWidth, wide }};
+  document.querySelector("#said").textContent = JSON.stringify(said);
+}}
+</script>"""
+
+
+def chromium(*words: str) -> str:
+    """What the browser prints, with flags that suit a machine without a screen."""
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    if found is None:
+        raise SystemExit("screenshots were asked for, but there is no chromium. Install it: apt-get install chromium.")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--allow-file-access-from-files"]
+    done = subprocess.run([found, *flags, *words], capture_output=True, text=True, timeout=120)
+    return done.stdout
+
+
+def shot(page: str, width: int, scheme: str, folder: Path, down: int = 0) -> dict:
+    """One picture, scrolled down so far, and what the page says about its own width."""
+    name = f"{page.replace('/', '-')}-{width}-{scheme}{f'-{down}' if down else ''}.png"
+    about = {"page": f"{(SITE / page).as_uri()}.html", "down": down, "may_be_wide": MAY_BE_WIDE}
+    with tempfile.TemporaryDirectory() as place:
+        frame = Path(place) / "frame.html"
+        frame.write_text(FRAME.format(scheme=scheme, width=width, height=HEIGHT, **about))
+        size = f"--window-size={max(width, 520)},{HEIGHT}"
+        dark = ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
+        words = [*dark, size, "--virtual-time-budget=6000"]
+        chromium(*words, f"--screenshot={folder / name}", frame.as_uri())
+        told = chromium(*words, "--dump-dom", frame.as_uri())
+    said = re.search(r'<pre id="said">(\{.*?\})</pre>', told, re.DOTALL)
+    return {"picture": name, **(json.loads(said[1]) if said else {})}
+
+
+def main() -> int:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "build/screenshots").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    bad = 0
+    for page in sys.argv[2:] or PAGES:
+        name, _, down = page.partition("@")  # tutorial@2000: scrolled down
+        for width in WIDTHS:
+            for scheme in ("light", "dark"):
+                found = shot(name, width, scheme, folder, int(down or 0))
+                sideways = found.get("scroll", 0) > found.get("width", 0)
+                bad += sideways or "scroll" not in found
+                print(found["picture"], "SCROLLS SIDEWAYS" if sideways else "", found.get("wide", "said nothing"))
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""docs/comparison.md: written from its data, every cell with a source, and no source that is not there."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from benchmarks import beside, beside_page
+from benchmarks.beside_probes import PROBES
+
+ROOT = Path(__file__).parents[2]
+FACTS = beside_page.facts()
+CELLS = {(row, column): system.get(column) for row, system in FACTS["systems"].items() for column in FACTS["columns"]}
+SOURCED = {**CELLS, **{(row["what"], key): ["Y", *row[key]] for row in FACTS["theirs"] for key in ("who", "longspan")}}
+
+
+def exists(command):
+    """Whether what a command names is in this repository."""
+    words = shlex.split(command)
+    if words[0] == "pytest":
+        return all((ROOT / word).exists() for word in words[1:] if not word.startswith("-"))
+    path = ROOT / words[2].replace(".", "/")
+    return path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+
+
+def faults(cell):
+    """What is wrong with a cell: nothing at all, an unknown mark, or sources that are not there."""
+    if not cell or len(cell) < 3:
+        return ["no source"]
+    mark, _, *sources = cell
+    found = [] if mark in beside_page.MARKS else [f"mark {mark}"]
+    for source in sources:
+        kind, _, rest = source.partition(":")
+        if beside_page.command(source):
+            fine = exists(source)
+        elif kind == "page":
+            fine = (ROOT / "docs" / rest).exists()
+        elif kind == "run":
+            fine = rest in PROBES and rest in beside_page.recorded()
+        elif kind == "wheel":
+            fine = bool(re.fullmatch(r"[\w.-]+/[\d.]+\d", rest))
+        elif kind == "https":
+            fine = bool(re.fullmatch(r"//[\w.-]+\.\w+/\S*", rest))
+        else:
+            name, _, number = source.partition("#")
+            fine = name in FACTS["repositories"] and number.isdigit()
+        found += [] if fine else [source]
+    return found
+
+
+def test_every_cell_has_a_source_that_is_there():
+    assert not {where: faults(cell) for where, cell in SOURCED.items() if faults(cell)}
+
+
+def test_words_that_claim_a_wrong_answer_or_nothing_at_all_are_explained():
+    assert not [where for where, cell in CELLS.items() if cell[0] in "!?~-" and not cell[1]]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        None,
+        ["Y", "words"],
+        ["maybe", "", "page:rival.md"],
+        ["Y", "", "page:nowhere.md"],
+        ["Y", "", "python -m benchmarks.nowhere"],
+        ["Y", "", "pytest tests/nowhere.py"],
+        ["Y", "", "run:nobody"],
+        ["Y", "", "nobody#3"],
+        ["Y", "", "te#"],
+        ["Y", "", "https://"],
+        ["Y", "", "wheel:torch"],
+    ],
+)
+def test_the_test_notices(cell):
+    assert faults(cell)
+
+
+def test_the_page_is_what_the_data_says():
+    assert (ROOT / "docs" / "comparison.md").read_text() == beside_page.page()
+
+
+def test_every_mark_of_the_tables_is_a_link():
+    text = (ROOT / "docs" / "comparison.md").read_text().partition("## What they have")[0]
+    rows = [line for line in text.splitlines() if line.startswith("| [")]
+    assert len(rows) == len(FACTS["short"]["rows"]) + len(FACTS["tables"]) * len(FACTS["systems"])
+    for row in rows:
+        for cell in row.strip("| ").split(" | "):
+            assert re.fullmatch(r"\[[^\]]+\]\(\S+( \"[^\"]*\")?\)", cell), cell
+
+
+def test_the_short_table_is_short():
+    assert len(FACTS["short"]["rows"]) <= 8
+    assert len(FACTS["short"]["columns"]) <= 8
+
+
+def test_the_short_table_has_the_marks_of_the_page():
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    bare = re.sub(r"\[([^\]]+)\]\(\S+(?: \"[^\"]*\")?\)", r"\1", page)
+    assert beside_page.short_table() in bare
+
+
+def test_every_probe_is_recorded_and_used():
+    used = {source.removeprefix("run:") for cell in CELLS.values() for source in cell if source.startswith("run:")}
+    assert set(PROBES) == set(beside_page.recorded())
+    assert used == set(PROBES)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        (beside.Answer("wrong", "off by 0.50"), 0),  # as the page has it
+        (beside.Answer("missing", "nothing here"), 0),
+        (beside.Answer("right", "1e-07"), 1),
+        (beside.Answer("refused", "ValueError: no"), 1),
+    ],
+)
+def test_the_exit_status(answer, status, monkeypatch, capsys):
+    monkeypatch.setattr(beside, "answered", lambda name: answer)
+    assert beside.main(["--only", "flex-score"]) == status
+    out = capsys.readouterr().out
+    assert out.count("\n| flex-score") == 1
+    assert ("(not what docs/comparison.md has)" in out) == bool(status)
+
+
+def test_answers_say_what_happened(monkeypatch):
+    monkeypatch.setitem(PROBES, "right", beside.PROBES["flex-score"].__class__("us", "", lambda: 1e-7))
+    monkeypatch.setitem(PROBES, "wrong", beside.PROBES["flex-score"].__class__("us", "", lambda: 0.5))
+    monkeypatch.setitem(PROBES, "nan", beside.PROBES["flex-score"].__class__("us", "", lambda: float("nan")))
+    monkeypatch.setitem(PROBES, "refused", beside.PROBES["flex-score"].__class__("us", "", lambda: 1 / 0))
+    assert str(beside.asked("right")) == "right: 1e-07"
+    assert str(beside.asked("wrong")) == "wrong: off by 0.50"
+    assert beside.asked("nan").kind == "wrong"
+    assert str(beside.asked("refused")) == "refused: ZeroDivisionError: division by zero"
+
+
+def test_what_is_not_installed_is_said(monkeypatch):
+    monkeypatch.setattr(beside.importlib.util, "find_spec", lambda name: None)
+    assert str(beside.answered("fla-cpu")) == "missing: fla not installed"
