@@ -8,7 +8,17 @@ from typing import Any as _Any
 
 from longspan import layouts, masks, schedules
 from longspan.api import attention, block_mask, causal_conv1d, conv_plan, flex_attention, plan
-from longspan.errors import KernelError, LayoutError, LongspanError, MaskError, PlanError, ScheduleError
+from longspan.errors import (
+    AgreementError,
+    BusyError,
+    KernelError,
+    LayoutError,
+    LongspanError,
+    MaskError,
+    PlanError,
+    RankError,
+    ScheduleError,
+)
 from longspan.recurrences import gated_delta_rule, linear_attention, linear_recurrence, scan, scan_plan, ssd
 from longspan.schedules.plan import Plan
 from longspan.schedules.scans.plan import ScanPlan as _ScanPlan
@@ -18,12 +28,15 @@ from longspan.version import VERSION
 
 __version__ = VERSION
 __all__ = [
+    "AgreementError",
+    "BusyError",
     "KernelError",
     "LayoutError",
     "LongspanError",
     "MaskError",
     "Plan",
     "PlanError",
+    "RankError",
     "ScheduleError",
     "Span",
     "attention",

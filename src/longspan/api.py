@@ -8,6 +8,7 @@ from longspan.errors import PlanError, ScheduleError, in_context, renamed
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.masks.document_rows import document_rows
+from longspan.masks.given.words import advice, check_words, mask_of
 from longspan.schedules.chunks import MAX_CHUNKS
 from longspan.schedules.convolution import MAX_WIDTH, ConvPlan, planned_convolution
 from longspan.schedules.cost.machine import Machine
@@ -23,7 +24,7 @@ def attention(
     q: Any,
     k: Any,
     v: Any,
-    plan_or_mask: Mask | Plan,
+    plan_or_mask: Mask | Plan | None = None,
     *,
     group: Any = None,
     scale: float | None = None,
@@ -39,6 +40,7 @@ def attention(
     seed: int | None = None,
     captured_grads: str = "sum",
     name: str = "",
+    **unknown: Any,
 ) -> Any:
     """Attention of `(batch, heads, tokens, features)` tensors, exact and differentiable.
 
@@ -81,6 +83,8 @@ def attention(
 
     is_plain = score_mod is None and softcap is None and alibi is None and relative_bias is None and bias is None
     with in_call("attention", (q, k, v), plan_or_mask, group):
+        if unknown:
+            check_words("attention", unknown, tuple(attention.__kwdefaults__ or ()))
         check_inputs(q, k, v, scale, kernel, sinks, name)
         more: Extras | None = None
         if not is_plain or dropout or seed is not None:
@@ -275,10 +279,12 @@ def plan(
     >>> made.bytes_received(0) <= 3 * 256 * 2 * (64 + 64) * 2
     True
     """
+    mask = mask_of(mask)
     if not isinstance(mask, Mask) or not isinstance(layout, Layout):
         raise PlanError(
             f"plan(mask, layout, ...) takes a mask and a layout, but {type(mask).__name__} and"
-            f" {type(layout).__name__} were given. See longspan.masks and longspan.layouts."
+            f" {type(layout).__name__} were given. "
+            + ("See longspan.layouts, as in layouts.zigzag(tokens, ranks)." if isinstance(mask, Mask) else advice(mask))
         )
     with in_context(lambda: f"The call: plan of {shortened(mask, 120)} over {shortened(layout, 120)}."):
         name = dtype_name(dtype)

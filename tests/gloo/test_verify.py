@@ -590,22 +590,12 @@ def test_the_command_says_what_is_wrong_with_exit_code_1(monkeypatch, capsys):
     assert "0 of 1 right" in said
 
 
-def test_the_command_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+@pytest.mark.parametrize("form", [["--json"], []], ids=["json", "table"])
+def test_the_command_under_torchrun(tmp_path, form):
+    """One rank answers for all, in either form."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [
-            *command,
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "longspan",
-            "verify",
-            "--seq",
-            "96",
-            "--schemes",
-            "exchange",
-            "--json",
-        ],
+        [sys.executable, *launch, "-m", "longspan", "verify", "--seq", "96", "--schemes", "exchange", *form],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         cwd=tmp_path,
         capture_output=True,
@@ -613,8 +603,13 @@ def test_the_command_under_torchrun(tmp_path):
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert json.loads(line)["ranks"] == 2
+    if form:
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        assert json.loads(line)["ranks"] == 2
+    else:
+        head = "1 of 1 right, on cpu by cpu_flash\nbalanced over 2 ranks, in as many processes, over Gloo\n"
+        assert done.stdout.startswith(head)
+        assert done.stdout.count("right, on") == done.stdout.count("scheme ") == 1
 
 
 def test_command_pieces_are_what_the_cli_needs():

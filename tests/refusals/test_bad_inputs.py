@@ -13,7 +13,7 @@ import torch
 import longspan
 from longspan import LongspanError, layouts, masks
 
-TABLES = ("masks", "layouts", "plans", "calls", "convolutions", "training", "torch", "text")
+TABLES = ("words", "masks", "layouts", "plans", "calls", "convolutions", "training", "torch", "text")
 ROWS = [
     (table, row) for table in TABLES for row in importlib.import_module(f"tests.refusals.bad_inputs_{table}").rows()
 ]
@@ -43,6 +43,78 @@ def test_there_are_many_and_each_once():
     assert len(ROWS) >= 300
     names = [f"{table}-{row.name}" for table, row in ROWS]
     assert len(set(names)) == len(names), sorted({name for name in names if names.count(name) > 1})
+
+
+# -- what is taken beside what is refused ------------------------------------------------------------------------------
+
+
+def dense(mask, tokens):
+    at = np.arange(tokens)
+    return mask.allows(*np.broadcast_arrays(at[:, None], at))
+
+
+def test_tables_are_read_exactly():
+    draw = np.random.default_rng(0)
+    for _ in range(60):
+        tokens = int(draw.integers(1, 40))
+        cuts = np.sort(draw.integers(0, tokens + 1, size=draw.integers(0, 4)))
+        lengths = np.diff(np.concatenate(([0], cuts, [tokens])))
+        packed, window = masks.documents(lengths), masks.sliding_window(*(int(n) for n in draw.integers(0, 6, 2)))
+        prefixes = [int(draw.integers(0, n + 1)) for n in lengths]
+        kinds = (
+            masks.causal(), masks.full(), packed, packed & masks.causal(), packed & window, window,
+            masks.prefix_lm(prefixes, lengths), (masks.sliding_window(1) | masks.global_prefix(2)) & masks.causal(),
+            packed & masks.causal() & ~masks.global_prefix(3),
+        )  # fmt: skip
+        for mask in kinds:
+            table = dense(mask, tokens)
+            found = masks.from_dense(table)
+            assert found == mask.resized(tokens)
+            assert np.array_equal(dense(found, tokens), table)
+    small = draw.random((4, 4)) < 0.5  # without structure, but small: exact as well
+    assert np.array_equal(dense(masks.from_dense(small), 4), small)
+
+
+def test_tables_of_heads_and_rows():
+    causal, full = masks.causal(6), masks.full(6)
+    table = torch.from_numpy(np.stack([dense(causal, 6), dense(full, 6)]))
+    assert masks.from_dense(table[None]) == masks.per_head(causal, full)
+    assert masks.from_dense(table[:, None]) == masks.per_row(causal, full)
+    assert masks.from_dense(table[:1, None].expand(3, 5, -1, -1)) == causal
+
+
+def test_attention_and_plan_take_small_tables():
+    q, k, v = tensors(2, 4, 24, 8)
+    table = torch.ones(24, 24, dtype=torch.bool).tril()
+    table[20:, :20] = False
+    mask = masks.documents([20, 4]) & masks.causal()
+    expected = longspan.attention(q, k, v, mask)
+    assert torch.equal(longspan.attention(q, k, v, table), expected)
+    assert torch.equal(longspan.attention(q, k, v, table.numpy()), expected)
+    assert torch.equal(torch.compile(longspan.attention, backend="eager")(q, k, v, table), expected)
+    sizes = {"q_heads": 4, "kv_heads": 4, "head_dim": 8, "dtype": "float64", "scheme": "exchange"}
+    layout = layouts.zigzag(24, 2)
+    assert longspan.plan(table, layout, **sizes).fingerprint == longspan.plan(mask, layout, **sizes).fingerprint
+
+
+def test_other_orders_that_fit_are_no_mistake():
+    """More heads than tokens, and lengths that are the number of heads: nothing tells that the order was another."""
+    q, k, v = tensors(1, 24, 4, 8)
+    mask = masks.documents([3, 1]) & masks.causal()
+    assert longspan.attention(q, k[:, :6], v[:, :6], mask).shape == (1, 24, 4, 8)
+    assert longspan.attention(*tensors(1, 4, 4, 8), mask).shape == (1, 4, 4, 8)
+
+
+def test_misspelt_arguments_are_named():
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'sofcap'\. Did you mean softcap\?"):
+        longspan.attention(*tensors(1, 2, 4, 8), masks.causal(), sofcap=3.0)
+    assert longspan.attention(*tensors(1, 2, 4, 8), masks.causal(), softcap=3.0).shape == (1, 2, 4, 8)
+
+
+def test_errors_of_ranks_are_at_hand():
+    for name in ("AgreementError", "BusyError", "RankError"):
+        assert name in longspan.__all__
+        assert issubclass(getattr(longspan, name), LongspanError)
 
 
 # -- what looks odd and is right ---------------------------------------------------------------------------------------

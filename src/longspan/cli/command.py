@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from longspan.errors import LongspanError
@@ -65,8 +67,18 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             loaded = _load(module, sub)
             sub.description = loaded.__doc__
             loaded.add_arguments(sub)
-            sub.set_defaults(run=loaded.run)
+            sub.set_defaults(run=loaded.run, known=re.findall(r"--[a-z][a-z-]*", sub.format_usage()))
     return parser
+
+
+def _about_unknown(name: str, words: Sequence[str], known: Sequence[str]) -> str:
+    """What to say of arguments that a command does not have.
+
+    >>> _about_unknown("plan", ["--schemes", "ring"], ["--scheme", "--seq"])
+    'plan has no --schemes ring. Did you mean --scheme?'
+    """
+    near = [match for word in words for match in get_close_matches(word.partition("=")[0], known, 1, 0.7)]
+    return f"{name} has no {' '.join(words)}." + (f" Did you mean {near[0]}?" if near else "")
 
 
 def _load(module: str, parser: argparse.ArgumentParser) -> Any:
@@ -81,7 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = make_parser(words)
     try:
-        args = parser.parse_args(words)
+        args, unknown = parser.parse_known_args(words)
+        if unknown:
+            parser.error(_about_unknown(words[0], unknown, getattr(args, "known", ())))
         if args.version:
             import longspan
 
@@ -97,7 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(refusal, BrokenPipeError):  # the reader, such as `head`, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return FINE
-        say(f"longspan {words[0]}: " + " ".join(str(refusal).split("\n")))
+        wrong = isinstance(refusal, OSError) and refusal.strerror and refusal.filename
+        text = f"{refusal.filename}: {refusal.strerror}." if wrong else str(refusal)
+        say(f"longspan {words[0]}: " + " ".join(text.split("\n")))
         return REFUSED
     except KeyboardInterrupt:
         return 130

@@ -15,6 +15,7 @@ import numpy as np
 
 from longspan import layouts, masks
 from longspan.api import plan
+from longspan.cli.files import missing
 from longspan.cli.lengths import KINDS, drawn_lengths, read_lengths
 from longspan.cli.quantities import count, counts
 from longspan.errors import LayoutError, MaskError, PlanError
@@ -179,7 +180,7 @@ def machine_of(text: str) -> Machine:
     if not path.is_file():
         raise PlanError(
             f"machine {text!r:.80} was asked for. Choose one of {', '.join(MACHINES)}, or give a file that `longspan"
-            f" calibrate` wrote."
+            f" calibrate` wrote.{missing(text)}"
         )
     with path.open("rb") as file:
         data = file.read(MAX_TEXT + 1)
@@ -211,7 +212,7 @@ def _lengths(args: argparse.Namespace) -> tuple[str, Ints]:
     else:
         raise MaskError(
             f"--docs {docs!r:.80} was given. Say causal, full, {', '.join(KINDS)}, lengths such as 700,1200,148, or"
-            f" name a file of lengths."
+            f" name a file of lengths.{missing(docs)}"
         )
     if seq_len is not None and int(lengths.sum()) != seq_len:
         raise MaskError(

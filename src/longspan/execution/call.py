@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from longspan.errors import PlanError, in_context
 from longspan.execution import _torch, _torch_compiler, ops
 from longspan.execution.fitting import SEQ_DIM, check_tensors, fitting_plan
-from longspan.execution.handed import check_axes, check_captured, check_cut, group_handed, group_of
+from longspan.execution.handed import check_axes, check_captured, check_cut, group_handed, group_of, not_yet
 from longspan.execution.inputs import check_carried
 from longspan.execution.inputs import check_inputs as check_inputs
 from longspan.execution.scoring.biases import Extras as Extras
@@ -29,8 +29,10 @@ from longspan.execution.simulated import SimulatedRank
 from longspan.execution.trust.group import told
 from longspan.handles import handle_of
 from longspan.masks import Mask
+from longspan.masks.given.words import advice, mask_of
 from longspan.schedules.plan import Plan
 from longspan.span import shortened
+from longspan.untraced import untraced
 
 
 @dataclass(eq=False, slots=True)  # frozen ones take three times as long to make
@@ -51,10 +53,7 @@ class Request:
 def attention(q: Tensor, k: Tensor, v: Tensor, asked: Request) -> Any:
     """Output, or output and lse, as asked."""
     if not isinstance(asked.plan_or_mask, (Mask, Plan)):
-        raise PlanError(
-            f"attention(q, k, v, mask) or attention(q, k, v, plan, group=...) was expected, but the fourth argument is"
-            f" {type(asked.plan_or_mask).__name__}."
-        )
+        asked.plan_or_mask = _mask_given(asked.plan_or_mask)
     if isinstance(asked.scale, Tensor) and asked.scale.requires_grad:
         raise PlanError(
             "scale is a tensor that needs a gradient, which it would not get. Multiply q by it and pass scale=1.0, or"
@@ -72,6 +71,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, asked: Request) -> Any:
     if isinstance(asked.group, SimulatedRank) and isinstance(asked.plan_or_mask, Plan):
         return _together(q, k, v, asked, asked.plan_or_mask, asked.group)
     return _run(q, k, v, asked)
+
+
+@untraced
+def _mask_given(value: Any) -> Mask:
+    """The mask that a small table says; refuses what is neither mask nor plan."""
+    if value is None:
+        raise PlanError(
+            f"attention(q, k, v) was called without a mask. {advice(value)} Over ranks it takes a plan:"
+            f" longspan.plan(mask, layout, ...)."
+        )
+    mask = mask_of(value)
+    if not isinstance(mask, Mask):
+        raise PlanError(
+            f"attention(q, k, v, mask) or attention(q, k, v, plan, group=...) was expected, but the fourth argument is"
+            f" {type(value).__name__}. {advice(value)}"
+        )
+    return mask
 
 
 def _together(q: Tensor, k: Tensor, v: Tensor, asked: Request, plan: Plan, here: SimulatedRank) -> Any:
@@ -200,7 +216,7 @@ def _group_name(group: Any, plan_or_mask: Mask | Plan) -> str:
     if name is None:
         raise PlanError(
             f"the plan is for {plan_or_mask.layout.world_size} ranks, so it needs group= (a process group or a mesh"
-            f" axis), but {group_handed(group)}."
+            f" axis), but {group_handed(group)}.{not_yet()}"
         )
     return name
 

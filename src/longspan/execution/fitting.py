@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 from weakref import ref
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longspan.errors import PlanError, ScheduleError
+from longspan.execution.handed import not_yet
 from longspan.layouts import contiguous
 from longspan.masks import Mask
 from longspan.schedules.cost.presets import CPU
@@ -40,6 +42,7 @@ def _plan_of_mask(mask: Mask, q: Shape, k: Shape, v: Shape, dtype: torch.dtype) 
     plan = None if found is None else found()
     if plan is None:
         shapes = tuple(q), tuple(k), tuple(v)
+        _check_one_sequence(*shapes, mask)
         plan = one_device_plan(*shapes, dtype, mask)
         _check_shapes(shapes, dtype, plan, 0)
         if mask.is_structured:
@@ -67,6 +70,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if tensor.ndim != 4:
             raise PlanError(
                 f"{name} must have 4 dims (batch, heads, tokens, features), but has shape {tuple(tensor.shape)}."
+                + _about_three(name, tensor)
             )
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise PlanError(
@@ -74,15 +78,51 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
+def _about_three(name: str, tensor: Tensor) -> str:
+    if tensor.ndim != 3:
+        return ""
+    return (
+        f" Features of all heads in one dim are split by {name}.unflatten(-1, (heads, -1)).transpose(1, 2); packed rows"
+        f" (tokens, heads, features) are {name}.transpose(0, 1)[None], with masks.from_cu_seqlens(cu_seqlens) &"
+        f" masks.causal()."
+    )
+
+
 def _check_place(plan: Plan, place: tuple[int, int] | None) -> None:
     size = plan.layout.world_size
     if place is None and size > 1:
         raise PlanError(
             f"the plan is for {size} ranks, so it needs group= (a process group or a mesh axis), but NoneType was"
-            f" given."
+            f" given.{not_yet()}"
         )
     if place is not None and place[1] != size:
         raise PlanError(f"the plan is for {size} ranks, but the group has {place[1]}. Plan for the group's size.")
+
+
+def _check_order(shapes: Sequence[Shape], tokens: int | None) -> None:
+    """Refuses (batch, tokens, heads, features) by name, where the shapes reveal it: the second dim is as long as the
+    sequence, or, where no length is known, 8 query and 2 key/value heads would be 8 and 2 tokens of many heads."""
+    q, k, v = shapes
+    shared = q[1] == k[1] == v[1] > q[2] > k[2] == v[2] > 0 and q[2] % k[2] == 0
+    if shared if tokens is None else all(shape[1] == tokens != shape[2] for shape in shapes):
+        raise PlanError(
+            f"q, k and v have shapes {', '.join(map(str, shapes))}, which look like (batch, tokens, heads, features)."
+            f" Attention takes (batch, heads, tokens, features), as PyTorch's does: pass q.transpose(1, 2),"
+            f" k.transpose(1, 2) and v.transpose(1, 2), and transpose the output back."
+        )
+
+
+def _check_one_sequence(q: Shape, k: Shape, v: Shape, mask: Mask) -> None:
+    """Refuses queries and keys of different lengths, or of another length than the mask's."""
+    tokens = mask.seq_len
+    if q[2] == k[2] == v[2] and tokens in (None, q[2]):
+        return
+    _check_order((q, k, v), tokens)
+    if q[2] != k[2] or k[2] != v[2]:
+        raise PlanError(
+            f"q has {q[2]} tokens, k {k[2]} and v {v[2]}, but attention is over one sequence: (batch, heads, tokens,"
+            f" features), with as many tokens each. longspan.flex_attention takes keys of another length."
+        )
 
 
 def _check_shapes(shapes: tuple[Shape, Shape, Shape], dtype: torch.dtype, plan: Plan, rank: int) -> None:
@@ -95,6 +135,7 @@ def _check_shapes(shapes: tuple[Shape, Shape, Shape], dtype: torch.dtype, plan: 
     )
     for name, shape, wanted in zip("qkv", shapes, expected, strict=True):
         if shape != wanted:
+            _check_order(shapes, tokens)
             raise PlanError(
                 f"{name} has shape {shape}, but on rank {rank} the plan expects (batch, heads, tokens, features) ="
                 f" {wanted}. Shard with layout.shard(x, rank, dim=2), or plan for these shapes."

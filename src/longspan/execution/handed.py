@@ -35,6 +35,20 @@ def group_handed(group: Any) -> str:
     return f"{type(group).__name__} was given"
 
 
+def not_yet() -> str:
+    """What to do about ranks that have not met yet; nothing where they have.
+
+    >>> not_yet()
+    ' This process has not joined the others yet: call torch.distributed.init_process_group() first, under torchrun.'
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return ""
+    return (
+        " This process has not joined the others yet: call torch.distributed.init_process_group() first, under"
+        " torchrun."
+    )
+
+
 def check_axes(group: Any) -> None:
     """Refuses a mesh of several axes."""
     if isinstance(group, DeviceMesh):
@@ -55,7 +69,7 @@ def planned_group(group: Any, plan: Any, documents: Any, how: str) -> str:
         raise PlanError(f"a group was given without a plan. Make one: {how}, and pass plan=.")
     check_axes(group)
     if not isinstance(group, dist.ProcessGroup):
-        raise PlanError(f"group= takes a process group or a mesh of one axis, but {group_handed(group)}.")
+        raise PlanError(f"group= takes a process group or a mesh of one axis, but {group_handed(group)}.{not_yet()}")
     return group.group_name
 
 

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from longspan.errors import LayoutError
 from longspan.layouts.carried import remember
 from longspan.masks import Mask
+from longspan.masks.given.words import advice
 from longspan.sealed import sealed
 from longspan.span import LIMIT, Ints, Span, as_spans, checked_text, parsed_number, run_table, shortened, whole
 
@@ -325,7 +326,7 @@ def check_masks(masks: Sequence[object], where: str) -> None:
     """Raises unless each of them is a mask."""
     for mask in masks:
         if not isinstance(mask, Mask):
-            raise LayoutError(f"{where} takes masks, but {type(mask).__name__} was given. See longspan.masks.")
+            raise LayoutError(f"{where} takes masks, but {type(mask).__name__} was given. {advice(mask)}")
 
 
 def check_sizes(seq_len: int, world_size: int, name: str) -> None:

@@ -8,6 +8,7 @@ from longspan.masks.causal_masks import causal, full, sliding_window
 from longspan.masks.classifier import Classifier
 from longspan.masks.document_masks import chunked, documents, from_cu_seqlens
 from longspan.masks.functions.opaque import from_mask_mod
+from longspan.masks.given.dense import from_dense
 from longspan.masks.mask import Mask
 from longspan.masks.plane import Plane, Predicate
 from longspan.masks.prefix import global_prefix, prefix_lm
@@ -24,6 +25,7 @@ __all__ = [
     "chunked",
     "documents",
     "from_cu_seqlens",
+    "from_dense",
     "from_mask_mod",
     "full",
     "global_prefix",
@@ -38,6 +40,7 @@ causal = untraced(causal)
 chunked = untraced(chunked)
 documents = untraced(documents)
 from_cu_seqlens = untraced(from_cu_seqlens)
+from_dense = untraced(from_dense)
 from_mask_mod = untraced(from_mask_mod)
 full = untraced(full)
 global_prefix = untraced(global_prefix)

@@ -239,7 +239,7 @@ class Mask(Handled):
         if not isinstance(other, Mask):
             raise MaskError(
                 f"{sign} joins two masks, but {self} {sign} {type(other).__name__} was asked for. Wrap a function"
-                f" mask_mod(b, h, q, kv) with masks.from_mask_mod first."
+                f" mask_mod(b, h, q, kv) with masks.from_mask_mod first, a table with masks.from_dense."
             )
         # Functions are not remembered: they may hold on to large tensors.
         combine = _combined if self.is_structured and other.is_structured else _combined.__wrapped__

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.errors import LongspanError
-from longspan.execution.handed import group_handed, group_of
+from longspan.execution.handed import group_handed, group_of, not_yet
 from longspan.execution.simulated import TAKEN, SimulatedRank
 from longspan.execution.trust.backends import message_device
 from longspan.layouts import Layout
@@ -63,6 +63,6 @@ def process_group(group: Any, what: str, *, real: bool = False) -> dist.ProcessG
     if not isinstance(group, dist.ProcessGroup):
         raise BatchError(
             f"{what} needs a process group or a mesh of one axis, but {group_handed(group)}. The group of all ranks is"
-            f" torch.distributed.group.WORLD."
+            f" torch.distributed.group.WORLD.{not_yet()}"
         )
     return group

@@ -13,6 +13,7 @@ import argparse
 from contextlib import ExitStack
 from pathlib import Path
 
+from longspan.cli.files import to_write
 from longspan.cli.launch import add_backend, joined
 from longspan.cli.progress import progress
 from longspan.cli.screen import print_json, screen_of
@@ -23,7 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="LINES", help="lines by name, or by its beginning: exact.ring,faults")
     parser.add_argument("--list", action="store_true", help="print the names of all lines, and run none")
     parser.add_argument(
-        "--out", type=Path, default=Path("acceptance"), metavar="NAME", help="writes NAME.md and NAME.json (acceptance)"
+        "--out",
+        type=to_write(),
+        default=Path("acceptance"),
+        metavar="NAME",
+        help="writes NAME.md and NAME.json (acceptance)",
     )
     add_backend(parser)
 

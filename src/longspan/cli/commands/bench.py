@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli.commands.trace import described, show
+from longspan.cli.files import to_write
 from longspan.cli.kernel_used import device_used, kernel_used
 from longspan.cli.launch import JobRanks, add_backend, joined
 from longspan.cli.measuring import trace_file as chrome
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload(parser, ranks="group")
     add_backend(parser)
     parser.add_argument("--repeats", type=count, default=5, help="timed repetitions (5)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the trace goes")
+    parser.add_argument("--out", type=to_write(), metavar="FILE", help="where the trace goes")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from longspan.cli.files import to_write
 from longspan.cli.launch import JobRanks, add_backend, joined
 from longspan.cli.progress import progress
 from longspan.cli.quantities import count
@@ -32,7 +33,7 @@ NUM_PARTS = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the Machine file goes")
+    parser.add_argument("--out", type=to_write(), metavar="FILE", help="where the Machine file goes")
     parser.add_argument("--name", default="calibrated", help="what the machine is called (calibrated)")
     parser.add_argument("--rounds", type=count, default=9, help="rounds of each measurement (9)")
     add_backend(parser)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longspan.cli.files import to_write
 from longspan.cli.progress import progress
 from longspan.cli.quantities import bytes_against, memory_against, schemes, times
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
@@ -63,13 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="names such as ring,hybrid(4,exchange), or all (exchange, all_gather, ring, all_to_all, widest hybrids)",
     )
     which.add_argument("--layouts", help=f"names separated by commas, of {', '.join(LAYOUTS)}")
-    which.add_argument("--plot", type=Path, metavar="FILE", help=f"draw scaling curves ({', '.join(PLOTS)})")
+    which.add_argument(
+        "--plot", type=to_write(*PLOTS), metavar="FILE", help=f"draw scaling curves ({', '.join(PLOTS)})"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     workload = Workload.of(args)
-    if args.plot is not None and args.plot.suffix not in PLOTS:
-        raise PlanError(f"--plot {args.plot} was asked for. The name must end in {', '.join(PLOTS)}.")
     screen = screen_of(args)
     cases = list(_cases(workload, args))
     with progress(args, "comparing", len(cases)) as advance:
@@ -225,7 +226,7 @@ def plot(entries: list[Entry], workload: Workload, path: Path) -> None:
     remark = f"{workload.about_docs()}; {workload.about_tensors()}; simulated on {workload.machine.name}"
     remark += f" ({workload.machine.kernel or 'kernel not named'}), not run."
     scene = scaling_picture(points, title=f"{workload.seq_len:,} tokens on more and more ranks", remark=remark)
-    if path.suffix == ".svg":
+    if path.suffix.lower() == ".svg":
         path.write_text(scene.svg())
     else:
         write_png(scene, path)

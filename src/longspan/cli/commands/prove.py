@@ -88,7 +88,8 @@ def _config(given: str) -> Any:
         return CONFIG_MAPPING[given]()
     near = sorted(name for name in CONFIG_MAPPING if name.startswith(given[:4]))[:6]
     raise PlanError(
-        f"{given!r} is neither a file or folder here nor a model type of the installed transformers."
+        f"{given!r} is neither a file or folder here nor a model type of the installed transformers: give a"
+        f" folder with a config.json, or a type such as llama or qwen3_next."
         + (f" Types that begin alike: {', '.join(near)}." if near else "")
     )
 

@@ -10,6 +10,7 @@ import shlex
 from pathlib import Path
 
 import longspan
+from longspan.cli.files import to_write
 from longspan.cli.lengths import KINDS
 from longspan.cli.progress import progress
 from longspan.cli.screen import print_json
@@ -28,7 +29,9 @@ _LISTED = 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="(report.html)")
+    parser.add_argument(
+        "--out", type=to_write(".html", ".htm"), default=Path("report.html"), metavar="FILE", help="(report.html)"
+    )
     parser.add_argument("--title", help="the title of the report")
     add_workload(parser)
 

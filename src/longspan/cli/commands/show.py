@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from longspan.cli.files import to_write
 from longspan.cli.progress import progress
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.cli.workload import Workload
@@ -51,9 +52,11 @@ _MATRIX = 12
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=WHAT, help="what to show")
     out = parser.add_argument_group("pictures")
-    out.add_argument("--svg", type=Path, metavar="FILE", help="write the picture as SVG")
-    out.add_argument("--png", type=Path, metavar="FILE", help="write the picture as PNG (needs matplotlib)")
-    out.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page with the picture")
+    out.add_argument("--svg", type=to_write(".svg"), metavar="FILE", help="write the picture as SVG")
+    out.add_argument("--png", type=to_write(".png"), metavar="FILE", help="write the picture as PNG (needs matplotlib)")
+    out.add_argument(
+        "--html", type=to_write(".html", ".htm"), metavar="FILE", help="write a self-contained page with the picture"
+    )
     out.add_argument("--title", help="the title of the picture")
     out.add_argument("--width", type=int, default=64, help="characters of a text picture (64)")
     add_workload(parser)

@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+from longspan.cli.files import to_write
 from longspan.cli.measuring import trace_file as chrome
 from longspan.cli.progress import progress
 from longspan.cli.quantities import many
@@ -27,7 +27,7 @@ MAX_RANKS = 256
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the trace goes")
+    parser.add_argument("--out", type=to_write(), required=True, metavar="FILE", help="where the trace goes")
 
 
 def run(args: argparse.Namespace) -> int:

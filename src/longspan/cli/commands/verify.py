@@ -160,7 +160,7 @@ def _lengths(args: argparse.Namespace) -> tuple[int, ...]:
     except argparse.ArgumentTypeError:
         raise PlanError(
             f"--docs is causal, full, or lengths such as 200,31,281 or 1k,3k, each 1 or more, but {args.docs!r:.60} was"
-            f" given."
+            f" given; `longspan plan` reads lengths from files."
         ) from None
     if args.seq not in (None, sum(lengths)):
         raise PlanError(

@@ -22,6 +22,7 @@ from longspan.masks import bands as bd
 from longspan.masks.classifier import EMPTY, FULL, PARTIAL
 from longspan.masks.functions.predicate import Function
 from longspan.masks.functions.reads import Noted, Reads, noted, same_tensors
+from longspan.masks.given.words import advice
 from longspan.masks.key_spans import key_spans, listed_first, pairs_per_block
 from longspan.masks.mask_key import MaskKey
 from longspan.masks.mask_mods import Place, numbered, to_mask_mod
@@ -54,7 +55,8 @@ def block_mask(
     if not isinstance(mask, Mask) or not isinstance(layout, Layout):
         raise MaskError(
             f"block_mask(mask, layout, rank) takes a mask and a layout, but {type(mask).__name__} and"
-            f" {type(layout).__name__} were given. See longspan.masks and longspan.layouts."
+            f" {type(layout).__name__} were given. "
+            + ("See longspan.layouts." if isinstance(mask, Mask) else advice(mask))
         )
     if kv not in KV:
         raise MaskError(f"block_mask(kv={kv!r}) was asked for. Keys are {' or '.join(map(repr, KV))}.")

@@ -141,7 +141,7 @@ def _of_block_mask(block_mask: Any, batch: int, heads: int, num_q: int, num_kv: 
     if not isinstance(block_mask, BlockMask):
         raise PlanError(
             f"block_mask is a BlockMask of PyTorch or a mask of longspan.masks, but {type(block_mask).__name__} was"
-            f" given. Wrap a function with masks.from_mask_mod, or use create_block_mask."
+            f" given. Wrap a function with masks.from_mask_mod or create_block_mask, a table with masks.from_dense."
         )
     check_lengths(block_mask, (num_q, num_kv), "block_mask", PlanError)
     return mask_of_block_mask(block_mask, batch=batch, heads=heads)

@@ -1,0 +1,1 @@
+"""What people bring from elsewhere in place of a mask: tables of True and False, and words of other libraries."""
