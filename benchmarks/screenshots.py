@@ -41,7 +41,7 @@ iframe {{ border: 0; width: {width}px; height: {height}px; color-scheme: {scheme
 document.querySelector("iframe").onload = event => {{
   const page = event.target.contentDocument, root = page.documentElement;
   page.body.dataset.theme = "{scheme}";
-  page.defaultView.scrollTo(0, {down});
+  page.defaultView.scrollTo({{ top: {down}, behavior: "instant" }});
   const wide = [...page.querySelectorAll("body *")].filter(each => {{
     const box = each.getBoundingClientRect();
     return box.right > root.clientWidth + 1 && box.width > 0 && !each.closest("{may_be_wide}");
