@@ -170,7 +170,7 @@ def _shard_in_place(
         if id(tensor) not in keep:
             home = tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
             stack.callback(_set, tensor, home)
-        tensor.set_(shard)
+        tensor.set_(shard)  # type: ignore[arg-type]  # torch's stub knows storages alone
 
 
 @torch.no_grad()
