@@ -31,8 +31,7 @@ from pathlib import Path
 from longspan.versions import PAIRS, PINNED, TORCH, TRANSFORMERS, short
 
 ROOT = Path(__file__).parents[1]
-RELEASES = (*TORCH[:-1], "2.14.1", TORCH[-1])  # 2.14 goes into TORCH when it has been run
-HOST_RELEASES = (*TRANSFORMERS[:2], "5.15.1", *TRANSFORMERS[2:])  # and so does 5.15
+HOST_RELEASES = (*TRANSFORMERS[:2], "5.15.1", *TRANSFORMERS[2:])  # 5.15 goes into TRANSFORMERS when it has been run
 TOGETHER = (
     *PAIRS,
     (PINNED, "5.15.1"),
@@ -97,7 +96,7 @@ def runs_of(torch: Sequence[str], transformers: Sequence[str]) -> list[Run]:
     [('2.11.0', None), ('2.11.0', None), ('2.11.0', '5.9.0'), ('2.13.0', '5.9.0')]
     """
     runs = []
-    for release in RELEASES:
+    for release in TORCH:
         if release in torch:
             runs += [Run(release, None, suite) for suite in ("quick", "gloo")]
         runs += [Run(a, b, "hugging face") for a, b in TOGETHER if a == release and b in transformers]
@@ -201,7 +200,7 @@ def main() -> int:
     else:
         all_of_it = not args.torch and not args.transformers
         runs = runs_of(
-            RELEASES if all_of_it else named(args.torch, RELEASES),
+            TORCH if all_of_it else named(args.torch, TORCH),
             HOST_RELEASES if all_of_it else named(args.transformers, HOST_RELEASES),
         )
     rows, status = [HEADER], 0

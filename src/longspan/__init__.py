@@ -5,6 +5,7 @@ Importing this needs numpy alone; torch is loaded by the functions that touch te
 
 from collections.abc import Mapping as _Mapping
 from typing import Any as _Any
+from typing import cast as _cast
 
 from longspan import layouts, masks, schedules
 from longspan.api import attention, block_mask, causal_conv1d, conv_plan, flex_attention, plan
@@ -80,6 +81,6 @@ def _shard(self: Plan, batch: _Mapping[str, _Any] | _Any, rank: int, **options: 
     return shard_batch(batch, self, rank, **options)
 
 
-Plan.shard = _shard
+Plan.shard = _cast(_Any, _shard)  # a method, which the declaration there writes without its plan
 for _kind in (masks.Mask, layouts.Layout, Plan, _ScanPlan):
     setattr(_kind, "_repr_html_", _repr_html)  # noqa: B010 - the classes below know nothing of pictures

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from longspan.errors import PlanError, ScheduleError, in_context, renamed
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.masks.document_rows import document_rows
+from longspan.masks.document_rows import Documents, document_rows
 from longspan.masks.given.words import advice, check_words, mask_of
 from longspan.schedules.chunks import MAX_CHUNKS
 from longspan.schedules.convolution import MAX_WIDTH, ConvPlan, planned_convolution
@@ -19,29 +19,63 @@ from longspan.schedules.steps import MAX_SIZE, Sizes
 from longspan.span import shortened, whole
 from longspan.untraced import untraced
 
+if TYPE_CHECKING:  # torch is loaded by the functions that touch tensors
+    from collections.abc import Mapping
 
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+    from longspan.execution.handed import Group
+    from longspan.execution.scoring.biases import RelativeBias
+    from longspan.execution.scoring.pipeline import ScoreMod
+
+    Options = Mapping[str, object] | None  # of PyTorch's kernels
+    Table = NDArray[np.bool_] | Tensor  # a small dense mask, True where a query may attend to a key
+
+
+# fmt: off
+@overload
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    plan_or_mask: Mask | Plan | None = None,
+    q: Tensor, k: Tensor, v: Tensor, plan_or_mask: Mask | Plan | Table, *, return_lse: Literal[False] = False,
+    group: Group = None, scale: float | Tensor | None = None, kernel: str = "auto",
+    score_mod: ScoreMod | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    alibi: Tensor | None = None, relative_bias: RelativeBias | None = None, bias: Tensor | None = None,
+    dropout: float = 0.0, seed: int | None = None, captured_grads: str = "sum", name: str = "",
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, plan_or_mask: Mask | Plan | Table, *, return_lse: Literal[True],
+    group: Group = None, scale: float | Tensor | None = None, kernel: str = "auto",
+    score_mod: ScoreMod | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    alibi: Tensor | None = None, relative_bias: RelativeBias | None = None, bias: Tensor | None = None,
+    dropout: float = 0.0, seed: int | None = None, captured_grads: str = "sum", name: str = "",
+) -> tuple[Tensor, Tensor]: ...
+# fmt: on
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan_or_mask: Mask | Plan | Table | None = None,
     *,
-    group: Any = None,
-    scale: float | None = None,
+    group: Group = None,
+    scale: float | Tensor | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
-    score_mod: Any = None,
+    score_mod: ScoreMod | None = None,
     softcap: float | None = None,
-    sinks: Any = None,
-    alibi: Any = None,
-    relative_bias: Any = None,
-    bias: Any = None,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    relative_bias: RelativeBias | None = None,
+    bias: Tensor | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
     captured_grads: str = "sum",
     name: str = "",
     **unknown: Any,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of `(batch, heads, tokens, features)` tensors, exact and differentiable.
 
     With a mask: on one device, over whole sequences. With a plan: on this rank's shards, over `group`.
@@ -92,23 +126,46 @@ def attention(
         return run(q, k, v, Request(plan_or_mask, group, scale, return_lse, kernel, sinks, more, captured_grads, name))
 
 
+# fmt: off
+@overload
 def flex_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any = None,
-    block_mask: Any = None,
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Mask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: Literal[False] = False, kernel_options: Options = None, *, return_aux: None = None,
+    plan: Plan | None = None, group: Group = None, captured_grads: str = "sum", name: str = "",
+) -> Tensor: ...
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Mask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    *, return_lse: Literal[True], kernel_options: Options = None, return_aux: None = None,
+    plan: Plan | None = None, group: Group = None, captured_grads: str = "sum", name: str = "",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Mask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: bool = False, kernel_options: Options = None, *, return_aux: AuxRequest,
+    plan: Plan | None = None, group: Group = None, captured_grads: str = "sum", name: str = "",
+) -> tuple[Tensor, AuxOutput]: ...
+# fmt: on
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Mask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    kernel_options: Any = None,
+    kernel_options: Options = None,
     *,
-    return_aux: Any = None,
+    return_aux: AuxRequest | None = None,
     plan: Plan | None = None,
-    group: Any = None,
+    group: Group = None,
     captured_grads: str = "sum",
     name: str = "",
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor | AuxOutput]:
     """`torch.nn.attention.flex_attention.flex_attention`, with a backward on every device and gradients of tensors that
     `score_mod` captured, on one device or, with `plan` and `group`, on this rank's shards.
 
@@ -151,16 +208,16 @@ def flex_attention(
 
 @untraced  # how many rows a rank has with its halos is up to the plan: a graph would have to be made for each
 def causal_conv1d(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
-    documents: Any = None,
+    documents: Documents = None,
     plan: ConvPlan | None = None,
-    group: Any = None,
+    group: Group = None,
     activation: str | None = None,
     name: str = "",
-) -> Any:
+) -> Tensor:
     """Causal convolution of `(batch, tokens, channels)`, channel by channel, exact and differentiable.
 
     Every token is convolved with the `width - 1` before it in its own document. With `documents`, or nothing: on one
@@ -188,7 +245,9 @@ def causal_conv1d(
 
 
 @untraced
-def conv_plan(documents: Any, layout: Layout, *, channels: int, width: int, dtype: Any, batch: int = 1) -> ConvPlan:
+def conv_plan(
+    documents: Documents, layout: Layout, *, channels: int, width: int, dtype: torch.dtype | str, batch: int = 1
+) -> ConvPlan:
     """Who sends which rows to whom in causal convolutions of one width. Every rank makes the same plan.
 
     Args:
@@ -222,8 +281,14 @@ def conv_plan(documents: Any, layout: Layout, *, channels: int, width: int, dtyp
 
 
 def block_mask(
-    mask: Mask, layout: Layout, rank: int, *, kv: str = "global", block_size: int = 128, device: Any = "cpu"
-) -> Any:
+    mask: Mask,
+    layout: Layout,
+    rank: int,
+    *,
+    kv: str = "global",
+    block_size: int = 128,
+    device: torch.device | str = "cpu",
+) -> BlockMask:
     """PyTorch's `BlockMask` of one rank's query rows, in the order of its shard, for flex attention by other means.
 
     Keys are all tokens in their order (`kv="global"`) or the rank's own (`kv="local"`). Equal arguments give the same
@@ -240,13 +305,13 @@ def block_mask(
 @untraced
 @renamed(schedule="scheme")
 def plan(
-    mask: Mask,
+    mask: Mask | Table,
     layout: Layout,
     *,
     q_heads: int,
     kv_heads: int,
     head_dim: int,
-    dtype: Any,
+    dtype: torch.dtype | str,
     v_head_dim: int | None = None,
     batch: int = 1,
     scheme: str = "auto",

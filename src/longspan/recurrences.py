@@ -7,12 +7,12 @@ state that leaves a rank's part of a document enters the next part wherever that
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from longspan.errors import PlanError, in_context, renamed
 from longspan.layouts import Layout, contiguous
-from longspan.masks.document_rows import document_rows
+from longspan.masks.document_rows import Documents, document_rows
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.cost.presets import assumed_machine, machine_named
 from longspan.schedules.dtypes import dtype_name
@@ -22,20 +22,26 @@ from longspan.schedules.scans.words import MAX_FEATURES, StateSizes
 from longspan.span import shortened, whole
 from longspan.untraced import untraced
 
+if TYPE_CHECKING:  # torch is loaded by the functions that touch tensors
+    import torch
+    from torch import Tensor
+
+    from longspan.execution.handed import Group
+
 MAPS = ("matrix", "scalar", "rows", "elements")
 
 
 @untraced
 @renamed(schedule="scheme")
 def scan_plan(
-    documents: Any,
+    documents: Documents,
     layout: Layout,
     *,
     heads: int,
     keys: int,
     values: int,
     maps: str,
-    dtype: Any = "float32",
+    dtype: torch.dtype | str = "float32",
     batch: int = 1,
     scheme: str = "auto",
     machine: Machine | str | None = None,
@@ -95,20 +101,20 @@ def scan_plan(
 
 
 def gated_delta_rule(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     *,
-    documents: Any = None,
+    documents: Documents = None,
     plan: ScanPlan | None = None,
-    group: Any = None,
+    group: Group = None,
     scale: float | None = None,
     l2norm: bool = False,
     kernel: str = "auto",
     name: str = "",
-) -> Any:
+) -> Tensor:
     """The gated delta rule (Gated DeltaNet; with a vector gate, Kimi delta attention), exact and differentiable.
 
     A head's state S, (keys, values), decays, is corrected by what the token's key brings to light, and is read:
@@ -150,18 +156,18 @@ def gated_delta_rule(
 
 
 def linear_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    decay: Any = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None = None,
     *,
-    documents: Any = None,
+    documents: Documents = None,
     plan: ScanPlan | None = None,
-    group: Any = None,
+    group: Group = None,
     scale: float | None = None,
     kernel: str = "auto",
     name: str = "",
-) -> Any:
+) -> Tensor:
     """Linear attention with a decay (lightning attention, RetNet, GLA): S = exp(decay) S + k v^T; out = scale * q^T S.
 
     Args:
@@ -197,22 +203,22 @@ def linear_attention(
 
 
 def ssd(
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     *,
-    D: Any = None,
-    dt_bias: Any = None,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    documents: Any = None,
+    documents: Documents = None,
     plan: ScanPlan | None = None,
-    group: Any = None,
+    group: Group = None,
     kernel: str = "auto",
     name: str = "",
-) -> Any:
+) -> Tensor:
     """Mamba-2's state-space recurrence: S = exp(A d) S + d B x^T; out = C^T S + D x, with d from dt as below.
 
     Args:
@@ -247,15 +253,15 @@ def ssd(
 
 
 def linear_recurrence(
-    a: Any,
-    b: Any,
+    a: Tensor,
+    b: Tensor,
     *,
-    documents: Any = None,
+    documents: Documents = None,
     plan: ScanPlan | None = None,
-    group: Any = None,
+    group: Group = None,
     kernel: str = "auto",
     name: str = "",
-) -> Any:
+) -> Tensor:
     """h = a h + b, channel by channel (RG-LRU, Mamba-1): all h, in the shape of b.
 
     Args:
@@ -285,18 +291,18 @@ def linear_recurrence(
 
 
 def scan(
-    tokens: Any,
+    tokens: Sequence[Tensor],
     *,
-    local: Any,
-    summary: Any,
+    local: Callable[..., tuple[Tensor, Tensor]],
+    summary: Callable[..., tuple[Tensor, Tensor]],
     state: tuple[int, int, int],
     maps: str,
-    parameters: Any = (),
-    documents: Any = None,
+    parameters: Iterable[Tensor] = (),
+    documents: Documents = None,
     plan: ScanPlan | None = None,
-    group: Any = None,
+    group: Group = None,
     name: str = "",
-) -> Any:
+) -> Tensor:
     """A linear recurrence of one's own, S = A_t S + B_t, given by what it does to one stretch of tokens.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 PINNED = "2.13.0"
 """The PyTorch that everything is run with; the others get the quick tests and those over Gloo ranks."""
-TORCH = ("2.11.0", "2.12.1", PINNED, "2.15.0")
+TORCH = ("2.11.0", "2.12.1", PINNED, "2.14.1", "2.15.0")
 TRANSFORMERS = ("5.9.0", "5.12.1", "5.18.0", "5.22.2")
 PAIRS = tuple((PINNED, release) for release in TRANSFORMERS)
 """(PyTorch, transformers) that the tests of the Hugging Face integration were run with."""

@@ -108,6 +108,23 @@ def test_a_stray_file_in_the_sdist_is_found(check, tmp_path):
     assert found == ["the sdist lacks pyproject.toml", "the sdist has src/longspan/__pycache__/api.pyc"]
 
 
+def test_the_check_ends_with_1_if_anything_is_wrong(built, check, tmp_path, capsys):
+    words = ["--files", "--built", str(built.wheel.parent), "--tag"]
+    assert check.main([*words, f"v{longspan.__version__}"]) == 0
+    assert capsys.readouterr().out.endswith("\nready\n")
+    assert check.main([*words, "v9.9.9"]) == 1
+    said = capsys.readouterr().out
+    assert "the tag is v9.9.9, but the version is" in said
+    assert said.endswith("NOT ready\n")
+    shutil.copy(built.wheel, tmp_path)
+    assert check.main(["--files", "--built", str(tmp_path)]) == 1  # the sdist is not there
+    steps = check.Steps()
+    assert steps.run("right", [sys.executable, "-c", "print('said')"], "said")
+    assert steps.ok
+    assert not steps.run("silent", [sys.executable, "-c", ""], "said")
+    assert not steps.ok
+
+
 def test_version_agrees_in_all_places(check):
     """It stands where the build reads it, and in the citation, which is plain data; everything else reads it."""
     assert check.version() == longspan.__version__

@@ -53,7 +53,7 @@ def _tensors():
     yield bad("nested", lambda: ls.attention(nested, K, V, CAUSAL), PlanError, *says)
     for name, shape in {"k": (1, 2, 9, 16), "v": (1, 2, 7, 16)}.items():
         tensors = {"k": K, "v": V, name: zeros(shape)}
-        says = f"{name} has shape {shape}", "(1, 2, 8, 16)", "Shard with layout.shard"
+        says = "q has 8 tokens", f"{name} {shape[2]}", "over one sequence", "longspan.flex_attention"
         yield bad(f"long {name}", lambda t=tensors: ls.attention(Q, t["k"], t["v"], CAUSAL), PlanError, *says)
     for name, q, k, v, error, *says in (
         ("3 dims", zeros(2, 8, 16), K, V, PlanError, "q must have 4 dims", "(2, 8, 16)"),
@@ -98,16 +98,15 @@ def _arguments():
         says = f"captured_grads = {value!r}", "'sum' adds", "'share' leaves"
         yield bad(f"captured_grads {value!r}", lambda v=value: call(captured_grads=v), PlanError, *says)
     for name, value in {
-        "None": None,
         "text": "causal",
-        "tensor": torch.ones(8, 8),
-        "nan mask": torch.full((8, 8), NAN),
         "function": lambda b, h, q, kv: q >= kv,
         "not called": masks.causal,
         "layout": layouts.zigzag(8, 2),
     }.items():
         says = "attention(q, k, v, mask) or attention(q, k, v, plan, group=...)", type(value).__name__
         yield bad(f"what {name}", lambda v=value: ls.attention(Q, K, V, v), PlanError, *says)
+    nans = torch.full((8, 8), NAN)
+    yield bad("what nan mask", lambda: ls.attention(Q, K, V, nans), MaskError, "a dense mask of dtype float32")
 
 
 def _extras():

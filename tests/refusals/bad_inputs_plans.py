@@ -67,7 +67,7 @@ def _arguments():
 
 def _what():
     layout = layouts.zigzag(16, 4)
-    for value in (None, 3, "causal", torch.ones(16, 16), masks.causal):
+    for value in (None, 3, "causal", torch.ones(16), masks.causal):
         says = "takes a mask and a layout", type(value).__name__
         yield bad(f"mask {type(value).__name__}", lambda v=value: plan(v, layout, **GOOD), PlanError, *says)
         yield bad(f"layout {type(value).__name__}", lambda v=value: plan(masks.causal(), v, **GOOD), PlanError, *says)

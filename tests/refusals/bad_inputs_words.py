@@ -72,7 +72,9 @@ def _instead_of_masks():
         yield bad(f"{name} large", lambda c=call, t=large: c(t), PlanError, "Tensor", "masks.from_dense", "documents")
     yield bad("balanced", lambda: layouts.balanced(TABLE, world_size=2), LayoutError, "Tensor", "masks.from_dense")
     yield bad("&", lambda: masks.causal() & TABLE, MaskError, "Tensor", "a table with masks.from_dense")
-    yield bad("block_mask", lambda: ls.block_mask(TABLE, layouts.zigzag(24, 2), 0), MaskError, "masks.from_dense")
+    yield bad(
+        "block_mask of a table", lambda: ls.block_mask(TABLE, layouts.zigzag(24, 2), 0), MaskError, "masks.from_dense"
+    )
     yield bad("flex", lambda: ls.flex_attention(Q, K, V, None, TABLE), PlanError, "a table with masks.from_dense")
 
 

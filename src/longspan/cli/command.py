@@ -111,8 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(refusal, BrokenPipeError):  # the reader, such as `head`, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return FINE
-        wrong = isinstance(refusal, OSError) and refusal.strerror and refusal.filename
-        text = f"{refusal.filename}: {refusal.strerror}." if wrong else str(refusal)
+        text = str(refusal)
+        if isinstance(refusal, OSError) and refusal.strerror and refusal.filename:
+            text = f"{refusal.filename}: {refusal.strerror}."
         say(f"longspan {words[0]}: " + " ".join(text.split("\n")))
         return REFUSED
     except KeyboardInterrupt:

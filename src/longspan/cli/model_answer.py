@@ -35,7 +35,7 @@ MOST_RANKS, MOST_NODES = 1024, 16
 
 
 @dataclass(frozen=True)
-class Asked:
+class ModelQuestion:
     """A model, and how its step was asked for."""
 
     name: str
@@ -47,7 +47,7 @@ class Asked:
     _answers: dict[int, Answer] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
-    def of(args: argparse.Namespace, name: str, sizes: ModelSizes, notes: tuple[str, ...]) -> Asked:
+    def of(args: argparse.Namespace, name: str, sizes: ModelSizes, notes: tuple[str, ...]) -> ModelQuestion:
         workload = Workload.of(args)
         dtype = workload.tensors["dtype"]
         recipe = Recipe(not args.no_checkpointing, args.offload, args.mlp_chunks, args.logits, dtype, args.state)
@@ -56,7 +56,7 @@ class Asked:
                 "--keep and --no-checkpointing were given: every layer would keep remote K/V until its backward, which"
                 " is not counted here. Leave one of them out."
             )
-        return Asked(name, sizes, workload, recipe, args.data_parallel, notes)
+        return ModelQuestion(name, sizes, workload, recipe, args.data_parallel, notes)
 
     @property
     def batch(self) -> int:
@@ -89,7 +89,7 @@ class Asked:
 class Answer:
     """What was asked, and how its attentions were planned."""
 
-    asked: Asked
+    asked: ModelQuestion
     layout: Layout
     plans: dict[Heads, Plan]
 
@@ -137,7 +137,7 @@ def numbers_of_ranks(machine: Machine) -> list[int]:
     return sorted(powers | {node * number for number in range(1, MOST_NODES + 1) if node > 1})
 
 
-def answers(asked: Asked, room: int, allowed: list[Recipe], above: int = 0) -> Iterator[Answer]:
+def answers(asked: ModelQuestion, room: int, allowed: list[Recipe], above: int = 0) -> Iterator[Answer]:
     """Answers for more and more ranks, where it may fit."""
     for ranks in numbers_of_ranks(asked.workload.machine):
         if ranks <= above or asked.least_bytes(ranks, allowed) > room:

@@ -4,7 +4,7 @@ DTensors that are cut elsewhere than the plan cuts."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +14,10 @@ from torch.distributed.tensor import DTensor
 from longspan.errors import KernelError, PlanError
 from longspan.execution.inputs import DTYPES
 from longspan.schedules.plan import Plan
+
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | None
+"""The ranks of a sequence, as users give them; a mesh has one axis. None is one device, and it is
+`torch.distributed.group.WORLD` before ranks have met."""
 
 
 def group_of(group: Any) -> Any:

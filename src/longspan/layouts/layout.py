@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -21,6 +21,9 @@ from longspan.masks import Mask
 from longspan.masks.given.words import advice
 from longspan.sealed import sealed
 from longspan.span import LIMIT, Ints, Span, as_spans, checked_text, parsed_number, run_table, shortened, whole
+
+X = TypeVar("X")
+"""An array or a tensor, which stays what it is."""
 
 MAX_RANKS = 1 << 20
 
@@ -187,7 +190,7 @@ class Layout:
 
     # -- index maps -------------------------------------------------------------------------------------------------
 
-    def shard(self, x: Any, rank: int, dim: int = 0, fill: float = 0) -> Any:
+    def shard(self, x: X, rank: int, dim: int = 0, fill: float = 0) -> X:
         """The rank's part of a whole array or tensor along `dim`; padding slots hold `fill`.
 
         >>> zigzag(8, 2).shard(np.arange(8) * 10, rank=1).tolist()
@@ -206,7 +209,7 @@ class Layout:
         slots = self.num_tokens if self.local_len is None else np.full(self.world_size, self.local_len, dtype=np.int64)
         return (np.cumsum(slots) - slots)[rank] + slot
 
-    def unshard(self, shards: Sequence[Any], dim: int = 0) -> Any:
+    def unshard(self, shards: Sequence[X], dim: int = 0) -> X:
         """The whole array or tensor from every rank's shard; padding is dropped.
 
         >>> layout = zigzag(8, 2)

@@ -5,14 +5,18 @@ Shapes: R batch rows (1 where all rows are alike), S tokens.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from longspan.errors import LongspanError, MaskError
 from longspan.masks.document_masks import document_edges
 from longspan.masks.mask import Mask
 from longspan.span import Ints, shortened
+
+Documents: TypeAlias = Mask | ArrayLike | None
+"""Documents as users give them: lengths, a list of lengths per batch row, a mask; None is one document."""
 
 
 def document_rows(documents: Any, seq_len: int, error: type[LongspanError] = MaskError) -> Ints:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar, overload
 
 from longspan.errors import PlanError
 from longspan.handles import Handled
@@ -30,6 +30,25 @@ MAX_PLANS = 16
 """Plans that a mask with a function keeps."""
 
 
+X = TypeVar("X")
+
+
+class BatchPart(dict[str, Any]):  # values are whatever a batch holds
+    """What `plan.shard(batch, rank)` gives, for type checkers: a `longspan.training.Batch`, which lies above."""
+
+    def to(self, *args: Any, **options: Any) -> BatchPart: ...
+
+
+class ShardCall(Protocol):
+    """What `plan.shard` takes and gives."""
+
+    @overload
+    def __call__(self, batch: Mapping[str, Any], rank: int, **options: Any) -> BatchPart: ...
+
+    @overload
+    def __call__(self, batch: X, rank: int, dim: int = 0, fill: float = 0) -> X: ...
+
+
 @sealed
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Handled):
@@ -45,7 +64,7 @@ class Plan(Handled):
     keep: bool
     compared: tuple[Reason, ...] = ()
 
-    shard: ClassVar[Callable[..., Any]]
+    shard: ClassVar[ShardCall]
     """`plan.shard(batch, rank, ...)`: the rank's part of a batch, as `longspan.training.shard_batch` cuts it by the
     plan's own layout; `plan.shard(x, rank, dim=0)`: that of one tensor, as `Layout.shard` does."""
 

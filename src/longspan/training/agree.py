@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from longspan.execution.handed import Group
 from longspan.execution.simulated import SimulatedRank
 from longspan.span import Ints
 from longspan.training.groups import BatchError, check_batch, message_device, process_group
@@ -38,7 +39,7 @@ class DifferentBatchesError(BatchError):
         )
 
 
-def check_same(batch: Mapping[str, Any], group: Any) -> None:
+def check_same(batch: Mapping[str, Any], group: Group) -> None:
     """Returns if every rank of the group has the same batch, with the same keys, types, shapes and values; otherwise
     every rank raises the same error, with the keys that differ and the ranks that have something else than rank 0.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from longspan.layouts import Layout
 from longspan.masks import Mask
+from longspan.masks.document_rows import Documents
+from longspan.schedules.plan import Plan
 from longspan.sealed import sealed
 from longspan.span import Ints, whole
 from longspan.training.document_numbers import (
@@ -39,7 +41,7 @@ class BatchCut:
 
     layout: Layout
     rank: int | None = None
-    documents: Any = None
+    documents: Documents = None
 
     @cached_property
     def numbers(self) -> Ints:
@@ -75,6 +77,10 @@ class Batch(dict[str, Any]):
         return Batch(moved, self.cut)
 
 
+Like: TypeAlias = Batch | Layout | Plan
+"""What says how tokens were cut: a batch that `shard_batch` made, a layout, or the plan that has it."""
+
+
 def cut_of(like: Any, what: str) -> BatchCut:
     """How to cut, from a batch that was cut, from a layout, or from a plan over one."""
     if isinstance(like, Batch) and like.cut is not None:
@@ -91,10 +97,10 @@ def cut_of(like: Any, what: str) -> BatchCut:
 
 def shard_batch(
     batch: Mapping[str, Any],
-    layout: Layout | Any,
+    layout: Layout | Plan,
     rank: int,
     *,
-    documents: Any = None,
+    documents: Documents = None,
     mask: Mask | None = None,
     positions: str | None = None,
     num_shifts: int = 1,

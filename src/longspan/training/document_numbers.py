@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.masks import Mask
-from longspan.masks.document_rows import document_rows
+from longspan.masks.document_rows import Documents, document_rows
 from longspan.span import Ints, whole
 from longspan.training.groups import BatchError
 
@@ -50,7 +50,7 @@ def positions_within(numbers: Ints) -> Ints:
     return place - np.maximum.accumulate(np.where(starts, place, 0), axis=1)
 
 
-def shift_tokens(x: Tensor, shift: int, *, documents: Any = None, fill: float = 0) -> Tensor:
+def shift_tokens(x: Tensor, shift: int, *, documents: Documents = None, fill: float = 0) -> Tensor:
     """The whole tensor, tokens last, with the token `shift` positions later in each place; `fill` where that is past
     the end of the sequence or in another document.
 

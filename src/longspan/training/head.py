@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.execution._torch import hooks_of
+from longspan.execution.handed import Group
 from longspan.execution.inputs import as_autocast, check_no_tangent, is_number
 from longspan.execution.simulated import SimulatedRank
 from longspan.execution.tile import wide
@@ -44,7 +45,7 @@ class Head:
     scale: float = 1.0
     soft_cap: float | None = None
     temperature: float = 1.0
-    group: Any = None
+    group: Group = None
 
     def __post_init__(self) -> None:
         _check_weight(self.weight, self.bias)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from longspan.execution.handed import Group
 from longspan.execution.inputs import check_no_tangent, is_number
 from longspan.execution.tile import wide
 from longspan.span import shortened
@@ -27,7 +28,7 @@ def token_loss(
     values: Tensor,
     labels: Tensor,
     *,
-    group: Any,
+    group: Group,
     gradients: str,
     num_tokens: int | Tensor | None = None,
     reduction: str = "mean",

@@ -6,11 +6,10 @@ whose owner changes travel, one message per pair of ranks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from longspan.execution.handed import Group
 from longspan.execution.inputs import check_carried, check_no_tangent
 from longspan.execution.relayouts import Relayout
 from longspan.execution.simulated import SimulatedRank
@@ -20,7 +19,7 @@ from longspan.training.tokens import check_size, group_and_layout, whole_rows
 
 
 @torch.compiler.disable()
-def relayout(x_local: Tensor, source: Layout, target: Layout, group: Any, dim: int) -> Tensor:
+def relayout(x_local: Tensor, source: Layout, target: Layout, group: Group, dim: int) -> Tensor:
     """This rank's rows in `target`, from its rows in `source`, along `dim`. Gradients take the way back.
 
     Shards may differ in length. Padding of `target` holds zeros; padding of `source` is dropped and gets no gradient.
@@ -43,7 +42,7 @@ def relayout(x_local: Tensor, source: Layout, target: Layout, group: Any, dim: i
 
 
 @torch.compiler.disable()
-def gather_outputs(x_local: Tensor, layout: Layout, group: Any, dim: int, *, to: int | None = None) -> Tensor | None:
+def gather_outputs(x_local: Tensor, layout: Layout, group: Group, dim: int, *, to: int | None = None) -> Tensor | None:
     """Logits, hidden states or losses of the whole sequence in global order, without padding: on every rank, or on
     group rank `to` alone (None on the others). For evaluation: no gradients; `gather_tokens` has them.
     """

@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longspan.execution.handed import Group
 from longspan.execution.inputs import check_carried, check_no_tangent
 from longspan.execution.simulated import SimulatedRank
 from longspan.execution.tile import wide
+from longspan.masks.document_rows import Documents
 from longspan.span import Ints
-from longspan.training.batch import BatchCut, cut_of
+from longspan.training.batch import BatchCut, Like, cut_of
 from longspan.training.groups import BatchError, all_summed, process_group
 from longspan.training.tokens import check_size, share_factor
 
@@ -31,12 +33,12 @@ from longspan.training.tokens import check_size, share_factor
 @torch.compiler.disable()
 def per_sequence(
     values: Tensor,
-    like: Any,
-    group: Any,
+    like: Like,
+    group: Group,
     *,
     reduce: str = "sum",
     mask: Tensor | None = None,
-    documents: Any = None,
+    documents: Documents = None,
     gradients: str | None = None,
 ) -> Tensor:
     """One number per sequence, (N,), the same on every rank, from each rank's tokens (B, S) or (S,); differentiable.
@@ -77,7 +79,13 @@ def per_sequence(
 
 @torch.compiler.disable()
 def per_token(
-    numbers: Tensor, like: Any, group: Any, *, documents: Any = None, gradients: str | None = None, fill: float = 0
+    numbers: Tensor,
+    like: Like,
+    group: Group,
+    *,
+    documents: Documents = None,
+    gradients: str | None = None,
+    fill: float = 0,
 ) -> Tensor:
     """Each sequence's number in all of its tokens: this rank's (B, S), from numbers (N,) that are alike on every rank;
     differentiable. Slots of padding hold `fill`.
@@ -150,7 +158,7 @@ class Met(torch.autograd.Function):
         return None, *[torch.stack(grads).sum(0) / ctx.factor] * len(grads)
 
 
-def _place(like: Any, group: Any, documents: Any, what: str) -> tuple[BatchCut, dist.ProcessGroup | None]:
+def _place(like: Any, group: Any, documents: Documents, what: str) -> tuple[BatchCut, dist.ProcessGroup | None]:
     """How tokens were cut, with their documents, and over whom."""
     cut = cut_of(like, what)
     members = None if group is None else process_group(group, what)

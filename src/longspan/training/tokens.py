@@ -17,24 +17,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longspan.execution.handed import Group
 from longspan.execution.inputs import check_carried, check_no_tangent
 from longspan.execution.simulated import SimulatedRank
 from longspan.layouts import Layout
+from longspan.masks.document_rows import Documents
 from longspan.span import whole
-from longspan.training.batch import BatchCut, cut_of
+from longspan.training.batch import BatchCut, Like, cut_of
 from longspan.training.document_numbers import shifted
 from longspan.training.groups import BatchError, process_group
 
 
 def shard_like(
     values: Tensor,
-    like: Any,
+    like: Like,
     rank: int | None = None,
     *,
     shift: int,
     dim: int = -1,
     fill: float = 0,
-    documents: Any = None,
+    documents: Documents = None,
 ) -> Tensor:
     """The rank's part of a whole tensor, cut as a batch was; differentiable.
 
@@ -66,7 +68,7 @@ def shard_like(
     return cut.layout.shard(values, cut.rank, dim, fill)
 
 
-def _known(like: Any, rank: int | None, documents: Any, what: str) -> BatchCut:
+def _known(like: Any, rank: int | None, documents: Documents, what: str) -> BatchCut:
     """How to cut, with all that has to be known for it, said once."""
     cut = cut_of(like, what)
     if cut.rank is not None:
@@ -95,7 +97,7 @@ def _moved(values: Tensor, shift: int, dim: int, cut: BatchCut, fill: float) -> 
 
 
 @torch.compiler.disable()
-def gather_tokens(values: Tensor, like: Any, group: Any, dim: int = -1, *, gradients: str | None = None) -> Tensor:
+def gather_tokens(values: Tensor, like: Like, group: Group, dim: int = -1, *, gradients: str | None = None) -> Tensor:
     """The whole tensor in global order, without padding, on every rank, from each rank's part; differentiable.
 
     For a loss that every rank computes alike on whole sequences. Each rank's backward gives the gradient of its own
@@ -136,7 +138,7 @@ class Gathered(torch.autograd.Function):
         return layout.shard(grads[0], rank, dim) * factor, None, None, None, None
 
 
-def group_and_layout(values: Any, like: Any, group: Any, dim: int, what: str) -> tuple[dist.ProcessGroup, Layout]:
+def group_and_layout(values: Any, like: Any, group: Group, dim: int, what: str) -> tuple[dist.ProcessGroup, Layout]:
     """The group and the layout of a rank's part, which fits them."""
     layout = cut_of(like, what).layout
     check_no_tangent(values=values)

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from longspan.execution._torch import attempt_store_of
+from longspan.execution.handed import Group
 from longspan.execution.trust.group import Members, members_of
 from longspan.execution.trust.settings import Safety, safely
 from longspan.training.groups import BatchError, process_group
@@ -33,7 +34,7 @@ class Watching:
 
 @contextmanager
 def watch(
-    group: Any, *, enabled: bool = True, patience: float = 2.0, timeout: float | None = None, checked: bool = False
+    group: Group, *, enabled: bool = True, patience: float = 2.0, timeout: float | None = None, checked: bool = False
 ) -> Iterator[Watching]:
     """Watches the ranks of a group while a training loop runs inside.
 

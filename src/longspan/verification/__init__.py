@@ -6,12 +6,21 @@ Importing this needs numpy alone; torch is loaded when something is verified.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.schedules.plan import Plan
 from longspan.verification.report import Check, Finding, Report, VerifyError
+
+if TYPE_CHECKING:  # torch is loaded when something is verified
+    import torch
+    from torch import Tensor
+
+    from longspan.execution.handed import Group
+    from longspan.execution.scoring.biases import RelativeBias
+    from longspan.execution.scoring.pipeline import ScoreMod
+    from longspan.masks.document_rows import Documents
 
 __all__ = [
     "Check",
@@ -27,25 +36,25 @@ __all__ = [
 
 
 def verify(
-    fn: Callable[..., Any],
-    inputs: Any,
+    fn: Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]],
+    inputs: tuple[Tensor, Tensor, Tensor] | None,
     plan: Plan,
     *,
-    group: Any = None,
+    group: Group = None,
     scale: float | None = None,
-    score_mod: Any = None,
+    score_mod: ScoreMod | None = None,
     softcap: float | None = None,
-    sinks: Any = None,
-    alibi: Any = None,
-    relative_bias: Any = None,
-    bias: Any = None,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    relative_bias: RelativeBias | None = None,
+    bias: Tensor | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
     captured_grads: str = "sum",
     probes: int = 3,
     factor: float = 1.0,
     draw: int = 0,
-    device: Any = None,
+    device: torch.device | str | None = None,
 ) -> Report:
     """Whether an attention call over the ranks of a plan gives what one device gives, forward and backward.
 
@@ -87,17 +96,17 @@ def verify(
 
 
 def verify_model(
-    model: Any,
+    model: torch.nn.Module,
     batch: Mapping[str, Any],
     *,
     local: Callable[..., Any],
     whole: Callable[..., Any],
     layout: Layout,
-    group: Any = None,
+    group: Group = None,
     mask: Mask | None = None,
     gradients: str = "sum",
     loss: str = "same",
-    reference: Any = None,
+    reference: torch.nn.Module | None = None,
     causes: Mapping[str, Callable[..., Any]] | None = None,
     probes: int = 2,
     factor: float = 1.0,
@@ -124,7 +133,7 @@ def verify_model(
 
 
 def prove_model(
-    model: Any,
+    model: torch.nn.Module,
     batch: Mapping[str, Any],
     *,
     local: Callable[..., Any],
@@ -184,11 +193,11 @@ def prove_model(
 
 
 def verify_documents(
-    model: Any,
+    model: torch.nn.Module,
     batch: Mapping[str, Any],
     *,
     run: Callable[..., Any] | None = None,
-    documents: Any = None,
+    documents: Documents = None,
     factor: float = 1.0,
 ) -> Report:
     """Whether a model keeps the documents of a packed batch apart, on one device; if not, which layer mixes them.
@@ -223,7 +232,7 @@ def verify_documents(
     return verify_apart(model, batch, run, documents, factor)
 
 
-def loopback_attention(q: Any, k: Any, v: Any, plan: Plan, **options: Any) -> Any:
+def loopback_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, **options: Any) -> Tensor:
     """Attention of whole tensors, computed by all ranks of the plan in this process; differentiable.
 
     Options are those of `longspan.attention`. For trying plans and `verify` on one machine without a group.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli.command import FAILED, FINE
-from longspan.cli.model_answer import MOST_RANKS, Answer, Asked, verdict
+from longspan.cli.model_answer import MOST_RANKS, Answer, ModelQuestion, verdict
 from longspan.cli.progress import progress
 from longspan.cli.quantities import count
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
@@ -121,7 +121,7 @@ def model_of(args: argparse.Namespace) -> tuple[str, ModelSizes, tuple[str, ...]
 
 def run(args: argparse.Namespace) -> int:
     with progress(args, "planning every kind of layer"):
-        answer = Asked.of(args, *model_of(args)).on(args.ranks)
+        answer = ModelQuestion.of(args, *model_of(args)).on(args.ranks)
         if args.price is not None and (why := answer.why_no_time()) is not None:
             raise PlanError(
                 f"--price was given, but how long a step takes is not known: {why}. Name another --machine."

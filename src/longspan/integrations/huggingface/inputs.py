@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.errors import renamed
+from longspan.execution.handed import Group
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.batches import IGNORE, read_batch
 from longspan.integrations.huggingface.hooks.head import LOGITS, LOSS, SCORES
@@ -30,9 +31,9 @@ __all__ = ["NAME", "LayerMask", "ShardedSequence", "full_loss", "register", "sha
 
 @renamed(schedule="scheme")
 def shard_inputs(
-    model: Any,
+    model: nn.Module,
     batch: Mapping[str, Any],
-    group: Any,
+    group: Group,
     *,
     layout: str | Layout = "balanced",
     positions: str | None = None,
@@ -84,9 +85,9 @@ def shard_inputs(
 
 
 def shard_for_logprobs(
-    model: Any,
+    model: nn.Module,
     batch: Mapping[str, Any],
-    group: Any,
+    group: Group,
     *,
     temperature: float = 1.0,
     layout: str | Layout = "balanced",

@@ -168,14 +168,17 @@ def _shard_in_place(
     shards = [layout.shard(tensor, rank, dim) for tensor, dim in zip(tensors, dims, strict=True)]
     for tensor, shard in zip(tensors, shards, strict=True):
         if id(tensor) not in keep:
-            home = tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-            stack.callback(_set, tensor, home)
-        tensor.set_(shard)
+            stack.callback(_set, tensor, _memory_of(tensor))
+        _set(tensor, _memory_of(shard))
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 @torch.no_grad()
-def _set(tensor: Tensor, home: tuple[Any, ...]) -> None:
-    tensor.set_(*home)
+def _set(tensor: Tensor, memory: tuple[Any, ...]) -> None:
+    tensor.set_(*memory)
 
 
 def context_parallel_shard(

@@ -106,7 +106,7 @@ class LongspanAttention(FlexAttention):
             batch=q.shape[0], dtype=q.dtype,
         )  # fmt: skip
         out, lse = flex_attention(
-            q, k, v, score_mod, None, scale, enable_gqa, True, plan=plan, group=attention_masks.mesh,
+            q, k, v, score_mod, None, scale, enable_gqa, return_lse=True, plan=plan, group=attention_masks.mesh,
             captured_grads="share",  # FSDP sums gradients over the cp axis
         )  # fmt: skip
         out = out.transpose(1, 2)

@@ -76,14 +76,14 @@ def _is_table(value: Any) -> bool:
 def advice(value: Any) -> str:
     """How something that is no mask is said as one.
 
-    >>> advice(None)[:55]
-    'Say what may attend to what: masks.causal(), masks.full'
+    >>> advice(None)[:63]
+    'Say what may attend to what, by longspan.masks: masks.causal(),'
     >>> advice(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
-    'A function (b, h, q_idx, kv_idx) is made a mask by masks.from_mask_mod(function).'
+    'A function (b, h, q_idx, kv_idx) is made a mask by longspan.masks.from_mask_mod(function).'
     """
     name, module = getattr(value, "__name__", ""), getattr(value, "__module__", "")
     if value is None:
-        return f"Say what may attend to what: {MASKS}."
+        return f"Say what may attend to what, by longspan.masks: {MASKS}."
     if type(value).__name__ == "BlockMask":
         return "longspan.flex_attention takes a BlockMask; masks.from_mask_mod(block_mask.mask_mod) makes a mask of it."
     if type(value).__name__ == "Layout":
@@ -93,5 +93,5 @@ def advice(value: Any) -> str:
     if callable(value) and str(module).startswith("longspan.masks") and str(name).isidentifier():
         return f"masks.{name} makes masks when it is called, as in masks.{name}(...)."
     if callable(value):
-        return "A function (b, h, q_idx, kv_idx) is made a mask by masks.from_mask_mod(function)."
-    return f"Masks are {MASKS}."
+        return "A function (b, h, q_idx, kv_idx) is made a mask by longspan.masks.from_mask_mod(function)."
+    return f"Masks are made by longspan.masks: {MASKS}."
