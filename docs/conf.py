@@ -64,15 +64,27 @@ intersphinx_mapping = {
 default_role = "code"
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
+# By these names, not by all that they stand for, in three lines.
 autodoc_type_aliases = {
-    "ArrayLike": "numpy.typing.ArrayLike"
-}  # else its members, in three lines
+    "ArrayLike": "numpy.typing.ArrayLike",
+    **{name: name for name in ("Documents", "Group", "ScoreMod")},
+}
+# Types that are imported for type checkers alone come without their module; these have pages elsewhere.
+FULL_NAMES = {
+    "Tensor": "torch.Tensor",
+    **{
+        name: f"torch.nn.attention.flex_attention.{name}"
+        for name in ("BlockMask", "AuxRequest", "AuxOutput")
+    },
+}
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
-# Classes that annotations mention but that are not public.
+# Classes that annotations mention but that are not public, and names for several types at once.
 nitpick_ignore_regex = [
+    ("py:class", "Documents|Group|ScoreMod|Options|Table|ConvPlan|ScanPlan"),
+    ("py:class", r"longspan\.layouts\.layout\.X|numpy\._typing\..*"),
     ("py:class", r"longspan\.masks\.functions\.reads\.Reads"),
     (
         "py:class",
@@ -95,6 +107,12 @@ def plain_aliases(app, what, name, obj, options, signature, returned):  # noqa: 
     )
 
 
+def full_names(app, env, node, contnode):  # noqa: ARG001 - Sphinx's own signature
+    """Before intersphinx looks for a name: it knows whole ones."""
+    node["reftarget"] = FULL_NAMES.get(node.get("reftarget"), node.get("reftarget"))
+
+
 def setup(app):
+    app.connect("missing-reference", full_names, priority=400)
     app.connect("autodoc-process-signature", plain_aliases)
     app.connect("autodoc-process-docstring", lists_of_arguments)

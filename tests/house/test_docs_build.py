@@ -144,6 +144,7 @@ def _check_reference(folder):
     for page, name in (("attention", "attention"), ("plan", "plan")):
         assert f'id="longspan.{name}"' in texts[page]
     assert "https://docs.pytorch.org/docs/stable/distributed.html#torch" in texts["training"]
+    assert "https://docs.pytorch.org/docs/stable/tensors.html#torch.Tensor" in texts["attention"]
 
 
 def _check_links_of_html(folder):
