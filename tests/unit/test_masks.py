@@ -12,7 +12,7 @@ from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.span import Span
 
-NUM_COMPOSITIONS = 5000 if "LONGSPAN_CI" in os.environ else 500
+NUM_COMPOSITIONS = 5000 if os.environ.get("LONGSPAN_NIGHTLY") else 1500
 
 
 def lengths_of(total):
