@@ -22,7 +22,8 @@ loss 2.5001, off by 3.0e-07
 """
 CLEAN = """
 ```bash
-mkdir inside && cd inside  # the next command begins here
+git clone -q https://github.com/longspan/longspan inside && cd inside  # the next command begins here
+test -f pyproject.toml
 ```
 ```diff
 -exit 3

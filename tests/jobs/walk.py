@@ -7,12 +7,13 @@
 --nproc-per-node N name.py` before them, under that name. `bash` blocks are typed line by line, and so is what follows
 "$ " in a `text` block; a `text` block behind a command is what it prints, or some lines of that in their order.
 Fragments and diffs are for reading. A clean walk installs what the pages say, too, and clones the project by its own
-address: git is told to take this checkout for it, since there may be no network, and the command stays as printed.
+address: git is told to take a copy of this checkout for it, since there may be no network; commands stay as printed.
 """
 
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -131,11 +132,20 @@ class Walker:
         self.environment |= {
             "PATH": f"{self.folder / 'venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "GIT_CONFIG_COUNT": "1",
-            "GIT_CONFIG_KEY_0": f"url.{ROOT}.insteadOf",
+            "GIT_CONFIG_KEY_0": f"url.{self._copied()}.insteadOf",
             "GIT_CONFIG_VALUE_0": address,
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
             "PIP_QUIET": "1",
         }
+
+    def _copied(self) -> Path:
+        """A repository of what is in this checkout, which may have none, or somebody else's."""
+        source = self.folder / "source"
+        shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".git", "build", "dist", "__pycache__", ".*cache"))
+        who = ("-c", "user.name=walk", "-c", "user.email=walk@localhost")
+        for words in (("init", "-q"), ("add", "-A"), (*who, "commit", "-q", "-m", "as it is")):
+            subprocess.run(["git", *words], cwd=source, check=True)
+        return source
 
     def read(self, page: Path) -> Iterator[tuple[Typed, float]]:
         """Every command with the seconds it took; raises where one fails or prints something else."""
