@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from longspan import layouts, masks
+from tests.lanes import left_out
 
 ROOT = Path(__file__).parent
 # Importing it imports torchtitan, which replaces functions of torch: only in processes of their own (test_torchtitan).
@@ -39,11 +40,14 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "quick: something of every layer, within a minute of processor time")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         path = str(item.path.relative_to(ROOT)) if item.path.is_relative_to(ROOT) else ""
         if path.startswith("src/") or (path in QUICK and QUICK[path] in item.name):
             item.add_marker("quick")
+    if out := left_out(items, config.args):
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in set(out)]
 
 
 @pytest.fixture(autouse=True)

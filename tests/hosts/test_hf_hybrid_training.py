@@ -7,13 +7,13 @@ float32 is.
 
 import functools
 import math
-import os
 
 import numpy as np
 import pytest
 import torch
 
 from tests.hosts import hf_hybrid_training_work as work
+from tests.lanes import NIGHTLY
 from tests.pool import end_all, pool
 
 pytest.importorskip("transformers")
@@ -22,8 +22,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::Depr
 
 TIMEOUT = 300.0
 # Each model and each mesh once always; all of them with LONGSPAN_NIGHTLY=1.
-ALL = bool(os.environ.get("LONGSPAN_NIGHTLY"))
-RUNS = [("qwen3_next", 4), ("nemotron_h", 2), *([("qwen3_next", 2), ("nemotron_h", 4)] if ALL else [])]
+RUNS = [("qwen3_next", 4), ("nemotron_h", 2), *([("qwen3_next", 2), ("nemotron_h", 4)] if NIGHTLY else [])]
 SLACK = 3.0
 
 

@@ -5,8 +5,6 @@ Parts of transformers compute in float32 whatever the model's dtype: norms with 
 (Qwen3-Next, Qwen3.5, OLMo, Mamba-2), forget gates (Kimi), logits (Nemotron-H). LFM2 has none of these, and is exact.
 """
 
-import os
-
 import pytest
 import torch
 
@@ -64,7 +62,7 @@ def compare(found, wanted, limit):
         assert off <= limit * max(largest, 1e-9), f"{name}: off by {off:.1e}, largest {largest:.1e}"
 
 
-@pytest.mark.parametrize("world", [2, 3, 4] if os.environ.get("LONGSPAN_NIGHTLY") else [3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("model_type", work.MODELS)
 def test_ranks_equal_one_device(model_type, world):
     limit = EXACT if model_type.startswith("lfm2") else LIMIT

@@ -3,18 +3,17 @@
 Faults are let in by trust_model=True, twins by the proof. One in four of them; with LONGSPAN_NIGHTLY=1 all of them.
 """
 
-import os
-
 import pytest
 
 pytest.importorskip("transformers")
 
 from tests.hosts import planted, planted_work
+from tests.lanes import NIGHTLY
 from tests.pool import end_all, pool
 
 ROUNDING = 1e-5
 """Of eager attention in float64 models, whose softmax is in float32."""
-STEP = 1 if os.environ.get("LONGSPAN_NIGHTLY") else 4
+STEP = 1 if NIGHTLY else 4
 
 
 @pytest.fixture(scope="module", autouse=True)

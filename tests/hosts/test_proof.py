@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.hosts import hf_proof_work as work
+from tests.pace import quiet_seconds
 from tests.pool import end_all, pool
 
 hf = pytest.importorskip("transformers")
@@ -91,7 +92,7 @@ def test_a_proof_takes_seconds():
     """Nemotron-H has four kinds of layers: Mamba-2, attention, experts and plain ones."""
     proof = proved("NemotronHForCausalLM", layers_block_type=["mamba", "moe", "attention", "mlp"] * 4)
     assert proof.ok, proof.reason
-    assert proof.seconds <= 10
+    assert quiet_seconds(lambda: proof.seconds) <= 10
 
 
 def test_a_remembered_proof_takes_milliseconds(tmp_path):
@@ -103,12 +104,18 @@ def test_a_remembered_proof_takes_milliseconds(tmp_path):
         rank, size = staticmethod(lambda: 0), staticmethod(lambda: 1)
 
     with torch.device("meta"):
-        models = [hf.LlamaForCausalLM(hf.LlamaConfig()) for _ in range(2)]
+        models = [hf.LlamaForCausalLM(hf.LlamaConfig()) for _ in range(4)]
     batch = {"input_ids": torch.ones(1, 8, dtype=torch.long)}
     first = rules_of(models[0], read_batch(batch), One(), trust_model=False)
-    began = time.process_time()
-    assert rules_of(models[1], read_batch(batch), One(), trust_model=False) == first
-    assert time.process_time() - began <= 0.05
+
+    def remembering():
+        began = time.process_time()
+        again.append(rules_of(models[len(again) + 1], read_batch(batch), One(), trust_model=False))
+        return time.process_time() - began
+
+    again = []
+    assert quiet_seconds(remembering) <= 0.05
+    assert again == [first] * 3
     (place,) = (tmp_path / "longspan" / "proofs").iterdir()
     place.write_text("{")  # a disk that was full
     config = hf.LlamaConfig()

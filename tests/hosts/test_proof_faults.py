@@ -6,7 +6,6 @@ Each fault is proved in one kind of batch, kinds in turn; with LONGSPAN_NIGHTLY=
 
 import contextlib
 import importlib
-import os
 import sys
 
 import pytest
@@ -20,6 +19,7 @@ from longspan.training import BatchError
 from tests.hosts import planted_layers
 from tests.hosts.hf_work import SIZES, batch_of
 from tests.hosts.planted import EVERYWHERE, FAULTS, TWINS, beside
+from tests.lanes import NIGHTLY
 
 FORMS = {
     "plain": Form(),
@@ -27,7 +27,6 @@ FORMS = {
     "padded right": Form(padding="right"),
     "packed": Form(packed="position_ids", positions=True),
 }
-NIGHTLY = bool(os.environ.get("LONGSPAN_NIGHTLY"))
 
 
 def chosen(entries):

@@ -23,6 +23,7 @@ from longspan.execution.scans.kernels.fla import FlaScan
 from longspan.execution.scans.kernels.mamba_ssm import MambaScan
 from longspan.execution.scans.kernels.reference import ReferenceScan
 from tests.kernel_models.scan_packages import KERNELS, use_models
+from tests.lanes import share
 from tests.scan_cases import KINDS, errors, random_states, random_work
 
 IN_TURNS = ".unflatten(1, (-1, groups)).transpose(1, 2)"
@@ -227,14 +228,13 @@ def test_the_battery_passes_without_mutants(monkeypatch):
 
 
 def test_every_mutant_is_killed(monkeypatch, capsys):
-    found = {}
-    for function, mistakes in MUTANTS:
-        for name, old, new in mistakes:
-            with monkeypatch.context() as patch:
-                use_models(patch)
-                mutate(patch, function, old, new)
-                found[name] = first_failure()
-    assert len(found) >= 50
+    found, mutants = {}, [(function, *mistake) for function, mistakes in MUTANTS for mistake in mistakes]
+    assert len(mutants) >= 50
+    for function, name, old, new in share(mutants, 3):
+        with monkeypatch.context() as patch:
+            use_models(patch)
+            mutate(patch, function, old, new)
+            found[name] = first_failure()
     with capsys.disabled():
         print()
         for name, failure in found.items():

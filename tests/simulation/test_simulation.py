@@ -5,7 +5,6 @@ rank hangs, none returns a wrong result, and every error names a rank, a step an
 `simulated(seed, "small")` runs it again.
 """
 
-import os
 import random
 import re
 from functools import lru_cache
@@ -175,9 +174,7 @@ def judged(network, case, direction, fault, caught):
             assert rank.ended <= 120 * network.slow + 2 * TIMEOUT
 
 
-# One chunk in three of each group always; all of them with LONGSPAN_NIGHTLY=1.
-STEP = 1 if os.environ.get("LONGSPAN_NIGHTLY") else 3
-CHUNKS = [(group, chunk) for group, (_, cases, _, _) in GROUPS.items() for chunk in range(0, cases, 5)[::STEP]]
+CHUNKS = [(group, chunk) for group, (_, cases, _, _) in GROUPS.items() for chunk in range(0, cases, 5)]
 
 
 @pytest.mark.parametrize(("group", "chunk"), CHUNKS)
@@ -213,7 +210,7 @@ def thousand():
     return Case(Plan(mask, layout, sizes, "float32", made, CPU, True, False), 0)
 
 
-@pytest.mark.parametrize("first", range(0, 20, 5)[::STEP])
+@pytest.mark.parametrize("first", range(0, 20, 5))
 def test_1024_ranks(first):
     case = thousand()
     for seed in range(first, first + 5):

@@ -5,8 +5,6 @@ bit, and every mistake that could be made with streams is noticed.
 `python -m tests.simulation.streams_sweep --plans 3000` runs more of them.
 """
 
-import os
-
 import pytest
 import torch
 
@@ -26,11 +24,9 @@ from tests.simulation.streams_group import SimulatedNccl, simulated
 from tests.simulation.streams_mistakes import LET_GO, MISTAKES, NOT_HELD, START, Mistake, in_run, in_start, tried
 
 PLANS, EACH, RUNS = 300, 10, 30
-# One chunk of plans in three always; all of them with LONGSPAN_NIGHTLY=1.
-STEP = 1 if os.environ.get("LONGSPAN_NIGHTLY") else 3
 
 
-@pytest.mark.parametrize("first", range(0, PLANS, EACH)[::STEP])
+@pytest.mark.parametrize("first", range(0, PLANS, EACH))
 def test_plans(first):
     for seed in range(first, first + EACH):
         check(seed)

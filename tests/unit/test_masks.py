@@ -1,7 +1,5 @@
 """Masks against brute force: random compositions, closed forms, identity, messages."""
 
-import os
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,8 +9,9 @@ from longspan import masks
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.span import Span
+from tests.lanes import NIGHTLY
 
-NUM_COMPOSITIONS = 5000 if os.environ.get("LONGSPAN_NIGHTLY") else 1500
+NUM_COMPOSITIONS = 5000 if NIGHTLY else 800
 
 
 def lengths_of(total):

@@ -10,6 +10,7 @@ import pytest
 import longspan as ls
 from longspan.errors import ScheduleError
 from longspan.schedules import MACHINES, simulate
+from tests.pace import quiet_seconds
 from tests.spread_cases import SCHEMES, problem
 
 TOKENS, RANKS = 1 << 20, 64
@@ -36,14 +37,17 @@ def balanced(lengths):
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_million_tokens_on_64_ranks(name):
-    """At most 60 MiB a rank, layer and direction, planned in at most 50 ms of processor time."""
+    """At most 60 MiB a rank, layer and direction, planned in at most 50 ms of processor time on a quiet machine."""
     lengths = DOCUMENTS[name]
-    layout, seconds = balanced(lengths), []
-    for _ in range(5):
+    layout, plans = balanced(lengths), []
+
+    def planning():
         start = time.process_time()
-        plan = ls.scan_plan(lengths, layout, **QWEN3_NEXT)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) <= 0.050, seconds
+        plans.append(ls.scan_plan(lengths, layout, **QWEN3_NEXT))
+        return time.process_time() - start
+
+    assert quiet_seconds(planning, repeats=5) <= 0.050
+    plan = plans[-1]
     plan.validate()
     for direction in ("forward", "backward"):
         most = max(plan.bytes_received(rank, direction) for rank in range(RANKS))

@@ -1,0 +1,96 @@
+"""How much of each test runs every time, and how much at night.
+
+Two cores run everything in less than an hour only if tests with many cases take some of them each time. `SHARES` says
+which: one case in so many, from the first on. With LONGSPAN_NIGHTLY=1, or when a test is asked for by its name
+(`pytest tests/unit/test_exact.py::test_exact`), all cases run. What was left out is pytest's "deselected".
+
+For example, of 20 chunks with a share of one in 7, numbers 0, 7 and 14 run.
+"""
+
+import os
+from collections import Counter
+
+NIGHTLY = bool(os.environ.get("LONGSPAN_NIGHTLY"))
+NIGHT_ONLY = 0
+"""None of the cases runs every time."""
+
+SHARES = {  # file (without tests/ and .py) and test: one case in so many
+    "gloo/test_cli::test_calibrate_writes_a_machine_that_plan_reads": NIGHT_ONLY,  # in JSON always
+    "gloo/test_cli::test_doctor_calls_untested_versions_untested": 3,
+    "gloo/test_cli::test_plan_answers_in_time": 2,  # packed documents always
+    "gloo/test_compiled::test_lengths_may_change": 2,
+    "gloo/test_compiled::test_one_graph_serves_all_masks_of_a_size": 2,
+    "gloo/test_compiled::test_packed_batches_over_ranks_compile_once": 2,
+    "gloo/test_compiled_scores::test_a_model_of_four_layers": 3,
+    "gloo/test_compiled_scores::test_lengths_may_change": 3,
+    "gloo/test_compiled_scores::test_over_ranks": 2,
+    "gloo/test_deterministic::test_arrival_orders_change_nothing": 3,
+    "gloo/test_deterministic::test_bits_do_not_depend_on_how_rows_lie_in_memory": 5,
+    "gloo/test_deterministic::test_chunks_agree_however_they_are_dealt": 3,
+    "gloo/test_deterministic::test_chunks_give_the_same_bits_on_every_number_of_ranks": 3,
+    "gloo/test_deterministic::test_world_sizes_of_equal_chunks_agree": 2,
+    "gloo/test_gloo::test_ranks_compute_what_one_device_would": 3,
+    "gloo/test_training::test_losses_and_gradients_do_not_depend_on_ranks": 2,
+    "gloo/test_training::test_the_fsdp2_example_learns_as_one_process_does": NIGHT_ONLY,  # README's program always
+    "gloo/test_verify::test_no_false_alarm_in_100_random_right_cases": 3,
+    "gloo/test_verify::test_right_calls_pass_in_loopback": 3,
+    "gloo/test_verify::test_right_calls_with_extras_pass_and_their_gradients_are_compared": 2,
+    "gloo/test_verify::test_the_command_under_torchrun": 2,
+    "hosts/test_hf_hybrids::test_ranks_equal_one_device": 7,  # 12 models in turn on 2, 3 and 4 ranks
+    "hosts/test_hf_hybrids::test_what_is_left_is_rounding_to_float32": 3,
+    "hosts/test_hf_losses::test_same_as_alone": 2,
+    "hosts/test_hf_training::test_trainer_with_windows_caps_and_sinks": 2,
+    "hosts/test_huggingface::test_ranks_equal_one_device": 3,
+    "hosts/test_torchtitan::test_two_ranks_train_as_one": NIGHT_ONLY,  # four with FSDP always
+    "hosts/test_trl::test_smoothed_labels_and_routers": 3,
+    "hosts/test_trl::test_twenty_steps": 3,
+    "house/test_examples::test_example": 2,
+    "house/test_examples::test_program": 2,
+    "house/test_optimised::test_one_device_without_asserts": 2,
+    "house/test_optimised::test_two_ranks_without_asserts": 2,
+    "house/test_walks::test_the_tutorial_runs_as_it_is_printed": NIGHT_ONLY,  # CI walks through it in a clean place
+    "mutants/test_head_mutants::test_mutants_are_killed": 3,
+    "simulation/test_simulation::test_1024_ranks": 4,
+    "simulation/test_simulation::test_convolutions_do_not_depend_on_who_is_late": 2,
+    "simulation/test_simulation::test_ranks_with_different_plans_are_named": 3,
+    "simulation/test_simulation::test_seeds": 5,
+    "simulation/test_streams::test_mistakes": 3,
+    "simulation/test_streams::test_plans": 5,
+    "unit/test_bytes_memory::test_bytes_sent_are_those_planned": 5,
+    "unit/test_bytes_memory::test_memory_held_is_within_what_the_plan_says": 3,
+    "unit/test_convolution::test_ranks_compute_what_documents_by_themselves_give": 3,
+    "unit/test_edges::test_what_is_not_finite_reaches_those_who_see_it_and_nobody_else": 3,
+    "unit/test_exact::test_exact": 7,
+    "unit/test_kernel_addresses::test_every_layout_of_every_operand": 2,
+    "unit/test_kernel_addresses::test_kernels_read_and_write_what_is_theirs": 2,
+    "unit/test_kernel_addresses::test_whole_calls_by_address": 3,
+    "unit/test_numerics::test_garbage_in_padding_goes_nowhere": 5,
+    "unit/test_numerics::test_no_nan_on_finite_inputs": 3,
+    "unit/test_published::test_quick_benchmark_passes": NIGHT_ONLY,  # CI runs the whole benchmark
+    "unit/test_scans::test_ranks_compute_what_one_device_would": 3,
+    "unit/test_schedules::test_random_plans_are_proved": 7,
+    "unit/test_scores::test_exact": 3,
+    "unit/test_scores::test_random_compositions": 5,
+    "unit/test_tokens::test_numbers_of_sequences_are_those_of_one_device": 3,
+    "unit/test_tokens::test_numbers_of_sequences_weigh_tokens_and_gradients_come_back_from_all_ranks": 3,
+}
+
+
+def share(cases, one_in):
+    """The cases that a loop inside of a test goes through in this lane."""
+    return list(cases) if NIGHTLY else list(cases)[::one_in]
+
+
+def left_out(items, asked):
+    """The items that this lane leaves out; asked: the words that pytest was called with."""
+    if NIGHTLY or any("::" in word for word in asked):
+        return []
+    seen, out = Counter(), []
+    for item in items:
+        name = item.nodeid.partition("[")[0].removeprefix("tests/").replace(".py::", "::")
+        if name in SHARES:
+            one_in = SHARES[name]
+            if one_in == NIGHT_ONLY or seen[name] % one_in:
+                out.append(item)
+            seen[name] += 1
+    return out
