@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.hosts import hf_hybrid_training_work as work
-from tests.lanes import NIGHTLY
 from tests.pool import end_all, pool
 
 pytest.importorskip("transformers")
@@ -21,8 +20,7 @@ pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 TIMEOUT = 300.0
-# Each model and each mesh once always; all of them with LONGSPAN_NIGHTLY=1.
-RUNS = [("qwen3_next", 4), ("nemotron_h", 2), *([("qwen3_next", 2), ("nemotron_h", 4)] if NIGHTLY else [])]
+RUNS = [("qwen3_next", 4), ("nemotron_h", 2), ("qwen3_next", 2), ("nemotron_h", 4)]
 SLACK = 3.0
 
 
