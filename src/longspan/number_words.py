@@ -18,6 +18,15 @@ def count_text(value: int) -> str:
     return f"{value:,}"
 
 
+def counted(number: int, what: str) -> str:
+    """So many of something, by a word whose plural ends in s.
+
+    >>> counted(1, "rank"), counted(1024, "rank"), counted(0, "tile")
+    ('1 rank', '1,024 ranks', '0 tiles')
+    """
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def bytes_text(value: float) -> str:
     """Bytes in binary units, three digits.
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from longspan.errors import LongspanError
+from longspan.number_words import counted
 from longspan.span import run_table
 
 UNKNOWN = "not recognised"
@@ -71,7 +72,7 @@ class Finding:
         if self.spans:
             spans = ", ".join(f"{a}:{b}" for a, b in self.spans[:SHOWN_SPANS])
             more = f" and {len(self.spans) - SHOWN_SPANS} more" if len(self.spans) > SHOWN_SPANS else ""
-            count = f"{self.num_positions} position{'s' * (self.num_positions != 1)}"
+            count = counted(self.num_positions, "position")
             parts.append(f"{count} {spans}{more}, worst at {self.worst}")
         size = f": error {self.error:.2e}, budget {self.budget:.2e}" if self.budget > 0 else ""
         return f"{self.tensor} {self.what}{size}" + "".join(f"; {part}" for part in parts)
@@ -128,7 +129,7 @@ class Report:
 
     def __str__(self) -> str:
         verdict = "RIGHT" if self.ok else "WRONG"
-        lines = [f"{verdict}: {self.subject}, {self.world_size} rank{'s' * (self.world_size != 1)} against one device"]
+        lines = [f"{verdict}: {self.subject}, {counted(self.world_size, 'rank')} against one device"]
         lines += self._table()
         for cause in self.causes:  # tensors that one mistake made wrong stand together
             findings = [finding for finding in self.findings if finding.cause == cause]

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from longspan.number_words import bytes_text, count_text
+from longspan.number_words import bytes_text, count_text, counted
 from longspan.schedules.scans.chains import PLACE, RANK, START, STOP
 from longspan.schedules.scans.plan import ScanPlan
 from longspan.span import Ints
@@ -118,7 +118,7 @@ def _remarks(plan: ScanPlan, num_drawn: int) -> list[str]:
     cut = sum(len(ranks) > 1 for ranks in plan.chains.ranks())
     most = [max(plan.bytes_received(r, d) for r in range(plan.layout.world_size)) for d in ("forward", "backward")]
     words = (
-        f"{count_text(total)} document{'s' * (total != 1)} on {plan.layout.world_size} ranks ({plan.layout.name}); a"
+        f"{counted(total, 'document')} on {counted(plan.layout.world_size, 'rank')} ({plan.layout.name}); a"
         f" rank receives at most {bytes_text(most[0])} forward and {bytes_text(most[1])} backward."
     )
     remarks = [words, _READ]

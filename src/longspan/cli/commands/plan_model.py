@@ -18,7 +18,7 @@ from longspan.cli.progress import progress
 from longspan.cli.quantities import count
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
 from longspan.errors import PlanError
-from longspan.number_words import bytes_alike, bytes_text, seconds_alike, seconds_text, three
+from longspan.number_words import bytes_alike, bytes_text, counted, seconds_alike, seconds_text, three
 from longspan.sizing import BUILT_IN, Heads, ModelSizes, StepMemory, built_in_config, sizes_of
 from longspan.sizing.fit import recipes
 
@@ -265,7 +265,7 @@ def about_fit(fits: dict[str, Any] | None) -> list[tuple[str, str]]:
     least = fits["smallest"]
     small = f"it fits on none that was tried, up to {MOST_RANKS:,} ranks"
     if least is not None:
-        small = f"{least['gpus']:,} GPU{'s' * (least['gpus'] > 1)} (--ranks {least['ranks']:,}), with {least['with']}"
+        small = f"{counted(least['gpus'], 'GPU')} (--ranks {least['ranks']:,}), with {least['with']}"
     return [("fits", text + (f"; {fits['advice']}" if "advice" in fits else "")), ("smallest", small)]
 
 

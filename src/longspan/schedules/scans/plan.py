@@ -8,7 +8,7 @@ from functools import cached_property
 
 from longspan.errors import PlanError
 from longspan.layouts import Layout
-from longspan.number_words import bytes_text
+from longspan.number_words import bytes_text, counted
 from longspan.schedules.choose import REASON_HEAD, Reason
 from longspan.schedules.cost.machine import Machine
 from longspan.schedules.scans.chains import Chains
@@ -100,14 +100,15 @@ class ScanPlan:
         """What was compared, with figures."""
         most = self.reasons[0].bytes_received
         lines = [
-            f"{self.scheme} over {self.home}: {len(self.chains.batches)} chains, {len(self.chains.table)} segments,"
-            f" {self.draft.num_steps} steps, at most {bytes_text(most)} a rank in both passes, on {self.machine.name}.",
+            f"{self.scheme} over {self.home}: {counted(len(self.chains.batches), 'chain')},"
+            f" {counted(len(self.chains.table), 'segment')}, {counted(self.draft.num_steps, 'step')}, at most"
+            f" {bytes_text(most)} a rank in both passes, on {self.machine.name}.",
             REASON_HEAD,
         ]
         return "\n".join((*lines, *map(str, self.reasons)))
 
     def __repr__(self) -> str:
-        return f"<scan plan {self.scheme}, {len(self.chains.batches)} chains over {self.home}>"
+        return f"<scan plan {self.scheme}, {counted(len(self.chains.batches), 'chain')} over {self.home}>"
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)

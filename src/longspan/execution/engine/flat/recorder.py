@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from longspan.number_words import counted
 from longspan.span import Span
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class Launched:
     """What was worked out for it, by device."""
 
     def __repr__(self) -> str:
-        return f"launch of {len(self.tiles)} tile{'s' * (len(self.tiles) != 1)}"
+        return f"launch of {counted(len(self.tiles), 'tile')}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from longspan.integrations.huggingface.batches import IGNORE, SEEN, counted_without_padding, read_batch, shifted_labels
 from longspan.integrations.huggingface.hooks.head import scale_of
+from longspan.integrations.huggingface.hooks.mixers import text_part
 from longspan.integrations.huggingface.hooks.seen import takes
 from longspan.integrations.huggingface.proving.forms import TOKENS
 from longspan.integrations.huggingface.proving.trial import Trial, result
@@ -177,8 +178,8 @@ def _body(trial: Trial, loss: str) -> tuple[str | None, str | None]:
     pooled = loss == POOLED or getattr(model.base_model, "pooler", None) is not None
     if not (pooled or images):
         return None, None
-    base = model.base_model
-    text = base if not images else (model.get_decoder() if hasattr(model, "get_decoder") else base)
+    part = text_part(model)
+    text = part if images and part is not model else model.base_model
     body = _name_of(model, text)
     if not pooled:
         return body, None
