@@ -41,6 +41,7 @@ TOGETHER = (
 SECONDS = ("test_faults", "test_nccl_faults", "test_scan_faults", "test_restart", "test_acceptance")
 BARS = ("test_plan_answers_in_time", "test_it_starts_in_half_a_second")
 HOSTS = ("test_huggingface", "test_hf_training", "test_hf_structure", "test_hf_hybrids", "test_verify_documents")
+TWO = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 SUITES = {
     "quick": ("-m", "quick"),
     "gloo": (
@@ -137,7 +138,7 @@ class Environment:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         environment.pop("PYTHONPATH", None)  # the environment's own packages, and no others
         done = subprocess.run(
-            [self.python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *SUITES[run.suite]],
+            [self.python, "-m", "pytest", *TWO, "-p", "no:cacheprovider", f"--junitxml={report}", *SUITES[run.suite]],
             cwd=ROOT, env=environment,
         )  # fmt: skip
         minutes = (time.monotonic() - begin) / 60
