@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from longspan.execution.trust import group as trust_group
-from longspan.versions import minor
 from tests.gloo import lazy_group
 from tests.pool import end_all, pool
 
 WORLD = 4
-STAND_IN = pytest.mark.skipif(minor(torch.__version__) >= (2, 15), reason="torch 2.15 wants a backend of the stand-in")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -18,7 +16,6 @@ def _end_pools():
     end_all()
 
 
-@STAND_IN
 def test_all_ranks_come_to_the_first_operation():
     for rank, (right, said, done) in enumerate(pool(WORLD).run(lazy_group.first_call, "lazy", timeout=60)):
         assert (right, said) == ([True, True], "")
@@ -27,7 +24,6 @@ def test_all_ranks_come_to_the_first_operation():
         assert (len(done) == 1) == (rank >= 2), "the plan leaves ranks 2 and 3 without messages"
 
 
-@STAND_IN
 def test_without_it_ranks_wait_for_ever():
     """As it was once: the two ranks that have messages wait for two that have none and never come."""
     found = pool(WORLD).run(lazy_group.first_call, "lazy", False, timeout=60)
