@@ -9,6 +9,11 @@ import os
 import tempfile
 import traceback
 
+# Each takes seconds, once here and not in every rank. What is not installed is left out.
+PRELOAD = [
+    *("torch", "torch.distributed", "torch._dynamo", "torch._inductor.compile_fx", "longspan.training"),
+    *("transformers.models.llama.modeling_llama", "transformers.trainer"),
+]
 _context = None
 _pools = {}
 TIMEOUT = 120.0
@@ -18,8 +23,7 @@ def context():
     global _context
     if _context is None:
         _context = multiprocessing.get_context("forkserver")
-        # torch._dynamo takes seconds, and everything that compiles or is kept from it loads it
-        _context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "longspan.training"])
+        _context.set_forkserver_preload(PRELOAD)
     return _context
 
 

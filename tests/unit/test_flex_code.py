@@ -10,13 +10,11 @@ import pytest
 
 from tests.jobs.runner import ROOT
 from tests.kernel_models.flex_cases import MORE, QUICK
-from tests.lanes import NIGHTLY
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if shutil.which("g++") is None:
     pytest.skip("the library that pretends a GPU is compiled by g++, which is missing", allow_module_level=True)
-# One small case always; all of them (many minutes) with LONGSPAN_NIGHTLY=1.
-NAMES = [*QUICK, *MORE] if NIGHTLY else ["scores"]
+NAMES = [*QUICK, *MORE]
 LIMIT = {"float32": 1e-6, "float16": 2e-3}
 """Relative. float32: the roundings of 170 products of 16 terms, 6e-8 each, add up as squares to less than ten of them;
 float16: results are rounded to it (5e-4), and so are probabilities and their gradients before they are multiplied."""
@@ -59,7 +57,7 @@ def test_generated_code_does_what_reference_does(name, code):
     assert ("captured 1" in errors) == ("score" in name)
 
 
-@pytest.mark.parametrize("mutant", CAUGHT if NIGHTLY else ["no_captured_gradient"])
+@pytest.mark.parametrize("mutant", CAUGHT)
 def test_mistakes_show(mutant, code):
     name, result = CAUGHT[mutant]
     (line,) = python("flex_script", code, f"{name}:{mutant}", TRITON_INTERPRET="1").splitlines()
