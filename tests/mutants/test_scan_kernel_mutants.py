@@ -230,7 +230,7 @@ def test_the_battery_passes_without_mutants(monkeypatch):
 def test_every_mutant_is_killed(monkeypatch, capsys):
     found, mutants = {}, [(function, *mistake) for function, mistakes in MUTANTS for mistake in mistakes]
     assert len(mutants) >= 50
-    for function, name, old, new in share(mutants, 3):
+    for function, name, old, new in share(mutants, 6):
         with monkeypatch.context() as patch:
             use_models(patch)
             mutate(patch, function, old, new)
