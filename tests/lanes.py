@@ -16,6 +16,10 @@ NIGHT_ONLY = 0
 
 SHARES = {  # file (without tests/ and .py) and test: one case in so many
     "fuzz/test_fuzz::test_the_printed_script_repeats_a_failure": 2,
+    "gloo/test_acceptance::test_a_call_that_is_slower_than_predicted_is_red": NIGHT_ONLY,
+    "gloo/test_acceptance::test_a_watch_that_names_nobody_is_red": 4,
+    "gloo/test_acceptance::test_nothing_planted_and_nothing_red": NIGHT_ONLY,  # the whole page always
+    "gloo/test_acceptance::test_what_is_planted_turns_its_own_line_red_and_no_other": 4,
     "gloo/test_cli::test_calibrate_writes_a_machine_that_plan_reads": NIGHT_ONLY,  # in JSON always
     "gloo/test_cli::test_doctor_calls_untested_versions_untested": 3,
     "gloo/test_cli::test_plan_answers_in_time": 3,  # 1M packed and 10M causal tokens always
@@ -36,17 +40,17 @@ SHARES = {  # file (without tests/ and .py) and test: one case in so many
     "gloo/test_deterministic::test_other_orders_are_noticed": 2,
     "gloo/test_deterministic::test_world_sizes_of_equal_chunks_agree": 2,
     "gloo/test_exit::test_jobs_end_with_the_status_that_is_theirs": 4,
-    "gloo/test_faults::test_every_survivor_names_the_rank_in_time": 2,
+    "gloo/test_faults::test_every_survivor_names_the_rank_in_time": 3,
     "gloo/test_gloo::test_compiled_and_checkpointed_transformers_equal_eager": NIGHT_ONLY,
     "gloo/test_gloo::test_ranks_compute_what_one_device_would": 6,
     "gloo/test_losses::test_a_mistake_ends_with_status_1": 4,
     "gloo/test_losses::test_loss_is_that_of_one_process": 6,
     "gloo/test_nccl_exit::test_ranks_end_with_the_status_that_is_theirs": 4,
-    "gloo/test_nccl_faults::test_every_survivor_names_the_rank_in_time": 2,
-    "gloo/test_nccl_faults::test_mutants_are_noticed": 2,
+    "gloo/test_nccl_faults::test_every_survivor_names_the_rank_in_time": 3,
+    "gloo/test_nccl_faults::test_mutants_are_noticed": 3,
     "gloo/test_no_false_alarms::test_busy_cores_are_no_fault": NIGHT_ONLY,
     "gloo/test_no_false_alarms::test_who_is_struck_on_another_host_is_named": 2,
-    "gloo/test_scan_faults::test_every_survivor_names_the_rank_in_time": 2,
+    "gloo/test_scan_faults::test_every_survivor_names_the_rank_in_time": 3,
     "gloo/test_scans_gloo::test_ranks_compute_what_one_device_would": 4,
     "gloo/test_scores_gloo::test_ranks_compute_what_one_device_would": 4,
     "gloo/test_training::test_losses_and_gradients_do_not_depend_on_ranks": 2,

@@ -12,7 +12,6 @@ import pytest
 
 from tests.gloo.acceptance_work import planted
 from tests.jobs.runner import ROOT, torchrun
-from tests.lanes import NIGHTLY
 from tests.pool import pool
 
 RANKS = 4
@@ -75,8 +74,6 @@ def test_nothing_planted_and_nothing_red(tmp_path):
     assert (code, reds(answer), answer["ok"]) == (0, [], True), answer["lines"]
 
 
-# The four that the command is for always; the rest (ten minutes) with LONGSPAN_NIGHTLY=1.
-ALWAYS = ("wrong_kernel", "slow_link", "sync")  # and a rank that dies, below
 PLANTED = {
     "wrong_kernel": (["operators.cpu_flash.float16"], "dq is off by"),
     "kernel_reads_beside": (["operators.cpu_flash.float16"], "is off by"),
@@ -88,7 +85,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("plant", PLANTED if NIGHTLY else ALWAYS)
+@pytest.mark.parametrize("plant", PLANTED)
 def test_what_is_planted_turns_its_own_line_red_and_no_other(tmp_path, plant):
     code, answer = accept(tmp_path, plant, "--quick", "--only", SECTIONS)
     expected, text = PLANTED[plant]
@@ -98,7 +95,6 @@ def test_what_is_planted_turns_its_own_line_red_and_no_other(tmp_path, plant):
     assert not answer["ok"]
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="in the nightly lane")
 def test_a_call_that_is_slower_than_predicted_is_red(tmp_path):
     only = "time.documents.4k,host.waits"
     code, answer = accept(tmp_path, "slow_call", "--quick", "--only", only)
@@ -124,7 +120,7 @@ def test_a_rank_that_dies_leaves_a_page_with_its_line_red(tmp_path):
     assert not private((tmp_path / "acceptance.md").read_text())
 
 
-@pytest.mark.parametrize("what", ["kill", "stop", "raise", "late"] if NIGHTLY else ["kill"])
+@pytest.mark.parametrize("what", ["kill", "stop", "raise", "late"])
 def test_a_watch_that_names_nobody_is_red(tmp_path, what):
     """And one that does is not: the next test."""
     only = f"faults.{what}.gloo,exact.ring"
