@@ -3,7 +3,10 @@
 Two cores are shared, and sums must not depend on how many threads there are.
 """
 
+import os
+import shutil
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,6 +40,10 @@ QUICK = {
 
 
 def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # workers share what the process that starts them has made
+        # Tests plant mistakes: what a proof says of them must not be remembered for the person at this machine.
+        os.environ["XDG_CACHE_HOME"] = folder = tempfile.mkdtemp(prefix="longspan-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     config.addinivalue_line("markers", "quick: something of every layer, within a minute of processor time")
 
 
