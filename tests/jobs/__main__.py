@@ -37,7 +37,7 @@ def run(job: Job, timeout: float, quiet: bool):
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.jobs", description=__doc__)
-    parser.add_argument("--count", type=int, default=40, help="how many jobs; 40 in CI, 300 for a record")
+    parser.add_argument("--count", type=int, default=40, help="how many jobs; 15 in CI, 300 for a record")
     parser.add_argument("--only", default="", help="only jobs whose kind and name contain this")
     parser.add_argument("--repeat", type=int, default=1, help="each job so many times")
     parser.add_argument("--at-once", type=int, default=2)
