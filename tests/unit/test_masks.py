@@ -11,7 +11,7 @@ from longspan.masks import bands as bd
 from longspan.span import Span
 from tests.lanes import NIGHTLY
 
-NUM_COMPOSITIONS = 5000 if NIGHTLY else 800
+NUM_COMPOSITIONS = 5000 if NIGHTLY else 400
 
 
 def lengths_of(total):
