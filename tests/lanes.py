@@ -36,7 +36,6 @@ SHARES = {  # file (without tests/ and .py) and test: one case in so many
     "gloo/test_compiled_scores::test_what_cannot_be_written_down_is_refused_by_name_or_run_outside": 2,
     "gloo/test_convolution::test_ranks_compute_what_documents_by_themselves_give": 3,
     "gloo/test_curves::test_the_program_in_the_page_runs_as_printed": NIGHT_ONLY,
-    "gloo/test_curves::test_two_ranks_learn_as_one_process_does": NIGHT_ONLY,  # CI runs benchmarks.curves
     "gloo/test_deterministic::test_arrival_orders_change_nothing": 3,
     "gloo/test_deterministic::test_bits_do_not_depend_on_how_rows_lie_in_memory": 5,
     "gloo/test_deterministic::test_chunks_agree_however_they_are_dealt": 5,
