@@ -74,7 +74,7 @@ class _Group:
 )
 def test_messages_go_by_a_device_with_an_index(config, wanted, bound, found, monkeypatch):
     monkeypatch.setattr(trust_group.dist, "get_backend_config", lambda group: config)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 5)
     group = _Group(2)
     group.bound_device_id = bound and torch.device(bound)

@@ -326,3 +326,8 @@ def test_a_default_device_does_not_matter():
     assert plain.keys() == found.keys()
     assert all(torch.equal(plain[name], found[name]) for name in plain)
     assert torch.equal(whole, batch["input_ids"])
+
+
+def test_a_mesh_is_on_cpus_where_there_is_no_gpu():
+    """Also with a PyTorch for CUDA, which is what `pip install torch` brings."""
+    assert pool(2).run(training_work.device_of_mesh) == ["cpu", "cpu"]

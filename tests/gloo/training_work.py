@@ -260,3 +260,14 @@ def refusals():
         "to": message(lambda: gather_outputs(x.detach(), layout, group, 0, to=world)),
         "none": message(lambda: check_same({}, None)),
     }
+
+
+def device_of_mesh():
+    """Where a mesh is by default, on a host without a GPU, with a PyTorch that was built for CUDA."""
+    right = torch.accelerator.current_accelerator
+    built_for = torch.device("cuda")
+    torch.accelerator.current_accelerator = lambda check_available=False: None if check_available else built_for
+    try:
+        return make_mesh(cp=dist.get_world_size()).cp.device_type
+    finally:
+        torch.accelerator.current_accelerator = right

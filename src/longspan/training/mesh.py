@@ -62,7 +62,7 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None 
             f" {dist.get_world_size()}. Choose sizes of 1 or more whose product is the number of ranks."
         )
     if device_type is None:
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)  # a build with CUDA, a host without
         device_type = "cpu" if accelerator is None else accelerator.type
     try:
         torch.device(device_type)

@@ -16,7 +16,7 @@ def message_device(group: dist.ProcessGroup, wanted: torch.device | None = None)
     """
     if "cpu" in _backends(str(dist.get_backend_config(group))):
         return torch.device("cpu")
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     if wanted is not None and wanted.type != "cpu":
         device = wanted
     if device is None or device.index is not None:
