@@ -308,6 +308,7 @@ class Router(TorchFunctionMode):
             with self:
                 return torch.autograd.backward(tensor, *rest, **_renamed(kwargs))
         inputs = args[1] if func is torch.autograd.grad else kwargs.get("inputs")
+        inputs = (inputs,) if isinstance(inputs, Tensor) else inputs  # before 2.13, backward hands on what it was given
         known = func in (torch.autograd.backward, torch.autograd.grad)
         if not known or any(isinstance(t, Tensor) and not t.requires_grad for t in (*args[0], *(inputs or ()))):
             return func(*args, **kwargs)  # which says what is wrong
@@ -316,7 +317,7 @@ class Router(TorchFunctionMode):
             zeros = kwargs.pop("materialize_grads", False)
             with self:
                 gradients = func(roots, edges, **kwargs)
-            pairs = zip(gradients, args[1], strict=True)
+            pairs = zip(gradients, inputs, strict=True)
             return tuple(torch.zeros_like(like) if zeros and gradient is None else gradient for gradient, like in pairs)
         for tensor in inputs or ():
             if isinstance(tensor, Tensor) and not tensor.is_leaf:
