@@ -54,7 +54,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("quick")
     if out := left_out(items, config.args):
         config.hook.pytest_deselected(items=out)
-        items[:] = [item for item in items if item not in set(out)]
+        gone = set(out)
+        items[:] = [item for item in items if item not in gone]
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,7 @@
 """What ranks do in the training tests; importable by name, as worker processes need it."""
 
+from unittest import mock
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -264,10 +266,9 @@ def refusals():
 
 def device_of_mesh():
     """Where a mesh is by default, on a host without a GPU, with a PyTorch that was built for CUDA."""
-    right = torch.accelerator.current_accelerator
-    built_for = torch.device("cuda")
-    torch.accelerator.current_accelerator = lambda check_available=False: None if check_available else built_for
-    try:
+
+    def accelerator(check_available=False):
+        return None if check_available else torch.device("cuda")
+
+    with mock.patch.object(torch.accelerator, "current_accelerator", accelerator):
         return make_mesh(cp=dist.get_world_size()).cp.device_type
-    finally:
-        torch.accelerator.current_accelerator = right

@@ -114,8 +114,9 @@ def over_ranks(model, batch, mistake=None, **options):
 
     model.set_attn_implementation("longspan")
     model.zero_grad()
+    # Before anything is wrong: it proves the model at its first use, and would refuse the mistake.
+    inputs = huggingface.shard_inputs(model, batch, options.pop("group", dist.group.WORLD), **options)
     with mistake or contextlib.nullcontext():
-        inputs = huggingface.shard_inputs(model, batch, options.pop("group", dist.group.WORLD), **options)
         if hasattr(mistake, "spoil"):
             mistake.spoil(inputs)
         out = model(**inputs)
@@ -255,7 +256,6 @@ def make_mistakes():
         model = model_of(family)
         batch = batch_of(case)
         expected = truth(model, batch)
-        over_ranks(model, batch, layout="zigzag")  # is proved before anything is wrong: the proof would refuse it
         found[name] = difference(over_ranks(model, batch, mistake, layout="zigzag"), expected)
     return found
 

@@ -8,12 +8,11 @@ import pytest
 pytest.importorskip("transformers")
 
 from tests.hosts import planted, planted_work
-from tests.lanes import NIGHTLY
+from tests.lanes import share
 from tests.pool import end_all, pool
 
 ROUNDING = 1e-5
 """Of eager attention in float64 models, whose softmax is in float32."""
-STEP = 1 if NIGHTLY else 8
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,8 +24,8 @@ def _end_pools():
 def outcomes(which, trust, cache):
     """By name: what every rank found."""
     found = {}
-    for number, entry in list(enumerate(getattr(planted, which)))[::STEP]:
-        form = entry.forms[number // STEP % len(entry.forms)]
+    for turn, (number, entry) in enumerate(share(enumerate(getattr(planted, which)), 8)):
+        form = entry.forms[turn % len(entry.forms)]
         args = (which, number, form, str(cache), trust)
         found[f"{entry.name}, {form}"] = pool(2).run(planted_work.by_number, *args, timeout=100.0)
     return found

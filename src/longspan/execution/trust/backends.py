@@ -16,9 +16,9 @@ def message_device(group: dist.ProcessGroup, wanted: torch.device | None = None)
     """
     if "cpu" in _backends(str(dist.get_backend_config(group))):
         return torch.device("cpu")
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if wanted is not None and wanted.type != "cpu":
-        device = wanted
+    device = wanted
+    if device is None or device.type == "cpu":
+        device = torch.accelerator.current_accelerator(check_available=True)
     if device is None or device.index is not None:
         return device or torch.device("cpu")
     return group.bound_device_id or torch.device(device.type, torch.accelerator.current_device_index())

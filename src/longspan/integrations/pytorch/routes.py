@@ -317,7 +317,7 @@ class Router(TorchFunctionMode):
             zeros = kwargs.pop("materialize_grads", False)
             with self:
                 gradients = func(roots, edges, **kwargs)
-            pairs = zip(gradients, inputs, strict=True)
+            pairs = zip(gradients, args[1], strict=True)
             return tuple(torch.zeros_like(like) if zeros and gradient is None else gradient for gradient, like in pairs)
         for tensor in inputs or ():
             if isinstance(tensor, Tensor) and not tensor.is_leaf:
