@@ -7,7 +7,7 @@ from tests.hosts import hf_structure_work as work
 from tests.pool import end_all, pool
 
 pytest.importorskip("transformers")
-from tests.hosts import hf_versions
+from tests.hosts import hf_copies_work, hf_versions
 
 TIMEOUT = 200.0
 LIMIT = 2e-5
@@ -31,6 +31,12 @@ def test_heads_and_positions_that_are_right(function, count):
     for found in run(function):
         assert len(found) == count
         assert not {name: error for name, error in found.items() if not error <= LIMIT}
+
+
+def test_a_copy_of_a_used_model_computes_what_the_model_does():
+    for found in run(hf_copies_work.copies):
+        assert len(found) == 4 + hf_versions.HAS_HYBRIDS
+        assert not {name: what for name, what in found.items() if what}
 
 
 MESSAGES = {

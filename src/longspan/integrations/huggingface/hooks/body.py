@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +17,12 @@ from torch import Tensor, nn
 from longspan.execution.simulated import SimulatedRank
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.hooks.current import current, enter, leave
+from longspan.integrations.huggingface.hooks.placed import has_hook
 from longspan.integrations.huggingface.masks import LayerMask
 from longspan.training import BatchError
 from longspan.training.groups import all_summed
 from longspan.training.relayouts import gather_outputs
 
-_WATCHED: WeakSet[nn.Module] = WeakSet()
-_JOINED: WeakSet[nn.Module] = WeakSet()
-_SHIELDED: WeakSet[nn.Module] = WeakSet()
 POOLER = "pooler"
 """A module of this name is given all tokens; any other gives all tokens on."""
 PLACED = ("visual_pos_masks", "deepstack_visual_embeds")
@@ -33,19 +30,17 @@ PLACED = ("visual_pos_masks", "deepstack_visual_embeds")
 
 def watch_body(model: nn.Module, body: str, joined: str | None) -> None:
     """From now on the body is given a rank's rows, and what leaves `joined` (or enters a pooler) is whole."""
-    for name, hook in ((body, "cut"), (joined, "join")):
-        if name is None:
-            continue
-        module = model.get_submodule(name)
-        if hook == "cut" and module not in _WATCHED:
-            module.register_forward_pre_hook(_cut, with_kwargs=True)  # type: ignore[arg-type]
-            _WATCHED.add(module)
-        if hook == "join" and module not in _JOINED:
-            if name.endswith(POOLER):
-                module.register_forward_pre_hook(_join_before)  # type: ignore[arg-type]
-            else:
-                module.register_forward_hook(_join)  # type: ignore[arg-type]
-            _JOINED.add(module)
+    module = model.get_submodule(body)
+    if not has_hook(module, _cut):
+        module.register_forward_pre_hook(_cut, with_kwargs=True)  # type: ignore[arg-type]
+    if joined is None:
+        return
+    module = model.get_submodule(joined)
+    if joined.endswith(POOLER):
+        if not has_hook(module, _join_before):
+            module.register_forward_pre_hook(_join_before)  # type: ignore[arg-type]
+    elif not has_hook(module, _join):
+        module.register_forward_hook(_join)  # type: ignore[arg-type]
 
 
 def shield(model: nn.Module, text: nn.Module) -> None:
@@ -55,10 +50,9 @@ def shield(model: nn.Module, text: nn.Module) -> None:
 
     for module in model.modules():
         is_tower = isinstance(module, PreTrainedModel) and not any(part is text for part in module.modules())
-        if is_tower and not any(part is module for part in text.modules()) and module not in _SHIELDED:
+        if is_tower and not any(part is module for part in text.modules()) and not has_hook(module, _hide):
             module.register_forward_pre_hook(_hide, with_kwargs=True)  # type: ignore[arg-type]
             module.register_forward_hook(_show, always_call=True)  # type: ignore[arg-type]
-            _SHIELDED.add(module)
 
 
 @torch.compiler.disable

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from longspan.execution._torch import hooks_of
 from longspan.integrations.huggingface.hooks.current import current
+from longspan.integrations.huggingface.hooks.placed import has_hook
 from longspan.integrations.huggingface.rules import OWN, Rules
 from longspan.integrations.huggingface.structure import own_class
 from longspan.training import BatchError, Head, token_logprobs, token_loss
 
 LOSS, LOGITS, SCORES = "loss", "logits", "scores"
 """What is wanted of the model's end: the loss alone, logits (and the loss), or log-probabilities of labels."""
-_WATCHED: WeakSet[nn.Module] = WeakSet()
 _LOSS_WORDS = ("ignore_index", "label_smoothing", "reduction", "weight")
 _KNOWN_HOOKS = ("torch", "accelerate", "longspan")
 
@@ -174,11 +173,10 @@ def watch_head(model: Any, rules: Rules) -> None:
     """From now on the model's head may be given no tokens."""
     assert rules.head is not None
     head = model.get_submodule(rules.head)
-    if head in _WATCHED:
+    if has_hook(head, _before):
         return
     head.register_forward_pre_hook(_before, with_kwargs=True)  # behind FSDP's, which gathers the weight
     head.register_forward_hook(_after, prepend=True)  # before FSDP's, which lets it go
-    _WATCHED.add(head)
     if rules.loss == OWN and not isinstance(model.loss_function, HeadLoss):
         model.loss_function = HeadLoss(model.loss_function)
 

@@ -8,15 +8,13 @@ comes out for it is dropped again.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from longspan.integrations.huggingface.hooks.current import current
+from longspan.integrations.huggingface.hooks.placed import has_hook
 from longspan.training import BatchError
-
-_WATCHED: WeakSet[nn.Module] = WeakSet()
 
 
 def moving(model: nn.Module) -> list[nn.Module]:
@@ -33,10 +31,9 @@ def watch_rotary(model: nn.Module) -> bool:
     """Whether there are any; from now on they are told the largest position of the sequence."""
     found = moving(model)
     for module in found:
-        if module not in _WATCHED:
+        if not has_hook(module, _add_largest):
             module.register_forward_pre_hook(_add_largest, with_kwargs=True)  # type: ignore[arg-type]
             module.register_forward_hook(_drop_largest)  # type: ignore[arg-type]
-            _WATCHED.add(module)
     return bool(found)
 
 

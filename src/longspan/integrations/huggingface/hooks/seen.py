@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Iterable
 from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -18,10 +17,9 @@ from torch import nn
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.hooks.current import current, enter, leave
 from longspan.integrations.huggingface.hooks.losses import with_loss
+from longspan.integrations.huggingface.hooks.placed import has_hook
 from longspan.integrations.huggingface.rules import MASK, OWN
 from longspan.integrations.huggingface.sequence import ShardedSequence
-
-_LISTENING: WeakSet[nn.Module] = WeakSet()
 
 
 @lru_cache(maxsize=1024)
@@ -35,10 +33,9 @@ def listen_to_layers(model: nn.Module, names: Iterable[str]) -> None:
     """Lets the sequence know which of these layers is running, so that what was not seen can be named."""
     for name in names:
         layer = model.get_submodule(name)
-        if layer not in _LISTENING:
+        if not has_hook(layer, _enter):
             layer.register_forward_pre_hook(partial(_enter, name), with_kwargs=True)  # type: ignore[arg-type]
             layer.register_forward_hook(_leave, with_kwargs=True, always_call=True)  # type: ignore[arg-type]
-            _LISTENING.add(layer)
 
 
 @torch.compiler.disable
@@ -58,11 +55,10 @@ def _leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # n
 def listen(*modules: Any) -> None:
     """Checks these modules' forward passes from now on. Several of one model: wrappers call one or another of them."""
     for module in modules:
-        if isinstance(module, nn.Module) and module not in _LISTENING:
+        if isinstance(module, nn.Module) and not has_hook(module, _begin):
             module.register_forward_pre_hook(_begin, prepend=True, with_kwargs=True)  # type: ignore[arg-type]
             module.register_forward_hook(_check, with_kwargs=True)  # type: ignore[arg-type]
             module.register_forward_hook(_end, always_call=True)  # type: ignore[arg-type]
-            _LISTENING.add(module)
 
 
 @torch.compiler.disable

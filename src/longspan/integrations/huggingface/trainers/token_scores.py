@@ -21,6 +21,7 @@ from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.batches import IGNORE, shifted_labels
 from longspan.integrations.huggingface.hooks.current import enter, leave
 from longspan.integrations.huggingface.hooks.losses import route_balancing
+from longspan.integrations.huggingface.hooks.placed import has_hook
 from longspan.integrations.huggingface.inputs import shard_inputs
 from longspan.integrations.huggingface.sequence import ShardedSequence
 from longspan.integrations.huggingface.structure import text_model
@@ -34,7 +35,6 @@ LABELS = ("labels", "shift_labels")
 _SCORED: WeakKeyDictionary[nn.Module, tuple[Any, Callable[[bool], dict[str, Any]]]] = WeakKeyDictionary()
 """The ranks of each model, and the further arguments of `shard_inputs`. Hooks are plain functions, which a copy of the
 model may take along: it is not in here, so they do nothing."""
-_HOOKED: WeakSet[nn.Module] = WeakSet()
 _CUT: WeakSet[ShardedSequence] = WeakSet()
 """Sequences that were cut here, whose numbers are gathered here, too."""
 
@@ -46,11 +46,10 @@ def score_over_ranks(model: Any, group: Any, settings: Callable[[bool], dict[str
     if inner is None:
         raise BatchError(f"{type(model).__name__} is no model of transformers, which is what scores tokens over ranks.")
     _SCORED[inner] = group, settings
-    if inner not in _HOOKED:
+    if not has_hook(inner, _cut):
         inner.register_forward_pre_hook(_cut, with_kwargs=True)
         inner.register_forward_hook(_join, with_kwargs=True)
         inner.register_forward_hook(_end, with_kwargs=True, always_call=True)
-        _HOOKED.add(inner)
 
 
 def _cut(model: nn.Module, args: Any, given: dict[str, Any]) -> Any:
