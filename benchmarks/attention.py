@@ -1,12 +1,12 @@
 """Attention forward and backward against PyTorch's own, as ratios within one run.
 
     python -m benchmarks.attention            # exits with 1 when a bar is missed; 15 minutes on two quiet cores
-    python -m benchmarks.attention --quick    # what CI runs: fewer rounds and cases, and 5 % more room for noise
+    python -m benchmarks.attention --quick    # what CI runs: fewer rounds and cases, and 5% more room for noise
 
 Every rank has one thread. "CPU" is processor time of all ranks together, Gloo's threads included. Contenders take turns
 in one process per rank, so a round gives pairs that saw the same machine; printed are the medians of each side in
 milliseconds, the median of the ratios of the pairs, and the ratio of both minima. Bars are judged on the better of
-these two: on shared cores a pair is off by up to 30 %, in either direction, and the two estimates fail differently.
+these two: on shared cores a pair is off by up to 30%, in either direction, and the two estimates fail differently.
 `bare` is `F.scaled_dot_product_attention` in one process, called once per document.
 """
 

@@ -1,7 +1,7 @@
 """`python -m benchmarks.kernels`: the published speed of bare kernels against the machines that are named after them.
 
 Nothing ran on a GPU here: figures are read from what `longspan.schedules.cost.presets` names as its sources, all
-bfloat16 or float16, heads of 128. The command fails where the model is more than 15 % off at 8,192 tokens or more,
+bfloat16 or float16, heads of 128. The command fails where the model is more than 15% off at 8,192 tokens or more,
 which is where context parallelism begins. Shorter ones are shown: the model has one time for the beginning and end of a
 tile, forward and backward, and is too quick for short backwards.
 """

@@ -2,8 +2,8 @@
 
 Every figure printed here that is not marked published is SIMULATED; nothing ran on a GPU. Six constants are fitted to
 the published points at 8 and 32 devices; those at 16 and 64 are predicted. The command fails unless every held-out
-error is at most 20 %, schemes are ranked rightly on 90 % of held-out pairs, and the constants are those of
-`longspan.schedules.cost.presets.H100_FITTED`, within 10 %.
+error is at most 20%, schemes are ranked rightly on 90% of held-out pairs, and the constants are those of
+`longspan.schedules.cost.presets.H100_FITTED`, within 10%.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Everything printed here that is not marked published is SIMULATED; nothing ran on a GPU. One constant, the speed of
 matrix products inside of a model, is fixed from one step that is not judged. The command fails if a step's time is more
-than 25 % off, if memory is more than 15 % off, or if that constant is no longer the one in `presets`.
+than 25% off, if memory is more than 15% off, or if that constant is no longer the one in `presets`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Facts about published runs of context-parallel attention on H100s: what ran, on which documents, how fast.
 
 Throughputs were read off the charts of the MagiAttention v1.1 benchmark (SandAI-org/MagiAttention,
-docs/source/blog/cp_benchmark.md at be3dd55), about 3 % either way; how they were taken is in its exps/dist_attn. None
+docs/source/blog/cp_benchmark.md at be3dd55), about 3% either way; how they were taken is in its exps/dist_attn. None
 was measured by us.
 """
 

@@ -4,7 +4,7 @@
 
 Every round starts a job of four ranks, runs right steps that are compared with one device, and then strikes one rank at
 random. Every survivor must name it within three seconds. Before the strike a job runs `--steps` steps, and its resident
-memory after them must not be more than 1 % above what it was after its first 700 steps, when caches are full.
+memory after them must not be more than 1% above what it was after its first 700 steps, when caches are full.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Is the planned timeline that of a real run? Calibrates this machine, predicts, runs, and compares.
 
-    python -m benchmarks.trace            # exits with 1 when a total is off by more than 25 %
+    python -m benchmarks.trace            # exits with 1 when a total is off by more than 25%
 
 Four ranks on Gloo, one thread each, whatever cores there are: `longspan calibrate` measures with all of them at work,
 so that the machine knows what they share. Prediction and run alternate with calibration, because machines are shared,

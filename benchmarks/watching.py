@@ -2,7 +2,7 @@
 
     python -m benchmarks.watching
 
-Fails when it is above 1 %. Steps of 4,096 tokens vary by 10 % from one to the next on shared cores, so the cost is
+Fails when it is above 1%. Steps of 4,096 tokens vary by 10% from one to the next on shared cores, so the cost is
 measured where it shows: in steps of the same schedule with hardly any tokens, with and without watching, in pairs in
 the same processes. What watching adds does not depend on the tokens; signs of life come on top, by the second.
 """

@@ -40,7 +40,7 @@ def nothing():
 
 
 def wrong_kernel():
-    """dq of float16 is 1 % too large. Attention over ranks is checked in other dtypes."""
+    """dq of float16 is 1% too large. Attention over ranks is checked in other dtypes."""
     kernel = kernel_named("cpu_flash").kernel
     right = kernel.backward_op
 

@@ -158,8 +158,8 @@ def test_the_table_has_shares_of_the_budget(capsys):
     show_shares(runs, Screen(fancy=False))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["scheme", "dtype", "out", "dk", "dsinks"]
-    assert lines[2] == ["ring", "x", "12", "%", "0", "%", "50", "%", "right"]
-    assert lines[3] == ["hybrid(2)", "x", "infinite", "300", "%", "-", "WRONG"]
+    assert lines[2] == ["ring", "x", "12%", "0%", "50%", "right"]
+    assert lines[3] == ["hybrid(2)", "x", "infinite", "300%", "-", "WRONG"]
     assert [CheckedScheme.from_json(run.as_json()) for run in runs] == runs
 
 
@@ -173,7 +173,7 @@ def test_verify_prints_a_row_for_every_scheme_and_dtype(capsys):
         for dtype in ("float32", "bfloat16")
         for scheme in ("ring", "exchange", "all_gather", "all_to_all")
     ]
-    assert "out    dq    dk    dv  dsinks" in out
+    assert "out   dq   dk   dv  dsinks" in out
     assert "WRONG" not in out
 
 

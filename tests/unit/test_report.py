@@ -94,7 +94,7 @@ def test_a_report_says_what_the_plan_says():
         received = [bytes_text(plan.bytes_received(rank, way)) for way in ("forward", "backward")]
         tokens = f"{int(plan.layout.num_tokens[rank]):,}"
         assert re.search(
-            rf"\b{rank} {tokens} [\d.]+ % {received[0]} {received[1]} {bytes_text(plan.peak_bytes(rank))}", text
+            rf"\b{rank} {tokens} [\d.]+% {received[0]} {received[1]} {bytes_text(plan.peak_bytes(rank))}", text
         )
     totals = [sum(plan.bytes_received(rank, way) for rank in range(4)) for way in ("forward", "backward")]
     assert f"({totals[0]:,} and {totals[1]:,} bytes)" in text

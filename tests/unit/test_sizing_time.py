@@ -135,7 +135,7 @@ def test_experts_and_recurrences_are_counted():
 
 
 def test_model_flop_is_counted_as_published_utilisation_is():
-    """TRL says 34.7 % of peak for Qwen3-8B, 1,048,576 tokens, 8 H100 and 373 s (huggingface/transformers#48324)."""
+    """TRL says 34.7% of peak for Qwen3-8B, 1,048,576 tokens, 8 H100 and 373 s (huggingface/transformers#48324)."""
     sizes, tokens = sizes_of(built_in_config("qwen3-8b")), 1 << 20
     flop = 4 * 128 * 32 * tokens * (tokens + 1) / 2 / 8  # forward, of a rank
     each = {heads: AttentionSeconds(1.0, 1.0, flop) for heads in sizes.attentions}

@@ -196,7 +196,7 @@ def test_timeline_bars_are_the_events():
 def test_mask_pictures_say_how_much_is_allowed(plan):
     share = 100 * plan.mask.area() / plan.layout.seq_len**2
     words = [item.text for item in mask_picture(plan.mask, plan.layout).items if isinstance(item, Text)]
-    assert any(f"{share:.3g} % of all pairs allowed" in line for line in words)
+    assert any(f"{share:.3g}% of all pairs allowed" in line for line in words)
 
 
 def test_layout_strips_hold_every_token():
@@ -418,7 +418,7 @@ def test_functions_are_asked_in_pictures_of_short_sequences_only():
     scene = mask_picture(every_third)
     at = np.arange(60)
     share = 100 * every_third.allows(at[:, None], at[None, :]).mean()
-    assert f"{share:.3g} % of all pairs allowed" in scene.svg()
+    assert f"{share:.3g}% of all pairs allowed" in scene.svg()
     assert "a function decides" not in scene.svg()
     assert "a function decides" in mask_picture(every_third, ask=False).svg()
 

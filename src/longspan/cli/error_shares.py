@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from longspan.verification import Report
 
 LEGEND = (
-    "Shares: the error against one device in float64, of the most that rounding explains; above 100 % is wrong. Tokens"
+    "Shares: the error against one device in float64, of the most that rounding explains; above 100% is wrong. Tokens"
     " that the mask hides were changed, too, and nothing else may move."
 )
 
@@ -46,15 +46,15 @@ def share_text(share: float | None) -> str:
     """A share in per cent.
 
     >>> share_text(0.123), share_text(0.0), share_text(0.001), share_text(77.0), share_text(math.inf), share_text(None)
-    ('12 %', '0 %', '<1 %', '>999 %', 'infinite', '-')
+    ('12%', '0%', '<1%', '>999%', 'infinite', '-')
     """
     if share is None:
         return "-"
     if not math.isfinite(share):
         return "infinite"
     if share > 9.99:
-        return ">999 %"
-    return "<1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"
+        return ">999%"
+    return "<1%" if 0 < share < 0.005 else f"{100 * share:.0f}%"
 
 
 def show_shares(checked: Sequence[CheckedScheme], screen: Screen) -> None:

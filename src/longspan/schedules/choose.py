@@ -5,7 +5,7 @@ most remote rows, most bytes, first, last), since a step is done when the slowes
 another may take somewhat more. They come from the same steps and the same cost functions as the simulator, without
 waits between ranks.
 
-The quickest is taken, unless others are within 3 % of it: the model cannot tell those apart. Of them the one is taken
+The quickest is taken, unless others are within 3% of it: the model cannot tell those apart. Of them the one is taken
 that would be the quickest if hosts could not run ahead of their devices: they have the rest of the model to run, too.
 Say ring takes 10.0 ms, 2.0 of which hosts are busy, and exchange 10.2 ms with 0.5: exchange is taken.
 """

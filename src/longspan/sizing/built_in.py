@@ -1,7 +1,7 @@
 """Configurations of well-known models, by name: what sizes need of their `config.json`, and nothing else.
 
 They were written down from memory, without network. A test holds each against the number of parameters that its makers
-publish, within 1 %. For a model that is trained, give its own file: `longspan plan --config config.json`.
+publish, within 1%. For a model that is trained, give its own file: `longspan plan --config config.json`.
 """
 
 from __future__ import annotations

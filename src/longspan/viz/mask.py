@@ -77,7 +77,7 @@ def _remarks(
     mask: Mask, length: int, row: int, head: int, share: np.ndarray, is_open: np.ndarray, edges: Edges
 ) -> list[str]:
     allowed = float(np.diff(edges[0]) @ share @ np.diff(edges[1])) / max(length, 1) ** 2
-    words = f"{count_text(length)} tokens, {100 * allowed:.3g} % of all pairs allowed"
+    words = f"{count_text(length)} tokens, {100 * allowed:.3g}% of all pairs allowed"
     if is_open.any():
         words += " for sure, more where its function says so"
     which = [
@@ -141,7 +141,7 @@ def _legend(
         work = row_work(mask, layout, *plane).astype(np.float64)
         part = work / (work.sum() or 1.0)
         scene.add(Text(x, y, "query rows held by", SMALL, bold=True))
-        words = [f"rank {rank}: {100 * value:.1f} % of pairs" for rank, value in enumerate(part.tolist())]
+        words = [f"rank {rank}: {100 * value:.1f}% of pairs" for rank, value in enumerate(part.tolist())]
         y = rank_legend(scene, x, y + 20, layout.world_size, words)
         if owner is not None and (owner < 0).any():
             scene.add(Rect(x, y - 9, 12, 10, MIXED), Text(x + 18, y, "several ranks", SMALL))

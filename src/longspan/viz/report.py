@@ -141,7 +141,7 @@ def _choice(plan: Plan) -> Iterator[str]:
         if len(full) > 1 and full[1].seconds < chosen.seconds:
             words = (
                 f"{len(plan.reasons)} schemes were compared. {full[1].scheme} is predicted to be"
-                f" {100 * (1 - full[1].seconds / chosen.seconds):.1f} % quicker than {chosen.scheme}, which is a tie;"
+                f" {100 * (1 - full[1].seconds / chosen.seconds):.1f}% quicker than {chosen.scheme}, which is a tie;"
                 f" {chosen.scheme} leaves hosts less to do."
             )
         elif len(full) > 1 and chosen.seconds:
@@ -170,7 +170,7 @@ def _choice(plan: Plan) -> Iterator[str]:
 
 
 def _more(ratio: float) -> str:
-    return f"{three(ratio)} times as long" if ratio >= 1.995 else f"{100 * (ratio - 1):.1f} % longer"
+    return f"{three(ratio)} times as long" if ratio >= 1.995 else f"{100 * (ratio - 1):.1f}% longer"
 
 
 def _reason_row(reason: Reason, longest: float) -> tuple[str, ...]:
@@ -236,7 +236,7 @@ def _numbers(plan: Plan) -> Iterator[str]:
     rows: list[list[str]] = []
     for rank in ranks:
         received = [bytes_text(plan.bytes_received(rank, direction)) for direction in ("forward", "backward")]
-        row = [str(rank), count_text(int(plan.layout.num_tokens[rank])), f"{100 * share[rank]:.2f} %", *received]
+        row = [str(rank), count_text(int(plan.layout.num_tokens[rank])), f"{100 * share[rank]:.2f}%", *received]
         rows.append([*row, bytes_text(plan.peak_bytes(rank)), *(seconds_text(times[rank]) for times in finished)])
     yield table([*heads, *(["forward done", "backward done"] if drawn else [])], rows)
     if drawn:

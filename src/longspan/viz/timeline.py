@@ -155,4 +155,4 @@ def _labels(
         if order % every == 0:
             y = top + lane * (order + 0.5) + 4
             scene.add(Text(left - 8, y, f"rank {rank}", SMALL, "muted", "end"))
-            scene.add(Text(right + 8, y, f"{100 * busy[rank] / total:.0f} %", SMALL, "muted"))
+            scene.add(Text(right + 8, y, f"{100 * busy[rank] / total:.0f}%", SMALL, "muted"))

@@ -21,7 +21,7 @@ dims above 64 gain only in tiles of less than SHORT_WIDE rows and keys. Of float
 SHORT_WIDE = (192, 512)
 HUGE = 8192.0
 """Beyond this lse, backward of bfloat16 stays in bfloat16: float32 sums a product in another order than forward did,
-and what rounds a score of 1e5 by 0.01 changes its probability by 1 %."""
+and what rounds a score of 1e5 by 0.01 changes its probability by 1%."""
 
 
 def _in_float32(q_BHQD: Tensor, k_BGKD: Tensor) -> bool:

@@ -24,7 +24,7 @@ from longspan.span import Span
 ROWS, COLS = 256, 512
 CACHED = 1 << 20
 """Scores that are worked on at once on a CPU. Parts of 1 << 17 or 1 << 18, which would fit a core's cache, were
-10-30 % slower when measured: there are more calls."""
+10-30% slower when measured: there are more calls."""
 
 
 class Reference:

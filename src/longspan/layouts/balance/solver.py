@@ -24,11 +24,11 @@ BALANCED = 1.015
 """Imbalance (largest rank / mean) up to which fewer remote keys decide; above it, balance does."""
 WHOLE_FIRST = (1, 2)
 """How many ranks are filled with whole segments before any long one is cut: these are tried beside 0 and the best is
-kept, for no rule foretells it. Over 60 random packs of documents, one of the three alone has 2 to 4 % more remote keys
-on average and up to 49 % more; of the workloads of `benchmarks.layouts`, longtail-1M-8 needs 2 and mixed-1M-8 has 20 %
-fewer remote keys with 0. Varying the dealer's constants as well brought 0.1 %."""
+kept, for no rule foretells it. Over 60 random packs of documents, one of the three alone has 2 to 4% more remote keys
+on average and up to 49% more; of the workloads of `benchmarks.layouts`, longtail-1M-8 needs 2 and mixed-1M-8 has 20%
+fewer remote keys with 0. Varying the dealer's constants as well brought 0.1%."""
 MANY = 64
-"""Ranks from which 0 is enough if it comes out even: the others bring 1 % there, and take three times as long."""
+"""Ranks from which 0 is enough if it comes out even: the others bring 1% there, and take three times as long."""
 UNEVEN = 0.005
 """Imbalance beyond BALANCED from which the others are tried on many ranks as well."""
 ROUGH = 0.3

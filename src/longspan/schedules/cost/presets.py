@@ -7,10 +7,10 @@ model of tiles gives a bare kernel's published speed; `python -m benchmarks.kern
     machine      kernel         published TFLOP/s, bf16, heads of 128     where
     h100         FA2 2.5.8      370 forward, 335 causal, 322 backward     FA3 paper, figures 5 and 6
     h100-fa3     FA3            616 causal forward, 561 backward (2024)   FA3 paper; shares are those of whole systems
-                                                                          of 2025, 10 % higher (MagiAttention v1.1)
+                                                                          of 2025, 10% higher (MagiAttention v1.1)
     h100-cudnn   cuDNN 9.19     673 causal forward, 579 backward          cudnn-frontend, on an H200 (the same SMs)
     h100-flex    flex, Triton   FA2 x 1.25 forward, x 1.03 backward       PyTorch at GTC 2025
-    a100         FA2            227 forward, 196 backward at most         FA2 paper (73 % and 63 % of peak)
+    a100         FA2            227 forward, 196 backward at most         FA2 paper (73% and 63% of peak)
     a100-flex    flex, Triton   FA2 x 0.90 forward, x 0.85 backward       PyTorch's post on FlexAttention
     b200         FA2, in 2.8    411 causal forward, 336 backward          cudnn-frontend
     b200-fa4     FA4 4.0.0b15   1,636 causal forward, 1,429 backward      cudnn-frontend, on a GB200 of 2.5 PFLOP/s
