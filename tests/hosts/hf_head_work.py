@@ -198,7 +198,7 @@ def left_to_the_model():
     ran("a hook")
     handle.remove()
     ran("no hook again")
-    kept, model.lm_head = model.lm_head, _Other(model.lm_head)
+    kept, model.lm_head = model.lm_head, nn.Sequential(model.lm_head)
     ran("another head")
     model.lm_head = kept
     own, model.loss_function = model.loss_function, _another_loss
@@ -240,12 +240,6 @@ def _of_tuple(output, inputs, right):
 
 def _stop(module, args, output):
     raise InterruptedError
-
-
-class _Other(nn.Linear):
-    def __init__(self, like):
-        super().__init__(like.in_features, like.out_features, bias=False)
-        self.weight = like.weight
 
 
 def _another_loss(logits, labels, vocab_size, **kwargs):

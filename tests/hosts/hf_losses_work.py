@@ -115,11 +115,14 @@ def liger(folder, shifts_itself=False):
         logits = torch.nn.functional.linear(hidden, self.lm_head.weight)
         return CausalLMOutputWithPast(loss=cross_entropy(logits[:, :-1], labels[:, 1:], num_items_in_batch))
 
-    fused.__module__ = old.__module__ = "liger_kernel.transformers.model.llama"
+    def norm(self, x):
+        return torch.rms_norm(x, x.shape[-1:], self.weight, 1e-6)
+
+    for function in (fused, old, norm):
+        function.__module__ = "liger_kernel.transformers"
 
     def apply(model, config):
-        norm = model.model.norm
-        norm.forward = types.MethodType(lambda self, x: torch.rms_norm(x, x.shape[-1:], self.weight, 1e-6), norm)
+        model.model.norm.forward = types.MethodType(norm, model.model.norm)
         model.forward = types.MethodType(old if shifts_itself else fused, model)
 
     split = dist.get_world_size() > 1

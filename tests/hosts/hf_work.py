@@ -384,7 +384,9 @@ def _other(inputs, ls):
 
     own = inputs["longspan"]
     spans = [[(0, 3)], [(3, TOKENS)]]
-    return ShardedSequence(own.whole, ls.layouts.Layout.from_spans(TOKENS, spans), own.group, "auto", None)
+    other = ShardedSequence(own.whole, ls.layouts.Layout.from_spans(TOKENS, spans), own.group, "auto", None)
+    other.arguments = own.arguments
+    return other
 
 
 def _mesh():

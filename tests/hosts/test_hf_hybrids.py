@@ -126,7 +126,7 @@ def test_all_are_refused_before_their_layers_can_be_routed(model_type):
     assert hf_versions.REFUSED_BEFORE in text
 
 
-def test_labels_at_padding_are_refused():
+def test_a_label_at_padding_is_refused():
     """Padding in front, whose last token would predict the first real one; without that label all is well."""
     refused, fine = pool(2).run(work.labels_at_padding, timeout=TIMEOUT)[0]
     assert refused[0] == "BatchError"

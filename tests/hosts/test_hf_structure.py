@@ -7,7 +7,7 @@ from tests.hosts import hf_structure_work as work
 from tests.pool import end_all, pool
 
 pytest.importorskip("transformers")
-from tests.hosts import hf_copies_work, hf_versions
+from tests.hosts import hf_used_work, hf_versions
 
 TIMEOUT = 200.0
 LIMIT = 2e-5
@@ -34,9 +34,40 @@ def test_heads_and_positions_that_are_right(function, count):
 
 
 def test_a_copy_of_a_used_model_computes_what_the_model_does():
-    for found in run(hf_copies_work.copies):
+    for found in run(hf_used_work.copies):
         assert len(found) == 4 + hf_versions.HAS_HYBRIDS
         assert not {name: what for name, what in found.items() if what}
+
+
+CHANGED = {
+    "token by token": "",
+    "a layer of the user's": "cannot be used over ranks any more: it has model.layers.0.mlp (Mean)",
+    "put back": "",
+    "another forward": "it has model.layers.0.mlp (LlamaMLP), whose forward was replaced",
+}
+BESIDE = {
+    "labels": "labels= was given to the model beside the inputs that shard_inputs has made",
+    "shift_labels": "shift_labels= was given to the model beside",
+    "seq_idx": "seq_idx= was given to the model beside",
+    "logits_to_keep": "logits_to_keep = 1 was asked for over ranks",
+    "output_attentions": "output_attentions was asked for over ranks",
+    "hidden states": "",
+    "all logits": "",
+    "labels of sequences": "",
+    "after refusals": "",
+}
+
+
+@pytest.mark.parametrize(("function", "messages"), [(hf_used_work.changed, CHANGED), (hf_used_work.beside, BESIDE)])
+def test_a_used_model_is_still_looked_at(function, messages):
+    for found in run(function):
+        assert found.keys() == messages.keys()
+        wrong = {
+            name: said
+            for name, said in found.items()
+            if messages[name] not in said or bool(said) != bool(messages[name])
+        }
+        assert not wrong
 
 
 MESSAGES = {

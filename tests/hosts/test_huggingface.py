@@ -334,7 +334,7 @@ MESSAGES = {
     "cache_position": "Take it out of the batch if the model computes the same without it",
     "mask beside longspan": "a mask of padding reached the layer beside longspan=",
     "config alone": "LlamaConfig was given without its model",
-    "cache beside longspan": "the layer has a cache",
+    "cache beside longspan": "use_cache was asked for over ranks",
     "labels shifted late": "to match target batch_size (0)",
     "shards of another layout": "the plan expects",
     "dropout without seed": "pass shard_inputs(..., dropout_seed=)",

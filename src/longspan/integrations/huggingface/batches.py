@@ -17,7 +17,8 @@ from longspan.training import BatchError, shift_tokens
 from longspan.training.packed_batch import numbers_of, restarts
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-USED = ("attention_mask", "position_ids", "labels", "shift_labels", *PACKED, "max_length_q", "max_length_k")
+LABELS = ("labels", "shift_labels")
+USED = ("attention_mask", "position_ids", *LABELS, *PACKED, "max_length_q", "max_length_k")
 BY_TOKEN = ("token_type_ids", "mm_token_type_ids")
 """Further arguments (batch, tokens) that are cut as tokens are."""
 SEEN = ("pixel_values", "image_grid_thw")
@@ -189,3 +190,20 @@ def shifted_labels(batch: Mapping[str, Any]) -> Tensor | None:
     if labels is None or shifted is not None:
         return shifted
     return shift_tokens(labels, 1, fill=IGNORE)
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuses what a model would do with this rank's tokens alone, in a batch or beside it in a call of the model."""
+    for name in ("logits_to_keep", "num_logits_to_keep"):
+        number = given.get(name)
+        if number is not None and (isinstance(number, torch.Tensor) or number != 0):
+            raise BatchError(
+                f"{name} = {number} was asked for over ranks, where each would keep the last tokens of its own part."
+                f" Leave it out, and put logits together with longspan.training.gather_outputs."
+            )
+    for name in ("use_cache", "output_attentions", "past_key_values"):
+        if given.get(name) is not None and given[name] is not False:
+            raise BatchError(
+                f"{name} was asked for over ranks, where there is none: caches and attention weights would hold this"
+                f" rank's tokens alone. Leave it out, and generate on one device."
+            )

@@ -13,6 +13,7 @@ import torch
 
 from longspan.integrations.huggingface._transformers import masks_by_kind
 from longspan.integrations.huggingface.attention import NAME
+from longspan.integrations.huggingface.batches import check_arguments
 from longspan.integrations.huggingface.hooks.mixers import check_mixers
 from longspan.integrations.huggingface.masks import LayerMask
 from longspan.integrations.huggingface.structure import check_structure, text_model
@@ -33,7 +34,7 @@ def check_model(model: Any, batch: Mapping[str, Any]) -> Any:
             f"the model's attention is {implementation!r}, which knows nothing of other ranks. Call register(), and"
             f" model.set_attn_implementation({NAME!r}) or from_pretrained(..., attn_implementation={NAME!r})."
         )
-    _check_arguments(batch)
+    check_arguments(batch)
     if inner is None:
         raise BatchError(
             f"{type(model).__name__} was given without its model. What a model does beside attention is looked at, and"
@@ -42,22 +43,6 @@ def check_model(model: Any, batch: Mapping[str, Any]) -> Any:
     check_mixers(inner)
     check_structure(inner, text)
     return inner
-
-
-def _check_arguments(batch: Mapping[str, Any]) -> None:
-    for name in ("logits_to_keep", "num_logits_to_keep"):
-        number = batch.get(name)
-        if number is not None and (isinstance(number, torch.Tensor) or number != 0):
-            raise BatchError(
-                f"{name} = {number} was asked for over ranks, where each would keep the last tokens of its own part."
-                f" Take it out of the batch, and put logits together with longspan.training.gather_outputs."
-            )
-    for name in ("use_cache", "output_attentions", "past_key_values"):
-        if batch.get(name) is not None and batch[name] is not False:
-            raise BatchError(
-                f"{name} was asked for over ranks, where there is none: caches and attention weights would hold this"
-                f" rank's tokens alone. Take it out of the batch, and generate on one device."
-            )
 
 
 def layer_kinds(config: Any) -> list[Kind]:

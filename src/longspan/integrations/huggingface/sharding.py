@@ -100,7 +100,7 @@ def sharded(
     sequence = ShardedSequence(whole, dealt, members, asked.scheme, asked.dropout_seed, rules)
     sequence.num_layers = num_layers(inner, config)
     part = _arguments(inner, read.batch, sequence, _positions(inner, read, rules, asked), asked)
-    part[NAME] = sequence
+    part[NAME], sequence.arguments = sequence, frozenset(part)
     _prepare(inner, sequence)
     listen(wrapped, inner, inner.base_model)
     return part

@@ -183,10 +183,12 @@ def put_in(model: nn.Module, known: Iterable[str]) -> str | None:
 
 
 def _is_replaced(module: nn.Module) -> bool:
-    """Whether somebody has given this module another forward; accelerate and the compiler keep the old one inside."""
+    """Whether somebody has given this module another forward. Accelerate and the compiler keep the old one inside, and
+    Liger's takes every token by itself, as the old one did."""
     forward = vars(module).get("forward")
     kept = hasattr(module, "_old_forward") or hasattr(forward, "_torchdynamo_orig_callable")
-    return forward is not None and not kept
+    package = (getattr(forward, "__module__", None) or "").split(".")[0]
+    return forward is not None and not kept and package not in HARMLESS
 
 
 def _is_harmless(kind: type) -> bool:

@@ -7,7 +7,7 @@ asked itself, after every forward pass, in whatever loop it runs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from longspan.integrations.huggingface.attention import NAME
+from longspan.integrations.huggingface.batches import LABELS, PACKED, check_arguments
 from longspan.integrations.huggingface.hooks.current import current, enter, leave
 from longspan.integrations.huggingface.hooks.losses import with_loss
 from longspan.integrations.huggingface.hooks.placed import has_hook
 from longspan.integrations.huggingface.rules import MASK, OWN
 from longspan.integrations.huggingface.sequence import ShardedSequence
+from longspan.training import BatchError
 
 
 @lru_cache(maxsize=1024)
@@ -71,6 +73,8 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if not isinstance(sequence, ShardedSequence):
         return None
     if sequence.depth == 0:
+        check_arguments(kwargs)
+        _check_beside(kwargs, sequence)
         sequence.is_cut, sequence.is_joined = sequence.rules.body is None, False
         if sequence.at_head is not None:
             sequence.at_head.values = None  # of a forward pass that did not come to its end
@@ -80,6 +84,17 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if sequence.rules.handed == MASK or not takes(type(module), NAME):
         return args, {name: value for name, value in kwargs.items() if name != NAME}
     return None
+
+
+def _check_beside(given: Mapping[str, Any], sequence: ShardedSequence) -> None:
+    """Refuses what `shard_inputs` reads out of whole sequences, if it was not given to it."""
+    labels = LABELS if sequence.rules.joined is None else ()  # behind whole tokens they are of whole sequences, too
+    for name in (*PACKED, *labels):
+        if given.get(name) is not None and name not in sequence.arguments:
+            raise BatchError(
+                f"{name}= was given to the model beside the inputs that shard_inputs has made, and would be about this"
+                f" rank's tokens alone. Put it, for whole sequences, into the batch that shard_inputs is given."
+            )
 
 
 @torch.compiler.disable

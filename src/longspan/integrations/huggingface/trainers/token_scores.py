@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.integrations.huggingface.attention import NAME
-from longspan.integrations.huggingface.batches import IGNORE, shifted_labels
+from longspan.integrations.huggingface.batches import IGNORE, LABELS, shifted_labels
 from longspan.integrations.huggingface.hooks.current import enter, leave
 from longspan.integrations.huggingface.hooks.losses import route_balancing
 from longspan.integrations.huggingface.hooks.placed import has_hook
@@ -30,7 +30,6 @@ from longspan.training.groups import all_summed
 from longspan.training.loss import Reported
 
 FUSED = "fused_lm_head"
-LABELS = ("labels", "shift_labels")
 
 _SCORED: WeakKeyDictionary[nn.Module, tuple[Any, Callable[[bool], dict[str, Any]]]] = WeakKeyDictionary()
 """The ranks of each model, and the further arguments of `shard_inputs`. Hooks are plain functions, which a copy of the
@@ -77,6 +76,7 @@ def _cut(model: nn.Module, args: Any, given: dict[str, Any]) -> Any:
         )
     later = shifted_labels({"labels": given["labels"]})
     part["shift_labels"] = sequence.layout.shard(later, sequence.rank, 1, IGNORE)
+    sequence.arguments |= {"shift_labels"}
     _CUT.add(sequence)
     enter(sequence)  # for the loss of routers, which TRL computes behind the model
     return (), {**part, **kept}
