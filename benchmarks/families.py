@@ -208,6 +208,8 @@ def main() -> int:
         work(given.worker, forms, not given.no_ranks)
         return 0
     kinds = given.kinds.split(",")
+    if strange := [kind for kind in kinds if kind not in KINDS]:
+        parser.error(f"--kinds {', '.join(strange)}: there are {', '.join(KINDS)}")
     todo = cases(kinds, given.only.split(",") if given.only else None)
     results = known_before(given.json) if given.resume else []
     done = {(result["kind"], result["family"]) for result in results}

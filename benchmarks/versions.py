@@ -31,7 +31,6 @@ from pathlib import Path
 from longspan.versions import PAIRS, TORCH, TRANSFORMERS, short
 
 ROOT = Path(__file__).parents[1]
-TOGETHER = (*PAIRS, (TORCH[0], TRANSFORMERS[0]))  # of the oldest pair a few tests were run: not yet in PAIRS
 SECONDS = ("test_faults", "test_nccl_faults", "test_scan_faults", "test_restart", "test_acceptance")
 BARS = ("test_plan_answers_in_time", "test_it_starts_in_half_a_second")
 HOSTS = ("test_huggingface", "test_hf_training", "test_hf_structure", "test_hf_hybrids", "test_verify_documents")
@@ -94,7 +93,7 @@ def runs_of(torch: Sequence[str], transformers: Sequence[str]) -> list[Run]:
     for release in TORCH:
         if release in torch:
             runs += [Run(release, None, suite) for suite in ("quick", "gloo")]
-        runs += [Run(a, b, "hugging face") for a, b in TOGETHER if a == release and b in transformers]
+        runs += [Run(a, b, "hugging face") for a, b in PAIRS if a == release and b in transformers]
     return runs
 
 

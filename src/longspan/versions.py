@@ -13,7 +13,11 @@ PINNED = "2.13.0"
 """The PyTorch that everything is run with; the others get the quick tests and those over Gloo ranks."""
 TORCH = ("2.11.0", "2.12.1", PINNED, "2.14.1", "2.15.0")
 TRANSFORMERS = ("5.9.0", "5.12.1", "5.15.1", "5.18.0", "5.22.2")
-PAIRS = (*((PINNED, release) for release in TRANSFORMERS), (TORCH[-1], TRANSFORMERS[-1]))
+PAIRS = (
+    (TORCH[0], TRANSFORMERS[0]),
+    *((PINNED, release) for release in TRANSFORMERS),
+    (TORCH[-1], TRANSFORMERS[-1]),
+)
 """(PyTorch, transformers) that the tests of the Hugging Face integration were run with."""
 _NUMBERS = re.compile(r"(\d+)\.(\d+)")
 TESTED, BETWEEN, NEWER, OLDER = "tested", "between tested versions", "newer than tested", "older than the floor"
