@@ -1,6 +1,9 @@
 """Models that have been used over ranks: copied, changed, called with more than their inputs; importable by name."""
 
 import copy
+import gc
+import types
+import weakref
 
 import torch
 from torch import nn
@@ -74,6 +77,17 @@ def changed():
     inner.forward = lambda x: x.mean(1, keepdim=True).expand_as(x)
     said["another forward"] = refusal(step, model, ids)
     return said
+
+
+def is_let_go():
+    """Whether a model that was used is freed, also one whose forward somebody has wrapped, as accelerate does."""
+    model = llama()
+    model.forward = types.MethodType(type(model).forward, model)
+    step(model, text())
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    return seen() is None
 
 
 def beside():

@@ -39,6 +39,10 @@ def test_a_copy_of_a_used_model_computes_what_the_model_does():
         assert not {name: what for name, what in found.items() if what}
 
 
+def test_a_used_model_is_let_go():
+    assert run(hf_used_work.is_let_go) == [True, True]
+
+
 CHANGED = {
     "token by token": "",
     "a layer of the user's": "cannot be used over ranks any more: it has model.layers.0.mlp (Mean)",

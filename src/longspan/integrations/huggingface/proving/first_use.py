@@ -51,8 +51,9 @@ class Known:
         self.parts = parts
 
 
-def _parts(model: Any) -> list[tuple[type, Any]]:
-    return [(type(module), vars(module).get("forward")) for module in model.modules()]
+def _parts(model: Any) -> list[tuple[type, int]]:
+    """Classes, and what was put in place of a forward, by its address: a method would keep the model alive."""
+    return [(type(module), id(vars(module).get("forward"))) for module in model.modules()]
 
 
 def rules_of(model: Any, read: Reading, group: Any, trust_model: bool) -> Rules:
