@@ -67,10 +67,13 @@ def changed():
     """What is said of a model that was changed after its first use, in a harmless way and then in others."""
     model, ids = llama(), text()
     layer, said = model.model.layers[0], {}
+    inner, layer.mlp = layer.mlp, Mean(layer.mlp)
+    said["at first"] = refusal(step, model, ids)
+    layer.mlp = inner
     step(model, ids)
     layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn, nn.Dropout(0.0))
     said["token by token"] = refusal(step, model, ids)
-    inner, layer.mlp = layer.mlp, Mean(layer.mlp)
+    layer.mlp = Mean(layer.mlp)
     said["a layer of the user's"] = refusal(step, model, ids)
     layer.mlp = inner
     said["put back"] = refusal(step, model, ids)

@@ -44,6 +44,7 @@ def test_a_used_model_is_let_go():
 
 
 CHANGED = {
+    "at first": "cannot be used over ranks: it has model.layers.0.mlp (Mean)",
     "token by token": "",
     "a layer of the user's": "cannot be used over ranks any more: it has model.layers.0.mlp (Mean)",
     "put back": "",

@@ -32,12 +32,15 @@ _KNOWN: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
 
 
 class Known:
-    """What has been found out about a model, and what it was made of then."""
+    """What has been found out about a model, and what it was made of when it was last accepted."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self) -> None:
         self.rules: dict[tuple[Form, str, bool], Rules] = {}
-        self.classes = tuple(classes_of(model))
-        self.parts = _parts(model)
+        self.classes: tuple[str, ...] = ()
+        self.parts: list[tuple[type, int]] = []
+
+    def accept(self, model: Any) -> None:
+        self.classes, self.parts = tuple(classes_of(model)), _parts(model)
 
     def check(self, model: Any) -> None:
         """Refuses what somebody has put into the model since. Looked at in every step, half a millisecond for 400
@@ -48,7 +51,7 @@ class Known:
         other = put_in(model, self.classes)
         if other is not None:
             raise BatchError(f"{type(model).__name__} cannot be used over ranks any more: {_unproved(other)}")
-        self.parts = parts
+        self.accept(model)
 
 
 def _parts(model: Any) -> list[tuple[type, int]]:
@@ -60,14 +63,15 @@ def rules_of(model: Any, read: Reading, group: Any, trust_model: bool) -> Rules:
     """How the model is to be treated, after its proof; a model that would be wrong is refused on all ranks."""
     config = model.config
     form = form_of(read, config.get_text_config())
-    if model not in _KNOWN:
-        _KNOWN[model] = Known(model)
-    known = _KNOWN[model]
+    known = _KNOWN.setdefault(model, Known())
     key = form, getattr(group, "group_name", ""), trust_model  # every group tells its own ranks
-    if key not in known.rules:
-        known.rules[key] = _trusted(model) if trust_model else _agreed(model, form, group)
-    elif not trust_model:
-        known.check(model)
+    if key in known.rules:
+        if not trust_model:
+            known.check(model)
+        return known.rules[key]
+    known.rules[key] = _trusted(model) if trust_model else _agreed(model, form, group)
+    if not trust_model:
+        known.accept(model)
     return known.rules[key]
 
 
