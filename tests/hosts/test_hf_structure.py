@@ -7,6 +7,7 @@ from tests.hosts import hf_structure_work as work
 from tests.pool import end_all, pool
 
 pytest.importorskip("transformers")
+from longspan.integrations.huggingface.structure import put_in
 from tests.hosts import hf_used_work, hf_versions
 
 TIMEOUT = 200.0
@@ -41,6 +42,14 @@ def test_a_copy_of_a_used_model_computes_what_the_model_does():
 
 def test_a_used_model_is_let_go():
     assert run(hf_used_work.is_let_go) == [True, True]
+
+
+def test_towers_may_be_made_of_anything():
+    """They run whole on every rank; what is beside them does not."""
+    model = torch.nn.Sequential(hf_used_work.Mean(torch.nn.Identity()), torch.nn.Linear(2, 2))
+    assert put_in(model, ()) == "0 (Mean)"
+    assert put_in(model, (), apart=[model[0]]) is None
+    assert put_in(model, (), apart=[model[1]]) == "0 (Mean)"
 
 
 CHANGED = {

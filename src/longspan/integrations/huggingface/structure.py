@@ -164,14 +164,16 @@ def _text_of(code: CodeType) -> bytes:
     return code.co_code + repr(code.co_names).encode() + b"".join(consts)
 
 
-def put_in(model: nn.Module, known: Iterable[str]) -> str | None:
+def put_in(model: nn.Module, known: Iterable[str], apart: Iterable[nn.Module] = ()) -> str | None:
     """The first module that is of no known class, or whose forward was replaced: a proof does not speak of it.
 
     Layers of torch that take every token by itself do no harm, nor do those of packages that wrap them (adapters,
-    quantisation).
+    quantisation), nor what is inside of models that stand apart, each of which is run whole on every rank.
     """
-    names = set(known)
+    names, elsewhere = set(known), {id(part) for module in apart for part in module.modules()}
     for path, module in model.named_modules():
+        if id(module) in elsewhere:
+            continue
         kind = own_class(module)
         name = f"{kind.__module__}.{kind.__qualname__}"
         where = f"{path or 'the model'} ({kind.__name__})"

@@ -43,14 +43,20 @@ def watch_body(model: nn.Module, body: str, joined: str | None) -> None:
         module.register_forward_hook(_join)  # type: ignore[arg-type]
 
 
+def towers(model: nn.Module, text: nn.Module) -> list[nn.Module]:
+    """Models for images and sound inside of this one, and models inside of those."""
+    from transformers import PreTrainedModel
+
+    inside = {id(part) for part in text.modules()}
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel) and id(module) not in inside]
+    return [module for module in models if not any(part is text for part in module.modules())]
+
+
 def shield(model: nn.Module, text: nn.Module) -> None:
     """From now on models for images and sound inside of this one do not hear of other ranks: each sees all it is given,
     on every rank."""
-    from transformers import PreTrainedModel
-
-    for module in model.modules():
-        is_tower = isinstance(module, PreTrainedModel) and not any(part is text for part in module.modules())
-        if is_tower and not any(part is module for part in text.modules()) and not has_hook(module, _hide):
+    for module in towers(model, text):
+        if not has_hook(module, _hide):
             module.register_forward_pre_hook(_hide, with_kwargs=True)  # type: ignore[arg-type]
             module.register_forward_hook(_show, always_call=True)  # type: ignore[arg-type]
 

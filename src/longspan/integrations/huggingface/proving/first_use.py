@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import warnings
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from longspan.integrations.huggingface.batches import Reading
+from longspan.integrations.huggingface.hooks.body import towers
 from longspan.integrations.huggingface.hooks.mixers import mixes, text_part
 from longspan.integrations.huggingface.proving.forms import Form, form_of
 from longspan.integrations.huggingface.rules import Rules
@@ -48,7 +50,7 @@ class Known:
         parts = _parts(model)
         if parts == self.parts:
             return
-        other = put_in(model, self.classes)
+        other = _put_in(model, self.classes)
         if other is not None:
             raise BatchError(f"{type(model).__name__} cannot be used over ranks any more: {_unproved(other)}")
         self.accept(model)
@@ -101,12 +103,16 @@ def _answered(model: Any, form: Form) -> dict[str, Any]:
     """The answer about this very model. Whatever goes wrong is an answer too: the other ranks wait for one."""
     try:
         answer = found(type(model), model.config, form, code_of(model))
-        other = put_in(model, answer["classes"]) if answer["ok"] else None
+        other = _put_in(model, answer["classes"]) if answer["ok"] else None
     except Exception as error:
         return {"ok": False, "reason": f"its proof failed ({type(error).__name__}: {error})."}
     if other is None:
         return answer
     return {"ok": False, "reason": _unproved(other)}
+
+
+def _put_in(model: Any, known: Iterable[str]) -> str | None:
+    return put_in(model, known, towers(model, text_part(model)))
 
 
 def _unproved(other: str) -> str:
