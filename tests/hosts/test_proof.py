@@ -95,6 +95,14 @@ def test_a_proof_takes_seconds():
     assert proof.seconds <= 10
 
 
+def test_one_answer_from_packed_documents_has_no_meaning_with_recurrences():
+    from longspan.integrations.huggingface.proving import Form
+
+    packed = Form(packed="position_ids", positions=True)
+    assert "one answer from a row" in proved("Zamba2ForSequenceClassification", packed).reason
+    assert proved("LlamaForSequenceClassification", packed).ok
+
+
 def test_a_remembered_proof_takes_milliseconds(tmp_path):
     from longspan.integrations.huggingface.batches import read_batch
     from longspan.integrations.huggingface.proving.first_use import found, remembered_at, rules_of

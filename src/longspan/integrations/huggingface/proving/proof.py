@@ -65,6 +65,12 @@ class Proof:
         return f"{self.model}, {self.form}: refused: {self.reason}"
 
 
+_ONE_ANSWER = (
+    "its head takes one answer from a row, and this row has several documents, which its recurrences do not tell apart"
+    " on one device. Give every document a row."
+)
+
+
 class _RefusedError(Exception):
     """Not exact, or not to be had; the message says why."""
 
@@ -175,6 +181,8 @@ def _compared(trial: Trial, form: Form) -> tuple[float, Rules]:
     """The largest difference, and the rules by which the model was split."""
     try:
         rules = rules_found(trial)
+        if form.packed and rules.joined is not None and is_hybrid(trial.model):
+            raise _RefusedError(_ONE_ANSWER)
         truth, again = _truth(trial, form), _truth(trial, form)
     except UnknownRuleError as unknown:
         raise _RefusedError(f"{unknown.what}: {unknown}.") from unknown
