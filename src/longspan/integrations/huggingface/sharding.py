@@ -35,7 +35,7 @@ from longspan.integrations.huggingface.hooks.head import (
     why_logits,
 )
 from longspan.integrations.huggingface.hooks.losses import route_losses
-from longspan.integrations.huggingface.hooks.mixers import is_hybrid, needs, route, text_part
+from longspan.integrations.huggingface.hooks.mixers import is_hybrid, needs, route
 from longspan.integrations.huggingface.hooks.rotary import watch_rotary
 from longspan.integrations.huggingface.hooks.seen import listen, listen_to_layers, takes
 from longspan.integrations.huggingface.masks import layer_mask
@@ -138,7 +138,7 @@ def _hooked(inner: Any) -> bool:
     put in place here, once: a walk through all modules takes milliseconds, and this is asked in every step."""
     if inner not in _HOOKED:
         route_losses(inner)
-        shield(inner, text_part(inner))
+        shield(inner)
         _HOOKED[inner] = watch_rotary(inner)
     return _HOOKED[inner]
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from longspan.execution.simulated import SimulatedRank
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.hooks.current import current, enter, leave
+from longspan.integrations.huggingface.hooks.mixers import text_part
 from longspan.integrations.huggingface.hooks.placed import has_hook
 from longspan.integrations.huggingface.masks import LayerMask
 from longspan.training import BatchError
@@ -43,19 +44,20 @@ def watch_body(model: nn.Module, body: str, joined: str | None) -> None:
         module.register_forward_hook(_join)  # type: ignore[arg-type]
 
 
-def towers(model: nn.Module, text: nn.Module) -> list[nn.Module]:
+def towers(model: nn.Module) -> list[nn.Module]:
     """Models for images and sound inside of this one, and models inside of those."""
     from transformers import PreTrainedModel
 
+    text = text_part(model)
     inside = {id(part) for part in text.modules()}
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel) and id(module) not in inside]
     return [module for module in models if not any(part is text for part in module.modules())]
 
 
-def shield(model: nn.Module, text: nn.Module) -> None:
+def shield(model: nn.Module) -> None:
     """From now on models for images and sound inside of this one do not hear of other ranks: each sees all it is given,
     on every rank."""
-    for module in towers(model, text):
+    for module in towers(model):
         if not has_hook(module, _hide):
             module.register_forward_pre_hook(_hide, with_kwargs=True)  # type: ignore[arg-type]
             module.register_forward_hook(_show, always_call=True)  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import warnings
-from collections.abc import Iterable
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -50,7 +49,7 @@ class Known:
         parts = _parts(model)
         if parts == self.parts:
             return
-        other = _put_in(model, self.classes)
+        other = put_in(model, self.classes, towers(model))
         if other is not None:
             raise BatchError(f"{type(model).__name__} cannot be used over ranks any more: {_unproved(other)}")
         self.accept(model)
@@ -103,16 +102,12 @@ def _answered(model: Any, form: Form) -> dict[str, Any]:
     """The answer about this very model. Whatever goes wrong is an answer too: the other ranks wait for one."""
     try:
         answer = found(type(model), model.config, form, code_of(model))
-        other = _put_in(model, answer["classes"]) if answer["ok"] else None
+        other = put_in(model, answer["classes"], towers(model)) if answer["ok"] else None
     except Exception as error:
         return {"ok": False, "reason": f"its proof failed ({type(error).__name__}: {error})."}
     if other is None:
         return answer
     return {"ok": False, "reason": _unproved(other)}
-
-
-def _put_in(model: Any, known: Iterable[str]) -> str | None:
-    return put_in(model, known, towers(model, text_part(model)))
 
 
 def _unproved(other: str) -> str:

@@ -22,7 +22,7 @@ from longspan.errors import LongspanError
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.hooks.body import towers
 from longspan.integrations.huggingface.hooks.head import LOGITS, LOSS
-from longspan.integrations.huggingface.hooks.mixers import check_mixers, is_hybrid, mixes, text_part
+from longspan.integrations.huggingface.hooks.mixers import check_mixers, is_hybrid, mixes
 from longspan.integrations.huggingface.proving.find_rules import UnknownRuleError, rules_found, with_head
 from longspan.integrations.huggingface.proving.forms import FIRST, TOKENS, Form, drawn, with_labels
 from longspan.integrations.huggingface.proving.naming import first_module
@@ -109,7 +109,7 @@ def without_weights(kind: type, config: Any) -> Any:
 def _check_classes(kind: type, config: Any, classes: tuple[str, ...]) -> None:
     """Modules that only larger models have are not in the copy."""
     made = without_weights(kind, config)
-    other = None if made is None else put_in(made, classes, towers(made, text_part(made)))
+    other = None if made is None else put_in(made, classes, towers(made))
     if other is not None:
         raise _RefusedError(f"as it is configured it has {other}, which its tiny copy has not. {_ADVICE}.")
 
