@@ -1,4 +1,4 @@
-"""For all tests: what is quick, names that docstring examples may use without importing them, and one torch thread.
+"""For all tests: shares of cases, names that docstring examples use without importing them, and one torch thread.
 
 Two cores are shared, and sums must not depend on how many threads there are.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from longspan import layouts, masks
-from tests.lanes import left_out
+from tests.lanes import NIGHTLY, SEED, left_out
 
 ROOT = Path(__file__).parent
 # Importing it imports torchtitan, which replaces functions of torch: only in processes of their own (test_torchtitan).
@@ -21,38 +21,58 @@ collect_ignore = ["src/longspan/integrations/torchtitan"]
 if find_spec("transformers") is None:
     collect_ignore += ["src/longspan/integrations/huggingface/sharding.py", "tests/hosts/hf_versions.py"]
 if find_spec("triton") is None:
-    collect_ignore += ["src/longspan/execution/fused/triton_kernels.py"]
+    collect_ignore += ["src/longspan/execution/fused/triton_kernels.py", "tests/kernel_models/flex_cubins.py"]
 # Helpers of tests have no examples in them, and some import frameworks that may be missing.
 collect_ignore_glob = ["tests/*/*_work.py", "tests/*/titan_*.py", "tests/*/*_script.py"]
 
-# `pytest -m quick`: something of every layer, within a minute of processor time. A whole file, or tests by their name.
-QUICK = {
-    "tests/house/test_house.py": "",
-    "tests/house/test_layers.py": "",
-    "tests/unit/test_layouts.py": "",
-    "tests/unit/test_plan.py": "",
-    "tests/unit/test_masks.py": "no_tokens",
-    "tests/unit/test_schedules.py": "validator",
-    "tests/unit/test_kernels.py": "strided_views",
-    "tests/gloo/test_gloo.py": "would[2-0]",
-    "tests/simulation/test_detection.py": "seeds[0]",
-}
+MARKERS = (
+    "quick: something of every layer, within a minute of processor time",
+    "share(n): one case in n runs each time, all of them at night (tests/lanes.py)",
+    "nightly: runs at night only, or when selected by name (tests/lanes.py)",
+)
+# Doctests that `pytest -m quick` runs: modules that do not import torch, so that the first dot comes soon.
+QUICK_DOCTESTS = tuple(ROOT / "src" / "longspan" / name for name in ("span.py", "masks", "layouts", "schedules"))
+
+
+def pytest_addoption(parser):
+    if find_spec("pytest_timeout") is None:  # pyproject.toml sets it, and an unknown setting is an error
+        parser.addini("timeout", "limit in seconds of a test; needs pytest-timeout")
 
 
 def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # workers share what the process that starts them has made
-        # Tests plant mistakes: what a proof says of them must not be remembered for the person at this machine.
+    if not hasattr(config, "workerinput"):  # workers share the folder of the process that starts them
+        # Tests plant mistakes: checks of models that fail for them must not stay in the user's own cache.
         os.environ["XDG_CACHE_HOME"] = folder = tempfile.mkdtemp(prefix="longspan-tests-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    config.addinivalue_line("markers", "quick: something of every layer, within a minute of processor time")
+    for marker in MARKERS + (
+        ("timeout(seconds): needs pytest-timeout",) if find_spec("pytest_timeout") is None else ()
+    ):
+        config.addinivalue_line("markers", marker)
+
+
+def pytest_report_header():
+    return "all cases (LONGSPAN_NIGHTLY)" if NIGHTLY else f"shares of cases by LONGSPAN_SEED={SEED}"
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not NIGHTLY and terminalreporter.stats.get("failed"):
+        terminalreporter.write_line(f"LONGSPAN_SEED={SEED} selects the same cases again")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave files without a quick test out of `pytest -m quick`: importing them takes longer than the tests."""
+    if config.option.markexpr != "quick" or collection_path.suffix != ".py" or not collection_path.is_relative_to(ROOT):
+        return None
+    if collection_path.is_relative_to(ROOT / "src"):
+        return None if any(collection_path.is_relative_to(part) for part in QUICK_DOCTESTS) else True
+    return None if "mark.quick" in collection_path.read_text() else True
 
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        path = str(item.path.relative_to(ROOT)) if item.path.is_relative_to(ROOT) else ""
-        if path.startswith("src/") or (path in QUICK and QUICK[path] in item.name):
+        if any(item.path.is_relative_to(part) for part in QUICK_DOCTESTS):
             item.add_marker("quick")
-    if out := left_out(items, config.args):
+    if out := left_out(items, config.args, config.option.markexpr):
         config.hook.pytest_deselected(items=out)
         gone = set(out)
         items[:] = [item for item in items if item not in gone]

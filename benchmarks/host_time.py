@@ -31,7 +31,7 @@ from longspan.cli.lengths import drawn_lengths
 from longspan.cli.measuring.runs import DIRECTIONS
 from longspan.execution.engine import runner
 from longspan.execution.engine.flat.memory import Memory
-from longspan.execution.fused import pieces, triton_kernels
+from longspan.execution.fused import pieces
 from longspan.schedules.cost.presets import H100
 
 SEQ, HEADS, KV_HEADS, DIM = 1 << 20, 32, 8, 128
@@ -86,6 +86,8 @@ def as_on_a_gpu() -> Iterator[None]:
     """Rows are moved by tables and by Triton's kernels, as on GPUs, wherever the tensors are."""
     names = ("merge_kernel", "rows_kernel", "two_rows_kernel")
     kept = runner.memory_for, pieces.is_fused
+    from longspan.execution.fused import triton_kernels  # needs triton, which `CASES` does not
+
     kernels = {name: getattr(triton_kernels, name) for name in names}
     runner.memory_for = lambda program, device: Memory(program.buffers, device, by_index=True)
     pieces.is_fused = lambda _: True

@@ -119,6 +119,7 @@ def run_script(text, world, folder):
     return done.returncode, done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["sinks are dropped", "gradients of captured tensors stay shares"])
 def test_the_printed_script_repeats_a_failure(name, tmp_path):

@@ -69,6 +69,7 @@ def test_a_line_is_repeated_by_the_command_that_the_page_prints(tmp_path):
     assert (code, [line["line"] for line in again["lines"]]) == (0, ["exact.ring"])
 
 
+@pytest.mark.nightly  # the whole page always
 def test_nothing_planted_and_nothing_red(tmp_path):
     code, answer = accept(tmp_path, "nothing", "--quick", "--only", SECTIONS)
     assert (code, reds(answer), answer["ok"]) == (0, [], True), answer["lines"]
@@ -85,6 +86,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plant", PLANTED)
 def test_what_is_planted_turns_its_own_line_red_and_no_other(tmp_path, plant):
     code, answer = accept(tmp_path, plant, "--quick", "--only", SECTIONS)
@@ -95,6 +97,7 @@ def test_what_is_planted_turns_its_own_line_red_and_no_other(tmp_path, plant):
     assert not answer["ok"]
 
 
+@pytest.mark.nightly
 def test_a_call_that_is_slower_than_predicted_is_red(tmp_path):
     only = "time.documents.4k,host.waits"
     code, answer = accept(tmp_path, "slow_call", "--quick", "--only", only)
@@ -120,6 +123,7 @@ def test_a_rank_that_dies_leaves_a_page_with_its_line_red(tmp_path):
     assert not private((tmp_path / "acceptance.md").read_text())
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("what", ["kill", "stop", "raise", "late"])
 def test_a_watch_that_names_nobody_is_red(tmp_path, what):
     """And one that does is not: the next test."""

@@ -30,6 +30,7 @@ def refused(found, *says):
         assert seconds < 3.0, (seconds, text)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_any_order_that_all_ranks_share_is_right(scheme):
     world = 4 if "hybrid" in scheme else 2

@@ -113,6 +113,7 @@ def test_it_starts_in_half_a_second():
     assert command_seconds("--help") < 0.5
 
 
+@pytest.mark.share(3)  # 1M packed and 10M causal tokens always
 @pytest.mark.parametrize(
     ("seq_len", "ranks", "bar", "docs"),
     [
@@ -560,6 +561,7 @@ def on_ranks(size, *words, timeout=240):
     return found[0][1]
 
 
+@pytest.mark.nightly  # in JSON always
 def test_calibrate_writes_a_machine_that_plan_reads(answer, tmp_path):
     path = tmp_path / "machine.json"
     out = on_ranks(4, "calibrate", *SMALL, "--rounds", "2", "--out", str(path), "--name", "here")
@@ -575,6 +577,7 @@ def test_calibrate_writes_a_machine_that_plan_reads(answer, tmp_path):
     assert found["workload"]["machine"] == "here"
 
 
+@pytest.mark.nightly
 def test_calibrate_answers_in_json():
     found = json.loads(on_ranks(2, "calibrate", *SMALL, "--rounds", "1", "--json"))
     assert (found["command"], found["ranks"], found["kernel"], found["file"]) == ("calibrate", 2, "cpu_flash", None)
@@ -663,6 +666,7 @@ def test_doctor_calls_tested_versions_fit(longspan, answer, monkeypatch, torch_f
     assert not any("was tested on" in line or "or newer" in line for line in found["advice"])
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     ("torch_found", "transformers_found", "said"),
     [

@@ -55,6 +55,7 @@ def documents(n, length=64):
     return ls.masks.documents([n, length - n]) & ls.masks.causal()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_graph_serves_all_masks_of_a_size(backend):
     compiler = Counting(backend)
@@ -119,6 +120,7 @@ def test_a_fixed_mask_outlives_thousands_of_others():
 LENGTHS = (64, 80, 96, 33, 65, 48, 72, 17, 50, 90, 3, 2, 1, 64)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("backend", "dynamic", "most"),
     [("aot_eager", True, 3), ("aot_eager", None, 4), ("aot_eager", False, 13), ("inductor", True, 3)],
@@ -357,6 +359,7 @@ def test_the_operators_keep_what_they_promise_to_torch():
     )
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("options", [{"fullgraph": True}, {"dynamic": True}])
 @pytest.mark.parametrize("scheme", ["auto", "ring"])
 def test_packed_batches_over_ranks_compile_once(options, scheme):
@@ -365,6 +368,7 @@ def test_packed_batches_over_ranks_compile_once(options, scheme):
         assert made == 1
 
 
+@pytest.mark.nightly
 def test_packed_batches_over_ranks_with_inductor():
     for worst, made, _ in pool(2).run(compiled_work.packed, 3, "inductor", {"fullgraph": True}, timeout=300):
         assert worst < compiled_work.LIMIT

@@ -27,6 +27,7 @@ def _nothing_compiled():
     torch._dynamo.reset()
 
 
+@pytest.mark.share(5)
 @pytest.mark.parametrize("first", range(0, 40, 4))
 def test_a_model_of_four_layers(first):
     """40 cases in ten models: against eager calls and against every pair written out; new batches compile nothing."""
@@ -57,6 +58,7 @@ def test_there_are_forty_cases():
 LENGTH_FREE = ("soft_cap", "composition", "gated_by_tokens")
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("dynamic", "most"), [(True, 1), (None, 2), (False, 3)])
 def test_lengths_may_change(dynamic, most):
     chosen = [work.Case(score, "causal") for score in LENGTH_FREE]
@@ -92,6 +94,7 @@ def test_whole_numbers_that_change_are_no_part_of_the_graph():
     assert compiler.made <= 2
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("kernel", ["reference", "flex"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_kernels_and_dtypes_do_what_they_do_outside(kernel, dtype):
@@ -221,6 +224,7 @@ UNCOMPILED = {
 }
 
 
+@pytest.mark.share(2)
 @pytest.mark.filterwarnings("ignore:a score function cannot be compiled")
 @pytest.mark.parametrize("name", UNCOMPILED)
 def test_what_cannot_be_written_down_is_refused_by_name_or_run_outside(name):
@@ -268,6 +272,7 @@ OVER_RANKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("backend", "num_batches"), [("aot_eager", 4), ("inductor", 2)])
 def test_over_ranks(backend, num_batches):
     for error, made in pool(2).run(work.over_ranks, OVER_RANKS, backend, num_batches, timeout=600):

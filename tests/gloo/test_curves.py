@@ -91,6 +91,7 @@ def test_the_picture_shows_every_run(tmp_path):
     assert drawn[0] != drawn[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(240)
 def test_the_program_in_the_page_runs_as_printed(tmp_path):
     text = (ROOT / "docs" / "training.md").read_text()

@@ -60,6 +60,7 @@ def different(a, b):
     return [name for name, x, y in zip(NAMES, a, b, strict=True) if not torch.equal(x, y)]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", ["ring", "exchange", "hybrid(2,ring)"])
@@ -69,12 +70,14 @@ def test_arrival_orders_change_nothing(scheme, dtype, kernel):
         assert not different(expected, run(MASKS["packed"], 4, scheme, dtype, kernel, "zigzag", seed)), f"seed {seed}"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("scheme", ["ring", "exchange", "all_gather", "all_to_all", "hybrid(2,exchange)"])
 def test_runs_repeat(scheme):
     first = run(MASKS["causal"], 4, scheme, torch.bfloat16, "auto", "zigzag")
     assert not different(first, run(MASKS["causal"], 4, scheme, torch.bfloat16, "auto", "zigzag"))
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", MASKS)
@@ -86,6 +89,7 @@ def test_world_sizes_of_one_chunk_agree(mask, dtype, layout):
         assert not different(alone, run(MASKS[mask], world, "all_to_all", dtype, layout=layout)), world
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_world_sizes_of_equal_chunks_agree(mask, dtype):
@@ -153,6 +157,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.share(5)
 @pytest.mark.parametrize(("mask", "kernel", "dtype"), KINDS)
 def test_chunks_give_the_same_bits_on_every_number_of_ranks(mask, kernel, dtype):
     alone, *others = [
@@ -165,6 +170,7 @@ def test_chunks_give_the_same_bits_on_every_number_of_ranks(mask, kernel, dtype)
         torch.testing.assert_close(a, b, rtol=0, atol=0.06 if dtype == torch.bfloat16 else 2e-5)
 
 
+@pytest.mark.share(5)
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
 @pytest.mark.parametrize("length", [3, 4, 8, 24])
 @pytest.mark.parametrize("kind", ["one mask", "per head", "tokens before heads"])
@@ -194,6 +200,7 @@ def scattered(rng, chunks, length, world):
     return Layout.from_spans(chunks * length, spans, name="scattered")
 
 
+@pytest.mark.share(5)
 @pytest.mark.parametrize("seed", range(14))
 def test_chunks_agree_however_they_are_dealt(seed):
     rng = np.random.default_rng(seed)
@@ -279,6 +286,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_other_orders_are_noticed(mutant, monkeypatch):
     remembered = sys.modules["longspan.schedules.plan"]._made  # plans that know their steps already

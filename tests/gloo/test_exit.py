@@ -51,6 +51,7 @@ def jobs(request):
         return {key: pool.submit(job, *key) for key in JOBS if key in chosen}
 
 
+@pytest.mark.share(4)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("key", JOBS, ids="-".join)
 def test_jobs_end_with_the_status_that_is_theirs(key, jobs):

@@ -135,6 +135,7 @@ def test_there_are_enough_cases():
     assert len({name_of(case) for case in CASES}) == len(CASES)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_survivor_names_the_rank_in_time(case, launcher, wanted):
     slowest = []

@@ -16,6 +16,7 @@ def _end_pools():
     end_all()
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize(
     ("world", "first"), [(world, first) for world, count in NUM_CASES.items() for first in range(0, count, CHUNK)]
 )
@@ -28,6 +29,7 @@ def test_ranks_compute_what_one_device_would(world, first):
                 assert dtype != "float64" or error <= 1e-12
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scheme", ["exchange", "ring", "all_to_all"])
 def test_compiled_and_checkpointed_transformers_equal_eager(scheme):
     expected = pool(2).run(gloo_work.transformer, "eager", scheme)

@@ -24,6 +24,7 @@ def test_all_losses_are_here_and_each_fits_on_a_screen():
         assert len((LOSSES / f"{name}.py").read_text().splitlines()) <= 60
 
 
+@pytest.mark.share(6)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_is_that_of_one_process(name, tmp_path):
@@ -49,6 +50,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.share(4)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_ends_with_status_1(mistake, tmp_path):

@@ -58,6 +58,7 @@ def jobs(request):
         yield {how: pool.submit(job, how, store.port) for how in chosen}
 
 
+@pytest.mark.share(4)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", JOBS)
 def test_ranks_end_with_the_status_that_is_theirs(how, jobs):

@@ -162,6 +162,7 @@ def check_undisturbed(heard):
         assert "aborted: False, errors: 0" in text, f"rank {rank}: {text}"
 
 
+@pytest.mark.share(3)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", FAULTS, ids=name_of)
 def test_every_survivor_names_the_rank_in_time(case, launcher, wanted):
@@ -174,6 +175,7 @@ def test_who_is_slow_disturbs_nobody(case, launcher, wanted):
     check_undisturbed(launcher.result(case, wanted)[0])
 
 
+@pytest.mark.share(3)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", MUTATED, ids=name_of)
 def test_mutants_are_noticed(case, launcher, wanted):

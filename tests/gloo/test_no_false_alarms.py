@@ -70,6 +70,7 @@ def ran(store, name, world, args):
         job.end()
 
 
+@pytest.mark.share(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", ["kill", "stop", "lost"])
 def test_who_is_struck_on_another_host_is_named(what, store):
@@ -113,6 +114,7 @@ def quiet(request, store):
         return {str(case): pool.submit(ran, store, *case) for case in chosen}
 
 
+@pytest.mark.share(3)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", QUIET, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[2]))}")
 def test_who_lives_is_waited_for(case, quiet):
@@ -123,6 +125,7 @@ def test_who_lives_is_waited_for(case, quiet):
         assert any("rank 1 has waited 10 s for rank 0" in line and "rank 0 is alive" in line for line in heard[1][2])
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(120 + 120 * MINUTES)
 def test_busy_cores_are_no_fault(store):
     crowd = [context().Process(target=alarm_work.busy, daemon=True) for _ in range(16)]

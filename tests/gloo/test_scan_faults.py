@@ -69,6 +69,7 @@ def wanted(request):
     return [case for case in CASES if case in chosen]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_survivor_names_the_rank_in_time(case, launcher, wanted):
     slowest = []

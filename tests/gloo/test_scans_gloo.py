@@ -18,6 +18,7 @@ def _end_pools():
     end_all()
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("world", "first"), [(world, first) for world, count in NUM_CASES.items() for first in range(0, count, CHUNK)]
 )

@@ -28,6 +28,7 @@ def close(found, right):
     return np.linalg.norm(found - right) <= LIMIT * max(np.linalg.norm(right), 1e-2 * right.size**0.5)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("world", "first"), [(w, f) for w, count in CASES.items() for f in range(0, count, CHUNK)])
 def test_ranks_compute_what_one_device_would(world, first):
     """Gradients of what learns are whole on every rank ("sum"), or shares that add up to it ("share")."""

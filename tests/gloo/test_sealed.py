@@ -116,6 +116,7 @@ def one_process(seed, steps):
     return found, first
 
 
+@pytest.mark.share(3)
 @pytest.mark.timeout(WAIT)
 @pytest.mark.parametrize("how", sealed_work.WRAPPERS)
 def test_recipes_with_mixed_precision_train_as_float32_does(how):

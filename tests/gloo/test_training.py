@@ -47,6 +47,7 @@ def random_batch(seed):
     return layout, labels, kept, documents, [lengths[row % len(lengths)] for row in range(rows)]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("seed", range(80))
 def test_labels_and_positions_are_those_of_whole_documents(seed):
     layout, labels, kept, documents, lengths = random_batch(seed)
@@ -194,6 +195,7 @@ def test_losses_that_do_not_fit_are_refused(change, said):
     assert said in str(found.value)
 
 
+@pytest.mark.share(2)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("world", "count"), [(2, 48), (4, 24)])
 def test_losses_and_gradients_do_not_depend_on_ranks(world, count):
@@ -287,6 +289,7 @@ def one_process_losses(example):
         yield loss.item()
 
 
+@pytest.mark.nightly  # README's program always
 @pytest.mark.timeout(240)
 def test_the_fsdp2_example_learns_as_one_process_does(tmp_path):
     path = ROOT / "examples" / "fsdp2.py"

@@ -56,6 +56,7 @@ def on_ranks(world, function, *args, **options):
 # -- right code passes -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mask", work.MASKS)
 def test_right_calls_pass_in_loopback(mask, dtype):
@@ -87,6 +88,7 @@ def extras(name, heads):
     }[name]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", ["softcap", "sinks", "alibi", "relative_bias", "dropout", "captured", "all"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_right_calls_with_extras_pass_and_their_gradients_are_compared(name, dtype):
@@ -102,6 +104,7 @@ def test_right_calls_with_extras_pass_and_their_gradients_are_compared(name, dty
         assert report.checks[-1].tensor == "gradient of captured tensor 0 (8, 4)"
 
 
+@pytest.mark.share(5)
 @pytest.mark.parametrize("part", range(5))
 def test_no_false_alarm_in_100_random_right_cases(part):
     """Every kind of mask, layout, scheme and dtype. 300 other seeds, run by hand: none was flagged."""
@@ -180,6 +183,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_caught_with_their_cause(name):
     options, cause, tensors = MISTAKES[name]
@@ -191,6 +195,7 @@ def test_mistakes_are_caught_with_their_cause(name):
     assert all(finding.error > finding.budget > 0 for finding in findings)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     ("name", "options", "cause"),
     [
@@ -333,6 +338,7 @@ STEPS = {
 }
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("mistake", STEPS)
 def test_mistakes_of_steps_are_caught_with_their_cause(mistake):
     options, causes = STEPS[mistake]
@@ -590,6 +596,7 @@ def test_the_command_says_what_is_wrong_with_exit_code_1(monkeypatch, capsys):
     assert "0 of 1 right" in said
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("form", [["--json"], []], ids=["json", "table"])
 def test_the_command_under_torchrun(tmp_path, form):
     """One rank answers for all, in either form."""

@@ -46,6 +46,7 @@ def far(a, b):
     return float(np.abs(a - b).max())
 
 
+@pytest.mark.nightly  # the Trainer with a hybrid model always
 @pytest.mark.parametrize(("model_type", "cp"), RUNS)
 def test_fifty_steps_with_fsdp2(model_type, cp):
     """4 ranks: sequences split over all, and over two, of which two pairs get other rows."""
@@ -72,6 +73,7 @@ def test_trainer_with_flattened_documents():
     assert far(found, expected) <= 5e-6 * max(1.0, float(expected.max()))  # as tests/hosts/test_hf_training.py
 
 
+@pytest.mark.nightly
 def test_autocast():
     """bfloat16 over ranks is as far from float32 as it is in one process."""
     steps = 8

@@ -62,6 +62,7 @@ def compare(found, wanted, limit):
         assert off <= limit * max(largest, 1e-9), f"{name}: off by {off:.1e}, largest {largest:.1e}"
 
 
+@pytest.mark.share(19)  # one on 2 ranks, one on 3
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("model_type", work.MODELS)
 def test_ranks_equal_one_device(model_type, world):
@@ -73,6 +74,7 @@ def test_ranks_equal_one_device(model_type, world):
             assert all(other[0] == found[0][0] for other in found)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("model_type", work.MODELS)
 def test_what_is_left_is_rounding_to_float32(model_type):
     """With the float32 parts of transformers in float64, ranks are exact for every model."""

@@ -31,6 +31,7 @@ def _end_pools():
     end_all()
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("what", ["smoothing", "noise", *WAYS])
 def test_same_as_alone(what, folder):
     """Losses, norms, and the evaluation; documents packed and padded in turn."""

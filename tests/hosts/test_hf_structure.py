@@ -25,6 +25,7 @@ def run(function, *args):
     return pool(2).run(function, *args, timeout=TIMEOUT)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     ("function", "count"), [(work.per_token_heads, 8), (work.positions, 9), (work.pooled_heads, 11)]
 )
@@ -110,6 +111,7 @@ def test_what_would_be_wrong_is_refused():
         assert not wrong
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("wrapper", work.WRAPPERS)
 def test_layers_that_do_not_listen_are_refused_in_any_loop(wrapper):
     for right, *deaf in run(work.listening, wrapper):

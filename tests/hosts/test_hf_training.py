@@ -73,6 +73,7 @@ def test_trainer_with_packed_documents_evaluates_and_predicts(llama):
     assert np.array_equal(found["labels"], expected["labels"])
 
 
+@pytest.mark.nightly
 def test_resume_on_another_number_of_ranks(folder, llama):
     """The checkpoint that 2 ranks wrote after 10 steps goes on alike on 1 (stock Trainer) and on 4 ranks."""
     expected, _, saved = llama
@@ -82,6 +83,7 @@ def test_resume_on_another_number_of_ranks(folder, llama):
         assert found["first"] == work.STEPS // 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_trainer_with_windows_caps_and_sinks(folder, family):
     """Gemma 2 (windows, soft caps) and GPT-OSS (windows, sinks, experts), padded batches."""
@@ -90,6 +92,7 @@ def test_trainer_with_windows_caps_and_sinks(folder, family):
     assert_same_curve(over_ranks(2, work.train, *run)["curve"], expected["curve"])
 
 
+@pytest.mark.nightly
 def test_samples_and_sequences_split(folder):
     """4 ranks = 2 x 2: other samples, and parts of sequences. Gemma 2, padded."""
     run = (str(folder / "gemma2_dp"), "gemma2", "padded")
@@ -99,6 +102,7 @@ def test_samples_and_sequences_split(folder):
     assert found["batch"] == expected["batch"]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("world", "cp_size"), [(2, None), (4, 2)])
 def test_trainer_with_fsdp2(folder, world, cp_size):
     """Parameters sharded over all ranks by transformers' own FSDP2 (`DistributedConfig`), which runs on CPUs."""
@@ -110,11 +114,13 @@ def test_trainer_with_fsdp2(folder, world, cp_size):
     assert_same_curve(found["curve"], expected["curve"])
 
 
+@pytest.mark.nightly  # and a program of examples/
 def test_accelerate_loop():
     expected = one_process(work.accelerate_loop)
     assert_same_curve(over_ranks(2, work.accelerate_loop)["curve"], expected["curve"])
 
 
+@pytest.mark.nightly  # TRL has a file of its own
 def test_trl_packs(folder):
     """TRL's SFTTrainer with packing="bfd": losses, norms, and its own entropy, accuracy and token counts."""
     pytest.importorskip("trl")
@@ -130,6 +136,7 @@ def test_trl_packs(folder):
     assert abs(found["metrics"][1] - expected["metrics"][1]) <= 0.02
 
 
+@pytest.mark.nightly  # a program of examples/ has one
 @pytest.mark.parametrize(("world", "dp_shard"), [(2, 1), (4, 2)])
 def test_trainer_with_a_parallelism_config(folder, world, dp_shard):
     """Accelerate's mesh and its FSDP2. It refuses CPUs: here, in the test alone, it takes them for accelerators."""

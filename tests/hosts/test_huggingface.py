@@ -54,6 +54,7 @@ def test_one_device_equals_eager(family, case):
     assert_close({f"{family} {case}": work.difference(on_one_device(model, batch), expected)})
 
 
+@pytest.mark.share(7)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("family", work.FAMILIES)
 def test_ranks_equal_one_device(family, world):
@@ -93,6 +94,7 @@ def test_the_same_batch_in_other_words():
 # -- one device --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss", "llama4"])
 def test_generate_equals_eager(family, cache):

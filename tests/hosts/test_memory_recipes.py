@@ -50,6 +50,7 @@ def peak(model, ids, dout):
     return ledger.peak(()), found
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("tokens", [96, 101])
 @pytest.mark.parametrize(
     ("name", "more"),

@@ -154,6 +154,7 @@ def test_float32_inside_of_a_proof_is_float64():
     assert halves.dtype == torch.bfloat16
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_was_widened_is_exact_over_ranks(world, tmp_path):
     for found in pool(world).run(work.widened, str(tmp_path), timeout=TIMEOUT):
@@ -161,6 +162,7 @@ def test_what_was_widened_is_exact_over_ranks(world, tmp_path):
         assert not {name: error for name, error in found.items() if not error <= 1e-6}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("world", [2, 3])
 def test_images_over_ranks(world, tmp_path):
     for found in pool(world).run(work.images, str(tmp_path), timeout=TIMEOUT):

@@ -37,6 +37,7 @@ def chosen(entries):
             yield pytest.param(entry, FORMS[name], id=f"{entry.name}, {name}")
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("entry", "form"), list(chosen(FAULTS)))
 def test_a_planted_fault_is_refused(entry, form):
     proof = prove(entry.kind, entry.settings(), form)
@@ -44,6 +45,7 @@ def test_a_planted_fault_is_refused(entry, form):
     assert entry.word in proof.reason
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("entry", "form"), list(chosen(TWINS)))
 def test_its_twin_is_not(entry, form):
     proof = prove(entry.kind, entry.settings(), form)

@@ -170,6 +170,7 @@ def test_the_backward_of_a_checkpointed_layer(monkeypatch, name):
 OF_TOKENS = ("inputs of layers", "one layer", "gradients of rows")
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("words", "tokens", "checkpointing"),
     [(100, 2048, True), (100, 2048, False), (100, 64, True), (20000, 64, True)],

@@ -26,6 +26,7 @@ def assert_exact(ranks):
             assert error <= limit, f"rank {rank} is off by {error:.2e}: {what}"
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("world", "tokens"), [(2, 32), (2, 37), (4, 37)])
 @pytest.mark.parametrize("way", work.WAYS)
 def test_the_matrix_of_pytorch(way, world, tokens):
@@ -33,6 +34,7 @@ def test_the_matrix_of_pytorch(way, world, tokens):
     assert_exact(run(work.matrix, way, tokens, world=world))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("way", work.WAYS)
 def test_masks_pytorch_cannot_say(way, world):

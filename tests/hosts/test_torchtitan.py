@@ -161,6 +161,7 @@ def check_same(run, meant, steps=10):
     assert run["validation"] == pytest.approx(meant["validation"][: len(run["validation"])], abs=5e-6)
 
 
+@pytest.mark.nightly
 def test_one_rank_trains_as_torchtitan_with_dense_masks():
     reference, ours, *_ = one_rank()
     assert len(reference["steps"]) == 10
@@ -168,6 +169,7 @@ def test_one_rank_trains_as_torchtitan_with_dense_masks():
     check_same(ours, reference)
 
 
+@pytest.mark.nightly  # four with FSDP always
 def test_two_ranks_train_as_one():
     check_same(two_ranks()[0], one_rank()[0])
     assert two_ranks()[0]["tokens_local"] == 10 * 4 * 64 // 2
@@ -175,6 +177,7 @@ def test_two_ranks_train_as_one():
         check_same(run, one_rank()[0], steps=2)
 
 
+@pytest.mark.nightly
 def test_two_ranks_train_in_torchtitans_default_precision():
     """bfloat16 has 8 bits: the loss, a mean over some 300 tokens, is off by less than one of its roundings."""
     (loss, *_), (meant, *_) = two_ranks()[8]["steps"][0], one_rank()[0]["steps"][0]

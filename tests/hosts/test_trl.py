@@ -64,6 +64,7 @@ def largest(found, name):
     return max(abs(step.get(name) or 0.0) for step in found["curve"])
 
 
+@pytest.mark.share(5)
 @pytest.mark.parametrize(
     ("job", "moving"),
     [
@@ -84,6 +85,7 @@ def test_twenty_steps(job, moving, folder):
     assert_same(over_ranks(job, folder), expected)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("job", "args"), [(work.sft_smooth, ()), (work.experts, ("SFT",)), (work.experts, ("GRPO",))])
 def test_smoothed_labels_and_routers(job, args, folder):
     """Rows that are padded, with labels that TRL smooths; losses of routers, which TRL computes behind the model."""
@@ -122,6 +124,7 @@ def test_completions_that_cannot_be_sent_are_refused():
         _shared(([[1, 2]], [object()]), None)
 
 
+@pytest.mark.nightly
 def test_samples_and_sequences_split(folder):
     """4 ranks = 2 x 2 against plain TRL on 2 processes: groups of completions lie on two of them."""
     expected = pool(2).run(work.grpo_groups, folder, 1, timeout=TIMEOUT)[0]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.jobs.runner import torchrun
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +33,7 @@ def test_readme_example_runs_as_printed(tmp_path):
     assert "tensor(True)" in run(code, ROOT / "src", tmp_path)
 
 
+@pytest.mark.nightly  # CI walks there
 def test_readme_program_prints_one_loss_on_any_number_of_ranks(tmp_path):
     (code,) = [code for kind, code in blocks("README.md") if kind == "torchrun"]
     (tmp_path / "train.py").write_text(code)

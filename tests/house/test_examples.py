@@ -11,6 +11,7 @@ from tests.jobs.runner import torchrun
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.share(5)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["learned_bias", "windows", "migration", "hf_trainer", "hybrid"])
 def test_example(name, tmp_path):
@@ -21,6 +22,7 @@ def test_example(name, tmp_path):
     agrees(path, tmp_path)
 
 
+@pytest.mark.share(5)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["accelerate_loop", "fsdp2_bias", "trl_grpo", "trl_sft", "verl_style"])
 def test_program(name, tmp_path):

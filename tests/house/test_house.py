@@ -3,17 +3,26 @@
 import ast
 import importlib
 import re
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 import longspan
+
+pytestmark = pytest.mark.quick
 
 SRC = Path(longspan.__file__).parent
 MODULES = {
     ".".join(("longspan", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(SRC.rglob("*.py"))
 }
-TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+
+
+@lru_cache(maxsize=1)
+def import_graph():
+    return {name: set(imported(ast.parse(path.read_text()))) for name, path in MODULES.items()}
 
 
 def imported(tree):
@@ -43,11 +52,11 @@ def circles(graph):
 
 
 def test_no_import_circles():
-    assert not circles({name: set(imported(tree)) for name, tree in TREES.items()})
+    assert not circles(import_graph())
 
 
 def test_the_search_finds_circles():
-    graph = {name: set(imported(tree)) for name, tree in TREES.items()}
+    graph = {name: set(modules) for name, modules in import_graph().items()}
     graph["longspan.span"].add("longspan.masks.bands")
     assert ["longspan.masks.bands", "longspan.span"] in circles(graph)
 

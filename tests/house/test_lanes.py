@@ -1,45 +1,54 @@
-"""What runs every time and what at night: names that exist, and everything when asked for."""
+"""Shares of cases: they rotate with the seed, and everything runs at night and when a test is selected by name."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from tests import lanes
-from tests.jobs.runner import ROOT
-
-
-@pytest.mark.parametrize(("name", "one_in"), lanes.SHARES.items())
-def test_tests_with_a_share_exist(name, one_in):
-    file, _, test = name.partition("::")
-    text = (ROOT / "tests" / f"{file}.py").read_text()
-    assert f"def {test}(" in text
-    assert "@pytest.mark.parametrize" in text or one_in == lanes.NIGHT_ONLY
 
 
 @pytest.fixture(autouse=True)
 def _by_day(monkeypatch):
     monkeypatch.setattr(lanes, "NIGHTLY", False)
-    monkeypatch.setattr(lanes, "SHARES", {"unit/test_exact::test_exact": 7, "house/test_x::test_x": lanes.NIGHT_ONLY})
+    monkeypatch.setattr(lanes, "SEED", 3)
 
 
-def made(count, name="unit/test_exact.py::test_exact"):
-    return [SimpleNamespace(nodeid=f"tests/{name}[{number}]") for number in range(count)]
+def items(count, name="tests/unit/test_exact.py::test_exact", **marks):
+    marks = {key: SimpleNamespace(args=value) for key, value in marks.items()}
+    return [SimpleNamespace(nodeid=f"{name}[{n}]", get_closest_marker=marks.get) for n in range(count)]
 
 
-def kept(items, asked=("tests",)):
-    out = lanes.left_out(items, asked)
-    return [item.nodeid.partition("[")[2][:-1] for item in items if item not in out]
+def kept(cases, arguments=("tests",), markexpr=""):
+    out = lanes.left_out(cases, arguments, markexpr)
+    return [n for n, item in enumerate(cases) if item not in out]
 
 
-def test_a_share_of_cases_runs():
-    assert kept(made(20)) == ["0", "7", "14"]
-    assert kept(made(3, "unit/test_plan.py::test_plan")) == ["0", "1", "2"]
-    assert kept(made(1, "house/test_x.py::test_x")) == []
-    assert lanes.share(range(7), 3) == [0, 3, 6]
+def test_a_share_of_cases_runs_and_rotates(monkeypatch):
+    seen = set()
+    for seed in range(7):
+        monkeypatch.setattr(lanes, "SEED", seed)
+        cases = kept(items(20, share=(7,)))
+        assert 2 <= len(cases) <= 3
+        assert kept(items(20, share=(7,))) == cases
+        seen |= set(cases)
+    assert seen == set(range(20))
 
 
-def test_everything_runs_at_night_and_when_asked_for(monkeypatch):
-    assert len(kept(made(20), ("tests/unit/test_exact.py::test_exact",))) == 20
+def test_unmarked_cases_always_run_and_nightly_ones_never_by_day():
+    assert kept(items(3)) == [0, 1, 2]
+    assert kept(items(3, nightly=())) == []
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_at_least_one_case_runs(count):
+    assert len(kept(items(count, share=(7,)))) >= 1
+    assert len(lanes.share(range(count), 7)) >= 1
+
+
+def test_everything_runs_at_night_and_when_selected_by_name(monkeypatch):
+    name = "tests/unit/test_exact.py::test_exact"
+    assert len(kept(items(20, share=(7,)), (name,))) == 20
+    assert len(kept(items(20, share=(7,), quick=()), markexpr="quick")) == 20
     monkeypatch.setattr(lanes, "NIGHTLY", True)
-    assert len(kept(made(20))) == 20
+    assert len(kept(items(20, share=(7,)))) == 20
     assert lanes.share(range(3), 2) == [0, 1, 2]

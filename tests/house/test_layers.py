@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import longspan
+
+pytestmark = pytest.mark.quick
 
 SRC = Path(longspan.__file__).parent
 

@@ -36,6 +36,7 @@ def run(path, folder, monkeypatch):
     return module.ran(path, folder)
 
 
+@pytest.mark.share(2)
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # of Jupyter's own
 @pytest.mark.parametrize("name", NOTEBOOKS)

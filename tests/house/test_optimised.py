@@ -68,6 +68,7 @@ def run(command):
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(160)
 @pytest.mark.parametrize("option", ["-O", "-OO"])
 def test_one_device_without_asserts(option):
@@ -76,6 +77,7 @@ def test_one_device_without_asserts(option):
     assert done.stdout.count("asserts off") == 5
 
 
+@pytest.mark.share(2)
 @pytest.mark.timeout(160)
 @pytest.mark.parametrize("option", ["-O", "-OO"])
 def test_two_ranks_without_asserts(option):

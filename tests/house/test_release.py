@@ -221,6 +221,7 @@ def test_releases_are_published_from_tags_alone_and_actions_are_pinned():
     assert not re.search(r"password|secrets\.|TOKEN", release)
 
 
+@pytest.mark.nightly  # likewise
 def test_readme_example_runs_in_a_clean_environment(installed, tmp_path):
     code = next(code for kind, code in readme_blocks("README.md") if not kind)
     printed = output_of([installed / "bin" / "python", "-c", code + "\nprint(ls.__file__)"], cwd=tmp_path)

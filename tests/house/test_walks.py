@@ -52,6 +52,7 @@ touch {late}
 """
 
 
+@pytest.mark.nightly  # CI walks through it in a clean place
 @pytest.mark.timeout(600)
 def test_the_tutorial_runs_as_it_is_printed(tmp_path):
     took = list(Walker(tmp_path).read(TUTORIAL))
@@ -96,6 +97,7 @@ def test_lines_are_looked_for_in_their_order():
     assert missing(("c", "a"), ["a", "b", "c"]) == ["a"]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("status", [0, 5])
 def test_a_clean_walk_has_nothing_and_ends_where_a_command_fails(status, tmp_path, capsys):
     late = tmp_path / "late"

@@ -63,6 +63,7 @@ def test_a_good_job_is_not_complained_about():
     assert ran("if rank == 1: sys.exit(3)\ntime.sleep(9)", root=("last", 3)) == []
 
 
+@pytest.mark.share(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("code", "said"),

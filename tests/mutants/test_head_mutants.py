@@ -180,6 +180,7 @@ def test_there_are_enough():
     assert len(MUTANTS) >= 25
 
 
+@pytest.mark.share(5)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_killed(name, monkeypatch):
     plant(monkeypatch, *MUTANTS[name])

@@ -960,6 +960,7 @@ def test_every_mutant_is_killed(problems, monkeypatch, capsys):
     assert first_failure(problems) is None, "a mutant was not taken back"
 
 
+@pytest.mark.nightly
 def test_the_usual_inputs_let_mutants_live(monkeypatch, capsys):
     """Numbers between 0 and 1, the sum of the output as loss, absolute tolerances that grow with the ranks.
 

@@ -188,6 +188,7 @@ def test_the_checks_pass_as_it_is():
         check()
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_noticed(monkeypatch, name):
     function, old, new = MUTANTS[name]

@@ -46,8 +46,9 @@ def judged(world):
     return f"{world.kind}: {'named' if raised else 'fine'}"
 
 
+@pytest.mark.share(8)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK))
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.quick), *range(CHUNK, NUM_SEEDS, CHUNK)])
 def test_seeds(first):
     for seed in range(first, first + CHUNK):
         try:
@@ -138,6 +139,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.share(5)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
 def test_mutants_are_noticed(mutate, monkeypatch):

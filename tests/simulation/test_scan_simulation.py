@@ -103,6 +103,7 @@ def simulated(seed, group):
     return "clean" if fault is None else f"{fault.kind}: {'harmless' if caught is None else 'named'}"
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     ("group", "chunk"), [(group, chunk) for group, (_, cases, _, _) in GROUPS.items() for chunk in range(0, cases, 10)]
 )
@@ -122,6 +123,7 @@ def test_every_kind_of_fault_is_met_and_named():
     assert "clean" in found
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("seed", range(60))
 def test_whole_recurrences_whatever_arrives_when(seed):
     """Output and every gradient, exact, however late or early messages are."""

@@ -177,6 +177,7 @@ def judged(network, case, direction, fault, caught):
 CHUNKS = [(group, chunk) for group, (_, cases, _, _) in GROUPS.items() for chunk in range(0, cases, 5)]
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize(("group", "chunk"), CHUNKS)
 def test_seeds(group, chunk):
     _, cases, seeds, _ = GROUPS[group]
@@ -210,6 +211,7 @@ def thousand():
     return Case(Plan(mask, layout, sizes, "float32", made, CPU, True, False), 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", range(0, 20, 5))
 def test_1024_ranks(first):
     case = thousand()
@@ -249,6 +251,7 @@ def ended(network, programs):
     return {}
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("other", ["mask", "scheme"])
 def test_ranks_with_different_plans_are_named(seed, other):
@@ -334,6 +337,7 @@ def test_a_seed_repeats_itself():
     assert run(5)[1] != run(6)[1]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("first", range(0, 200, 50))
 def test_convolutions_do_not_depend_on_who_is_late(first):
     for seed in range(first, first + 50):

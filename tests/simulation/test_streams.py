@@ -26,6 +26,7 @@ from tests.simulation.streams_mistakes import LET_GO, MISTAKES, NOT_HELD, START,
 PLANS, EACH, RUNS = 300, 10, 30
 
 
+@pytest.mark.share(5)
 @pytest.mark.parametrize("first", range(0, PLANS, EACH))
 def test_plans(first):
     for seed in range(first, first + EACH):
@@ -45,6 +46,7 @@ def test_plans_have_everything():
     assert {case.kinds[1] for case in cases} == set(LAYOUTS)
 
 
+@pytest.mark.share(11)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes(name):
     mistake = MISTAKES[name]
@@ -73,6 +75,7 @@ RIGHT = {
 }  # fmt: skip
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", RIGHT)
 def test_no_false_alarm(name):
     assert {tried(RIGHT[name], seed) for seed in range(8)} == {"right"}
@@ -162,6 +165,7 @@ def test_host_waits_and_copies(error, act):
 # -- warm calls --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("scheme", schemes(8))
 def test_warm_calls_neither_wait_nor_copy(scheme):
     """At the size of a job; the first call copies tables of rows, which shows that copies are seen."""
@@ -216,6 +220,7 @@ def test_messages_take_memory_again(monkeypatch):
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("first", range(0, 20, 5))
 def test_a_captured_pass(first):
     """Forward and backward as one graph for each rank, launched twice with other data, and an eager pass after it."""

@@ -47,6 +47,7 @@ def off(kernel, case, dtype):
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", KERNELS)
 def test_right_gpu_kernels_pass_every_case(name):
     """As far as models by address are right: no case asks a kernel for what it does not do."""

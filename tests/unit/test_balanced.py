@@ -84,6 +84,7 @@ def test_other_documents_are_as_balanced(seed: int) -> None:
         assert score.rows_mean <= 1.5 * fewest_rows(workload.lengths(seed), workload.world_size) + 0.003, workload.name
 
 
+@pytest.mark.share(3)
 @pytest.mark.skipif(not JUDGE.exists(), reason=f"the judge {JUDGE} is not part of the repository")
 @by_name
 def test_counts_as_the_judge_does(workload: Workload) -> None:

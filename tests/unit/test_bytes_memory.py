@@ -103,6 +103,7 @@ def _messages(plan, direction):
     return found
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", [*SCHEMES, "chunks"])
 def test_bytes_sent_are_those_planned(scheme, dtype):
@@ -307,6 +308,7 @@ MEMORY += [
 ]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("scheme", "mask", "layout", "dtype", "keep"), MEMORY)
 def test_memory_held_is_within_what_the_plan_says(scheme, mask, layout, dtype, keep):
     seq_len = 4096

@@ -570,6 +570,7 @@ def test_fingerprints_see_one_token(monkeypatch):
     assert len({fingerprint(cut) for cut in (1000, 1001, 1002, 3999)}) < 4  # answers alone do not tell
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("way", ["attention", "plan", "flex", "block_mask", "classify", "flex kernel", "BlockMask"])
 def test_masks_that_nobody_holds_are_let_go_with_what_they_captured(way):
     tensors = [t.detach() for t in inputs()]

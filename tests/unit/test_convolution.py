@@ -14,6 +14,7 @@ from tests.conv_cases import KINDS, NAMES, conv_case, expected, worst
 COUNT, CHUNK = 600, 50
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("first", range(0, COUNT, CHUNK))
 def test_ranks_compute_what_documents_by_themselves_give(first):
     for seed in range(first, first + CHUNK):

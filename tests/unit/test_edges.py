@@ -141,6 +141,7 @@ def run_at(place, mask, tensors, dout, kernel):
     return out, *rest
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("name", list(MASKS))
 def test_what_is_not_finite_reaches_those_who_see_it_and_nobody_else(name, which):

@@ -53,6 +53,7 @@ def test_cases_cover_what_they_should():
         assert sum(bool(has(case)) for case in real) >= 20, what
 
 
+@pytest.mark.share(20)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_exact(chunk):
     squares = {}  # per dtype and kernel: squares of our errors and of the fused kernel's, in roundings
@@ -136,6 +137,7 @@ def _assert_flat(errors):
             assert error <= 2 * min(alone, limit), f"{name} of run {number}: {error:.3e}; {alone:.3e} in one chunk"
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("which", ["all", "rows", "columns"])
@@ -150,6 +152,7 @@ def test_errors_stay_flat_in_the_number_of_chunks(which, dtype, kernel, most_mer
     _assert_flat(errors)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_errors_stay_flat_in_the_number_of_ranks_and_stages(dtype, most_merges):
     mask, errors = masks.full(S), []
@@ -186,6 +189,7 @@ class Shuffled(Loopback):
         return items
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_same_bits_whatever_arrives_first(kernel, monkeypatch):
     for seed in range(1000, 1030):

@@ -62,6 +62,7 @@ def arrived(steps, rank):
     return sum(t.piece.num_bytes(SIZES) for step in steps for t in step.transfers if t.dst == rank)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
     ("layout", "ranks", "options"),
@@ -86,6 +87,7 @@ def test_a_planner_without_a_closed_form_is_added_up(monkeypatch):
     assert [again.received(direction, keep=False).tolist() for direction in ("forward", "backward")] == expected
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("docs", ["causal", "longtail", "900,40,5000,2300"])
 @pytest.mark.parametrize("scheme_name", ["auto", "ring", "exchange", "all_gather", "all_to_all", "hybrid(4,exchange)"])
 def test_what_the_command_prints_is_the_most_of_any_rank(docs, scheme_name, capsys):
@@ -204,6 +206,7 @@ def _add_keys(live, steps, rank, own, key, found, direction):
                 live[number + 1 :] -= len(positions(t.piece) & seen) * each
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("mask", ["causal", "documents", "per head", "function"])
 @pytest.mark.parametrize("layout", ["balanced", "striped", "lopsided"])
 def test_memory_of_all_steps_at_once_is_that_of_every_position(mask, layout):

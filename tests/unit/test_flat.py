@@ -45,6 +45,7 @@ def drawn(seed, scheme):
     return made, inputs
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tables_and_runs_give_the_same_bits(scheme, monkeypatch):
     for seed in range(10):

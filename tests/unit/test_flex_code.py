@@ -47,6 +47,7 @@ def code(tmp_path_factory):
     return folder
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_generated_code_does_what_reference_does(name, code):
     (line,) = python("flex_script", code, name, TRITON_INTERPRET="1").splitlines()
@@ -57,6 +58,7 @@ def test_generated_code_does_what_reference_does(name, code):
     assert ("captured 1" in errors) == ("score" in name)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mutant", CAUGHT)
 def test_mistakes_show(mutant, code):
     name, result = CAUGHT[mutant]
@@ -64,6 +66,7 @@ def test_mistakes_show(mutant, code):
     assert json.loads(line)[result] > 1e-3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_generated_code_becomes_machine_code(capability, code, record_property):
     """For A100, H100 and B200: PyTorch tuned it for an H100, and it must fit all three."""

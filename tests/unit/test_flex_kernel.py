@@ -96,6 +96,7 @@ def same(found, true, dtype):
         assert ((x - y)[~hidden].abs().max() / size) < LIMIT[dtype], f"result {i}"
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", CASES)
 def test_masks_equal_reference(name):
     heads = (2, 1) if CASES[name][0] is PER_HEAD else (6, 3)

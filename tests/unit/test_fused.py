@@ -46,6 +46,7 @@ def test_kernels_do_what_operators_do():
     assert found["calls"] >= 50
 
 
+@pytest.mark.nightly
 def test_wrong_kernels_are_caught(tmp_path):
     source, paths = KERNELS.read_text(), []
     for number, (text, other, _) in enumerate(MUTANTS.values()):
@@ -58,6 +59,7 @@ def test_wrong_kernels_are_caught(tmp_path):
     assert not alive
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("kind", ["*bf16", "*fp16", "*fp32"])
 def test_kernels_become_machine_code(capability, kind, tmp_path, record_property):

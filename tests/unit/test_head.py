@@ -37,6 +37,7 @@ def tiny(monkeypatch):
 # -- exact -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("first", range(0, 200, 20))
 def test_random_cases_are_those_of_one_device(first):
     for seed in range(first, first + 20):
@@ -299,6 +300,7 @@ def test_a_linear_layer_that_does_more_is_refused():
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("share", [1.0, 0.6])
 def test_memory_is_a_slab(monkeypatch, dtype, share):

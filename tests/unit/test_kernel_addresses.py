@@ -130,6 +130,7 @@ def _checked(kernel, name, seed):
         raise AssertionError(f"{name}, seed {seed}, {case}, {chosen}, {left}: {error}") from error
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_read_and_write_what_is_theirs(name, part, monkeypatch):
@@ -138,6 +139,7 @@ def test_kernels_read_and_write_what_is_theirs(name, part, monkeypatch):
         _checked(KERNELS[name], name, seed)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["cpu_flash", *KERNELS])
 def test_every_layout_of_every_operand(name, layout, monkeypatch):
@@ -205,6 +207,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_caught(mistake, monkeypatch):
     shrink_blocks(monkeypatch)
@@ -301,6 +304,7 @@ PLANS = {
 SCHEMES = ("exchange", "ring", "all_gather", "all_to_all", "hybrid(2,ring)")
 
 
+@pytest.mark.share(5)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_whole_calls_by_address(name, scheme, monkeypatch):

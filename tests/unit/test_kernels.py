@@ -53,6 +53,7 @@ def small_blocks(monkeypatch):
     shrink_blocks(monkeypatch)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("part", range(4))
 def test_random_tiles_are_exact(name, part, small_blocks):
@@ -75,6 +76,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tile", [tile for _, tile in LARGE], ids=[name for name, _ in LARGE])
 @pytest.mark.parametrize("name", ["reference", "cpu_flash"])

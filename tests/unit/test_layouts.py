@@ -9,6 +9,8 @@ from longspan import layouts, masks
 from longspan.errors import LayoutError, LongspanError
 from longspan.layouts import Layout
 
+pytestmark = pytest.mark.quick
+
 sizes = st.tuples(st.integers(0, 60), st.integers(1, 9))
 
 

@@ -98,6 +98,7 @@ def _assert_near(oracle, found, dtype, what):
         assert error <= limit, f"{name} is off by {error:.2e}, limit {limit:.2e}: {what}"
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("which", HARD)
 def test_no_nan_on_finite_inputs(which, dtype):
@@ -130,6 +131,7 @@ def _run_shards(plan, shards, kernel, scale):
     return [(out, lse, *found) for (out, lse, _), found in zip(forward, gradients, strict=True)]
 
 
+@pytest.mark.share(5)
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)

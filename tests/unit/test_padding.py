@@ -15,6 +15,7 @@ from longspan.testing import dense_attention
 LIMIT = 1e-12
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("scheme", ["all_to_all", "hybrid(2,ring)", "hybrid(2,exchange)", "exchange", "ring"])
 def test_many_runs_and_padding(scheme):
     lengths, world, batch, heads = [23] * 8 + [19], 4, 2, 8

@@ -310,6 +310,7 @@ def run_on_models(plan):
     return [max(note.sizes, default=0) for note in notes]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("scheme", ["exchange", "ring", "all_to_all"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 @pytest.mark.parametrize("kind", ["causal", "documents", "window"])

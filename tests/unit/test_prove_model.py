@@ -19,7 +19,7 @@ from longspan.training import BatchError, check_same, gather_outputs, relayout, 
 from longspan.verification import prove_model, verify, verify_model
 from tests.score_cases import any_layout
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.quick]
+pytestmark = pytest.mark.timeout(60)
 
 TOKENS, LENGTHS, VOCABULARY = 37, [11, 7, 19], 23
 MASK = ls.masks.documents(LENGTHS) & ls.masks.causal()
@@ -181,6 +181,7 @@ FAULTS = {
 LAYOUTS = ("zigzag", "contiguous", "striped")
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found_and_named(fault, layout):
@@ -202,6 +203,7 @@ def test_faults_are_found_and_named(fault, layout):
     assert report.notes[-1].startswith("found with <layout")
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     ("made", "one"), [(lambda: Model(OverFeatures()), whole), (Model, whole), (lambda: Model(Conv()), whole)]
 )

@@ -37,6 +37,7 @@ def problem(kind, seed, **asked):
     return work, random_states(work)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_reference_does_what_the_recurrence_does(kind):
     """60 random problems of each kind: out, states, maps and every gradient."""
@@ -66,6 +67,7 @@ def test_a_segment_without_tokens_passes_its_state_on(kind):
     assert max(found.values()) <= LIMIT, found
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_narrow_numbers_lose_what_the_recurrence_loses(kind, dtype):

@@ -52,6 +52,7 @@ def test_published_kernels_do_what_the_reference_does(package):
                 assert error <= 8 * own + 2**-22, (case["case"], form, part, error)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("kind", KERNELS)
 def test_what_is_made_of_their_functions(kind, monkeypatch):
     """25 random problems around models of the functions: packing, rows, maps, one pass. The functions get some numbers

@@ -62,6 +62,7 @@ def test_there_are_as_many_documents_as_the_tail_should_have():
     assert len(DOCUMENTS["long tail"]) == 226
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("sizes", [QWEN3_NEXT, NEMOTRON_H], ids=["dense", "scalar"])
 @pytest.mark.parametrize("world", [8, 64, 1024])
 def test_prices_are_near_simulations(world, sizes):

@@ -32,6 +32,7 @@ def checked(p, plan, **more):
     assert max(found.values()) <= LIMIT, f"{p}: {found}"
 
 
+@pytest.mark.share(5)
 @pytest.mark.parametrize("first", range(0, NUM_CASES, BLOCK))
 def test_ranks_compute_what_one_device_would(first):
     """Output and every gradient; and each plan is proven, and read back from its text."""
@@ -63,6 +64,7 @@ def test_every_kind_comes_up():
         assert sizes[wanted] >= 25, (wanted, sizes)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_one_device_alone(form):
     """Without a plan: documents are apart all the same."""
@@ -98,6 +100,7 @@ def test_gradcheck(form):
     assert torch.autograd.gradcheck(call, tuple(found.values()), fast_mode=True)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith("own")])
 def test_narrow_tokens(form, dtype):

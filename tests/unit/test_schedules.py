@@ -39,6 +39,7 @@ def made(name, mask, layout, sizes=SIZES, **options):
     return scheme(name, Problem.make(mask, layout, sizes, **options)).schedule()
 
 
+@pytest.mark.share(20)
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_random_plans_are_proved(chunk):
     for seed in range(chunk * NUM_PLANS // NUM_CHUNKS, (chunk + 1) * NUM_PLANS // NUM_CHUNKS):
@@ -297,6 +298,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("name", "rank", "number", "change", "words"), MUTANTS)
 def test_the_validator_finds_what_was_broken(name, rank, number, change, words):
     mask = masks.documents([40, 88]) & masks.causal()
@@ -320,6 +322,7 @@ def everywhere(schedule, match, change):
     return replace(schedule, ranks=ranks)
 
 
+@pytest.mark.quick
 def test_the_validator_follows_rows_and_gradients():
     mask = masks.causal(128)
     forward = made("ring", mask, layouts.zigzag(128, 4))

@@ -78,6 +78,7 @@ def test_cases_cover_what_they_should():
     assert any(plan.layout.num_padding(rank) for *_, plan in cases for rank in range(plan.layout.world_size))
 
 
+@pytest.mark.share(10)
 @pytest.mark.parametrize("name", MASKS)
 def test_exact(name):
     """Output, lse and every gradient: 18 score functions, 5 schemes, 2 to 4 ranks, any layout."""
@@ -91,6 +92,7 @@ def test_exact(name):
 # -- narrower dtypes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["causal", "opaque"])
 def test_narrow_dtypes_are_as_good_as_dense(dtype, name):
@@ -153,6 +155,7 @@ CHECKED = {  # name: shape of what learns, and how it is passed
 }
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", CHECKED)
 def test_gradcheck(name):
     shape, arguments = CHECKED[name]
@@ -236,6 +239,7 @@ def _tensor(value):
 RANDOM_CASES, CHUNKS = 1000, 10
 
 
+@pytest.mark.share(10)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_compositions(chunk):
     """By a random plan, and every fourth on one device through the public function."""

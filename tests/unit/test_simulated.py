@@ -19,7 +19,6 @@ def drawn(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("seed", range(4))
 def test_operators_of_simulated_ranks_are_those_of_one_device(seed):
     lengths = [[37], [11, 26], [1, 35, 1], [9, 9, 19]][seed]
@@ -62,7 +61,6 @@ def test_operators_of_simulated_ranks_are_those_of_one_device(seed):
         assert (mine - theirs).abs().max() <= 1e-12 * theirs.abs().max()
 
 
-@pytest.mark.quick
 def test_losses_meet_too():
     logits, labels = drawn(1, 10, 6, seed=1), torch.arange(10)[None] % 6
     layout = layouts.zigzag(10, 2)
@@ -78,7 +76,6 @@ def test_losses_meet_too():
     assert (grads - torch.autograd.grad(right, logits)[0]).abs().max() <= 1e-15
 
 
-@pytest.mark.quick
 def test_ranks_that_do_not_do_the_same_are_told_so():
     with pytest.raises(ApartError, match="rank 1 waits in a sum, and rank 0 has ended without it"):
         simulate(2, lambda rank: rank.summed(1) if rank.rank() else None)
@@ -90,7 +87,6 @@ def test_ranks_that_do_not_do_the_same_are_told_so():
         simulate(3, lambda rank: rank.meet("division", 0, lambda parts: [1 / parts[0]] * 3))
 
 
-@pytest.mark.quick
 def test_one_runs_at_a_time_and_none_is_left():
     running, most, before = [], [], threading.active_count()
 

@@ -22,6 +22,7 @@ from tests.token_cases import TOLERANCE, TokenCase, gathered_off, sequences_off,
 # -- side tensors ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("first", range(0, 100, 10))
 def test_side_tensors_line_up_with_labels(first):
     for seed in range(first, first + 10):
@@ -40,6 +41,7 @@ def test_side_tensors_of_one_row_keep_their_gradients():
 # -- whole sequences on every rank -------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("first", range(0, 200, 10))
 def test_gathered_tokens_give_each_rank_the_gradient_of_its_own(first):
     for seed in range(first, first + 10):
@@ -66,12 +68,14 @@ def test_gathering_without_gradients_is_gather_outputs():
 # -- numbers of sequences ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("first", range(0, 500, 10))
 def test_numbers_of_sequences_are_those_of_one_device(first):
     for seed in range(first, first + 10):
         assert sequences_off(seed) <= TOLERANCE, seed
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("first", range(0, 200, 10))
 def test_numbers_of_sequences_weigh_tokens_and_gradients_come_back_from_all_ranks(first):
     for seed in range(first, first + 10):
