@@ -122,6 +122,20 @@ class SimulatedRank:
         return f"<simulated rank {self._rank} of {self._room.size}>"
 
 
+class OnlyRank(SimulatedRank):
+    """The rank of a group of one, in a process that may have no group at all: it never waits.
+
+    >>> OnlyRank().summed(3)
+    3
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0, _Room(1))
+
+    def meet(self, what: str, mine: Any, compute: Meeting) -> Any:  # noqa: ARG002
+        return compute([mine])[0]
+
+
 def simulate(world_size: int, work: Callable[[SimulatedRank], T]) -> list[T]:
     """What `work` gives on every rank; the first error, where one raises.
 

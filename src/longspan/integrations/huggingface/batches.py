@@ -99,6 +99,18 @@ def _padding(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[np.bo
     return mask.detach().cpu().numpy().astype(bool)
 
 
+def is_between(real: NDArray[np.bool_] | None) -> bool:
+    """Return whether any row has padding between real tokens.
+
+    >>> [is_between(np.array([row], dtype=bool)) for row in ([1, 1], [0, 1, 0], [0, 0], [1, 0, 1], [0, 1, 0, 1])]
+    [False, False, False, True, True]
+    """
+    if real is None:
+        return False
+    begins = real[:, 0] + (real[:, 1:] & ~real[:, :-1]).sum(axis=1)
+    return int(begins.max(initial=0)) > 1
+
+
 def _documents(batch: Mapping[str, Any], rows: int, seq_len: int) -> NDArray[Any] | None:
     """The document number of each token, (rows or 1, S), or None where every row is one document."""
     stated = numbers_of({name: batch.get(name) for name in PACKED}, rows, seq_len)
@@ -154,7 +166,7 @@ def positions_of(read: Reading, positions: str | None, rule: str, padding_id: in
             f" {positions!r}. Say 'document' if they start again with every document (as collators for packed batches"
             f" do), 'sequence' if they count on through all documents."
         )
-    if positions is None and rule in (AFTER_PADDING, REAL):
+    if positions is None and (rule == AFTER_PADDING or rule in REAL):
         return counted_without_padding(read, rule, padding_id)
     counted = torch.arange(seq_len, device="cpu").expand(rows, -1)
     if positions == "document" and documents is not None:
@@ -165,11 +177,13 @@ def positions_of(read: Reading, positions: str | None, rule: str, padding_id: in
 
 def counted_without_padding(read: Reading, rule: str, padding_id: int | None) -> Tensor:
     """Positions of real tokens alone: from padding_id + 1 on where ids tell what is padding (RoBERTa), from 0 on where
-    the mask does.
+    the mask does (OPT).
 
-    >>> batch = {"input_ids": torch.tensor([[1, 7, 7, 1]])}
+    >>> batch = {"input_ids": torch.tensor([[1, 7, 7, 1]]), "attention_mask": torch.tensor([[0, 1, 1, 0]])}
     >>> counted_without_padding(read_batch(batch), "after padding", 1).tolist()
     [[1, 2, 3, 1]]
+    >>> counted_without_padding(read_batch(batch), "real tokens, padding at -1", None).tolist()
+    [[-1, 0, 1, -1]]
     """
     if rule == AFTER_PADDING:
         ids, first = read.batch.get("input_ids"), 0 if padding_id is None else padding_id
@@ -180,7 +194,7 @@ def counted_without_padding(read: Reading, rule: str, padding_id: int | None) ->
     real = torch.ones(read.rows, read.seq_len, dtype=torch.long)
     if read.padding is not None:
         real = torch.from_numpy(read.padding).long()
-    return (real.cumsum(1) - 1).clamp(min=0)
+    return torch.where(real.bool(), real.cumsum(1) - 1, REAL[rule])
 
 
 def shifted_labels(batch: Mapping[str, Any]) -> Tensor | None:

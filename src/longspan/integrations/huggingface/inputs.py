@@ -20,7 +20,7 @@ from longspan.integrations.huggingface.hooks.head import LOGITS, LOSS, SCORES
 from longspan.integrations.huggingface.masks import LayerMask
 from longspan.integrations.huggingface.models import check_model
 from longspan.integrations.huggingface.sequence import ShardedSequence
-from longspan.integrations.huggingface.sharding import Sharding, register, sharded
+from longspan.integrations.huggingface.sharding import Sharding, check_padding, register, sharded
 from longspan.layouts import Layout
 from longspan.training import BatchError
 from longspan.training.groups import all_summed, process_group
@@ -74,7 +74,8 @@ def shard_inputs(
         - `shift_labels`, shifted while the sequence was whole, and `num_items_in_batch`, all labels of the batch unless
           it is given (with gradient accumulation). `labels` is empty: transformers only asks whether it is there, and a
           loss that would shift labels of this rank alone fails on it. Models whose loss is a mean of their own labels
-          are given none; their loss is computed from their logits;
+          are given none; their loss is computed from their logits. A model that ignores `num_items_in_batch` on one
+          device (BERT) ignores it here, too; one whose forward does not take it is refused with it;
         - `longspan`, a `ShardedSequence`; `use_cache=False`; and what else was in the batch and has nothing to do with
           tokens.
 
@@ -131,6 +132,7 @@ def _sharded(model: Any, batch: Mapping[str, Any], members: Any, asked: Sharding
 
     inner = check_model(model, batch)
     read = read_batch(batch)
+    check_padding(inner, read)
     return sharded(inner, read, members, rules_of(inner, read, members, trust_model), asked, model)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-COUNT, AFTER_PADDING, REAL, NO_POSITIONS = "count", "after padding", "real tokens", "none"
+COUNT, AFTER_PADDING, NO_POSITIONS = "count", "after padding", "none"
+REAL = {"real tokens, padding at -1": -1, "real tokens, padding at 0": 0, "real tokens, padding at 1": 1}
+"""Rules that count the tokens that `attention_mask` marks as real, and the position that they give to padding."""
 OWN, SHIFTED, IN_PLACE, POOLED, NO_LOSS = "own", "shifted", "in place", "pooled", "none"
 KEYWORDS, MASK = "keywords", "mask"
 
@@ -16,7 +18,7 @@ class Rules:
 
     positions: str = COUNT
     """Where a batch has no position_ids: tokens are counted from 0 ("count"), from padding_idx + 1 without padding
-    ("after padding", RoBERTa), from 0 without padding ("real tokens"), or the model takes none ("none")."""
+    ("after padding", RoBERTa), from 0 without padding (one of `REAL`, OPT), or the model takes none ("none")."""
     loss: str = OWN
     """The model's own loss takes shift_labels ("own"); cross-entropy of labels one place earlier ("shifted") or in
     place ("in place"), divided by all labels; a loss of whole sequences, the same on all ranks ("pooled"); or none."""
@@ -35,6 +37,10 @@ class Rules:
     soft_cap: str = ""
     """What logits are multiplied by ("logit_scale", or "1 / logits_scaling") and capped at, by names of the
     configuration's values; "" where they are not."""
+    obeys_count: bool = True
+    """Whether the model's loss on one device is divided by `num_items_in_batch` where the batch has it."""
+    exact_at_padding: bool = True
+    """Whether the model computes at padding what it computes there on one device, so that labels there are exact."""
     layers: str = "all"
     """Whether all layers of the configuration have attention, "some" of them, or "none"."""
 

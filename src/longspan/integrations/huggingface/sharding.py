@@ -22,6 +22,7 @@ from longspan.integrations.huggingface.batches import (
     USED,
     Reading,
     check_others,
+    is_between,
     positions_of,
     shifted_labels,
 )
@@ -95,7 +96,6 @@ def sharded(
     kinds = layer_kinds(config)
     _check_packed(inner, read, kinds)
     whole = Whole(read.rows, read.seq_len, read.padding, read.documents)
-    _check_padding(inner, whole)
     dealt = _layout(asked.layout, whole, kinds, members.size(), STATE_KEYS if is_hybrid(inner) else 0)
     sequence = ShardedSequence(whole, dealt, members, asked.scheme, asked.dropout_seed, rules)
     sequence.num_layers = num_layers(inner, config)
@@ -121,12 +121,9 @@ def _check_packed(inner: Any, read: Reading, kinds: list[Kind]) -> None:
         check_packing(inner, all("causal" in repr(kind) for kind in kinds))
 
 
-def _check_padding(inner: Any, whole: Whole) -> None:
+def check_padding(inner: Any, read: Reading) -> None:
     """Refuses padding that a recurrence would carry its state across."""
-    padding = whole.padding
-    if padding is None or not is_hybrid(inner):
-        return
-    if (np.diff(padding.astype(np.int8), axis=1) != 0).sum(axis=1).max(initial=0) > 2:
+    if is_between(read.padding) and is_hybrid(inner):
         raise BatchError(
             "attention_mask has padding between real tokens. Recurrences of this model would carry their state across"
             " it. Move padding to the front or the end of each row."
@@ -195,9 +192,8 @@ def _arguments(
     )
     labels = batch.get("labels") if rules.loss == IN_PLACE else shifted_labels(batch)
     if labels is not None and rules.loss in (OWN, SHIFTED, IN_PLACE):
-        _check_predicted(inner, labels, sequence.whole)
-        count = batch.get("num_items_in_batch")
-        count = (labels != IGNORE).sum().clamp(min=1) if count is None else torch.as_tensor(count)
+        _check_predicted(inner, labels, sequence)
+        count = _count_of(inner, batch, labels, rules)
         mine = layout.shard(labels, rank, 1, IGNORE)
         _prepare_head(inner, sequence, mine, count, asked)
         if asked.wants == SCORES:
@@ -216,6 +212,19 @@ def _arguments(
         else:
             part.pop(name, None)
     return part
+
+
+def _count_of(inner: Any, batch: Mapping[str, Any], labels: Tensor, rules: Rules) -> Tensor:
+    """Return what the sum of the loss over tokens is divided by on one device."""
+    count = batch.get("num_items_in_batch")
+    if count is not None and not takes(type(inner), "num_items_in_batch"):
+        raise BatchError(
+            f"the batch must not have `num_items_in_batch`, but got {int(count)}: {type(inner).__name__}.forward does"
+            f" not take it. Take it out of the batch, and scale the loss yourself."
+        )
+    if count is None or not rules.obeys_count:
+        return (labels != IGNORE).sum().clamp(min=1)
+    return torch.as_tensor(count)
 
 
 def _prepare_head(inner: Any, sequence: ShardedSequence, labels: Tensor, count: Any, asked: Sharding) -> None:
@@ -238,17 +247,19 @@ def _prepare_head(inner: Any, sequence: ShardedSequence, labels: Tensor, count: 
         sequence.at_head = at_head(config, rules, labels, count, temperature)
 
 
-def _check_predicted(inner: Any, labels: Tensor, whole: Whole) -> None:
-    """Refuses labels of what a recurrence says at padding, which means nothing and is another thing on one device."""
-    if whole.padding is None or not is_hybrid(inner):
+def _check_predicted(inner: Any, labels: Tensor, sequence: ShardedSequence) -> None:
+    """Refuses labels of what a model computes at padding, where that differs between one device and ranks."""
+    padding = sequence.whole.padding
+    if padding is None or (sequence.rules.exact_at_padding and not is_hybrid(inner)):
         return
-    wrong = (labels != IGNORE).cpu().numpy() & ~whole.padding
+    wrong = (labels != IGNORE).cpu().numpy() & ~padding
     if wrong.any():
         row, place = (int(x[0]) for x in np.nonzero(wrong))
+        later = "" if sequence.rules.loss == IN_PLACE else ": the token after it is to be predicted from it"
+        first = "" if sequence.rules.loss == IN_PLACE else " and at the first real token after it"
         raise BatchError(
-            f"token {place} of row {row} is padding, and it has a label: the token after it is to be predicted from it."
-            f" What recurrences of this model say at padding means nothing. Put -100 into labels at padding and at the"
-            f" first real token behind it."
+            f"token {place} of row {row} is padding, and it has a label{later}. What {type(inner).__name__} computes at"
+            f" padding means nothing, and differs between one device and ranks. Put -100 into labels at padding{first}."
         )
 
 

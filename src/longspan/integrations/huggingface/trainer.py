@@ -30,7 +30,13 @@ from longspan.integrations.huggingface.trainers.liger import check_patched, prov
 from longspan.integrations.huggingface.trainers.losses import PartLabels, PartLoss, PartSmoother
 from longspan.integrations.huggingface.trainers.noise import replace_noise
 from longspan.integrations.huggingface.trainers.policies import WholeScores
-from longspan.integrations.huggingface.trainers.refusals import check_arguments, check_attention, check_bases
+from longspan.integrations.huggingface.trainers.refusals import (
+    check_arguments,
+    check_attention,
+    check_bases,
+    check_sharded,
+)
+from longspan.integrations.huggingface.trainers.separate import Separator
 from longspan.training import BatchError, check_same, gather_outputs
 
 if TYPE_CHECKING:
@@ -46,7 +52,8 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
 
     `cp_size` neighbouring ranks hold parts of each sequence, the others other samples; all ranks unless given.
     `layout`, `scheme` and `trust_model` are those of `huggingface.shard_inputs`. Losses, gradients, evaluation and
-    predictions are those of one process with the same batches. On one process it is the plain trainer.
+    predictions are those of one process with the same batches. On one process it is the plain trainer, but packed
+    documents of hybrid models are kept apart, as they are over ranks.
     """
 
     own_loss_takes_shards = False
@@ -77,6 +84,7 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
         self._unchecked = True
         self._num_micro_batches = 0
         self._noise: Any = None
+        self._separator = Separator()
         huggingface.register()
         super().__init__(*args, **kwargs)
         if self._ranks is not None:
@@ -118,7 +126,10 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        if self._ranks is not None:
+            check_sharded(self, model)
         if self._ranks is None or self._kind in WHOLE or huggingface.NAME in inputs:
+            inputs = self._apart(model, inputs)
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if num_items_in_batch is None:
             if torch.is_grad_enabled():
@@ -166,6 +177,13 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
             self._sequence.labels = None  # nobody asks for the model's
         return part
 
+    def _apart(self, model: nn.Module, inputs: Any) -> Any:
+        """The batch, with documents of a hybrid model kept apart where it runs on one process."""
+        if self._ranks is not None or huggingface.NAME in inputs:
+            return inputs
+        settings = {"trust_model": self._sharding["trust_model"], "dropout_seed": self._dropout_seed(model.training)}
+        return self._separator.apply(self.accelerator.unwrap_model(model), inputs, settings)
+
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         counted = super()._get_num_items_in_batch(*args, **kwargs)
         return labels_of_sequences(counted, self.accelerator, self.get_cp_size())
@@ -177,18 +195,19 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
     def _dropout_seed(self, training: bool) -> int:
         """A new seed for every batch, the same for all parts of it. It is known from the step and the place in it
         alone, so that a run that is resumed, or evaluates in between, drops the same pairs."""
-        assert self._ranks is not None
         self._num_micro_batches += int(training)
-        place = 0 if self._ranks.dp is None else self._ranks.dp.get_local_rank()
+        place = 0 if self._ranks is None or self._ranks.dp is None else self._ranks.dp.get_local_rank()
         numbers = f"{self.args.seed} {self.state.global_step} {self._num_micro_batches} {place}"
         return int.from_bytes(hashlib.sha256(numbers.encode()).digest()[:7], "big")
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        if self._ranks is None or self._kind in WHOLE:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         names = self.label_names
+        if self._ranks is None or self._kind in WHOLE:
+            if not names or any(inputs.get(name) is None for name in names):
+                inputs = self._apart(model, self._prepare_inputs(inputs))
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self._wants_logits = not prediction_loss_only
         try:
             if not names or any(inputs.get(name) is None for name in names):

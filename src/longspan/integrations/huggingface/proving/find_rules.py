@@ -44,7 +44,8 @@ class UnknownRuleError(ValueError):
 
 def rules_found(trial: Trial) -> Rules:
     """The rules under which a model is to be split; they are tried afterwards."""
-    rules = Rules(positions=_positions(trial), loss=_loss(trial))
+    loss = _loss(trial)
+    rules = Rules(positions=_positions(trial), loss=loss, obeys_count=_obeys_count(trial, loss))
     body, joined = _body(trial, rules.loss)
     if body is None:
         return rules
@@ -67,20 +68,22 @@ def _positions(trial: Trial) -> str:
     if trial.batch.get("position_ids") is not None or _has_images(trial):
         return COUNT  # with images, positions are the model's own, and reach the layers' door whole
     read = read_batch(trial.batch)
-    real = torch.ones(read.rows, read.seq_len, dtype=torch.bool)
-    if read.padding is not None:
-        real = torch.from_numpy(read.padding)
-    truth = _by_token(trial.forward(), real)
-    counted = torch.arange(read.seq_len).expand(read.rows, -1)
-    ways = {COUNT: lambda: counted}
-    for rule in (AFTER_PADDING, REAL):
-        ways[rule] = lambda rule=rule: counted_without_padding(read, rule, padding_id(trial.model))
-    for rule, make in ways.items():
+    truth = result(trial.forward())
+    ways = {COUNT: torch.arange(read.seq_len).expand(read.rows, -1)}
+    for rule in (AFTER_PADDING, *REAL):
+        ways[rule] = counted_without_padding(read, rule, padding_id(trial.model))
+    outputs: dict[str, Tensor] = {}
+    for rule, position_ids in ways.items():
         try:
-            if is_close(_by_token(trial.forward(position_ids=make()), real), truth):
-                return rule
+            outputs[rule] = result(trial.forward(position_ids=position_ids))
         except (IndexError, RuntimeError):  # positions beyond the model's table
             continue
+        if is_close(outputs[rule], truth):
+            return rule
+    real = None if read.padding is None else torch.from_numpy(read.padding)
+    for rule, out in outputs.items():  # no rule is right at padding, but one may be at all real tokens
+        if real is not None and is_close(_by_token(out, real), _by_token(truth, real)):
+            return rule
     raise UnknownRuleError(
         "positions",
         "without position_ids the model counts positions in a way of its own. Put position_ids (batch, tokens) into the"
@@ -88,8 +91,7 @@ def _positions(trial: Trial) -> str:
     )
 
 
-def _by_token(output: Any, real: Tensor) -> Tensor:
-    out = result(output)
+def _by_token(out: Tensor, real: Tensor) -> Tensor:
     return out[real] if out.ndim == 3 and out.shape[:2] == real.shape else out
 
 
@@ -108,15 +110,8 @@ def _loss(trial: Trial) -> str:
         return NO_LOSS if loss is None else OWN
     shifted = shifted_labels(trial.batch)
     assert shifted is not None
-    if takes(type(trial.model), "shift_labels") and takes(type(trial.model), "num_items_in_batch"):
-        count = (shifted != IGNORE).sum()
-        try:
-            own = trial.forward(labels=labels[:, :0], shift_labels=shifted, num_items_in_batch=2 * count).loss
-        except (RuntimeError, ValueError, IndexError):  # a loss that shifts itself finds no labels
-            own = None
-        extra = 0 if getattr(output, "aux_loss", None) is None else 1
-        if own is not None and (is_close(own * 2, loss) or (extra and bool(torch.isfinite(own)))):
-            return OWN
+    if _takes_shifted(trial, shifted, loss):
+        return OWN
     for rule, wanted in ((SHIFTED, shifted), (IN_PLACE, labels)):
         mean = torch.nn.functional.cross_entropy(out.reshape(-1, out.shape[-1]), wanted.reshape(-1))
         if is_close(mean.double(), loss.double()):
@@ -127,6 +122,26 @@ def _loss(trial: Trial) -> str:
         " the number of labels. Take labels out of the batch, and compute your loss of this rank's logits with"
         " longspan.training.token_loss",
     )
+
+
+def _takes_shifted(trial: Trial, shifted: Tensor, loss: Tensor) -> bool:
+    """Whether the model's own loss takes labels that are shifted already, and is divided by the number it is given."""
+    if not (takes(type(trial.model), "shift_labels") and takes(type(trial.model), "num_items_in_batch")):
+        return False
+    count, given = (shifted != IGNORE).sum(), {"labels": shifted[:, :0], "shift_labels": shifted}
+    try:
+        own, half = (trial.forward(**given, num_items_in_batch=number).loss for number in (count, 2 * count))
+        plain = trial.forward(num_items_in_batch=2 * count).loss
+    except (RuntimeError, ValueError, IndexError):  # a loss that shifts itself finds no labels
+        return False
+    return is_close(own, loss) and is_close(half, plain) and not is_close(half, own)
+
+
+def _obeys_count(trial: Trial, loss: str) -> bool:
+    """Whether the loss is divided by num_items_in_batch where that is passed. Many models take and ignore it (BERT)."""
+    if loss not in (SHIFTED, IN_PLACE) or not takes(type(trial.model), "num_items_in_batch"):
+        return loss == OWN
+    return not is_close(trial.forward(num_items_in_batch=10**6).loss, trial.forward().loss)
 
 
 # -- the head ----------------------------------------------------------------------------------------------------------

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from longspan.integrations.huggingface.batches import BY_TOKEN, IGNORE, PACKED, SEEN, Reading
+from longspan.integrations.huggingface.batches import BY_TOKEN, IGNORE, PACKED, SEEN, Reading, is_between
 from longspan.integrations.huggingface.proving.tiny import special_tokens
 
 TOKENS = 43
@@ -24,7 +26,7 @@ class Form:
     """What matters about a batch, but for its numbers."""
 
     padding: str = ""
-    """"", "right", or "left" where any row has padding in front."""
+    """"", "right", "left" where any row has padding in front, or "between" where any has it between real tokens."""
     packed: str = ""
     """"", or what says where documents begin: "position_ids", "cu_seq_lens_q", "seq_idx"."""
     positions: bool = False
@@ -45,17 +47,30 @@ class Form:
 def form_of(read: Reading, config: Any) -> Form:
     """The form of a user's batch."""
     batch = read.batch
-    padding = ""
-    if read.padding is not None and not read.padding.all():
-        padding = "right" if bool(read.padding[:, 0].all()) else "left"
     stated = next((name for name in PACKED if batch.get(name) is not None), "")
     packed = (stated or "position_ids") if read.documents is not None else ""
     flags = [n for n in FLAGS if (getattr(config, n, False) if batch.get(n) is None else batch.get(n))]
     others = sorted([name for name in (*BY_TOKEN, *ENDS, *SEEN) if batch.get(name) is not None] + flags)
     labels = any(batch.get(name) is not None for name in ("labels", "shift_labels"))
     return Form(
-        padding, packed, batch.get("position_ids") is not None, labels, batch.get("input_ids") is None, tuple(others)
+        _padding(read.padding),
+        packed,
+        batch.get("position_ids") is not None,
+        labels,
+        batch.get("input_ids") is None,
+        tuple(others),
     )
+
+
+def _padding(real: NDArray[np.bool_] | None) -> str:
+    """Return where rows have padding.
+
+    >>> [_padding(np.array([row], dtype=bool)) for row in ([1, 1], [1, 0], [0, 1, 0], [0, 0], [1, 0, 1])]
+    ['', 'right', 'left', 'left', 'between']
+    """
+    if real is None or real.all():
+        return ""
+    return "between" if is_between(real) else "right" if bool(real[:, 0].all()) else "left"
 
 
 def drawn(form: Form, model: Any, rows: int = 2) -> dict[str, Any]:
@@ -133,8 +148,11 @@ def _pad(batch: dict[str, Any], where: str, padding_id: Any) -> None:
     rows = next(iter(batch.values())).shape[0]
     mask = torch.ones(rows, TOKENS, dtype=torch.long)
     mask[0, FIRST + 11 :] = 0  # one row has none
-    if where == "left":
+    if where != "right":
         mask = mask.flip(1)
+        mask[0, -4:] = 0  # rows with padding in front may have it at the end, too
+    if where == "between":
+        mask[0, FIRST : FIRST + 5] = 0
     batch["attention_mask"] = mask
     if "input_ids" in batch and isinstance(padding_id, int) and padding_id >= 0:
         batch["input_ids"] = torch.where(mask.bool(), batch["input_ids"], padding_id)
@@ -153,8 +171,10 @@ def _place(batch: dict[str, Any], form: Form, rows: int) -> None:
         batch["position_ids"] = counted.expand(rows, -1).clone()
 
 
-def with_labels(batch: dict[str, Any], logits: Tensor | None, seed: int = 1) -> dict[str, Any]:
-    """The batch with labels for logits of this shape: one a token, or one a row."""
+def with_labels(
+    batch: dict[str, Any], logits: Tensor | None, seed: int = 1, at_padding: bool = False
+) -> dict[str, Any]:
+    """The batch with labels for logits of this shape: one a token (at padding, if wanted, too), or one a row."""
     if logits is None or not logits.is_floating_point():
         return batch
     draw = torch.Generator().manual_seed(seed)
@@ -164,7 +184,7 @@ def with_labels(batch: dict[str, Any], logits: Tensor | None, seed: int = 1) -> 
     if logits.ndim == 3:
         labels[torch.rand(labels.shape, generator=draw) < 0.2] = IGNORE
         mask = batch.get("attention_mask")
-        if mask is not None:  # nothing is predicted from padding: what attention gives there means nothing
+        if mask is not None and not at_padding:
             before = torch.cat((mask[:, :1] * 0, mask[:, :-1]), dim=1)
             labels = labels.masked_fill((mask == 0) | (before == 0), IGNORE)
     return {**batch, "labels": labels}

@@ -28,7 +28,7 @@ from longspan.integrations.huggingface.proving.forms import FIRST, TOKENS, Form,
 from longspan.integrations.huggingface.proving.naming import first_module
 from longspan.integrations.huggingface.proving.tiny import CannotShrinkError, build, tiny_config
 from longspan.integrations.huggingface.proving.trial import LAYOUTS, Ran, Trial, implementation, result
-from longspan.integrations.huggingface.rules import KEYWORDS, MASK, Rules
+from longspan.integrations.huggingface.rules import IN_PLACE, KEYWORDS, MASK, OWN, SHIFTED, Rules
 from longspan.integrations.huggingface.sharding import register
 from longspan.integrations.huggingface.structure import check_structure, classes_of, num_layers, put_in
 
@@ -188,7 +188,10 @@ def _compared(trial: Trial, form: Form) -> tuple[float, Rules]:
         raise _RefusedError(f"{unknown.what}: {unknown}.") from unknown
     except LongspanError as error:
         raise _RefusedError(_line(error)) from error
-    if not form.packed and form.padding != "left":  # rows that see nothing make NaN of eager attention in float64
+    if not form.packed and form.padding in (
+        "",
+        "right",
+    ):  # rows that see nothing make NaN of eager attention in float64
         _check_eager(trial, truth)
     if not _difference(again, truth)[0] <= LIMIT:
         raise _FailedError(
@@ -204,7 +207,7 @@ def _compared(trial: Trial, form: Form) -> tuple[float, Rules]:
         worst = max(worst, error)
         wanted = num_layers(trial.model, trial.model.config.get_text_config())
         rules = replace(rules, layers="all" if ran.calls >= wanted else "some" if ran.calls else "none")
-    rules = _without_logits(trial, rules, form)
+    rules = replace(_without_logits(trial, rules, form), exact_at_padding=_is_exact_at_padding(trial, rules))
     _check_evaluation(trial, rules, form)
     return worst, rules
 
@@ -220,6 +223,20 @@ def _without_logits(trial: Trial, rules: Rules, form: Form) -> Rules:
         return replace(rules, head_reason=f"the model's code fails without them ({_line(error)})")
     error, where = _difference(ran, _truth(trial, form, LOSS))
     return found if _is_right(trial, error) else replace(rules, head_reason=f"without them {where} is another one")
+
+
+def _is_exact_at_padding(trial: Trial, rules: Rules) -> bool:
+    """Whether outputs at padding, and a loss with labels there, are the same over ranks. Collators put -100 at padding
+    alone, so that the last padding token before a text predicts its first token."""
+    if "attention_mask" not in trial.batch or rules.loss not in (OWN, SHIFTED, IN_PLACE) or is_hybrid(trial.model):
+        return True
+    seen = copy.copy(trial)
+    seen.batch, seen.hides_padding = with_labels(trial.batch, _logits(trial.forward()), at_padding=True), False
+    try:
+        ran = seen.split(rules, *LAYOUTS[0])
+    except Exception:
+        return False
+    return _is_right(seen, _difference(ran, seen.whole())[0])
 
 
 def _check_evaluation(trial: Trial, rules: Rules, form: Form) -> None:

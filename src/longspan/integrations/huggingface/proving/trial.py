@@ -47,6 +47,8 @@ class Trial:
     is_wide: bool = True
     """Whether what the model computes in float32 is computed in float64 too."""
     weights: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    hides_padding: bool = True
+    """Whether outputs at padding are left out of comparisons."""
 
     def __post_init__(self) -> None:
         self.unused = shared_copy(self.model)
@@ -94,7 +96,7 @@ class Trial:
             assert loss is not None
             return Ran(float(loss.detach()), None, gradients(self.model, loss), calls)
         real = self.batch.get("attention_mask")
-        if real is not None and out.ndim == 3 and out.shape[1] == self.length:
+        if self.hides_padding and real is not None and out.ndim == 3 and out.shape[1] == self.length:
             out = torch.where(real.bool()[:, :, None], out, 0)
         total = (out.double() * self.weights_of(tuple(out.shape))).sum() + (0 if loss is None else loss)
         return Ran(None if loss is None else float(loss.detach()), out.detach(), gradients(self.model, total), calls)

@@ -3,7 +3,11 @@ were the whole sequence, and ways to run it in which samples are counted once pe
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.structure import text_model
@@ -93,6 +97,20 @@ def _refused_setups(trainer: Any) -> list[tuple[str, bool, str]]:
             "Documents could not be told apart. Use DataCollatorWithFlattening(return_position_ids=True).",
         ),
     ]
+
+
+def check_sharded(trainer: Any, model: nn.Module) -> None:
+    """Refuse a model that is not sharded although FSDP was requested: on CPUs accelerate wraps it in DDP instead."""
+    is_set = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if not (trainer.args.fsdp or is_set):
+        return
+    if not any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
+        request = "TrainingArguments(fsdp=...)" if trainer.args.fsdp else "ACCELERATE_USE_FSDP=true"
+        raise BatchError(
+            f"the model must be sharded by FSDP, because of {request}, but got {type(model).__name__} with all"
+            f" parameters on every rank. Accelerate does not shard on CPUs. Remove the request, or shard the model when"
+            f" it is loaded: from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=...))."
+        )
 
 
 def _own_loss(kind: type) -> str | None:
