@@ -28,6 +28,7 @@ from longspan.execution._torch import function_modes
 from longspan.execution.inputs import as_autocast
 from longspan.execution.kernels import Features, choose_kernel
 from longspan.integrations.pytorch.balancers import Balancer, balancer_of, known_length, layout_of_shards
+from longspan.integrations.pytorch.inferred import Inferred, record_of
 from longspan.layouts import Layout
 from longspan.masks import Mask, causal, full
 from longspan.schedules.plan import Plan
@@ -51,7 +52,7 @@ class Route:
         self.mesh, self.balancer, self.mask = check_mesh(mesh), balancer, check_mask(mask)
         self.seq_len = known_length(balancer, mask, seq_len)
         self.layout = layout
-        if layout is None and self.seq_len is not None:
+        if layout is None and self.seq_len is not None and not isinstance(balancer, Inferred):
             self.layout = balancer.layout(self.seq_len, mesh.size())
         self.scheme = rotation.get() or "auto"
         self.calls: Counter[str] = Counter()
@@ -65,15 +66,19 @@ class Route:
     @property
     def local_len(self) -> int:
         """How many tokens this rank has; 0 if that is not known or it has them all."""
-        if self.layout is None or self.layout.world_size == 1:
+        layout = self.layout
+        if layout is None and self.seq_len is not None:
+            layout = self.balancer.layout(self.seq_len, self.mesh.size())
+        if layout is None or layout.world_size == 1:
             return 0
-        return self.layout.num_slots(self.mesh.get_local_rank())
+        return layout.num_slots(self.mesh.get_local_rank())
 
-    def layout_of(self, local_len: int, device: torch.device) -> Layout:
-        """The layout. If no one said how long the sequence is, the first call asks all ranks."""
+    def layout_of(self, query: Tensor) -> Layout:
+        """The layout. If the length or the balancer was not passed, the first call gathers lengths from all ranks."""
+        local_len = _local(query).shape[SEQ_DIM]
         if self.layout is None:
-            lengths = gather_lengths(self.mesh, local_len, device)
-            self.layout = layout_of_shards(self.balancer, lengths, self.seq_len)
+            lengths = gather_ints(self.mesh, local_len, query.device)
+            self.layout = self.layout_of_shard(query, SEQ_DIM, lengths)
         expected = self.layout.num_slots(self.mesh.get_local_rank())
         if local_len != expected:
             raise LayoutError(
@@ -81,7 +86,14 @@ class Route:
                 f" gives it {expected}. Shard inputs as the context shards its buffers, or pass load_balancer= and"
                 f" seq_len= that say how they were sharded."
             )
+        record_of(self.mesh).add(self.layout)
         return self.layout
+
+    def layout_of_shard(self, tensor: Tensor, dim: int, lengths: list[int]) -> Layout:
+        """Return the layout of a tensor with these lengths over the ranks, as far as this route knows it."""
+        if isinstance(self.balancer, Inferred):
+            return self.balancer.of_shard(tensor, dim, lengths, self.seq_len)
+        return layout_of_shards(self.balancer, lengths, self.seq_len)
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Plan:
         """The plan for shards of these shapes; `mask` and that of the route both hold."""
@@ -97,7 +109,7 @@ class Route:
                 f"there are {q.shape[2]} queries and {k.shape[2]} keys on this rank, but over ranks both are shards of"
                 f" one sequence. Call cross attention outside the context."
             )
-        layout = self.layout_of(_local(q).shape[SEQ_DIM], q.device)
+        layout = self.layout_of(q)
         both = [m for m in (self.mask, mask) if m is not None]
         meant = full() if not both else both[0] if len(both) == 1 else both[0] & both[1]
         return made_plan(
@@ -168,12 +180,12 @@ def check_heads(q: Tensor, k: Tensor, enable_gqa: bool) -> None:
         )
 
 
-def gather_lengths(mesh: DeviceMesh, local_len: int, device: torch.device) -> list[int]:
-    """How many tokens every rank of the mesh has."""
-    mine = torch.tensor([local_len], dtype=torch.int64, device=device)
-    lengths = [torch.empty_like(mine) for _ in range(mesh.size())]
-    dist.all_gather(lengths, mine, group=mesh.get_group())
-    return [int(length) for length in lengths]
+def gather_ints(mesh: DeviceMesh, value: int, device: torch.device) -> list[int]:
+    """Return the value of every rank of the mesh, as the number of its tokens."""
+    mine = torch.tensor([value], dtype=torch.int64, device=device)
+    values = [torch.empty_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(values, mine, group=mesh.get_group())
+    return [int(value) for value in values]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -380,6 +392,7 @@ def route_for(
         length = outer.seq_len if outer.layout is None else outer.layout.seq_len
         if seq_len is None or length in (None, seq_len):
             mask = outer.mask if mask is None else mask
-            if asked is None:
+            cuts = not isinstance(default, Inferred)  # then a layout that is not known yet is of no use
+            if asked is None and not (cuts and outer.layout is None and isinstance(outer.balancer, Inferred)):
                 asked, layout = outer.balancer if outer.layout is None else outer.layout, None
     return Route(mesh, default if asked is None else balancer_of(asked), mask, seq_len, layout)
