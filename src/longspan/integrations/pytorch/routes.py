@@ -325,12 +325,17 @@ class Router(TorchFunctionMode):
         if not known or any(isinstance(t, Tensor) and not t.requires_grad for t in (*args[0], *(inputs or ()))):
             return func(*args, **kwargs)  # which says what is wrong
         roots, edges = _edges(args[0]), None if inputs is None else _edges(inputs)
+        name = "grad_outputs" if func is torch.autograd.grad else "grad_tensors"
+        kwargs = kwargs | {name: _root_gradients(args[0], kwargs.get(name))}
         if func is torch.autograd.grad:
             zeros = kwargs.pop("materialize_grads", False)
             with self:
                 gradients = func(roots, edges, **kwargs)
+            if not zeros:
+                return gradients
+            options = {"requires_grad": kwargs.get("create_graph", False)}
             pairs = zip(gradients, args[1], strict=True)
-            return tuple(torch.zeros_like(like) if zeros and gradient is None else gradient for gradient, like in pairs)
+            return tuple(torch.zeros_like(x, **options) if gradient is None else gradient for gradient, x in pairs)
         for tensor in inputs or ():
             if isinstance(tensor, Tensor) and not tensor.is_leaf:
                 tensor.retain_grad()  # as backward does for tensors
@@ -365,6 +370,21 @@ def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _edges(tensors: Any) -> tuple[GradientEdge, ...]:
     return tuple(t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in tensors)
+
+
+def _root_gradients(roots: Any, gradients: Any) -> tuple[Any, ...]:
+    """Fill in the gradients that autograd would make of scalar roots. Of an edge it would make a plain tensor, also
+    where the root is a DTensor."""
+    gradients = (None,) * len(roots) if gradients is None else gradients
+    gradients = (gradients,) if isinstance(gradients, Tensor) else tuple(gradients)
+    if len(gradients) != len(roots):
+        return gradients  # autograd says what is wrong
+    return tuple(
+        torch.ones_like(root, memory_format=torch.preserve_format)
+        if gradient is None and isinstance(root, Tensor) and root.numel() == 1 and root.dtype.is_floating_point
+        else gradient
+        for root, gradient in zip(roots, gradients, strict=True)
+    )
 
 
 def routes() -> list[Route]:
