@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from contextvars import ContextVar
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
+from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
 from longspan.api import attention
@@ -25,6 +27,7 @@ from longspan.api import plan as made_plan
 from longspan.errors import KernelError, LayoutError, PlanError
 from longspan.execution import _torch
 from longspan.execution._torch import function_modes
+from longspan.execution._torch_compiler import run_without_compiling
 from longspan.execution.inputs import as_autocast
 from longspan.execution.kernels import Features, choose_kernel
 from longspan.integrations.pytorch.balancers import Balancer, balancer_of, known_length, layout_of_shards
@@ -241,7 +244,7 @@ def marked(query: Tensor) -> Tensor:
 _SDPA = ("scaled_dot_product_attention",)
 _UNROUTED = {
     "flex_attention": "torch.nn.attention.flex_attention.flex_attention cannot be routed: call"
-    " longspan.integrations.torch_api.flex_attention, which has its signature",
+    " longspan.integrations.torch_api.flex_attention, which has its signature, or longspan.flex_attention with a plan",
     "_varlen_attn": "torch.nn.attention.varlen.varlen_attn cannot be routed: call"
     " torch.nn.functional.scaled_dot_product_attention with mask=longspan.masks.documents(lengths) in the context",
     "multi_head_attention_forward": "torch.nn.MultiheadAttention cannot be routed: call"
@@ -265,6 +268,7 @@ _FUSED = (
 """What `scaled_dot_product_attention` is made of; `_for_cpu.default` and the like are the same by another name."""
 _SPECIAL = frozenset((*_SDPA, *_UNROUTED, *_FUSED, "backward", "grad"))
 _SOFTMAX = frozenset(("softmax", "_softmax", "_safe_softmax", "special_softmax"))
+_FLEX_FILE, _FLEX_NAME = flex_attention.__code__.co_filename, flex_attention.__code__.co_name
 
 
 class Router(TorchFunctionMode):
@@ -277,7 +281,11 @@ class Router(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "").partition(".")[0]
+        if not torch.compiler.is_compiling() and _is_in_flex(sys._getframe(1)):
+            raise PlanError(_unrouted("flex_attention"))
         if name in _SPECIAL:  # all that compilers see of this, for most calls
+            if name == "flex_attention" and torch.compiler.is_dynamo_compiling():
+                raise PlanError(_unrouted(name))  # ends the graph; the call runs again without one, and meets the above
             return self._special(func, name, args, kwargs or {})
         if name in _SOFTMAX and self._of_own_scores(args):
             _refuse_written_out(self.local_len)
@@ -306,9 +314,7 @@ class Router(TorchFunctionMode):
                 )
             return func(*args, **kwargs)
         if name in _UNROUTED and not any(isinstance(arg, GraphModule) for arg in args):  # those are our own kernel's
-            raise PlanError(
-                f"inside a context of Longspan it would attend to the tokens of this rank alone: {_UNROUTED[name]}."
-            )
+            raise PlanError(_unrouted(name))
         return self._differentiate(func, args, kwargs)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -341,6 +347,25 @@ class Router(TorchFunctionMode):
                 tensor.retain_grad()  # as backward does for tensors
         with self:
             return func(roots, **(kwargs | {"inputs": edges}))
+
+
+run_without_compiling(Router.__torch_function__)  # as a frame of its own; inside of others it is traced
+
+
+def _unrouted(name: str) -> str:
+    return f"inside a context of Longspan it would attend to the tokens of this rank alone: {_UNROUTED[name]}."
+
+
+def _is_in_flex(frame: FrameType) -> bool:
+    """Whether PyTorch's flex attention, or a function that it calls, is this frame. It looks at its arguments before it
+    computes, and would refuse a block mask of the whole sequence with other advice. By name, because what the compiler
+    leaves over of it after a graph break is other code, named after it."""
+    caller = frame.f_back
+    return _is_flex(frame.f_code) or (caller is not None and _is_flex(caller.f_code))
+
+
+def _is_flex(code: CodeType) -> bool:
+    return code.co_filename == _FLEX_FILE and _FLEX_NAME in code.co_name
 
 
 @torch.compiler.disable(reason="it refuses the call")
