@@ -124,7 +124,7 @@ SAYS = {
     "rotation": "Choose 'allgather' or 'alltoall'",
     "type": "Choose 'sdpa' or 'flex'",
     "no attention": "Apply it to the module that calls attention",
-    "unshard": "Shard with the same load_balancer",
+    "unshard": "Pass the balancer that cut these tensors",
     "placement": "Redistribute it",
     "attn_mask": "context_parallel(..., mask=)",
     "dropout": "drops by global positions",

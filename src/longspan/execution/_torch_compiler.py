@@ -61,6 +61,14 @@ def _is_plain(keys: torch._C.DispatchKeySet) -> bool:
     return _known[number]
 
 
+def run_without_compiling(function: Any) -> None:
+    """Keep a function that PyTorch calls for every operator from being compiled by itself; other functions that are
+    compiled may still inline it."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
 def break_graph(why: str) -> None:
     """Ends the graph that is being traced; refused, with these words, where it must be whole."""
     torch._dynamo.graph_break(msg=why)

@@ -86,7 +86,9 @@ def check_carried(layout: Layout, dim: int, **tensors: Any) -> None:
         return
     for name, tensor in tensors.items():
         known = carried(tensor)
-        if known is not None and known.dim == dim and other_tokens(known.layout, layout) and not version(tensor):
+        if known is None or known.dim != dim or known.version != version(tensor):
+            continue
+        if other_tokens(known.layout, layout):
             raise PlanError(
                 f"{name} was cut by {known.layout}, but here tokens are those of {layout}, another one: its slots hold"
                 f" other tokens of the same sequence. Cut with the layout of the plan, as in plan.shard(...), or plan"

@@ -18,12 +18,14 @@ class Carried:
 
     layout: Any
     dim: int
+    version: int
+    """How often the tensor had been written to when it was entered; what was written since may be other tokens."""
 
 
 _known: dict[int, tuple[ref[Any], Carried]] = {}
 
 
-def remember(x: Any, layout: Any, dim: int) -> None:
+def remember(x: Any, layout: Any, dim: int, version: int = 0) -> None:
     """Enters a tensor that was just made; it leaves when it goes.
 
     >>> class Tensor: pass
@@ -35,7 +37,7 @@ def remember(x: Any, layout: Any, dim: int) -> None:
     True
     """
     key = id(x)
-    _known[key] = ref(x, lambda _: _known.pop(key, None)), Carried(layout, dim)
+    _known[key] = ref(x, lambda _: _known.pop(key, None)), Carried(layout, dim, version)
 
 
 def carried(x: Any) -> Carried | None:

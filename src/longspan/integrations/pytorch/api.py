@@ -30,6 +30,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from longspan.api import flex_attention as flex_of_shards
 from longspan.errors import LayoutError, PlanError
+from longspan.execution._torch import version
 from longspan.execution.flex.block_masks import check_lengths, mask_of_block_mask
 from longspan.integrations.pytorch.balancers import (
     Balanced,
@@ -41,19 +42,22 @@ from longspan.integrations.pytorch.balancers import (
     balancer_of,
     known_length,
     layout_of_shards,
+    slots,
 )
+from longspan.integrations.pytorch.inferred import Inferred, carried_layout, digest_of, record_of
 from longspan.integrations.pytorch.routes import (
     Route,
     Router,
     check_heads,
     check_mesh,
     current,
-    gather_lengths,
+    gather_ints,
     marked,
     rotation,
     route_for,
 )
 from longspan.layouts import Layout
+from longspan.layouts.carried import other_tokens, remember
 from longspan.masks import Mask
 from longspan.span import whole
 
@@ -97,8 +101,12 @@ def context_parallel(
     Buffers are the same tensors as before, with other contents and another length; on the way out, also by an
     exception, they get their memory back, except those in `no_restore_buffers`. Shards need not be equally long. The
     default balancer is `HeadTail()`. `mask` is in global positions; a call with `is_causal=True` sees what `mask` and
-    causality both allow. Without buffers, `seq_len` saves asking the other ranks how much they hold. A context in a
-    context over the same mesh has its balancer and its mask, unless it says otherwise.
+    causality both allow. A context in a context over the same mesh has its balancer and its mask, unless it says
+    otherwise.
+
+    Without buffers, the inputs of attention were sharded elsewhere. Without a balancer their layout is then found as
+    `context_parallel_unshard` finds it; if nothing was ever sharded over the ranks of the mesh, it is `HeadTail()`.
+    `load_balancer` and `seq_len` together save a small message.
 
     Backward belongs inside: afterwards buffers are whole again, so autograd refuses where it saved one of them, and
     checkpoints cannot run forward again.
@@ -108,10 +116,12 @@ def context_parallel(
     length = _common_length(tensors, dims, seq_len)
     if not keep <= {id(t) for t in tensors}:
         raise PlanError("no_restore_buffers has tensors that are not among buffers. List the same tensor objects.")
-    route = route_for(mesh, load_balancer, HeadTail(), mask, length)
+    default = HeadTail() if tensors else Inferred(check_mesh(mesh), HeadTail())
+    route = route_for(mesh, load_balancer, default, mask, length)
     with ExitStack() as stack:
         if tensors:
             assert route.layout is not None
+            record_of(mesh).add(route.layout)
             _shard_in_place(stack, tensors, dims, keep, route.layout, mesh.get_local_rank())
         route.buffers = {id(t) for t in tensors}
         stack.enter_context(Router(route))
@@ -166,10 +176,12 @@ def _shard_in_place(
             f" equal_tokens (shards need not be equally long), or shard by layout.shard(x, rank, dim, fill=...)."
         )
     shards = [layout.shard(tensor, rank, dim) for tensor, dim in zip(tensors, dims, strict=True)]
-    for tensor, shard in zip(tensors, shards, strict=True):
+    for tensor, shard, dim in zip(tensors, shards, dims, strict=True):
         if id(tensor) not in keep:
             stack.callback(_set, tensor, _memory_of(tensor))
         _set(tensor, _memory_of(shard))
+        if id(tensor) in keep:
+            remember(tensor, layout, dim % tensor.ndim, version(tensor))
 
 
 def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
@@ -187,14 +199,29 @@ def context_parallel_shard(
     seq_dims: Sequence[int],
     load_balancer: Balancer | Layout | None = None,
 ) -> list[Tensor]:
-    """This rank's shards of whole tensors, as new tensors; without a balancer, stretches of the sequence."""
-    balancer = balancer_of(Contiguous() if load_balancer is None else load_balancer)
+    """This rank's shards of whole tensors, as new tensors.
+
+    Without a balancer, the layout is that of the context over `mesh` and a sequence of this length that we are in, or
+    else stretches of the sequence. The layout is recorded for the mesh: see `context_parallel_unshard`.
+    """
+    route = current(check_mesh(mesh))
     _check_counts(buffers, seq_dims)
     shards = []
     for tensor, dim in zip(buffers, seq_dims, strict=True):
-        layout = balancer.layout(_length(tensor, dim), check_mesh(mesh).size())
+        layout = _layout_to_shard(route, load_balancer, _length(tensor, dim), mesh.size())
+        record_of(mesh).add(layout)
         shards.append(layout.shard(tensor, mesh.get_local_rank(), dim))
     return shards
+
+
+def _layout_to_shard(route: Route | None, asked: Balancer | Layout | None, length: int, world_size: int) -> Layout:
+    if asked is not None:
+        return balancer_of(asked).layout(length, world_size)
+    if route is None or isinstance(route.balancer, Inferred):
+        return Contiguous().layout(length, world_size)
+    if route.layout is None:
+        return route.balancer.layout(length, world_size)
+    return route.layout if route.layout.seq_len == length else Contiguous().layout(length, world_size)
 
 
 @torch.no_grad()
@@ -206,8 +233,10 @@ def context_parallel_unshard(
 ) -> list[Tensor]:
     """Whole tensors, in order and without padding, on every rank; not differentiable, as in PyTorch.
 
-    Without a balancer it is that of the context over `mesh` we are in, or else `HeadTail()`, PyTorch's default. Shards
-    do not tell how they were cut: pass the balancer that cut them.
+    Without a balancer, the layout is the first of these that is known: the one that cut the buffer itself, if it came
+    straight from a shard; that of the context over `mesh` we are in; the one that cut sequences with as many tokens per
+    rank over the ranks of `mesh` before, by `context_parallel_shard`, a context or attention. If two layouts did, or
+    none, the call is refused. A balancer that is passed must be the one that cut the buffer.
     """
     _check_counts(buffers, seq_dims)
     route = current(check_mesh(mesh))
@@ -215,21 +244,52 @@ def context_parallel_unshard(
         route.results = True
     whole = []
     for tensor, dim in zip(buffers, seq_dims, strict=True):
-        lengths = gather_lengths(mesh, _length(tensor, dim), tensor.device)
-        layout = _layout_to_unshard(route, load_balancer, lengths)
+        lengths = gather_ints(mesh, _length(tensor, dim), tensor.device)
+        layout = _agreed_layout(mesh, load_balancer, tensor, dim, lengths)
         whole.append(layout.unshard(_gather(mesh, tensor, dim, lengths), dim))
     return whole
 
 
-def _layout_to_unshard(route: Route | None, asked: Balancer | Layout | None, lengths: list[int]) -> Layout:
+def _agreed_layout(
+    mesh: DeviceMesh, asked: Balancer | Layout | None, tensor: Tensor, dim: int, lengths: list[int]
+) -> Layout:
+    """Return the layout to unshard by, if all ranks found the same; otherwise raise on all of them."""
+    layout: Layout | Exception
+    try:
+        layout = _layout_to_unshard(mesh, asked, tensor, dim, lengths)
+    except Exception as error:  # the other ranks wait for an answer
+        layout = error
+    digests = gather_ints(mesh, 0 if isinstance(layout, Exception) else digest_of(layout), tensor.device)
+    if isinstance(layout, Exception):
+        raise layout
+    if len(set(digests)) > 1:
+        raise LayoutError(
+            f"all ranks must unshard by one layout, but rank {mesh.get_local_rank()} found {layout}, and others found"
+            f" another or none. Pass the same load_balancer on all ranks."
+        )
+    return layout
+
+
+def _layout_to_unshard(
+    mesh: DeviceMesh, asked: Balancer | Layout | None, tensor: Tensor, dim: int, lengths: list[int]
+) -> Layout:
+    route, known = current(mesh), carried_layout(tensor, dim, lengths)
     if asked is not None:
         balancer = balancer_of(asked)
-        return layout_of_shards(balancer, lengths, known_length(balancer, None))
-    if route is None:
-        return layout_of_shards(HeadTail(), lengths, None)
-    if route.layout is None:
-        return layout_of_shards(route.balancer, lengths, route.seq_len)
-    return layout_of_shards(balancer_of(route.layout), lengths, route.layout.seq_len)
+        layout = layout_of_shards(balancer, lengths, known_length(balancer, None))
+        if known is not None and other_tokens(known, layout):
+            raise LayoutError(
+                f"`load_balancer` must be the one that cut the buffer, which was {known}, but got {layout}. Leave it"
+                f" out: the buffer carries its layout."
+            )
+        return layout
+    if known is not None:
+        return known
+    if route is not None and route.layout is None:
+        return route.layout_of_shard(tensor, dim, lengths)
+    if route is not None and route.layout is not None and slots(route.layout) == lengths:
+        return route.layout
+    return Inferred(mesh, None).of_shard(tensor, dim, lengths)
 
 
 def _gather(mesh: DeviceMesh, tensor: Tensor, dim: int, lengths: list[int]) -> list[Tensor]:
@@ -316,8 +376,7 @@ def _mask_of(block_mask: Any, query: Tensor, route: Route) -> Mask | None:
             f"block_mask is a BlockMask of PyTorch or a mask of longspan.masks, but {type(block_mask).__name__} was"
             f" given."
         )
-    local = query.to_local() if isinstance(query, DTensor) else query
-    total = route.layout_of(local.shape[2], query.device).seq_len
+    total = route.layout_of(query).seq_len
     check_lengths(block_mask, (total, total), "block_mask", PlanError)
     return mask_of_block_mask(block_mask, batch=query.shape[0], heads=query.shape[1])
 
@@ -325,9 +384,10 @@ def _mask_of(block_mask: Any, query: Tensor, route: Route) -> Mask | None:
 class ContextParallel(ParallelStyle):
     """For `parallelize_module`: attention in the module's forward is that of the whole sequence.
 
-    Inputs are shards along `seq_dim` already (see `context_parallel_shard`), plain or DTensors. Without a balancer they
-    are stretches of the sequence, or what the context we are in made of them. Whatever says the length (`seq_len`, a
-    mask or balancer made for one) saves a small message per forward. `attention_type` is what the module must call:
+    Inputs are shards along `seq_dim` already (see `context_parallel_shard`), plain or DTensors. Without a balancer
+    their layout is found as `context_parallel_unshard` finds it, in each forward; if nothing was ever sharded over the
+    ranks of the mesh, they are stretches of the sequence. A balancer together with whatever says the length (`seq_len`,
+    a mask or balancer made for one) saves a small message per forward. `attention_type` is what the module must call:
     "sdpa", or "flex" for `flex_attention` of this module; one that does not is refused, as it would have attended to
     this rank's tokens alone.
     """
@@ -361,11 +421,10 @@ class _Hooks:
 
     def __init__(self, style: ContextParallel, mesh: DeviceMesh) -> None:
         self.style, self.mesh, self.open = style, mesh, threading.local()
-        self.layout = self._route(None).layout  # made once, if the length is known
-
-    def _route(self, layout: Layout | None) -> Route:
-        style = self.style
-        return route_for(self.mesh, style.load_balancer, Contiguous(), style.mask, style.seq_len, layout)
+        self.default = Inferred(check_mesh(mesh), Contiguous())
+        balancer = self.default if style.load_balancer is None else style.load_balancer
+        route = Route(mesh, balancer, style.mask, style.seq_len)
+        self.layout = route.layout  # made once, if balancer and length are known
 
     def __deepcopy__(self, memo: Any) -> _Hooks:
         return _Hooks(self.style, self.mesh)  # copies of a module run on the same ranks
@@ -382,7 +441,7 @@ class _Hooks:
                     f"an input of {type(module).__name__} is placed {tuple(value.placements)}, but ContextParallel"
                     f" takes DTensors placed (Shard({style.seq_dim}),). Redistribute it, or pass its local part."
                 )
-        route = self._route(self.layout)
+        route = route_for(self.mesh, style.load_balancer, self.default, style.mask, style.seq_len, self.layout)
         scope.enter_context(Router(route))
         self.open.stack[-1] = route, scope
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from contextvars import ContextVar
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
+from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
 from longspan.api import attention
@@ -25,9 +27,11 @@ from longspan.api import plan as made_plan
 from longspan.errors import KernelError, LayoutError, PlanError
 from longspan.execution import _torch
 from longspan.execution._torch import function_modes
+from longspan.execution._torch_compiler import run_without_compiling
 from longspan.execution.inputs import as_autocast
 from longspan.execution.kernels import Features, choose_kernel
 from longspan.integrations.pytorch.balancers import Balancer, balancer_of, known_length, layout_of_shards
+from longspan.integrations.pytorch.inferred import Inferred, record_of
 from longspan.layouts import Layout
 from longspan.masks import Mask, causal, full
 from longspan.schedules.plan import Plan
@@ -51,7 +55,7 @@ class Route:
         self.mesh, self.balancer, self.mask = check_mesh(mesh), balancer, check_mask(mask)
         self.seq_len = known_length(balancer, mask, seq_len)
         self.layout = layout
-        if layout is None and self.seq_len is not None:
+        if layout is None and self.seq_len is not None and not isinstance(balancer, Inferred):
             self.layout = balancer.layout(self.seq_len, mesh.size())
         self.scheme = rotation.get() or "auto"
         self.calls: Counter[str] = Counter()
@@ -65,15 +69,19 @@ class Route:
     @property
     def local_len(self) -> int:
         """How many tokens this rank has; 0 if that is not known or it has them all."""
-        if self.layout is None or self.layout.world_size == 1:
+        layout = self.layout
+        if layout is None and self.seq_len is not None:
+            layout = self.balancer.layout(self.seq_len, self.mesh.size())
+        if layout is None or layout.world_size == 1:
             return 0
-        return self.layout.num_slots(self.mesh.get_local_rank())
+        return layout.num_slots(self.mesh.get_local_rank())
 
-    def layout_of(self, local_len: int, device: torch.device) -> Layout:
-        """The layout. If no one said how long the sequence is, the first call asks all ranks."""
+    def layout_of(self, query: Tensor) -> Layout:
+        """The layout. If the length or the balancer was not passed, the first call gathers lengths from all ranks."""
+        local_len = _local(query).shape[SEQ_DIM]
         if self.layout is None:
-            lengths = gather_lengths(self.mesh, local_len, device)
-            self.layout = layout_of_shards(self.balancer, lengths, self.seq_len)
+            lengths = gather_ints(self.mesh, local_len, query.device)
+            self.layout = self.layout_of_shard(query, SEQ_DIM, lengths)
         expected = self.layout.num_slots(self.mesh.get_local_rank())
         if local_len != expected:
             raise LayoutError(
@@ -81,7 +89,14 @@ class Route:
                 f" gives it {expected}. Shard inputs as the context shards its buffers, or pass load_balancer= and"
                 f" seq_len= that say how they were sharded."
             )
+        record_of(self.mesh).add(self.layout)
         return self.layout
+
+    def layout_of_shard(self, tensor: Tensor, dim: int, lengths: list[int]) -> Layout:
+        """Return the layout of a tensor with these lengths over the ranks, as far as this route knows it."""
+        if isinstance(self.balancer, Inferred):
+            return self.balancer.of_shard(tensor, dim, lengths, self.seq_len)
+        return layout_of_shards(self.balancer, lengths, self.seq_len)
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Plan:
         """The plan for shards of these shapes; `mask` and that of the route both hold."""
@@ -97,7 +112,7 @@ class Route:
                 f"there are {q.shape[2]} queries and {k.shape[2]} keys on this rank, but over ranks both are shards of"
                 f" one sequence. Call cross attention outside the context."
             )
-        layout = self.layout_of(_local(q).shape[SEQ_DIM], q.device)
+        layout = self.layout_of(q)
         both = [m for m in (self.mask, mask) if m is not None]
         meant = full() if not both else both[0] if len(both) == 1 else both[0] & both[1]
         return made_plan(
@@ -168,12 +183,12 @@ def check_heads(q: Tensor, k: Tensor, enable_gqa: bool) -> None:
         )
 
 
-def gather_lengths(mesh: DeviceMesh, local_len: int, device: torch.device) -> list[int]:
-    """How many tokens every rank of the mesh has."""
-    mine = torch.tensor([local_len], dtype=torch.int64, device=device)
-    lengths = [torch.empty_like(mine) for _ in range(mesh.size())]
-    dist.all_gather(lengths, mine, group=mesh.get_group())
-    return [int(length) for length in lengths]
+def gather_ints(mesh: DeviceMesh, value: int, device: torch.device) -> list[int]:
+    """Return the value of every rank of the mesh, as the number of its tokens."""
+    mine = torch.tensor([value], dtype=torch.int64, device=device)
+    values = [torch.empty_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(values, mine, group=mesh.get_group())
+    return [int(value) for value in values]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -229,7 +244,7 @@ def marked(query: Tensor) -> Tensor:
 _SDPA = ("scaled_dot_product_attention",)
 _UNROUTED = {
     "flex_attention": "torch.nn.attention.flex_attention.flex_attention cannot be routed: call"
-    " longspan.integrations.torch_api.flex_attention, which has its signature",
+    " longspan.integrations.torch_api.flex_attention, which has its signature, or longspan.flex_attention with a plan",
     "_varlen_attn": "torch.nn.attention.varlen.varlen_attn cannot be routed: call"
     " torch.nn.functional.scaled_dot_product_attention with mask=longspan.masks.documents(lengths) in the context",
     "multi_head_attention_forward": "torch.nn.MultiheadAttention cannot be routed: call"
@@ -253,6 +268,7 @@ _FUSED = (
 """What `scaled_dot_product_attention` is made of; `_for_cpu.default` and the like are the same by another name."""
 _SPECIAL = frozenset((*_SDPA, *_UNROUTED, *_FUSED, "backward", "grad"))
 _SOFTMAX = frozenset(("softmax", "_softmax", "_safe_softmax", "special_softmax"))
+_FLEX_FILE, _FLEX_NAME = flex_attention.__code__.co_filename, flex_attention.__code__.co_name
 
 
 class Router(TorchFunctionMode):
@@ -265,7 +281,11 @@ class Router(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "").partition(".")[0]
+        if not torch.compiler.is_compiling() and _is_in_flex(sys._getframe(1)):
+            raise PlanError(_unrouted("flex_attention"))
         if name in _SPECIAL:  # all that compilers see of this, for most calls
+            if name == "flex_attention" and torch.compiler.is_dynamo_compiling():
+                raise PlanError(_unrouted(name))  # ends the graph; the call runs again without one, and meets the above
             return self._special(func, name, args, kwargs or {})
         if name in _SOFTMAX and self._of_own_scores(args):
             _refuse_written_out(self.local_len)
@@ -294,9 +314,7 @@ class Router(TorchFunctionMode):
                 )
             return func(*args, **kwargs)
         if name in _UNROUTED and not any(isinstance(arg, GraphModule) for arg in args):  # those are our own kernel's
-            raise PlanError(
-                f"inside a context of Longspan it would attend to the tokens of this rank alone: {_UNROUTED[name]}."
-            )
+            raise PlanError(_unrouted(name))
         return self._differentiate(func, args, kwargs)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -313,17 +331,41 @@ class Router(TorchFunctionMode):
         if not known or any(isinstance(t, Tensor) and not t.requires_grad for t in (*args[0], *(inputs or ()))):
             return func(*args, **kwargs)  # which says what is wrong
         roots, edges = _edges(args[0]), None if inputs is None else _edges(inputs)
+        name = "grad_outputs" if func is torch.autograd.grad else "grad_tensors"
+        kwargs = kwargs | {name: _root_gradients(args[0], kwargs.get(name))}
         if func is torch.autograd.grad:
             zeros = kwargs.pop("materialize_grads", False)
             with self:
                 gradients = func(roots, edges, **kwargs)
+            if not zeros:
+                return gradients
+            options = {"requires_grad": kwargs.get("create_graph", False)}
             pairs = zip(gradients, args[1], strict=True)
-            return tuple(torch.zeros_like(like) if zeros and gradient is None else gradient for gradient, like in pairs)
+            return tuple(torch.zeros_like(x, **options) if gradient is None else gradient for gradient, x in pairs)
         for tensor in inputs or ():
             if isinstance(tensor, Tensor) and not tensor.is_leaf:
                 tensor.retain_grad()  # as backward does for tensors
         with self:
             return func(roots, **(kwargs | {"inputs": edges}))
+
+
+run_without_compiling(Router.__torch_function__)  # as a frame of its own; inside of others it is traced
+
+
+def _unrouted(name: str) -> str:
+    return f"inside a context of Longspan it would attend to the tokens of this rank alone: {_UNROUTED[name]}."
+
+
+def _is_in_flex(frame: FrameType) -> bool:
+    """Whether PyTorch's flex attention, or a function that it calls, is this frame. It looks at its arguments before it
+    computes, and would refuse a block mask of the whole sequence with other advice. By name, because what the compiler
+    leaves over of it after a graph break is other code, named after it."""
+    caller = frame.f_back
+    return _is_flex(frame.f_code) or (caller is not None and _is_flex(caller.f_code))
+
+
+def _is_flex(code: CodeType) -> bool:
+    return code.co_filename == _FLEX_FILE and _FLEX_NAME in code.co_name
 
 
 @torch.compiler.disable(reason="it refuses the call")
@@ -355,6 +397,21 @@ def _edges(tensors: Any) -> tuple[GradientEdge, ...]:
     return tuple(t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in tensors)
 
 
+def _root_gradients(roots: Any, gradients: Any) -> tuple[Any, ...]:
+    """Fill in the gradients that autograd would make of scalar roots. Of an edge it would make a plain tensor, also
+    where the root is a DTensor."""
+    gradients = (None,) * len(roots) if gradients is None else gradients
+    gradients = (gradients,) if isinstance(gradients, Tensor) else tuple(gradients)
+    if len(gradients) != len(roots):
+        return gradients  # autograd says what is wrong
+    return tuple(
+        torch.ones_like(root, memory_format=torch.preserve_format)
+        if gradient is None and isinstance(root, Tensor) and root.numel() == 1 and root.dtype.is_floating_point
+        else gradient
+        for root, gradient in zip(roots, gradients, strict=True)
+    )
+
+
 def routes() -> list[Route]:
     """Those of the contexts and wrapped modules we are in, innermost last."""
     return [mode.route for mode in function_modes() if isinstance(mode, Router)]
@@ -380,6 +437,7 @@ def route_for(
         length = outer.seq_len if outer.layout is None else outer.layout.seq_len
         if seq_len is None or length in (None, seq_len):
             mask = outer.mask if mask is None else mask
-            if asked is None:
+            cuts = not isinstance(default, Inferred)  # then a layout that is not known yet is of no use
+            if asked is None and not (cuts and outer.layout is None and isinstance(outer.balancer, Inferred)):
                 asked, layout = outer.balancer if outer.layout is None else outer.layout, None
     return Route(mesh, default if asked is None else balancer_of(asked), mask, seq_len, layout)
