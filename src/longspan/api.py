@@ -228,7 +228,7 @@ def causal_conv1d(
         x: the rows. In padding slots of a layout the output is 0.
         weight: (channels, width); the last column is for the token itself.
         bias: (channels,), or None.
-        documents: lengths, lengths per batch row, or a mask of `longspan.masks`; None is one document.
+        documents: lengths, lengths per batch row, or a mask of documents (see `gated_delta_rule`); None is one.
         plan: made by `longspan.conv_plan`.
         group: with a plan, the ranks of the sequence: a process group or a mesh of one axis.
         activation: "silu" or "swish", which are the same, or None.
@@ -251,7 +251,7 @@ def conv_plan(
     """Who sends which rows to whom in causal convolutions of one width. Every rank makes the same plan.
 
     Args:
-        documents: lengths, lengths per batch row, or a mask of `longspan.masks`; None is one document.
+        documents: lengths, lengths per batch row, or a mask of documents (see `gated_delta_rule`); None is one.
         layout: who holds which tokens.
         channels: features of a row.
         width: how many tokens a convolution takes, its own included.

@@ -50,7 +50,7 @@ def scan_plan(
     """Who sends which states to whom in a recurrence. Every rank makes the same plan.
 
     Args:
-        documents: lengths, lengths per batch row, or a mask of `longspan.masks`; None is one document.
+        documents: lengths, lengths per batch row, or a mask of documents (see `gated_delta_rule`); None is one.
         layout: who holds which tokens.
         heads: heads of a state.
         keys: rows of a head's state.
@@ -126,7 +126,10 @@ def gated_delta_rule(
         v: (batch, tokens, heads, values); heads are a multiple of key heads.
         g: logarithms of decays, (batch, tokens, heads), or (batch, tokens, heads, keys) with one for every key.
         beta: (batch, tokens, heads).
-        documents: on one device: lengths, lengths per batch row, or a mask of `longspan.masks`; None is one document.
+        documents: on one device: lengths, lengths per batch row, or a mask of documents; None is one document. A mask
+            such as `documents(lengths) & causal()` may also have a window, or a prefix that all later tokens of a
+            document see. A document begins where a token does not see the token before it. Refused are masks with
+            other documents in other heads, and masks in which documents see each other or a token not itself.
         plan: made by `longspan.scan_plan(..., maps="matrix")`, for this rank's shards.
         group: with a plan, the ranks of the sequence: a process group or a mesh of one axis.
         scale: what queries are multiplied by; 1 / sqrt(keys) by default.

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from longspan.errors import LongspanError, MaskError
+from longspan.masks import bands as bd
 from longspan.masks.document_masks import document_edges
 from longspan.masks.mask import Mask
 from longspan.span import Ints, shortened
@@ -20,11 +21,17 @@ Documents: TypeAlias = Mask | ArrayLike | None
 
 
 def document_rows(documents: Any, seq_len: int, error: type[LongspanError] = MaskError) -> Ints:
-    """The document each position belongs to, (R, S), counted from 0.
+    """Return the document of each position, (R, S), counted from 0.
 
-    `documents` is None (one document), lengths, a list of lengths per batch row, or a mask. In a mask, neighbours that
-    may attend to each other, in any head, belong together: right for documents under any window or prefix, while the
-    chunks of chunked attention would count as documents (give lengths there). Refusals are of the kind `error`.
+    `documents` is None (one document), lengths, a list of lengths per batch row, or a mask. A mask must be one of
+    documents in every head, with or without `causal`, a window, or a prefix that all later tokens see:
+
+    - every token sees itself. A document begins where a token does not see the token before it;
+    - no token sees a token of another document;
+    - a document's tokens are seen by all later ones of it or, after a prefix, by those within one distance.
+
+    `chunked` is a mask of documents, too: for chunks of attention inside documents, give lengths. Other masks are
+    refused, with the kind of error `error`.
 
     >>> document_rows([2, 3], 5).tolist()
     [[0, 0, 1, 1, 1]]
@@ -65,25 +72,85 @@ def _of_mask(mask: Mask, seq_len: int, error: type[LongspanError]) -> Ints:
             f"documents cannot be read from {mask}, because a function decides there who sees whom. Give the lengths of"
             f" the documents instead."
         )
-    whole = mask.resized(seq_len)
+    key = "documents", seq_len
+    if key in mask.known:  # every layer asks
+        return mask.known[key]
+    found: dict[int, Ints] = {}
     rows: list[Ints] = []
-    for row in range(mask.num_rows):
-        links = np.zeros(seq_len + 1, dtype=np.int64)
-        for head in range(mask.num_heads):
-            _add_links(links, whole.plane(row, head).region, seq_len)
-        rows.append(np.cumsum(np.cumsum(links)[:seq_len] == 0) - 1)
-    return np.stack(rows)
+    for planes in mask.resized(seq_len).grid:
+        for head, plane in enumerate(planes):
+            if id(plane) not in found:
+                found[id(plane)], problem = _of_bands(bd.tighten(plane.region), seq_len)
+                if problem is not None:
+                    raise _not_documents(mask, problem, error)
+            if not np.array_equal(found[id(plane)], found[id(planes[0])]):
+                raise _not_documents(mask, f"heads 0 and {head} have different documents", error)
+        rows.append(found[id(planes[0])])
+    mask.known[key] = np.stack(rows)
+    return mask.known[key]
 
 
-def _add_links(links: Ints, bands: Ints, seq_len: int) -> None:
-    """Counts, as differences, for every x the bands that let x see x - 1 or be seen by it."""
-    q_start, q_stop, kv_start, kv_stop, low, high = bands.T
-    for distance in (1, -1):
-        kept = (low <= distance) & (distance <= high)
-        later = max(0, -distance)  # the pair (q, q + 1) links q + 1 to its predecessor
-        first = np.maximum(q_start, kv_start + distance)[kept] + later
-        last = np.minimum(q_stop, kv_stop + distance)[kept] + later
-        first, last = np.clip(first, 1, seq_len), np.clip(last, 1, seq_len)
-        real = first < last
-        np.add.at(links, first[real], 1)
-        np.add.at(links, last[real], -1)
+def _not_documents(mask: Mask, problem: str, error: type[LongspanError]) -> LongspanError:
+    return error(
+        f"`documents` must be lengths or a mask of documents, such as documents(lengths) & causal(), with or without a"
+        f" window, but got {mask}: {problem}. Pass the lengths of the documents instead."
+    )
+
+
+def _of_bands(bands: Ints, seq_len: int) -> tuple[Ints, str | None]:
+    """Return the document of each position, (S,), and why `bands` are not a mask of documents, or None."""
+    sees_itself, sees_previous = (_counts_by_key(bands, seq_len, d, d) > 0 for d in (0, 1))
+    starts = np.append(True, ~sees_previous[:-1])[:seq_len]  # key k - 1 is seen at distance 1 by token k
+    numbers = np.cumsum(starts) - 1
+    if not sees_itself.all():
+        return numbers, f"token {int(np.argmin(sees_itself))} does not see itself"
+    first = np.flatnonzero(starts)
+    last = np.append(first[1:], seq_len)
+    blocks = bd.rectangles(first, last, first, last)
+    if bd.area(bd.intersect(bands, blocks)).sum() != bd.area(bands).sum():
+        q, _, _, k_stop, low, _ = bd.tighten(bd.subtract(bands, blocks))[0].tolist()
+        kv = min(k_stop - 1, q - low)
+        edge = int(first[numbers[max(q, kv)]])
+        return numbers, f"token {q} sees token {kv}, although token {edge} does not see token {edge - 1}"
+    left = last[numbers] - np.arange(seq_len)  # tokens of the document from each one on, itself included
+    seen = _counts_by_key(bands, seq_len, 0)
+    windowed = np.flatnonzero(seen < left)
+    if not len(windowed):
+        return numbers, None
+    window, key = int(seen[windowed[0]]), int(windowed[0])
+    before = np.zeros(seq_len, dtype=np.int64)  # tokens with a window, up to each one, in its document
+    before[windowed] = 1
+    before = np.cumsum(before) - np.append(0, np.cumsum(before))[first][numbers]
+    strange = (seen < left) & (seen != window)
+    strange |= (seen < left) & (_counts_by_key(bands, seq_len, window) > 0)
+    strange |= (seen == left) & (left > window) & (before > 0)
+    if strange.any():
+        other = int(np.argmax(strange))
+        return numbers, f"tokens {key} and {other} are not seen by all later tokens of a document, nor in one window"
+    return numbers, None
+
+
+def _counts_by_key(bands: Ints, seq_len: int, low: int, high: int = bd.LIMIT) -> Ints:
+    """Return how many queries at distances q - kv from `low` to `high` see each key, (S,).
+
+    Within a band, key k is seen by the queries from max(q0, k + lo) to min(q1 - 1, k + hi), so counts are straight
+    lines between four keys: their slopes and offsets are added up as differences.
+    """
+    bands = bands.copy()
+    bands[:, bd.LO] = np.maximum(bands[:, bd.LO], low)
+    bands[:, bd.HI] = np.minimum(bands[:, bd.HI], high)
+    q0, q1, k0, k1, lo, hi = bd.tighten(bands).T
+    slope, offset = np.zeros((2, seq_len + 1), dtype=np.int64)
+
+    def add(start: Ints, stop: Ints, slopes: int, offsets: Ints) -> None:
+        for at, sign in ((start, 1), (stop, -1)):
+            np.add.at(slope, at, sign * slopes)
+            np.add.at(offset, at, sign * offsets)
+
+    turn = np.clip(q1 - 1 - hi, k0, k1)
+    add(k0, turn, 1, hi + 1)
+    add(turn, k1, 0, q1)
+    turn = np.clip(q0 - lo, k0, k1)
+    add(k0, turn, 0, -q0)
+    add(turn, k1, -1, -lo)
+    return (np.cumsum(slope) * np.arange(seq_len + 1) + np.cumsum(offset))[:seq_len]

@@ -120,8 +120,8 @@ def shard_batch(
       back telling which `shift_labels` count.
     - `position_ids` are (B, S), or (3, B, S) as for images and video, and are obeyed. Without them `positions` says
       what to make: "sequence" counts through, "document" starts again with every document.
-    - `documents`: lengths, or a list of lengths per batch row. Or `mask`: who sees whom; neighbours that may attend to
-      each other are of one document (for chunked attention give lengths).
+    - `documents`: lengths, or a list of lengths per batch row. Or `mask`: the mask of attention, from which documents
+      are read (see `longspan.gated_delta_rule` for which masks; for chunked attention give lengths).
     - Other tensors are cut along the dim that `dims` names, or come back whole where it names None. One that is as long
       as the sequence somewhere and is not named is refused. All else comes back unchanged.
 

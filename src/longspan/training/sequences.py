@@ -52,7 +52,7 @@ def per_sequence(
         group: the ranks of the sequence, or None for one process.
         reduce: "sum" over the tokens that count, or their "mean".
         mask: which tokens count, this rank's, 0 and 1 or bool, as in `batch["shift_labels"] != -100`. All, by default.
-        documents: lengths, lengths per batch row, or a mask of attention; with a layout or a plan.
+        documents: lengths, lengths per batch row, or a mask of documents; with a layout or a plan.
         gradients: as in `gather_tokens`: the loss is computed alike on every rank, and parameters' gradients are added
             up over the group ("sum") or averaged ("average"). It may be left out where no gradient is wanted.
 

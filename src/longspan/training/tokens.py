@@ -49,7 +49,7 @@ def shard_like(
             labels do; n for what belongs to the token n places later. Across the end of a document there is `fill`.
         dim: where tokens are.
         fill: what slots of padding and places without such a token hold.
-        documents: lengths, lengths per batch row, or a mask; with a layout or a plan.
+        documents: lengths, lengths per batch row, or a mask of documents; with a layout or a plan.
 
     >>> tens = torch.arange(8) * 10  # the first of two ranks holds the places 0, 1, 6 and 7
     >>> shard_like(tens, zigzag(8, 2), 0, shift=0, documents=[6, 2]).tolist()
