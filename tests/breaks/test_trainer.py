@@ -19,8 +19,9 @@ RUNS = [
     ("llama", True, {}),
     ("bert", False, {}),
     ("llama", False, {"train_sampling_strategy": "group_by_length"}),
-    ("lfm2", True, {"label_smoothing_factor": 0.1}),
+    ("modernbert", False, {}),
     ("lfm2", True, {"gradient_checkpointing": True}),
+    ("lfm2", True, {"label_smoothing_factor": 0.1}),
 ]
 FSDP = "the model must be sharded by FSDP, because of"
 
@@ -43,8 +44,8 @@ def train(family, packed, changes):
 
 @pytest.mark.parametrize(("family", "packed", "changes"), share(RUNS, 2))
 def test_one_process_trains_as_two_do(family, packed, changes, tries):
-    """Packed hybrids (which transformers alone does not keep apart), a loss that ignores num_items_in_batch, rows
-    without labels, and what the Trainer does on top."""
+    """Packed hybrids (which transformers alone does not keep apart), losses that ignore num_items_in_batch (BERT) and
+    obey it (ModernBERT), rows without labels, and what the Trainer does on top."""
     (alone, bare), (two, spread) = (over_ranks(n, train, family, packed, changes) for n in (1, 2))
     assert np.shape(alone) == np.shape(two)
     assert np.abs(np.array(alone) - np.array(two)).max() <= CLOSE * np.abs(alone).max()

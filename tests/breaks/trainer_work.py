@@ -21,6 +21,10 @@ FAMILIES = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "initializer_range": 0.2},
     "llama": {"tie_word_embeddings": True},
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "modernbert": {
+        "cls_token_id": 1, "sep_token_id": 2, "global_attn_every_n_layers": 2, "local_attention": 8,
+        "attention_dropout": 0.0, "embedding_dropout": 0.0, "mlp_dropout": 0.0,
+    },
     "jamba": {
         "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "num_experts": 2, "initializer_range": 0.2,
     },
@@ -34,7 +38,7 @@ def model_of(family, attention="longspan"):
 
     huggingface.register()
     torch.manual_seed(0)
-    kind = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
+    kind = AutoModelForMaskedLM if "bert" in family else AutoModelForCausalLM
     config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
     return kind.from_config(config, attn_implementation=attention, dtype=torch.float32)
 

@@ -135,7 +135,8 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
             if torch.is_grad_enabled():
                 raise BatchError(_no_count(inputs))
             num_items_in_batch = count_evaluated(inputs, self._ranks)  # TRL does not count here
-        part, before = self._part(model, inputs), getattr(self, "_total_train_tokens", 0)
+        part = self._part(model, {**inputs, "num_items_in_batch": num_items_in_batch})
+        before = getattr(self, "_total_train_tokens", 0)
         self._labels = PartLabels(inputs, self._sequence, num_items_in_batch)
         try:
             found = super().compute_loss(model, part, return_outputs, num_items_in_batch)
@@ -171,7 +172,7 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
             dropout_seed=self._dropout_seed(model.training),
             **self._sharding,
         )
-        part.pop("num_items_in_batch", None)  # the trainer's counts all micro-batches of a step
+        part.pop("num_items_in_batch", None)  # the Trainer passes it to models that take it
         self._sequence = part[huggingface.NAME]
         if own_loss:
             self._sequence.labels = None  # nobody asks for the model's
