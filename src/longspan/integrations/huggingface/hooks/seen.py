@@ -7,7 +7,7 @@ asked itself, after every forward pass, in whatever loop it runs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -27,8 +27,22 @@ from longspan.training import BatchError
 @lru_cache(maxsize=1024)
 def takes(kind: type, name: str) -> bool:
     """Whether forward of these modules takes an argument of this name, among keywords at least."""
-    parameters = inspect.signature(kind.forward).parameters
+    return _accepts(kind.forward, name)
+
+
+def _accepts(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _accepts_sequence(module: nn.Module) -> bool:
+    """Return whether the module's forward accepts `longspan=`.
+
+    A module may have a forward of its own that is not its class's: `torch.compile(model)` is such a module, and the
+    forward of its class, which is never called, takes no keywords.
+    """
+    own = vars(module).get("forward")
+    return takes(type(module), NAME) if own is None else _accepts(own, NAME)
 
 
 def listen_to_layers(model: nn.Module, names: Iterable[str]) -> None:
@@ -81,7 +95,7 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
     sequence.calls_before[id(module)] = sequence.calls
     sequence.depth += 1
     sequence.seen.clear()
-    if sequence.rules.handed == MASK or not takes(type(module), NAME):
+    if sequence.rules.handed == MASK or not _accepts_sequence(module):
         return args, {name: value for name, value in kwargs.items() if name != NAME}
     return None
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from longspan import layouts
 from longspan.execution.simulated import SimulatedRank, simulate
 from longspan.integrations.huggingface.attention import NAME
-from longspan.integrations.huggingface.batches import read_batch, shifted_labels
+from longspan.integrations.huggingface.batches import PACKED, read_batch, shifted_labels
 from longspan.integrations.huggingface.hooks.head import LOGITS
+from longspan.integrations.huggingface.hooks.mixers import is_hybrid
 from longspan.integrations.huggingface.proving.wide import Wide
 from longspan.integrations.huggingface.rules import Rules
 from longspan.integrations.huggingface.sharding import Sharding, sharded
@@ -64,16 +65,26 @@ class Trial:
             self.weights[shape] = made / made.norm()
         return self.weights[shape]
 
+    def one_device_batch(self) -> dict[str, Any]:
+        """Return the batch for a run on one device.
+
+        Recurrences of transformers raise an error if they get `cu_seq_lens` or `seq_idx` without the packages that
+        they are for. Over ranks they never get them, and `apart` runs documents one by one.
+        """
+        left_out = PACKED if is_hybrid(self.model) else ()
+        return {name: value for name, value in self.batch.items() if name not in left_out}
+
     def whole(self, wants: str = LOGITS) -> Ran:
         """On one device, with gradients."""
         with self.precision():
-            output = self.model(**self.batch)
+            output = self.model(**self.one_device_batch())
         return self._ran(getattr(output, "loss", None), result(output) if wants == LOGITS else None)
 
     def apart(self, edges: list[int], wants: str = LOGITS) -> Ran:
         """On one device, documents one after another. For models with recurrences: transformers lets these go on from
         one document to the next, and Longspan does not."""
-        kept = {name: v for name, v in self.batch.items() if isinstance(v, Tensor) and v.shape[1:2] == (self.length,)}
+        batch = self.one_device_batch()
+        kept = {name: v for name, v in batch.items() if isinstance(v, Tensor) and v.shape[1:2] == (self.length,)}
         kept.pop("labels", None)
         with self.precision():
             parts = [
@@ -105,7 +116,7 @@ class Trial:
     def forward(self, **changes: Any) -> Any:
         """The output on one device."""
         with self.precision():
-            return self.model(**{**self.batch, **changes})
+            return self.model(**{**self.one_device_batch(), **changes})
 
     def split(
         self, rules: Rules, name: str, world_size: int, watch: Callable[..., Any] | None = None, wants: str = LOGITS
