@@ -73,8 +73,9 @@ class LayoutRecord:
 
 
 def digest_of(layout: Layout) -> int:
-    """Return a positive number that depends on which token is where and not on names, to compare over ranks."""
-    return 1 + int.from_bytes(hashlib.sha256(b"%d " % layout.seq_len + layout.table.tobytes()).digest()[:7], "big")
+    """Return a positive number that depends on what every slot holds and not on names, to compare over ranks."""
+    head = f"{layout.seq_len} {slots(layout)} "
+    return 1 + int.from_bytes(hashlib.sha256(head.encode() + layout.table.tobytes()).digest()[:7], "big")
 
 
 def _would_cut(balancer: Balancer, layout: Layout) -> bool:
