@@ -12,7 +12,7 @@ LIMIT = 60.0
 
 
 def name_of(case):
-    more = [case.settings[key] for key in ("differs", "mutant") if key in case.settings]
+    more = [case.settings[key] for key in ("differs", "mutant", "function") if key in case.settings]
     return "-".join((str(case), *more))
 
 

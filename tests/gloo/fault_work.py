@@ -333,10 +333,14 @@ def main(rank, case, port, pipe):
         from tests.gloo.nccl_work import NcclRank
 
         NcclRank(rank, case, port, pipe).run()
-    elif "call" in case.settings:
+    elif case.settings.get("call") == "scan":
         from tests.gloo.scan_fault_work import ScanRank
 
         ScanRank(rank, case, port, pipe).run()
+    elif case.settings.get("call") == "loss":
+        from tests.breaks.losses_work import LossRank
+
+        LossRank(rank, case, port, pipe).run()
     else:
         Rank(rank, case, port, pipe).run()
     with contextlib.suppress(EOFError, OSError):

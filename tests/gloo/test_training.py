@@ -112,7 +112,7 @@ def test_documents_are_found_in_masks(seed):
         documents,
         documents & ls.masks.causal(),
         documents & window,
-        documents & ~ls.masks.causal(),
+        documents & ls.masks.sliding_window(3, 2),
         ls.masks.prefix_lm(lengths // 3, lengths),
         ls.masks.per_head(documents & window, documents & ls.masks.causal()),
     )[seed % 6]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.execution.trust.group import run_collective
 from longspan.layouts import Layout
 from longspan.span import Ints
 
@@ -65,7 +66,9 @@ def _moved(x: Tensor, plan: Moves, group: dist.ProcessGroup, dim: int) -> Tensor
     shape = rows.shape[1:]
     send = rows.index_select(0, _on(x, plan.send_from)).contiguous()
     received = x.new_empty((len(plan.receive_to), *shape))
-    dist.all_to_all_single(received, send, plan.num_received, plan.num_sent, group=group)
+    sizes = plan.num_received, plan.num_sent
+    start = lambda group: dist.all_to_all_single(received, send, *sizes, group=group, async_op=True)  # noqa: E731
+    run_collective("all_to_all", received[:0], group, start)
     out = x.new_zeros((plan.num_slots, *shape))
     out.index_copy_(0, _on(x, plan.keep_to), rows.index_select(0, _on(x, plan.keep_from)))
     out.index_copy_(0, _on(x, plan.receive_to), received)

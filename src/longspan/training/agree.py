@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from longspan.execution.handed import Group
 from longspan.execution.simulated import SimulatedRank
 from longspan.span import Ints
-from longspan.training.groups import BatchError, check_batch, message_device, process_group
+from longspan.training.groups import BatchError, all_gathered, check_batch, message_device, process_group
 
 NAME_BYTES = 64
 _DIGEST = 4
@@ -99,9 +99,7 @@ def _gathered(row: Ints, group: dist.ProcessGroup) -> Ints:
     if isinstance(group, SimulatedRank):
         return group.meet("check_same", row, lambda rows: [np.stack(rows)] * len(rows))
     mine = torch.as_tensor(row.copy(), device=message_device(group))
-    parts = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(parts, mine, group=group)
-    return torch.stack(parts).cpu().numpy()
+    return torch.stack(all_gathered(mine, group)).cpu().numpy()
 
 
 def _no_digest(batch: Mapping[str, Any], contents: list[Ints | None], ranks: list[int]) -> str:

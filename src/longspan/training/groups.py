@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,9 +14,19 @@ from longspan.errors import LongspanError
 from longspan.execution.handed import group_handed, group_of, not_yet
 from longspan.execution.simulated import TAKEN, SimulatedRank
 from longspan.execution.trust.backends import message_device
+from longspan.execution.trust.group import run_collective
 from longspan.layouts import Layout
 
-__all__ = ["BatchError", "all_summed", "check_batch", "check_layout", "message_device", "process_group"]
+__all__ = [
+    "BatchError",
+    "all_gathered",
+    "all_summed",
+    "check_batch",
+    "check_layout",
+    "message_device",
+    "process_group",
+    "run_collective",
+]
 
 
 class BatchError(LongspanError, ValueError):
@@ -41,8 +52,20 @@ def all_summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks of a tensor, in place; without gradients."""
     if isinstance(group, SimulatedRank):
         return x.copy_(group.summed(x.detach().clone()))
-    dist.all_reduce(x, group=group)
+    _all_reduce(x, group)
     return x
+
+
+@torch.compiler.disable(reason="ranks are watched between compiled graphs")
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> None:
+    run_collective("all_reduce", x, group, lambda group: dist.all_reduce(x, group=group, async_op=True))
+
+
+def all_gathered(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the tensors of all ranks, which have one shape; without gradients."""
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    run_collective("all_gather", x, group, lambda group: dist.all_gather(parts, x, group=group, async_op=True))
+    return parts
 
 
 def process_group(group: Any, what: str, *, real: bool = False) -> dist.ProcessGroup:

@@ -25,7 +25,7 @@ from longspan.masks.document_rows import Documents
 from longspan.span import whole
 from longspan.training.batch import BatchCut, Like, cut_of
 from longspan.training.document_numbers import shifted
-from longspan.training.groups import BatchError, process_group
+from longspan.training.groups import BatchError, all_gathered, process_group, run_collective
 
 
 def shard_like(
@@ -187,11 +187,12 @@ def whole_rows(x: Tensor, layout: Layout, group: dist.ProcessGroup, dim: int, to
     most = max(layout.num_slots(r) for r in range(size))
     message = rows.new_zeros((most, *rows.shape[1:]))  # collectives want one size; what is beyond a shard is not read
     message[: len(rows)] = rows
-    parts = [torch.empty_like(message) for _ in range(size)] if to in (None, rank) else None
     if to is None:
-        dist.all_gather(parts, message, group=group)  # type: ignore[arg-type]
+        parts = all_gathered(message, group)
     else:
-        dist.gather(message, parts, group=group, group_dst=to)
+        parts = [torch.empty_like(message) for _ in range(size)] if to == rank else None
+        gather = lambda group: dist.gather(message, parts, group=group, async_op=True, group_dst=to)  # noqa: E731
+        run_collective("gather", message, group, gather)
     if parts is None:
         return None
     gathered = layout.unshard([part[: layout.num_slots(r)] for r, part in enumerate(parts)])

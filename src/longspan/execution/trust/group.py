@@ -282,7 +282,8 @@ class Running:
         if device.type in met:
             return
         if first_waits(self.members.group, device):
-            self._sum(token_on(device), device)
+            token = token_on(device)
+            self._collect(lambda group: dist.all_reduce(token, group=group, async_op=True), device)
         met.add(device.type)
 
     def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor], step: int) -> None:
@@ -298,23 +299,32 @@ class Running:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Adds a tensor up over the group, in place."""
-        self._check_alike()
-        self._sum(tensor, self.call.device)
+        self.collective(lambda group: dist.all_reduce(tensor, group=group, async_op=True))
 
-    def _sum(self, tensor: Tensor, device: torch.device) -> None:
+    def collective(self, start: Callable[[dist.ProcessGroup], dist.Work | None]) -> None:
+        """Start a collective of PyTorch when all ranks are in this call, and return when it is done."""
+        self._check_alike()
+        self._collect(start, self.call.device)
+
+    def _collect(self, start: Callable[[dist.ProcessGroup], dist.Work | None], device: torch.device) -> None:
         group = self.members.group
-        work = self.started(lambda: dist.all_reduce(tensor, group=group, async_op=True), self._others, device)
+        work = self.started(lambda: start(group), self._others, device)
         assert work is not None
         self.wait([(self.members.rank, work)], self._others, device)
 
     def _check_alike(self) -> None:
-        """Returns when the rank before this one is in the same call. Collectives have no tags: without this, sums of
-        different calls would meet. A collective is over when all have begun it, and then all were found alike. On a
-        device no message has a tag, and ranks that make different calls are found by the lookout."""
-        size, rank = self.members.size, self.members.rank
-        if size > 1 and self.call.device.type == "cpu":
+        """Return when all ranks are in the same call.
+
+        Collectives have no tags: without this, sums of different calls would meet. And a process that leaves a
+        collective unfinished cannot end: of a rank that will not come, messages tell before it is begun. After the
+        exchange at distance d, a rank knows of the 2d - 1 ranks before it. On a device no message has a tag, and ranks
+        that make different calls are found by the lookout.
+        """
+        size, rank, distance = self.members.size, self.members.rank, 1
+        while distance < size and self.call.device.type == "cpu":
             token = token_on(CPU)
-            self._exchange({(rank + 1) % size: token}, {(rank - 1) % size: token.clone()}, ALIKE)
+            self._exchange({(rank + distance) % size: token}, {(rank - distance) % size: token.clone()}, ALIKE)
+            distance *= 2
 
     def started(self, start: Callable[[], T], peers: Sequence[int], device: torch.device | None = None) -> T:
         """The result of `start`, which raises when a connection is closed. That names nobody: the watch finds out who
@@ -392,6 +402,26 @@ def told(group: dist.ProcessGroup) -> Iterator[None]:
             if members.calls == before:
                 members.announce_refusal(error, safety(members.settings))
             raise
+
+
+def run_collective(
+    name: str, tensor: Tensor, group: dist.ProcessGroup, start: Callable[[dist.ProcessGroup], dist.Work | None]
+) -> None:
+    """Run a collective of PyTorch on a tensor of this shape and dtype, the same on every rank. On CPUs it is a call
+    like others: a rank that dies, stops or does something else is named on all others."""
+    if tensor.device.type != "cpu" or group.size() == 1:  # on a device the host does not wait
+        work = start(group)
+        if work is not None:
+            work.wait()
+        return
+    members = members_of(group)
+    text = f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+    settings = members.settings = safety(members.settings)
+    call = Call(
+        hashlib.sha256(text.encode()).hexdigest(), "forward", 1, tensor.dtype, tensor.device, settings, name=name
+    )
+    with members.call(call) as running:
+        running.collective(start)
 
 
 def members_of(group: dist.ProcessGroup) -> Members:

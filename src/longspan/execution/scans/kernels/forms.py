@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -13,6 +15,7 @@ from longspan.execution.scans.kernels.attention import ChunkedAttention, Chunked
 from longspan.execution.scans.kernels.chunks import ChunkTable, cut
 from longspan.execution.scans.kernels.elementwise import ChunkedElements
 from longspan.execution.scans.recurrences import EPSILON, GatedDelta, LinearAttention, LinearRecurrence, Ssd
+from longspan.span import Ints
 
 SHORT = {size: size * size + 128 * size + 4096 for size in (16, 32, 64)}
 """Tokens of a chunk, and what one costs: its pairs, its tokens (blank ones too) and its state, as measured for 4 heads
@@ -42,6 +45,28 @@ def in_chunks(work: ScanWork, reads: bool = True) -> ChunkedAttention | ChunkedE
         return _ssd(work, recurrence, reads)
     assert isinstance(recurrence, GatedDelta | LinearAttention)
     return _attention(work, recurrence, reads)
+
+
+def stages_of_segments(work: ScanWork) -> list[Ints]:
+    """Cut segments where a number is not finite for the first time, so that no such token is in a chunk with tokens
+    before it. Stage i has the i-th parts, as rows of (segment, batch row, first slot, end slot).
+
+    Once is enough for each number of a token and each of NaN, inf and -inf: what it writes into a state stays there.
+    Queries write nothing, so segments are not cut there.
+    """
+    if isinstance(work.recurrence, LinearRecurrence):  # computed token by token
+        return []
+    queries = 3 if isinstance(work.recurrence, Ssd) else 0
+    writes = [x.detach().flatten(2) for at, x in enumerate(work.tokens) if at != queries]
+    bad = torch.cat([found for x in writes for found in (x.isnan(), x.isposinf(), x.isneginf())], -1)
+    stages: dict[int, list[tuple[int, ...]]] = {}
+    for segment, (row, first, end) in enumerate(work.segments.table.tolist()):
+        here = bad[row, first:end]
+        cuts = here[:, here.any(0)].int().argmax(0).unique().tolist()
+        edges = [first, *(first + cut for cut in cuts if cut), end]
+        for stage, part in enumerate(pairwise(edges)):
+            stages.setdefault(stage, []).append((segment, row, *part))
+    return [np.array(stage, dtype=np.int64) for stage in stages.values()]
 
 
 def passed(work: ScanWork) -> Tensor:
