@@ -97,7 +97,7 @@ def _attention():
     ):
         yield bad(f"inside {name}", lambda c=call: inside(c), PlanError, *says)
     half = Q[:, :, :4]
-    says = "called with 4 tokens on rank 0", "gives it 8"
+    says = "must have 4 tokens", "ranks hold [4] of them", "but got 8"
     yield bad("inside tokens", lambda: inside(lambda: sdpa(half, half, half)), LayoutError, *says)
     masked = lambda: inside(lambda: flex_attention(Q, Q, Q, None, masks.causal(9)))  # noqa: E731
     yield bad("inside mask length", masked, MaskError, "is for 9 tokens")

@@ -161,7 +161,10 @@ def layout_of_shards(balancer: Balancer, lengths: list[int], seq_len: int | None
     if isinstance(balancer, Contiguous):
         layout = balancer.of_lengths(lengths)
         if seq_len not in (None, layout.seq_len):
-            raise LayoutError(f"shards of {lengths} tokens make {layout.seq_len}, but the sequence has {seq_len}.")
+            raise LayoutError(
+                f"the sequence must have {layout.seq_len} tokens, since ranks hold {lengths} of them, but got {seq_len}."
+                f" Shard inputs as the context shards its buffers, or pass load_balancer= and seq_len= of these shards."
+            )
         return layout
     layout = balancer.layout(sum(lengths) if seq_len is None else seq_len, len(lengths))
     if slots(layout) != lengths:
