@@ -118,8 +118,11 @@ def liger(folder, shifts_itself=False):
     def norm(self, x):
         return torch.rms_norm(x, x.shape[-1:], self.weight, 1e-6)
 
-    for function in (fused, old, norm):
-        function.__module__ = "liger_kernel.transformers"
+    def of_liger(f):
+        scope = {**f.__globals__, "__name__": "liger_kernel.transformers"}
+        return types.FunctionType(f.__code__, scope, f.__name__, f.__defaults__, f.__closure__)
+
+    fused, old, norm = map(of_liger, (fused, old, norm))
 
     def apply(model, config):
         model.model.norm.forward = types.MethodType(norm, model.model.norm)

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator
+from torch.utils._pytree import tree_leaves as tree_leaves  # of nested arguments
 from torch.utils._pytree import tree_map as tree_map  # a function applied to every leaf of nested arguments
 
 from longspan.versions import minor
@@ -29,6 +30,9 @@ num_users = torch._C._storage_Use_Count  # of a storage, which is named by its a
 hooks_of = operator.attrgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )  # of modules
+global_hooks = operator.attrgetter(
+    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"
+)  # of `torch.nn.modules.module`, for all modules, in the order of `hooks_of`
 destroy = operator.methodcaller("_destroy")  # of a library of operators, with all that it has registered
 _AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
 

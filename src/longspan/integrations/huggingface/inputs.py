@@ -133,7 +133,9 @@ def _sharded(model: Any, batch: Mapping[str, Any], members: Any, asked: Sharding
     inner = check_model(model, batch)
     read = read_batch(batch)
     check_padding(inner, read)
-    return sharded(inner, read, members, rules_of(inner, read, members, trust_model), asked, model)
+    part = sharded(inner, read, members, rules_of(inner, read, members, trust_model), asked, model)
+    part[NAME].checks_hooks = not trust_model
+    return part
 
 
 def full_loss(loss: Tensor, inputs: Mapping[str, Any], *, gradients: str = "sum") -> Tensor:

@@ -82,6 +82,8 @@ class ShardedSequence:
         """Whether what the model computes with is this rank's part by now."""
         self.is_joined = False
         """Whether tokens of all ranks have been put together again."""
+        self.checks_hooks = True
+        """Whether hooks of users may change nothing in the forward pass; not with trust_model=True."""
         self.arguments: frozenset[str] = frozenset()
         """Names of what the model is to be called with."""
         self.depth = 0

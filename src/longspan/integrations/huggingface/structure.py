@@ -1,16 +1,17 @@
 """What classes, modules and source of a model of transformers tell without running it: its layers, and whether its
-masks look for documents; of which classes it is made, what their code is, and what somebody has put into it."""
+masks look for documents; of which classes it is made, whose code they run, and what somebody has put into it."""
 
 from __future__ import annotations
 
 import ast
-import hashlib
 import inspect
 import re
+import sys
 import textwrap
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
-from types import CodeType
+from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
+from functools import cached_property, lru_cache, partial, partialmethod
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -144,24 +145,119 @@ def classes_of(model: nn.Module) -> dict[str, type]:
     return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
 
 
-def code_of(model: nn.Module) -> str:
-    """A digest of all code that its classes run, but for that of torch and what all models of transformers share."""
-    digest = hashlib.sha256()
-    for name, kind in sorted(classes_of(model).items()):
-        digest.update(name.encode())
-        for part in kind.__mro__:
-            if _is_common(part):
-                continue
-            for called, value in sorted(vars(part).items()):
-                code = getattr(inspect.unwrap(getattr(value, "__func__", value)), "__code__", None)
-                if isinstance(code, CodeType):
-                    digest.update(called.encode() + _text_of(code))
-    return digest.hexdigest()[:24]
+def code_in(value: Any, known: Container[int] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield (name of its module, function, class or object) for the code that a value runs, inside of wrappers too.
+
+    Functions whose address is known are not looked into.
+
+    >>> from functools import partial
+    >>> [name for name, _ in code_in(partial(nn.functional.pad, pad=(1, 0)))], list(code_in(3))
+    (['torch.nn.functional'], [])
+    """
+    waiting, seen = [value], set()
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, FunctionType):  # its globals tell where it is from, functools.wraps changes __module__
+            yield str(item.__globals__.get("__name__", "")), item
+            waiting += [] if id(item) in known else filter(_is_code, _cells(item))
+        elif isinstance(item, MethodType | staticmethod | classmethod):
+            waiting.append(item.__func__)
+        elif isinstance(item, property):
+            waiting += [item.fget, item.fset]
+        elif isinstance(item, partial | partialmethod):
+            waiting += [item.func, *filter(_is_code, (*item.args, *item.keywords.values()))]
+        elif isinstance(item, type):
+            yield item.__module__, item
+        elif isinstance(item, ModuleType):
+            yield item.__name__, item
+        elif isinstance(item, dict):
+            waiting += dict.values(item)
+        elif isinstance(item, list | tuple):
+            waiting += item
+        elif isinstance(item, cached_property):
+            waiting.append(item.func)
+        elif callable(item):
+            yield type(item).__module__, item
+            waiting.append(getattr(item, "__wrapped__", None))
 
 
-def _text_of(code: CodeType) -> bytes:
-    consts = [_text_of(const) if isinstance(const, CodeType) else repr(const).encode() for const in code.co_consts]
-    return code.co_code + repr(code.co_names).encode() + b"".join(consts)
+def _is_code(value: Any) -> bool:
+    return isinstance(value, FunctionType | MethodType | partial)
+
+
+def _cells(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # a cell that is still empty
+            yield cell.cell_contents
+
+
+def runs_other_code(values: Iterable[Any], known: Container[int] = ()) -> bool:
+    """Whether something else runs than functions whose address is known, or those of packages that take every token by
+    itself. PyTorch's own functions count as wrappers, so a known one must be inside."""
+    reached, packages = False, set()
+    for value in values:
+        for name, item in code_in(value, known):
+            if id(item) in known:
+                reached = True
+            else:
+                packages.add(name.partition(".")[0])
+    return not packages <= {*HARMLESS, *(["torch"] if reached else [])}
+
+
+class Snapshot:
+    """The functions of classes and of the modules that define them, by address, to notice what is replaced later.
+
+    Values that code reads (constants, attributes, settings) are not among them: they may change from step to step.
+    """
+
+    def __init__(self, kinds: Iterable[type]) -> None:
+        self.classes = list({part for kind in kinds for part in kind.__mro__})
+        homes = {part.__module__ for part in self.classes if not _is_common(part)}
+        homes = {name for name in homes if name.partition(".")[0] not in sys.stdlib_module_names}
+        self.modules = [sys.modules[name] for name in homes if name in sys.modules]
+        self._take()
+
+    def _take(self) -> None:
+        self.addresses = self._addresses()
+        self.code = {owner: _code_of(owner) for owner in (*self.classes, *self.modules)}
+
+    def _addresses(self) -> list[int]:
+        found = [id(value) for kind in self.classes for value in vars(kind).values()]
+        return found + [id(v) for module in self.modules for v in vars(module).values() if isinstance(v, _FUNCTIONS)]
+
+    def find_replaced(self) -> str | None:
+        """Return the first function or class that was replaced since, by code that a check of the model did not run."""
+        if self._addresses() == self.addresses:
+            return None
+        for owner, before in self.code.items():
+            now = _code_of(owner) if isinstance(owner, type) else {}  # new names of a module replace nothing
+            for name in before | now:
+                value = vars(owner).get(name)
+                if name not in before:
+                    is_other = not _is_of_hosts(value)
+                elif id(value) == before[name]:
+                    continue
+                else:
+                    is_other = next(code_in(value), None) is None or runs_other_code([value], {before[name]})
+                if is_other:
+                    return f"{owner.__name__}.{name}"
+        self._take()
+        return None
+
+
+_FUNCTIONS = (FunctionType, type)
+
+
+def _code_of(owner: Any) -> dict[str, int]:
+    kinds = (*_FUNCTIONS, MethodType, staticmethod, classmethod, property, partial, partialmethod, cached_property)
+    return {name: id(value) for name, value in list(vars(owner).items()) if isinstance(value, kinds)}
+
+
+def _is_of_hosts(value: Any) -> bool:
+    return {name.partition(".")[0] for name, _ in code_in(value)} <= {*HARMLESS, "torch", "transformers"}
 
 
 def put_in(model: nn.Module, known: Iterable[str], apart: Iterable[nn.Module] = ()) -> str | None:
@@ -187,10 +283,13 @@ def put_in(model: nn.Module, known: Iterable[str], apart: Iterable[nn.Module] = 
 def _is_replaced(module: nn.Module) -> bool:
     """Whether somebody has given this module another forward. Accelerate and the compiler keep the old one inside, and
     Liger's takes every token by itself, as the old one did."""
-    forward = vars(module).get("forward")
-    kept = hasattr(module, "_old_forward") or hasattr(forward, "_torchdynamo_orig_callable")
-    package = (getattr(forward, "__module__", None) or "").split(".")[0]
-    return forward is not None and not kept and package not in HARMLESS
+    own = vars(module)
+    if own.get("forward") is None:
+        return False
+    hook = own.get("_hf_hook")  # accelerate's: its forward calls this hook and the old forward
+    hooks = [type(part) for part in (hook, *getattr(hook, "hooks", ())) if part is not None]
+    known = {id(value) for kind in type(module).__mro__ for value in vars(kind).values()}
+    return runs_other_code([own["forward"], own.get("_old_forward"), *hooks], known)
 
 
 def _is_harmless(kind: type) -> bool:

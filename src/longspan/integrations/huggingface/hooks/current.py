@@ -7,9 +7,21 @@ again in backward, when no forward pass is on, must not ask here; masks carry th
 from __future__ import annotations
 
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 _RUNNING: ContextVar[tuple[Any, ...]] = ContextVar("longspan_sequences", default=())
+
+
+@dataclass
+class LastForward:
+    """What is known of the forward pass that began last, in any thread: backward runs in threads of its own."""
+
+    checks_hooks: bool = False
+    """Whether it is over ranks, of a model that is checked: hooks of users may then change nothing."""
+
+
+LAST_FORWARD = LastForward()
 
 
 def current() -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 
 from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.batches import LABELS, PACKED, check_arguments
-from longspan.integrations.huggingface.hooks.current import current, enter, leave
+from longspan.integrations.huggingface.hooks.current import LAST_FORWARD, current, enter, leave
 from longspan.integrations.huggingface.hooks.losses import with_loss
 from longspan.integrations.huggingface.hooks.placed import has_hook
 from longspan.integrations.huggingface.rules import MASK, OWN
@@ -82,6 +82,7 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
     sequence = kwargs.get(NAME)
     running = sequence if sequence is not None else current()
     enter(running)
+    LAST_FORWARD.checks_hooks = getattr(running, "checks_hooks", False)
     if getattr(running, "at_head", None) is not None and running.rules.loss == OWN and module is running.model():
         running.at_head.begin(kwargs)
     if not isinstance(sequence, ShardedSequence):

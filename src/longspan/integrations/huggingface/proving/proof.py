@@ -23,6 +23,7 @@ from longspan.integrations.huggingface.attention import NAME
 from longspan.integrations.huggingface.hooks.body import towers
 from longspan.integrations.huggingface.hooks.head import LOGITS, LOSS
 from longspan.integrations.huggingface.hooks.mixers import check_mixers, is_hybrid, mixes
+from longspan.integrations.huggingface.hooks.user_hooks import hook_names, without_global_hooks
 from longspan.integrations.huggingface.proving.find_rules import UnknownRuleError, rules_found, with_head
 from longspan.integrations.huggingface.proving.forms import FIRST, TOKENS, Form, drawn, with_labels
 from longspan.integrations.huggingface.proving.naming import first_module
@@ -54,7 +55,7 @@ class Proof:
     seconds: float = 0.0
     """Processor time that it took."""
     classes: tuple[str, ...] = ()
-    """Full names of the classes of all modules that were tried."""
+    """Full names of the classes of all modules that were tried, and their hooks in the words of `hook_names`."""
     was_compared: bool = True
     """Whether the answer is that of a comparison, or of a refusal by name. It is not where something failed."""
 
@@ -88,7 +89,7 @@ def prove(kind: type, config: Any, form: Form = Form()) -> Proof:  # noqa: B008 
     try:
         with _undisturbed():
             trial = _trial(kind, config, form)
-            classes = tuple(sorted(classes_of(trial.model)))
+            classes = tuple(sorted({*classes_of(trial.model), *hook_names(trial.model)}))
             error, rules = _compared(trial, form)
             _check_classes(kind, config, classes)
     except _RefusedError as refusal:
@@ -116,10 +117,10 @@ def _check_classes(kind: type, config: Any, classes: tuple[str, ...]) -> None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Whatever the caller is in the middle of: no gradients wanted, autocast, another device or generator."""
+    """Whatever the caller is in the middle of: no gradients wanted, autocast, another device or generator, hooks."""
     with (
         warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(),
-        torch.autocast("cpu", enabled=False), torch.device("cpu"),
+        torch.autocast("cpu", enabled=False), torch.device("cpu"), without_global_hooks(),
     ):  # fmt: skip
         warnings.simplefilter("ignore")
         yield
