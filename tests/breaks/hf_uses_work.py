@@ -37,6 +37,7 @@ def build(name, config, dtype=torch.float64):
     transformers.logging.set_verbosity_error()
     huggingface.register()
     torch.manual_seed(7)
+    config._experts_implementation = "eager"  # the grouped matmul has no float64
     model = getattr(transformers, name)(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -175,6 +176,9 @@ def unusual(family):
         "stablelm": lambda: hf.StableLmConfig(**small),
         "nemotron": lambda: hf.NemotronConfig(**small),
         "recurrent_gemma": lambda: hf.RecurrentGemmaConfig(**small, lru_width=32, attention_window_size=9),
+        "jamba": lambda: hf.JambaConfig(
+            **small, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8, use_mamba_kernels=False
+        ),
         "roberta": lambda: hf.RobertaConfig(
             **{name: value for name, value in small.items() if name not in ("num_key_value_heads", "head_dim")},
             **STILL, is_decoder=True,
@@ -187,7 +191,9 @@ def unusual(family):
     config = configs[family]()
     model = build(hf.AutoModelForCausalLM._model_mapping[type(config)].__name__, config)
     batch = batch_of("left" if family == "opt" else "plain")[0]
-    return outcome(lambda: against_one_device(model, batch, "longspan" if family == "recurrent_gemma" else "sdpa"))
+    return outcome(
+        lambda: against_one_device(model, batch, "longspan" if family in ("jamba", "recurrent_gemma") else "sdpa")
+    )
 
 
 # -- classes -----------------------------------------------------------------------------------------------------------
@@ -210,8 +216,6 @@ def classifiers(name, case):
         ),
     }  # fmt: skip
     config = configs[name]()
-    if hasattr(config, "experts_implementation") or "Mixtral" in name:
-        config._experts_implementation = "eager"
     model = build(name, config)
     batch = batch_of(case)[0]
     draw = torch.Generator().manual_seed(2)

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 LIMITS = {"eager": 0.0, "aot_eager": 1e-6, "inductor": 1e-6}
 """The same operators run under "eager". Others write float32 parts of a model in another order."""
-ALWAYS = [("lfm2", way, "eager", False, 2) for way in (work.WRAPPER_SHARDED, work.IN_PLACE)]
+ALWAYS = [("lfm2", work.WRAPPER_SHARDED, "eager", False, 2)]
 OTHERS = [
     *(
         (family, way, backend, is_used_before, len(work.BATCHES))

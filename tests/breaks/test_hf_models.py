@@ -103,15 +103,16 @@ def test_encoder_decoders_are_refused_on_every_rank(tries):
     tries("Hugging Face: encoder-decoders", len(found), 0, len(found))
 
 
-UNUSUAL = nightly(["opt", "recurrent_gemma"], ["stablelm", "nemotron", "roberta"])
+UNUSUAL = nightly(["opt", "recurrent_gemma", "jamba"], ["stablelm", "nemotron", "roberta"])
+REFUSED = {"recurrent_gemma": "RecurrentGemmaRecurrentBlock", "jamba": "calls mamba_selective_scan"}
 
 
 def test_models_with_ways_of_their_own(tries):
     refused = 0
     for family in UNUSUAL:
         found = pool(2).run(uses.unusual, family, timeout=TIMEOUT)
-        if family == "recurrent_gemma":
-            assert all("RecurrentGemmaRecurrentBlock" in words for words in found), found
+        if family in REFUSED:
+            assert all(REFUSED[family] in words for words in found), found
             refused += 1
         else:
             check(found)
