@@ -100,8 +100,8 @@ CAUGHT_BY = {
     "ranks need not agree": (work.told,),
     "edges make the root gradient": (work.gradients_of_dtensors,),
     "plain root gradients": (work.gradients_of_dtensors,),
-    "flex is seen only where it computes": (work.flex_in_contexts, FLEX[2:3]),
-    "flex is seen by its code": (work.flex_in_contexts, FLEX[1:2]),
+    "flex is seen only where it computes": (work.flex_in_contexts, FLEX[2:3], ["by name"]),
+    "flex is seen by its code": (work.flex_in_contexts, FLEX[1:2], ["compiled", "in a compiled function"]),
 }
 
 

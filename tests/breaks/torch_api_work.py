@@ -603,10 +603,10 @@ def refuses_flex(name, call, *tensors):
     return name, REFUSED, WRONG, "no error"
 
 
-def flex_in_contexts(cases):
+def flex_in_contexts(cases, names=None):
     """PyTorch's flex attention is refused in words inside a context, whatever else it would have refused, and computes
     what it computes before and after contexts, also those that ended by an exception. A case is the length of a block
-    mask, or None, and whether the call was compiled outside before."""
+    mask, or None, and whether the call was compiled outside before; `names` are of some ways to call it."""
     mesh, found, tokens = world_mesh(), [], 256
     whole = [drawn(i, 1, 2, tokens, 16, dtype=torch.float32) for i in range(3)]
     local = [t[:, :, : tokens // mesh.size()].clone() for t in whole]
@@ -614,6 +614,8 @@ def flex_in_contexts(cases):
         warnings.simplefilter("ignore")  # of PyTorch, about speed
         for length, is_warm in cases:
             for name, call in calls_of_flex(length).items():
+                if names is not None and name not in names:
+                    continue
                 torch.compiler.reset()
                 label = f"{name}, mask of {length}, {'warm' if is_warm else 'cold'}"
                 inputs = whole if length == tokens else local
@@ -625,8 +627,9 @@ def flex_in_contexts(cases):
                     call(*local)
                 if is_warm:
                     found.append((f"{label}, after", RIGHT, *outcome(before, 0, call, *inputs)))
-        found.append(flex_in_style(mesh, whole))
-        found += flex_that_is_ours(mesh, whole)
+        if names is None:
+            found.append(flex_in_style(mesh, whole))
+            found += flex_that_is_ours(mesh, whole)
     return found
 
 
