@@ -162,8 +162,9 @@ def layout_of_shards(balancer: Balancer, lengths: list[int], seq_len: int | None
         layout = balancer.of_lengths(lengths)
         if seq_len not in (None, layout.seq_len):
             raise LayoutError(
-                f"the sequence must have {layout.seq_len} tokens, since ranks hold {lengths} of them, but got {seq_len}."
-                f" Shard inputs as the context shards its buffers, or pass load_balancer= and seq_len= of these shards."
+                f"the sequence must have {layout.seq_len} tokens, since ranks hold {lengths} of them, but got"
+                f" {seq_len}. Shard inputs as the context shards its buffers, or pass load_balancer= and seq_len= of"
+                f" these shards."
             )
         return layout
     layout = balancer.layout(sum(lengths) if seq_len is None else seq_len, len(lengths))
