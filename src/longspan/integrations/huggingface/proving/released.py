@@ -19,7 +19,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -41,14 +40,15 @@ def release_of(model: nn.Module | None, config: Any) -> str | None:
     modules = {name: module for name, module in list(sys.modules.items()) if _package(name) == "transformers"}
     homes = {name: modules.get(name) for name in {kind.__module__ for kind in kinds} if _package(name) in modules}
     own = {name: module for name, module in homes.items() if name.startswith("transformers.models.")}
-    is_released, is_installed = lru_cache(maxsize=None)(_is_released), lru_cache(maxsize=None)(_is_installed)
-    if None in homes.values() or not all(map(is_released, {*modules, *(kind.__module__ for kind in kinds)})):
+    if None in homes.values():
         return None
-    if not all(_runs(_members(owner), is_released) for owner in (*kinds, *own.values(), nn.functional)):
+    # What a model runs first must be released; what that may call further on must not be a user's.
+    values = [value for owner in (*kinds, *own.values(), nn.functional) for _, value in _members(owner)]
+    if not all(map(_is_released, {*modules, *(kind.__module__ for kind in kinds), *_places(values)})):
         return None
-    if not all(_runs(_members(module), is_installed) for module in homes.values()):
-        return None
-    if not all(_runs(_functions(module), is_installed) for module in modules.values()):
+    values = [value for module in homes.values() for _, value in _members(module)]
+    values += [v for module in modules.values() for v in list(vars(module).values()) if isinstance(v, FunctionType)]
+    if not all(map(_is_installed, _places(values))):
         return None
     owners = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds} | own
     described = [
@@ -75,13 +75,10 @@ def _members(owner: Any) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in sorted(vars(owner).items()) if name not in ("__builtins__", "__doc__")]
 
 
-def _functions(module: Any) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in list(vars(module).items()) if isinstance(value, FunctionType)]
-
-
-def _runs(members: list[tuple[str, Any]], is_allowed: Callable[[str], bool]) -> bool:
-    """Whether all functions and classes among the members come from modules that are allowed."""
-    return all(is_allowed(where) for _, value in members for where, _ in code_in(value))
+def _places(values: list[Any]) -> set[str]:
+    """Return the names of the modules that functions and classes among the values come from."""
+    different = {id(value): value for value in values}.values()
+    return {where for value in different for where, _ in code_in(value)}
 
 
 def _origins(value: Any) -> list[str]:
