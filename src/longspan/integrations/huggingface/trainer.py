@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,7 +180,7 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
 
     def _apart(self, model: nn.Module, inputs: Any) -> Any:
         """The batch, with documents of a hybrid model kept apart where it runs on one process."""
-        if self._ranks is not None or huggingface.NAME in inputs:
+        if self._ranks is not None or not isinstance(inputs, Mapping) or huggingface.NAME in inputs:
             return inputs
         settings = {"trust_model": self._sharding["trust_model"], "dropout_seed": self._dropout_seed(model.training)}
         return self._separator.apply(self.accelerator.unwrap_model(model), inputs, settings)
@@ -204,11 +204,10 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        names = self.label_names
         if self._ranks is None or self._kind in WHOLE:
-            if not names or any(inputs.get(name) is None for name in names):
-                inputs = self._apart(model, self._prepare_inputs(inputs))
+            inputs = self._apart(model, inputs)
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        names = self.label_names
         self._wants_logits = not prediction_loss_only
         try:
             if not names or any(inputs.get(name) is None for name in names):
