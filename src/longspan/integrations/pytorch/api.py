@@ -286,7 +286,8 @@ def _layout_to_unshard(
     if known is not None:
         return known
     if route is not None and route.layout is None:
-        return route.layout_of_shard(tensor, dim, lengths)
+        layout = route.layout_of_shard(tensor, dim, lengths)
+        return layout_of_shards(balancer_of(layout), lengths, layout.seq_len)
     if route is not None and route.layout is not None and slots(route.layout) == lengths:
         return route.layout
     return Inferred(mesh, None).of_shard(tensor, dim, lengths)

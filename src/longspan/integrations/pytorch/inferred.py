@@ -125,6 +125,8 @@ class Inferred:
             return layout
         default = Contiguous() if len(lengths) == 1 else self.default  # one rank has all tokens in order
         if default is not None and default in record.fitting_defaults:
+            if seq_len not in (None, sum(lengths)):
+                return default.layout(seq_len, len(lengths))  # callers check that it fits
             return layout_of_shards(default, lengths, seq_len)
         others = "" if default is None else f" Others were not cut by {default}, which is the default here."
         raise LayoutError(
