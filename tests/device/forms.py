@@ -138,7 +138,7 @@ def module_functions(name):
         "current_device": native.current_device,
         "set_device": lambda device: native.set_device(index_of(device)),
         "_exchange_device": exchange_device,
-        "_maybe_exchange_device": exchange_device,
+        "_maybe_exchange_device": lambda index: exchange_device(index),  # another one: dynamo tells them apart
         "synchronize": lambda device=None: torch.accelerator.synchronize(index_of(device)),
         "Stream": Stream,
         "Event": event,

@@ -61,6 +61,11 @@ def test_first_operation_waits_for_all():
     ranks(4).run(group_work.first_operation_waits_for_all)
 
 
+def test_the_default_backend_is_that_of_the_device_alone():
+    """As docs/gpu.md says of torch 2.13."""
+    assert ranks(1, "cuda").run(group_work.default_backends) == ["cuda:nccl"]
+
+
 HOLD = """
 import sys, time
 from tests.device import build

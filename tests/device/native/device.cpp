@@ -25,6 +25,7 @@ static void start(int devices) {
     register_autocast();
   }
   register_operators();
+  register_timer();
 }
 
 // A kernel in Python, on the current stream of a device.

@@ -4,6 +4,7 @@
 #include "operators.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 namespace standin {
 
@@ -173,6 +174,32 @@ class Group final : public c10d::Backend {
     }
   };
 
+  // Gloo's waits cannot be interrupted, NCCL's end when the group is aborted: they are left to a thread of their own.
+  static void wait_unless_aborted(std::vector<GlooWork> works, std::shared_ptr<std::atomic<bool>> aborted) {
+    struct Ending {
+      std::mutex lock;
+      std::condition_variable changed;
+      bool is_over = false;
+      std::string failure;
+    };
+    auto ending = std::make_shared<Ending>();
+    std::thread([ending, works = std::move(works)] {
+      std::string failure;
+      try {
+        for (auto& work : works)
+          if (work) work->wait();
+      } catch (const std::exception& error) {
+        failure = error.what();
+      }
+      std::lock_guard<std::mutex> held(ending->lock);
+      ending->is_over = true, ending->failure = failure;
+      ending->changed.notify_all();
+    }).detach();
+    std::unique_lock<std::mutex> held(ending->lock);
+    while (!ending->is_over && !*aborted) ending->changed.wait_for(held, std::chrono::milliseconds(20));
+    if (!ending->is_over) throw std::runtime_error("the process group was aborted");
+    if (!ending->failure.empty()) throw std::runtime_error(ending->failure);
+  }
   // NCCL looks at numbers, not at shapes; Gloo cuts along the first dim.
   static Tensor flat_alias(const Tensor& tensor) { return cpu_alias(tensor).view(-1); }
   static Tensors aliases(const Tensors& tensors) {
@@ -213,8 +240,7 @@ class Group final : public c10d::Backend {
       TORCH_CHECK(!*aborted, "the process group was aborted");
       std::vector<GlooWork> begun;
       for (auto& start : starts) begun.push_back(start());
-      for (auto& work : begun)
-        if (work) work->wait();
+      wait_unless_aborted(begun, aborted);
     });
     // As in ProcessGroupNCCL: point-to-point tensors are recorded, those of collectives are held until wait().
     if (is_p2p)
@@ -236,5 +262,18 @@ class Group final : public c10d::Backend {
   Starts batch_;
   Tensors batch_tensors_;
 };
+
+// DistributedDataParallel wants to know how long things take on every device; here by the host's clock.
+struct HostTimer final : c10d::Timer {
+  explicit HostTimer(Device) {}
+  std::optional<int64_t> measureDifference(Event start, Event end) override {
+    auto a = getTimestamp(start), b = getTimestamp(end);
+    return a && b ? std::optional(*b - *a) : std::nullopt;
+  }
+};
+inline void register_timer() {
+  c10d::TimerRegistry()->Register(
+      device_type, [](Device device) -> std::unique_ptr<c10d::Timer> { return std::make_unique<HostTimer>(device); });
+}
 
 }  // namespace standin

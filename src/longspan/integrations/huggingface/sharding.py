@@ -46,6 +46,7 @@ from longspan.integrations.huggingface.structure import check_packing, num_layer
 from longspan.integrations.huggingface.terms import Kind
 from longspan.layouts import Layout
 from longspan.training import BatchError, shard_batch
+from longspan.training.host_labels import start_copy
 
 STATE_KEYS = 2048
 """What a state that goes from span to span weighs, in keys and values: 6 MiB of a layer of Qwen3-Next against 2 KiB."""
@@ -199,6 +200,7 @@ def _arguments(
         count = batch.get("num_items_in_batch")
         count = (labels != IGNORE).sum().clamp(min=1) if count is None else torch.as_tensor(count)
         mine = layout.shard(labels, rank, 1, IGNORE)
+        start_copy(mine)
         _prepare_head(inner, sequence, mine, count, asked)
         if asked.wants == SCORES:
             pass  # no loss
