@@ -25,6 +25,7 @@ from longspan.execution.simulated import SimulatedRank
 from longspan.execution.tile import wide
 from longspan.span import shortened
 from longspan.training.groups import BatchError, all_summed, process_group
+from longspan.training.host_labels import labels_on_host, to_device
 from longspan.training.slabs import Inputs, SlabWork, rows_for
 
 
@@ -113,14 +114,15 @@ def call_of(values: Tensor, labels: Tensor, head: Head | None, ignore_index: int
         values, weight = as_autocast(values), as_autocast(head.weight)
         bias = None if bias is None else as_autocast(bias)
         _check_fit(values, weight)
-    kept = labels != ignore_index
-    places = None if bool(kept.all()) else kept.nonzero().squeeze(1)
-    real = labels.clone() if places is None else labels[places]
+    known = labels_on_host(labels)
+    kept = known != ignore_index
+    places = None if bool(kept.all()) else to_device(kept.nonzero().squeeze(1), labels.device)
+    real = labels.clone() if places is None else labels.index_select(0, places)
     local = values.shape[-1] if weight is None else len(weight)
     group = None if head is None or head.group is None else process_group(head.group, "Head")
     sizes = [local] if group is None else _sizes(local, labels, group)
     num_words, rank = sum(sizes), 0 if group is None else group.rank()
-    check_range(real, num_words, ignore_index)
+    check_range(known[kept], num_words, ignore_index)
     rows = rows_for(len(real), max(sizes), wide(values.dtype).itemsize)
     form = {} if head is None else {"scale": float(head.scale), "temperature": float(head.temperature)}
     form |= {} if head is None or head.soft_cap is None else {"soft_cap": float(head.soft_cap)}

@@ -305,9 +305,14 @@ def _check(gradients: str, reduction: str, num_tokens: Any) -> None:
         )
     if num_tokens is not None and reduction == "sum":
         raise BatchError("num_tokens was given with reduction='sum', which divides by nothing. Leave one of them out.")
-    if num_tokens is not None and (
-        not is_number(num_tokens) or (not isinstance(num_tokens, Tensor) and num_tokens < 0)
-    ):
+    if isinstance(num_tokens, Tensor) and num_tokens.device.type not in (
+        "cpu",
+        "meta",
+    ):  # not read: the host would wait
+        is_count = num_tokens.numel() == 1 and not num_tokens.is_complex() and num_tokens.dtype != torch.bool
+    else:
+        is_count = num_tokens is None or (is_number(num_tokens) and (isinstance(num_tokens, Tensor) or num_tokens >= 0))
+    if not is_count:
         raise BatchError(f"num_tokens = {shortened(num_tokens)} was given. It counts labels: a number, 0 or more.")
 
 

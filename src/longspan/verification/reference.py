@@ -87,11 +87,13 @@ def answer(meaning: Meaning, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, jitt
     scoring = meaning.scoring
     captured = () if scoring is None else scoring.captured
     swap = Swap(captured, [t.detach().double() for t in captured], by_element=False)
-    sinks = None if meaning.sinks is None else meaning.sinks.detach().double().requires_grad_()
+    sinks = None if meaning.sinks is None else meaning.sinks.detach().cpu().double().requires_grad_()
     out, lse = _forward(meaning, (q, k, v), sinks, swap, jitter, dout.double())
     shared = [leaf for _, _, leaf in swap.taken] + ([] if sinks is None else [sinks])
     gradients = torch.autograd.grad(out, [*leaves, *shared], dout.double(), allow_unused=True)
-    grads = [torch.zeros_like(t) if g is None else g for g, t in zip(gradients, [*leaves, *shared], strict=True)]
+    grads = [
+        (torch.zeros_like(t) if g is None else g).cpu() for g, t in zip(gradients, [*leaves, *shared], strict=True)
+    ]
     if meaning.is_swapped:
         grads[1], grads[2] = grads[2], grads[1]
     tensors = [out.detach(), lse.detach(), *grads]
@@ -136,8 +138,11 @@ def _product(meaning: Meaning, q: Tensor, k: Tensor) -> Tensor:
 def _scored(meaning: Meaning, scores: Tensor, swap: Swap) -> Tensor:
     if meaning.scoring is None:
         return scores
-    b, h, q, kv = _index(scores, meaning.q_at, meaning.kv_at)
-    return meaning.scoring.settled(scores, b, h, q, kv).apply(scores, b, h, q, kv, swap)
+    # The reference is computed on the CPU, but tensors that the functions read may be on another device.
+    like = meaning.scoring.like
+    there = scores if like is None else scores.to(like.device)
+    index = _index(there, meaning.q_at, meaning.kv_at)
+    return meaning.scoring.settled(there, *index).apply(there, *index, swap).to(scores.device)
 
 
 def _index(scores: Tensor, q_at: Tensor | None, kv_at: Tensor | None) -> Inputs:

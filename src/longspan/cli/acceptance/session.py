@@ -73,7 +73,7 @@ class Session:
         self.site, self.lines, self.out = site, lines, out
         private = {word for names in site.texts(" ".join(private_words()).encode()) for word in names.decode().split()}
         self.report = AcceptanceReport(facts(site), site.ranks.size, site.quick, private)
-        self.begin = time.monotonic()
+        self.begin = self._line_begin = time.monotonic()
         self._lock, self._is_over = threading.Lock(), False
 
     def run(self, tell: Callable[[str], None], finish: Callable[[AcceptanceReport], None]) -> AcceptanceReport:
@@ -90,7 +90,8 @@ class Session:
         return self.report
 
     def _run_line(self, line: AcceptanceLine) -> None:
-        begin, site = time.monotonic(), self.site
+        self._line_begin = begin = time.monotonic()
+        site = self.site
         mine = self._tried(line)
         try:
             found = worst([Outcome.from_bytes(text) for text in site.texts(mine.to_bytes())])
@@ -173,7 +174,8 @@ class Session:
         if self._is_over:
             return
         under_way = self.lines[len(self.report.rows)]
-        self._add(under_way, wrong("the launcher ended the job in this line: see which rank it says has failed"), 0.0)
+        text = "the launcher ended the job in this line: see which rank it says has failed"
+        self._add(under_way, wrong(text), self._line_begin)
         self._leave("not run: the job was ended before it")
         self._end(finish)
         os._exit(1)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from longspan.execution._torch import tree_map, version
 from longspan.execution.tile import wide
+from longspan.masks.functions.reads import call_on_pair
 
 Seen = tuple[Tensor, int]
 """A tensor, and how often it had been changed in place."""
@@ -49,7 +50,7 @@ class _Finder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tree_map(self._note, (args, kwargs))
-        result = func(*args, **(kwargs or {}))
+        result = call_on_pair(func, args, kwargs)
         tree_map(self._own, result)
         return result
 

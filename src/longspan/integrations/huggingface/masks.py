@@ -19,8 +19,8 @@ from longspan.integrations.huggingface.hooks.current import current
 from longspan.integrations.huggingface.terms import (
     Frame,
     Kind,
+    Snapshot,
     Term,
-    array_of,
     has,
     kind_of,
     mask_of,
@@ -32,6 +32,7 @@ from longspan.masks import Mask
 from longspan.versions import TRANSFORMERS, short
 
 _SAMPLES = 64
+_MOST_CHECKED = 256
 
 
 _NO_TENSOR = (
@@ -152,7 +153,7 @@ def layer_mask(
             f"attention_mask of shape {tuple(attention_mask.shape)} was given. Longspan takes the mask of padding,"
             f" (batch, tokens); pass other masks as a function: or_mask_function=, and_mask_function=."
         )
-    padding = None if attention_mask is None else array_of(attention_mask).astype(bool)
+    padding = None if attention_mask is None else Snapshot(attention_mask).array.astype(bool)
     q, kv = (int(q_offset), int(q_length)), (int(kv_offset), int(kv_length))
     mask = LayerMask(int(batch_size), q, kv, term_of(mask_function), padding)
     _check_reading(mask, mask_function)
@@ -171,8 +172,15 @@ def _reuse(mask: LayerMask, shape: tuple[int, ...], mask_function: Callable[...,
 
 
 def _check_reading(mask: LayerMask, mask_function: Callable[..., Any]) -> None:
-    """Asks transformers' function about a few pairs: another version may mean something else by the same closures."""
+    """Asks transformers' function about a few pairs: another version may mean something else by the same closures.
+
+    Once for closures of one kind and shape, since what they mean is a matter of the version: asking about tables on a
+    device waits for it.
+    """
     if has(mask.term, "function") or not (mask.batch and mask.q_len and mask.kv_len):
+        return
+    about = _outline(mask.term), mask.shape, mask.q_offset, mask.kv_offset
+    if about in _checked:
         return
     step = np.arange(_SAMPLES, dtype=np.int64)
     b, q = step * 5 % mask.batch, step * 0x9E3779B1 % mask.q_len + mask.q_offset
@@ -192,6 +200,18 @@ def _check_reading(mask: LayerMask, mask_function: Callable[..., Any]) -> None:
             f" Longspan read {reading[at]} out of it. This version of transformers has masks that Longspan does not"
             f" know: use one that was tested ({', '.join(map(short, TRANSFORMERS))}), or another attn_implementation."
         )
+    while len(_checked) >= _MOST_CHECKED:
+        del _checked[next(iter(_checked))]
+    _checked[about] = None
+
+
+_checked: dict[Any, None] = {}
+"""Kinds of closures whose reading was right, by shape; the oldest of very many are forgotten."""
+
+
+def _outline(term: Term) -> tuple[Any, ...]:
+    """The closures that a term was read from, without the numbers in their tables."""
+    return term.name, term.size, tuple(map(_outline, term.parts))
 
 
 def _tables(function: Callable[..., Any]) -> Any:

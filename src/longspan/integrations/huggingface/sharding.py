@@ -47,6 +47,7 @@ from longspan.integrations.huggingface.structure import check_packing, num_layer
 from longspan.integrations.huggingface.terms import Kind
 from longspan.layouts import Layout
 from longspan.training import BatchError, shard_batch
+from longspan.training.host_labels import start_copy
 
 STATE_KEYS = 2048
 """What a state that goes from span to span weighs, in keys and values: 6 MiB of a layer of Qwen3-Next against 2 KiB."""
@@ -195,6 +196,7 @@ def _arguments(
         _check_predicted(inner, labels, sequence)
         count = _count_of(inner, batch, labels, rules)
         mine = layout.shard(labels, rank, 1, IGNORE)
+        start_copy(mine)
         _prepare_head(inner, sequence, mine, count, asked)
         if asked.wants == SCORES:
             pass  # no loss

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import CodeType
 from typing import Any
 
@@ -28,15 +28,35 @@ from longspan.span import Ints, run_table, true_runs
 Kind = tuple[Any, ...]
 
 
+class Snapshot:
+    """The numbers of a tensor as they are now: the caller may write into it before backward asks again.
+
+    They are copied to the host when they are first used, which waits for the device. Over ranks they are not: there
+    the mask of the whole sequence is known before.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach().clone()
+
+    @cached_property
+    def array(self) -> NDArray[Any]:
+        return self._tensor.cpu().numpy()
+
+
 @dataclass(frozen=True, eq=False)
 class Term:
     """One closure: what it is called here, the number in it (window, chunk), the table in it, or what it joins."""
 
     name: str
     size: int = 0
-    table: NDArray[Any] | None = None
+    table: NDArray[Any] | Snapshot | None = None
     parts: tuple[Term, ...] = ()
     function: Callable[..., Any] | None = field(default=None, repr=False)
+
+    @property
+    def array(self) -> NDArray[Any] | None:
+        """The table on the host."""
+        return self.table.array if isinstance(self.table, Snapshot) else self.table
 
 
 @lru_cache(maxsize=1)
@@ -73,12 +93,8 @@ def term_of(function: Callable[..., Any]) -> Term:
     if name in ("window", "around"):
         return Term(name, size=int(contents[variable]))
     if name == "chunk":
-        return Term(name, size=int(contents["chunk_size"]), table=array_of(contents[variable]))
-    return Term(name, table=array_of(contents[variable]) if variable else None)
-
-
-def array_of(table: Tensor) -> NDArray[Any]:
-    return table.detach().cpu().numpy().copy()  # the caller may write into it before backward asks again
+        return Term(name, size=int(contents["chunk_size"]), table=Snapshot(contents[variable]))
+    return Term(name, table=Snapshot(contents[variable]) if variable else None)
 
 
 def kind_of(term: Term) -> Kind | None:
@@ -141,11 +157,11 @@ def mask_of(term: Term, frame: Frame, batch: int) -> Mask:
         return diagonal(-LIMIT, term.size - 1, frame.length, f"window({term.size})")
     if term.name == "around":
         return sliding_window(term.size, term.size, frame.length)
-    if term.name == "function" or term.table is None:
+    if term.name == "function" or (values := term.array) is None:
         return _of_function(term, frame, batch)
     if term.name == "chunk":
-        return _per_row([chunks(term.size, int(left) - frame.base, frame.length) for left in term.table], batch)
-    table = _window_of(term.table, frame, {"padding": False, "packed": -1, "blocks": -1}[term.name])
+        return _per_row([chunks(term.size, int(left) - frame.base, frame.length) for left in values], batch)
+    table = _window_of(values, frame, {"padding": False, "packed": -1, "blocks": -1}[term.name])
     make = {"padding": visible, "packed": alike, "blocks": blocks}[term.name]
     return _per_row([make(row) for row in table], batch)
 

@@ -153,7 +153,7 @@ def _finder() -> Any:
                 if id(value) not in self._known:
                     self._known[id(value)] = value
                     self.found.append(noted(value))
-            result = func(*args, **(kwargs or {}))
+            result = call_on_pair(func, args, kwargs)
             for value in _flat(result):
                 self._known[id(value)] = value
             return result
@@ -168,6 +168,30 @@ def _finder() -> Any:
             yield from _flat(list(cast("dict[str, Any]", value).values()))
 
     return Finder
+
+
+def call_on_pair(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return func(*args, **kwargs) without making the host wait for a device.
+
+    Functions are tried on one pair, whose indices are tensors without dims. PyTorch fetches such an index from its
+    device when it indexes another tensor, and does not do so for an index of one element.
+    """
+    import torch
+
+    if func is torch.Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if any(isinstance(i, torch.Tensor) and i.device.type != "cpu" for i in index) and all(map(_is_number, index)):
+            return args[0][tuple(i.reshape(1) if isinstance(i, torch.Tensor) else i for i in index)].squeeze(0)
+    return func(*args, **(kwargs or {}))
+
+
+def _is_number(index: Any) -> bool:
+    """Whether an index is one whole number: an int, or a tensor without dims."""
+    import torch
+
+    if isinstance(index, torch.Tensor):
+        return not index.ndim and index.dtype in (torch.int64, torch.int32)
+    return isinstance(index, int) and not isinstance(index, bool)
 
 
 def exclude_arguments(finder: Any, *arguments: Any) -> None:

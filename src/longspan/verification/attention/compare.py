@@ -180,7 +180,7 @@ class _Work:
 
     def meaning(self, asked: CallSpec) -> Meaning:
         scale = 1 / math.sqrt(self.plan.sizes.head_dim) if asked.scale is None else float(asked.scale)
-        scoring = asked.scoring(self.inputs[0], self.plan)
+        scoring = asked.scoring(self.tensors[0], self.plan)  # score functions run where their tensors are
         names = asked.names(() if scoring is None else scoring.captured)
         return Meaning(self.seen, scale, scoring, asked.sinks, names)
 

@@ -1,0 +1,213 @@
+"""Attention, convolutions and recurrences over ranks on the device, beside the same calls on the CPU."""
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+import longspan as ls
+from longspan import masks
+from longspan.scores import RelativeBias
+from tests.conv_cases import conv_case
+from tests.device import forms
+from tests.gloo.gloo_work import make_case
+from tests.spread_cases import FORMS, asked, problem
+
+SCHEMES = {2: ("ring", "all_gather", "exchange", "all_to_all"), 4: ("hybrid(2,ring)", "hybrid(2,exchange)")}
+SCANS = [form for form in FORMS if not form.startswith("own")]  # those make CPU tensors themselves
+EXTRAS = ("plain", "sinks", "softcap", "alibi", "bias", "relative_bias", "score_mod", "dropout", "mask_function", "all")
+
+
+def here():
+    return forms.device(dist.get_rank())
+
+
+def extras_case(name, scheme, dtype="float32", seed=0, tokens=96, stripe=None):
+    """A plan, whole q, k, v and dout, tensors that take part, and a function from these to the call's options."""
+    heads = 4
+    mask = masks.documents([30, 21, tokens - 51]) & masks.causal()
+    if name in ("mask_function", "all"):
+        mask = masks.from_mask_mod(lambda b, h, q, kv: (q - kv) % 3 != 1, tokens, within=mask)
+    world = dist.get_world_size()
+    layout = ls.layouts.zigzag(tokens, world) if stripe is None else ls.layouts.striped(tokens, world, stripe=stripe)
+    plan = ls.plan(mask, layout, q_heads=heads, kv_heads=2, head_dim=16, dtype=dtype, scheme=scheme)
+    draw = torch.Generator().manual_seed(seed)
+    whole = [torch.randn(1, h, tokens, 16, generator=draw).to(getattr(torch, dtype)) for h in (heads, 2, 2, heads)]
+    learned = {
+        "sinks": torch.randn(heads, generator=draw),
+        "alibi": torch.rand(heads, generator=draw),
+        "bias": torch.randn(1, heads, tokens, tokens, generator=draw),
+        "relative_bias": torch.randn(8, heads, generator=draw),
+        "score_mod": torch.randn(heads, generator=draw),
+    }
+    wanted = ("sinks", "alibi", "relative_bias", "score_mod") if name == "all" else (name,)
+    learned = {key: value for key, value in learned.items() if key in wanted}
+
+    def options(learned):
+        found = {key: value for key, value in learned.items() if key in ("sinks", "alibi", "bias")}
+        if "relative_bias" in learned:
+            found["relative_bias"] = RelativeBias(learned["relative_bias"], False, 32)
+        if "score_mod" in learned:
+            slopes = learned["score_mod"]
+            found["score_mod"] = lambda score, b, h, q, kv: score + slopes[h] * (q - kv) / tokens
+        if name in ("softcap", "all"):
+            found["softcap"] = 5.0
+        if name in ("dropout", "all"):
+            found |= {"dropout": 0.3, "seed": 11}
+        return found
+
+    return plan, whole, learned, options
+
+
+def step(case, device, kernel, group=None):
+    """This rank's output, lse and all gradients of one call, on the host."""
+    plan, whole, learned, options = case
+    rank = dist.get_rank()
+    *own, dout = (plan.layout.shard(x, rank, 2).to(device) for x in whole)
+    own = [x.requires_grad_() for x in own]
+    learned = {key: value.to(device).requires_grad_() for key, value in learned.items()}
+    group = dist.group.WORLD if group is None else group
+    out, lse = ls.attention(*own, plan, group=group, kernel=kernel, return_lse=True, **options(learned))
+    gradients = torch.autograd.grad(out, [*own, *learned.values()], dout)
+    return [x.detach().cpu() for x in (out, lse, *gradients)]
+
+
+def random_case(seed):
+    """As the tests on Gloo draw them: masks, layouts, schemes, sizes and dtypes of every kind."""
+    plan, whole = make_case(seed, dist.get_world_size())
+    return plan, whole, {}, lambda learned: {}
+
+
+def same_bits(build, arguments, schedules, kernel="reference", group=None):
+    """Compare calls on the device with the CPU's, on each schedule, cold and warm. Returns how many were compared."""
+    compared = 0
+    for argument in arguments:
+        case = build(*argument)
+        expected = step(case, "cpu", kernel)
+        for number, schedule in enumerate((*schedules, schedules[-1])):
+            with forms.schedule(schedule):
+                found = step(case, here(), kernel, group)
+            for a, b in zip(found, expected, strict=True):
+                off = (a - b).abs().max() if a.numel() else 0
+                assert torch.equal(a, b), f"{argument} on {schedule!r}, call {number}: {off} from the CPU's"
+            compared += 1
+    return compared
+
+
+def same_bits_of_extras(names, schemes, schedules):
+    return same_bits(extras_case, [(name, scheme) for scheme in schemes for name in names], schedules)
+
+
+def same_bits_of_random_plans(seeds, schedules):
+    return same_bits(random_case, [(seed,) for seed in seeds], schedules)
+
+
+def same_bits_over_one_backend(schedules):
+    """A group that serves the device alone: ranks compare their calls through the store."""
+    group = dist.new_group(backend=forms.backend(alone=True))
+    schemes = SCHEMES[dist.get_world_size()]
+    return same_bits(extras_case, [("sinks", scheme) for scheme in schemes], schedules, group=group)
+
+
+def warm_waits(names, schemes, dtype="float32", kernel="auto"):
+    """What the host waited for in warm forward and backward calls, by case; nothing, if all is well."""
+    found = {}
+    for scheme in schemes:
+        for name in names:
+            plan, whole, learned, options = extras_case(name, scheme, dtype)
+            rank, device = dist.get_rank(), here()
+            *own, dout = (plan.layout.shard(x, rank, 2).to(device) for x in whole)
+            own = [x.requires_grad_() for x in own]
+            learned = {key: value.to(device).requires_grad_() for key, value in learned.items()}
+            arguments = options(learned)
+            for _ in range(2):
+                torch.accelerator.synchronize()
+                with forms.HostWaits() as waits:
+                    out = ls.attention(*own, plan, group=dist.group.WORLD, kernel=kernel, **arguments)
+                    torch.autograd.grad(out, [*own, *learned.values()], dout)
+            if waits.all:
+                found[name, scheme] = waits.by("/src/longspan/") or waits.all[:1]
+    return found
+
+
+def models_agree(dtype, names, schemes):
+    """Fused kernels of the form "cuda", by their models, which `auto` takes: the largest error beside the CPU's own
+    `reference` in float64, relative to the largest number, and the operators that ran."""
+    from tests.device import models
+
+    models.used.clear()
+    worst = Counter()
+    for scheme in schemes:
+        for name in names:
+            plan, whole, learned, options = extras_case(name, scheme, dtype)
+            wide = extras_case(name, scheme, "float64")
+            wide = wide[0], [x.double() for x in whole], {key: x.double() for key, x in learned.items()}, wide[3]
+            expected = step(wide, "cpu", "reference")
+            with forms.schedule("late messages"):
+                found = step((plan, whole, learned, options), here(), "auto")
+            for a, b in zip(found, expected, strict=True):
+                finite = b.isfinite()
+                assert torch.equal(a.isfinite(), finite), (name, scheme)
+                error = (a.double() - b)[finite].abs().max() / b[finite].abs().max().clamp(min=1)
+                worst[name] = max(worst[name], float(error))
+    return dict(worst), dict(models.used)
+
+
+def named_kernels(kernels, dtype, schemes):
+    """The largest relative error of kernels by name."""
+    worst = {}
+    for kernel in kernels:
+        for scheme in schemes:
+            plan, whole, learned, options = extras_case("plain", scheme, dtype)
+            wide = extras_case("plain", scheme, "float64")[0], [x.double() for x in whole], {}, options
+            expected = step(wide, "cpu", "reference")
+            found = step((plan, whole, learned, options), here(), kernel)
+            errors = [float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
+            worst[kernel] = max(worst.get(kernel, 0.0), *errors)
+    return worst
+
+
+# ---- convolutions and recurrences ------------------------------------------------------------------------------------
+
+
+def convolutions(seeds, schedules):
+    rank, compared = dist.get_rank(), 0
+    for seed in seeds:
+        case = conv_case(seed, dist.get_world_size(), torch.float32)
+        x, weight, bias, dout = case.tensors
+        results = []
+        for place in ("cpu", *schedules):
+            device = "cpu" if place == "cpu" else here()
+            own = [case.layout.shard(x, rank, 1), weight, bias]
+            own = [None if t is None else t.detach().to(device).requires_grad_() for t in own]
+            with forms.schedule("plain" if place == "cpu" else place):
+                out = ls.causal_conv1d(*own, plan=case.plan, group=dist.group.WORLD, activation=case.activation)
+                leaves = [t for t in own if t is not None]
+                gradients = torch.autograd.grad(out, leaves, case.layout.shard(dout, rank, 1).to(device))
+                results.append([t.detach().cpu() for t in (out, *gradients)])
+        for found in results[1:]:
+            for a, b in zip(found, results[0], strict=True):  # CPUs have a quicker way of their own
+                assert torch.allclose(a, b, rtol=1e-5, atol=4e-6), f"{seed}: {case}, off by {(a - b).abs().max()}"
+            compared += 1
+    return compared
+
+
+def recurrences(seeds, schedules):
+    rank, compared = dist.get_rank(), 0
+    for seed in seeds:
+        p = problem(seed, world=dist.get_world_size(), form=SCANS[seed % len(SCANS)])
+        plan, results = p.plan(), []
+        for place in ("cpu", *schedules):
+            device = "cpu" if place == "cpu" else here()
+            tokens = {name: p.layout.shard(t, rank, 1) for name, t in p.tokens.items()} | p.shared
+            own = {name: t.detach().clone().to(device).requires_grad_() for name, t in tokens.items()}
+            with forms.schedule("plain" if place == "cpu" else place):
+                out = asked(p, own, plan=plan, group=dist.group.WORLD)
+                dout = p.layout.shard(p.dout, rank, 1).to(device)
+                gradients = torch.autograd.grad(out, list(own.values()), dout, allow_unused=True)
+                results.append([None if t is None else t.detach().cpu() for t in (out, *gradients)])
+        for found in results[1:]:
+            for a, b in zip(found, results[0], strict=True):
+                assert (a is None and b is None) or torch.equal(a, b), f"{seed}: {p}, differs by {(a - b).abs().max()}"
+            compared += 1
+    return compared

@@ -1,0 +1,59 @@
+"""Attention, convolutions and recurrences over ranks on the stand-in device: the bits of the CPU, whenever kernels and
+messages run, and no host waits in warm calls."""
+
+import pytest
+
+from tests.device import attention_work as work
+from tests.device.ranks import ranks
+from tests.lanes import NIGHTLY, share
+
+SCHEDULES = ("plain", "slow messages", "all late") if NIGHTLY else ("slow messages", "all late")
+
+
+@pytest.mark.parametrize("form", ["standin", "cuda"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_extras_have_the_bits_of_the_cpu(world, form):
+    names = work.EXTRAS if form == "standin" or NIGHTLY else ("plain", "all")
+    for compared in ranks(world, form).run(work.same_bits_of_extras, names, work.SCHEMES[world], SCHEDULES):
+        assert compared == len(names) * len(work.SCHEMES[world]) * (len(SCHEDULES) + 1)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_random_plans_have_the_bits_of_the_cpu(world):
+    seeds = share(range(60), 4)
+    ranks(world).run(work.same_bits_of_random_plans, seeds, ("all late",), timeout=300)
+
+
+@pytest.mark.parametrize("form", ["standin", "cuda"])
+def test_groups_of_one_backend_have_the_bits_of_the_cpu(form):
+    ranks(2, form).run(work.same_bits_over_one_backend, SCHEDULES)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_convolutions_are_those_of_the_cpu(world):
+    ranks(world).run(work.convolutions, share(range(40), 5), ("all late",))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_recurrences_have_the_bits_of_the_cpu(world):
+    ranks(world).run(work.recurrences, share(range(39), 3), ("all late",), timeout=300)
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("standin", "float32"), ("cuda", "float32"), ("cuda", "bfloat16")])
+def test_warm_calls_do_not_wait_for_the_device(form, dtype):
+    names = ("plain", "sinks", "softcap", "alibi", "bias", "relative_bias", "dropout")
+    for found in ranks(2, form).run(work.warm_waits, names, work.SCHEMES[2], dtype):
+        assert found == {}
+
+
+def test_fused_kernels_by_their_models():
+    """float32 takes `efficient`, bfloat16 `varlen`; results are within their roundings of float64."""
+    for dtype, operator, limit in (("float32", "efficient", 2e-6), ("bfloat16", "flash", 3e-2)):
+        for worst, used in ranks(2, "cuda").run(work.models_agree, dtype, ("plain", "sinks"), work.SCHEMES[2]):
+            assert used[operator] > 0
+            assert used[f"{operator} backward"] > 0
+            assert max(worst.values()) < limit, worst
+    for worst in ranks(2, "cuda").run(
+        work.named_kernels, ("varlen", "flash", "cudnn", "efficient"), "bfloat16", ("ring",)
+    ):
+        assert max(worst.values()) < 3e-2, worst
