@@ -147,3 +147,17 @@ def test_functions_are_not_asked_about_sequences_of_no_tokens():
     assert out.shape == q.grad.shape == (1, 2, 0, 4)
     with pytest.raises(ls.KernelError, match="without a seed"):
         ls.attention(q, k, v, ls.masks.causal(), dropout=0.5)
+
+
+def test_plans_of_equal_masks_have_their_own_fingerprints():
+    """Documents of one token each, under a causal mask and under a window: the same pairs in other bands. A rank whose
+    cache still holds a plan of one must not use it for the other, which ranks with another cache would refuse."""
+    alone = ls.masks.documents([1] * 37)
+    pair = [(alone & other).resized(37) for other in (ls.masks.causal(), ls.masks.sliding_window(8))]
+    assert pair[0] == pair[1]
+    assert pair[0].fingerprint != pair[1].fingerprint
+    sizes = {"q_heads": 2, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
+    layout = ls.layouts.zigzag(37, 2)
+    plans = [ls.plan(mask, layout, **sizes) for mask in pair]
+    assert [plan.mask.fingerprint for plan in plans] == [mask.fingerprint for mask in pair]
+    assert ls.plan(pair[0], layout, **sizes) is plans[0]

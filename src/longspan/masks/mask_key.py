@@ -6,7 +6,10 @@ from longspan.masks.mask import Mask
 
 
 class MaskKey:
-    """A mask in a cache: by value when it is structured, by identity when a function decides.
+    """A mask in a cache: by its bands when it is structured, by identity when a function decides.
+
+    Masks of the same pairs that are cut into other bands are different keys: ranks compare fingerprints, which depend
+    on bands, and what a cache still holds differs from rank to rank.
 
     Two functions cannot be compared. What a function reads may change; `Mask.read_anew` looks.
 
@@ -25,7 +28,9 @@ class MaskKey:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MaskKey):
             return NotImplemented
-        return self.mask is other.mask or (self.by_value and other.by_value and self.mask == other.mask)
+        return self.mask is other.mask or (
+            self.by_value and other.by_value and self.mask.fingerprint == other.mask.fingerprint
+        )
 
     def __hash__(self) -> int:
-        return hash(self.mask) if self.by_value else id(self.mask)
+        return hash(self.mask.fingerprint) if self.by_value else id(self.mask)
