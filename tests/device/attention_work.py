@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 import longspan as ls
 from longspan import masks
+from longspan.execution.engine.observe import observe
 from longspan.scores import RelativeBias
 from tests.conv_cases import conv_case
 from tests.device import forms
@@ -165,6 +166,20 @@ def named_kernels(kernels, dtype, schemes):
             errors = [float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
             worst[kernel] = max(worst.get(kernel, 0.0), *errors)
     return worst
+
+
+def traffic(schemes):
+    """Bytes that were counted in forward and backward, which runs on another thread; and what plans say."""
+    found = []
+    for scheme in schemes:
+        case = extras_case("plain", scheme)
+        plan, rank = case[0], dist.get_rank()
+        with observe(marks=True) as counted:
+            step(case, here(), "reference")
+        steps = [s for way in ("forward", "backward") for s in plan.steps(rank, way)]
+        planned = sum(t.piece.num_bytes(plan.sizes) for s in steps for t in s.transfers if t.src == rank)
+        found.append((scheme, counted.sent(rank), planned))
+    return found
 
 
 # ---- convolutions and recurrences ------------------------------------------------------------------------------------

@@ -46,6 +46,12 @@ def test_warm_calls_do_not_wait_for_the_device(form, dtype):
         assert found == {}
 
 
+def test_traffic_of_backward_on_another_thread_is_counted():
+    for found in ranks(2).run(work.traffic, work.SCHEMES[2]):
+        for scheme, counted, planned in found:
+            assert counted == planned > 0, scheme
+
+
 def test_fused_kernels_by_their_models():
     """float32 takes `efficient`, bfloat16 `varlen`; results are within their roundings of float64."""
     for dtype, operator, limit in (("float32", "efficient", 2e-6), ("bfloat16", "flash", 3e-2)):
