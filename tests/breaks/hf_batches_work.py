@@ -195,11 +195,16 @@ def opt_with_wrong_rule(folder):
     from longspan.integrations.huggingface.proving import find_rules, first_use
 
     os.environ["XDG_CACHE_HOME"] = folder
-    wrong = {"real tokens, padding at 0": 0}
+    right_rule = batches.counted_without_padding
+
+    def wrong_rule(*args):
+        return right_rule(*args).clamp(min=0)
+
     model, batch = model_of("opt"), batch_of("left", "opt")
     later = {**batch, "labels": batch["labels"].clone()}
     later["labels"][1, 13] = -100
-    with mock.patch.object(find_rules, "REAL", wrong), mock.patch.object(batches, "REAL", wrong):
+    name = "counted_without_padding"
+    with mock.patch.object(find_rules, name, wrong_rule), mock.patch.object(batches, name, wrong_rule):
         expected = [on_one_device(model, one, "opt") for one in (batch, later)]
         model.set_attn_implementation("longspan")
         refused = None

@@ -63,7 +63,7 @@ def test_padded_and_packed_batches_have_proofs_of_their_own():
         assert proved("Qwen3NextForCausalLM", form).ok
     opt = proved("OPTForCausalLM", Form(padding="left"))
     assert opt.ok, opt.reason
-    assert opt.rules.positions == "real tokens, padding at -1"
+    assert opt.rules.positions == "real tokens"
     assert opt.rules.exact_at_padding
     assert "does not show them to transformers' masks" in proved("OPTForCausalLM", form).reason
 

@@ -166,7 +166,7 @@ def positions_of(read: Reading, positions: str | None, rule: str, padding_id: in
             f" {positions!r}. Say 'document' if they start again with every document (as collators for packed batches"
             f" do), 'sequence' if they count on through all documents."
         )
-    if positions is None and (rule == AFTER_PADDING or rule in REAL):
+    if positions is None and rule in (AFTER_PADDING, REAL):
         return counted_without_padding(read, rule, padding_id)
     counted = torch.arange(seq_len, device="cpu").expand(rows, -1)
     if positions == "document" and documents is not None:
@@ -182,7 +182,7 @@ def counted_without_padding(read: Reading, rule: str, padding_id: int | None) ->
     >>> batch = {"input_ids": torch.tensor([[1, 7, 7, 1]]), "attention_mask": torch.tensor([[0, 1, 1, 0]])}
     >>> counted_without_padding(read_batch(batch), "after padding", 1).tolist()
     [[1, 2, 3, 1]]
-    >>> counted_without_padding(read_batch(batch), "real tokens, padding at -1", None).tolist()
+    >>> counted_without_padding(read_batch(batch), "real tokens", None).tolist()
     [[-1, 0, 1, -1]]
     """
     if rule == AFTER_PADDING:
@@ -194,7 +194,7 @@ def counted_without_padding(read: Reading, rule: str, padding_id: int | None) ->
     real = torch.ones(read.rows, read.seq_len, dtype=torch.long)
     if read.padding is not None:
         real = torch.from_numpy(read.padding).long()
-    return torch.where(real.bool(), real.cumsum(1) - 1, REAL[rule])
+    return real.cumsum(1) * real - 1
 
 
 def shifted_labels(batch: Mapping[str, Any]) -> Tensor | None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-COUNT, AFTER_PADDING, NO_POSITIONS = "count", "after padding", "none"
-REAL = {"real tokens, padding at -1": -1, "real tokens, padding at 0": 0, "real tokens, padding at 1": 1}
-"""Rules that count the tokens that `attention_mask` marks as real, and the position that they give to padding."""
+COUNT, AFTER_PADDING, REAL, NO_POSITIONS = "count", "after padding", "real tokens", "none"
 OWN, SHIFTED, IN_PLACE, POOLED, NO_LOSS = "own", "shifted", "in place", "pooled", "none"
 KEYWORDS, MASK = "keywords", "mask"
 
@@ -18,7 +16,8 @@ class Rules:
 
     positions: str = COUNT
     """Where a batch has no position_ids: tokens are counted from 0 ("count"), from padding_idx + 1 without padding
-    ("after padding", RoBERTa), from 0 without padding (one of `REAL`, OPT), or the model takes none ("none")."""
+    ("after padding", RoBERTa), from 0 without padding, which is at -1 ("real tokens", OPT), or the model takes none
+    ("none")."""
     loss: str = OWN
     """The model's own loss takes shift_labels ("own"); cross-entropy of labels one place earlier ("shifted") or in
     place ("in place"), divided by all labels; a loss of whole sequences, the same on all ranks ("pooled"); or none."""

@@ -70,7 +70,7 @@ def _positions(trial: Trial) -> str:
     read = read_batch(trial.batch)
     truth = result(trial.forward())
     ways = {COUNT: torch.arange(read.seq_len).expand(read.rows, -1)}
-    for rule in (AFTER_PADDING, *REAL):
+    for rule in (AFTER_PADDING, REAL):
         ways[rule] = counted_without_padding(read, rule, padding_id(trial.model))
     outputs: dict[str, Tensor] = {}
     for rule, position_ids in ways.items():
