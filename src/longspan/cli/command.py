@@ -1,22 +1,25 @@
 """The command itself: finds the subcommand, turns refusals into one line, and answers with an exit code.
 
-0: fine. 1: a check failed. 2: what was asked cannot be done, and the line on stderr says why.
+0: fine. 1: a check failed. 2: what was asked cannot be done, or the answer cannot be written, and the line on stderr
+says why. 130: interrupted (Ctrl-C).
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 from longspan.errors import LongspanError
 
-FINE, FAILED, REFUSED = 0, 1, 2
+FINE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 COMMANDS = {  # name: (module, what it does)
     "plan": ("longspan.cli.commands.plan", "one plan on one screen: scheme, bytes, memory, time, and why"),
@@ -40,11 +43,15 @@ class Parser(argparse.ArgumentParser):
         say(f"{self.prog}: {message} See {self.prog} --help." if message.endswith(".") else f"{self.prog}: {message}")
         self.exit(REFUSED)
 
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)  # argparse's own swallows errors
+
 
 def say(line: str) -> None:
     """Prints an error once: torchrun's ranks were all asked the same, so only the first speaks."""
     if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr)
+        with suppress(OSError):  # a full disk: the exit status has to do
+            print(line, file=sys.stderr)
 
 
 def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -88,11 +95,80 @@ def _load(module: str, parser: argparse.ArgumentParser) -> Any:
         parser.error(f"this command needs {missing.name}, which is not installed.")
 
 
+class Output:
+    """Stdout. Errors name it, and what the reader of a pipe (such as `head`) does not wait for goes nowhere."""
+
+    def __init__(self, stream: TextIO, is_closed: bool) -> None:
+        self.stream, self.is_closed = stream, is_closed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self.stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, write: Callable[[], object]) -> None:
+        try:
+            if self.is_closed:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            write()
+        except OSError as error:
+            drop(self.stream)
+            if not isinstance(error, BrokenPipeError):
+                raise OSError(error.errno, error.strerror, "stdout") from error
+
+
+def drop(stream: TextIO) -> None:
+    """Let go of what could not be written: Python would try again at its end, and complain."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextmanager
+def usable_streams() -> Iterator[Output]:
+    """Stdout and stderr that can be written to, though the shell may have closed them (`>&-`)."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:  # the next file would take its number, and get what is written there
+            os.open(os.devnull, os.O_RDWR)
+    before = sys.stdout, sys.stderr  # None where one is closed
+    with open(os.devnull, "w") as nowhere:
+        output = Output(before[0] or nowhere, before[0] is None)
+        sys.stdout, sys.stderr = cast(TextIO, output), before[1] or nowhere
+        try:
+            yield output
+        finally:
+            try:
+                sys.stderr.flush()
+            except OSError:
+                drop(sys.stderr)
+            sys.stdout, sys.stderr = before
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = make_parser(words)
+    with usable_streams() as output:
+        try:
+            code = _run(words)
+            if not output.is_closed:
+                output.flush()  # here, where an error can still be told
+            return code
+        except (LongspanError, OSError, UnicodeEncodeError) as refusal:
+            say(f"longspan {words[0] if words else ''}: {_why(refusal)}")
+            return REFUSED
+        except KeyboardInterrupt:
+            return INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
     try:
+        parser = make_parser(words)
         args, unknown = parser.parse_known_args(words)
         if unknown:
             parser.error(_about_unknown(words[0], unknown, getattr(args, "known", ())))
@@ -107,14 +183,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except SystemExit as stop:  # argparse has said what there is to say
         return stop.code if isinstance(stop.code, int) else REFUSED
-    except (LongspanError, OSError) as refusal:
-        if isinstance(refusal, BrokenPipeError):  # the reader, such as `head`, has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return FINE
-        text = str(refusal)
-        if isinstance(refusal, OSError) and refusal.strerror and refusal.filename:
-            text = f"{refusal.filename}: {refusal.strerror}."
-        say(f"longspan {words[0]}: " + " ".join(text.split("\n")))
-        return REFUSED
-    except KeyboardInterrupt:
-        return 130
+
+
+def _why(refusal: Exception) -> str:
+    """What went wrong, in a line."""
+    if isinstance(refusal, UnicodeEncodeError):
+        lacks = f"stdout has the encoding {refusal.encoding}, which lacks characters of the answer"
+        return f"{lacks}. Set PYTHONIOENCODING=utf-8."
+    if isinstance(refusal, OSError) and refusal.strerror and refusal.filename:
+        return f"{refusal.filename}: {refusal.strerror}."
+    return " ".join(str(refusal).split("\n"))

@@ -1,7 +1,8 @@
 """How far a command has come, on stderr, for a person who waits: a bar by rich if it is there, else a line of text.
 
 Only where both stdout and stderr are a terminal, and never beside --json: what is piped or parsed has no bar in it.
-Nothing is drawn in the first second, so quick answers do not flicker.
+Nothing is drawn in the first second, so quick answers do not flicker. Elsewhere a command that takes long may ask for
+lines on stderr, one every few seconds.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-PATIENCE, EVERY = 1.0, 0.25
-"""Seconds before anything is drawn, and between drawings."""
+PATIENCE, EVERY, LINES = 1.0, 0.25, 2.0
+"""Seconds before anything is drawn, between drawings, and between lines where there is no terminal."""
 
 
 @contextmanager
 def progress(
-    args: Any, title: str, total: int | None = None, *, speaks: bool = True
+    args: Any, title: str, total: int | None = None, *, speaks: bool = True, lines: bool = False
 ) -> Iterator[Callable[[str], None]]:
     """Shows that something is under way; gives a function to call as each of `total` parts begins, with its name.
 
     Without a total, only the title and the seconds are shown. `speaks`: whether this rank is the one that prints.
+    `lines`: without a terminal, write lines, the first at once.
     """
     bar = ProgressBar(title, total)
     if not (speaks and is_watched(args)):
-        yield bar.advance
+        yield bar.write_line if speaks and lines and not getattr(args, "json", False) else bar.advance
         return
     draw = _draw_plain if getattr(args, "plain", False) or not _has_rich() else _draw_rich
     drawing = threading.Thread(target=draw, args=(bar,), name="longspan progress", daemon=True)
@@ -47,10 +49,18 @@ class ProgressBar:
         self.title, self.total = title, total
         self.now, self.done, self.begin = "", 0, time.monotonic()
         self.over = threading.Event()
+        self._next_line = self.begin
 
     def advance(self, now: str) -> None:
         """Another part begins, and this is its name."""
         self.now, self.done = now, self.done + 1
+
+    def write_line(self, now: str) -> None:
+        """The same, with a line on stderr unless the last one was a moment ago."""
+        self.advance(now)
+        if time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + LINES
+            print(self.line(), file=sys.stderr, flush=True)
 
     def line(self, width: int = 79) -> str:
         """The state in a line.

@@ -11,12 +11,11 @@ from longspan.masks import Mask
 
 def allowed(mask: Mask, batch: int, heads: int, seq_len: int) -> Tensor:
     """The mask as a dense boolean tensor (batch, heads, queries, keys)."""
-    position = np.arange(seq_len)
-    planes = [
-        [mask.resized(seq_len).allows(position[:, None], position[None, :], row=b, head=h) for h in range(heads)]
-        for b in range(batch)
-    ]
-    return torch.as_tensor(np.array(planes)).view(batch, heads, seq_len, seq_len)
+    position, mask = np.arange(seq_len), mask.resized(seq_len)
+    rows, columns = (x.astype(np.int64) for x in np.broadcast_arrays(position[:, None], position[None, :]))
+    planes = {id(plane): plane.allows(rows, columns) for plane in mask.distinct_planes()}  # heads share most of them
+    table = [[planes[id(mask.plane(b, h))] for h in range(heads)] for b in range(batch)]
+    return torch.as_tensor(np.array(table)).view(batch, heads, seq_len, seq_len)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:

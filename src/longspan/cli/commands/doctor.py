@@ -39,9 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    with progress(args, "examining", speaks=os.environ.get("RANK", "0") == "0", lines=True) as advance:
+        advance("loading PyTorch")
+        import torch.distributed  # noqa: F401  # takes seconds
     with (
         joined("doctor", args.backend, alone=True) as ranks,
-        progress(args, "examining", num_parts(ranks, args.quick), speaks=ranks.speaks) as advance,
+        progress(args, "examining", num_parts(ranks, args.quick), speaks=ranks.speaks, lines=True) as advance,
     ):
         findings = examine(ranks, args.quick, advance)
     if ranks.speaks:

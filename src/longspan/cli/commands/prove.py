@@ -18,7 +18,7 @@ from typing import Any
 
 from longspan.cli.progress import progress
 from longspan.cli.screen import Column, Row, Screen, print_json, screen_of
-from longspan.errors import PlanError
+from longspan.errors import LongspanError, PlanError
 
 FORMS = ("plain", "padded", "packed")
 TASKS = {
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     with progress(args, f"proving {kind.__name__}", len(names)) as advance:
         for name in names:
             advance(name)
-            answers[name] = _answer(kind, config, name, args.again)
+            answers[name] = _answer(kind, config, name, args.model, args.again)
     if args.json:
         print_json("prove", {"model": kind.__name__, "forms": answers})
     else:
@@ -59,18 +59,41 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(answer["ok"] for answer in answers.values()) else 1
 
 
-def _answer(kind: type, config: Any, name: str, again: bool) -> dict[str, Any]:
+def _answer(kind: type, config: Any, name: str, given: str, again: bool) -> dict[str, Any]:
     from longspan.integrations.huggingface.proving.first_use import found, remembered_at
     from longspan.integrations.huggingface.proving.forms import Form
+    from longspan.integrations.huggingface.proving.proof import without_weights
+    from longspan.integrations.huggingface.structure import code_of
 
     form = {
         "plain": Form(),
         "padded": Form(padding="right"),
         "packed": Form(packed="position_ids", positions=True),
     }[name]
-    if again:
-        remembered_at(kind, config, form).unlink(missing_ok=True)
-    return found(kind, config, form)
+    try:
+        made = without_weights(kind, config)
+        code = "" if made is None else code_of(made)
+        place = remembered_at(kind, config, form, code)
+        if again:
+            place.unlink(missing_ok=True)
+        answer = found(kind, config, form, code)
+    except (LongspanError, OSError):
+        raise
+    except Exception as error:  # whatever its class, or our tiny copy of it, raises
+        raise PlanError(
+            f"{kind.__name__} with the configuration {given} cannot be tried: {_one_line(error)} Pass a configuration"
+            f" that transformers makes a model of."
+        ) from error
+    try:
+        _facts(answer)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"the remembered answer in {place} is damaged. Add --again to prove it anew.") from error
+    return answer
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return text if text.endswith(".") else f"{text}."
 
 
 def _config(given: str) -> Any:
@@ -83,7 +106,13 @@ def _config(given: str) -> Any:
         ) from error
     place = Path(given)
     if place.exists():
-        return AutoConfig.from_pretrained(place, local_files_only=True)  # nosec B615  # a place on this disk
+        try:
+            return AutoConfig.from_pretrained(place, local_files_only=True)  # nosec B615  # a place on this disk
+        except Exception as error:  # whatever its class for this model type raises
+            raise PlanError(
+                f"transformers cannot read a configuration from {given}: {_one_line(error)} Pass a config.json of one"
+                f" of its models."
+            ) from error
     if given in CONFIG_MAPPING:
         return CONFIG_MAPPING[given]()
     near = sorted(name for name in CONFIG_MAPPING if name.startswith(given[:4]))[:6]
@@ -110,6 +139,12 @@ def _class(config: Any, task: str | None) -> type:
     return getattr(transformers, names if isinstance(names, str) else names[0])
 
 
+def _facts(answer: dict[str, Any]) -> tuple[bool, str, str, str, str]:
+    """Whether it is exact, its largest difference, why not; the head of a loss without logits, why there is none."""
+    head, reason = (answer["rules"][name] for name in ("head", "head_reason")) if answer["ok"] else ("", "")
+    return answer["ok"], answer["error"], answer["reason"], head, reason
+
+
 def _show(model: str, answers: dict[str, dict[str, Any]], screen: Screen) -> None:
     screen.title(f"{model} over ranks, against one device")
     rows = [
@@ -120,8 +155,7 @@ def _show(model: str, answers: dict[str, dict[str, Any]], screen: Screen) -> Non
     for name, answer in answers.items():
         if not answer["ok"]:
             screen.text(f"{name}: {answer['reason']}")
-    for rules in [answer["rules"] for answer in answers.values() if answer["ok"]][:1]:
-        head, reason = rules["head"], rules["head_reason"]
+    for *_, head, reason in [_facts(answer) for answer in answers.values() if answer["ok"]][:1]:
         screen.text(f"Loss without logits: {f'yes, from {head}' if head else f'no, {reason}'}.")
     screen.notes((
         "A tiny copy with random weights, in float64, on simulated ranks: zigzag on 2, contiguous on 3, striped on 2."
