@@ -39,6 +39,7 @@ def test_device(work, form):
     ranks(1, form).run(work)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("form", ["standin", "cuda"])
 @pytest.mark.parametrize("schedule", ["plain", "slow messages", "all late"])
 def test_collectives(form, schedule):

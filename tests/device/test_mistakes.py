@@ -26,6 +26,7 @@ def ends(table, name, scheme):
     return found
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_seen(name, scheme):
@@ -34,6 +35,7 @@ def test_mistakes_are_seen(name, scheme):
     assert set(ends("mistakes", name, scheme)) != {"right"}, f"{name}: not seen on {scheme}"
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", RIGHT)
 def test_no_false_alarm(name, scheme):

@@ -11,6 +11,7 @@ def test_losses_are_those_of_the_cpu():
     assert ranks(2).run(work.losses, ("slow messages", "all late")) == [3, 3]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("form", ["standin", "cuda"])
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("schedule", ["slow messages", "late messages"])
@@ -26,6 +27,7 @@ def test_compiled_blocks(form):
         assert off < 1e-6
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("form", ["standin", "cuda"])
 @pytest.mark.parametrize(("family", "kind"), [("mistral", "plain"), ("llama", "packed"), ("gemma2", "padded")])
 def test_huggingface_steps(form, family, kind):
