@@ -15,6 +15,11 @@ NIGHT_ONLY = 0
 """None of the cases runs every time."""
 
 SHARES = {  # file (without tests/ and .py) and test: one case in so many
+    "device/test_device::test_collectives": 2,
+    "device/test_mistakes::test_mistakes_are_seen": 3,  # each mistake on one scheme or two
+    "device/test_mistakes::test_no_false_alarm": 3,
+    "device/test_training::test_fsdp2": 3,
+    "device/test_training::test_huggingface_steps": 2,
     "fuzz/test_fuzz::test_the_printed_script_repeats_a_failure": NIGHT_ONLY,
     "gloo/test_acceptance::test_a_call_that_is_slower_than_predicted_is_red": NIGHT_ONLY,
     "gloo/test_acceptance::test_a_watch_that_names_nobody_is_red": 4,
