@@ -311,6 +311,18 @@ def test_released_code_is_kept_unless_something_is_rebound(monkeypatch, tries):
     tries("released code with something rebound", len(REBOUND) + 2 + len(others), len(REBOUND) + 2 + len(others))
 
 
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Lfm2ForCausalLM", "MixtralForCausalLM"])
+def test_a_check_that_was_kept_is_found_again_after_use(name, monkeypatch):
+    """Also where functions of the modeling file are replaced by Longspan's own, for recurrences and routers."""
+    kind = getattr(pytest.importorskip("transformers"), name)
+    config = kind.config_class()
+    answer = first_use.found(kind, config, Form())
+    assert answer["ok"], answer["reason"]
+    monkeypatch.setattr(proof, "prove", None)
+    assert first_use.found(kind, config, Form()) == answer
+    assert len(kept()) == 1
+
+
 def test_files_must_be_as_they_were_installed(tmp_path, monkeypatch):
     """Not kept: an edited file of the same length, an editable install, one without RECORD."""
     model = LlamaForCausalLM(LlamaConfig(**SIZES))

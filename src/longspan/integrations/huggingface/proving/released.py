@@ -50,7 +50,8 @@ def release_of(model: nn.Module | None, config: Any) -> str | None:
     values += [v for module in modules.values() for v in list(vars(module).values()) if isinstance(v, FunctionType)]
     if not all(map(_is_installed, _places(values))):
         return None
-    owners = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds} | own
+    # Classes that all models share are not described: transformers adds to them while models are made.
+    owners = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds if kind.__module__ in own} | own
     described = [
         [owner, name, said]
         for owner in sorted(owners)
