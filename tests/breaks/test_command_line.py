@@ -81,7 +81,8 @@ def test_ctrl_c_ends_with_130_and_no_traceback():
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
+    # A shell shows 130 for both. Python ends by the signal itself where C code that PyTorch imports ran into it.
+    assert process.returncode in (130, -signal.SIGINT), errors
     assert "Traceback" not in errors
 
 

@@ -85,10 +85,8 @@ def _table_on_another_device(memory, rows):
     return torch.from_numpy(rows.astype("int64")).to(torch.device(memory.device.type, other))
 
 
-def _sum_without_wait(running, tensor, device):
-    running.started(
-        lambda: dist.all_reduce(tensor, group=running.members.group, async_op=True), running._others, device
-    )
+def _start_without_wait(running, start, device):
+    running.started(lambda: start(running.members.group), running._others, device)
 
 
 MISTAKES = {
@@ -107,7 +105,7 @@ MISTAKES = {
     "messages begin behind another stream": Mistake(
         in_run(START, f"with _side(): {START}"), schedule="late kernels"
     ),
-    "sums over ranks are not waited for": Mistake(methods=((Running, "_sum", _sum_without_wait),), case="sinks"),
+    "sums over ranks are not waited for": Mistake(methods=((Running, "_collect", _start_without_wait),), case="sinks"),
     # memory
     "a message is written to before it was sent": Mistake(
         in_run(START, START + "; [message.zero_() for message in exchange.sends.values()]")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import rival, rival_models
+from longspan.integrations import huggingface
 from tests.pool import end_all, pool
 
 pytest.importorskip("transformers")
@@ -48,15 +49,18 @@ def _with_local_positions():
 
 def _spoilt(model, case):
     """Longspan, with positions that start at zero on every rank."""
-    handle = model.register_forward_pre_hook(_forget_positions, with_kwargs=True)
+    shard = huggingface.shard_inputs
+
+    def shard_with_local_positions(*args):
+        inputs = shard(*args)
+        inputs["position_ids"] -= inputs["position_ids"][:, :1].clone()
+        return inputs
+
+    huggingface.shard_inputs = shard_with_local_positions
     try:
         return rival.longspan(model, case)
     finally:
-        handle.remove()
-
-
-def _forget_positions(_, args, kwargs):
-    return args, {**kwargs, "position_ids": kwargs["position_ids"] - kwargs["position_ids"][:, :1]}
+        huggingface.shard_inputs = shard
 
 
 class _Ranks:

@@ -1,6 +1,8 @@
 """Mutants of side tensors, gathers, numbers of sequences and the check of layouts: each breaks one thing, and cases of
 the kind that test_tokens.py draws must notice every one of them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -184,7 +186,7 @@ LAYOUT_MUTANTS = {
         inputs, "other_tokens", lambda one, two: (one.num_tokens != two.num_tokens).any()
     ),
     "another dim is meant": lambda patch: patch.setattr(
-        inputs, "carried", lambda x: carried.Carried(carried.carried(x).layout, -7)
+        inputs, "carried", lambda x: replace(carried.carried(x), dim=-7)
     ),
     "all are taken for written into": lambda patch: patch.setattr(inputs, "version", lambda x: 1),
 }

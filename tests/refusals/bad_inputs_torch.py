@@ -97,7 +97,7 @@ def _attention():
     ):
         yield bad(f"inside {name}", lambda c=call: inside(c), PlanError, *says)
     half = Q[:, :, :4]
-    says = "must have 4 tokens", "ranks hold [4] of them", "but got 8"
+    says = "query must have 8 tokens", "but got 4"
     yield bad("inside tokens", lambda: inside(lambda: sdpa(half, half, half)), LayoutError, *says)
     masked = lambda: inside(lambda: flex_attention(Q, Q, Q, None, masks.causal(9)))  # noqa: E731
     yield bad("inside mask length", masked, MaskError, "is for 9 tokens")

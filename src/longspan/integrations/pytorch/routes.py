@@ -85,9 +85,9 @@ class Route:
         expected = self.layout.num_slots(self.mesh.get_local_rank())
         if local_len != expected:
             raise LayoutError(
-                f"attention was called with {local_len} tokens on rank {self.mesh.get_local_rank()}, but {self.layout}"
-                f" gives it {expected}. Shard inputs as the context shards its buffers, or pass load_balancer= and"
-                f" seq_len= that say how they were sharded."
+                f"query must have {expected} tokens on rank {self.mesh.get_local_rank()} of {self.layout}, but got"
+                f" {local_len}. Shard inputs as the context shards its buffers, or pass load_balancer= and seq_len="
+                f" that say how they were sharded."
             )
         record_of(self.mesh).add(self.layout)
         return self.layout
