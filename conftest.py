@@ -17,11 +17,11 @@ from tests.lanes import NIGHTLY, SEED, left_out
 
 ROOT = Path(__file__).parent
 # Importing it imports torchtitan, which replaces functions of torch: only in processes of their own (test_torchtitan).
-collect_ignore = ["src/longspan/integrations/torchtitan"]
+collect_ignore = ["src/longspan/torchtitan"]
 if find_spec("transformers") is None:
-    collect_ignore += ["src/longspan/integrations/huggingface/sharding.py", "tests/hosts/hf_versions.py"]
+    collect_ignore += ["src/longspan/huggingface/sharding.py", "tests/hosts/hf_versions.py"]
 if find_spec("triton") is None:
-    collect_ignore += ["src/longspan/execution/fused/triton_kernels.py", "tests/kernel_models/flex_cubins.py"]
+    collect_ignore += ["src/longspan/run/triton_kernels.py", "tests/kernel_models/flex_cubins.py"]
 # Helpers of tests have no examples in them, and some import frameworks that may be missing.
 collect_ignore_glob = ["tests/*/*_work.py", "tests/*/titan_*.py", "tests/*/*_script.py"]
 
@@ -31,7 +31,7 @@ MARKERS = (
     "nightly: runs at night only, or when selected by name (tests/lanes.py)",
 )
 # Doctests that `pytest -m quick` runs: modules that do not import torch, so that the first dot comes soon.
-QUICK_DOCTESTS = tuple(ROOT / "src" / "longspan" / name for name in ("span.py", "masks", "layouts", "schedules"))
+QUICK_DOCTESTS = tuple(ROOT / "src" / "longspan" / name for name in ("spans.py", "masks", "layouts", "planning"))
 
 
 def pytest_addoption(parser):

@@ -12,11 +12,11 @@ import time
 import torch
 
 import longspan as ls
-from longspan.execution.call_record import record_of
-from longspan.execution.engine.runner import Job
-from longspan.execution.kernels import kernel_named
-from longspan.execution.trust.settings import Safety
+from longspan.kernels import kernel_named
 from longspan.masks import Mask
+from longspan.run.group import Safety
+from longspan.run.ops import record_of
+from longspan.run.walk import Job
 
 BAR, ROUNDS, TOKENS = 50e-6, 2000, 65536
 

@@ -25,7 +25,7 @@ from benchmarks import contenders as c
 from benchmarks.contenders import Entry, Timing, Work
 from benchmarks.ranks import Ranks
 from benchmarks.workloads import document_lengths
-from longspan.execution.engine.observe import observe
+from longspan.run.transports import observe
 
 SEQ_LEN = 8192
 FLEX_SEQ_LEN = 4096

@@ -17,10 +17,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 from benchmarks.layouts import best_ms
 from benchmarks.workloads import document_lengths
 from longspan import layouts, masks
-from longspan.execution.flex import block_masks
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.masks.functions.predicate import MaskMod
+from longspan.masks.functions import MaskMod
+from longspan.run import flex
 
 SEQ_LEN, WORLD_SIZE, BAR_MS = 1 << 17, 8, 100.0
 SHORT_LEN = 1 << 14
@@ -36,8 +36,8 @@ def cases(seq_len: int) -> dict[str, Mask]:
 
 def fresh(mask: Mask, layout: Layout, rank: int) -> object:
     """A BlockMask without what is remembered of earlier calls."""
-    block_masks._built.cache_clear()
-    return block_masks.block_mask(mask, layout, rank)
+    flex._built.cache_clear()
+    return flex.block_mask(mask, layout, rank)
 
 
 def slowest_rank_ms(mask: Mask, layout: Layout) -> float:
@@ -63,7 +63,7 @@ def main() -> int:
     for name, mask in cases(SEQ_LEN).items():
         for layout in (layouts.balanced(mask, world_size=WORLD_SIZE), layouts.striped(SEQ_LEN, WORLD_SIZE)):
             took = slowest_rank_ms(mask, layout)
-            again = best_ms(lambda a=mask, b=layout: block_masks.block_mask(a, b, WORLD_SIZE - 1))
+            again = best_ms(lambda a=mask, b=layout: flex.block_mask(a, b, WORLD_SIZE - 1))
             missed += took > BAR_MS
             print(f"{name:20s} {layout.name:10s} {took:7.1f} {BAR_MS:5.0f} {again:7.3f}")
     print(f"\n{SHORT_LEN:,} tokens on 1 rank: all rows from bands, and with PyTorch's create_block_mask")

@@ -108,7 +108,7 @@ def class_of(case: Case) -> type:
 
 def batch_of(case: Case, config: Any, rows: int = 2, seed: int = 5) -> dict[str, Any]:
     """A random batch without special tokens, with labels for the head."""
-    from longspan.integrations.huggingface.proving.tiny import special_tokens
+    from longspan.huggingface.tiny import special_tokens
 
     draw = torch.Generator().manual_seed(seed)
     text = config.get_text_config()
@@ -182,8 +182,8 @@ def counted() -> Any:
 
 def on_one_device(case: Case) -> dict[str, Any]:
     """Whether the family builds and runs, and whether attention by Longspan is what its own is."""
-    from longspan.integrations import huggingface
-    from longspan.integrations.huggingface.proving.tiny import CannotShrinkError, build, tiny_config
+    from longspan import huggingface
+    from longspan.huggingface.tiny import CannotShrinkError, build, tiny_config
 
     huggingface.register()
     try:

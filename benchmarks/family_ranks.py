@@ -47,9 +47,9 @@ def _groups() -> dict[int, Any]:
 
 def _prepared(case: Case) -> tuple[Any, dict[str, Any], Step, Step]:
     """The model with weights that both precisions have, a batch, and a step on one device in both."""
-    from longspan.integrations import huggingface
-    from longspan.integrations.huggingface.proving.tiny import build, tiny_config
-    from longspan.integrations.huggingface.proving.wide import Wide
+    from longspan import huggingface
+    from longspan.huggingface.tiny import build, tiny_config
+    from longspan.huggingface.trial import Wide
 
     huggingface.register()
     config = tiny_config(config_of(case))
@@ -66,7 +66,7 @@ def _prepared(case: Case) -> tuple[Any, dict[str, Any], Step, Step]:
 
 
 def _compared(model: Any, batch: dict[str, Any], narrow: Step, expected: Step, group: Any) -> dict[str, Any]:
-    from longspan.integrations.huggingface.proving.wide import Wide
+    from longspan.huggingface.trial import Wide
 
     model.double()
     with Wide():
@@ -78,7 +78,7 @@ def _compared(model: Any, batch: dict[str, Any], narrow: Step, expected: Step, g
 
 
 def _over_ranks(model: Any, batch: dict[str, Any], group: Any) -> Step:
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     model.zero_grad()
     inputs = huggingface.shard_inputs(model, batch, group, layout=LAYOUT)

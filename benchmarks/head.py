@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from longspan.number_words import bytes_text
-from longspan.training import slabs, token_logprobs, token_loss
+from longspan.formatting import bytes_text
+from longspan.training import head, token_logprobs, token_loss
 
 TOKENS, WORDS, FEWER = 8192, 128_256, 8
 LOGITS_BAR, SLAB_BAR, TIME_BAR = 1 / 20, 1.2, 1.15
@@ -93,7 +93,7 @@ def apart(*args: Any) -> int:
 def memory(width: int) -> list[str]:
     """Bars that were missed."""
     logits, missed = TOKENS * WORDS * 4, []
-    slab = slabs.rows_for(TOKENS, WORDS, 4) * WORDS * 4
+    slab = head.rows_for(TOKENS, WORDS, 4) * WORDS * 4
     print(f"memory of {TOKENS:,} tokens x {WORDS:,} words, width {width}, beyond inputs and gradients")
     print(f"  logits of all tokens in float32: {bytes_text(logits)}; a slab: {bytes_text(slab)}")
     for dtype in DTYPES:

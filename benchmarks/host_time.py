@@ -27,12 +27,11 @@ import torch
 import longspan as ls
 from longspan.cli.acceptance.host import Counted, pretended
 from longspan.cli.acceptance.programs import RankPrograms, driven
-from longspan.cli.lengths import drawn_lengths
-from longspan.cli.measuring.runs import DIRECTIONS
-from longspan.execution.engine import runner
-from longspan.execution.engine.flat.memory import Memory
-from longspan.execution.fused import pieces
-from longspan.schedules.cost.presets import H100
+from longspan.cli.measure import DIRECTIONS
+from longspan.cli.workload import drawn_lengths
+from longspan.planning.presets import H100
+from longspan.run import fused, walk
+from longspan.run.moves import Memory
 
 SEQ, HEADS, KV_HEADS, DIM = 1 << 20, 32, 8, 128
 SMALLER, FEW, ROUNDS = 512, 8, 15
@@ -85,18 +84,18 @@ class Launcher:
 def as_on_a_gpu() -> Iterator[None]:
     """Rows are moved by tables and by Triton's kernels, as on GPUs, wherever the tensors are."""
     names = ("merge_kernel", "rows_kernel", "two_rows_kernel")
-    kept = runner.memory_for, pieces.is_fused
-    from longspan.execution.fused import triton_kernels  # needs triton, which `CASES` does not
+    kept = walk.memory_for, fused.is_fused
+    from longspan.run import triton_kernels
 
     kernels = {name: getattr(triton_kernels, name) for name in names}
-    runner.memory_for = lambda program, device: Memory(program.buffers, device, by_index=True)
-    pieces.is_fused = lambda _: True
+    walk.memory_for = lambda program, device: Memory(program.buffers, device, by_index=True)
+    fused.is_fused = lambda _: True
     for name in names:
         setattr(triton_kernels, name, Launcher())
     try:
         yield
     finally:
-        runner.memory_for, pieces.is_fused = kept
+        walk.memory_for, fused.is_fused = kept
         for name, kernel in kernels.items():
             setattr(triton_kernels, name, kernel)
 

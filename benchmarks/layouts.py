@@ -21,8 +21,7 @@ import numpy as np
 
 from benchmarks.workloads import WORKLOADS, Workload
 from longspan.layouts import Layout, contiguous, zigzag
-from longspan.layouts.balance.segments import profile_of, remote_rows
-from longspan.layouts.balance.solver import View, balanced, solved
+from longspan.layouts.balance import View, balanced, profile_of, remote_rows, solved
 from longspan.masks import Mask
 
 MOST_TOKENS = 1.01

@@ -25,8 +25,8 @@ from torch.nn import functional
 
 import longspan as ls
 from benchmarks.ranks import Ranks
-from longspan.execution.convolution.own_rows import depthwise
 from longspan.layouts import Layout
+from longspan.mixers.convolution import depthwise
 
 
 @dataclass(frozen=True)

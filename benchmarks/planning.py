@@ -17,8 +17,8 @@ import numpy as np
 import longspan as ls
 from benchmarks.layouts import best_ms
 from benchmarks.workloads import MI, document_lengths
-from longspan.layouts.balance.solver import solved
-from longspan.schedules import Problem, Sizes, reverse, scheme
+from longspan.layouts.balance import solved
+from longspan.planning import Problem, Sizes, reverse, scheme
 
 SIZES = Sizes(32, 8, 128, 128, 2)
 CASES = [  # name, documents, tokens, ranks, most milliseconds

@@ -23,10 +23,10 @@ from benchmarks.published_runs import (
     runs,
 )
 from longspan import layouts, masks
-from longspan.number_words import seconds_text
-from longspan.schedules.cost.machine import Machine
+from longspan.formatting import seconds_text
+from longspan.planning.machine import Machine
 from longspan.sizing import StepMemory, StepTime, sizes_of, step_memory, step_time
-from longspan.sizing.fit import PlanOptions, attention_plans, attention_seconds, training_step
+from longspan.sizing.time import PlanOptions, attention_plans, attention_seconds, training_step
 
 MAX_TIME, MAX_MEMORY, MAX_DRIFT = 0.25, 0.15, 0.02
 OF_SUSTAINED = 0.66

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longspan.schedules import Sizes
-from longspan.span import Ints
+from longspan.planning import Sizes
+from longspan.spans import Ints
 
 SIZES = Sizes(q_heads=64, kv_heads=8, head_dim=128, v_head_dim=128, itemsize=2)
 TOKENS_PER_RANK = 8192

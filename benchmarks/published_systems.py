@@ -17,12 +17,12 @@ from benchmarks.published_points import MODEL_DIM, NODE, SIZES, TOKENS_PER_RANK
 from longspan.layouts import Layout, contiguous
 from longspan.masks import Mask
 from longspan.masks import bands as bd
-from longspan.schedules import Problem, Role, Step, scheme
-from longspan.schedules.cost.machine import Work, tile_work
-from longspan.schedules.cost.presets import H100_FITTED
-from longspan.schedules.fetch import by_taker
-from longspan.schedules.problem import cells, in_rows
-from longspan.span import Ints
+from longspan.planning import Problem, Role, Step, scheme
+from longspan.planning.fetch import by_taker
+from longspan.planning.machine import Work, tile_work
+from longspan.planning.presets import H100_FITTED
+from longspan.planning.problem import cells, in_rows
+from longspan.spans import Ints
 
 Q_ROW = SIZES.q_heads * SIZES.head_dim * SIZES.itemsize
 K_ROW = SIZES.kv_heads * SIZES.head_dim * SIZES.itemsize

@@ -57,7 +57,7 @@ class Found:
 
 def longspan(model: Any, case: str) -> tuple[Tensor, Tensor]:
     """`shard_inputs` and the model, as in docs/huggingface.md."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     huggingface.register()
     model.set_attn_implementation("longspan")

@@ -27,7 +27,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 import longspan as ls
 from benchmarks.ranks import Ranks
-from longspan.integrations import torch_api as ours
+from longspan import torch_api as ours
 from longspan.testing import dense_gradients
 
 WORLD, ROWS, HEADS, DIM = 2, 2, 2, 16

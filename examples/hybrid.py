@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from longspan.integrations import huggingface
+from longspan import huggingface
 
 VOCAB, LENGTHS = 64, (70, 41, 17)
 

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import longspan as ls
 
 # from torch.distributed.tensor.experimental import context_parallel
-from longspan.integrations.torch_api import context_parallel
+from longspan.torch_api import context_parallel
 
 SEQ_LEN, HEADS, DIM = 121, 4, 16  # no length is too odd
 

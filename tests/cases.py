@@ -7,7 +7,7 @@ import numpy as np
 from longspan import layouts, masks
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.schedules import Problem, Sizes
+from longspan.planning import Problem, Sizes
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "round_robin_by_work", "balanced", "scattered", "equal")
 MASKS = (

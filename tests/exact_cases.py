@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.schedules import Problem, Sizes, scheme
-from longspan.schedules.cost.presets import CPU
-from longspan.schedules.dtypes import ITEMSIZE
-from longspan.schedules.plan import Plan
+from longspan.planning import Problem, Sizes, scheme
+from longspan.planning.plan import Plan
+from longspan.planning.presets import CPU
+from longspan.planning.steps import ITEMSIZE
 from longspan.testing import allowed, dense_gradients
 from tests.cases import LAYOUTS, MASKS, random_layout, random_mask
 

@@ -2,11 +2,11 @@
 
 import torch
 
-from longspan.execution.engine import merge
-from longspan.execution.engine.flat.memory import Memory
-from longspan.execution.engine.flat.program import items_of, part_of
-from longspan.execution.engine.flat.recorder import Called, Recorder
-from longspan.execution.tile import wide
+from longspan.run import merge
+from longspan.run.moves import Memory
+from longspan.run.program import items_of, part_of
+from longspan.run.recorder import Called, Recorder
+from longspan.tile import wide
 
 CPU = torch.device("cpu")
 

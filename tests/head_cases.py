@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from longspan import masks
-from longspan.execution.simulated import simulate
 from longspan.layouts import Layout
-from longspan.training import Head, shard_batch, slabs
-from longspan.training import loss as losses  # looked up when called: mutants are planted there
+from longspan.run.simulated import simulate
+from longspan.training import Head, shard_batch
+from longspan.training import head as slabs
+from longspan.training import loss as losses
 from tests.cases import LAYOUTS, random_layout, random_lengths
 
 BAR = 1e-12

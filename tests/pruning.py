@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.errors import ScheduleError
-from longspan.schedules.proof.cells import Board, Key
-from longspan.schedules.steps import Piece, Role, Schedule, Step, Transfer
-from longspan.span import as_spans, union
+from longspan.planning.steps import Piece, Role, Schedule, Step, Transfer
+from longspan.planning.validator import Board, Key
+from longspan.spans import as_spans, union
 
 _Live = dict[tuple[int, Role, Key], NDArray[np.bool_]]
 

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch.nn.functional import normalize
 
-from longspan.execution.scans.contract import ScanWork, Segments
-from longspan.execution.scans.recurrences import GatedDelta, LinearAttention, LinearRecurrence, Ssd
-from longspan.testing.recurrences import maps_by_tokens, recurrence_by_tokens
+from longspan.mixers.recurrences import GatedDelta, LinearAttention, LinearRecurrence, ScanWork, Segments, Ssd
+from longspan.testing.oracle import maps_by_tokens, recurrence_by_tokens
 
 KINDS = ("gated_delta", "kda", "linear_attention", "gla", "ssd", "linear_recurrence")
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 import longspan as ls
 from longspan import masks
-from longspan.execution.scoring.biases import Extras, RelativeBias
-from longspan.execution.scoring.dropout import Dropout
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.schedules.plan import Plan
+from longspan.planning.plan import Plan
+from longspan.scoring.biases import Extras, RelativeBias
+from longspan.scoring.pipeline import Dropout
 from longspan.testing import run_loopback
 from tests.cases import LAYOUTS, random_layout
 

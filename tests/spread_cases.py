@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 import longspan as ls
-from longspan.execution.scans import call
-from longspan.execution.scans.contract import ScanWork
-from longspan.execution.scans.fitting import check_plan
-from longspan.execution.scans.kernels import choose_scan_kernel
-from longspan.execution.scans.spread import LocalSegments, RankScan, spread
 from longspan.layouts import Layout
 from longspan.masks.document_rows import document_rows
-from longspan.schedules.scans.plan import ScanPlan
-from longspan.testing.scan_loopback import MeetingPoint, each_rank
+from longspan.mixers import scans
+from longspan.mixers.recurrences import ScanWork
+from longspan.mixers.scan_kernels import choose_scan_kernel
+from longspan.mixers.scan_run import LocalSegments, RankScan, spread
+from longspan.mixers.scans import check_plan
+from longspan.planning.scan_plan import ScanPlan
+from longspan.testing.loopback import MeetingPoint, each_rank
 
 FORMS = (
     "delta", "kda", "lightning", "lightning by head", "lightning by token", "gla", "ssd", "ssd with all", "elements",
@@ -277,12 +277,12 @@ def _by_tokens(p: Problem, x: dict[str, Tensor], goes_on: Tensor) -> Tensor:
 @contextmanager
 def in_threads() -> Iterator[None]:
     """While it lasts, operators take a `RankScan` as plan=, and run on the rank that it is for."""
-    real = call.run
-    call.run = _run_on_rank
+    real = scans.run
+    scans.run = _run_on_rank
     try:
         yield
     finally:
-        call.run = real
+        scans.run = real
 
 
 def _run_on_rank(recurrence: Any, tokens: Any, shared: Any, request: Any) -> Tensor:

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 import longspan as ls
-from longspan.execution.simulated import simulate
+from longspan.run.simulated import simulate
 from longspan.training import gather_tokens, per_sequence, per_token, shard_batch, shard_like
 from tests.cases import LAYOUTS, random_layout, random_lengths
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import longspan as ls
-from longspan.cli.lengths import drawn_lengths
+from longspan.cli.workload import drawn_lengths
 from longspan.viz import (
     Scene,
     layout_picture,

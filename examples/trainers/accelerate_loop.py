@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from longspan.integrations import huggingface
+from longspan import huggingface
 from longspan.integrations.hf_accelerate import split_sequences
 
 STEPS = 10

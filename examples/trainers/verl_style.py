@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from longspan.integrations import huggingface
+from longspan import huggingface
 from longspan.training import gather_tokens
 
 TEMPERATURE, CLIP, KL = 0.7, 0.05, 0.1

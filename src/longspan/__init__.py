@@ -7,7 +7,7 @@ from collections.abc import Mapping as _Mapping
 from typing import Any as _Any
 from typing import cast as _cast
 
-from longspan import layouts, masks, schedules
+from longspan import layouts, masks, planning
 from longspan.api import attention, block_mask, causal_conv1d, conv_plan, flex_attention, plan
 from longspan.errors import (
     AgreementError,
@@ -20,12 +20,12 @@ from longspan.errors import (
     RankError,
     ScheduleError,
 )
+from longspan.planning.plan import Plan
+from longspan.planning.scan_plan import ScanPlan as _ScanPlan
 from longspan.recurrences import gated_delta_rule, linear_attention, linear_recurrence, scan, scan_plan, ssd
-from longspan.schedules.plan import Plan
-from longspan.schedules.scans.plan import ScanPlan as _ScanPlan
-from longspan.span import Span
+from longspan.spans import Span
 from longspan.verification import verify
-from longspan.version import VERSION
+from longspan.versions import VERSION
 
 __version__ = VERSION
 __all__ = [
@@ -51,9 +51,9 @@ __all__ = [
     "linear_recurrence",
     "masks",
     "plan",
+    "planning",
     "scan",
     "scan_plan",
-    "schedules",
     "ssd",
     "verify",
 ]

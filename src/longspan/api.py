@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from longspan._compile import untraced
 from longspan.errors import PlanError, ScheduleError, in_context, renamed
 from longspan.layouts import Layout
 from longspan.masks import Mask
+from longspan.masks.convert import advice, check_words, mask_of
 from longspan.masks.document_rows import Documents, document_rows
-from longspan.masks.given.words import advice, check_words, mask_of
-from longspan.schedules.chunks import MAX_CHUNKS
-from longspan.schedules.convolution import MAX_WIDTH, ConvPlan, planned_convolution
-from longspan.schedules.cost.machine import Machine
-from longspan.schedules.cost.presets import assumed_machine, machine_named
-from longspan.schedules.dtypes import ITEMSIZE, dtype_name
-from longspan.schedules.plan import Plan, PlanRequest, planned
-from longspan.schedules.steps import MAX_SIZE, Sizes
-from longspan.span import shortened, whole
-from longspan.untraced import untraced
+from longspan.planning.conv_plan import MAX_WIDTH, ConvPlan, planned_convolution
+from longspan.planning.machine import Machine
+from longspan.planning.plan import Plan, PlanRequest, planned
+from longspan.planning.presets import assumed_machine, machine_named
+from longspan.planning.problem import MAX_CHUNKS
+from longspan.planning.steps import ITEMSIZE, MAX_SIZE, Sizes, dtype_name
+from longspan.spans import shortened, whole
 
 if TYPE_CHECKING:  # torch is loaded by the functions that touch tensors
     from collections.abc import Mapping
@@ -28,9 +27,9 @@ if TYPE_CHECKING:  # torch is loaded by the functions that touch tensors
     from torch import Tensor
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-    from longspan.execution.handed import Group
-    from longspan.execution.scoring.biases import RelativeBias
-    from longspan.execution.scoring.pipeline import ScoreMod
+    from longspan.scoring.biases import RelativeBias
+    from longspan.scoring.pipeline import ScoreMod
+    from longspan.validate import Group
 
     Options = Mapping[str, object] | None  # of PyTorch's kernels
     Table = NDArray[np.bool_] | Tensor  # a small dense mask, True where a query may attend to a key
@@ -113,7 +112,8 @@ def attention(
     >>> torch.allclose(out[:, :, 5], v[:, :, 5])  # the first token of the second document sees itself only
     True
     """
-    from longspan.execution.call import Extras, Request, attention as run, check_inputs, in_call  # noqa: I001  (loads torch)
+    from longspan.run.call import Extras, Request, check_inputs, in_call
+    from longspan.run.call import attention as run
 
     is_plain = score_mod is None and softcap is None and alibi is None and relative_bias is None and bias is None
     with in_call("attention", (q, k, v), plan_or_mask, group):
@@ -196,8 +196,8 @@ def flex_attention(
     >>> slopes.grad.shape
     torch.Size([2])
     """
-    from longspan.execution.call import in_call
-    from longspan.execution.flex.flex_attention import flex_attention as run
+    from longspan.run.call import in_call
+    from longspan.run.flex import flex_attention as run
 
     with in_call("flex_attention", (query, key, value), block_mask if plan is None else plan, group):
         return run(
@@ -239,7 +239,8 @@ def causal_conv1d(
     >>> causal_conv1d(x, weight, documents=[3, 1]).flatten().tolist()
     [1.0, 12.0, 24.0, 8.0]
     """
-    from longspan.execution.convolution.call import ConvRequest, causal_conv1d as run  # noqa: I001  (loads torch)
+    from longspan.mixers.convolution import ConvRequest
+    from longspan.mixers.convolution import causal_conv1d as run
 
     return run(x, weight, bias, ConvRequest(documents, plan, group, activation, name))
 
@@ -297,7 +298,7 @@ def block_mask(
     >>> block_mask(masks.causal(), zigzag(1024, 2), rank=0).shape
     (1, 1, 512, 1024)
     """
-    from longspan.execution.flex.block_masks import block_mask as build
+    from longspan.run.flex import block_mask as build
 
     return build(mask, layout, rank, kv=kv, block_size=block_size, device=device)
 
@@ -356,7 +357,7 @@ def plan(
         if not isinstance(scheme, str) or not isinstance(machine, str | Machine | None):
             raise PlanError(
                 f"scheme = {shortened(scheme)} and machine = {shortened(machine)} were given. A scheme is a name,"
-                f" as in 'auto' or 'exchange'; a machine is a name, a Machine of longspan.schedules, or None."
+                f" as in 'auto' or 'exchange'; a machine is a name, a Machine of longspan.planning, or None."
             )
         if not isinstance(keep, bool):
             raise PlanError(f"keep = {shortened(keep)} was given. It is True (keep remote K/V for backward) or False.")

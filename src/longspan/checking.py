@@ -1,5 +1,5 @@
-"""The former name of `longspan.verification`, kept for programs that import from here."""
+"""Deprecated: use `longspan.verification`."""
 
-from longspan.verification import Check, Finding, Report, VerifyError, loopback_attention, verify, verify_model
+from longspan.integrations import forward_to
 
-__all__ = ["Check", "Finding", "Report", "VerifyError", "loopback_attention", "verify", "verify_model"]
+__getattr__ = forward_to("longspan.checking", "longspan.verification")

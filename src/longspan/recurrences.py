@@ -10,23 +10,22 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from longspan._compile import untraced
 from longspan.errors import PlanError, in_context, renamed
 from longspan.layouts import Layout, contiguous
 from longspan.masks.document_rows import Documents, document_rows
-from longspan.schedules.cost.machine import Machine
-from longspan.schedules.cost.presets import assumed_machine, machine_named
-from longspan.schedules.dtypes import dtype_name
-from longspan.schedules.scans.chains import chains_of
-from longspan.schedules.scans.plan import RELAYOUT, Elsewhere, ScanPlan, planned_scan
-from longspan.schedules.scans.words import MAX_FEATURES, StateSizes
-from longspan.span import shortened, whole
-from longspan.untraced import untraced
+from longspan.planning.machine import Machine
+from longspan.planning.presets import assumed_machine, machine_named
+from longspan.planning.scan_plan import RELAYOUT, Elsewhere, ScanPlan, planned_scan
+from longspan.planning.scan_steps import MAX_FEATURES, StateSizes, chains_of
+from longspan.planning.steps import dtype_name
+from longspan.spans import shortened, whole
 
 if TYPE_CHECKING:  # torch is loaded by the functions that touch tensors
     import torch
     from torch import Tensor
 
-    from longspan.execution.handed import Group
+    from longspan.validate import Group
 
 MAPS = ("matrix", "scalar", "rows", "elements")
 
@@ -83,7 +82,7 @@ def scan_plan(
         if not isinstance(scheme, str) or not isinstance(machine, str | Machine | None):
             raise PlanError(
                 f"scheme = {shortened(scheme)} and machine = {shortened(machine)} were given. A scheme is a name,"
-                f" as in 'auto' or 'doubling'; a machine is a name, a Machine of longspan.schedules, or None."
+                f" as in 'auto' or 'doubling'; a machine is a name, a Machine of longspan.planning, or None."
             )
         numbers = {"heads": heads, "keys": keys, "values": values, "batch": batch}
         h, k, v, b = (whole(n, which, "scan_plan()", PlanError, 1, MAX_FEATURES) for which, n in numbers.items())
@@ -143,9 +142,8 @@ def gated_delta_rule(
     >>> gated_delta_rule(q, k, 4 * v, g, beta).flatten().tolist()
     [2.0, 3.0]
     """
-    from longspan.execution.scans.call import ScanRequest, run  # loads torch, here and not above
-    from longspan.execution.scans.fitting import check_tensors
-    from longspan.execution.scans.recurrences import GatedDelta
+    from longspan.mixers.recurrences import GatedDelta
+    from longspan.mixers.scans import ScanRequest, check_tensors, run
 
     head = "batch tokens"
     shapes = {
@@ -186,9 +184,8 @@ def linear_attention(
         kernel: "auto", "reference" or "fla"; a named one is obeyed or refused.
         name: see `gated_delta_rule`.
     """
-    from longspan.execution.scans.call import ScanRequest, run
-    from longspan.execution.scans.fitting import check_tensors
-    from longspan.execution.scans.recurrences import LinearAttention
+    from longspan.mixers.recurrences import LinearAttention
+    from longspan.mixers.scans import ScanRequest, check_tensors, run
 
     head = "batch tokens"
     shapes = {
@@ -240,9 +237,8 @@ def ssd(
         kernel: "auto", "reference", "fla" or "mamba_ssm"; a named one is obeyed or refused.
         name: see `gated_delta_rule`.
     """
-    from longspan.execution.scans.call import ScanRequest, run
-    from longspan.execution.scans.fitting import check_tensors
-    from longspan.execution.scans.recurrences import Ssd
+    from longspan.mixers.recurrences import Ssd
+    from longspan.mixers.scans import ScanRequest, check_tensors, run
 
     head = "batch tokens"
     shapes = {
@@ -280,9 +276,8 @@ def linear_recurrence(
     >>> linear_recurrence(torch.full((1, 4, 1), 0.5), torch.ones(1, 4, 1), documents=[3, 1]).flatten().tolist()
     [1.0, 1.5, 1.75, 1.0]
     """
-    from longspan.execution.scans.call import ScanRequest, run
-    from longspan.execution.scans.fitting import check_tensors
-    from longspan.execution.scans.recurrences import LinearRecurrence
+    from longspan.mixers.recurrences import LinearRecurrence
+    from longspan.mixers.scans import ScanRequest, check_tensors, run
 
     extra = max(1, getattr(b, "ndim", 3) - 2)
     more = " ".join(f"channels_{i}" for i in range(extra)) if extra > 1 else "channels"
@@ -336,9 +331,8 @@ def scan(
     """
     from torch import Tensor
 
-    from longspan.execution.scans.call import ScanRequest, run
-    from longspan.execution.scans.fitting import check_tensors
-    from longspan.execution.scans.own import OwnRecurrence
+    from longspan.mixers.scan_kernels import OwnRecurrence
+    from longspan.mixers.scans import ScanRequest, check_tensors, run
 
     if isinstance(tokens, Tensor) or not tokens or not callable(local) or not callable(summary) or maps not in MAPS:
         raise PlanError(
@@ -380,7 +374,7 @@ def _limits(given: Any) -> tuple[float, float]:
 
 
 def _scale(scale: float | None, keys: int) -> float:
-    from longspan.execution.inputs import is_number
+    from longspan.validate import is_number
 
     if scale is None:
         return keys**-0.5

@@ -1,5 +1,5 @@
 """What goes with the named extras of `longspan.attention`. Importing this loads torch."""
 
-from longspan.execution.scoring.biases import RelativeBias, alibi_slopes
+from longspan.scoring.biases import RelativeBias, alibi_slopes
 
 __all__ = ["RelativeBias", "alibi_slopes"]

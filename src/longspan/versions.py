@@ -9,6 +9,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+# -- The version, in one place: the build reads it here ----------------------------------------------------------------
+
+
+VERSION = "0.2.0"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
 PINNED = "2.13.0"
 """The PyTorch that everything is run with; the others get the quick tests and those over Gloo ranks."""
 TORCH = ("2.11.0", "2.12.1", PINNED, "2.14.1", "2.15.0")

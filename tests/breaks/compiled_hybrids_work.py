@@ -47,7 +47,7 @@ class Deaf(nn.Module):
 
 
 def deaf_wrapper():
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     wrapper = Deaf(model_of("lfm2"))
     batch = {"input_ids": batch_of("plain")[0]["input_ids"]}

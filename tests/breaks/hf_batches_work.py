@@ -67,7 +67,7 @@ MODES = (
 def model_of(family):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     huggingface.register()
@@ -119,7 +119,7 @@ def batch_of(mode, family, seed=5):
 
 def on_one_device(model, batch, family):
     """Loss and gradients of transformers' own attention; for hybrids, of documents one after another."""
-    from longspan.integrations.huggingface.proving.wide import Wide
+    from longspan.huggingface.trial import Wide
 
     model.zero_grad()
     with Wide():  # what models compute in float32 would hide differences
@@ -140,8 +140,8 @@ def _of_documents(model, batch):
 
 
 def over_ranks(model, batch, trust_model=False):
-    from longspan.integrations import huggingface
-    from longspan.integrations.huggingface.proving.wide import Wide
+    from longspan import huggingface
+    from longspan.huggingface.trial import Wide
 
     model.zero_grad()
     inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD, trust_model=trust_model)
@@ -191,8 +191,7 @@ def opt_with_wrong_rule(folder):
     that is not checked."""
     from unittest import mock
 
-    from longspan.integrations.huggingface import batches, sharding
-    from longspan.integrations.huggingface.proving import find_rules, first_use
+    from longspan.huggingface import batches, check, first_use, sharding
 
     os.environ["XDG_CACHE_HOME"] = folder
     right_rule = batches.counted_without_padding
@@ -204,7 +203,7 @@ def opt_with_wrong_rule(folder):
     later = {**batch, "labels": batch["labels"].clone()}
     later["labels"][1, 13] = -100
     name = "counted_without_padding"
-    with mock.patch.object(find_rules, name, wrong_rule), mock.patch.object(batches, name, wrong_rule):
+    with mock.patch.object(check, name, wrong_rule), mock.patch.object(batches, name, wrong_rule):
         expected = [on_one_device(model, one, "opt") for one in (batch, later)]
         model.set_attn_implementation("longspan")
         refused = None

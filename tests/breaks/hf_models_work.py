@@ -70,7 +70,7 @@ def model_of(family, attention="longspan", dtype=torch.float64, **changes):
     """A model with random weights that all matter. In float64 experts run one by one: the grouped matmul has none."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -152,7 +152,7 @@ def one_device(family, case, dtype=torch.float64, **options):
 
 def precision(dtype):
     """In float64, what modeling files compute in float32 whatever the dtype is computed in float64 too."""
-    from longspan.integrations.huggingface.proving.wide import Wide
+    from longspan.huggingface.trial import Wide
 
     return Wide() if dtype == torch.float64 else contextlib.nullcontext()
 
@@ -164,7 +164,7 @@ def gradients(model):
 def over_ranks(model, batch, sharded=None, called=None, wide=True, **options):
     """On every rank: the whole loss and gradients summed over ranks. `sharded` goes to shard_inputs and `called` runs
     in place of the model, which they wrap."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     model.zero_grad(set_to_none=True)
     inputs = huggingface.shard_inputs(model if sharded is None else sharded, batch, dist.group.WORLD, **options)

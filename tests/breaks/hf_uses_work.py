@@ -31,7 +31,7 @@ def build(name, config, dtype=torch.float64):
     """A model of this class with random weights, longspan's attention inside."""
     import transformers
 
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -239,7 +239,7 @@ def classifiers(name, case):
 
 def wrapped(family, wrapper):
     """Errors of loss and gradients under FSDP2 or DDP, which average gradients."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     batch, _ = batch_of("packed")
     wanted = one_device(family, "packed", dtype=torch.float32)
@@ -263,7 +263,7 @@ def wrapped(family, wrapper):
 
 def low_precision(family, is_autocast, case="packed"):
     """(errors over ranks, errors of one device) in bfloat16, of one device in float64."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     exact = one_device(family, case)
     dtype = torch.float32 if is_autocast else torch.bfloat16
@@ -306,7 +306,7 @@ def head_dims(head_dim):
 
 def nested():
     """Errors of a model in whose forward pass other models run: over ranks, on one device, and itself again."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     outer, teacher = model_of("llama"), model_of("lfm2")
     batch, other = batch_of("plain")[0], batch_of("packed", seed=4, tokens=33)[0]
@@ -341,8 +341,8 @@ def resident():
 def many_shapes(family, steps, warm_up):
     """Bytes by which memory grows after `warm_up` steps, each with other lengths and documents; live sequences at the
     end; live plans at the end."""
-    from longspan.integrations.huggingface.sequence import ShardedSequence
-    from longspan.schedules.plan import Plan
+    from longspan.huggingface.sequence import ShardedSequence
+    from longspan.planning.plan import Plan
 
     model = model_of(family, dtype=torch.float32)
     before = 0

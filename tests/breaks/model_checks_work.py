@@ -28,7 +28,7 @@ def batch(padded=False):
 
 def step(model, given=None, average=False, **options):
     """The loss over ranks and all gradients; wrappers that average gradients say so."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     model.zero_grad()
     inputs = huggingface.shard_inputs(model, given or batch(), dist.group.WORLD, **options)
@@ -232,7 +232,7 @@ def changing(folder, cases, mutant=False):
 
 @contextlib.contextmanager
 def _without_checks():
-    from longspan.integrations.huggingface.hooks import user_hooks
+    from longspan.huggingface import user_hooks
 
     kept, user_hooks._is_user = user_hooks._is_user, lambda hook: False
     try:
@@ -298,7 +298,7 @@ def observing(folder):
 
 
 def _loss_is_off(model):
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     inputs = huggingface.shard_inputs(model, batch(), dist.group.WORLD)
     found = huggingface.full_loss(model(**inputs).loss, inputs)
@@ -457,7 +457,7 @@ def _patches():
 def patches(folder, mutant=False):
     """By name: what is said of a model whose class was patched after its first use; in another form of batch; after the
     patch was taken back. How far it is off after harmless patches."""
-    from longspan.integrations.huggingface.structure import Snapshot
+    from longspan.huggingface.structure import Snapshot
 
     _begin(folder)
     wrong, right = _patches()

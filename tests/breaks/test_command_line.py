@@ -168,7 +168,7 @@ def test_bad_configurations_are_refused_in_words(tmp_path, capsys, tries):
 
 @needs_transformers
 def test_damaged_answers_are_made_again(tmp_path, monkeypatch, capsys):
-    from longspan.integrations.huggingface.proving.first_use import _digest
+    from longspan.huggingface.first_use import _digest
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))

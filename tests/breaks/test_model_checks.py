@@ -13,13 +13,15 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+from longspan.huggingface.proving import Form, prove
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.loss import loss_utils
 from transformers.models.gemma import modeling_gemma
 from transformers.models.llama import modeling_llama
 
-from longspan.integrations.huggingface.proving import Form, first_use, proof, prove, released
-from longspan.integrations.huggingface.rules import Rules
+from longspan.huggingface import check as proof
+from longspan.huggingface import first_use, released
+from longspan.huggingface.structure import Rules
 from tests.breaks import model_checks_work as work
 from tests.hosts.hf_work import SIZES
 from tests.lanes import NIGHTLY
@@ -121,7 +123,7 @@ class Model(LlamaForCausalLM):
 
 def test_hooks_of_the_class_itself_are_part_of_its_check(place):
     """They are in the copy as well; the same hook once more is not."""
-    from longspan.integrations.huggingface.hooks.user_hooks import CheckedHook
+    from longspan.huggingface.user_hooks import CheckedHook
 
     for hook, is_right in (("double", True), ("shift", False)):
         kind = load(place, "hooked", HOOKED.format(hook=hook)).Model

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan.execution.scans.kernels import reference
 from longspan.masks import document_rows as document_rows_module
 from longspan.masks.document_rows import document_rows
-from longspan.testing.recurrences import recurrence_by_tokens
+from longspan.mixers import scan_reference
+from longspan.testing.oracle import recurrence_by_tokens
 from longspan.training import shard_batch
 from tests.lanes import NIGHTLY
 from tests.scan_cases import KINDS, random_states, random_work, with_leaves
@@ -217,7 +217,7 @@ def leaks(seeds):
     for seed in seeds:
         work, states, clean = spoiled_work(seed)
         pairs = []
-        for function in (reference.ReferenceScan().local, recurrence_by_tokens):
+        for function in (scan_reference.ReferenceScan().local, recurrence_by_tokens):
             own, entering, leaves = with_leaves(work, states)
             out = function(own, entering)[0]
             torch.manual_seed(seed)
@@ -242,10 +242,10 @@ def test_nan_and_inf_reach_only_what_the_recurrence_lets_them_reach(tries):
 
 def test_chunks_without_cuts_leak(monkeypatch):
     """Mutants: nothing is cut, or only at the first place of a segment."""
-    monkeypatch.setattr(reference, "stages_of_segments", lambda work: [])
+    monkeypatch.setattr(scan_reference, "stages_of_segments", lambda work: [])
     assert any(leaks(range(1, 60)))
     monkeypatch.undo()
-    real = reference.stages_of_segments
+    real = scan_reference.stages_of_segments
 
     def joined(work):
         stages = real(work)
@@ -254,13 +254,13 @@ def test_chunks_without_cuts_leak(monkeypatch):
                 stages[1][stages[1][:, 0] == segment, 3] = end
         return stages[:2]
 
-    monkeypatch.setattr(reference, "stages_of_segments", joined)
+    monkeypatch.setattr(scan_reference, "stages_of_segments", joined)
     assert any(leaks(range(1, 200)))
 
 
 def test_finite_numbers_are_computed_once_and_as_before(monkeypatch):
     """The reverse: nothing is looked for where outputs are finite, decays of -inf included."""
-    monkeypatch.setattr(reference, "stages_of_segments", lambda work: pytest.fail("inputs were searched"))
+    monkeypatch.setattr(scan_reference, "stages_of_segments", lambda work: pytest.fail("inputs were searched"))
     q, k, v = torch.randn(3, 1, 70, 2, 4)
     g = torch.full((1, 70, 2), -0.1)
     g[:, 33] = -torch.inf

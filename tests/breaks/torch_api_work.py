@@ -22,9 +22,10 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex
 from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
-from longspan.integrations import torch_api
-from longspan.integrations.pytorch import api, inferred, routes
+from longspan import torch_api
 from longspan.layouts import Layout
+from longspan.torch_api import api, routes
+from longspan.torch_api import balancers as inferred
 
 RIGHT, REFUSED, WRONG = "right", "refused", "wrong"
 
@@ -598,7 +599,7 @@ def refuses_flex(name, call, *tensors):
         call(*tensors)
     except Exception as error:
         ours = isinstance(error, ls.PlanError) and str(error).startswith("inside a context of Longspan")
-        is_ours = ours and "longspan.integrations.torch_api.flex_attention" in str(error)
+        is_ours = ours and "longspan.torch_api.flex_attention" in str(error)
         return name, REFUSED, REFUSED if is_ours else WRONG, f"{type(error).__name__}: {error}"[:300]
     return name, REFUSED, WRONG, "no error"
 

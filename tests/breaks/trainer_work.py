@@ -34,7 +34,7 @@ FAMILIES = {
 def model_of(family, attention="longspan"):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     huggingface.register()
     torch.manual_seed(0)
@@ -91,7 +91,7 @@ def _without_labels(features):
 
 def separated(family, attention):
     """A packed batch through the mixin's `Separator`: logits of its documents, those of each alone, and warnings."""
-    from longspan.integrations.huggingface.trainers.separate import Separator
+    from longspan.huggingface.trainer import Separator
 
     model = model_of(family, attention).eval()
     lengths = (25, 1, 14)

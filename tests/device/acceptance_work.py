@@ -12,7 +12,7 @@ from longspan.cli.acceptance import host, memory, timing
 from longspan.cli.acceptance.lines import Site
 from longspan.cli.acceptance.session import Session, all_lines
 from longspan.cli.launch import JobRanks
-from longspan.schedules.steps import Sizes
+from longspan.planning.steps import Sizes
 from tests.device import forms
 
 SMALL = Sizes(8, 4, 32, 32, 2)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import longspan as ls
 from longspan import masks
-from longspan.execution.engine.observe import observe
+from longspan.run.transports import observe
 from longspan.scores import RelativeBias
 from tests.conv_cases import conv_case
 from tests.device import forms

@@ -1,6 +1,6 @@
 """Mistakes of order, of memory and of devices, made in the shipped code for a run, each of which the device must show.
 
-Most change one line of the transport (`execution/engine/transports.py`), which is compiled again with that line. Each
+Most change one line of the transport (`run/transports.py`), which is compiled again with that line. Each
 is tried on every scheme, and names the schedule on which it does harm for certain (see `native/streams.h`).
 """
 
@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import longspan as ls
-from longspan.execution.engine import transports
-from longspan.execution.engine.buffers import Buffers
-from longspan.execution.engine.flat.memory import Memory
-from longspan.execution.trust.group import Running
+from longspan.run import transports
+from longspan.run.group import Running
+from longspan.run.moves import Memory
+from longspan.run.transports import Buffers
 from tests.device import attention_work, forms
 from tests.simulation.streams_mistakes import replaced, rewritten
 

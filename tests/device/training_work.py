@@ -171,7 +171,7 @@ def huggingface_step(family, kind, schedule, checkpointed):
 
     Returns differences of the loss and of gradients, the size of these, and waits of ours in the warm step.
     """
-    from longspan.integrations import huggingface
+    from longspan import huggingface
     from tests.hosts.hf_work import batch_of, difference, gradients, model_of, truth
 
     model, batch = model_of(family), batch_of(kind)

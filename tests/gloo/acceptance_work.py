@@ -12,11 +12,11 @@ import time
 import torch
 import torch.distributed as dist
 
+from longspan.cli import measure
 from longspan.cli.acceptance import faults, session
-from longspan.cli.measuring import runs
-from longspan.execution.engine.transports import ProcessGroup
-from longspan.execution.kernels import kernel_named
-from longspan.execution.kernels.cuda_flash import Flash
+from longspan.kernels import kernel_named
+from longspan.kernels.cuda_flash import Flash
+from longspan.run.transports import ProcessGroup
 from tests.gloo.cli_work import command
 
 SLOW = 10e6
@@ -128,13 +128,13 @@ def hoard():
 
 def slow_call():
     """Calls of 4,096 tokens sleep; those that calibrate are shorter or longer."""
-    right = runs.attention
+    right = measure.attention
 
     def attention(q, k, v, plan, **options):
         time.sleep(2.0 if plan.layout.seq_len == 4096 else 0.0)
         return right(q, k, v, plan, **options)
 
-    return replaced(runs, "attention", attention)
+    return replaced(measure, "attention", attention)
 
 
 def death():

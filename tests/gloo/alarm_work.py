@@ -33,7 +33,7 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        from longspan.execution.liveness import watch as liveness
+        from longspan.watch import monitor as liveness
 
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -111,8 +111,8 @@ def struck(rank, world, port, what):
     found = Rank(rank, world, port, f"struck {what}", True)
     found.step()
     if rank == 1:
-        from longspan.execution.liveness.companion import _companions
-        from longspan.execution.trust.group import members_of
+        from longspan.run.group import members_of
+        from longspan.watch.companion import _companions
 
         store = members_of(found.group)._watch.store.again(20.0)
         while store.get("life/1") is None:  # its watcher has not begun

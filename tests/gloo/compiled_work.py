@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import longspan as ls
 import longspan.training as training
 from longspan.errors import LongspanError
-from longspan.execution.engine.observe import observe
+from longspan.run.transports import observe
 from longspan.testing.oracle import dense_attention
 
 HEADS, D, S = 2, 16, 96

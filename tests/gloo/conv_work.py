@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
-from longspan.execution.engine.observe import observe
+from longspan.run.transports import observe
 from longspan.training import watch
 from tests.conv_cases import conv_case, expected, worst
 

@@ -283,9 +283,9 @@ class Rank:
 
     def damaged(self):
         """The victim's messages change on their way; checked mode finds it."""
-        from longspan.execution.trust import headers
+        from longspan.run import agreement
 
-        sealed = headers.sealed
+        sealed = agreement.sealed
 
         def spoiled(header, message):
             self.pipe.send(("struck", time.time(), ""))
@@ -294,23 +294,23 @@ class Rank:
             return whole
 
         if self.is_victim:
-            headers.sealed = spoiled
+            agreement.sealed = spoiled
         self.attention(self.plan()).sum().backward()
 
     def mislabelled(self):
         """The victim sends the message of another step."""
         from dataclasses import replace
 
-        from longspan.execution.trust import headers
+        from longspan.run import agreement
 
-        sealed = headers.sealed
+        sealed = agreement.sealed
 
         def spoiled(header, message):
             self.pipe.send(("struck", time.time(), ""))
             return sealed(replace(header, step=header.step + 1), message)
 
         if self.is_victim:
-            headers.sealed = spoiled
+            agreement.sealed = spoiled
         self.attention(self.plan()).sum().backward()
 
     def refused(self):

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import longspan as ls
-from longspan.execution.engine.observe import observe
-from longspan.schedules import Sizes
+from longspan.planning import Sizes
+from longspan.run.transports import observe
 from longspan.testing import dense_gradients
 from tests.cases import LAYOUTS, random_layout, random_mask
 
@@ -32,7 +32,7 @@ def make_case(seed, world):
     heads = int(rng.choice([d for d in range(1, world + 1) if world % d == 0]))
     scheme = ["ring", "all_gather", "exchange", "all_to_all", f"hybrid({heads})", f"hybrid({heads},exchange)"][seed % 6]
     near = int(rng.choice([d for d in range(1, world + 1) if world % d == 0]))
-    machine = replace(ls.schedules.MACHINES["h100"], links=(ls.schedules.Link(near, 1e9, 1e-6),) * 2)
+    machine = replace(ls.planning.MACHINES["h100"], links=(ls.planning.Link(near, 1e9, 1e-6),) * 2)
     plan = ls.plan(
         mask,
         layout,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import longspan as ls
-from longspan.execution.trust import group as trust_group
+from longspan.run import group as trust_group
 from longspan.testing.oracle import dense_attention
 
 PATIENCE = 3.0

@@ -24,7 +24,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from longspan.execution.trust import group as trust_group
+from longspan.run import group as trust_group
 
 DEVICE = torch.device("cuda", 0)
 STEPS = 1024

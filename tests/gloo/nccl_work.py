@@ -106,10 +106,10 @@ class NcclRank(Rank):
     def other_kernel(self):
         """The victim's flash attention is another one."""
         import longspan as ls
-        from longspan.execution import call_record
+        from longspan.run import ops
 
         self.pipe.send(("struck", time.time(), ""))
-        call_record._device = lambda device: f"cuda, {'FA3' if self.is_victim else 'FA2'}"
+        ops._device = lambda device: f"cuda, {'FA3' if self.is_victim else 'FA2'}"
         self.step(mask=ls.masks.causal() & ls.masks.sliding_window(30))
 
     # -- what looks like a fault and is none ------------------------------------------------------------------------
@@ -234,55 +234,55 @@ for t in threads:
 
 
 def nothing_is_polled():
-    from longspan.execution.liveness.flights import Flights
+    from longspan.watch.waiting import Flights
 
     Flights.poll = lambda self: None
 
 
 def nobody_looks():
-    from longspan.execution.liveness.lookout import Lookout
+    from longspan.watch.waiting import Lookout
 
     Lookout.tick = lambda self, now: None
 
 
 def nothing_is_aborted():
-    from longspan.execution import _torch
+    from longspan import _torch
 
     _torch.abort = lambda group, device: None
 
 
 def nobody_is_interrupted():
-    from longspan.execution.liveness.native import Interrupt
+    from longspan.watch.waiting import Interrupt
 
     Interrupt.send = lambda self, text: None
 
 
 def patience_is_ignored():
-    from longspan.execution.liveness.watch import Watch
+    from longspan.watch.monitor import Watch
 
     Watch.patience = property(lambda self: 0.2, lambda self, seconds: setattr(self.detector, "patience", 0.2))
 
 
 def devices_are_taken_for_hosts():
-    from longspan.execution.liveness.records import Status
+    from longspan.watch.records import Status
 
     Status.has_finished = Status.has_left
 
 
 def who_has_delivered_is_not_known():
-    from longspan.execution.liveness.records import Status
+    from longspan.watch.records import Status
 
     Status.has_finished = lambda self, call: False
 
 
 def calls_are_not_compared():
-    from longspan.execution.liveness import detector
+    from longspan.watch import detector
 
     detector.first_apart = lambda made, theirs: None
 
 
 def calls_are_compared_too_early():
-    from longspan.execution.liveness.watch import Watch
+    from longspan.watch.monitor import Watch
 
     enter = Watch.enter
 
@@ -294,28 +294,28 @@ def calls_are_compared_too_early():
 
 
 def rows_are_not_compared():
-    from longspan.execution.trust import store_table
+    from longspan.run import agreement
 
-    store_table.DIFFERENT = store_table.SAME
+    agreement.DIFFERENT = agreement.SAME
 
 
 def debuggers_are_stops():
-    from longspan.execution.liveness import watch
-    from longspan.execution.liveness.processes import STOPPED, TRACED, Sight, seen
+    from longspan.watch import monitor
+    from longspan.watch.processes import STOPPED, TRACED, Sight, seen
 
     def seeing(process):
         found = seen(process)
         return Sight(STOPPED, found.seconds) if found.state == TRACED else found
 
-    watch.seen = seeing
+    monitor.seen = seeing
 
 
 def the_start_is_not_watched():
     """As if works were only kept once the host has begun them."""
-    from longspan.execution.liveness import lookout
+    from longspan.watch import waiting
 
-    look = lookout.Lookout._look
-    lookout.Lookout._look = lambda self, now: None if self.flights.oldest.works is None else look(self, now)
+    look = waiting.Lookout._look
+    waiting.Lookout._look = lambda self, now: None if self.flights.oldest.works is None else look(self, now)
 
 
 MUTANTS = {

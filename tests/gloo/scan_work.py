@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
-from longspan.execution.engine.observe import observe
+from longspan.run.transports import observe
 from longspan.training import watch
 from tests.spread_cases import asked, distances, leaves, one_device, problem
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longspan.cli import launch, main
-from longspan.cli.commands import doctor
+from longspan.cli import doctor, launch, main
 from longspan.errors import LongspanError
 from tests.gloo.cli_work import command
 from tests.pool import pool

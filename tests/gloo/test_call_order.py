@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longspan.execution.trust.group import ALIKE, ROWS, TABLE, VERDICT, Call, Running
-from longspan.execution.trust.settings import Safety
+from longspan.run.group import ALIKE, ROWS, TABLE, VERDICT, Call, Running, Safety
 from tests.gloo import order_work
 from tests.pool import end_all, pool
 

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.cli import command
-from longspan.cli.commands import compare, doctor
-from longspan.cli.lengths import drawn_lengths
-from longspan.cli.measuring import trace_file as chrome
-from longspan.cli.screen import Column, Row, Screen
-from longspan.schedules import MACHINES, simulate
-from longspan.schedules.choose import Reason
-from longspan.schedules.cost.machine_text import machine_text, parse_machine
+from longspan.cli import command, compare, doctor
+from longspan.cli import trace as chrome
+from longspan.cli.output import Column, Row, Screen
+from longspan.cli.workload import drawn_lengths
+from longspan.planning import MACHINES, simulate
+from longspan.planning.choose import Reason
+from longspan.planning.machine import machine_text, parse_machine
 from tests.gloo import cli_work
 from tests.pace import quiet_seconds, seconds_of_children
 from tests.pool import pool

@@ -10,9 +10,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
+from longspan._compile import found_under
 from longspan.errors import PlanError
-from longspan.execution import ops
-from longspan.handles import found_under
+from longspan.run import ops
 from longspan.testing.oracle import dense_attention, dense_gradients
 from tests.gloo import compiled_work
 from tests.gloo.compiled_work import Counting
@@ -301,8 +301,8 @@ def test_what_does_not_fit_is_refused_from_compiled_code():
 
 def test_operators_hold_on_to_nothing():
     """After forward and backward, compiled or not, a function mask and what it captured are let go."""
-    from longspan.masks.functions import opaque
-    from longspan.schedules.plan import _made
+    from longspan.masks import builders
+    from longspan.planning.plan import _made
 
     (q, k, v), dout = tensors(64)
     call = torch.compile(attend, backend="aot_eager", fullgraph=True)
@@ -316,8 +316,8 @@ def test_operators_hold_on_to_nothing():
         del mask, dense, out
     _made.cache_clear()
     for memory in ("_classifier",):
-        if hasattr(opaque, memory):
-            getattr(opaque, memory).cache_clear()
+        if hasattr(builders, memory):
+            getattr(builders, memory).cache_clear()
     gc.collect()
     assert [found() for found in gone] == [None] * 3
 

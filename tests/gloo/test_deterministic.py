@@ -20,15 +20,15 @@ import torch
 import longspan as ls
 from longspan import layouts, masks, plan
 from longspan.errors import KernelError, PlanError, ScheduleError
-from longspan.execution.engine import backward as run_backward
-from longspan.execution.engine import chunk_sums as terms
-from longspan.execution.scoring.biases import Extras
 from longspan.layouts import Layout
-from longspan.schedules import Problem, Sizes, validate
-from longspan.schedules import backward as reversal
-from longspan.schedules.planners import chunked, scheme
-from longspan.schedules.text_parser import parse_schedule
-from longspan.span import as_table, intersect
+from longspan.planning import Problem, Sizes, planners, validate
+from longspan.planning import backward as reversal
+from longspan.planning.planners import scheme
+from longspan.planning.text import parse_schedule
+from longspan.run import merge as terms
+from longspan.run import passes as run_backward
+from longspan.scoring.biases import Extras
+from longspan.spans import as_table, intersect
 from longspan.testing import run_loopback
 from tests.cases import random_mask
 from tests.gloo import chunk_work
@@ -257,14 +257,14 @@ def one_after_another(parts, number, sums):
     return parts.append((number, sums))
 
 
-def exact_rows(lane, pairs, chunks, rank, whole=chunked._transfers):
+def exact_rows(lane, pairs, chunks, rank, whole=planners._transfers):
     """Transfers without the rows that nobody sees, between those that somebody does."""
     ranks = range(int(chunks.owner.max()) + 1)
-    seen = {r: [c.kv.spans for _, c in chunked._computes(lane, chunks, r)] for r in ranks}
+    seen = {r: [c.kv.spans for _, c in planners._computes(lane, chunks, r)] for r in ranks}
     made = []
     for t in whole(lane, pairs, chunks, rank):
-        rows = chunked.union(as_table(span for spans in seen[t.dst] for span in spans))
-        kept = chunked.as_spans(intersect(as_table(t.piece.spans), rows))
+        rows = planners.union(as_table(span for spans in seen[t.dst] for span in spans))
+        kept = planners.as_spans(intersect(as_table(t.piece.spans), rows))
         made.append(replace(t, piece=replace(t.piece, spans=kept)))
     return made
 
@@ -275,21 +275,21 @@ MUTANTS = {
         patch.setattr(run_backward, "push", one_after_another),
     ),
     "backward in the order of forward": lambda patch: patch.setattr(
-        sys.modules["longspan.schedules.reversal"], "_backwards", lambda computes: computes
+        sys.modules["longspan.planning.backward_plan"], "_backwards", lambda computes: computes
     ),
     "own keys before others'": lambda patch: patch.setattr(
-        chunked, "_computes", lambda lane, chunks, rank, found=chunked._computes: sorted(
+        planners, "_computes", lambda lane, chunks, rank, found=planners._computes: sorted(
             found(lane, chunks, rank), key=lambda pair: chunks.owner[pair[0][1]] != rank
         )
     ),
-    "rows that lie apart sent as neighbours": lambda patch: patch.setattr(chunked, "_transfers", exact_rows),
+    "rows that lie apart sent as neighbours": lambda patch: patch.setattr(planners, "_transfers", exact_rows),
 }  # fmt: skip
 
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_other_orders_are_noticed(mutant, monkeypatch):
-    remembered = sys.modules["longspan.schedules.plan"]._made  # plans that know their steps already
+    remembered = sys.modules["longspan.planning.plan"]._made  # plans that know their steps already
     remembered.cache_clear()
     MUTANTS[mutant](monkeypatch)
     noticed = []

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longspan.execution.trust import group as trust_group
+from longspan.run import group as trust_group
 from tests.gloo import lazy_group
 from tests.pool import end_all, pool
 

@@ -14,8 +14,8 @@ from torch.nn.parallel.distributed import _find_tensors
 from torch.utils import _pytree as pytree
 
 import longspan as ls
-from longspan.execution.scoring.biases import RelativeBias
-from longspan.integrations.torchtitan.masks import Shards
+from longspan.scoring.biases import RelativeBias
+from longspan.torchtitan.hooks import Shards
 from tests.gloo import sealed_work
 from tests.pool import end_all, pool
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import longspan as ls
-from longspan.execution.relayouts import moves
+from longspan.run.relayout import moves
 from longspan.training import BatchError, shard_batch, shift_tokens, token_loss
-from longspan.training.document_numbers import document_numbers
+from longspan.training.batch import document_numbers
 from tests.cases import LAYOUTS, random_layout, random_lengths
 from tests.gloo import training_work
 from tests.jobs.runner import torchrun

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.errors import AgreementError, PlanError, RankError
-from longspan.execution.liveness.records import Direction, Fault, Phase, Status
-from longspan.execution.trust import agreement, headers
-from longspan.execution.trust.headers import Header
-from longspan.execution.trust.settings import Safety, safely, safety
+from longspan.run import agreement
+from longspan.run.agreement import Header
+from longspan.run.group import Safety, safely, safety
+from longspan.watch.records import Direction, Fault, Phase, Status
 from tests.gloo import trust_work
 from tests.pool import pool
 
@@ -30,7 +30,7 @@ def message():
 
 def test_a_message_comes_out_as_it_went_in():
     sent = message()
-    assert torch.equal(headers.opened(HEADER, headers.sealed(HEADER, sent)), sent)
+    assert torch.equal(agreement.opened(HEADER, agreement.sealed(HEADER, sent)), sent)
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(Header) if f.name != "checksum"])
@@ -38,29 +38,29 @@ def test_every_field_of_a_header_counts(name):
     value = getattr(HEADER, name)
     other = b"87654321" if isinstance(value, bytes) else value + 1
     with pytest.raises(RankError, match=rf"{name} differ"):
-        headers.opened(HEADER, headers.sealed(replace(HEADER, **{name: other}), message()))
+        agreement.opened(HEADER, agreement.sealed(replace(HEADER, **{name: other}), message()))
 
 
 @pytest.mark.parametrize("place", [0, 1, 23])
 def test_a_changed_byte_is_found(place):
-    whole = headers.sealed(HEADER, message())
-    whole[headers.SIZE + place] += 1
+    whole = agreement.sealed(HEADER, message())
+    whole[agreement.HEADER_SIZE + place] += 1
     with pytest.raises(RankError, match="damaged or cut short"):
-        headers.opened(HEADER, whole)
+        agreement.opened(HEADER, whole)
 
 
 def test_a_short_message_is_found():
-    whole, buffer = headers.sealed(HEADER, message()), torch.zeros(headers.SIZE + 24, dtype=torch.uint8)
-    buffer[: headers.SIZE + 12] = whole[: headers.SIZE + 12]  # what Gloo leaves of a short send
+    whole, buffer = agreement.sealed(HEADER, message()), torch.zeros(agreement.HEADER_SIZE + 24, dtype=torch.uint8)
+    buffer[: agreement.HEADER_SIZE + 12] = whole[: agreement.HEADER_SIZE + 12]  # what Gloo leaves of a short send
     if buffer.equal(whole):
         return
     with pytest.raises(RankError, match="damaged or cut short"):
-        headers.opened(HEADER, buffer)
+        agreement.opened(HEADER, buffer)
 
 
 def test_a_message_without_header_is_found():
     with pytest.raises(RankError, match="without a header arrived from rank 0"):
-        headers.opened(HEADER, torch.zeros(headers.SIZE + 24, dtype=torch.uint8))
+        agreement.opened(HEADER, torch.zeros(agreement.HEADER_SIZE + 24, dtype=torch.uint8))
 
 
 # -- records --------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_long_texts_differ_at_their_end():
     one, other = ("q" * 200 + end for end in "ab")
     with pytest.raises(AgreementError, match="scores"):
         agreement.compare([replace(RECORD, scores=text).row() for text in (one, other)])
-    assert all(len(replace(RECORD, scores=text).row()) == agreement.SIZE for text in (one, "", "é" * 40))
+    assert all(len(replace(RECORD, scores=text).row()) == agreement.RECORD_SIZE for text in (one, "", "é" * 40))
 
 
 def test_what_came_over_the_wire_is_safe_to_print():

@@ -21,13 +21,13 @@ import torch
 import longspan as ls
 from longspan import layouts, masks
 from longspan.cli import main
-from longspan.cli.commands.verify import _group as joined_group
-from longspan.cli.commands.verify import add_arguments, run
+from longspan.cli.verify import _group as joined_group
+from longspan.cli.verify import add_arguments, run
 from longspan.errors import LongspanError, PlanError
-from longspan.execution.scoring.biases import RelativeBias
+from longspan.scoring.biases import RelativeBias
 from longspan.testing import allowed
 from longspan.verification import Finding, Report, VerifyError, loopback_attention, verify, verify_model
-from longspan.verification.model.causes import dense_mask
+from longspan.verification.model import dense_mask
 from tests.exact_cases import exact_case
 from tests.gloo import verify_work as work
 from tests.pool import end_all, pool
@@ -589,7 +589,7 @@ def test_the_command_says_what_is_wrong_with_exit_code_1(monkeypatch, capsys):
     def broken(q, k, v, plan, **options):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    monkeypatch.setattr("longspan.cli.commands.verify.loopback_attention", broken)
+    monkeypatch.setattr("longspan.cli.verify.loopback_attention", broken)
     assert main(["verify", "--docs", "30,5,21", "--schemes", "ring"]) == 1
     said = capsys.readouterr().out
     assert "likely cause: mask replaced by plain causal" in said

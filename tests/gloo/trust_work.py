@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import longspan as ls
 import longspan.training as training
-from longspan.execution.engine.observe import observe
-from longspan.execution.trust.group import Running, members_of
+from longspan.run.group import Running, members_of
+from longspan.run.transports import observe
 
 
 def _plan(scheme, world, **changes):

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import longspan as ls
 from longspan import masks
-from longspan.execution.scoring.dropout import Dropout
+from longspan.scoring.pipeline import Dropout
 from longspan.testing import allowed
 from longspan.training import shard_batch, token_loss
 from longspan.verification import verify, verify_model

@@ -6,7 +6,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longspan.integrations import huggingface
+from longspan import huggingface
 
 
 class Live(TorchDispatchMode):

@@ -48,7 +48,7 @@ class LargestLogits:
 
 def losses():
     """For every model: (errors of loss and gradients, numbers of logits) with and without."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     found = {}
     for name, make in _models().items():
@@ -74,7 +74,7 @@ def losses():
 
 def log_probabilities():
     """Errors of log-probabilities, entropies and gradients of both, and numbers of logits."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
     from longspan.training import gather_tokens
 
     found = {}
@@ -107,7 +107,7 @@ def log_probabilities():
 
 def _curve(wrap, steps=3):
     """Losses of some steps, with the model wrapped."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     model = llama(training=True)
     trained = wrap(model)
@@ -152,7 +152,7 @@ def wrapped():
 
 def scores_under_fsdp():
     """The error of log-probabilities' gradients where the head's weight is sharded by itself."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     norms = []
     for wrap in (_alone, _head_apart):
@@ -176,7 +176,7 @@ def _square(grad):
 
 def left_to_the_model():
     """Where logits are computed after all: numbers of logits and errors of losses; and what is said."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     found, batch = {}, _batch()
     model = llama(training=True)
@@ -233,7 +233,7 @@ def left_to_the_model():
 
 
 def _of_tuple(output, inputs, right):
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     return repr(output[1]), abs(huggingface.full_loss(output[0], inputs).item() - right)
 
@@ -250,7 +250,7 @@ def _another_loss(logits, labels, vocab_size, **kwargs):
 
 def refused():
     """Messages."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     found, ids = {}, text()
     calls = {

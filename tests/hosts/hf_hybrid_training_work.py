@@ -116,7 +116,7 @@ def packed_by_transformers(model_type, steps):
 
 def sharded_training(model_type, cp, steps=STEPS, autocast=False):
     """Losses of FSDP2 over all ranks, with sequences split over `cp` of them and rows dealt to the others."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
     from longspan.training import make_mesh
 
     size = dist.get_world_size()

@@ -62,7 +62,7 @@ def model_of(model_type, attention="longspan", **changes):
     """A model in float64 whose states and gates matter."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -112,14 +112,14 @@ def batch_of(case, seed=3):
 
 
 def _delta(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **_):
-    from longspan.execution.scans.recurrences import GatedDelta
+    from longspan.mixers.recurrences import GatedDelta
 
     out = _tokens(GatedDelta(key.shape[3] ** -0.5, use_qk_l2norm_in_kernel), (query, key, value, g, beta), ())
     return out.to(query.dtype), None
 
 
 def _ssd(x, dt, A, B, C, chunk_size=None, D=None, dt_bias=None, dt_softplus=False, dt_limit=(0.0, float("inf")), **_):
-    from longspan.execution.scans.recurrences import Ssd
+    from longspan.mixers.recurrences import Ssd
 
     return _tokens(Ssd(dt_softplus, tuple(dt_limit)), (x, dt, B, C), (A, D, dt_bias)).to(x.dtype)
 
@@ -127,8 +127,8 @@ def _ssd(x, dt, A, B, C, chunk_size=None, D=None, dt_bias=None, dt_softplus=Fals
 def _tokens(recurrence, tokens, shared):
     import numpy as np
 
-    from longspan.execution.scans.contract import ScanWork, Segments
-    from longspan.testing.recurrences import recurrence_by_tokens
+    from longspan.mixers.recurrences import ScanWork, Segments
+    from longspan.testing.oracle import recurrence_by_tokens
 
     batch, length = tokens[0].shape[:2]
     table = np.array([(row, 0, length) for row in range(batch)])
@@ -188,7 +188,7 @@ def one_device(model_type, case):
 
 def step_over_ranks(model_type, case, layout, checkpointing=False):
     """On every rank: the whole loss, and gradients added up over ranks."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     batch, _ = batch_of(case)
     model = model_of(model_type)
@@ -261,7 +261,7 @@ def said(call):
 def refusal(model_type):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     huggingface.register()
@@ -288,7 +288,7 @@ def refusal_of_old(model_type):
 
 def labels_at_padding():
     """What is said of labels that padding in front would predict, and of the same without them."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     model = model_of("qwen3_next")
     ids = torch.randint(3, VOCAB, (2, 24))
@@ -319,19 +319,19 @@ def step_with_loss(lost):
     """A training step in which something gets lost on its way from rank to rank."""
     from unittest import mock
 
-    from longspan.execution.engine import halo
-    from longspan.execution.scans import spread
+    from longspan.mixers import scan_run
+    from longspan.run import halo
 
-    forward, backward = spread.RankScan.forward, spread.RankScan.backward
+    forward, backward = scan_run.RankScan.forward, scan_run.RankScan.backward
 
     def no_states(self, *args):
         states, kept, number = forward(self, *args)
         return torch.zeros_like(states), kept, number
 
     patches = {
-        "states": mock.patch.object(spread.RankScan, "forward", no_states),
+        "states": mock.patch.object(scan_run.RankScan, "forward", no_states),
         "gradients of states": mock.patch.object(
-            spread.RankScan, "backward", lambda self, *args: torch.zeros_like(backward(self, *args))
+            scan_run.RankScan, "backward", lambda self, *args: torch.zeros_like(backward(self, *args))
         ),
         "halos": mock.patch.object(halo.HaloForward, "program", zeroed(halo.HaloForward.program)),
         "gradients of halos": mock.patch.object(
@@ -371,7 +371,7 @@ def zeroed(program):
 
 def deaf_layer():
     """One layer's mixer forgets the keyword."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     model = model_of("qwen3_next")
     batch, _ = batch_of("plain")
@@ -383,7 +383,7 @@ def deaf_layer():
 
 
 def meaningless(what):
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     model = model_of("qwen3_next")
     batch, _ = batch_of("plain")
@@ -396,7 +396,7 @@ def meaningless(what):
 
 
 def routed_and_not():
-    from longspan.integrations.huggingface.hooks.mixers import route
+    from longspan.huggingface.mixers import route
 
     model = model_of("qwen3_next", "sdpa")
     batch, _ = batch_of("plain")

@@ -76,7 +76,7 @@ def gathers(folder):
 
     from transformers import PrinterCallback, Trainer
 
-    from longspan.integrations.huggingface import trainer as ours
+    from longspan.huggingface import trainer as ours
 
     found = {}
     with launched():

@@ -17,7 +17,7 @@ ENCODER = {name: value for name, value in SIZES.items() if name not in ("num_key
 
 def _step(model, batch, layout="balanced"):
     """(the whole loss over ranks, gradients added up)."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     model.zero_grad()
     inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD, layout=layout)
@@ -81,9 +81,9 @@ def images(folder):
     """Models that see images, and how far they are off: an image lies in one row, over the border between ranks."""
     import transformers as hf
 
-    from longspan.integrations import huggingface
-    from longspan.integrations.huggingface.proving.forms import Form, drawn, with_labels
-    from longspan.integrations.huggingface.proving.tiny import build, tiny_config
+    from longspan import huggingface
+    from longspan.huggingface.tiny import build, tiny_config
+    from longspan.huggingface.trial import Form, drawn, with_labels
 
     os.environ["XDG_CACHE_HOME"] = folder
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -112,14 +112,14 @@ def first_use(folder):
     """What happens when a model is used for the first, second and third time: seconds and proofs made on this rank."""
     import transformers as hf
 
-    from longspan.integrations import huggingface
-    from longspan.integrations.huggingface.batches import read_batch
-    from longspan.integrations.huggingface.proving import first_use as place
-    from longspan.integrations.huggingface.proving import proof
+    from longspan import huggingface
+    from longspan.huggingface import check
+    from longspan.huggingface import first_use as place
+    from longspan.huggingface.batches import read_batch
 
     os.environ["XDG_CACHE_HOME"] = folder
-    counted, prove = [], proof.prove
-    proof.prove = lambda *args: counted.append(1) or prove(*args)
+    counted, prove = [], check.prove
+    check.prove = lambda *args: counted.append(1) or prove(*args)
     try:
         batch, found = {"input_ids": text(), "labels": text()}, []
         config = hf.Qwen3Config(**SIZES)
@@ -131,7 +131,7 @@ def first_use(folder):
         huggingface.shard_inputs(wider, batch, dist.group.WORLD)
         found.append((0.0, len(counted), None))
     finally:
-        proof.prove = prove
+        check.prove = prove
     return found
 
 
@@ -139,7 +139,7 @@ def refused(folder):
     """The message about a model that is wrong over ranks; the warning of one that is trusted; its loss then."""
     import transformers as hf
 
-    from longspan.integrations import huggingface
+    from longspan import huggingface
     from longspan.training import BatchError
 
     os.environ["XDG_CACHE_HOME"] = folder

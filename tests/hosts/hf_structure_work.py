@@ -25,7 +25,7 @@ def made(kind, config, training=False):
     """A model that Longspan attends for, the same on every rank."""
     import transformers as hf
 
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -46,7 +46,7 @@ def text(seed=5, rows=2):
 
 
 def shard(model, batch, **options):
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     return huggingface.shard_inputs(model, batch, dist.group.WORLD, **options)
 
@@ -69,7 +69,7 @@ def per_token_heads():
     """How far heads that give something for each token are off one device."""
     import transformers as hf
 
-    from longspan.integrations import huggingface
+    from longspan import huggingface
     from longspan.training import token_loss
 
     ids, found = text(), {}
@@ -111,7 +111,7 @@ def pooled_heads():
     """How far loss and gradients of heads that compute with whole sequences are off one device."""
     import transformers as hf
 
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     ids, found = text(), {}
     ids[1, 30:] = 0
@@ -231,7 +231,7 @@ def refusals():
         return lambda: shard(made(kind, config, training), batch)
 
     def unlisted():
-        from longspan.integrations import huggingface
+        from longspan import huggingface
 
         class Mine(hf.LlamaPreTrainedModel):
             def __init__(self, config):

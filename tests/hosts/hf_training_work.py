@@ -36,7 +36,7 @@ def launched():
     """This process as torchrun would have started it; accelerate keeps its state in globals, which end here, too."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    from longspan.execution.trust.settings import Safety, safely
+    from longspan.run.group import Safety, safely
 
     world, rank = dist.get_world_size(), dist.get_rank()
     os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
@@ -83,7 +83,7 @@ def model_of(family, attention, **changes):
     from transformers import AutoModelForCausalLM
 
     if attention == "longspan":
-        from longspan.integrations import huggingface
+        from longspan import huggingface
 
         huggingface.register()
     torch.manual_seed(0)
@@ -177,7 +177,7 @@ def begin_noted():
 def trainer_class(base, split):
     if not split:
         return base
-    from longspan.integrations.huggingface.trainer import ContextParallelTrainer
+    from longspan.huggingface.trainer import ContextParallelTrainer
 
     return type("MyTrainer", (ContextParallelTrainer, base), {})
 
@@ -268,8 +268,8 @@ def accelerate_loop(family="gemma3"):
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         ranks = None
         if world > 1:
-            from longspan.integrations import huggingface
-            from longspan.integrations.huggingface.accelerate import split_sequences
+            from longspan import huggingface
+            from longspan.huggingface.accelerate import split_sequences
 
             ranks = split_sequences(accelerator)
         model = model_of(family, "eager" if ranks is None else "longspan")
@@ -437,7 +437,7 @@ def _requests():
     import transformers as hf
     from torch.utils.data import DataLoader, IterableDataset
 
-    from longspan.integrations.huggingface.trainer import ContextParallelTrainer
+    from longspan.huggingface.trainer import ContextParallelTrainer
 
     class Mine(ContextParallelTrainer, hf.Trainer):
         pass

@@ -2,11 +2,7 @@
 
 import pytest
 
-from longspan.integrations.huggingface._transformers import (
-    CHUNKED_MASKS_SINCE,
-    HYBRIDS_SINCE,
-    installed,
-)
+from longspan.huggingface.structure import CHUNKED_MASKS_SINCE, HYBRIDS_SINCE, installed
 
 LATER = {"falcon_h1": (5, 17), "nemotron_h": (5, 17), "lfm2": (5, 21), "lfm2_moe": (5, 21)}
 HAS_HYBRIDS = installed() >= HYBRIDS_SINCE

@@ -50,7 +50,7 @@ def config(family, **changes):
 def model_of(family, attention="eager", **changes):
     from transformers import AutoModelForCausalLM
 
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -110,7 +110,7 @@ def difference(found, expected):
 
 def over_ranks(model, batch, mistake=None, **options):
     """(loss, gradients summed over ranks) of a batch that is sharded over all ranks."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     model.set_attn_implementation("longspan")
     model.zero_grad()
@@ -222,7 +222,7 @@ def _asked_without(name):
 
 
 def mistakes():
-    from longspan.integrations.huggingface import sequence as hf_sequence
+    from longspan.huggingface import sequence as hf_sequence
 
     return {
         "none": ("mistral", "plain", Mistake()),
@@ -275,7 +275,7 @@ def dropout():
 
 def other_inputs():
     """Differences when the same batch is said in other words."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     model, found = model_of("qwen3"), {}
     batch = batch_of("packed")
@@ -310,7 +310,7 @@ def other_inputs():
 def refusals():
     """Messages of calls that must be refused over ranks."""
     import longspan as ls
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     model, batch, group = model_of("llama", "longspan"), batch_of("plain"), dist.group.WORLD
     packed = batch_of("packed")
@@ -380,7 +380,7 @@ def _nameless(model):
 
 
 def _other(inputs, ls):
-    from longspan.integrations.huggingface.sequence import ShardedSequence
+    from longspan.huggingface.sequence import ShardedSequence
 
     own = inputs["longspan"]
     spans = [[(0, 3)], [(3, TOKENS)]]
@@ -398,7 +398,7 @@ def _mesh():
 def _with_cache(model, batch, group):
     from transformers import DynamicCache
 
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     inputs = huggingface.shard_inputs(model, batch, group)
     cache = DynamicCache(config=model.config)

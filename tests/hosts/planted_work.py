@@ -16,7 +16,7 @@ EVALUATED = "mean in evaluation"
 
 def model_of(entry):
     """In float64, with no weight zero, as after some training; the same on every rank."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     torch.set_num_threads(1)
     huggingface.register()
@@ -53,7 +53,7 @@ def _step(model, inputs):
 
 def error_over_ranks(entry, form, trust):
     """The largest error of logits and gradients, of the largest entry, or the exception's words."""
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     model, batch = model_of(entry), batch_for(form)
     model.set_attn_implementation("longspan")
@@ -93,7 +93,7 @@ def broken_proof(cache):
     """What is said where the proof itself raises."""
     from unittest import mock
 
-    from longspan.integrations import huggingface
+    from longspan import huggingface
     from tests.hosts import planted
 
     def broken(*_):
@@ -102,7 +102,7 @@ def broken_proof(cache):
     os.environ["XDG_CACHE_HOME"] = cache
     model = model_of(planted.TWINS[0])
     model.set_attn_implementation("longspan")
-    with mock.patch("longspan.integrations.huggingface.proving.proof.prove", broken):
+    with mock.patch("longspan.huggingface.check.prove", broken):
         try:
             huggingface.shard_inputs(model, batch_for("plain"), dist.group.WORLD)
         except Exception as error:

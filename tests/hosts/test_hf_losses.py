@@ -10,14 +10,14 @@ from tests.pool import end_all, pool
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from longspan import layouts
-from longspan.integrations.huggingface.trainers import noise
-from longspan.integrations.huggingface.trainers.losses import IN_PLACE, SHIFTS, WHOLE
+from longspan.huggingface import trainer
+from longspan.huggingface.trainer import IN_PLACE, SHIFTS, WHOLE_LOSS
 
 pytestmark = pytest.mark.timeout(600)
 
 TIMEOUT = 240
 CLOSE = 5e-6
-WAYS = {"shifts": SHIFTS, "in_place": IN_PLACE, "worst_token": WHOLE, "reads_more": WHOLE}
+WAYS = {"shifts": SHIFTS, "in_place": IN_PLACE, "worst_token": WHOLE_LOSS, "reads_more": WHOLE_LOSS}
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +57,14 @@ def test_it_matters(folder):
 @pytest.mark.parametrize("at_once", [2**26, 5 * 8])
 def test_noise_is_drawn_for_whole_sequences(at_once, monkeypatch):
     """Rows of all ranks together are what one process draws, in one go or piece by piece."""
-    monkeypatch.setattr(noise, "DRAWN_AT_ONCE", at_once)
+    monkeypatch.setattr(trainer, "DRAWN_AT_ONCE", at_once)
     layout = layouts.zigzag(24, 3)
     torch.manual_seed(5)
     bound = float(2.5 / torch.sqrt(torch.tensor(24 * 8)))
     whole = torch.zeros(2, 24, 8).uniform_(-bound, bound)
     for rank in range(3):
         torch.manual_seed(5)
-        mine = noise.own_noise(torch.zeros(2, 8, 8), 2.5, layout, rank)
+        mine = trainer.own_noise(torch.zeros(2, 8, 8), 2.5, layout, rank)
         assert torch.equal(mine, layout.shard(whole, rank, 1))
 
 

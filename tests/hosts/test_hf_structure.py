@@ -7,7 +7,7 @@ from tests.hosts import hf_structure_work as work
 from tests.pool import end_all, pool
 
 pytest.importorskip("transformers")
-from longspan.integrations.huggingface.structure import put_in
+from longspan.huggingface.structure import put_in
 from tests.hosts import hf_used_work, hf_versions
 
 TIMEOUT = 200.0
@@ -129,7 +129,7 @@ def test_types_that_do_not_hand_it_down_are_told_by_their_masks():
 
 
 def test_masks_are_no_tensors_and_say_so():
-    from longspan.integrations.huggingface.masks import LayerMask, layer_mask
+    from longspan.huggingface.masks import LayerMask, layer_mask
 
     made = layer_mask(1, 8, 8)
     assert isinstance(made, LayerMask)

@@ -170,7 +170,7 @@ def test_predictions_have_a_loss_where_all_labels_are_there(names, has_loss):
     """As in the Trainer: without a loss it calls the model itself, which must get a part."""
     from types import SimpleNamespace
 
-    from longspan.integrations.huggingface.trainer import ContextParallelTrainer
+    from longspan.huggingface.trainer import ContextParallelTrainer
 
     class Recorder:
         def _prepare_inputs(self, inputs):

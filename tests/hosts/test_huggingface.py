@@ -154,7 +154,7 @@ def test_packed_documents_with_a_cache_equal_eager(family):
 
 
 def test_positions_start_again_with_every_document_of_every_row():
-    from longspan.integrations.huggingface.batches import Reading, positions_of
+    from longspan.huggingface.batches import Reading, positions_of
 
     numbers = np.repeat([[0, 1], [0, 1]], 20, axis=1)
     numbers[0, 20:25], numbers[1, 10:20] = 0, 1
@@ -249,7 +249,7 @@ def random_masks(seed):
 def test_masks_equal_transformers_own():
     from transformers.masking_utils import sdpa_mask
 
-    from longspan.integrations.huggingface.masks import layer_mask
+    from longspan.huggingface.masks import layer_mask
 
     for seed in range(180):
         asked = random_masks(seed)
@@ -263,8 +263,8 @@ def test_masks_that_are_read_wrongly_are_noticed(monkeypatch):
     """Another version of transformers may mean something else by the same closures."""
     from transformers.masking_utils import sliding_window_causal_mask_function
 
-    from longspan.integrations.huggingface import masks as hf_masks
-    from longspan.integrations.huggingface import terms as hf_terms
+    from longspan.huggingface import masks as hf_masks
+    from longspan.huggingface import masks as hf_terms
 
     monkeypatch.setattr(hf_terms, "diagonal", lambda low, high, *rest: hf_terms.causal(rest[0]))
     with pytest.raises(hf_masks.MaskError, match="masks that Longspan does not know"):
@@ -277,7 +277,7 @@ def test_masks_that_are_read_wrongly_are_noticed(monkeypatch):
 def test_refusals_on_one_device():
     from transformers import AttentionInterface
 
-    from longspan.integrations.huggingface.attention import longspan_attention
+    from longspan.huggingface.attention import longspan_attention
 
     model, batch = work.model_of("llama", "longspan"), work.batch_of("plain")
     refused = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan.integrations import huggingface
+from longspan import huggingface
 from tests.unit.test_bytes_memory import Ledger
 
 transformers = pytest.importorskip("transformers")

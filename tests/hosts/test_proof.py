@@ -27,7 +27,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def proved(name, form=None, **changes):
-    from longspan.integrations.huggingface.proving import Form, prove
+    from longspan.huggingface.proving import Form, prove
 
     kind = getattr(hf, name)
     return prove(kind, kind.config_class(**changes), form or Form())
@@ -56,7 +56,7 @@ def test_models_that_are_right_are_accepted(name):
 
 
 def test_padded_and_packed_batches_have_proofs_of_their_own():
-    from longspan.integrations.huggingface.proving import Form
+    from longspan.huggingface.proving import Form
 
     for form in (Form(padding="right"), Form(padding="left"), Form(packed="position_ids", positions=True)):
         assert proved("LlamaForCausalLM", form).ok
@@ -97,7 +97,7 @@ def test_a_proof_takes_seconds():
 
 
 def test_one_answer_from_packed_documents_has_no_meaning_with_recurrences():
-    from longspan.integrations.huggingface.proving import Form
+    from longspan.huggingface.proving import Form
 
     packed = Form(packed="position_ids", positions=True)
     assert "one answer from a row" in proved("Zamba2ForSequenceClassification", packed).reason
@@ -105,9 +105,9 @@ def test_one_answer_from_packed_documents_has_no_meaning_with_recurrences():
 
 
 def test_a_remembered_proof_takes_milliseconds(tmp_path):
-    from longspan.integrations.huggingface.batches import read_batch
-    from longspan.integrations.huggingface.proving.first_use import found, remembered_at, rules_of
-    from longspan.integrations.huggingface.proving.forms import Form
+    from longspan.huggingface.batches import read_batch
+    from longspan.huggingface.first_use import found, remembered_at, rules_of
+    from longspan.huggingface.trial import Form
 
     class One:
         rank, size = staticmethod(lambda: 0), staticmethod(lambda: 1)
@@ -146,7 +146,7 @@ def test_nothing_of_the_caller_is_disturbed():
 
 
 def test_float32_inside_of_a_proof_is_float64():
-    from longspan.integrations.huggingface.proving.wide import Wide
+    from longspan.huggingface.trial import Wide
 
     with Wide():
         made = torch.ones(2).float(), torch.zeros(2, dtype=torch.float32), torch.ones(2).to(torch.float32)
@@ -172,7 +172,7 @@ def test_images_over_ranks(world, tmp_path):
 
 
 def test_videos_and_packed_images_are_refused():
-    from longspan.integrations.huggingface.batches import read_batch
+    from longspan.huggingface.batches import read_batch
     from longspan.training import BatchError
 
     batch = {"input_ids": torch.ones(1, 8, dtype=torch.long), "pixel_values": torch.ones(4, 4)}
@@ -232,7 +232,7 @@ class _Odd(hf.LlamaForCausalLM):
 
 
 def test_other_logits_are_computed_and_the_model_is_accepted():
-    from longspan.integrations.huggingface.proving import prove
+    from longspan.huggingface.proving import prove
 
     proof = prove(_Odd, hf.LlamaConfig())
     assert proof.ok, proof.reason

@@ -13,8 +13,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from longspan.integrations.huggingface.batches import read_batch
-from longspan.integrations.huggingface.proving import Form, first_use, prove
+from longspan.huggingface.proving import Form, prove
+
+from longspan.huggingface import first_use
+from longspan.huggingface.batches import read_batch
 from longspan.training import BatchError
 from tests.hosts import planted_layers
 from tests.hosts.hf_work import SIZES, batch_of
@@ -96,7 +98,7 @@ def answer(kind, config=None):
 
 def test_a_model_is_accepted_and_remembered(monkeypatch):
     use(llama())
-    monkeypatch.setattr("longspan.integrations.huggingface.proving.proof.prove", None)
+    monkeypatch.setattr("longspan.huggingface.check.prove", None)
     use(llama())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import rival, rival_models
-from longspan.integrations import huggingface
+from longspan import huggingface
 from tests.pool import end_all, pool
 
 pytest.importorskip("transformers")

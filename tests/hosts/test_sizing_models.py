@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from longspan.integrations import huggingface
+from longspan import huggingface
 from longspan.sizing import FAMILIES, AttentionBytes, Recipe, TrainingStep, sizes_of, step_memory
 from tests.hosts.fsdp_memory_work import phases
 from tests.pool import pool

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longspan.integrations.torchtitan import masks as titan_masks
-from longspan.integrations.torchtitan import mixers as titan_mixers
-from longspan.integrations.torchtitan.masks import BALANCERS, layout_of
 from longspan.masks import causal, documents, sliding_window
+from longspan.torchtitan import hooks as titan_masks
+from longspan.torchtitan import hooks as titan_mixers
+from longspan.torchtitan.hooks import BALANCERS, layout_of
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -29,7 +29,7 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 800.0  # seconds for the processes of one run; quiet cores need a twentieth
 OVERRIDES = ("tokenizer", "recorder", "linears", "embeddings")
-OURS = "longspan.integrations.torchtitan", "llama3_debugmodel"
+OURS = "longspan.torchtitan", "llama3_debugmodel"
 STOCK = ["--parallelism.spmd_backend", "partial_dtensor", "--training.disable_cuda_graphs"]
 CP = ["--parallelism.context_parallel_degree", "2"]
 

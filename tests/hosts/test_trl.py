@@ -14,8 +14,8 @@ from tests.hosts import trl_work as work
 from tests.pool import end_all, pool
 
 pytest.importorskip("trl")
-from longspan.integrations.huggingface.trainers.accelerators import each_once
-from longspan.integrations.huggingface.trainers.policies import _shared
+from longspan.huggingface.accelerate import each_once
+from longspan.huggingface.trl import _shared
 from longspan.training import BatchError
 
 pytestmark = pytest.mark.timeout(600)

@@ -11,7 +11,7 @@ from torch import nn
 
 from longspan.errors import PlanError
 from longspan.verification import VerifyError, verify_documents
-from longspan.verification.model.documents import CAUSE, packed
+from longspan.verification.model_documents import CAUSE, packed
 from tests.hosts import hf_hybrid_work, verify_documents_work
 from tests.pool import end_all, pool
 

@@ -28,15 +28,15 @@ from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.protocols.module import Module
 
-import longspan.integrations.torchtitan as titan
-from longspan.integrations.torchtitan.masks import Shards, TitanError, check_version, layout_of, mask_of, mask_of_mods
+import longspan.torchtitan as titan
 from longspan.layouts import contiguous
 from longspan.masks import causal
+from longspan.torchtitan.hooks import Shards, TitanError, check_version, layout_of, mask_of, mask_of_mods
 from tests.hosts.titan_work import OVERRIDES
 
 
 def parsed(*args, config="llama3_debugmodel"):
-    return ConfigManager().parse_args(["--module", "longspan.integrations.torchtitan", "--config", config, *args])
+    return ConfigManager().parse_args(["--module", "longspan.torchtitan", "--config", config, *args])
 
 
 class TinyDeltaNet(Module):

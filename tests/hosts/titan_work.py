@@ -195,7 +195,7 @@ def embeddings(config):
 
 def windowed():
     """Every second layer sees 20 tokens back and itself, as a user's config file would say it."""
-    from longspan.integrations.torchtitan.hooks import with_longspan
+    from longspan.torchtitan.hooks import with_longspan
 
     config = llama3_debugmodel_varlen_attn()
     for layer in config.model_spec.model.layers[::2]:
@@ -231,7 +231,7 @@ def main():
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{out}.store", rank=rank, world_size=world)
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan does where it makes the group itself
-    from longspan.execution.trust.settings import Safety, safely
+    from longspan.run.group import Safety, safely
     from tests.hosts.titan_checks import CHECKS
 
     with safely(Safety(patience=30.0)):  # many ranks share two cores here: a slow one is not a dead one

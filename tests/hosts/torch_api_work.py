@@ -19,9 +19,9 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
-from longspan.integrations.pytorch import api
-from longspan.integrations.pytorch.routes import current, rotation, routes
 from longspan.testing import dense_gradients
+from longspan.torch_api import api
+from longspan.torch_api.routes import current, rotation, routes
 from longspan.versions import minor
 
 LENGTHS = [9, 17, 4, 7]

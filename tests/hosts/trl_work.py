@@ -32,7 +32,7 @@ def saved_model(folder, name, cp_size=None, layers=2, seed=0):
 
     attention = "longspan" if is_split(cp_size) else "eager"
     if attention == "longspan":
-        from longspan.integrations import huggingface
+        from longspan import huggingface
 
         huggingface.register()
     path = Path(folder) / name
@@ -272,7 +272,7 @@ def experts(folder, name, cp_size=None):
 
     with quiet():
         if is_split(cp_size):
-            from longspan.integrations import huggingface
+            from longspan import huggingface
 
             huggingface.register()
         sizes = {**SIZES, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
@@ -301,7 +301,7 @@ def experts(folder, name, cp_size=None):
 
 def with_mixin_alone(folder):
     """Two steps of GRPO on one process, with the mixin and without."""
-    from longspan.integrations.huggingface.trainer import ContextParallelTrainer
+    from longspan.huggingface.trainer import ContextParallelTrainer
 
     return [grpo(folder, 1, max_steps=2, mixin=mixin) for mixin in (None, ContextParallelTrainer)]
 

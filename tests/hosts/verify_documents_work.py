@@ -11,7 +11,7 @@ def model_of(model_type, attention):
     """A tiny model whose layers do nothing but attend."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from longspan.integrations import huggingface
+    from longspan import huggingface
 
     huggingface.register()
     torch.manual_seed(5)
@@ -23,7 +23,7 @@ def model_of(model_type, attention):
 
 
 def through_shard_inputs(model_type):
-    from longspan.integrations import huggingface
+    from longspan import huggingface
     from longspan.verification import verify_documents
 
     def run(model, batch):
@@ -40,8 +40,7 @@ def loss_of(logits, labels):
 
 def steps():
     """verify_model of LFM2 on all ranks, with a one-device run that leaks, and with one that does not."""
-    from longspan import layouts
-    from longspan.integrations import huggingface
+    from longspan import huggingface, layouts
     from longspan.verification import verify_model
 
     batch, _ = hybrids.batch_of("packed")

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 import longspan as ls
-from longspan import layouts, masks, training
-from longspan.integrations import huggingface
-from longspan.schedules.convolution import ConvPlan
-from longspan.schedules.scans.plan import ScanPlan
+from longspan import huggingface, layouts, masks, training
+from longspan.planning.conv_plan import ConvPlan
+from longspan.planning.scan_plan import ScanPlan
 from longspan.training import Batch, TokenLogprobs
 from longspan.verification import Report
 

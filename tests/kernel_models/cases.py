@@ -8,9 +8,9 @@ from itertools import pairwise, product
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from longspan.execution.kernels import cpu_flash, panels, reference
-from longspan.execution.kernels.contract import TileWork, Upstream
-from longspan.execution.tile import Tile
+from longspan.kernels import cpu_flash, panels, reference
+from longspan.kernels.contract import TileWork, Upstream
+from longspan.tile import Tile
 
 INF = math.inf
 WIDE = {torch.float64: torch.float64}

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from longspan.execution.kernels.contract import TileWork
-from longspan.execution.scoring.captured import Totals
-from longspan.execution.scoring.pairs import TilePairs, TilePositions
-from longspan.execution.scoring.pipeline import Scoring
-from longspan.execution.tile import Tile
-from longspan.masks.functions.predicate import Function
-from longspan.span import Span
+from longspan.kernels.contract import TileWork
+from longspan.masks.functions import Function
+from longspan.scoring.captured import Totals
+from longspan.scoring.pipeline import Scoring, TilePairs, TilePositions
+from longspan.spans import Span
+from longspan.tile import Tile
 
 SCALE = 0.2
 

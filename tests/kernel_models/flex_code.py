@@ -122,9 +122,9 @@ def generated(name: str) -> list[str]:
     from torch._inductor.fx_passes import fuse_attention
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from longspan.execution import _torch
-    from longspan.execution.kernels import flex
-    from longspan.execution.kernels.contract import Upstream
+    from longspan import _torch
+    from longspan.kernels import flex
+    from longspan.kernels.contract import Upstream
 
     class StoppedError(Exception):
         """All that was wanted is there."""

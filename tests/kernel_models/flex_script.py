@@ -20,10 +20,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from longspan.execution.engine.merge import merge
-from longspan.execution.kernels import flex
-from longspan.execution.kernels.contract import TileWork, Upstream
-from longspan.execution.kernels.reference import Reference
+from longspan.kernels import flex
+from longspan.kernels.contract import TileWork, Upstream
+from longspan.kernels.reference import Reference
+from longspan.run.merge import merge
 from tests.kernel_models.flex_cases import CASES, Case
 
 

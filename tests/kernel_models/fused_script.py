@@ -12,13 +12,12 @@ import sys
 import torch
 
 from longspan import layouts, masks, plan
-from longspan.execution.engine import merge as engine_merge
-from longspan.execution.engine import runner
-from longspan.execution.fused import pieces
+from longspan.run import fused, walk
+from longspan.run import merge as engine_merge
 from longspan.testing import loopback
 from tests.flat_rows import by_tables
 
-OURS = "longspan.execution.fused.triton_kernels"
+OURS = "longspan.run.triton_kernels"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 GUARD = 7
 
@@ -74,10 +73,10 @@ def merges(generator):
         for t, part in zip(expected, rows, strict=True):
             t[:, :, there] = part
         kind = torch.int32 if pick(0, 2) else torch.int64
-        pieces.merge_rows(views[:3], *views[3:], table(here, kind), table(there, kind))
+        fused.merge_rows(views[:3], *views[3:], table(here, kind), table(there, kind))
     else:
         engine_merge.merge(*expected, out, lse)
-        pieces.merge(*views)
+        fused.merge(*views)
     if not all(check() for check in checks):
         return float("inf")
     return max(error(found, right) for found, right in zip(views, expected, strict=False))
@@ -96,9 +95,9 @@ def moves(generator):
     drawn = [move(generator, pick, adds) for _ in range(pick(1, 3))]
     rows = [(source, view, here, there) for source, view, here, there, _ in drawn]
     if len(rows) == 1:
-        pieces.move_rows(*rows[0], adds=adds)
+        fused.move_rows(*rows[0], adds=adds)
     else:
-        pieces.move_two(*rows, adds=adds)
+        fused.move_two(*rows, adds=adds)
     return max(found() for *_, found in drawn)
 
 
@@ -132,7 +131,7 @@ def whole_runs(generator):
         )
         inputs = [torch.randn((1, 4, 64, 8), generator=generator) for _ in range(4)]
         right = loopback.run_loopback(made, *inputs, kernel="reference", scale=0.3)
-        counted = {name: getattr(pieces, name) for name in ("is_fused", "merge", "merge_rows", "move_rows", "move_two")}
+        counted = {name: getattr(fused, name) for name in ("is_fused", "merge", "merge_rows", "move_rows", "move_two")}
 
         def count(name, counted=counted):
             def run(*args, **kwargs):
@@ -142,16 +141,16 @@ def whole_runs(generator):
 
             return run
 
-        pieces.is_fused = lambda tensor: tensor.dim() == 4 and tensor.stride(3) == 1
+        fused.is_fused = lambda tensor: tensor.dim() == 4 and tensor.stride(3) == 1
         for name in ("merge", "merge_rows", "move_rows", "move_two"):
-            setattr(pieces, name, count(name))
-        memory_for, runner.memory_for = runner.memory_for, by_tables
+            setattr(fused, name, count(name))
+        memory_for, walk.memory_for = walk.memory_for, by_tables
         try:
             found = loopback.run_loopback(made, *inputs, kernel="reference", scale=0.3)
         finally:
-            runner.memory_for = memory_for
+            walk.memory_for = memory_for
             for name, function in counted.items():
-                setattr(pieces, name, function)
+                setattr(fused, name, function)
         worst = max(worst, *(error(a, b) for a, b in zip(found, right, strict=True)))
     return worst, calls
 

@@ -1,6 +1,6 @@
 """PyTorch's fused GPU operators as models by address: what each reads, where it thinks that lies, what it writes.
 
-Each has the signature of its wrapper in `longspan.execution._torch`, computes in float64 from what it would read (see
+Each has the signature of its wrapper in `longspan._torch`, computes in float64 from what it would read (see
 `memory`), and raises where the operator does or where a kernel would read in vectors what does not lie so. From the
 sources of PyTorch 2.13 to 2.15 (flash_api.cpp, attention_backward.cu, mem_eff_attention/kernel_{forward,backward}.h,
 cudnn/MHA.cpp); none of it was compared with a GPU. `t`: the stride is taken from the tensor; `d`: taken for dense.

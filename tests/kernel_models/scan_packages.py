@@ -6,9 +6,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from longspan.execution.scans.contract import ScanWork, Segments
-from longspan.execution.scans.recurrences import GatedDelta, LinearAttention, Ssd
-from longspan.testing.recurrences import recurrence_by_tokens
+from longspan.mixers.recurrences import GatedDelta, LinearAttention, ScanWork, Segments, Ssd
+from longspan.testing.oracle import recurrence_by_tokens
 
 
 def _packed(recurrence, tokens, initial_state, cu_seqlens):
@@ -68,6 +67,6 @@ KERNELS = dict.fromkeys(("gated_delta", "kda", "linear_attention", "gla"), "fla"
 
 def use_models(patch):
     """Our kernels call these functions instead of the packages'."""
-    from longspan.execution.scans.kernels.extras import PackageScan
+    from longspan.mixers.scan_kernels import PackageScan
 
     patch.setattr(PackageScan, "function", lambda self, work: FUNCTIONS[self.address(work)])

@@ -6,13 +6,12 @@ import torch
 from torch.nn import functional
 
 import longspan as ls
-from longspan.execution.convolution import own_rows
-from longspan.execution.convolution.own_rows import OwnRows
-from longspan.execution.engine import halo
-from longspan.execution.engine.flat.recorder import Kind
-from longspan.schedules import convolution, plan
-from longspan.schedules.convolution import ConvPlan, Haloed
-from longspan.span import Span
+from longspan.mixers.convolution import OwnRows
+from longspan.planning import conv_plan, plan
+from longspan.planning.conv_plan import ConvPlan, Haloed
+from longspan.run import halo
+from longspan.run.recorder import Kind
+from longspan.spans import Span
 from longspan.testing import loopback
 from tests.conv_cases import NAMES, conv_case, expected, worst
 
@@ -110,27 +109,27 @@ def gradient_of_a_far_row_overwritten(patch):
 @mutant
 def halo_one_row_short(patch):
     """The wrong width: one row fewer than there should be before a segment."""
-    segments = convolution.segments
+    segments = conv_plan.segments
 
     def short(spans, edges, width):
         table = segments(spans, edges, width)
         table[:, 2] = table[:, 2].clip(max=max(0, width - 2))
         return table
 
-    patch.setattr(convolution, "segments", short)
+    patch.setattr(conv_plan, "segments", short)
 
 
 @mutant
 def documents_not_reset(patch):
     """The sequence is one document."""
-    planned = convolution.planned_convolution
+    planned = conv_plan.planned_convolution
     patch.setattr(ls.api, "planned_convolution", lambda numbers, *rest: planned(numbers * 0, *rest))
 
 
 @mutant
 def first_batch_rows_documents(patch):
     """All batch rows have the documents of the first."""
-    planned = convolution.planned_convolution
+    planned = conv_plan.planned_convolution
     patch.setattr(ls.api, "planned_convolution", lambda numbers, *rest: planned(numbers[:1], *rest))
 
 
@@ -143,7 +142,7 @@ def batch_rows_cut_alike(patch):
 @mutant
 def activation_before_the_convolution(patch):
     """The activation comes first."""
-    convolved = own_rows.convolved
+    convolved = conv_plan.convolved
 
     def early(rows, weight, bias, own, activation):
         rows = rows if activation is None else functional.silu(rows)
@@ -191,23 +190,23 @@ def rows_in_the_order_of_positions(patch):
 @mutant
 def weights_turned(patch):
     """The first column of the weight is for the token itself."""
-    depthwise = own_rows.depthwise
-    patch.setattr(own_rows, "depthwise", lambda rows, weight, bias: depthwise(rows, weight.flip(1), bias))
+    depthwise = conv_plan.depthwise
+    patch.setattr(conv_plan, "depthwise", lambda rows, weight, bias: depthwise(rows, weight.flip(1), bias))
 
 
 @mutant
 def bias_of_every_segment_but_the_first_lost(patch):
     """Segments that are convolved one by one forget the bias."""
-    own = own_rows._own
+    own = conv_plan._own
 
     def forgets(rows, which, weight, bias):
         if not isinstance(which, list) or len(which) < 3 or bias is None:
             return own(rows, which, weight, bias)
         parts = rows.split(which, 1)[:-1]
-        made = [own_rows.depthwise(part, weight, bias if not n else None) for n, part in enumerate(parts)]
+        made = [conv_plan.depthwise(part, weight, bias if not n else None) for n, part in enumerate(parts)]
         return torch.cat(made, 1)
 
-    patch.setattr(own_rows, "_own", forgets)
+    patch.setattr(conv_plan, "_own", forgets)
 
 
 @mutant
@@ -232,7 +231,7 @@ def halos_from_their_second_row_on(patch):
 
 def first_failure():
     """What the cases have to say: None, or the first thing that went wrong."""
-    convolution._made.cache_clear()  # what was remembered about a plan is of no use to mutants of it
+    conv_plan._made.cache_clear()  # what was remembered about a plan is of no use to mutants of it
     plan._made.cache_clear()
     try:
         for seed in SEEDS:
@@ -249,7 +248,7 @@ def first_failure():
 @pytest.fixture(scope="module", autouse=True)
 def _forget():
     yield
-    convolution._made.cache_clear()
+    conv_plan._made.cache_clear()
     plan._made.cache_clear()
 
 

@@ -6,11 +6,10 @@ A mutant is a function whose source has some words replaced.
 import pytest
 import torch
 
-from longspan.execution.simulated import simulate
-from longspan.training import BatchError, Head, head, loss, slabs
-from longspan.training.head import SharedHere
+from longspan.run.simulated import simulate
+from longspan.training import BatchError, Head, head, loss
+from longspan.training.head import Gradients, SharedHere, SlabWork
 from longspan.training.loss import LossTerms, PerToken, SlabLoss
-from longspan.training.slabs import Gradients, SlabWork
 from tests.head_cases import BAR, check
 from tests.mutants.test_scan_mutants import plant
 
@@ -82,8 +81,8 @@ def bfloat16_sums_are_those_of_float32():
     hidden, weight = torch.ones(300, 4, dtype=torch.bfloat16), torch.zeros(200, 4, dtype=torch.bfloat16)
     weight.requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slabs, "LEAST", 1)
-        patch.setattr(slabs, "PARTS", 300)
+        patch.setattr(head, "LEAST", 1)
+        patch.setattr(head, "PARTS", 300)
         labels = torch.zeros(300, dtype=torch.int64)
         loss.token_loss(hidden, labels, group=None, gradients="sum", head=weight, reduction="sum").backward()
     return abs(float(weight.grad[0, 0]) + 300 * 199 / 200) < 2
@@ -100,25 +99,25 @@ PROBES = (
 
 MUTANTS = {
     # -- facts of all words
-    "sums of ranks have each their own maximum": (slabs, "_together", "(powers * shift.exp())", "(powers)"),
-    "entropy of ranks has each its own maximum": (slabs, "_together", "weighted + shift * powers", "weighted"),
-    "the first rank's logits are all": (slabs, "_together", "total.sum(0)", "total[0]"),
-    "the first rank has the label": (slabs, "_together", "label.sum(0)", "label[0]"),
-    "words of a rank begin at zero": (slabs, "_found", "labels - work.first", "labels"),
+    "sums of ranks have each their own maximum": (head, "_together", "(powers * shift.exp())", "(powers)"),
+    "entropy of ranks has each its own maximum": (head, "_together", "weighted + shift * powers", "weighted"),
+    "the first rank's logits are all": (head, "_together", "total.sum(0)", "total[0]"),
+    "the first rank has the label": (head, "_together", "label.sum(0)", "label[0]"),
+    "words of a rank begin at zero": (head, "_found", "labels - work.first", "labels"),
     "words are cut evenly": (loss, "call_of", "first=sum(sizes[:rank])", "first=rank * max(sizes)"),
-    "0 * -inf": (slabs, "_finite", "x.clamp_(min=torch.finfo(x.dtype).min)", "x"),
+    "0 * -inf": (head, "_finite", "x.clamp_(min=torch.finfo(x.dtype).min)", "x"),
     "-inf minus -inf": (loss, "facts_of", "most.masked_fill(most.isneginf(), 0.0)", "most"),
     # -- the form of logits
     "temperature of a soft cap is forgotten": (
-        slabs, "_shaped", "(work.soft_cap / work.temperature)", "(work.soft_cap)",
+        head, "_shaped", "(work.soft_cap / work.temperature)", "(work.soft_cap)",
     ),
     "temperature comes before the soft cap": (
-        slabs, "_shaped",
+        head, "_shaped",
         "z.mul_(work.scale / work.soft_cap).tanh_().mul_(work.soft_cap / work.temperature)",
         "z.mul_(work.scale / work.soft_cap / work.temperature).tanh_().mul_(work.soft_cap)",
     ),
-    "the slope of a soft cap is 1": (slabs, "to_gradients", "value=-1", "value=0"),
-    "the gradient is not scaled": (slabs, "to_gradients", "factor = work.scale / work.temperature", "factor = 1"),
+    "the slope of a soft cap is 1": (head, "to_gradients", "value=-1", "value=0"),
+    "the gradient is not scaled": (head, "to_gradients", "factor = work.scale / work.temperature", "factor = 1"),
     # -- losses
     "smoothing has no gradient": (LossTerms, "slopes", "-self.smoothing / max(num_words, 1)", "0.0"),
     "smoothing is over a rank's own words": (
@@ -140,7 +139,7 @@ MUTANTS = {
     "labels are not looked at": (head, "check_range", "labels.numel() and", "False and"),
     # -- gradients
     "the label's own gradient is lost": (
-        slabs, "to_gradients", "torch.where(own, slopes.label, 0)", "torch.zeros_like(slopes.label)",
+        head, "to_gradients", "torch.where(own, slopes.label, 0)", "torch.zeros_like(slopes.label)",
     ),
     "the last slab's bias is all": (Gradients, "add", "self.bias += grad.sum(0)", "self.bias = grad.sum(0)"),
     "the last slab's weight is all": (

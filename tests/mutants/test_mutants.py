@@ -15,18 +15,19 @@ import torch
 
 import longspan
 from longspan import layouts, masks
-from longspan.execution.engine import backward, forward, merge, runner, token_store
-from longspan.execution.engine.flat import moves
-from longspan.execution.engine.merge import Accumulator, Sum
-from longspan.execution.engine.transports import Loopback
-from longspan.execution.kernels import kernel_named
-from longspan.execution.kernels.contract import TileWork, Upstream
-from longspan.execution.tile import KnownTiles
+from longspan.kernels import kernel_named
+from longspan.kernels.contract import TileWork, Upstream
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.schedules.plan import Plan
-from longspan.schedules.steps import Role
+from longspan.planning.plan import Plan
+from longspan.planning.steps import Role
+from longspan.run import merge, moves, packing, walk
+from longspan.run import passes as backward
+from longspan.run import passes as forward
+from longspan.run.merge import Accumulator, Sum
+from longspan.run.transports import Loopback
 from longspan.testing import allowed, dense_attention, loopback
+from longspan.tile import KnownTiles
 from tests import flat_rows
 from tests.exact_cases import NAMES, Oracle, anew, assert_exact, fused
 from tests.flat_rows import changed
@@ -77,14 +78,14 @@ def kernels(patch, forward=None, backward=None):
 
 def all_tiles(patch, change, directions=("forward", "backward")):
     """Computes have other tiles: change(list of tiles, number of keys) -> list of tiles."""
-    original = runner.tiles_for
+    original = walk.tiles_for
 
     def changed(plan, which, compute, plane, q, kv):
         found = original(plan, which, compute, plane, q, kv)
         num_keys = kv.tensors[0].shape[2]
         return KnownTiles(change(list(found), num_keys) if which[1] in directions else found)
 
-    patch.setattr(runner, "tiles_for", changed)
+    patch.setattr(walk, "tiles_for", changed)
 
 
 def tiles(patch, change):
@@ -132,17 +133,17 @@ def steps(patch, change):
 
 def gradients_of(patch, change):
     """What the kernel finds in backward is changed: change(is_remote, dq, dk, dv) -> (dq, dk, dv)."""
-    attend = runner.Run.attend
+    attend = walk.Run.attend
 
     def changed(self, launch, tensors):
         found = attend(self, launch, tensors)
         if self.direction == "forward":
             return found
-        own = runner.own_runs(self.job.plan.layout, self.job.rank)
-        is_remote = not token_store.have_all(own, launch.stores[1].runs)
+        own = walk.own_runs(self.job.plan.layout, self.job.rank)
+        is_remote = not packing.have_all(own, launch.stores[1].runs)
         return (change(is_remote, *three) for three in found)
 
-    patch.setattr(runner.Run, "attend", changed)
+    patch.setattr(walk.Run, "attend", changed)
 
 
 @mutant
@@ -591,14 +592,14 @@ def last_key_of_tiles_lost(patch):
 def padding_attended(patch):
     """Tiles that reach the last token of a shard go on into its padding."""
     state = {}
-    launch = runner.Walk.launch
+    launch = walk.Walk.launch
 
     def launched(self, *args):
         layout, rank = self.job.plan.layout, self.job.rank
         state.update(padding=layout.num_padding(rank), slots=layout.num_slots(rank))
         return launch(self, *args)
 
-    patch.setattr(runner.Walk, "launch", launched)
+    patch.setattr(walk.Walk, "launch", launched)
 
     def change(t, num):
         padded = state["padding"] and num == state["slots"] and t.k1 == num - state["padding"]
@@ -802,8 +803,8 @@ def first_step_dropped_in_backward(patch):
 @mutant
 def shards_taken_to_be_sorted(patch):
     """Local rows are taken to lie in the order of their positions."""
-    laid_out = token_store.laid_out
-    for module in (token_store, runner):
+    laid_out = packing.laid_out
+    for module in (packing, walk):
         patch.setattr(module, "laid_out", lambda spans: laid_out(spans[np.argsort(spans[:, 0])]))
 
 
@@ -846,8 +847,8 @@ def returned_kv_not_taken(patch):
 @mutant
 def pieces_dropped_too_early(patch):
     """What arrived is forgotten a step before its last use."""
-    hold = runner.Walk.hold
-    patch.setattr(runner.Walk, "hold", lambda self, role, found, until: hold(self, role, found, until - 1))
+    hold = walk.Walk.hold
+    patch.setattr(walk.Walk, "hold", lambda self, role, found, until: hold(self, role, found, until - 1))
 
 
 # -- the battery -------------------------------------------------------------------------------------------------------
@@ -901,7 +902,7 @@ def _with_gradient_of_lse():
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     expected = torch.autograd.grad(dense_attention(*leaves, plan.mask, 8**-0.5), leaves, (dout, dlse))
     shards = [[plan.layout.shard(t, rank, 2) for t in (q, k, v, dout, dlse)] for rank in range(2)]
-    jobs = [runner.Job(plan, rank, loopback.kernel_named("reference"), 8**-0.5, q.dtype) for rank in range(2)]
+    jobs = [walk.Job(plan, rank, loopback.kernel_named("reference"), 8**-0.5, q.dtype) for rank in range(2)]
     pairs = list(zip(jobs, shards, strict=True))
     run = loopback.Loopback().run([forward.Forward(job, *own[:3]).program(saves=True) for job, own in pairs])
     programs = [

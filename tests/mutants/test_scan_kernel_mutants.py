@@ -12,16 +12,20 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from longspan.execution.scans.contract import Segments
-from longspan.execution.scans.kernels import chunks, forms, mamba_ssm, reference, scan_kernel_named
-from longspan.execution.scans.kernels.attention import ChunkedAttention, ChunkedDecays
-from longspan.execution.scans.kernels.chunks import ChunkTable, MovedRows, Packing, RowMoves
-from longspan.execution.scans.kernels.decays import Decays
-from longspan.execution.scans.kernels.elementwise import ChunkedElements
-from longspan.execution.scans.kernels.extras import PackageScan
-from longspan.execution.scans.kernels.fla import FlaScan
-from longspan.execution.scans.kernels.mamba_ssm import MambaScan
-from longspan.execution.scans.kernels.reference import ReferenceScan
+from longspan.mixers import scan_kernels, scan_reference
+from longspan.mixers.recurrences import Segments
+from longspan.mixers.scan_kernels import FlaScan, MambaScan, PackageScan, scan_kernel_named
+from longspan.mixers.scan_reference import (
+    ChunkedAttention,
+    ChunkedDecays,
+    ChunkedElements,
+    ChunkTable,
+    Decays,
+    MovedRows,
+    Packing,
+    ReferenceScan,
+    RowMoves,
+)
 from tests.kernel_models.scan_packages import KERNELS, use_models
 from tests.lanes import share
 from tests.scan_cases import KINDS, errors, random_states, random_work
@@ -70,22 +74,22 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
     (Decays._halved, [
         ("halves are swapped", "((b, 0), (a, 1))", "((b, 1), (a, 0))"),
     ]),
-    (forms._attention, [
+    (scan_reference._attention, [
         ("the scale is applied twice", "recurrence.scale, l2norm", "recurrence.scale**2, l2norm"),
         ("keys are not normalised", "_scaled(k, 1.0, l2norm)", "k"),
     ]),
-    (forms._scaled, [("nothing is added to the sum of squares", " + EPSILON", "")]),
-    (forms._folded, [("heads share keys in turns", ".unflatten(1, (groups, -1))", IN_TURNS)]),
-    (forms.stepped, [
+    (scan_reference._scaled, [("nothing is added to the sum of squares", " + EPSILON", "")]),
+    (scan_reference._folded, [("heads share keys in turns", ".unflatten(1, (groups, -1))", IN_TURNS)]),
+    (scan_reference.stepped, [
         ("states decay where a segment has ended", ".masked_fill(ended, 0)", ""),
         ("the bias of dt is forgotten", "dt if bias is None else dt + _of_heads(bias, dt)", "dt"),
         ("dt is not clamped", ".clamp(*recurrence.limits)", ""),
     ]),
-    (forms.in_slots, [("the output is in the wider dtype", "out.to(values.dtype)", "out")]),
-    (reference.own_precision, [
+    (scan_reference.in_slots, [("the output is in the wider dtype", "out.to(values.dtype)", "out")]),
+    (scan_reference.own_precision, [
         ("autocast narrows products", "enabled=False", 'enabled=torch.is_autocast_enabled("cpu")'),
     ]),
-    (forms._elements, [
+    (scan_reference._elements, [
         ("channels forget where a segment has ended", "a.masked_fill((table.slot < 0).unsqueeze(-1), 1)", "a"),
     ]),
     (ChunkedElements._scanned, [("a channel's first decay is left out", "decays[0] if", "decays[0] ** 0 if")]),
@@ -100,7 +104,7 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
         ("states leave in the order of lengths", "[self.place]", ""),
         ("states enter in the order of segments", "states[self.order]", "states"),
     ]),
-    (inspect.unwrap(chunks._cut), [
+    (inspect.unwrap(scan_reference._cut), [
         ("chunks overlap by a token", "number * size)[:, None]", "number * size - (number > 0))[:, None]"),
         ("chunks begin a token late", "+ np.arange(size)", "+ np.arange(size) + (number > 0)[:, None]"),
         ("segments are a token longer", "slot < end[segment]", "slot < np.minimum(end + 1, slots)[segment]"),
@@ -119,7 +123,7 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
         ("packages: M is transposed", "return m, u", "return m.mT, u"),
         ("packages: values are written into M", "(0, features[0]))", "(0, features[0]), value=1.0)"),
     ]),
-    (inspect.unwrap(chunks._packing), [
+    (inspect.unwrap(scan_reference._packing), [
         ("packages: segments are packed by place", "row * slots + first -", "np.sort(row * slots + first) -"),
         ("packages: batch rows are all the first", "row * slots + first -", "first -"),
     ]),
@@ -134,14 +138,14 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
         ("packages: D is forgotten there", "None if d is None else d.contiguous()", "None"),
         ("packages: dt is clamped by them", '(float("-inf"), float("inf"))', "(0.1, 0.2)"),
     ]),
-    (mamba_ssm.alike, [
+    (scan_kernels.alike, [
         ("packages: the longer ones come apart", "int(lengths[order[i]])", "int(lengths[order[j - 1]])"),
     ]),
 ]  # fmt: skip
 USERS = [
     inspect.getmodule(x)
     for x in (ChunkedAttention, ChunkedElements, ChunkTable, FlaScan, MambaScan, PackageScan, ReferenceScan)
-] + [forms]
+] + [scan_reference]
 
 
 def mutate(patch, function, old, new):
@@ -191,7 +195,7 @@ def problems():
 
 
 def first_failure():
-    for function in (chunks._cut, chunks._packing, chunks._tables):
+    for function in (scan_reference._cut, scan_reference._packing, scan_reference._tables):
         function.cache_clear()
     try:
         for at, (kernel, work, states, limit) in enumerate(problems()):

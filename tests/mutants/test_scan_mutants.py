@@ -7,13 +7,11 @@ import textwrap
 import pytest
 
 from longspan import recurrences
-from longspan.execution.engine import walk
-from longspan.execution.scans import own, spread, walks
-from longspan.execution.scans.spread import LocalSegments, RankScan, Tail
-from longspan.execution.scans.walks import GradientsWalk, StatesWalk
-from longspan.schedules.scans import chains, plan, planners
-from longspan.schedules.scans.chains import Chains
-from longspan.schedules.scans.draft import Draft
+from longspan.mixers import scan_kernels, scan_run
+from longspan.mixers.scan_run import GradientsWalk, LocalSegments, RankScan, StatesWalk, Tail
+from longspan.planning import scan_plan, scan_planners, scan_steps
+from longspan.planning.scan_steps import Chains, Draft
+from longspan.run import walk
 from tests.spread_cases import LIMIT, distances, loopback, one_device, problem
 
 PROBLEMS = (
@@ -43,7 +41,7 @@ def first_failure(count=12):
     """What goes wrong, or None."""
     for number in range(count):
         p = drawn(number)
-        walks._programs.clear()
+        scan_run._programs.clear()
         if number not in EXPECTED:
             EXPECTED[number] = one_device(p)
         try:
@@ -76,27 +74,27 @@ MUTANTS = {
         "_joined(found[:num], states) * 0",
     ),
     "only the last segment's state enters": (
-        walks, "apply_dense",
+        scan_run, "apply_dense",
         "torch.matmul(m, left).add_(right)",
         "right.clone()",
     ),
     "only the last segment's state enters, diagonal": (
-        walks, "apply_diagonal",
+        scan_run, "apply_diagonal",
         "torch.addcmul(right, m, left)",
         "right",
     ),
     "what a segment adds is lost": (
-        walks, "apply_dense",
+        scan_run, "apply_dense",
         ".add_(right)",
         "",
     ),
     "M is transposed": (
-        walks, "apply_dense",
+        scan_run, "apply_dense",
         "torch.matmul(m,",
         "torch.matmul(m.mT,",
     ),
     "M is forgotten": (
-        walks, "apply_diagonal",
+        scan_run, "apply_diagonal",
         "torch.addcmul(right, m, left)",
         "right + left",
     ),
@@ -152,17 +150,17 @@ MUTANTS = {
         "_joined(found, gradients) * 0",
     ),
     "M is not transposed in backward": (
-        walks, "apply_dense_transposed",
+        scan_run, "apply_dense_transposed",
         "m.mT",
         "m",
     ),
     "a gradient is added twice": (
-        walks, "_sum_into",
+        scan_run, "_sum_into",
         "parts[1:]",
         "(*parts[1:], parts[-1])",
     ),
     "a gradient is left out of a sum": (
-        walks, "_sum_into",
+        scan_run, "_sum_into",
         "parts[1:]",
         "parts[2:]",
     ),
@@ -202,17 +200,17 @@ MUTANTS = {
         "dout, leaving + leaving.mean(), *(None",
     ),
     "what enters is no part of the graph": (
-        spread, "_computed",
+        scan_run, "_computed",
         "kernel.local(work, whole)",
         "kernel.local(work, whole.detach())",
     ),
     "what leaves has no gradient": (
-        spread, "_computed",
+        scan_run, "_computed",
         "leaving[left]",
         "leaving[left].detach()",
     ),
     "parameters of an own recurrence are forgotten": (
-        own.OwnKernel, "local",
+        scan_kernels.OwnKernel, "local",
         "recurrence.local(*part, state)",
         "recurrence.local(*(x.detach() for x in part), state)",
     ),
@@ -228,42 +226,42 @@ MUTANTS = {
         "np.flatnonzero(borders[0])",
     ),
     "segments are numbered by owner": (
-        chains, "_segments",
+        scan_steps, "_segments",
         "place = np.arange(len(starts)) - np.searchsorted(chain, chain)",
         "place = np.lexsort((rank, chain)).argsort() - np.searchsorted(chain, chain)",
     ),
     "doubling reaches too far": (
-        planners, "_double",
+        scan_planners, "_double",
         "new[i] = starts[i - reach]",
         "new[i] = starts[0]",
     ),
     "doubling ends too early": (
-        planners, "_double",
+        scan_planners, "_double",
         "while reach < count",
         "while 2 * reach < count",
     ),
     "a chain hands on what it got": (
-        planners.SCAN_PLANNERS, "chain",
+        scan_planners.SCAN_PLANNERS, "chain",
         "draft.send(step, (rank, after), chain, (0, i + 1))",
         "draft.send(step, (rank, after), chain, (0, max(i, 1)))",
     ),
     "an exchange forgets a map": (
-        planners.SCAN_PLANNERS, "exchange",
+        scan_planners.SCAN_PLANNERS, "exchange",
         "if place > i:",
         "if place > i + 1:",
     ),
     "nodes exchange their last segment only": (
-        planners, "two_level",
+        scan_planners, "two_level",
         "units = [(first, end, ranks[end - 1])",
         "units = [(end - 1, end, ranks[end - 1])",
     ),
     "backward's steps are not turned round": (
-        plan, "transposed",
+        scan_plan, "transposed",
         "for number in reversed(range(count))",
         "for number in range(count)",
     ),
     "backward's folds are not turned round": (
-        plan, "transposed",
+        scan_plan, "transposed",
         "steps[number].computes[::-1]",
         "steps[number].computes",
     ),

@@ -10,17 +10,15 @@ import torch
 
 import longspan as ls
 from longspan import layouts
-from longspan.execution.engine import backward, forward
-from longspan.execution.engine.merge import Accumulator
-from longspan.execution.kernels import reference
-from longspan.execution.scoring import biases as extras
-from longspan.execution.scoring import captured
-from longspan.execution.scoring import pipeline as scores
-from longspan.execution.scoring.biases import RelativeBias
-from longspan.execution.scoring.dropout import Dropout
-from longspan.execution.scoring.pairs import TilePairs, TilePositions
-from longspan.masks.functions.elementwise import Elementwise
-from longspan.masks.functions.predicate import Function
+from longspan.kernels import reference
+from longspan.masks.functions import Elementwise, Function
+from longspan.run import passes
+from longspan.run.merge import Accumulator
+from longspan.scoring import biases as extras
+from longspan.scoring import captured
+from longspan.scoring import pipeline as scores
+from longspan.scoring.biases import RelativeBias
+from longspan.scoring.pipeline import Dropout, TilePairs, TilePositions
 from tests.exact_cases import anew
 from tests.flat_rows import changed
 from tests.score_cases import made_plan, problem
@@ -260,18 +258,18 @@ def captured_elements_met_twice_count_once(patch):
 @mutant
 def captured_gradients_of_one_rank(patch):
     """Shares of other ranks than the first are lost."""
-    shared = backward.Backward.shared_gradients
+    shared = passes.Backward.shared_gradients
 
     def lost(self):
         return [t * (self.job.rank == 0) for t in shared(self)]
 
-    patch.setattr(backward.Backward, "shared_gradients", lost)
+    patch.setattr(passes.Backward, "shared_gradients", lost)
 
 
 @mutant
 def captured_gradients_swapped(patch):
     """Of two tensors of one shape each gets the other's gradient."""
-    shared = backward.Backward.shared_gradients
+    shared = passes.Backward.shared_gradients
 
     def swapped(self):
         found = shared(self)
@@ -279,7 +277,7 @@ def captured_gradients_swapped(patch):
             found[:2] = found[1::-1]
         return found
 
-    patch.setattr(backward.Backward, "shared_gradients", swapped)
+    patch.setattr(passes.Backward, "shared_gradients", swapped)
 
 
 @mutant
@@ -300,20 +298,20 @@ def captured_gradients_times_the_scale(patch):
 @mutant
 def sign_of_the_gradient_of_sinks(patch):
     """Sinks learn in the wrong direction."""
-    shared = backward.Backward.shared_gradients
+    shared = passes.Backward.shared_gradients
 
     def turned(self):
         found = shared(self)
         return found if self.job.sinks is None else [*found[:-1], -found[-1]]
 
-    patch.setattr(backward.Backward, "shared_gradients", turned)
+    patch.setattr(passes.Backward, "shared_gradients", turned)
 
 
 @mutant
 def sinks_not_in_lse(patch):
     """The output knows of sinks, lse does not."""
-    with_sinks = forward.with_sinks
-    patch.setattr(forward, "with_sinks", lambda out, lse, sinks: (with_sinks(out, lse, sinks)[0], lse))
+    with_sinks = passes.with_sinks
+    patch.setattr(passes, "with_sinks", lambda out, lse, sinks: (with_sinks(out, lse, sinks)[0], lse))
 
 
 @mutant
@@ -327,7 +325,7 @@ def sinks_of_every_rank(patch):
             return out, lse
 
         def both(out, lse):
-            made, stat = forward.with_sinks(out, lse.squeeze(3), torch.zeros(lse.shape[1], dtype=lse.dtype))
+            made, stat = passes.with_sinks(out, lse.squeeze(3), torch.zeros(lse.shape[1], dtype=lse.dtype))
             return made, stat.unsqueeze(3)
 
         return changed(lambda out, lse: both(out, lse)[0], out, lse), changed(

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan.execution import inputs
-from longspan.execution.simulated import simulate
-from longspan.layouts import carried
-from longspan.training import batch, gather_tokens, sequences, tokens
+from longspan import validate
+from longspan.layouts import layout as carried
+from longspan.run.simulated import simulate
+from longspan.training import batch, gather_tokens, tokens
 from tests.token_cases import TOLERANCE, gathered_off, sequences_off, side_tensors_off, weighed_off
 
 MUTANTS = {}
@@ -70,19 +70,19 @@ def gradient_of_other_tokens(patch):
 @mutant
 def sums_of_one_rank(patch):
     """No all-reduce: every rank has its own tokens' sums."""
-    patch.setattr(sequences, "all_summed", lambda x, group: x)
+    patch.setattr(tokens, "all_summed", lambda x, group: x)
 
 
 @mutant
 def mean_of_means(patch):
     """Each rank divides by its own count, before the sum over ranks."""
-    summed = sequences.Summed.apply
+    summed = tokens.Summed.apply
 
     def mean_first(terms, group, factor):
         own = terms[1].clamp(min=1.0)
         return summed(torch.stack((terms[0] / own, terms[1] / own)), group, factor)
 
-    patch.setattr(sequences.Summed, "apply", mean_first)
+    patch.setattr(tokens.Summed, "apply", mean_first)
 
 
 @mutant
@@ -92,51 +92,51 @@ def gradient_summed_over_ranks(patch):
     def backward(ctx, *grads):
         return grads[0] * ctx.factor * 2, None, None
 
-    patch.setattr(sequences.Summed, "backward", staticmethod(backward))
+    patch.setattr(tokens.Summed, "backward", staticmethod(backward))
 
 
 @mutant
 def gradients_of_numbers_stay_where_they_are(patch):
     """What other ranks' tokens say of a sequence's number is forgotten."""
-    patch.setattr(sequences.Met, "apply", lambda factor, *parts: [part / 1 for part in parts])
+    patch.setattr(tokens.Met, "apply", lambda factor, *parts: [part / 1 for part in parts])
 
 
 @mutant
 def numbers_gradients_not_divided(patch):
     """Shares that were multiplied for FSDP are multiplied once more."""
-    apply = sequences.Met.apply
-    patch.setattr(sequences.Met, "apply", lambda factor, *parts: apply(1, *parts))
+    apply = tokens.Met.apply
+    patch.setattr(tokens.Met, "apply", lambda factor, *parts: apply(1, *parts))
 
 
 @mutant
 def mask_ignored(patch):
     """Every token counts."""
-    patch.setattr(sequences, "_as_bool", lambda mask: torch.ones_like(mask))
+    patch.setattr(tokens, "_as_bool", lambda mask: torch.ones_like(mask))
 
 
 @mutant
 def rows_share_documents(patch):
     """The first document of each row is the same."""
-    index = sequences._index
+    index = tokens._index
 
     def shared(cut, rank, rows):
         found, total = index(cut, rank, rows)
         return cut.numbers[:, cut.layout.positions(rank)[: found.shape[1]]].repeat(rows // len(cut.numbers), 0), total
 
-    patch.setattr(sequences, "_index", shared)
+    patch.setattr(tokens, "_index", shared)
 
 
 @mutant
 def local_places(patch):
     """The first tokens of a rank are taken for the first of the sequence."""
-    index = sequences._index
+    index = tokens._index
 
     def local(cut, rank, rows):
         found, total = index(cut, rank, rows)
         starts = found - cut.numbers[:, cut.layout.positions(rank)[: found.shape[1]]]
         return cut.numbers[:, : found.shape[1]] + starts, total
 
-    patch.setattr(sequences, "_index", local)
+    patch.setattr(tokens, "_index", local)
 
 
 @mutant
@@ -183,12 +183,12 @@ def refused():
 LAYOUT_MUTANTS = {
     "nothing is remembered": lambda patch: patch.setattr("longspan.layouts.layout.remember", lambda *args: None),
     "lengths are compared": lambda patch: patch.setattr(
-        inputs, "other_tokens", lambda one, two: (one.num_tokens != two.num_tokens).any()
+        validate, "other_tokens", lambda one, two: (one.num_tokens != two.num_tokens).any()
     ),
     "another dim is meant": lambda patch: patch.setattr(
-        inputs, "carried", lambda x: replace(carried.carried(x), dim=-7)
+        validate, "carried", lambda x: replace(carried.carried(x), dim=-7)
     ),
-    "all are taken for written into": lambda patch: patch.setattr(inputs, "version", lambda x: 1),
+    "all are taken for written into": lambda patch: patch.setattr(validate, "version", lambda x: 1),
 }
 
 

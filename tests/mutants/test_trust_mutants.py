@@ -13,9 +13,8 @@ import torch
 
 from longspan import masks
 from longspan.errors import AgreementError, RankError
-from longspan.execution.trust import agreement, headers
-from longspan.execution.trust.agreement import Record
-from longspan.execution.trust.headers import Header
+from longspan.run import agreement
+from longspan.run.agreement import Header, Record
 from tests.simulation import faults, network, waits
 from tests.simulation.faults import Fault
 from tests.simulation.network import Network
@@ -38,10 +37,10 @@ def blind_to(field):
     """A receiver that does not look at one field."""
 
     def mutate(patch):
-        original = headers.opened
+        original = agreement.opened
 
         def opened(expected, whole):
-            form = headers._FORM
+            form = agreement._FORM
             found = form.unpack(whole[: form.size].numpy().tobytes())
             place = [f.name for f in dataclasses.fields(Header)].index(field) + 1
             raw = list(found)
@@ -50,7 +49,7 @@ def blind_to(field):
             whole[: form.size] = torch.frombuffer(bytearray(form.pack(*raw)), dtype=torch.uint8)
             return original(expected, whole)
 
-        patch.setattr(headers, "opened", opened)
+        patch.setattr(agreement, "opened", opened)
 
     return mutate
 
@@ -75,95 +74,95 @@ for _field in (
 @mutant
 def checksum_of_nothing(patch):
     """Every message has the same checksum."""
-    patch.setattr(headers, "_checksum", lambda message: 7)
+    patch.setattr(agreement, "_checksum", lambda message: 7)
 
 
 @mutant
 def checksum_of_the_beginning(patch):
     """Only the first 16 bytes are summed."""
-    original = headers._checksum
-    patch.setattr(headers, "_checksum", lambda message: original(message[:16]))
+    original = agreement._checksum
+    patch.setattr(agreement, "_checksum", lambda message: original(message[:16]))
 
 
 @mutant
 def checksum_by_adding(patch):
     """Bytes are added up, so that their order does not matter."""
-    patch.setattr(headers, "_checksum", lambda message: int(message.sum(dtype=torch.int64)) % (1 << 32))
+    patch.setattr(agreement, "_checksum", lambda message: int(message.sum(dtype=torch.int64)) % (1 << 32))
 
 
 @mutant
 def checksum_of_every_other_byte(patch):
     """Half of the bytes are not summed."""
-    original = headers._checksum
-    patch.setattr(headers, "_checksum", lambda message: original(message[::2]))
+    original = agreement._checksum
+    patch.setattr(agreement, "_checksum", lambda message: original(message[::2]))
 
 
 @mutant
 def checksum_ignored(patch):
     """A damaged message is taken."""
-    original = headers.opened
+    original = agreement.opened
 
     def opened(expected, whole):
         try:
             return original(expected, whole)
         except RankError as error:
             if "checksum" in str(error):
-                return whole[headers.SIZE :]
+                return whole[agreement.HEADER_SIZE :]
             raise
 
-    patch.setattr(headers, "opened", opened)
+    patch.setattr(agreement, "opened", opened)
 
 
 @mutant
 def pieces_without_name(patch):
     """All lists of pieces have one name."""
-    patch.setattr(headers, "name_of", lambda transfers: 0)
+    patch.setattr(agreement, "name_of", lambda transfers: 0)
 
 
 @mutant
 def pieces_in_any_order(patch):
     """The order of pieces in a message does not enter their name."""
-    patch.setattr(headers, "name_of", lambda ts: zlib.crc32(" ".join(sorted(repr(t.piece) for t in ts)).encode()))
+    patch.setattr(agreement, "name_of", lambda ts: zlib.crc32(" ".join(sorted(repr(t.piece) for t in ts)).encode()))
 
 
 @mutant
 def pieces_by_size(patch):
     """Pieces of equal size have one name."""
-    patch.setattr(headers, "name_of", lambda ts: sum(t.piece.num_tokens for t in ts))
+    patch.setattr(agreement, "name_of", lambda ts: sum(t.piece.num_tokens for t in ts))
 
 
 @mutant
 def message_shifted(patch):
     """The message is cut off one byte too early."""
-    original = headers.opened
-    patch.setattr(headers, "opened", lambda expected, whole: original(expected, whole).roll(1))
+    original = agreement.opened
+    patch.setattr(agreement, "opened", lambda expected, whole: original(expected, whole).roll(1))
 
 
 @mutant
 def source_and_target_swapped(patch):
     """A sender writes the target's name where its own belongs."""
-    original = headers.sealed
+    original = agreement.sealed
 
     def sealed(header, message):
         return original(dataclasses.replace(header, src=header.dst, dst=header.src), message)
 
-    patch.setattr(headers, "sealed", sealed)
+    patch.setattr(agreement, "sealed", sealed)
 
 
 @mutant
 def any_bytes_are_a_header(patch):
     """What has no header is taken for a message with the expected one."""
-    original = headers.opened
+    original = agreement.opened
 
     def opened(expected, whole):
         try:
             return original(expected, whole)
         except RankError as error:
             if "without a header" in str(error):
-                return whole[headers.SIZE :]
+                return whole[agreement.HEADER_SIZE :]
             raise
 
-    patch.setattr(headers, "opened", opened)
+    patch.setattr(agreement, "opened", opened)
 
 
 # -- agreement ---------------------------------------------------------------------------------------------------------
@@ -328,22 +327,22 @@ OTHERS = {
 
 def check_headers():
     message = torch.arange(40, dtype=torch.uint8)
-    whole = headers.sealed(HEADER, message)
-    expect(torch.equal(headers.opened(HEADER, whole.clone()), message), "the message is not what it was")
+    whole = agreement.sealed(HEADER, message)
+    expect(torch.equal(agreement.opened(HEADER, whole.clone()), message), "the message is not what it was")
     for field, value in OTHERS.items():
         other = dataclasses.replace(HEADER, **{field: value})
-        refuses(lambda other=other: headers.opened(other, whole.clone()), RankError, field)
-        refuses(lambda other=other: headers.opened(HEADER, headers.sealed(other, message)), RankError, field)
-    for place in range(headers.SIZE, len(whole)):
+        refuses(lambda other=other: agreement.opened(other, whole.clone()), RankError, field)
+        refuses(lambda other=other: agreement.opened(HEADER, agreement.sealed(other, message)), RankError, field)
+    for place in range(agreement.HEADER_SIZE, len(whole)):
         damaged = whole.clone()
         damaged[place] ^= 4
-        refuses(lambda damaged=damaged: headers.opened(HEADER, damaged), RankError, "checksum")
+        refuses(lambda damaged=damaged: agreement.opened(HEADER, damaged), RankError, "checksum")
     swapped = whole.clone()
     swapped[-2:] = whole[-2:].flip(0)
-    refuses(lambda: headers.opened(HEADER, swapped), RankError, "checksum")
-    refuses(lambda: headers.opened(HEADER, torch.zeros_like(whole)), RankError, "without a header")
+    refuses(lambda: agreement.opened(HEADER, swapped), RankError, "checksum")
+    refuses(lambda: agreement.opened(HEADER, torch.zeros_like(whole)), RankError, "without a header")
     transfers = list(small_plan(masks.full(32)).steps(0)[0].transfers)
-    names = {headers.name_of(part) for part in (transfers, transfers[::-1], transfers[:1], transfers[1:], [])}
+    names = {agreement.name_of(part) for part in (transfers, transfers[::-1], transfers[:1], transfers[1:], [])}
     expect(len(names) == 5, "different pieces have one name")
 
 

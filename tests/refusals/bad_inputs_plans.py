@@ -3,8 +3,8 @@
 import torch
 
 from longspan import LayoutError, MaskError, PlanError, ScheduleError, layouts, masks, plan, scan_plan
-from longspan.schedules import Link, Machine, Sizes, Tiling, machine_named
-from longspan.schedules.cost.presets import CPU
+from longspan.planning import Link, Machine, Sizes, Tiling, machine_named
+from longspan.planning.presets import CPU
 from tests.refusals.bad_inputs import INF, NAN, bad, counts
 
 GOOD = {"q_heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}

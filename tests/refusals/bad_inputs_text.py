@@ -4,8 +4,8 @@ from functools import cache
 
 from longspan import LayoutError, LongspanError, ScheduleError, layouts, masks, plan
 from longspan.layouts import Layout
-from longspan.schedules import validate
-from longspan.schedules.text_parser import parse_schedule
+from longspan.planning import validate
+from longspan.planning.text import parse_schedule
 from tests.refusals.bad_inputs import bad
 
 LAYOUT = "layout zigzag seq_len=8 world_size=2\n0: 0:2 6:8\n1: 2:6"

@@ -1,11 +1,11 @@
-"""Bad calls of `longspan.integrations.torch_api`, in one process."""
+"""Bad calls of `longspan.torch_api`, in one process."""
 
 import torch
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
 from longspan import LayoutError, MaskError, PlanError, layouts, masks
-from longspan.integrations.torch_api import (
+from longspan.torch_api import (
     Balanced,
     ContextParallel,
     HeadTail,

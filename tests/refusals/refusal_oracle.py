@@ -3,7 +3,7 @@
 import torch
 
 import longspan as ls
-from longspan.execution.scoring.biases import Extras
+from longspan.scoring.biases import Extras
 from longspan.testing import run_loopback
 
 LIMIT = 1e-11

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import longspan as ls
-from longspan.integrations.pytorch import api as torch_api
+from longspan.torch_api import api as torch_api
 from longspan.training import check_same, gather_outputs, relayout, token_loss
 
 TOKENS, CLASSES = 21, 6

@@ -12,7 +12,7 @@ import torch
 
 import longspan as ls
 from longspan import layouts, masks
-from longspan.execution.scoring.biases import RelativeBias
+from longspan.scoring.biases import RelativeBias
 from longspan.training import shard_batch
 from tests.pool import end_all, pool
 from tests.refusals import refusal_work as work

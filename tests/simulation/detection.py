@@ -18,9 +18,9 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from longspan.execution.liveness.detector import BEAT, DELIVERY, LOOK, Detector, Question, Verdict
-from longspan.execution.liveness.processes import GONE, LIFE, LIFE_MARK, STOPPED, Process, Sight
-from longspan.execution.liveness.records import Direction, Fault, Phase
+from longspan.watch.detector import BEAT, DELIVERY, LOOK, Detector, Question, Verdict
+from longspan.watch.processes import GONE, LIFE, LIFE_MARK, STOPPED, Process, Sight
+from longspan.watch.records import Direction, Fault, Phase
 
 HARMLESS = ("nothing", "lock", "all stand still", "short stop", "clock", "slow store", "late messages")
 STRIKES = ("kill", "stop", "host", "raise")

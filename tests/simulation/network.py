@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from longspan.errors import RankError
-from longspan.execution.engine.transports import Exchange, Program
-from longspan.execution.trust import headers
-from longspan.execution.trust.headers import Header
+from longspan.run import agreement
+from longspan.run.agreement import Header
+from longspan.run.transports import Exchange, Program
 from tests.simulation.faults import Fault, KilledError, spoiled
 from tests.simulation.waits import Graph, State, WaitError
 
@@ -178,7 +178,7 @@ class Network:
         plan = self.plans if isinstance(self.plans, str) else self.plans[rank]
         way = 1 if self.direction == "forward" else 2
         call = self.calls + len(self._faults("skip", rank))  # one that skipped a call is in the next one
-        pieces = headers.name_of(exchange.pieces.get((src, dst), []))
+        pieces = agreement.name_of(exchange.pieces.get((src, dst), []))
         return Header(bytes.fromhex(plan[:16]), call, -1, way, exchange.step, src, dst, pieces, size, self.dtype)
 
     def _send(self, rank: Rank, dst: int, message: Tensor) -> None:
@@ -186,7 +186,7 @@ class Network:
         assert exchange is not None
         message = message.clone()
         if self.checked:
-            message = headers.sealed(self._header(exchange, rank.number, dst, message.numel(), rank.number), message)
+            message = agreement.sealed(self._header(exchange, rank.number, dst, message.numel(), rank.number), message)
         copies, delay = [message], self._drawn(1e-3)
         for fault in self.faults:
             if fault.dst == dst and fault.fits(fault.kind, rank.number, exchange.step, self.direction):
@@ -211,7 +211,7 @@ class Network:
     def _opened(self, exchange: Exchange, src: int, rank: Rank) -> Tensor:
         """The next message of a source, in a buffer of the size that was expected: a short one leaves zeros."""
         found = rank.queues[src].popleft()
-        size = exchange.receives[src] + (headers.SIZE if self.checked else 0)
+        size = exchange.receives[src] + (agreement.HEADER_SIZE if self.checked else 0)
         where = f"rank {rank.number}, {self.direction} step {exchange.step}: "
         if found.numel() > size:
             raise RankError(
@@ -223,7 +223,9 @@ class Network:
         if not self.checked:
             return buffer
         try:
-            return headers.opened(self._header(exchange, src, rank.number, exchange.receives[src], rank.number), buffer)
+            return agreement.opened(
+                self._header(exchange, src, rank.number, exchange.receives[src], rank.number), buffer
+            )
         except RankError as error:
             raise RankError(f"{where}from rank {src}: {error}") from error
 

@@ -8,18 +8,17 @@ import numpy as np
 import torch
 
 from longspan import layouts
-from longspan.execution.engine import transports
-from longspan.execution.engine.backward import Backward, Saved
-from longspan.execution.engine.forward import Forward
-from longspan.execution.engine.runner import Job
-from longspan.execution.engine.transports import Loopback
-from longspan.execution.kernels.cuda_flash import Flash
-from longspan.execution.kernels.guarded import Guarded
-from longspan.execution.kernels.reference import Reference
-from longspan.schedules import Problem, Sizes, scheme
-from longspan.schedules.cost.presets import CPU
-from longspan.schedules.plan import Plan
-from longspan.schedules.planners.registry import PLANNERS
+from longspan.kernels.cuda_flash import Flash
+from longspan.kernels.panels import Guarded
+from longspan.kernels.reference import Reference
+from longspan.planning import Problem, Sizes, scheme
+from longspan.planning.plan import Plan
+from longspan.planning.planners import PLANNERS
+from longspan.planning.presets import CPU
+from longspan.run import transports
+from longspan.run.passes import Backward, Forward, Saved
+from longspan.run.transports import Loopback
+from longspan.run.walk import Job
 from tests.cases import LAYOUTS, random_layout, random_mask
 from tests.simulation.streams import Simulation
 from tests.simulation.streams_group import SimulatedNccl, run, simulated

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 
 import torch
 
-from longspan.execution.engine import transports
-from longspan.execution.trust.group import Call, Running
-from longspan.execution.trust.settings import Safety
+from longspan.run import transports
+from longspan.run.group import Call, Running, Safety
 from tests.simulation.streams import Batch
 
 

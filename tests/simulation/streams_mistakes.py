@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from longspan.execution.engine import transports
-from longspan.execution.engine.buffers import Buffers
+from longspan.run import transports
+from longspan.run.transports import Buffers
 from tests.simulation.streams import DeadlockError, Event, HostCopyError, HostWaitError
 from tests.simulation.streams_cases import AHEAD, case_of, on_gpus, same
 from tests.simulation.streams_group import SimulatedNccl

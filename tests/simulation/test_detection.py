@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from longspan.execution.liveness import detector
+from longspan.watch import detector
 from tests.simulation.detection import HARMLESS, KINDS, World
 
 NUM_SEEDS, CHUNK = 2080, 260

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan.execution.engine.transports import Loopback
-from longspan.execution.scans.walks import ends_of, scan
-from longspan.schedules.scans.words import ScanRole
+from longspan.mixers.scan_run import ends_of, scan
+from longspan.planning.scan_steps import ScanRole
+from longspan.run.transports import Loopback
 from tests.simulation.faults import MESSAGE_FAULTS, RANK_FAULTS
 from tests.simulation.network import Network
 from tests.simulation.test_simulation import drawn_fault, judged, same

@@ -15,15 +15,14 @@ import torch
 
 from longspan import layouts, masks
 from longspan.errors import AgreementError, RankError
-from longspan.execution.call_record import record_of
-from longspan.execution.engine.backward import Backward, Saved
-from longspan.execution.engine.forward import Forward
-from longspan.execution.engine.runner import Job
-from longspan.execution.engine.transports import Loopback
-from longspan.execution.kernels import kernel_named
-from longspan.schedules import Problem, Sizes, scheme
-from longspan.schedules.cost.presets import CPU
-from longspan.schedules.plan import Plan
+from longspan.kernels import kernel_named
+from longspan.planning import Problem, Sizes, scheme
+from longspan.planning.plan import Plan
+from longspan.planning.presets import CPU
+from longspan.run.ops import record_of
+from longspan.run.passes import Backward, Forward, Saved
+from longspan.run.transports import Loopback
+from longspan.run.walk import Job
 from longspan.testing.loopback import run_conv_loopback
 from tests.cases import LAYOUTS, random_layout, random_mask
 from tests.conv_cases import conv_case
@@ -273,8 +272,8 @@ def test_ranks_with_different_plans_are_named(seed, other):
 
 
 def test_different_plans_are_refused_before_data_moves():
-    from longspan.execution.trust import agreement
-    from longspan.execution.trust.settings import Safety
+    from longspan.run import agreement
+    from longspan.run.group import Safety
 
     plans = [small_plan(), small_plan(masks.full(32))]
     rows = [

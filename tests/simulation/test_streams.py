@@ -11,11 +11,10 @@ import torch
 import longspan as ls
 from longspan.cli.acceptance.host import no_backward, no_forward
 from longspan.cli.acceptance.programs import driven
-from longspan.execution.engine.backward import Backward, Saved
-from longspan.execution.engine.buffers import Buffers
-from longspan.execution.engine.forward import Forward
-from longspan.execution.engine.runner import Job
-from longspan.execution.kernels.cuda_flash import Flash
+from longspan.kernels.cuda_flash import Flash
+from longspan.run.passes import Backward, Forward, Saved
+from longspan.run.transports import Buffers
+from longspan.run.walk import Job
 from tests.cases import LAYOUTS
 from tests.simulation.streams import Batch, DeadlockError, HostCopyError, HostWaitError, Memory, NoHostWaits, Simulation
 from tests.simulation.streams_capture import UnjoinedError, capturing, other_inputs, pass_of, replayed

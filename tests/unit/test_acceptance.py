@@ -28,7 +28,7 @@ from longspan.cli.acceptance.page import AcceptanceReport, cleaned, markdown, pr
 from longspan.cli.acceptance.session import all_lines, chosen_lines
 from longspan.cli.launch import JobRanks
 from longspan.errors import LongspanError
-from longspan.execution.kernels import cuda_sdpa, kernel_named
+from longspan.kernels import cuda_sdpa, kernel_named
 from tests.unit.test_kernel_addresses import DTYPES, KERNELS
 
 FULL = operator_cases(quick=False)

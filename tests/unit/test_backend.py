@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from longspan.cli import main
-from longspan.cli.commands.bench import _check_trace
-from longspan.cli.commands.verify import _usual_device
+from longspan.cli.bench import _check_trace
 from longspan.cli.launch import JobRanks, joined, place
+from longspan.cli.verify import _usual_device
 from longspan.errors import LongspanError
 
 SMALL = ("--q-heads", "4", "--kv-heads", "2", "--head-dim", "16", "--repeats", "1")

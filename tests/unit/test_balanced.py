@@ -15,9 +15,7 @@ from benchmarks.workloads import MI, WORKLOADS, Workload, document_lengths
 from longspan import masks
 from longspan.errors import LayoutError, MaskError
 from longspan.layouts import Layout, contiguous, zigzag
-from longspan.layouts.balance.dealing import largest
-from longspan.layouts.balance.segments import profile_of, remote_rows, segments_of
-from longspan.layouts.balance.solver import View, balanced
+from longspan.layouts.balance import View, balanced, largest, profile_of, remote_rows, segments_of
 from longspan.masks import Mask, causal, documents, sliding_window
 
 JUDGE = Path(__file__).parents[3] / "shared" / "judges" / "layout.py"
@@ -258,7 +256,7 @@ def test_largest_is_what_a_scan_finds(seed: int) -> None:
 def test_every_process_finds_the_same_layout() -> None:
     program = (
         "from benchmarks.workloads import WORKLOADS\n"
-        "from longspan.layouts.balance.solver import balanced\n"
+        "from longspan.layouts.balance import balanced\n"
         "print(balanced(WORKLOADS[5].mask(), world_size=64).fingerprint)"
     )
     here = balanced(WORKLOADS[5].mask(), world_size=64).fingerprint

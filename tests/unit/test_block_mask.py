@@ -9,9 +9,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 from longspan import layouts, masks
 from longspan.errors import LayoutError, MaskError
-from longspan.execution.flex.block_masks import block_mask, mask_of_block_mask
 from longspan.layouts import Layout
-from longspan.masks.functions.predicate import Function
+from longspan.masks.functions import Function
+from longspan.run.flex import block_mask, mask_of_block_mask
 from longspan.testing import dense_attention
 from tests.cases import LAYOUTS, MASKS, random_case
 

@@ -19,14 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import longspan as ls
-from longspan.execution.engine.backward import Backward, Saved
-from longspan.execution.engine.forward import Forward
-from longspan.execution.engine.observe import observe
-from longspan.execution.engine.runner import Job
-from longspan.execution.engine.transports import Loopback, ProcessGroup
-from longspan.execution.kernels import kernel_named
-from longspan.schedules.cost.machine import Link
-from longspan.schedules.cost.presets import CPU
+from longspan.kernels import kernel_named
+from longspan.planning.machine import Link
+from longspan.planning.presets import CPU
+from longspan.run.passes import Backward, Forward, Saved
+from longspan.run.transports import Loopback, ProcessGroup, observe
+from longspan.run.walk import Job
 
 SCHEMES = (
     "ring",

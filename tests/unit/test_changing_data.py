@@ -14,9 +14,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import longspan as ls
 from longspan.errors import KernelError, LongspanError, MaskError
-from longspan.masks.functions import elementwise
-from longspan.masks.functions.predicate import Reader
-from longspan.masks.functions.reads import Reads
+from longspan.masks import functions
+from longspan.masks.captures import Reads
+from longspan.masks.functions import Reader
 from longspan.testing import run_loopback
 
 S = 192
@@ -530,7 +530,7 @@ def test_mask_functions_get_positions_where_their_tensors_are(monkeypatch):
             return function(b, h, i, j)
 
         mask = ls.masks.from_mask_mod(noting, S)
-        elementwise._verdicts[noting] = True  # finding that out would need a device
+        functions._verdicts[noting] = True  # finding that out would need a device
         with monkeypatch.context() as patch:
             for name in real:
                 patch.setattr(torch, name, made(name))

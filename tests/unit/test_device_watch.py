@@ -12,16 +12,13 @@ import pytest
 import torch.distributed as dist
 
 from longspan.errors import RankError
-from longspan.execution.liveness import native
-from longspan.execution.liveness.detector import BEAT, LOOK, Detector
-from longspan.execution.liveness.flights import Flights
-from longspan.execution.liveness.job_store import TorchStore
-from longspan.execution.liveness.lookout import Lookout
-from longspan.execution.liveness.native import Interrupt
-from longspan.execution.liveness.processes import GONE, STOPPED, TRACED, Process, Sight
-from longspan.execution.liveness.records import Direction, Fault, Phase, Status
-from longspan.execution.liveness.store_client import StoreClient
-from longspan.execution.trust.store_table import Comparison, rows_alone
+from longspan.run.agreement import Comparison, rows_alone
+from longspan.watch import waiting
+from longspan.watch.detector import BEAT, LOOK, Detector
+from longspan.watch.processes import GONE, STOPPED, TRACED, Process, Sight
+from longspan.watch.records import Direction, Fault, Phase, Status
+from longspan.watch.store import StoreClient, TorchStore
+from longspan.watch.waiting import Flights, Interrupt, Lookout
 
 pytestmark = pytest.mark.timeout(60)
 TIMEOUT = 100.0
@@ -123,10 +120,10 @@ def test_polling_leaves_captures_alone(is_loaded, monkeypatch):
         def cudaThreadExchangeStreamCaptureMode(self, mode):  # noqa: N802
             modes.append(mode._obj.value)
 
-    monkeypatch.setattr(native.torch.version, "cuda", "13.2")
-    monkeypatch.setattr(native.ctypes, "CDLL", Runtime)
-    native.poll_beside_captures()
-    assert modes == ([native.RELAXED] if is_loaded else [])
+    monkeypatch.setattr(waiting.torch.version, "cuda", "13.2")
+    monkeypatch.setattr(waiting.ctypes, "CDLL", Runtime)
+    waiting.poll_beside_captures()
+    assert modes == ([waiting.RELAXED] if is_loaded else [])
 
 
 # -- rules, in virtual time -------------------------------------------------------------------------------------------

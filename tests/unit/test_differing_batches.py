@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from longspan.training.agree import NAME_BYTES, DifferentBatchesError, _differences
-from longspan.training.groups import BatchError
+from longspan.training.groups import NAME_BYTES, BatchError, DifferentBatchesError, _differences
 
 
 def tables(*ranks):

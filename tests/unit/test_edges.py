@@ -11,9 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import longspan as ls
 from longspan.errors import LongspanError, PlanError
-from longspan.execution.kernels import kernel_named
-from longspan.integrations.pytorch.api import flex_attention as flex_in_context
+from longspan.kernels import kernel_named
 from longspan.testing import allowed, dense_attention, run_loopback
+from longspan.torch_api.api import flex_attention as flex_in_context
 from longspan.training import gather_outputs, relayout, token_loss
 
 S = 48

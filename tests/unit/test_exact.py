@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from longspan import layouts, masks
-from longspan.execution.engine.merge import Accumulator, Sum
-from longspan.execution.engine.transports import Loopback
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.schedules import Problem, Sizes, scheme
-from longspan.schedules.cost.presets import CPU
-from longspan.schedules.plan import Plan
+from longspan.planning import Problem, Sizes, scheme
+from longspan.planning.plan import Plan
+from longspan.planning.presets import CPU
+from longspan.run.merge import Accumulator, Sum
+from longspan.run.transports import Loopback
 from longspan.testing import loopback, run_loopback
 from tests.exact_cases import DTYPES, KINDS, NAMES, SCHEMES, WORLDS, Oracle, anew, assert_exact, exact_case, fused
 

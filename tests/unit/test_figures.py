@@ -8,13 +8,12 @@ import pytest
 
 import longspan as ls
 from longspan.cli.command import main
-from longspan.schedules import MACHINES, Problem, Sizes
-from longspan.schedules.cost.machine import rank_seconds, steps_work
-from longspan.schedules.cost.memory import live_bytes
-from longspan.schedules.planners import PLANNERS, VOLUMES, scheme
-from longspan.schedules.planners.ring import ring
-from longspan.schedules.reversal import reverse
-from longspan.schedules.steps import Role
+from longspan.planning import MACHINES, Problem, Sizes
+from longspan.planning.backward_plan import reverse
+from longspan.planning.cost import live_bytes
+from longspan.planning.machine import rank_seconds, steps_work
+from longspan.planning.planners import PLANNERS, VOLUMES, ring, scheme
+from longspan.planning.steps import Role
 from tests.step_times import move_seconds
 
 SEQ = 360
@@ -99,7 +98,7 @@ def test_what_the_command_prints_is_the_most_of_any_rank(docs, scheme_name, caps
     if docs == "causal":
         mask = ls.masks.causal(8192)
     else:
-        from longspan.cli.lengths import drawn_lengths
+        from longspan.cli.workload import drawn_lengths
 
         mask = ls.masks.documents(lengths or drawn_lengths(docs, 8192)) & ls.masks.causal()
     layout = ls.layouts.balanced(mask, world_size=16)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan.execution.call_record import record_of
-from longspan.execution.engine.runner import Job
-from longspan.execution.kernels import kernel_named
-from longspan.execution.trust.settings import Safety
+from longspan.kernels import kernel_named
 from longspan.masks.plane import Plane
+from longspan.run.group import Safety
+from longspan.run.ops import record_of
+from longspan.run.walk import Job
 
 MASKS = {
     "documents": lambda: ls.masks.documents([30, 50, 48]) & ls.masks.causal(),

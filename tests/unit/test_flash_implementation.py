@@ -5,11 +5,11 @@ import torch
 from torch.nn import attention
 
 import longspan as ls
-from longspan.execution.call_record import record_of
-from longspan.execution.engine.runner import Job
-from longspan.execution.kernels import kernel_named
-from longspan.execution.kernels.cuda_flash import implementation
-from longspan.execution.trust.settings import Safety
+from longspan.kernels import kernel_named
+from longspan.kernels.cuda_flash import implementation
+from longspan.run.group import Safety
+from longspan.run.ops import record_of
+from longspan.run.walk import Job
 
 
 def record(device):

@@ -5,16 +5,13 @@ import pytest
 import torch
 
 from longspan import layouts, masks, plan
-from longspan.execution.engine import runner
-from longspan.execution.engine.backward import Backward, Saved
-from longspan.execution.engine.flat.grouping import grouped, levels_of
-from longspan.execution.engine.flat.memory import Memory
-from longspan.execution.engine.flat.moves import Move
-from longspan.execution.engine.flat.recorder import Kind, Recorder
-from longspan.execution.engine.forward import Forward
-from longspan.execution.engine.transports import Loopback
-from longspan.execution.kernels import kernel_named
+from longspan.kernels import kernel_named
 from longspan.layouts import Layout
+from longspan.run import walk
+from longspan.run.moves import Memory, Move, grouped, levels_of
+from longspan.run.passes import Backward, Forward, Saved
+from longspan.run.recorder import Kind, Recorder
+from longspan.run.transports import Loopback
 from longspan.testing.loopback import run_loopback
 from tests.flat_rows import Played, by_tables
 
@@ -52,7 +49,7 @@ def test_tables_and_runs_give_the_same_bits(scheme, monkeypatch):
         made, inputs = drawn(seed, scheme)
         right = run_loopback(made, *inputs, kernel="reference")
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "memory_for", by_tables)
+            patch.setattr(walk, "memory_for", by_tables)
             found = run_loopback(made, *inputs, kernel="reference")
             again = run_loopback(made, *inputs, kernel="reference")
         for name, a, b, c in zip(("out", "lse", "dq", "dk", "dv"), found, right, again, strict=True):
@@ -63,14 +60,14 @@ def test_tables_and_runs_give_the_same_bits(scheme, monkeypatch):
 def test_a_table_that_is_one_off_is_noticed(monkeypatch):
     made, inputs = drawn(1, "hybrid(2,exchange)")
     right = run_loopback(made, *inputs, kernel="reference")
-    runner._programs.pop(made)  # with its tables
+    walk._programs.pop(made)  # with its tables
     table, calls = Memory.table, []
 
     def one_off(self, rows):
         calls.append(rows)
         return table(self, rows if len(calls) % 2 else np.roll(rows, 1))  # sources, not targets
 
-    monkeypatch.setattr(runner, "memory_for", by_tables)
+    monkeypatch.setattr(walk, "memory_for", by_tables)
     monkeypatch.setattr(Memory, "table", one_off)
     found = run_loopback(made, *inputs, kernel="reference")
     assert calls
@@ -85,7 +82,7 @@ def test_nothing_is_worked_out_twice(monkeypatch):
     def not_again(*_):
         raise AssertionError("worked out again")
 
-    monkeypatch.setattr(runner.Walk, "program", not_again)
+    monkeypatch.setattr(walk.Walk, "program", not_again)
     monkeypatch.setattr(Memory, "table", not_again)
     run_loopback(made, *inputs, kernel="reference")
 
@@ -137,7 +134,7 @@ def test_a_group_is_one_move_on_gpus():
     layout = layouts.striped(280, 4, stripe=5)
     made = plan(mask, layout, scheme="exchange", q_heads=4, kv_heads=4, head_dim=8, dtype="float32")
     run_loopback(made, *(torch.randn(1, 4, 280, 8) for _ in range(4)), kernel="reference")
-    forward = [program for key, (*_, program) in runner._programs[made].items() if key[1] == "forward"]
+    forward = [program for key, (*_, program) in walk._programs[made].items() if key[1] == "forward"]
     packs = [[item for item in step.pack if isinstance(item, Move)] for program in forward for step in program.steps]
     assert max(map(len, packs)) == 1
     assert max(len(lane.runs) for moves in packs for move in moves for lane in move.lanes) > 1
@@ -150,7 +147,7 @@ def test_results_keep_no_messages_alive(scheme):
     mask, layout = masks.causal(64), layouts.zigzag(64, 4)
     made = plan(mask, layout, scheme=scheme, q_heads=4, kv_heads=4, head_dim=8, dtype="float32")
     own = [[layout.shard(torch.randn(1, 4, 64, 8), rank, 2) for _ in range(4)] for rank in range(4)]
-    jobs = [runner.Job(made, rank, kernel_named("reference"), 0.3, torch.float32) for rank in range(4)]
+    jobs = [walk.Job(made, rank, kernel_named("reference"), 0.3, torch.float32) for rank in range(4)]
     forward = Loopback().run([Forward(job, *x[:3]).program(saves=True) for job, x in zip(jobs, own, strict=True)])
     saved = [Saved(*x[:3], *found) for x, found in zip(own, forward, strict=True)]
     runs = [Backward(job, s, x[3]).program() for job, s, x in zip(jobs, saved, own, strict=True)]
@@ -180,6 +177,6 @@ class Talkative:
 def test_a_kernel_gives_what_it_said(change, message):
     made = plan(masks.causal(16), layouts.contiguous(16, 1), q_heads=1, kv_heads=1, head_dim=8, dtype="float32")
     q, k, v = (torch.randn(1, 1, 16, 8) for _ in range(3))
-    job = runner.Job(made, 0, Talkative(change), 0.3, torch.float32)
+    job = walk.Job(made, 0, Talkative(change), 0.3, torch.float32)
     with pytest.raises(AssertionError, match=message):
         Loopback().run([Forward(job, q, k, v).program(saves=False)])

@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex
 import longspan as ls
 from longspan import layouts, masks
 from longspan.errors import LongspanError
-from longspan.execution.scoring.biases import Extras
 from longspan.scores import RelativeBias
+from longspan.scoring.biases import Extras
 from longspan.testing import run_loopback
 
 F64 = torch.float64

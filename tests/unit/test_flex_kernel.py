@@ -15,21 +15,20 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import longspan as ls
+from longspan import _torch
 from longspan.errors import KernelError
-from longspan.execution import _torch
-from longspan.execution.kernels import Features, choose_kernel, flex, kernel_named
-from longspan.execution.kernels.contract import TileWork, Upstream
-from longspan.execution.scoring import traced
-from longspan.execution.scoring.biases import Extras, RelativeBias
-from longspan.execution.scoring.captured import Totals
-from longspan.execution.scoring.pairs import TilePairs, TilePositions
-from longspan.execution.scoring.pipeline import Scoring
-from longspan.execution.tile import Tile
+from longspan.kernels import Features, choose_kernel, flex, kernel_named
+from longspan.kernels.contract import TileWork, Upstream
 from longspan.layouts import balanced, contiguous, striped, zigzag
 from longspan.masks import causal, documents, from_mask_mod, sliding_window
-from longspan.masks.functions.predicate import Function
-from longspan.span import Span
+from longspan.masks.functions import Function
+from longspan.scoring import traced
+from longspan.scoring.biases import Extras, RelativeBias
+from longspan.scoring.captured import Totals
+from longspan.scoring.pipeline import Scoring, TilePairs, TilePositions
+from longspan.spans import Span
 from longspan.testing.loopback import run_loopback
+from longspan.tile import Tile
 from tests.kernel_models.cases import by_tile
 
 FLEX, REFERENCE = kernel_named("flex"), kernel_named("reference")

@@ -68,15 +68,15 @@ def test_kernels_become_machine_code(capability, kind, tmp_path, record_property
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from longspan.execution.fused import pieces
-    from longspan.execution.fused.triton_kernels import merge_kernel, rows_kernel, two_rows_kernel
+    from longspan.run import fused
+    from longspan.run.triton_kernels import merge_kernel, rows_kernel, two_rows_kernel
 
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     ptxas = folder / ("ptxas-blackwell" if capability >= 90 else "ptxas")
     wide = {"acc": "*fp32", "top": "*fp32", "num": "*fp32", "lse": "*fp32", "here": "*i32", "there": "*i32"}
     wide |= {"here2": "*i32", "there2": "*i32"}
     for kernel in (merge_kernel, rows_kernel, two_rows_kernel):
-        sizes = pieces._grid(1, 4096, 128)[1] | {"ADDS": False, "BY_ROW": True}
+        sizes = fused._grid(1, 4096, 128)[1] | {"ADDS": False, "BY_ROW": True}
         constants = {name: size for name, size in sizes.items() if name in kernel.arg_names}
         tensors = dict.fromkeys(("out", "source", "target", "source2", "target2"), kind) | wide
         signature = {name: "constexpr" if name in constants else tensors.get(name, "i64") for name in kernel.arg_names}

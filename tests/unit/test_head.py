@@ -9,8 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from longspan.cli.acceptance.memory import Ledger
 from longspan.errors import PlanError
-from longspan.execution.simulated import simulate
-from longspan.training import BatchError, Head, slabs, token_logprobs, token_loss
+from longspan.run.simulated import simulate
+from longspan.training import BatchError, Head, token_logprobs, token_loss
+from longspan.training import head as slabs
 from longspan.training.head import head_of
 from tests.head_cases import BAR, check
 

@@ -11,14 +11,14 @@ from torch.nn.functional import pad
 
 import longspan
 from longspan import layouts, masks
-from longspan.execution.kernels import cuda_flash, cuda_sdpa, panels
-from longspan.execution.kernels.cpu_flash import CpuFlash
-from longspan.execution.kernels.cuda_flash import Flash, Launch
-from longspan.execution.kernels.cuda_sdpa import Cudnn, Efficient
-from longspan.execution.kernels.guarded import Guarded
-from longspan.execution.tile import Tile
+from longspan.kernels import cuda_flash, cuda_sdpa, panels
+from longspan.kernels.cpu_flash import CpuFlash
+from longspan.kernels.cuda_flash import Flash, Launch
+from longspan.kernels.cuda_sdpa import Cudnn, Efficient
+from longspan.kernels.panels import Guarded
 from longspan.testing import loopback
 from longspan.testing.oracle import allowed
+from longspan.tile import Tile
 from tests.kernel_models import operators
 from tests.kernel_models.cases import Case, check, close, dense, one_call, random_case, shrink_blocks
 from tests.kernel_models.memory import GUARD, AddressError, Reads, read, written

@@ -5,10 +5,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import longspan as ls
+from longspan import _torch
 from longspan.errors import KernelError
-from longspan.execution import _torch, ops
-from longspan.execution.kernels import Features, choose_kernel, flex, why_not_inside
-from longspan.execution.scoring.pipeline import Scoring
+from longspan.kernels import Features, choose_kernel, flex, why_not_inside
+from longspan.run import ops
+from longspan.scoring.pipeline import Scoring
 
 FUSED = ("varlen", "flash", "efficient", "cudnn", "flex")
 MASK, SCORE = Features(mask_function=True), Features(score_function=True)

@@ -13,17 +13,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longspan import _torch
 from longspan.errors import KernelError
-from longspan.execution import _torch
-from longspan.execution.kernels import choose_kernel, kernel_named, reference
-from longspan.execution.kernels import cpu_flash as sdpa
-from longspan.execution.kernels import panels as pieces
-from longspan.execution.kernels.contract import TileWork, Upstream
-from longspan.execution.kernels.cpu_flash import CpuFlash
-from longspan.execution.kernels.cuda_flash import Flash, launches
-from longspan.execution.kernels.cuda_sdpa import Cudnn, Efficient
-from longspan.execution.kernels.reference import Reference
-from longspan.execution.tile import Tile
+from longspan.kernels import choose_kernel, kernel_named, reference
+from longspan.kernels import cpu_flash as sdpa
+from longspan.kernels import panels as pieces
+from longspan.kernels.contract import TileWork, Upstream
+from longspan.kernels.cpu_flash import CpuFlash
+from longspan.kernels.cuda_flash import Flash, launches
+from longspan.kernels.cuda_sdpa import Cudnn, Efficient
+from longspan.kernels.reference import Reference
+from longspan.tile import Tile
 from tests.kernel_models.cases import FLOOR, WIDE, Case, allowed, by_tile, check, cut, dense, random_case, shrink_blocks
 from tests.kernel_models.operators import (
     cudnn,
@@ -338,12 +338,12 @@ def test_names_are_obeyed_or_refused():
 
 def test_no_kernel_imports_another():
     folder = Path(reference.__file__).parent
-    shared = {"longspan.execution.kernels.contract", "longspan.execution.kernels.panels"}
+    shared = {"longspan.kernels.contract", "longspan.kernels.panels"}
     for path in folder.glob("*.py"):
         if path.name in ("__init__.py",):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("longspan.execution.kernels"):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("longspan.kernels"):
                 assert node.module in shared, f"{path.name}:{node.lineno} imports {node.module}"
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from longspan import masks
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
-from longspan.span import Span
+from longspan.spans import Span
 from tests.lanes import NIGHTLY
 
 NUM_COMPOSITIONS = 5000 if NIGHTLY else 400

@@ -11,13 +11,12 @@ import torch
 
 import longspan
 from longspan import layouts, masks
-from longspan.execution.engine.backward import Backward, Saved, stand_in
-from longspan.execution.engine.forward import Forward
-from longspan.execution.engine.runner import Job
-from longspan.execution.engine.transports import Loopback
-from longspan.execution.kernels import choose_kernel, kernel_named
+from longspan.kernels import choose_kernel, kernel_named
 from longspan.layouts import Layout
 from longspan.masks import Mask
+from longspan.run.passes import Backward, Forward, Saved, stand_in
+from longspan.run.transports import Loopback
+from longspan.run.walk import Job
 from longspan.testing import run_loopback
 from tests.exact_cases import NAMES, Oracle, unit
 from tests.flat_rows import Accumulator, Sum

@@ -5,11 +5,10 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan.execution.engine.backward import Backward, Saved
-from longspan.execution.engine.forward import Forward
-from longspan.execution.engine.runner import Job
-from longspan.execution.engine.transports import Loopback
-from longspan.execution.kernels import kernel_named
+from longspan.kernels import kernel_named
+from longspan.run.passes import Backward, Forward, Saved
+from longspan.run.transports import Loopback
+from longspan.run.walk import Job
 from longspan.testing import dense_attention
 
 LIMIT = 1e-12

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan.schedules import MACHINES, Link, simulate, validate
+from longspan.planning import MACHINES, Link, simulate, validate
 from longspan.testing import run_loopback
 
 MASK = ls.masks.documents([1500, 2000, 596]) & ls.masks.causal()

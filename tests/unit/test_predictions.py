@@ -11,21 +11,18 @@ import torch
 import longspan as ls
 from benchmarks.host_time import CASES, plan_of
 from benchmarks.kernels import LONG, MAX_ERROR, points
-from longspan.cli.commands.calibrate import taken_over
-from longspan.cli.measuring.host import line
+from longspan.cli.calibrate import taken_over
+from longspan.cli.measure import line
 from longspan.errors import PlanError
-from longspan.execution.engine.backward import Backward, Saved
-from longspan.execution.engine.forward import Forward
-from longspan.execution.engine.runner import Job
-from longspan.execution.engine.transports import Loopback
-from longspan.execution.kernels.cuda_flash import Flash, implementation
-from longspan.schedules import MACHINES, Machine, simulate
-from longspan.schedules.choose import TIE
-from longspan.schedules.cost.kernels import KERNELS, LaunchShape, workspace_of
-from longspan.schedules.cost.machine import Work, queued_at, rank_seconds, rank_times, steps_work
-from longspan.schedules.cost.machine_text import machine_text, parse_machine
-from longspan.schedules.cost.presets import A100, CPU, H100, H100_FA3, H100_FITTED, H100_FLEX, nearest
-from longspan.schedules.cost.workspace import table_bytes, workspace_bytes
+from longspan.kernels.cuda_flash import Flash, implementation
+from longspan.planning import MACHINES, Machine, simulate
+from longspan.planning.choose import TIE
+from longspan.planning.kernel_memory import KERNELS, LaunchShape, table_bytes, workspace_bytes, workspace_of
+from longspan.planning.machine import Work, machine_text, parse_machine, queued_at, rank_seconds, rank_times, steps_work
+from longspan.planning.presets import A100, CPU, H100, H100_FA3, H100_FITTED, H100_FLEX, nearest
+from longspan.run.passes import Backward, Forward, Saved
+from longspan.run.transports import Loopback
+from longspan.run.walk import Job
 from tests.kernel_models import operators
 
 SIZES = {"q_heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
@@ -130,7 +127,7 @@ def test_a_host_that_cannot_be_is_refused(change, words):
 
 
 def test_a_host_that_is_late_is_what_a_call_takes():
-    """The example of `longspan.schedules.cost.machine`."""
+    """The example of `longspan.planning.machine`."""
     machine = replace(H100, launch_seconds=10e-6, message_seconds=0.0, call_seconds=150e-6)
     assert queued_at([Work(ops=20.0)] * 3, machine) == pytest.approx([350e-6, 550e-6, 750e-6])
     assert queued_at([Work(ops=2.0, messages=3.0)], replace(machine, message_seconds=1e-6)) == pytest.approx([173e-6])

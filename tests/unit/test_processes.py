@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.errors import RankError
-from longspan.execution.liveness.processes import GONE, STOPPED, Process, listener, seen, this_process
-from longspan.execution.liveness.records import packed_process, parsed_life, parsed_process
-from longspan.execution.liveness.store_client import LostError, StoreClient
+from longspan.watch.processes import GONE, STOPPED, Process, listener, seen, this_process
+from longspan.watch.records import packed_process, parsed_life, parsed_process
+from longspan.watch.store import LostError, StoreClient
 
 
 def until(process, state):

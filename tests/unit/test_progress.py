@@ -14,13 +14,12 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan.cli import main
-from longspan.cli import progress as bars
-from longspan.cli.commands import doctor
-from longspan.cli.error_shares import CheckedScheme, show_shares
-from longspan.cli.kernel_used import device_used
+from longspan.cli import doctor, main
+from longspan.cli import output as bars
+from longspan.cli.bench import CheckedScheme, show_shares
 from longspan.cli.launch import JobRanks
-from longspan.cli.screen import Screen
+from longspan.cli.measure import device_used
+from longspan.cli.output import Screen
 from longspan.verification import Check, Finding, Report
 
 SRC = Path(ls.__file__).parents[1]
@@ -140,7 +139,7 @@ def test_doctor_has_as_many_parts_as_its_bar(monkeypatch):
         names.clear()
         with monkeypatch.context() as cheap:
             cheap.setattr("longspan.verification.verify", lambda *a, **k: report(("out", 0.0, 1.0)))
-            cheap.setattr("longspan.cli.measuring.rates.median_seconds", lambda *a, **k: 1e-3)
+            cheap.setattr("longspan.cli.measure.median_seconds", lambda *a, **k: 1e-3)
             doctor.examine(alone, quick, names.append)
         assert len(names) == doctor.num_parts(alone, quick)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import longspan as ls
 from longspan.errors import LongspanError, PlanError
-from longspan.execution.simulated import NotSimulatedError, simulate
+from longspan.run.simulated import NotSimulatedError, simulate
 from longspan.training import BatchError, check_same, gather_outputs, relayout, shard_batch, token_loss, watch
 from longspan.verification import prove_model, verify, verify_model
 from tests.score_cases import any_layout

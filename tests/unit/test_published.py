@@ -11,9 +11,9 @@ from benchmarks import published as pub
 from benchmarks.published_points import DIRECTIONS, SIZES, Point, flop_per_rank, packs, points
 from benchmarks.published_systems import Leg, Run, padded_problem, plain_problem, planned_run, ring_run, runs
 from longspan.masks import bands as bd
-from longspan.schedules import Role, Step, reverse, scheme
-from longspan.schedules.cost.machine import Work
-from longspan.schedules.cost.presets import H100_FITTED
+from longspan.planning import Role, Step, reverse, scheme
+from longspan.planning.machine import Work
+from longspan.planning.presets import H100_FITTED
 from tests.step_times import move_seconds
 
 WORLD = 16

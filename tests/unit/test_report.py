@@ -16,11 +16,11 @@ import pytest
 
 import longspan as ls
 from longspan.cli import main
-from longspan.cli.lengths import drawn_lengths
-from longspan.number_words import bytes_text, seconds_text
-from longspan.schedules.cost.presets import H100
+from longspan.cli.workload import drawn_lengths
+from longspan.formatting import bytes_text, seconds_text
+from longspan.planning.presets import H100
 from longspan.viz import report_html
-from longspan.viz.runs import runs
+from longspan.viz.layout import runs
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 VOID = {"meta", "link", "img", "br"}

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from longspan.errors import KernelError
-from longspan.execution.scans.contract import Segments
-from longspan.execution.scans.kernels import choose_scan_kernel, scan_kernel_named
-from longspan.execution.scans.kernels.chunks import cut
-from longspan.execution.scans.kernels.forms import in_chunks
-from longspan.testing.recurrences import recurrence_by_tokens
+from longspan.mixers.recurrences import Segments
+from longspan.mixers.scan_kernels import choose_scan_kernel, scan_kernel_named
+from longspan.mixers.scan_reference import cut, in_chunks
+from longspan.testing.oracle import recurrence_by_tokens
 from tests.scan_cases import (
     KINDS,
     distance,

@@ -14,9 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longspan.errors import KernelError
-from longspan.execution.scans.contract import Segments
-from longspan.execution.scans.kernels import choose_scan_kernel, scan_kernel_named
-from longspan.execution.scans.kernels.mamba_ssm import alike
+from longspan.mixers.recurrences import Segments
+from longspan.mixers.scan_kernels import alike, choose_scan_kernel, scan_kernel_named
 from tests.jobs.runner import ROOT
 from tests.kernel_models.scan_packages import KERNELS, use_models
 from tests.scan_cases import KINDS, errors, random_segments, random_states, random_work
@@ -91,7 +90,7 @@ def on_gpu(kind, **asked):
 def installed(monkeypatch):
     """As if both packages were there."""
     use_models(monkeypatch)
-    monkeypatch.setattr("longspan.execution.scans.kernels.extras.find_spec", lambda name: name)
+    monkeypatch.setattr("longspan.mixers.scan_kernels.find_spec", lambda name: name)
 
 
 @pytest.mark.usefixtures("installed")
@@ -137,7 +136,7 @@ def test_refused_on_cpus():
 
 
 def test_packages_that_are_missing_or_broken(monkeypatch):
-    where = "longspan.execution.scans.kernels.extras"
+    where = "longspan.mixers.scan_kernels"
     monkeypatch.setattr(f"{where}.find_spec", lambda name: None)
     with pytest.raises(KernelError, match=r"package fla is not installed \(pip install flash-linear-attention\)"):
         choose_scan_kernel("fla", on_gpu("kda"))

@@ -8,9 +8,9 @@ import pytest
 import longspan as ls
 from longspan.errors import PlanError, ScheduleError
 from longspan.layouts import Layout
-from longspan.schedules.scans.proof import validate_scan
-from longspan.schedules.scans.words import ChainPiece, Fold, ScanRole, ScanStep, StateTransfer, parse_scan
-from longspan.span import Span
+from longspan.planning.scan_steps import ChainPiece, Fold, ScanRole, ScanStep, StateTransfer, parse_scan
+from longspan.planning.scan_validate import validate_scan
+from longspan.spans import Span
 from tests.spread_cases import SCHEMES, problem
 
 DENSE = {"heads": 2, "keys": 3, "values": 5, "maps": "matrix"}
@@ -239,7 +239,7 @@ def test_fingerprints_tell_plans_apart():
 
 
 def node_of(ranks):
-    machine = ls.schedules.MACHINES["h100"]
+    machine = ls.planning.MACHINES["h100"]
     return replace(machine, links=(replace(machine.links[0], ranks=ranks), *machine.links[1:]))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import longspan as ls
 from longspan.errors import ScheduleError
-from longspan.schedules import MACHINES, simulate
+from longspan.planning import MACHINES, simulate
 from tests.pace import quiet_seconds
 from tests.spread_cases import SCHEMES, problem
 

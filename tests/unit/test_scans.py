@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan.execution.scans.spread import LocalSegments, RankScan
-from longspan.schedules.scans.words import parse_scan
-from longspan.testing.scan_loopback import MeetingPoint
+from longspan.mixers.scan_run import LocalSegments, RankScan
+from longspan.planning.scan_steps import parse_scan
+from longspan.testing.loopback import MeetingPoint
 from tests.spread_cases import (
     FORMS,
     LAYOUTS,

@@ -9,23 +9,11 @@ import pytest
 
 from longspan import layouts, masks
 from longspan.errors import PlanError, ScheduleError
-from longspan.schedules import (
-    MACHINES,
-    Piece,
-    Problem,
-    Role,
-    Sizes,
-    Step,
-    backward,
-    scheme,
-    simulate,
-    table,
-    validate,
-)
-from longspan.schedules.cost.machine import rank_seconds
-from longspan.schedules.cost.memory import live_bytes
-from longspan.schedules.text_parser import parse_schedule
-from longspan.span import Span
+from longspan.planning import MACHINES, Piece, Problem, Role, Sizes, Step, backward, scheme, simulate, table, validate
+from longspan.planning.cost import live_bytes
+from longspan.planning.machine import rank_seconds
+from longspan.planning.text import parse_schedule
+from longspan.spans import Span
 from tests.cases import random_case
 from tests.pruning import prune
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
 from longspan import masks
-from longspan.execution.scoring.biases import RelativeBias
+from longspan.scoring.biases import RelativeBias
 from tests.score_cases import E, random_inputs
 
 S = 12

@@ -10,8 +10,8 @@ import torch
 
 import longspan as ls
 from longspan import layouts, masks
-from longspan.execution.scoring.biases import RelativeBias, alibi_slopes
-from longspan.execution.scoring.dropout import Dropout
+from longspan.scoring.biases import RelativeBias, alibi_slopes
+from longspan.scoring.pipeline import Dropout
 from longspan.testing import run_loopback
 from tests.score_cases import (
     MASKS,

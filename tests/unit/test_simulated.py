@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from longspan import attention, causal_conv1d, conv_plan, layouts, masks, plan
-from longspan.execution.simulated import ApartError, simulate
 from longspan.recurrences import gated_delta_rule, scan_plan
+from longspan.run.simulated import ApartError, simulate
 from longspan.training import token_loss
 from tests.score_cases import any_layout
 

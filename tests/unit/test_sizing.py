@@ -20,8 +20,8 @@ from longspan.sizing import (
     sizes_of,
     step_memory,
 )
-from longspan.sizing.fit import recipes
-from longspan.sizing.loss import slab_rows
+from longspan.sizing.memory import slab_rows
+from longspan.sizing.time import recipes
 
 TINY = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "vocab_size": 100,
@@ -177,7 +177,7 @@ def test_recipes_that_cannot_be_are_refused():
 
 
 def test_slabs_are_those_of_the_loss():
-    slabs = pytest.importorskip("longspan.training.slabs")
+    slabs = pytest.importorskip("longspan.training.head")
     draw = random.Random(0)
     for _ in range(200):
         tokens, words = draw.randrange(1, 1 << draw.randrange(1, 21)), draw.randrange(1, 1 << draw.randrange(1, 19))

@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 
 from longspan.cli import command
-from longspan.cli.model_answer import numbers_of_ranks
+from longspan.cli.plan_model import numbers_of_ranks
 from longspan.errors import PlanError
-from longspan.schedules.cost.machine import Link
-from longspan.schedules.cost.machine_text import machine_text, parse_machine
-from longspan.schedules.cost.presets import CPU, H100, MACHINES
+from longspan.planning.machine import Link, machine_text, parse_machine
+from longspan.planning.presets import CPU, H100, MACHINES
 from longspan.sizing import (
     BUILT_IN,
     AttentionBytes,
@@ -26,7 +25,7 @@ from longspan.sizing import (
     step_time,
     why_no_time,
 )
-from longspan.sizing.seconds import gathered_seconds
+from longspan.sizing.time import gathered_seconds
 
 FAST = Link(1 << 30, 1e18, 0.0)
 ROUND = replace(

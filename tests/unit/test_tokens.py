@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan.execution.simulated import simulate
+from longspan.run.simulated import simulate
 from longspan.training import (
     Batch,
     BatchError,

@@ -6,8 +6,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan as ls
-from longspan.execution import operators, ops
-from longspan.execution._torch_compiler import is_unobserved
+from longspan._torch import is_unobserved
+from longspan.run import ops
 
 OURS = {"longspan::attention", "longspan::attention_backward"}
 
@@ -33,11 +33,11 @@ def inputs():
 
 def test_modes_see_both_operators_and_change_no_bit():
     tensors, dout = inputs()
-    assert operators.run_of(ops.attention, *tensors) is ops.run_forward
-    assert operators.run_of(ops.attention_backward, *tensors) is ops.run_backward
+    assert ops.run_of(ops.attention, *tensors) is ops.run_forward
+    assert ops.run_of(ops.attention_backward, *tensors) is ops.run_backward
     alone = both_ways(*tensors, dout)
     with Seen() as seen:
-        assert operators.run_of(ops.attention, *tensors) is ops.attention
+        assert ops.run_of(ops.attention, *tensors) is ops.attention
         watched = both_ways(*tensors, dout)
     assert seen.names >= OURS
     assert all(map(torch.equal, alone, watched))

@@ -5,7 +5,7 @@ from itertools import combinations_with_replacement
 
 import pytest
 
-from longspan.schedules.proof.validator import weight_of
+from longspan.planning.validator import weight_of
 
 
 def multiples(number):

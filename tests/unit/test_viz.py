@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import longspan as ls
 from longspan.cli import main
-from longspan.cli.lengths import drawn_lengths
+from longspan.cli.workload import drawn_lengths
 from longspan.errors import LongspanError, PlanError
-from longspan.number_words import bytes_text, three
-from longspan.schedules.problem import Problem
-from longspan.schedules.steps import Sizes
+from longspan.formatting import bytes_text, three
+from longspan.planning.problem import Problem
+from longspan.planning.steps import Sizes
 from longspan.viz import (
     Scene,
     layout_picture,
@@ -31,10 +31,9 @@ from longspan.viz import (
     traffic_picture,
     write_png,
 )
-from longspan.viz.drawing.colors import ROLES, SERIES, ramp, rank_color
-from longspan.viz.drawing.scene import Area, Line, Rect, Text, text_width
-from longspan.viz.runs import runs
-from longspan.viz.tiles import even_edges, owner_edges, owners, row_work, stretches, tile_pairs
+from longspan.viz.layout import runs
+from longspan.viz.mask import even_edges, owner_edges, owners, row_work, stretches, tile_pairs
+from longspan.viz.scene import ROLES, SERIES, Area, Line, Rect, Text, ramp, rank_color, text_width
 
 SIZES = {"q_heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&\x1b\x00"

@@ -22,17 +22,17 @@ from longspan.errors import LongspanError
 FINE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 COMMANDS = {  # name: (module, what it does)
-    "plan": ("longspan.cli.commands.plan", "one plan on one screen: scheme, bytes, memory, time, and why"),
-    "compare": ("longspan.cli.commands.compare", "every scheme and layout side by side, PyTorch's among them"),
-    "show": ("longspan.cli.commands.show", "pictures of a mask, a layout or a schedule"),
-    "trace": ("longspan.cli.commands.trace", "the planned timeline as a trace for Perfetto or Chrome"),
-    "bench": ("longspan.cli.commands.bench", "runs attention under torchrun and writes the measured trace"),
-    "calibrate": ("longspan.cli.commands.calibrate", "measures this machine under torchrun and writes a Machine file"),
-    "report": ("longspan.cli.commands.report", "one HTML file that explains a plan to a colleague"),
-    "verify": ("longspan.cli.commands.verify", "compares a context-parallel run with one device"),
-    "prove": ("longspan.cli.commands.prove", "tries a model of transformers over simulated ranks, without weights"),
-    "acceptance": ("longspan.cli.commands.acceptance", "every promise tried on this machine, a verdict for each line"),
-    "doctor": ("longspan.cli.commands.doctor", "versions, kernels, clocks, bandwidth and a self-check"),
+    "plan": ("longspan.cli.plan", "one plan on one screen: scheme, bytes, memory, time, and why"),
+    "compare": ("longspan.cli.compare", "every scheme and layout side by side, PyTorch's among them"),
+    "show": ("longspan.cli.show", "pictures of a mask, a layout or a schedule"),
+    "trace": ("longspan.cli.trace", "the planned timeline as a trace for Perfetto or Chrome"),
+    "bench": ("longspan.cli.bench", "runs attention under torchrun and writes the measured trace"),
+    "calibrate": ("longspan.cli.calibrate", "measures this machine under torchrun and writes a Machine file"),
+    "report": ("longspan.cli.report", "one HTML file that explains a plan to a colleague"),
+    "verify": ("longspan.cli.verify", "compares a context-parallel run with one device"),
+    "prove": ("longspan.cli.prove", "tries a model of transformers over simulated ranks, without weights"),
+    "acceptance": ("longspan.cli.acceptance.command", "every promise tried on this machine, a verdict for each line"),
+    "doctor": ("longspan.cli.doctor", "versions, kernels, clocks, bandwidth and a self-check"),
 }
 
 

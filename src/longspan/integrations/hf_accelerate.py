@@ -1,7 +1,5 @@
-"""`split_sequences`, by the name under which it is documented."""
+"""Deprecated: use `longspan.huggingface.accelerate`."""
 
-from longspan.integrations.huggingface import accelerate
-from longspan.integrations.huggingface.accelerate import split_sequences
+from longspan.integrations import forward_to
 
-__doc__ = accelerate.__doc__
-__all__ = ["split_sequences"]
+__getattr__ = forward_to("longspan.integrations.hf_accelerate", "longspan.huggingface.accelerate")

@@ -1,7 +1,5 @@
-"""`ContextParallelTrainer`, by the name under which it is documented."""
+"""Deprecated: use `longspan.huggingface.trainer`."""
 
-from longspan.integrations.huggingface import trainer
-from longspan.integrations.huggingface.trainer import ContextParallelTrainer
+from longspan.integrations import forward_to
 
-__doc__ = trainer.__doc__
-__all__ = ["ContextParallelTrainer"]
+__getattr__ = forward_to("longspan.integrations.hf_trainer", "longspan.huggingface.trainer")

@@ -1,8 +1,5 @@
-"""PyTorch's words for context parallelism, with Longspan underneath (see `pytorch/api.py`)."""
+"""Deprecated: use `longspan.torch_api`."""
 
-from longspan.integrations.pytorch import api
-from longspan.integrations.pytorch.api import *  # noqa: F403
+from longspan.integrations import forward_to
 
-__doc__ = api.__doc__
-__all__: list[str] = []
-__all__ += api.__all__
+__getattr__ = forward_to("longspan.integrations.torch_api", "longspan.torch_api")

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from longspan.errors import LayoutError
-from longspan.layouts.balance.segments import profile_of
+from longspan.layouts.balance import profile_of
 from longspan.layouts.layout import Layout, check_masks, check_sizes
 from longspan.masks import Mask
-from longspan.masks.document_masks import document_edges
-from longspan.span import Ints, whole
+from longspan.masks.builders import document_edges
+from longspan.spans import Ints, whole
 
 
 def slots_for(seq_len: int, world_size: int, equal_tokens: bool) -> int | None:

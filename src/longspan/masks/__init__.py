@@ -3,17 +3,25 @@
 One file per idea; `mask.py` holds the type and its algebra, `bands.py` the closed-form pieces beneath it.
 """
 
+from longspan._compile import untraced
 from longspan.masks.bands import Band
-from longspan.masks.causal_masks import causal, full, sliding_window
-from longspan.masks.classifier import Classifier
-from longspan.masks.document_masks import chunked, documents, from_cu_seqlens
-from longspan.masks.functions.opaque import from_mask_mod
-from longspan.masks.given.dense import from_dense
+from longspan.masks.builders import (
+    causal,
+    chunked,
+    documents,
+    from_cu_seqlens,
+    from_mask_mod,
+    full,
+    global_prefix,
+    per_head,
+    per_row,
+    prefix_lm,
+    sliding_window,
+)
+from longspan.masks.convert import from_dense
 from longspan.masks.mask import Mask
 from longspan.masks.plane import Plane, Predicate
-from longspan.masks.prefix import global_prefix, prefix_lm
-from longspan.masks.vary import per_head, per_row
-from longspan.untraced import untraced
+from longspan.masks.tiles import Classifier
 
 __all__ = [
     "Band",

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import MaskError
-from longspan.span import LIMIT, Ints, Span, join, parsed_number, run_table, shortened, steps_within, whole
+from longspan.spans import LIMIT, Ints, Span, join, parsed_number, run_table, shortened, steps_within, whole
 
 Q0, Q1, K0, K1, LO, HI = range(6)
 Bools = NDArray[np.bool_]

@@ -12,9 +12,9 @@ from numpy.typing import ArrayLike
 
 from longspan.errors import LongspanError, MaskError
 from longspan.masks import bands as bd
-from longspan.masks.document_masks import document_edges
+from longspan.masks.builders import document_edges
 from longspan.masks.mask import Mask
-from longspan.span import Ints, shortened
+from longspan.spans import Ints, shortened
 
 Documents: TypeAlias = Mask | ArrayLike | None
 """Documents as users give them: lengths, a list of lengths per batch row, a mask; None is one document."""

@@ -16,19 +16,54 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from longspan._compile import Handled, sealed, untraced
 from longspan.errors import MaskError
-from longspan.handles import Handled
 from longspan.masks import bands as bd
 from longspan.masks.bands import LIMIT, Band
-from longspan.masks.classifier import classifier
-from longspan.masks.draw import draw
-from longspan.masks.functions.memo import ByIdentity, Memo
-from longspan.masks.functions.predicate import readers_of
-from longspan.masks.functions.reads import Reads
+from longspan.masks.captures import ByIdentity, Memo, Reads
+from longspan.masks.functions import readers_of
 from longspan.masks.plane import Bools, Plane
-from longspan.sealed import sealed
-from longspan.span import Ints, Span, whole
-from longspan.untraced import untraced
+from longspan.masks.tiles import classifier
+from longspan.spans import Ints, Span, whole
+
+# -- Text pictures of masks: queries go down, keys go right ------------------------------------------------------------
+
+
+_OPAQUE_LIMIT = 4096
+
+
+def draw(plane: Plane, seq_len: int, width: int) -> str:
+    """One character per square of pairs: all allowed, some allowed, none allowed."""
+    width = whole(width, "width", "draw()", MaskError, low=1, high=4096)
+    edges = np.linspace(0, seq_len, min(width, max(seq_len, 1)) + 1).astype(np.int64)
+    sizes = np.diff(edges)
+    counts = _counts(plane, seq_len, edges)
+    cells = np.where(counts == 0, "·", np.where(counts == sizes[:, None] * sizes, "█", "▒"))
+    return "\n".join("".join(line) for line in cells.tolist())
+
+
+def _counts(plane: Plane, seq_len: int, edges: Ints) -> Ints:
+    num = len(edges) - 1
+    if plane.predicate is not None:
+        if seq_len > _OPAQUE_LIMIT:
+            raise MaskError(
+                f"drawing an opaque mask asks its function about every pair, and {seq_len} tokens are more than"
+                f" {_OPAQUE_LIMIT}. Draw a shorter stretch, or classify() the tiles you want to see."
+            )
+        position = np.arange(seq_len, dtype=np.int64)
+        allowed = plane.allows(position[:, None], position[None, :]).astype(np.int64)
+        return np.add.reduceat(np.add.reduceat(allowed, edges[:-1], axis=0), edges[:-1], axis=1)
+    # Every strip of rows is cut once, then every square of it from the strip: work follows the bands that are there.
+    counts = np.zeros((num, num), dtype=np.int64)
+    for i in range(num):
+        strip = bd.tighten(bd.cut(plane.sure, (int(edges[i]), int(edges[i + 1])), (0, seq_len)))
+        for j in range(num):
+            counts[i, j] = bd.area(bd.cut(strip, (0, seq_len), (int(edges[j]), int(edges[j + 1])))).sum()
+    return counts
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
 
 Grid = tuple[tuple["Plane", ...], ...]
 
@@ -344,3 +379,37 @@ def _grid_meet(a: Mask, b: Mask, meet: Callable[[Plane, Plane], Plane]) -> Grid:
             line.append(met[key])
         rows.append(tuple(line))
     return tuple(rows)
+
+
+# -- Masks as keys of caches -------------------------------------------------------------------------------------------
+
+
+class MaskKey:
+    """A mask in a cache: by its bands when it is structured, by identity when a function decides.
+
+    Masks of the same pairs that are cut into other bands are different keys: ranks compare fingerprints, which depend
+    on bands, and what a cache still holds differs from rank to rank.
+
+    Two functions cannot be compared. What a function reads may change; `Mask.read_anew` looks.
+
+    >>> from longspan.masks import causal, from_mask_mod
+    >>> MaskKey(causal(8)) == MaskKey(causal().resized(8))
+    True
+    >>> def function(b, h, q, kv): return q >= kv
+    >>> MaskKey(from_mask_mod(function, 8)) == MaskKey(from_mask_mod(function, 8))
+    False
+    """
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+        self.by_value = mask.is_structured
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MaskKey):
+            return NotImplemented
+        return self.mask is other.mask or (
+            self.by_value and other.by_value and self.mask.fingerprint == other.mask.fingerprint
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.mask.fingerprint) if self.by_value else id(self.mask)

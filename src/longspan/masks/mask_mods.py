@@ -16,10 +16,10 @@ from numpy.typing import ArrayLike
 
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
-from longspan.masks.functions.predicate import Function, MaskMod
-from longspan.masks.key_spans import key_spans, most_spans, span_table
+from longspan.masks.functions import Function, MaskMod
 from longspan.masks.plane import Bools, Both, Either, Neither, Plane, Predicate
-from longspan.span import Ints
+from longspan.masks.tiles import key_spans, most_spans, span_table
+from longspan.spans import Ints
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.masks import bands as bd
-from longspan.span import Ints
+from longspan.spans import Ints
 
 Bools = NDArray[np.bool_]
 

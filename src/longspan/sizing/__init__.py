@@ -1,15 +1,13 @@
 """How large a model is and what a training step of it takes, before anything runs: from a `config.json`, with numpy
 alone."""
 
-from longspan.sizing.built_in import BUILT_IN, built_in_config
-from longspan.sizing.cost import StepCost, model_flop
+from longspan.sizing.config import BUILT_IN, built_in_config
 from longspan.sizing.families import FAMILIES as _ATTENTION
+from longspan.sizing.families import HYBRID_FAMILIES as _HYBRIDS
 from longspan.sizing.families import sizes_of
-from longspan.sizing.hybrid_families import FAMILIES as _HYBRIDS
-from longspan.sizing.memory import RESERVE, AttentionBytes, StepMemory, TrainingStep, step_memory
+from longspan.sizing.memory import RESERVE, AttentionBytes, MemoryLine, Recipe, StepMemory, TrainingStep, step_memory
 from longspan.sizing.modules import Block, Heads, LayerSizes, ModelSizes
-from longspan.sizing.recipe import MemoryLine, Recipe
-from longspan.sizing.seconds import AttentionSeconds, StepTime, TimeLine, step_time, why_no_time
+from longspan.sizing.time import AttentionSeconds, StepCost, StepTime, TimeLine, model_flop, step_time, why_no_time
 
 FAMILIES = (*_ATTENTION, *_HYBRIDS)
 """Every model_type that can be sized."""

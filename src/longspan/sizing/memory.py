@@ -14,9 +14,114 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from longspan.sizing.loss import loss_lines
-from longspan.sizing.modules import Block, Heads, LayerSizes, ModelSizes
-from longspan.sizing.recipe import MemoryLine, Recipe
+from longspan.errors import PlanError
+from longspan.planning.steps import ITEMSIZE
+from longspan.sizing.modules import WIDE, Block, Heads, LayerSizes, ModelSizes
+
+# -- What a training step has switched on, and a line of what it takes -------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLine:
+    """Bytes under a name, and why they are there."""
+
+    name: str
+    size: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What saves memory, and the dtypes.
+
+    >>> Recipe(offload=True).words
+    'checkpointing, offload'
+    """
+
+    checkpointing: bool = True
+    """Every layer is computed again in backward from its input."""
+    offload: bool = False
+    """Those inputs wait on the host."""
+    mlp_chunks: int = 1
+    """MLPs run over so many runs of tokens, one after the other, each computed again in backward."""
+    logits: bool = False
+    """Logits of all tokens are there at once."""
+    dtype: str = "bfloat16"
+    """What is computed in."""
+    state: str = "float32"
+    """Of parameters, gradients and optimizer, as they are kept and summed."""
+
+    def __post_init__(self) -> None:
+        if self.mlp_chunks < 1:
+            raise PlanError(f"{self.mlp_chunks} chunks of an MLP were asked for. One is the whole.")
+        for name in (self.dtype, self.state):
+            if name not in ITEMSIZE:
+                raise PlanError(f"dtype {name!r:.40} was asked for. Choose one of {', '.join(ITEMSIZE)}.")
+        if self.state_size < self.itemsize:
+            raise PlanError(
+                f"parameters kept in {self.state} were asked for, and computing in {self.dtype}. Keep them in"
+                f" {self.dtype} or a wider dtype."
+            )
+        if self.offload and not self.checkpointing:
+            raise PlanError(
+                "inputs of layers are sent to the host where layers are computed again. Leave checkpointing on."
+            )
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def state_size(self) -> int:
+        return ITEMSIZE[self.state]
+
+    @property
+    def words(self) -> str:
+        """What is switched on."""
+        chunks = f"MLP in {self.mlp_chunks} chunks" if self.mlp_chunks > 1 else ""
+        first = "checkpointing" if self.checkpointing else "no checkpointing"
+        others = (self.offload, "offload"), (chunks, chunks), (self.logits, "whole logits")
+        return ", ".join((first, *(word for on, word in others if on)))
+
+
+# -- What the loss takes: whole logits, or slabs of them ---------------------------------------------------------------
+
+
+WHOLE = 12
+"""Bytes of a logit of all tokens at once, in transformers' own loss: bfloat16, float32, its log-softmax and gradient;
+measured."""
+SLAB_PARTS, SLAB_LEAST, SLAB_MOST = 24, 1 << 24, 1 << 30
+"""As in `longspan.training.head`, which needs torch; a test holds them together."""
+
+
+def slab_rows(tokens: int, words: int, itemsize: int) -> int:
+    """Tokens whose logits are there at once, where they never are whole.
+
+    >>> slab_rows(32768, 128256, 4)
+    1365
+    """
+    row = max(words, 1) * itemsize
+    size = min(max(tokens * row // SLAB_PARTS, SLAB_LEAST), SLAB_MOST)
+    return max(min(size // row, tokens), 1)
+
+
+def loss_lines(sizes: ModelSizes, tokens: int, recipe: Recipe) -> tuple[MemoryLine, ...]:
+    """Lines of the moment in which the loss is computed."""
+    rows = MemoryLine("gradient of hidden states", tokens * sizes.hidden * recipe.itemsize, recipe.dtype)
+    if recipe.logits:
+        text = f"{tokens:,} tokens x {sizes.vocab:,} words at {WHOLE} bytes"
+        return MemoryLine("logits", tokens * sizes.vocab * WHOLE, text), rows
+    some = slab_rows(tokens, sizes.vocab, WIDE)
+    head = sizes.vocab * sizes.hidden * (WIDE + recipe.itemsize)
+    return (
+        MemoryLine("slab of logits", some * sizes.vocab * WIDE * 6 // 5, f"{some:,} tokens at a time, and a fifth"),
+        MemoryLine("gradient of the head", head, f"its sum in float32, and in {recipe.dtype}"),
+        rows,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
 
 RESERVE = 3 << 30
 """Bytes for CUDA itself, NCCL's buffers and gaps between tensors. Assumed; it was measured nowhere."""

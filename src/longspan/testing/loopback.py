@@ -1,24 +1,30 @@
-"""A whole plan in one process: every rank's run, forward and backward, on the loopback transport."""
+"""A recurrence over all ranks of a plan in one process: a thread for each, and they meet where messages are exchanged.
+
+Everything but the transport is what runs over processes: kernels, programs, autograd.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from longspan.execution.convolution.own_rows import OwnRows, convolved
-from longspan.execution.engine.backward import Backward, Saved
-from longspan.execution.engine.forward import Forward
-from longspan.execution.engine.halo import HaloBackward, HaloForward, HaloTask
-from longspan.execution.engine.runner import Job
-from longspan.execution.engine.transports import Loopback, Program
-from longspan.execution.kernels import Features, choose_kernel, kernel_named
-from longspan.execution.scoring.biases import Extras
-from longspan.schedules.convolution import ConvPlan
-from longspan.schedules.plan import Plan
+from longspan.kernels import Features, choose_kernel, kernel_named
+from longspan.mixers.convolution import OwnRows, convolved
+from longspan.planning.conv_plan import ConvPlan
+from longspan.planning.plan import Plan
+from longspan.run.halo import HaloBackward, HaloForward, HaloTask
+from longspan.run.passes import Backward, Forward, Saved
+from longspan.run.transports import Loopback, Program
+from longspan.run.walk import Job
+from longspan.scoring.biases import Extras
+
+# A whole plan in one process: every rank's run, forward and backward, on the loopback transport.
+
 
 SEQ_DIM = 2
 
@@ -104,3 +110,62 @@ def run_conv_loopback(
     dx = carry.run([HaloBackward(tasks[r], drows[r]).program() for r in ranks])
     sums = [torch.stack(found).sum(0) for found in zip(*gradients, strict=True)]
     return layout.unshard(parts, 1), layout.unshard(dx, 1), *sums
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+StateProgram = Program[list[Tensor]]
+
+
+class MeetingPoint:
+    """Where ranks bring their programs; when all are there, they are run together."""
+
+    def __init__(self, world_size: int, transport: Any = None) -> None:
+        self.transport = Loopback() if transport is None else transport
+        self.programs: dict[int, StateProgram] = {}
+        self.world_size = world_size
+        self.results: list[list[Tensor]] = []
+        self.barrier = threading.Barrier(world_size, action=self._run)
+
+    def _run(self) -> None:
+        self.results = self.transport.run([self.programs[rank] for rank in range(self.world_size)])
+
+    def carrier(self, rank: int) -> Callable[[StateProgram, str, int], tuple[list[Tensor], int]]:
+        """What carries the rank's messages."""
+
+        def carry(program: StateProgram, direction: str, number: int) -> tuple[list[Tensor], int]:  # noqa: ARG001
+            self.programs[rank] = program
+            self.barrier.wait(timeout=120)
+            return self.results[rank], 0
+
+        return carry
+
+
+def each_rank(work: Callable[[int], Any], world_size: int, meeting: MeetingPoint) -> list[Any]:
+    """What `work` gives on every rank; the first error, if any raises."""
+    found: list[Any] = [None] * world_size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(rank)
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+    for error in real or errors:
+        raise error
+    return found
+
+
+def shards(tensors: Sequence[Tensor], layout: Any, rank: int, dim: int = 1) -> list[Tensor]:
+    """The rank's parts, as leaves that want gradients where the whole does."""
+    parts = [layout.shard(t.detach(), rank, dim) for t in tensors]
+    return [part.requires_grad_(t.requires_grad) for part, t in zip(parts, tensors, strict=True)]

@@ -11,16 +11,12 @@ batch was cut, `per_sequence` makes one number per document of all ranks' tokens
 `gather_tokens` gives whole sequences to a loss that every rank computes alike.
 """
 
-from longspan.training.agree import check_same
-from longspan.training.batch import Batch, shard_batch
-from longspan.training.document_numbers import shift_tokens
-from longspan.training.groups import BatchError
+from longspan.training.batch import Batch, shard_batch, shift_tokens
+from longspan.training.groups import BatchError, check_same
 from longspan.training.head import Head
 from longspan.training.loss import TokenLogprobs, token_logprobs, token_loss
 from longspan.training.mesh import Mesh, make_mesh
-from longspan.training.relayouts import gather_outputs, relayout
-from longspan.training.sequences import per_sequence, per_token
-from longspan.training.tokens import gather_tokens, shard_like
+from longspan.training.tokens import gather_outputs, gather_tokens, per_sequence, per_token, relayout, shard_like
 from longspan.training.watching import Watching, attempt_store, watch
 
 __all__ = [

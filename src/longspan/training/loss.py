@@ -15,13 +15,26 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from longspan.execution.handed import Group
-from longspan.execution.inputs import check_no_tangent, is_number
-from longspan.execution.tile import wide
-from longspan.span import shortened
+from longspan.spans import shortened
+from longspan.tile import wide
 from longspan.training.groups import BatchError, all_summed, process_group
-from longspan.training.head import Head, HeadCall, call_of, check_range, differentiated_once, head_of
-from longspan.training.slabs import Facts, Gradients, Inputs, SlabWork, Slopes, facts_of, logits_of, memory_for
+from longspan.training.head import (
+    Facts,
+    Gradients,
+    Head,
+    HeadCall,
+    Inputs,
+    SlabWork,
+    Slopes,
+    call_of,
+    check_range,
+    differentiated_once,
+    facts_of,
+    head_of,
+    logits_of,
+    memory_for,
+)
+from longspan.validate import Group, check_no_tangent, is_number
 
 
 def token_loss(

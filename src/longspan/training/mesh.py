@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longspan.execution import _torch
-from longspan.sealed import sealed
-from longspan.span import LIMIT, whole
+from longspan import _torch
+from longspan._compile import sealed
+from longspan.spans import LIMIT, whole
 from longspan.training.groups import BatchError
 
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from longspan.execution._torch import attempt_store_of
-from longspan.execution.handed import Group
-from longspan.execution.trust.group import Members, members_of
-from longspan.execution.trust.settings import Safety, safely
+from longspan._torch import attempt_store_of
+from longspan.run.group import Members, Safety, members_of, safely
 from longspan.training.groups import BatchError, process_group
+from longspan.validate import Group
 
 
 @dataclass(frozen=True)

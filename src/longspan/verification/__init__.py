@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.schedules.plan import Plan
+from longspan.planning.plan import Plan
 from longspan.verification.report import Check, Finding, Report, VerifyError
 
 if TYPE_CHECKING:  # torch is loaded when something is verified
     import torch
     from torch import Tensor
 
-    from longspan.execution.handed import Group
-    from longspan.execution.scoring.biases import RelativeBias
-    from longspan.execution.scoring.pipeline import ScoreMod
     from longspan.masks.document_rows import Documents
+    from longspan.scoring.biases import RelativeBias
+    from longspan.scoring.pipeline import ScoreMod
+    from longspan.validate import Group
 
 __all__ = [
     "Check",
@@ -89,7 +89,7 @@ def verify(
     >>> verify(causal, None, made).causes
     ('mask replaced by plain causal',)
     """
-    from longspan.verification.attention.compare import CallSpec, Effort, verify_attention
+    from longspan.verification.compare import CallSpec, Effort, verify_attention
 
     asked = CallSpec(scale, score_mod, softcap, sinks, alibi, relative_bias, bias, dropout, seed, captured_grads)
     return verify_attention(fn, inputs, plan, group, asked, Effort(probes, factor, draw, device))
@@ -125,8 +125,8 @@ def verify_model(
     The truth is the one-device run in float64, of a copy of the model; where that fails, in the model's own precision.
     Gradients that the model holds are put back afterwards.
     """
-    from longspan.verification.model.compare import verify_step
-    from longspan.verification.model.step import ModelStep
+    from longspan.verification.model import verify_step
+    from longspan.verification.model_step import ModelStep
 
     step = ModelStep(model, dict(batch), local, whole, layout, mask, gradients, loss, reference, dict(causes or {}))
     return verify_step(step, group, probes, factor)
@@ -183,8 +183,8 @@ def prove_model(
     >>> prove_model(model, batch, local=local, whole=whole).ok
     True
     """
-    from longspan.verification.model.proving import layouts_asked, prove_step
-    from longspan.verification.model.step import ModelStep
+    from longspan.verification.model_proof import layouts_asked, prove_step
+    from longspan.verification.model_step import ModelStep
 
     wanted = layouts_asked(layouts, batch, ranks)
     one_device = whole if mask is not None else lambda model, batch, _: whole(model, batch)
@@ -227,7 +227,7 @@ def verify_documents(
     >>> verify_documents(model, ids, run=lambda m, b: m(b["input_ids"]), documents=[5, 3]).ok
     True
     """
-    from longspan.verification.model.documents import verify_apart
+    from longspan.verification.model_documents import verify_apart
 
     return verify_apart(model, batch, run, documents, factor)
 
@@ -244,6 +244,6 @@ def loopback_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, **options: A
     >>> torch.allclose(loopback_attention(q, k, v, made), attention(q, k, v, masks.causal()))
     True
     """
-    from longspan.verification.loopback import loopback_attention as run
+    from longspan.verification.ranks import loopback_attention as run
 
     return run(q, k, v, plan, **options)

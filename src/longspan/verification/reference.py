@@ -6,15 +6,248 @@ with what was found. Shapes: B batch rows, H heads, S tokens, D features, E of v
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.execution.scoring.captured import Swap
-from longspan.execution.scoring.dropout import Dropout
-from longspan.execution.scoring.pipeline import Scoring
+from longspan.layouts import Layout
+from longspan.scoring.captured import Swap
+from longspan.scoring.pipeline import Dropout, Scoring
+from longspan.tile import wide
+from longspan.verification.report import Check
+
+# How far rounding may take a right answer: measured, by playing rounding at random, and never guessed.
+# The reference runs again in float64 with every number that a careful implementation rounds moved by up to one rounding
+# of its dtype. Inputs that are hard (large scores, cancellation, long sums) get what they need, easy ones no more.
+
+
+TOTAL, ROW = 4.0, 16.0
+"""Budgets over the measured effect of one rounding: of a whole tensor (its norm), and of the worst single row.
+
+Chosen from right runs: 300 random ones in four dtypes used at most 0.33 of their budgets, 80 with scores of hundreds to
+thousands in float32 at most 0.52. A single row has few numbers, so chance does not average out.
+"""
+SAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a tensor may be off by: in all, and row by row along its tokens (None without tokens)."""
+
+    total: float
+    rows: Tensor | None
+
+
+def unit(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding."""
+    return torch.finfo(dtype).eps / 2
+
+
+def units(dtype: torch.dtype) -> tuple[float, float]:
+    """One rounding of the tensors, and of statistics and sums."""
+    return unit(dtype), unit(wide(dtype))
+
+
+def budgets(
+    truth: dict[str, Tensor], played: Sequence[dict[str, Tensor]], dim: int | None, smallest: float, factor: float
+) -> dict[str, Budget]:
+    """The budget of every tensor from samples of the truth with rounding; `dim` counts tokens.
+
+    `smallest` is a relative error below which nothing is told apart.
+    """
+    by_name: dict[str, Budget] = {}
+    for name, right in truth.items():
+        squares = torch.stack([_squares(sample[name], right) for sample in played]).mean(0)
+        floor = smallest * float(_finite(right).norm()) + 1e-300
+        total = factor * (TOTAL * float(squares.sum().sqrt()) + floor)
+        rows = None
+        if dim is not None and right.ndim > dim:
+            by_row = _by_row(squares, dim)
+            least = (by_row.mean() / 8).clamp(min=0)  # a row that is 0 by cancellation still shares its neighbours'
+            rows = factor * (ROW * torch.maximum(by_row, least).sqrt() + floor)
+        by_name[name] = Budget(total, rows)
+    return by_name
+
+
+def compared(found: Tensor, right: Tensor, budget: Budget, name: str, dim: int = 2) -> tuple[Check, Tensor | None]:
+    """The check, and each row's error over its budget; what is not finite on one side only is infinitely far off."""
+    squares = _squares(found, right)
+    error = float(squares.sum().sqrt())
+    check = Check(name, error, budget.total)
+    if budget.rows is None:
+        return check, None
+    rows = _by_row(squares, dim).sqrt()
+    ratio = torch.where(rows > 0, rows / budget.rows, torch.zeros_like(rows)).nan_to_num(torch.inf, posinf=torch.inf)
+    if check.ratio <= 1 < float(ratio.max() if ratio.numel() else 0):  # one row is wrong, too few to show in the norm
+        worst = int(ratio.argmax())
+        check = Check(name, float(rows[worst]), float(budget.rows[worst]))
+    return check, ratio
+
+
+def play(run: Callable[[int], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """A few samples of the truth with rounding."""
+    return [run(number) for number in range(SAMPLES)]
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x[x.isfinite()]
+
+
+def _squares(found: Tensor, right: Tensor) -> Tensor:
+    """Squared differences; infinite where one is not finite and the other is not the same."""
+    found, right = found.double(), right.double()
+    same = (found == right) | (found.isnan() & right.isnan())
+    difference = torch.where(same, torch.zeros_like(right), found - right)
+    return difference.square().nan_to_num(torch.inf, posinf=torch.inf)
+
+
+def _by_row(squares: Tensor, dim: int) -> Tensor:
+    return squares.movedim(dim, 0).flatten(1).sum(1)
+
+
+# Where each token lies, as tensors; and masks that people end up with by mistake, in global positions.
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """For every global position: its rank, its slot there, and its place when shards are laid end to end."""
+
+    owner: Tensor
+    slot: Tensor
+    joined: Tensor
+    counts: tuple[int, ...]
+
+    @staticmethod
+    def of(layout: Layout) -> Places:
+        rank, slot = layout.locate(np.arange(layout.seq_len, dtype=np.int64))
+        before = np.cumsum(layout.num_tokens) - layout.num_tokens
+        owner, at, joined = (torch.as_tensor(np.ascontiguousarray(x)) for x in (rank, slot, before[rank] + slot))
+        return Places(owner, at, joined, tuple(layout.num_tokens.tolist()))
+
+    @property
+    def size(self) -> int:
+        return len(self.counts)
+
+    @property
+    def remote(self) -> Tensor:
+        """Pairs (S, S) whose two sides lie on different ranks."""
+        return self.owner[:, None] != self.owner
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all ranks hold the same number of tokens."""
+        return len(set(self.counts)) == 1
+
+    def neighbour(self, shift: int) -> Tensor:
+        """The position in the same slot of the rank `shift` after each position's own (equal shards)."""
+        at = torch.empty(self.size, max(self.counts), dtype=torch.int64)
+        at[self.owner, self.slot] = torch.arange(len(self.owner))
+        return at[(self.owner + shift) % self.size, self.slot]
+
+
+WrongMask = tuple[str, str, Tensor]
+"""Cause, evidence, and which pairs (B, H, S, S) attend."""
+
+
+def mask_mistakes(seen: Tensor, places: Places) -> Iterator[WrongMask]:
+    """Masks that a broken integration may have used in place of `seen`, the likeliest first."""
+    at = torch.arange(seen.shape[2])
+    causal = (at[:, None] >= at).expand_as(seen)
+    is_causal = bool((seen <= causal).all())
+    joined = _same_component(seen)
+    yield (
+        "window dropped",
+        "The result is that of the same documents without a window: every token sees all it is connected with.",
+        joined & causal if is_causal else joined,
+    )
+    yield "mask replaced by plain causal", "The result is that of a plain causal mask.", causal
+    yield "documents leak", "The result is that of the same offsets without documents.", _same_offsets(seen)
+    if is_causal:
+        yield "the future is seen", "The result is that of a mask which also shows later tokens.", seen | seen.mT
+    else:
+        yield "mask made causal", "The result is that of the mask without the pairs that look ahead.", seen & causal
+    yield "mask dropped", "The result is that of no mask: every token sees every token.", torch.ones_like(seen)
+    yield from _of_ranks(seen, causal, places)
+    if seen.shape[1] > 1:
+        first = seen[:, :1].expand_as(seen)
+        yield "one head's mask used for all", "The result is that of head 0's mask for every head.", first
+    if seen.shape[0] > 1:
+        yield (
+            "one row's mask used for all",
+            "The result is that of batch row 0's mask for every row.",
+            seen[:1].expand_as(seen),
+        )
+
+
+def _of_ranks(seen: Tensor, causal: Tensor, places: Places) -> Iterator[WrongMask]:
+    """Mistakes that come from shards."""
+    if places.size < 2:
+        return
+    near, slot, joined = ~places.remote, places.slot, places.joined
+    alone = "no exchange between ranks"
+    yield alone, "The result is that of ranks which see their own tokens only, under the right mask.", seen & near
+    yield alone, "The result is that of plain causal attention over each rank's own shard.", causal & near
+    local = (slot[:, None] >= slot) & near
+    yield (
+        alone,
+        "The result is that of causal attention in local order over each rank's own shard.",
+        local.expand_as(seen),
+    )
+    yield alone, "The result is that of full attention over each rank's own shard.", near.expand_as(seen)
+    shuffled = "K/V in wrong order"
+    yield shuffled, "The result is that of the mask over keys in rank order, not in global order.", seen[..., joined]
+    yield shuffled, "The result is that of a causal mask over keys in rank order.", causal[..., joined]
+    by_slot = "mask sees local positions"
+    text = "The result is that of the mask asked about each query's place in its shard"
+    yield by_slot, f"{text}, and keys in rank order.", seen[:, :, slot][..., joined]
+    yield by_slot, f"{text}, and keys in global order.", seen[:, :, slot]
+    yield (
+        by_slot,
+        "The result is that of a causal mask that starts at every shard's first row.",
+        causal[:, :, slot][..., joined],
+    )
+    last = slot + len(slot) - torch.tensor(places.counts)[places.owner]
+    yield (
+        by_slot,
+        "The result is that of a causal mask that ends at every shard's last row.",
+        causal[:, :, last][..., joined],
+    )
+    for shift in range(1, places.size):
+        hop = places.owner != (places.owner[:, None] + shift) % places.size
+        yield (
+            "keys of some ranks missing",
+            f"The result is that of ranks which never see the keys of the rank {shift} after them.",
+            seen & hop,
+        )
+
+
+def _same_component(seen: Tensor) -> Tensor:
+    """Pairs of tokens that are connected through any number of allowed pairs, row by batch row."""
+    linked = (seen | seen.mT).any(1)
+    size = linked.shape[-1]
+    label = torch.arange(size).expand(linked.shape[:2]).clone()
+    while True:
+        reached = torch.where(linked, label[:, None, :], size).amin(-1)
+        new = torch.minimum(label, reached)
+        if torch.equal(new, label):
+            return (label[:, :, None] == label[:, None, :])[:, None].expand_as(seen)
+        label = new
+
+
+def _same_offsets(seen: Tensor) -> Tensor:
+    """Pairs whose distance is allowed anywhere."""
+    size = seen.shape[-1]
+    diagonals = [seen.diagonal(-d, 2, 3).any(-1) for d in range(1 - size, size)]
+    at = torch.arange(size)
+    return torch.stack(diagonals, -1)[:, :, at[:, None] - at + size - 1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """Whole q, k, v, and the gradient of the output."""

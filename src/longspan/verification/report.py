@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from longspan.errors import LongspanError
-from longspan.number_words import counted
-from longspan.span import run_table
+from longspan.formatting import counted
+from longspan.spans import run_table
 
 UNKNOWN = "not recognised"
 """The cause of a finding that matches none of the known mistakes."""

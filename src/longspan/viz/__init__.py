@@ -3,16 +3,14 @@
 Every picture is a `Scene`: plain data that is drawn as SVG by the standard library and as PNG by matplotlib.
 """
 
-from longspan.viz.drawing.page import picture_page
-from longspan.viz.drawing.png import write_png
-from longspan.viz.drawing.scene import Scene
 from longspan.viz.layout import layout_picture
 from longspan.viz.mask import mask_picture
 from longspan.viz.memory import memory_picture
 from longspan.viz.notebook import notebook_html
-from longspan.viz.report import report_html
+from longspan.viz.report import picture_page, report_html
 from longspan.viz.scaling import ScalingPoint, scaling_picture, scaling_points
 from longspan.viz.scan import scan_picture
+from longspan.viz.scene import Scene, write_png
 from longspan.viz.timeline import timeline_picture
 from longspan.viz.traffic_table import traffic, traffic_picture
 

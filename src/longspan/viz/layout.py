@@ -1,27 +1,43 @@
-"""A picture of a layout: one strip per rank, filled where the rank holds tokens; documents on top."""
+"""Both passes of a plan, written out for every rank and simulated: what pictures of time, traffic and memory show."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
 import numpy as np
 
+from longspan.errors import PlanError
+from longspan.formatting import count_text
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.number_words import count_text
-from longspan.span import Ints, join
-from longspan.viz.drawing.axes import (
+from longspan.planning.cost import live_bytes
+from longspan.planning.machine import queued_at, steps_work
+from longspan.planning.plan import Plan
+from longspan.planning.simulator import Timeline, simulate
+from longspan.planning.steps import Schedule
+from longspan.spans import Ints, join
+from longspan.viz.mask import equal_runs, even_edges, stretches
+from longspan.viz.scene import (
     MARGIN,
+    MIXED,
     SMALL,
     WIDTH,
+    Line,
+    Rect,
     Scale,
+    Scene,
+    Text,
     bottom_axis,
     frame,
     headed,
     position_ticks,
+    rank_color,
     shown_ranks,
 )
-from longspan.viz.drawing.colors import MIXED, rank_color
-from longspan.viz.drawing.scene import Line, Rect, Scene, Text
-from longspan.viz.tiles import equal_runs, even_edges, stretches
+
+# A picture of a layout: one strip per rank, filled where the rank holds tokens; documents on top.
+
 
 _BINS = 620
 _LANES = 64
@@ -104,3 +120,62 @@ def _strip(scene: Scene, layout: Layout, rank: int, x: Scale, y: float, height: 
         if level[start]:
             wide = x(float(edges[stop])) - x(float(edges[start]))
             scene.add(Rect(x(float(edges[start])), y, wide, height, color, 0.2 + 0.2 * int(level[start])))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+MAX_RANKS = 128
+"""Pictures that need every rank's steps are drawn up to here: simulating 256 ranks takes half a minute."""
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedPass:
+    """One pass: its schedule, what the simulator saw, and when each rank left each step."""
+
+    direction: str
+    schedule: Schedule
+    timeline: Timeline
+    left: tuple[tuple[float, ...], ...]
+
+    @cached_property
+    def alive(self) -> tuple[Ints, ...]:
+        """For each rank, the bytes alive in each of its steps."""
+        schedule = self.schedule
+        kept = schedule.kept or ((),) * schedule.world_size
+        return tuple(
+            live_bytes(steps, rank, schedule.layout, schedule.sizes, self.direction, kept[rank])
+            for rank, steps in enumerate(schedule.ranks)
+        )
+
+
+@lru_cache(maxsize=4)
+def runs(plan: Plan) -> tuple[SimulatedPass, SimulatedPass]:
+    """Forward and backward of the plan."""
+    size = plan.layout.world_size
+    if size > MAX_RANKS:
+        raise PlanError(
+            f"a picture of every rank's steps was asked for, and {plan!r} has {size} ranks, which would be simulated"
+            f" one by one. Ask for {MAX_RANKS} ranks or fewer; masks and layouts are drawn for any number."
+        )
+    return _run(plan, "forward"), _run(plan, "backward")
+
+
+def _run(plan: Plan, direction: str) -> SimulatedPass:
+    schedule = plan.schedule(direction)
+    timeline = simulate(schedule, plan.machine)
+    arrived: dict[tuple[int, int], float] = {}
+    for event in timeline.events:
+        if event.kind == "message":
+            for rank in (event.rank, event.peer):
+                key = rank, event.step
+                arrived[key] = max(arrived.get(key, 0.0), event.stop)
+    left: list[tuple[float, ...]] = []
+    for rank, steps in enumerate(schedule.ranks):
+        now, times = 0.0, list[float]()
+        works = steps_work(steps, rank, plan.sizes, plan.machine, direction)
+        for number, (work, queued) in enumerate(zip(works, queued_at(works, plan.machine), strict=True)):
+            now = max(now + work.seconds(plan.machine, direction), queued, arrived.get((rank, number), 0.0))
+            times.append(now)
+        left.append(tuple(times))
+    return SimulatedPass(direction, schedule, timeline, tuple(left))

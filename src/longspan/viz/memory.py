@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import numpy as np
 
-from longspan.number_words import BYTE_UNITS, SECOND_UNITS, bytes_text, unit_of
-from longspan.schedules.plan import Plan
-from longspan.viz.drawing.axes import (
+from longspan.formatting import BYTE_UNITS, SECOND_UNITS, bytes_text, unit_of
+from longspan.planning.plan import Plan
+from longspan.viz.layout import SimulatedPass, runs
+from longspan.viz.scene import (
+    FAR,
+    FORWARD,
     MARGIN,
     SMALL,
     WIDTH,
+    Area,
     Key,
+    Line,
+    Point,
+    Rect,
     Scale,
+    Scene,
+    Text,
     bottom_axis,
     frame,
     headed,
     left_axis,
     legend_row,
     nice_ticks,
+    rank_color,
 )
-from longspan.viz.drawing.colors import FAR, FORWARD, rank_color
-from longspan.viz.drawing.scene import Area, Line, Point, Rect, Scene, Text
-from longspan.viz.runs import SimulatedPass, runs
 
 _TALL = 260.0
 _LANE = 46.0

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from longspan.formatting import bytes_text, count_text, seconds_text
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.number_words import bytes_text, count_text, seconds_text
-from longspan.schedules.plan import Plan
-from longspan.schedules.scans.plan import ScanPlan
-from longspan.viz.drawing.scene import Scene, escaped
+from longspan.planning.plan import Plan
+from longspan.planning.scan_plan import ScanPlan
 from longspan.viz.layout import layout_picture
-from longspan.viz.mask import mask_picture
+from longspan.viz.mask import mask_name, mask_picture
 from longspan.viz.scan import scan_picture
-from longspan.viz.tiles import mask_name
+from longspan.viz.scene import Scene, escaped
 
 _LENGTH = 1024
 """Tokens that a mask without a length of its own is drawn for."""

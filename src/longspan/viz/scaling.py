@@ -9,12 +9,23 @@ from typing import Any
 
 from longspan.api import plan
 from longspan.errors import PlanError
+from longspan.formatting import bytes_text, seconds_text
 from longspan.layouts import Layout, balanced
 from longspan.masks import Mask
-from longspan.number_words import bytes_text, seconds_text
-from longspan.viz.drawing.axes import MARGIN, SMALL, Scale, bottom_axis, frame, headed
-from longspan.viz.drawing.colors import SERIES
-from longspan.viz.drawing.scene import Line, Rect, Scene, Text, text_width
+from longspan.viz.scene import (
+    MARGIN,
+    SERIES,
+    SMALL,
+    Line,
+    Rect,
+    Scale,
+    Scene,
+    Text,
+    bottom_axis,
+    frame,
+    headed,
+    text_width,
+)
 
 SCHEMES = ("auto", "exchange", "all_to_all", "ring", "all_gather")
 CHOSEN = {"auto": "auto (what plan() takes)", "quickest": "quickest of all"}

@@ -11,13 +11,24 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from longspan.number_words import bytes_text, count_text, counted
-from longspan.schedules.scans.chains import PLACE, RANK, START, STOP
-from longspan.schedules.scans.plan import ScanPlan
-from longspan.span import Ints
-from longspan.viz.drawing.axes import MARGIN, SMALL, WIDTH, Key, headed, legend_row
-from longspan.viz.drawing.colors import rank_color
-from longspan.viz.drawing.scene import Line, Rect, Scene, Text, text_width
+from longspan.formatting import bytes_text, count_text, counted
+from longspan.planning.scan_plan import ScanPlan
+from longspan.planning.scan_steps import PLACE, RANK, START, STOP
+from longspan.spans import Ints
+from longspan.viz.scene import (
+    MARGIN,
+    SMALL,
+    WIDTH,
+    Key,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    headed,
+    legend_row,
+    rank_color,
+    text_width,
+)
 
 _ROWS = 48
 """Strips that are drawn at most, of the longest chains."""

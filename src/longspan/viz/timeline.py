@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from longspan.number_words import SECOND_UNITS, bytes_text, seconds_text, unit_of
-from longspan.schedules.cost.machine import Machine
-from longspan.schedules.cost.simulator import Event
-from longspan.schedules.plan import Plan
-from longspan.viz.drawing.axes import (
+from longspan.formatting import SECOND_UNITS, bytes_text, seconds_text, unit_of
+from longspan.planning.machine import Machine
+from longspan.planning.plan import Plan
+from longspan.planning.simulator import Event
+from longspan.viz.layout import SimulatedPass, runs
+from longspan.viz.scene import (
+    BACKWARD,
+    FAR,
+    FORWARD,
     MARGIN,
+    NEAR,
     SMALL,
     WIDTH,
     Key,
+    Rect,
     Scale,
+    Scene,
+    Text,
     bottom_axis,
     headed,
     legend_row,
     nice_ticks,
     shown_ranks,
+    text_width,
 )
-from longspan.viz.drawing.colors import BACKWARD, FAR, FORWARD, NEAR
-from longspan.viz.drawing.scene import Rect, Scene, Text, text_width
-from longspan.viz.runs import SimulatedPass, runs
 
 _LANES = 64
 _GAP = 28.0

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from longspan.number_words import BYTE_UNITS, bytes_text, three, unit_of
-from longspan.schedules.plan import Plan
-from longspan.span import Ints
-from longspan.viz.drawing.axes import MARGIN, NORMAL, SMALL, WIDTH, frame, headed
-from longspan.viz.drawing.colors import HEAT
-from longspan.viz.drawing.scene import Line, Rect, Scene, Text
-from longspan.viz.runs import SimulatedPass, runs
+from longspan.formatting import BYTE_UNITS, bytes_text, three, unit_of
+from longspan.planning.plan import Plan
+from longspan.spans import Ints
+from longspan.viz.layout import SimulatedPass, runs
+from longspan.viz.scene import HEAT, MARGIN, NORMAL, SMALL, WIDTH, Line, Rect, Scene, Text, frame, headed
 
 _SIDE = 330.0
 _NUMBERS = 8

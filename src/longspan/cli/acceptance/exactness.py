@@ -15,9 +15,9 @@ from longspan import layouts, masks
 from longspan.api import attention, plan
 from longspan.cli.acceptance.lines import AcceptanceLine, Outcome, Site, right, wrong
 from longspan.masks import Mask
-from longspan.schedules.plan import Plan
+from longspan.planning.plan import Plan
 from longspan.verification import Report, verify
-from longspan.verification.attention.compare import MAX_PAIRS
+from longspan.verification.compare import MAX_PAIRS
 
 SCHEMES = ("ring", "exchange", "all_gather", "all_to_all", "hybrid(2)")
 SHORT, LONG = 96, 320

@@ -14,9 +14,9 @@ import torch
 from torch.cuda import nccl
 
 from longspan.cli.acceptance.lines import Site
-from longspan.cli.kernel_used import kernel_used
-from longspan.execution.kernels.cuda_flash import implementation
-from longspan.number_words import bytes_text
+from longspan.cli.measure import kernel_used
+from longspan.formatting import bytes_text
+from longspan.kernels.cuda_flash import implementation
 
 SETTINGS = re.compile(r"(TORCH_)?NCCL_\w+|GLOO_\w+|CUDA_VISIBLE_DEVICES|CUDA_LAUNCH_BLOCKING|OMP_NUM_THREADS")
 PLAIN = re.compile(r"[\w:,.^=-]{1,40}")

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from longspan.cli.acceptance import fault_rank
 from longspan.cli.acceptance.fault_rank import KILL, LATE, MISTAKE, RAISE, STOP, VICTIM
 from longspan.cli.acceptance.lines import AcceptanceLine, Outcome, Site, compared, not_run, right, wrong
-from longspan.number_words import seconds_text
+from longspan.formatting import seconds_text
 
 NAMED_WITHIN = 3.0
 """Seconds that the promise has: docs/trust.md."""

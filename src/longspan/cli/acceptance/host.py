@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from longspan._torch import TorchDispatchMode
 from longspan.api import attention
 from longspan.cli.acceptance.lines import AcceptanceLine, Outcome, Site, compared, right, wrong
 from longspan.cli.acceptance.operators import no_waiting
 from longspan.cli.acceptance.programs import RankPrograms, driven
 from longspan.cli.acceptance.timing import tokens_of, workload_plan
-from longspan.cli.measuring.runs import DIRECTIONS, MeasuredRun
-from longspan.execution._torch import TorchDispatchMode
-from longspan.execution.kernels.cuda_flash import Flash
-from longspan.number_words import seconds_text
-from longspan.schedules.plan import Plan
+from longspan.cli.measure import DIRECTIONS, MeasuredRun
+from longspan.formatting import seconds_text
+from longspan.kernels.cuda_flash import Flash
+from longspan.planning.plan import Plan
 
 VIEWS = {"view", "slice", "select", "transpose", "unsqueeze", "squeeze", "expand", "alias", "detach", "as_strided"}
 VIEWS |= {"split", "permute", "_unsafe_view", "unbind", "split_with_sizes", "lift_fresh", "_reshape_alias", "unfold"}

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from longspan.cli.launch import JobRanks
-from longspan.schedules.cost.machine import Machine
-from longspan.schedules.steps import Sizes
+from longspan.planning.machine import Machine
+from longspan.planning.steps import Sizes
 
 PATIENCE = timedelta(seconds=120)
 """After which a line's messages are given up: a page with a red line is better than none."""

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from longspan._torch import TorchDispatchMode
 from longspan.api import attention
 from longspan.cli.acceptance.lines import AcceptanceLine, Outcome, Site, right, wrong
 from longspan.cli.acceptance.timing import tokens_of, workload_plan
-from longspan.cli.measuring.runs import MeasuredRun
-from longspan.execution import ops
-from longspan.execution._torch import TorchDispatchMode
-from longspan.number_words import bytes_text
-from longspan.schedules.plan import Plan
+from longspan.cli.measure import MeasuredRun
+from longspan.formatting import bytes_text
+from longspan.planning.plan import Plan
+from longspan.run import ops
 
 MOST = 1.5
 """Times the plan's figure, and the kernel's room beside it, from which a line is red: allocators round up."""

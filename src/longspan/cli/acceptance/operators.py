@@ -13,11 +13,21 @@ from torch import Tensor
 
 from longspan.cli.acceptance.guard_zones import GuardedMemory
 from longspan.cli.acceptance.lines import AcceptanceLine, Outcome, Site, not_run, right, wrong
-from longspan.execution.kernels import Kernel, kernel_named
-from longspan.execution.kernels.contract import TileWork, Upstream
-from longspan.execution.tile import KnownTiles, Tile, wide
-from longspan.verification.budgets import Budget, budgets, compared, play, unit, units
-from longspan.verification.reference import Answer, Jitter, Meaning, answer
+from longspan.kernels import Kernel, kernel_named
+from longspan.kernels.contract import TileWork, Upstream
+from longspan.tile import KnownTiles, Tile, wide
+from longspan.verification.reference import (
+    Answer,
+    Budget,
+    Jitter,
+    Meaning,
+    answer,
+    budgets,
+    compared,
+    play,
+    unit,
+    units,
+)
 from longspan.verification.report import Check
 
 KERNELS = ("cpu_flash", "varlen", "efficient", "flash", "cudnn", "flex", "reference")

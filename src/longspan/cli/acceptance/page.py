@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli.acceptance.lines import AcceptanceLine, Judgement, Outcome
-from longspan.cli.quantities import times
-from longspan.cli.screen import Column, Row, Screen
-from longspan.number_words import seconds_text
+from longspan.cli.output import Column, Row, Screen, times
+from longspan.formatting import seconds_text
 
 _PATH = re.compile(r"(?<![\w.:/])~?/(?:[\w.+@-]+/)*[\w.+@-]+")
 _ADDRESS = re.compile(

@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.execution.engine.backward import Backward, Saved
-from longspan.execution.engine.forward import Forward
-from longspan.execution.engine.runner import Job
-from longspan.execution.engine.transports import Program
-from longspan.execution.engine.walk import messages_of
-from longspan.execution.kernels import Kernel, choose_kernel, kernel_named
-from longspan.schedules.plan import Plan
-from longspan.schedules.steps import MAX_BATCH
+from longspan.kernels import Kernel, choose_kernel, kernel_named
+from longspan.planning.plan import Plan
+from longspan.planning.steps import MAX_BATCH
+from longspan.run.passes import Backward, Forward, Saved
+from longspan.run.transports import Program
+from longspan.run.walk import Job, messages_of
 
 Messages = dict[int, int]
 """Bytes by peer."""

@@ -18,14 +18,14 @@ from longspan import layouts, masks
 from longspan.api import plan
 from longspan.cli.acceptance.lines import AcceptanceLine, Outcome, Site, compared, right, wrong
 from longspan.cli.acceptance.programs import BareMessages, RankPrograms, driven, messages_by_step
-from longspan.cli.commands.calibrate import measure
-from longspan.cli.lengths import drawn_lengths
-from longspan.cli.measuring.runs import DIRECTIONS, MeasuredRun, clocks_ahead, time_passes
-from longspan.cli.quantities import times
-from longspan.number_words import bytes_text, rate_text, seconds_text
-from longspan.schedules.cost.machine import Machine
-from longspan.schedules.cost.simulator import simulate
-from longspan.schedules.plan import Plan
+from longspan.cli.calibrate import measure
+from longspan.cli.measure import DIRECTIONS, MeasuredRun, clocks_ahead, time_passes
+from longspan.cli.output import times
+from longspan.cli.workload import drawn_lengths
+from longspan.formatting import bytes_text, rate_text, seconds_text
+from longspan.planning.machine import Machine
+from longspan.planning.plan import Plan
+from longspan.planning.simulator import simulate
 
 BARS = (1.25, 2.0)
 """Times the predicted time from which a line says so, and from which it is red."""

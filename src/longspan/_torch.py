@@ -1,0 +1,524 @@
+"""Private torch names, continued: what code asks that is traced by PyTorch's compiler, or called by its graphs."""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback  # type: ignore[import-not-found]
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import Graph, GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator
+from torch.utils._pytree import tree_leaves as tree_leaves  # of nested arguments
+from torch.utils._pytree import tree_map as tree_map  # a function applied to every leaf of nested arguments
+
+from longspan.versions import minor
+
+# Every private torch name Longspan uses, each behind a small typed function; `_torch_compiler.py` has the compiler's.
+# Shapes: B batch, H query heads, G key/value heads, Q query rows, K key rows, T rows of many slices packed one after
+# another, D head dim. Dropout is always off, so the random states that the GPU operators carry are placeholders.
+
+
+_aten = torch.ops.aten
+num_users = torch._C._storage_Use_Count  # of a storage, which is named by its address
+hooks_of = operator.attrgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)  # of modules
+global_hooks = operator.attrgetter(
+    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"
+)  # of `torch.nn.modules.module`, for all modules, in the order of `hooks_of`
+destroy = operator.methodcaller("_destroy")  # of a library of operators, with all that it has registered
+_AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Autograd records here, also inside an operator of ours, where PyTorch has switched it off for good reason: what
+    is recorded must end inside as well."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for name in _AUTOGRAD:
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Operators called inside are run without autograd looking on."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; 0 for those of inference mode, which are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether forward-mode differentiation is on and the tensor takes part in it."""
+    is_on = torch.autograd.forward_ad._current_level >= 0
+    return is_on and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def rocm() -> str | None:
+    """The version of ROCm that PyTorch is built for; None if it is not."""
+    return torch.version.hip
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a GPU; None where there is none and tensors only pretend to be on one."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+
+
+CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)  # operators with this tag are left out of CUDA graphs
+
+
+def cpu_flash(
+    q_BHQD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKD: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the CPU flash operator; causal is top-left aligned.
+
+    Traps, all silent: an empty input kills the process; a last dim that is not contiguous, or a bias of another dtype
+    with float64, gives wrong numbers; a row that sees nothing gets lse 0.0.
+    """
+    return _aten._scaled_dot_product_flash_attention_for_cpu(
+        q_BHQD, k_BGKD, v_BGKD, 0.0, causal, attn_mask=bias, scale=scale
+    )
+
+
+def cpu_flash_backward(
+    dout_BHQD: Tensor, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, out_BHQD: Tensor, lse_BHQ: Tensor,
+    bias: Tensor | None, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv) of the CPU flash operator, dk and dv with the key/value heads.
+
+    A bool bias is taken without complaint and gives wrong gradients.
+    """
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout_BHQD, q_BHQD, k_BGKD, v_BGKD, out_BHQD, lse_BHQ, 0.0, causal, attn_mask=bias, scale=scale
+    )
+
+
+def _no_random(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Seed and offset for operators that want them although dropout is off."""
+    zero = torch.zeros((), dtype=torch.int64, device=like.device)
+    return zero, zero
+
+
+def efficient(
+    q_BHQD: Tensor,
+    k_BHKD: Tensor,
+    v_BHKE: Tensor,
+    bias_BHQK: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of memory-efficient attention; causal is top-left aligned, lse rows are rounded up to 32."""
+    found = _aten._scaled_dot_product_efficient_attention(
+        q_BHQD, k_BHKD, v_BHKE, bias_BHQK, True, 0.0, causal, scale=scale
+    )
+    return found[0], found[1]
+
+
+def efficient_backward(
+    dout_BHQE: Tensor,
+    q_BHQD: Tensor,
+    k_BHKD: Tensor,
+    v_BHKE: Tensor,
+    out_BHQE: Tensor,
+    lse_BHR: Tensor,
+    bias_BHQK: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of memory-efficient attention; R is Q rounded up to 32."""
+    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        dout_BHQE,
+        q_BHQD,
+        k_BHKD,
+        v_BHKE,
+        bias_BHQK,
+        out_BHQE,
+        lse_BHR,
+        *_no_random(q_BHQD),
+        0.0,
+        [True, True, True, False],
+        causal,
+        scale=scale,
+    )
+    return dq, dk, dv
+
+
+def cudnn(
+    q_BHQD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    bias_BHQK: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse_BHQ1) of cuDNN attention; causal is top-left aligned."""
+    found = _aten._scaled_dot_product_cudnn_attention(
+        q_BHQD, k_BGKD, v_BGKE, bias_BHQK, True, 0.0, causal, False, scale=scale
+    )
+    return found[0], found[1]
+
+
+def cudnn_backward(
+    dout_BHQE: Tensor,
+    q_BHQD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    out_BHQE: Tensor,
+    lse_BHQ1: Tensor,
+    bias_BHQK: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of cuDNN attention."""
+    return _aten._scaled_dot_product_cudnn_attention_backward(
+        dout_BHQE,
+        q_BHQD,
+        k_BGKD,
+        v_BGKE,
+        out_BHQE,
+        lse_BHQ1,
+        *_no_random(q_BHQD),
+        bias_BHQK,
+        None,
+        None,
+        q_BHQD.shape[2],
+        k_BGKD.shape[2],
+        0.0,
+        causal,
+        scale=scale,
+    )
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor | None,
+    starts_k: Tensor | None,
+    longest: tuple[int, int],
+    window: tuple[int, int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of CUDA flash attention.
+
+    Dense without `starts`: (B, Q, H, D) in, lse (B, H, Q). With `starts` (int32, one more than there are slices): the
+    packed rows of many slices, (T, H, D) in, lse (H, T). `window` = (left, right) keys beside the diagonal, which ends
+    in the bottom-right corner; -1 is open.
+    """
+    found = _aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        starts_q,
+        starts_k,
+        *longest,
+        0.0,
+        window == (-1, 0),
+        False,
+        scale=scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
+    )
+    return found[0], found[1]
+
+
+def flash_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts_q: Tensor | None,
+    starts_k: Tensor | None,
+    longest: tuple[int, int],
+    window: tuple[int, int],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of CUDA flash attention, layouts as in `flash`."""
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    unused = torch.empty(0, device=q.device)
+    return _aten._flash_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        starts_q,
+        starts_k,
+        *longest,
+        0.0,
+        window == (-1, 0),
+        state,
+        unused,
+        scale=scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
+    )
+
+
+def group_named(name: str) -> ProcessGroup:
+    """The process group that PyTorch registered under a name; operators can carry names, not groups."""
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def default_store() -> Any:
+    """The store through which the job's ranks found each other, as the job made it."""
+    return distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+
+
+def abort(group: ProcessGroup, device: torch.device) -> None:
+    """Ends all that the group has under way on such a device, and whatever waits for it."""
+    group._get_backend(device).abort()
+
+
+def timeout_of(group: ProcessGroup, device: torch.device) -> float | None:
+    """Seconds after which the group itself gives up a message; None if it does not say."""
+    try:
+        return group._get_backend(device).options._timeout.total_seconds()  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def attempt_store_of(timeout: timedelta) -> Any:
+    """A client of the launcher's store (or, without a launcher's, a new store) under a prefix of this attempt."""
+    env = os.environ
+    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    store = dist.TCPStore(host, port, size, not shared and rank == 0, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+    return distributed_c10d.PrefixStore(f"attempt/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """The mesh's axes as one, under this name; looking it up in the mesh by name would warn."""
+    return mesh._flatten(name)
+
+
+# -- flex attention: what it needs of the compiler is imported when it is used, that takes two seconds ----------------
+
+_FLEX = {
+    "BACKEND": "TRITON",  # the others give lse in another base, or take no gradient of lse
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,
+    "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True,
+    "OUTPUT_LOGSUMEXP": True,
+    "OUTPUT_MAX": False,
+}
+FLEX_BLOCK = 128  # rows and columns of a block
+FLEX_BLOCK_TENSORS = 8
+"""Counts and indices of partial and full blocks, by rows and by columns, in the order of BlockMask.as_tuple()."""
+
+
+def indexing() -> AbstractContextManager[object]:
+    """Here `table[i]` with `i` a single number in a tensor looks the number up late, and its gradient can be added
+    up by index."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
+
+
+def traced(function: Callable[..., Tensor], arguments: Sequence[Tensor]) -> GraphModule:
+    """What a function of single numbers does, as a graph; one that looks at a number is refused by an exception."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return _cleaned(make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments))
+
+
+def _cleaned(graph: GraphModule) -> GraphModule:
+    """Without what nobody uses: kernels are made of every line."""
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def traced_gradient(function: Callable[..., Tensor], arguments: Sequence[Tensor], num_index: int) -> GraphModule:
+    """(score, indices, gradient of the result, buffers) -> gradients of score, indices (None) and buffers."""
+    from torch._higher_order_ops.flex_attention import create_fw_bw_graph
+
+    score, index, buffers = arguments[0], arguments[1 : 1 + num_index], arguments[1 + num_index :]
+    with recording():
+        example = (score.detach().requires_grad_(), *index)
+        return _cleaned(create_fw_bw_graph(function, example, tuple(buffers))[1])  # type: ignore[arg-type]
+
+
+def adds_by_index(gradient: GraphModule) -> tuple[bool | None, ...]:
+    """For each buffer, whether its gradient is added up element by element, which is all that flex attention can do;
+    None if it gets none."""
+    results: Any = gradient.graph.output_node().args[0]
+    wanted = torch.ops.flex_lib.zeros_and_scatter.default
+    return tuple(None if found is None else found.target is wanted for found in results[5:])
+
+
+def flex_graph(score: GraphModule, mask: GraphModule, scale: float, num_score: int, num_mask: int) -> GraphModule:
+    """(q, k, v, block tensors, buffers of score, buffers of mask) -> (out, lse to the base 2), as one operator."""
+    graph = Graph()
+    q, k, v = (graph.placeholder(name) for name in "qkv")
+    blocks, score_buffers, mask_buffers = _buffers(graph, num_score, num_mask)
+    functions = graph.get_attr("score"), (*blocks, graph.get_attr("mask"))
+    arguments: Any = (q, k, v, *functions, scale, dict(_FLEX), score_buffers, mask_buffers)
+    call = graph.call_function(torch.ops.higher_order.flex_attention, arguments)
+    graph.output(tuple(graph.call_function(operator.getitem, (call, i)) for i in range(2)))
+    return GraphModule({"score": score, "mask": mask}, graph)
+
+
+def flex_backward_graph(
+    score: GraphModule, gradient: GraphModule, mask: GraphModule, scale: float, num_score: int, num_mask: int
+) -> GraphModule:
+    """(q, k, v, out, lse to the base 2, dout, dlse, ...) -> (dq, dk, dv, gradients of the buffers of score or None).
+
+    The operator takes `rowsum(dout * out) - dlse / log(2)` as the row sums; lse is that of all keys, wherever they are.
+    """
+    graph = Graph()
+    tensors = [graph.placeholder(name) for name in ("q", "k", "v", "out", "lse", "dout", "dlse")]
+    blocks, score_buffers, mask_buffers = _buffers(graph, num_score, num_mask)
+    functions = graph.get_attr("score"), graph.get_attr("gradient"), (*blocks, graph.get_attr("mask"))
+    arguments: Any = (*tensors, *functions, scale, dict(_FLEX), score_buffers, mask_buffers)
+    call = graph.call_function(torch.ops.higher_order.flex_attention_backward, arguments)
+    found = [graph.call_function(operator.getitem, (call, i)) for i in range(4)]
+    rest = [
+        None if kind is None else graph.call_function(operator.getitem, (found[3], i))
+        for i, kind in enumerate(adds_by_index(gradient))
+    ]
+    graph.output((*found[:3], *rest))
+    return GraphModule({"score": score, "gradient": gradient, "mask": mask}, graph)
+
+
+def _buffers(graph: Graph, num_score: int, num_mask: int) -> tuple[tuple[Any, ...], ...]:
+    blocks = [graph.placeholder(f"blocks{i}") for i in range(FLEX_BLOCK_TENSORS)]
+    score = tuple(graph.placeholder(f"score{i}") for i in range(num_score))
+    mask = tuple(graph.placeholder(f"mask{i}") for i in range(num_mask))
+    # The two lengths are read by nobody; the four that are None serve another backend, and came with 2.13.
+    others = (None,) * (4 if minor(torch.__version__) >= (2, 13) else 0)
+    return (0, 0, *blocks, *others, FLEX_BLOCK, FLEX_BLOCK), score, mask
+
+
+def compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """The graph as fused kernels, for inputs of exactly these shapes."""
+    import torch._inductor
+
+    return torch._inductor.compile(graph, list(inputs))  # type: ignore[return-value]
+
+
+def function_modes() -> list[Any]:
+    """The torch-function modes that are on, innermost last; threads of autograd have those of who called backward."""
+    from torch.overrides import _get_current_function_mode_stack
+
+    return list(_get_current_function_mode_stack())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_OFF_IN_GRAPHS = tuple(
+    getattr(torch._C.DispatchKey, name)
+    for name in (
+        *("FuncTorchDynamicLayerBackMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchBatched", "FuncTorchVmapMode"),
+        *("FuncTorchGradWrapper", "ADInplaceOrView", "Conjugate", "Negative", "ZeroTensor"),
+    )
+)
+
+
+def _is_in_graph() -> bool:
+    return torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.FuncTorchBatched)
+
+
+def as_in_eager() -> AbstractContextManager[Any]:
+    """Compiled graphs call operators with `torch.vmap` and PyTorch's count of changes in place switched off. Functions
+    of users need both, so here they are as outside of graphs."""
+    if not _is_in_graph():
+        return nullcontext()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _OFF_IN_GRAPHS:
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+_PLAIN = {"ADInplaceOrView", *(kind + device for kind in ("", "Autograd", "Autocast") for device in ("CPU", "CUDA"))}
+"""Dispatch keys of tensors with data and no behaviour of their own."""
+_known: dict[int, bool] = {}
+"""Whether sets of keys, as numbers, have no others."""
+
+
+def is_unobserved(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether PyTorch's dispatcher would do nothing with these tensors but differentiate and run: there is no mode, no
+    `torch.func`, no profiler, no compiler and no graph of it, and every tensor has data and no behaviour of its own."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    if torch._C._are_functorch_transforms_active() or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return False
+    if get_eval_frame_callback() is not None or _is_in_graph():
+        return False
+    return all(tensor is None or _is_plain(torch._C._dispatch_keys(tensor)) for tensor in tensors)
+
+
+def _is_plain(keys: torch._C.DispatchKeySet) -> bool:
+    number = keys.raw_repr()
+    if number not in _known:
+        names = repr(keys).removeprefix("DispatchKeySet(").removesuffix(")").split(", ")
+        _known[number] = _PLAIN.issuperset(names)
+    return _known[number]
+
+
+def run_without_compiling(function: Any) -> None:
+    """Keep a function that PyTorch calls for every operator from being compiled by itself; other functions that are
+    compiled may still inline it."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
+def break_graph(why: str) -> None:
+    """Ends the graph that is being traced; refused, with these words, where it must be whole."""
+    torch._dynamo.graph_break(msg=why)
+
+
+def _tracer() -> Any:
+    """What traces the code that called; None where nothing does. `torch.compiler.is_compiling()` says no before 2.13 to
+    functions that run while others are traced, as those below do."""
+    compiler = sys.modules.get("torch._dynamo.symbolic_convert")  # loading it takes seconds
+    try:
+        return None if compiler is None else compiler.InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+
+
+@torch.compiler.assume_constant_result
+def higher_order_calls() -> int:
+    """How many calls of the graph that is being traced take functions (an `autograd.Function`, `torch.cond`); 0 where
+    none is traced. Torch-function modes do not see them."""
+    tracer = _tracer()
+    nodes = () if tracer is None else tracer.output.graph.nodes
+    return sum(isinstance(node.target, torch._ops.HigherOrderOperator) for node in nodes)
+
+
+@torch.compiler.assume_constant_result
+def inside_of_call() -> bool:
+    """Whether what is traced is a part that another call takes as its function, as checkpointing does."""
+    tracer = _tracer()
+    return tracer is not None and tracer.output.current_tracer.parent is not None
+
+
+def whole_graph() -> AbstractContextManager[Any]:
+    """What is traced inside must be one graph; what is not is refused by PyTorch, which says why."""
+    return torch._dynamo.error_on_graph_break(True)

@@ -1,0 +1,292 @@
+"""Is this machine fit, and are the answers right? Versions and whether they were tested, kernels, clocks, speed, a
+self-check, and advice.
+
+  longspan doctor                                  # one process, all ranks of the self-check inside it
+  torchrun --nproc-per-node 4 -m longspan doctor   # with the clocks and links between ranks, on GPUs where there are
+
+Exit code 1: the self-check failed. Versions that were not tested are named, and change no exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from longspan.cli.bench import LEGEND, CheckedScheme, show_shares
+from longspan.cli.launch import BACKENDS, JobRanks, add_backend, clocks, joined
+from longspan.cli.measure import device_used, kernel_used
+from longspan.cli.output import Screen, many, print_json, progress, screen_of
+from longspan.formatting import rate_text, seconds_text
+from longspan.versions import check_versions
+
+PACKAGES = ("torch", "numpy", "rich", "matplotlib", "transformers", "accelerate")
+DTYPES = ("bfloat16", "float32")
+SCHEMES = ("exchange", "ring", "all_gather", "all_to_all", "hybrid(2,exchange)")
+FAR_CLOCK = 1e-3
+SLOW_MESSAGE = 1e-3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="no timings, and a shorter self-check")
+    add_backend(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with progress(args, "examining", speaks=os.environ.get("RANK", "0") == "0", lines=True) as advance:
+        advance("loading PyTorch")
+        import torch.distributed  # noqa: F401  # takes seconds
+    with (
+        joined("doctor", args.backend, alone=True) as ranks,
+        progress(args, "examining", num_parts(ranks, args.quick), speaks=ranks.speaks, lines=True) as advance,
+    ):
+        findings = examine(ranks, args.quick, advance)
+    if ranks.speaks:
+        if args.json:
+            print_json("doctor", findings)
+        else:
+            show(findings, screen_of(args))
+    return 0 if findings["ok"] else 1
+
+
+def num_parts(ranks: JobRanks, quick: bool) -> int:
+    """How many times `examine` says what it is at."""
+    checks = len(_cases(ranks, quick))
+    if quick:
+        return checks
+    from longspan.cli.measure import MESSAGES, TILES
+
+    return checks + len(TILES) + 2 + (len(MESSAGES) if ranks.size > 1 else 0)
+
+
+def examine(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> dict[str, Any]:
+    """Everything that was found, with advice."""
+    from longspan.kernels.cuda_flash import implementation
+
+    found = versions()
+    findings: dict[str, Any] = {"versions": found, "backends": backends(), "kernels": kernels()}
+    findings["tested"] = asdict(check_versions(found["torch"] or "(of no known version)", found["transformers"]))
+    findings["flash_implementation"] = implementation()
+    findings["host"] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "ranks": ranks.size,
+        "ranks_per_host": ranks.local_size,
+        "backend": ranks.backend,
+        "device": ranks.device,
+        "threads_per_rank": _threads(),
+    }
+    findings["clocks"] = [{"ahead_seconds": c.ahead, "round_trip_seconds": c.round_trip} for c in clocks(ranks)]
+    findings["speed"] = None if quick else speed(ranks, advance)
+    findings["checks"] = run_self_check(ranks, quick, advance)
+    findings["ok"] = all(check["ok"] for check in findings["checks"])
+    findings["advice"] = list(advice(findings))
+    return findings
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what is installed; None for what is not."""
+    import longspan
+
+    by_package: dict[str, str | None] = {"longspan": longspan.__version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            by_package[name] = version(name)
+        except PackageNotFoundError:
+            by_package[name] = None
+    return by_package
+
+
+def backends() -> dict[str, bool]:
+    """The backends that ranks could talk through, and whether there is a GPU."""
+    import torch
+    import torch.distributed as dist
+
+    there = dist.is_available()
+    return {
+        "gloo": there and dist.is_gloo_available(),
+        "nccl": there and dist.is_nccl_available(),
+        "cuda": torch.cuda.is_available(),
+    }
+
+
+def kernels() -> dict[str, str]:
+    """For each kernel, "yes", or why it does not take bfloat16 tensors of the best device here."""
+    import torch
+
+    from longspan.kernels import kernel_named
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = (torch.zeros(1, heads, 16, 64, dtype=torch.bfloat16, device=device) for heads in (4, 2, 2))
+    names = ("cpu_flash", "varlen", "flash", "efficient", "cudnn", "flex", "reference")
+    return {name: kernel_named(name).refuses(q, k, v) or "yes" for name in names}
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def speed(ranks: JobRanks, advance: Callable[[str], None]) -> dict[str, float]:
+    """What `longspan calibrate` would find, in a few rounds."""
+    from longspan.cli.calibrate import measure
+    from longspan.planning.steps import Sizes
+
+    machine, _ = measure(ranks, Sizes(8, 8, 64, 64, 2), "bfloat16", 3, "doctor", advance, whole=False)
+    rates = {
+        "forward_flops": machine.flops * machine.forward_share,
+        "backward_flops": machine.flops * machine.backward_share,
+        "copy_bytes_per_second": machine.copy_bandwidth,
+    }
+    if ranks.size > 1:
+        rates["link_bytes_per_second"] = machine.links[-1].bandwidth
+        rates["link_latency_seconds"] = machine.links[-1].latency
+    return rates
+
+
+def run_self_check(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The self-check, on one thread: its tensors are small."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return list(self_checks(ranks, quick, advance))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _cases(ranks: JobRanks, quick: bool) -> list[tuple[str, str]]:
+    """Dtypes and schemes of the self-check."""
+    schemes = SCHEMES[:2] if quick else SCHEMES
+    even = ranks.size == 1 or ranks.size % 2 == 0
+    fitting = [name for name in schemes if even or not name.startswith("hybrid")]
+    return [(dtype, name) for dtype in (DTYPES[:1] if quick else DTYPES) for name in fitting]
+
+
+def self_checks(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Small attentions over ranks, compared with dense float64 by `longspan.verification.verify`."""
+    import torch.distributed as dist
+
+    from longspan import layouts, masks
+    from longspan.api import attention, plan
+    from longspan.verification import loopback_attention, verify
+
+    size = ranks.size if ranks.size > 1 else 4
+    mask = masks.documents([150, 9, 201]) & masks.causal() & masks.sliding_window(127)
+    layout = layouts.balanced(mask, world_size=size)
+    group = dist.group.WORLD if ranks.size > 1 else None
+    for dtype, name in _cases(ranks, quick):
+        advance(f"{name}, {dtype}")
+        scheme_plan = plan(mask, layout, q_heads=4, kv_heads=2, head_dim=32, dtype=dtype, scheme=name)
+
+        def call(q: Any, k: Any, v: Any, scheme_plan: Any = scheme_plan) -> Any:
+            if group is None:
+                return loopback_attention(q, k, v, scheme_plan)
+            return attention(q, k, v, scheme_plan, group=group)
+
+        probes = 1 if quick else 3
+        report = verify(call, None, scheme_plan, group=group, probes=probes, device=ranks.device)
+        found = CheckedScheme.of(report, name, dtype).as_json()
+        kernel = kernel_used(scheme_plan.sizes, dtype, ranks.device)
+        yield {**found, "ranks": size, "kernel": kernel, "text": "" if report.ok else str(report)}
+
+
+def advice(findings: dict[str, Any]) -> Iterator[str]:
+    """What to change, most urgent first."""
+    host, link = findings["host"], findings["speed"] or {}
+    if not findings["ok"]:
+        yield "The self-check failed: do not train with this installation. Report the text above."
+    if not findings["backends"]["gloo"] and not findings["backends"]["nccl"]:
+        yield "This torch has neither Gloo nor NCCL: ranks cannot talk. Install one that has either."
+    if findings["tested"]["advice"] is not None:
+        yield findings["tested"]["advice"]
+    if findings["backends"]["cuda"]:
+        yield "There is a GPU, and Longspan has not been run on any yet: start with `longspan verify` on your model."
+    if host["ranks_per_host"] * host["threads_per_rank"] > (host["cores"] or 1):
+        yield (
+            f"{host['ranks_per_host']} ranks of {host['threads_per_rank']} threads share {host['cores']} cores:"
+            f" times here are not those of a cluster."
+        )
+    far = [r for r, clock in enumerate(findings["clocks"]) if abs(clock["ahead_seconds"]) > FAR_CLOCK]
+    if far:
+        yield f"Clocks of ranks {far} differ from rank 0's by over a millisecond: `bench` corrects for it, logs do not."
+    if link.get("link_latency_seconds", 0.0) > SLOW_MESSAGE:
+        yield "A message takes over a millisecond: prefer schemes with few steps (exchange, all_to_all) to rings."
+    if host["ranks"] == 1:
+        yield "Only one process was seen: run this under torchrun to examine the ranks' clocks and links."
+    for name in ("rich", "matplotlib"):
+        if findings["versions"][name] is None:
+            yield f"{name} is not installed: {'plain tables' if name == 'rich' else 'no PNG pictures'}. It is optional."
+
+
+def headline(findings: dict[str, Any]) -> str:
+    """The answer in a few words: what was not tested is not called fit, though its self-check passed.
+
+    >>> headline({"ok": True, "tested": {"tested": True}}), headline({"ok": True, "tested": {"tested": False}})
+    ('fit', 'right in the self-check, on versions that were NOT tested')
+    """
+    if not findings["ok"]:
+        return "NOT FIT"
+    return "fit" if findings["tested"]["tested"] else "right in the self-check, on versions that were NOT tested"
+
+
+def show(findings: dict[str, Any], screen: Screen) -> None:
+    """The findings as a person reads them."""
+    screen.title(f"longspan {findings['versions']['longspan']}: {headline(findings)}")
+    screen.facts([*_host_facts(findings), *_speed_facts(findings), ("self-check", _self_check(findings))])
+    screen.text()
+    show_shares([CheckedScheme.from_json(check) for check in findings["checks"]], screen)
+    screen.text()
+    for check in findings["checks"]:
+        if not check["ok"]:
+            screen.text(f"FAILED: {check['scheme']}, {check['dtype']}: {check['text']}")
+    screen.notes((LEGEND,))
+    if findings["advice"]:
+        screen.text()
+        for line in findings["advice"]:
+            screen.text(f"- {line}")
+
+
+def _host_facts(findings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    host = findings["host"]
+    threads = many(host["threads_per_rank"], "thread")
+    there = [f"{name} {release}" for name, release in findings["versions"].items() if release and name != "longspan"]
+    yield "versions", ", ".join(there)
+    yield "tested", findings["tested"]["text"]
+    yield "host", f"{host['system']}, {host['cores']} cores; {many(host['ranks'], 'rank')} of {threads}"
+    yield "device", device_used(host["device"])
+    yield "backends", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in findings["backends"].items())
+    yield "kernels", ", ".join(name for name, why in findings["kernels"].items() if why == "yes")
+    if findings["backends"]["cuda"]:
+        yield "flash attention", findings["flash_implementation"]
+
+
+def _speed_facts(findings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    host, fast = findings["host"], findings["speed"]
+    if host["ranks"] > 1:
+        worst = max(abs(clock["ahead_seconds"]) for clock in findings["clocks"])
+        back = max(clock["round_trip_seconds"] for clock in findings["clocks"])
+        yield "clocks", f"within {seconds_text(worst)} of rank 0's; there and back in {seconds_text(back)}"
+    if fast is None:
+        return
+    forward, backward = (rate_text(fast[f"{way}_flops"], "FLOP/s") for way in ("forward", "backward"))
+    copies = rate_text(fast["copy_bytes_per_second"], "B/s")
+    yield "speed", f"{forward} forward, {backward} backward, copies {copies}, a rank"
+    if "link_bytes_per_second" in fast:
+        latency = seconds_text(fast["link_latency_seconds"])
+        yield "links", f"{rate_text(fast['link_bytes_per_second'], 'B/s')}, {latency} a message"
+
+
+def _self_check(findings: dict[str, Any]) -> str:
+    host, checks = findings["host"], findings["checks"]
+    how = f"over {BACKENDS[host['backend']]}" if host["ranks"] > 1 else "in one process"
+    how += "" if host["device"] == "cpu" else f", on {host['device']} and its like"
+    kernels = ", ".join(dict.fromkeys(check["kernel"] for check in checks if "kernel" in check))
+    good = sum(check["ok"] for check in checks)
+    return f"{good} of {len(checks)} attentions equal dense float64, gradients too, {how}, by {kernels}"

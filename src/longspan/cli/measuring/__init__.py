@@ -1,1 +1,0 @@
-"""What `bench`, `calibrate` and `trace` measure under torchrun, and how they fit and write it."""

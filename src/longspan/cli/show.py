@@ -1,0 +1,265 @@
+"""Pictures of a mask, a layout, a schedule, its traffic or its memory, a scan: as text here, or as SVG, PNG or HTML.
+
+  longspan show mask --docs 700,1200,148 --ranks 4
+  longspan show schedule --seq 1M --docs longtail --ranks 8 --svg timeline.svg --png timeline.png --html timeline.html
+
+A schedule is drawn as the simulated timeline of both passes. A scan is how the states of a delta rule, with --q-heads
+heads of --head-dim x --v-head-dim numbers, get from rank to rank; its --scheme is chain, exchange, doubling or
+two_level. HTML pages need no network and run no scripts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longspan.cli.output import Column, Row, Screen, print_json, progress, screen_of, to_write
+from longspan.cli.workload import Workload
+from longspan.cli.workload import add_arguments as add_workload
+from longspan.errors import PlanError
+from longspan.formatting import bytes_text, seconds_text
+from longspan.layouts import Layout
+from longspan.planning.plan import Plan
+from longspan.planning.scan_plan import ScanPlan
+from longspan.planning.text import table
+from longspan.recurrences import scan_plan
+from longspan.spans import join
+from longspan.viz.layout import layout_picture, runs
+from longspan.viz.mask import even_edges, mask_picture, row_work
+from longspan.viz.memory import memory_picture
+from longspan.viz.report import picture_page
+from longspan.viz.scan import scan_picture
+from longspan.viz.scene import Scene, write_png
+from longspan.viz.timeline import timeline_picture
+from longspan.viz.traffic_table import traffic, traffic_picture
+
+WHAT = ("mask", "layout", "schedule", "traffic", "memory", "scan")
+PASSES = ("forward", "backward")
+DRAWN_PLANS = {"schedule": timeline_picture, "traffic": traffic_picture, "memory": memory_picture}
+_MATRIX = 12
+"""Ranks up to which traffic is printed as a matrix."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=WHAT, help="what to show")
+    out = parser.add_argument_group("pictures")
+    out.add_argument("--svg", type=to_write(".svg"), metavar="FILE", help="write the picture as SVG")
+    out.add_argument("--png", type=to_write(".png"), metavar="FILE", help="write the picture as PNG (needs matplotlib)")
+    out.add_argument(
+        "--html", type=to_write(".html", ".htm"), metavar="FILE", help="write a self-contained page with the picture"
+    )
+    out.add_argument("--title", help="the title of the picture")
+    out.add_argument("--width", type=int, default=64, help="characters of a text picture (64)")
+    add_workload(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    workload = Workload.of(args)
+    _check_asked(args)
+    with progress(args, "planning"):
+        shown = _Shown(args.what, workload, args.ranks)
+        if args.what in DRAWN_PLANS:
+            _ = shown.plan  # all that takes long: it is kept
+    files = {kind: path for kind in ("svg", "png", "html") if (path := getattr(args, kind)) is not None}
+    if files:
+        scene = shown.scene(args.title)
+        for kind, path in files.items():
+            write(scene, kind, path)
+    if args.json:
+        names = {kind: str(path) for kind, path in files.items()}
+        print_json("show", {"what": args.what, "workload": workload.as_json(), "files": names, **shown.figures()})
+    elif files:
+        for path in files.values():
+            print(f"wrote {path}")
+    else:
+        shown.text(screen_of(args), min(max(args.width, 8), 200))
+    return 0
+
+
+def _check_asked(args: argparse.Namespace) -> None:
+    """Refuses options of schedules where no schedule is shown."""
+    asked = {"--scheme": args.scheme != "auto", "--keep": args.keep, "--fetch-bytes": args.fetch_bytes is not None}
+    names = [name for name, given in asked.items() if given]
+    if args.what in ("mask", "layout") and names:
+        raise PlanError(
+            f"{' and '.join(names)} was asked for, but a {args.what} is the same with every scheme. Leave it out, or"
+            f" show schedule, traffic or memory."
+        )
+    asked = {"--window": args.window is not None, "--docs full": args.docs == "full", **asked, "--scheme": False}
+    names = [name for name, given in asked.items() if given]
+    if args.what == "scan" and names:
+        raise PlanError(
+            f"{' and '.join(names)} was asked for, but a recurrence goes through every document from its first token to"
+            f" its last, and fetches no keys and values. Leave it out."
+        )
+
+
+def write(scene: Scene, kind: str, path: Path) -> None:
+    """Writes a picture as one of svg, png and html."""
+    if kind == "png":
+        write_png(scene, path)
+    else:
+        path.write_text(scene.svg() if kind == "svg" else picture_page(scene, scene.about), encoding="utf-8")
+
+
+class _Shown:
+    """What was asked for, in its three forms."""
+
+    def __init__(self, what: str, workload: Workload, ranks: int) -> None:
+        self.what, self.workload, self.ranks = what, workload, ranks
+        self.mask, self.layout = workload.mask, workload.layout(ranks)
+
+    @cached_property
+    def plan(self) -> Plan:
+        return self.workload.plan(self.ranks)
+
+    def scan(self) -> ScanPlan:
+        """Of a delta rule, with states as wide as heads."""
+        tensors = self.workload.tensors
+        return scan_plan(
+            self.workload.lengths, self.layout, heads=tensors["q_heads"], keys=tensors["head_dim"],
+            values=tensors.get("v_head_dim", tensors["head_dim"]), maps="matrix", batch=tensors["batch"],
+            dtype="float64" if tensors["dtype"] == "float64" else "float32", scheme=self.workload.scheme,
+            machine=self.workload.machine,
+        )  # fmt: skip
+
+    def scene(self, title: str | None) -> Scene:
+        if self.what == "mask":
+            return mask_picture(self.mask, self.layout, title=title)
+        if self.what == "layout":
+            return layout_picture(self.layout, self.mask, title=title)
+        if self.what == "scan":
+            return scan_picture(self.scan(), title=title)
+        return DRAWN_PLANS[self.what](self.plan, title=title)
+
+    def figures(self) -> dict[str, Any]:
+        """What the picture shows, for JSON."""
+        if self.what == "mask":
+            work = row_work(self.mask, self.layout, 0, 0)
+            area = self.mask.area(self.layout.seq_len)
+            return {"mask": self.mask.name, "allowed_pairs": area, "pairs_by_rank": work.tolist()}
+        if self.what == "layout":
+            rows = self.layout.table
+            tokens = self.layout.num_tokens.tolist()
+            return {"layout": self.layout.name, "num_spans": len(rows), "tokens_by_rank": tokens}
+        if self.what == "scan":
+            return _scan_figures(self.scan())
+        plan = self.plan
+        answer: dict[str, Any] = {"scheme": plan.scheme.name, "fingerprint": plan.fingerprint}
+        for one in runs(plan):
+            if self.what == "traffic":
+                answer[one.direction] = {"bytes_from_to": traffic(plan, one.direction).tolist()}
+            elif self.what == "memory":
+                answer[one.direction] = {"bytes_alive_by_rank_and_step": [steps.tolist() for steps in one.alive]}
+            else:
+                line = one.timeline
+                answer[one.direction] = {
+                    "seconds": line.seconds,
+                    "finished_by_rank": line.finished,
+                    "bytes_received_by_rank": line.bytes_received,
+                    "num_steps": one.schedule.num_steps,
+                }
+        return answer
+
+    def text(self, screen: Screen, width: int) -> None:
+        if self.what == "mask":
+            screen.title(f"{self.workload.seq_len:,} tokens: {self.workload.about_docs()}")
+            print(self.mask.draw(self.layout.seq_len, width=min(width, 96)))
+            screen.notes(["Queries go down, keys go right. █ all pairs, ▒ some, · none."])
+        elif self.what == "layout":
+            screen.title(f"{self.layout.name}: {self.layout.seq_len:,} tokens on {self.layout.world_size:,} ranks")
+            print("\n".join(strips(self.layout, width)))
+            screen.notes(["The sequence goes right. █ the rank holds all tokens, ▒ some, · none."])
+        elif self.what == "scan":
+            print(self.scan().explain())
+        else:
+            plan = self.plan
+            screen.title(f"{plan.scheme.name}, {self.layout.seq_len:,} tokens on {self.layout.world_size:,} ranks")
+            show = {"schedule": _schedule_text, "traffic": _traffic_text, "memory": _memory_text}[self.what]
+            show(plan, screen)
+
+
+def _scan_figures(plan: ScanPlan) -> dict[str, Any]:
+    ranks = range(plan.layout.world_size)
+    received = {
+        each: {"bytes_received_by_rank": [plan.bytes_received(rank, each) for rank in ranks]} for each in PASSES
+    }
+    sizes = {"num_chains": len(plan.chains.batches), "num_segments": len(plan.chains.table)}
+    return {"scheme": plan.scheme, "fingerprint": plan.fingerprint, **sizes, **received}
+
+
+def strips(layout: Layout, width: int) -> list[str]:
+    """One line per rank: where in the sequence its tokens are, and how many there are.
+
+    >>> from longspan.layouts import zigzag
+    >>> print("\\n".join(strips(zigzag(16, 2), 8)))
+    rank 0  ██····██  8 tokens
+    rank 1  ··████··  8 tokens
+    """
+    edges = even_edges(layout.seq_len, width)
+    cells = np.stack((edges[:-1], edges[1:]), axis=1)
+    wide = len(str(layout.world_size - 1))
+    lines: list[str] = []
+    for rank in range(layout.world_size):
+        rows = layout.span_table(rank)
+        i, j = join(rows, cells)
+        size = np.minimum(rows[i, 1], edges[j + 1]) - np.maximum(rows[i, 0], edges[j])
+        tokens = np.bincount(j, weights=size.astype(np.float64), minlength=len(cells))
+        marks = np.where(tokens == 0, "·", np.where(tokens == np.diff(edges), "█", "▒"))
+        lines.append(f"rank {rank:{wide}d}  {''.join(marks.tolist())}  {int(layout.num_tokens[rank]):,} tokens")
+    return lines
+
+
+def _schedule_text(plan: Plan, screen: Screen) -> None:
+    for one in runs(plan):
+        screen.text()
+        screen.title(f"{one.direction}: {seconds_text(one.timeline.seconds)}")
+        print(table(one.schedule))
+    screen.text()
+    screen.notes(
+        [
+            f"> sends to, < receives from, (n) that many ranks, * computes. Times are simulated on {plan.machine.name},"
+            " with waits, not measured."
+        ]
+    )
+
+
+def _traffic_text(plan: Plan, screen: Screen) -> None:
+    size = plan.layout.world_size
+    for direction in PASSES:
+        matrix = traffic(plan, direction)
+        screen.text()
+        screen.title(f"{direction}: {bytes_text(int(matrix.sum()))} in all")
+        if size <= _MATRIX:
+            columns = (Column("from", False), *(Column(f"to {rank}") for rank in range(size)), Column("sent"))
+            rows = [
+                Row((str(rank), *(bytes_text(value) if value else "." for value in line), bytes_text(sum(line))))
+                for rank, line in enumerate(matrix.tolist())
+            ]
+            received = Row(("all", *(bytes_text(value) for value in matrix.sum(axis=0).tolist()), ""))
+            screen.table(columns, [*rows, received])
+        else:
+            columns = (Column("rank", False), Column("sent"), Column("received"), Column("peers"))
+            sent, received_by_rank = matrix.sum(axis=1).tolist(), matrix.sum(axis=0).tolist()
+            peers = ((matrix > 0) | (matrix.T > 0)).sum(axis=1).tolist()
+            rows = [
+                Row((str(r), bytes_text(sent[r]), bytes_text(received_by_rank[r]), str(peers[r]))) for r in range(size)
+            ]
+            screen.table(columns, rows)
+
+
+def _memory_text(plan: Plan, screen: Screen) -> None:
+    columns = (Column("rank", False), Column("forward"), Column("backward"), Column("peak"))
+    both = runs(plan)
+    rows: list[Row] = []
+    for rank in range(plan.layout.world_size):
+        peaks = [int(one.alive[rank].max(initial=0)) for one in both]
+        rows.append(Row((str(rank), *(bytes_text(peak) for peak in peaks), bytes_text(max(peaks)))))
+    screen.text()
+    screen.table(columns, rows)
+    screen.text()
+    screen.notes(["The most a rank holds beside its own q, k, v, results and gradients, and what kernels use inside."])

@@ -1,1 +1,0 @@
-"""Trust between ranks: what they compare before data moves, and what a message says of itself."""

@@ -1,0 +1,80 @@
+"""Kernels by name. A named one is obeyed or refused; only "auto" and "sdpa" (PyTorch's fused kernels) choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from longspan.errors import KernelError
+from longspan.kernels.contract import Kernel
+from longspan.kernels.cpu_flash import CpuFlash
+from longspan.kernels.cuda_flash import Flash
+from longspan.kernels.cuda_sdpa import Cudnn, Efficient
+from longspan.kernels.flex import Flex, why_not_inside
+from longspan.kernels.panels import Guarded
+from longspan.kernels.reference import Reference
+from longspan.tile import PLAIN, Features, Tile
+
+__all__ = ["Features", "Kernel", "Tile", "choose_kernel", "kernel_named", "why_not_inside"]
+
+_FUSED = (CpuFlash(), Flash("varlen", grouped=True), Efficient(), Flash("flash", False), Cudnn(), Flex())
+_KERNELS: dict[str, Kernel] = {
+    **{kernel.name: Guarded(kernel, Reference(), looks=kernel.name == "cpu_flash") for kernel in _FUSED},
+    "reference": Reference(),
+}
+
+# In this order. `flash` and `cudnn` are left to those who name them: `varlen` does all that they do. `efficient` asks a
+# mask's function on the CPU, block by block, and the GPU waits; `flex` runs it inside.
+_CHOICES = {
+    "sdpa": ("cpu_flash", "varlen", "efficient"),
+    "auto": ("cpu_flash", "varlen", "flex", "efficient", "reference"),
+}
+
+
+def kernel_named(name: str) -> Kernel:
+    """The kernel of that name.
+
+    >>> kernel_named("reference").name
+    'reference'
+    """
+    if not isinstance(name, str) or name not in _KERNELS:
+        names = ", ".join((*_CHOICES, *_KERNELS))
+        raise KernelError(f"kernel {name!r} was asked for, but there is none of that name. Use one of {names}.")
+    return _KERNELS[name]
+
+
+def choose_kernel(
+    name: str,
+    q_BHQD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    asked: Features = PLAIN,
+    why_not_inside: Callable[[], str | None] = lambda: None,
+) -> str:
+    """The name of the kernel to use: the one asked for, or the first candidate that can do this for these tensors.
+
+    `why_not_inside` says why functions cannot run inside a kernel, or None; it is asked where one would be chosen.
+    """
+
+    def refusal(kernel: Kernel) -> str | None:
+        if kernel.name == "flex" != name and q_BHQD.device.type == "cpu":  # it writes out all scores there
+            return "on CPUs it runs when it is named"
+        return asked.beyond(kernel.honours) or kernel.refuses(q_BHQD, k_BGKD, v_BGKE)
+
+    def passed_over(kernel: Kernel) -> str | None:
+        if kernel.name != "flex" or name == "flex":
+            return None
+        if not (asked.mask_function or asked.score_function):
+            return "it is compiled anew for other shapes, and there is no function that it would have to run"
+        return why_not_inside()
+
+    whys: list[str] = []
+    for candidate in _CHOICES.get(name, (name,)):
+        kernel = kernel_named(candidate)
+        why = refusal(kernel) or passed_over(kernel)
+        if why is None:
+            return candidate
+        whys.append(f"{candidate}: {why}" if name in _CHOICES else why)
+    fit = [repr(other) for other, kernel in _KERNELS.items() if refusal(kernel) is None]
+    raise KernelError(f"kernel {name!r} was asked for, but {'; '.join(whys)}. Use {' or '.join(fit)}, or 'auto'.")

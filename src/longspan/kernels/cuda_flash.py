@@ -1,0 +1,268 @@
+"""`flash` and `varlen`: CUDA flash attention, one launch per tile or one launch for many. Not run on a GPU.
+
+Where this was written there is none: calls are checked with fake `cuda` tensors (signatures, shapes, dtypes), meaning
+and layouts with a model that reads by address. Shapes: see contract.py; T counts the packed rows of many slices.
+
+The operator aligns its diagonal to the bottom-right corner and takes a window (left, right) beside it. A tight tile of
+`rows` x `cols` is such a window: row i sees columns i - hi to i - lo, and with `shift = cols - rows` that is left =
+hi + shift and right = -lo - shift, neither of which can be negative when no row and no column is without a partner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+import torch.nn.attention
+from torch import Tensor
+
+from longspan import _torch
+from longspan.kernels.contract import AMPERE, Group, TileWork, Upstream, gpu_refusal, in_vectors
+from longspan.tile import PLAIN, Features, Tile, once
+
+MULTIPLE = 8
+WIDEST = 256
+
+Window = tuple[int, int]
+
+
+def implementation() -> str:
+    """Whose flash attention PyTorch's operator runs on GPUs: its own FA2, or what the user has activated by
+    `torch.nn.attention.activate_flash_attention_impl`, which takes the operator's place.
+
+    >>> implementation()
+    'FA2'
+    """
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # not in older versions of PyTorch
+    return (current and current()) or "FA2"
+
+
+class FlashOp(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts_q: Tensor | None,
+        starts_k: Tensor | None,
+        longest: tuple[int, int],
+        window: Window,
+        scale: float,
+        /,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class FlashBackwardOp(Protocol):
+    def __call__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        starts_q: Tensor | None,
+        starts_k: Tensor | None,
+        longest: tuple[int, int],
+        window: Window,
+        scale: float,
+        /,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Flash:
+    """CUDA flash attention; `grouped` runs tiles of one window in one launch. Not run on a GPU."""
+
+    name: str = "varlen"
+    grouped: bool = True
+    op: FlashOp = _torch.flash
+    backward_op: FlashBackwardOp = _torch.flash_backward
+    honours: Features = PLAIN
+
+    def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
+        widest = max(q_BHQD.shape[3], v_BGKE.shape[3])
+        if (why := gpu_refusal(q_BHQD, AMPERE)) is not None:
+            return why
+        if q_BHQD.dtype not in (torch.bfloat16, torch.float16):
+            return f"it takes bfloat16 and float16, and the tensors are {q_BHQD.dtype}"
+        if widest > WIDEST:
+            return f"it takes head dims up to {WIDEST}, and one here is {widest}"
+        return None
+
+    def groups(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> Sequence[Group]:
+        return [tuple(launch.tiles) for launch in self._launches(tiles, num_q, num_k)]
+
+    def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
+        width, e = _width(work), work.v_BGKE.shape[3]
+        q, k, v = (in_vectors(x, width, MULTIPLE) for x in (work.q_BHQD, work.k_BGKD, work.v_BGKE))
+        for launch in self._launches(work.tiles, q.shape[2], k.shape[2]):
+            out, lse = self.op(
+                launch.queries(q),
+                launch.keys(k),
+                launch.keys(v),
+                *launch.starts(q),
+                launch.longest,
+                launch.window,
+                work.scale,
+            )
+            yield launch.unpacked(out, q.shape[0], e), launch.unpacked_lse(lse, q.shape[0])
+
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        width, dtype, b = _width(work), work.q_BHQD.dtype, work.q_BHQD.shape[0]
+        d, e = work.q_BHQD.shape[3], work.v_BGKE.shape[3]
+        dout, out = (in_vectors(x.to(dtype), width, MULTIPLE) for x in (upstream.dout_BHQE, upstream.out_BHQE))
+        q, k, v = (in_vectors(x, width, MULTIPLE) for x in (work.q_BHQD, work.k_BGKD, work.v_BGKE))
+        # +inf is what the operator itself writes into rows that are not there: they add exact zeros
+        lse = upstream.lse_BHQ.float().masked_fill(upstream.lse_BHQ.isneginf(), torch.inf)
+        for launch in self._launches(work.tiles, q.shape[2], k.shape[2]):
+            dq, dk, dv = self.backward_op(
+                launch.queries(dout),
+                launch.queries(q),
+                launch.keys(k),
+                launch.keys(v),
+                launch.queries(out),
+                launch.lse(lse),
+                *launch.starts(q),
+                launch.longest,
+                launch.window,
+                work.scale,
+            )
+            yield launch.unpacked(dq, b, d), launch.unpacked(dk, b, d), launch.unpacked(dv, b, e)
+
+    def _launches(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> list[Launch]:
+        room = (num_q, num_k) if self.grouped else (0, 0)
+        return once(tiles, ("launches", room), lambda: launches(tiles, *room))
+
+
+@dataclass(eq=False)
+class Launch:
+    """Tight tiles of one window, packed batch row by batch row; alone, a tile keeps its batch dim.
+
+    What a launch needs to know beside the tensors is worked out once: nothing is copied to a GPU in a warm call.
+    """
+
+    window: Window
+    tiles: list[Tile]
+    known: dict[object, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        return max(tile.rows for tile in self.tiles), max(tile.cols for tile in self.tiles)
+
+    @cached_property
+    def rows(self) -> Side:
+        return Side("rows", [(tile.q0, tile.rows) for tile in self.tiles])
+
+    @cached_property
+    def cols(self) -> Side:
+        return Side("cols", [(tile.k0, tile.cols) for tile in self.tiles])
+
+    def queries(self, x_BHQD: Tensor) -> Tensor:
+        return self._packed(x_BHQD, self.rows)
+
+    def keys(self, x_BGKD: Tensor) -> Tensor:
+        return self._packed(x_BGKD, self.cols)
+
+    def lse(self, x_BHQ: Tensor) -> Tensor:
+        """(B, H, q) for a tile alone, (H, T) for many."""
+        picked = self._picked(x_BHQ, 2, self.rows)
+        return (picked if len(self.tiles) == 1 else picked.transpose(0, 1).flatten(1)).contiguous()
+
+    def _packed(self, x_BHTD: Tensor, side: Side) -> Tensor:
+        """(B, t, H, D) for a tile alone, (T, H, D) for many."""
+        # Rows are packed token by token, with all heads of a token together: a copy that is made should lie so at once.
+        picked = self._picked(x_BHTD.transpose(1, 2), 1, side)
+        return picked if len(self.tiles) == 1 else picked.flatten(0, 1)
+
+    def _picked(self, x: Tensor, dim: int, side: Side) -> Tensor:
+        """The rows of all tiles, one tile after the other."""
+        if side.is_one_run:  # neighbours in memory: nothing to copy
+            return x if side.total == x.shape[dim] else x.narrow(dim, side.runs[0][0], side.total)
+        key = side.name, x.device
+        if key not in self.known:
+            self.known[key] = torch.cat([torch.arange(a, a + n) for a, n in side.runs]).to(x.device)
+        return x.index_select(dim, self.known[key])
+
+    def starts(self, like_BHQD: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Where each slice starts among the packed queries and keys, and where the last one ends."""
+        if len(self.tiles) == 1:
+            return None, None
+        b, device = like_BHQD.shape[0], like_BHQD.device
+        return self._starts(self.rows, b, device), self._starts(self.cols, b, device)
+
+    def _starts(self, side: Side, b: int, device: torch.device) -> Tensor:
+        key = side.name, b, device
+        if key not in self.known:
+            ends = torch.tensor([0, *(n for _ in range(b) for _, n in side.runs)]).cumsum(0)
+            self.known[key] = ends.to(device=device, dtype=torch.int32)
+        return self.known[key]
+
+    def unpacked(self, x: Tensor, b: int, dim: int) -> Tensor:
+        """A result as (B, H, t, dim)."""
+        x = (x if x.dim() == 4 else _apart(x, 0, b)).transpose(1, 2)
+        return x if x.shape[3] == dim else x.narrow(3, 0, dim)
+
+    def unpacked_lse(self, lse: Tensor, b: int) -> Tensor:
+        """(B, H, t)."""
+        return lse if lse.dim() == 3 else _apart(lse, 1, b).transpose(0, 1)
+
+
+def _apart(x: Tensor, dim: int, b: int) -> Tensor:
+    """Rows of many batch rows in one dim, in two."""
+    return x.unsqueeze(dim) if b == 1 else x.unflatten(dim, (b, -1))
+
+
+@dataclass(eq=False)
+class Side:
+    """The first row and the number of rows of every tile of a launch, among queries or among keys."""
+
+    name: str
+    runs: list[tuple[int, int]]
+
+    @cached_property
+    def total(self) -> int:
+        return sum(n for _, n in self.runs)
+
+    @cached_property
+    def is_one_run(self) -> bool:
+        return all(a + n == b for (a, n), (b, _) in pairwise(self.runs))
+
+
+def launches(tiles: Sequence[Tile], max_rows: int, max_cols: int) -> list[Launch]:
+    """Tiles of equal windows put together, in order; a launch takes no further tile when it would pack more rows or
+    keys than there are, so that overlapping tiles cost at most one copy of the tensors."""
+    made: list[Launch] = []
+    open_at: dict[Window, tuple[Launch, int, int]] = {}
+    for tile in tiles:
+        window = window_of(tile)
+        launch, rows, cols = open_at.get(window, (None, 0, 0))
+        rows, cols = rows + tile.rows, cols + tile.cols
+        if launch is None or rows > max_rows or cols > max_cols:
+            launch, rows, cols = Launch(window, []), tile.rows, tile.cols
+            made.append(launch)
+        launch.tiles.append(tile)
+        open_at[window] = launch, rows, cols
+    return made
+
+
+def window_of(tight: Tile) -> Window:
+    """Keys left and right of a diagonal that ends in the bottom-right corner; -1 is open.
+
+    >>> window_of(Tile(0, 4, 0, 6, lo=-2)), window_of(Tile(0, 4, 0, 4, lo=0, hi=1))
+    ((-1, 0), (1, 0))
+    """
+    shift = tight.cols - tight.rows
+    left = -1 if tight.hi is None else tight.hi + shift
+    right = -1 if tight.lo is None else -tight.lo - shift
+    assert left >= -1, f"{tight} is not tight"
+    assert right >= -1, f"{tight} is not tight"
+    return left, right
+
+
+def _width(work: TileWork) -> int:
+    return -(-max(work.q_BHQD.shape[3], work.v_BGKE.shape[3]) // MULTIPLE) * MULTIPLE

@@ -1,0 +1,168 @@
+"""`efficient` and `cudnn`: PyTorch's fused GPU operators that know no band, driven piece by piece. Not run on a GPU.
+
+Where this was written there is none: calls are checked with fake `cuda` tensors (signatures, shapes, dtypes), meaning
+and layouts with models that read by address. Shapes: see contract.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan import _torch
+from longspan.kernels.contract import AMPERE, gpu_refusal
+from longspan.kernels.panels import BackwardOp, ForwardOp, PanelKernel, additive
+from longspan.tile import MASKS, Features
+
+MULTIPLE = 8  # head dims that every one of these operators reads in whole vectors
+OLDEST = (5, 0)  # GPUs that memory-efficient attention runs on
+LSE_MULTIPLE = 32  # memory-efficient attention keeps whole warps of lse rows
+
+
+@dataclass(frozen=True)
+class Efficient(PanelKernel):
+    """Memory-efficient attention: float32 too. Not run on a GPU."""
+
+    name: str = "efficient"
+    op: ForwardOp = _torch.efficient
+    backward_op: BackwardOp = _torch.efficient_backward
+    honours: Features = MASKS
+    multiple: int = MULTIPLE
+
+    def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
+        least = AMPERE if q_BHQD.dtype == torch.bfloat16 else OLDEST
+        return _refuses(q_BHQD, (torch.float32, torch.bfloat16, torch.float16), least)
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
+    ) -> tuple[Tensor, Tensor]:
+        heads = q.shape[1]
+        out, lse_BHR = self.op(q, _spread(k, heads), _spread(v, heads), _expanded(bias, q), causal, scale)
+        return out, lse_BHR.narrow(2, 0, q.shape[2])
+
+    def run_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
+        /,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads, groups, rows = q.shape[1], k.shape[1], q.shape[2]
+        room = -rows % LSE_MULTIPLE
+        lse_BHR = torch.nn.functional.pad(lse, (0, room), value=torch.inf).contiguous()
+        dq, dk, dv = self.backward_op(
+            dout.to(q.dtype),
+            q,
+            _spread(k, heads),
+            _spread(v, heads),
+            _rows_first(out.to(q.dtype)),
+            lse_BHR,
+            _expanded(bias, q),
+            causal,
+            scale,
+        )
+        return dq, _gathered(dk, groups), _gathered(dv, groups)
+
+
+@dataclass(frozen=True)
+class Cudnn(PanelKernel):
+    """cuDNN attention. Not run on a GPU."""
+
+    name: str = "cudnn"
+    op: ForwardOp = _torch.cudnn
+    backward_op: BackwardOp = _torch.cudnn_backward
+    honours: Features = MASKS
+    multiple: int = MULTIPLE
+
+    def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
+        widest = max(q_BHQD.shape[3], v_BGKE.shape[3])
+        if widest > 128:
+            return f"it takes head dims up to 128 on every GPU that has it, and one here is {widest}"
+        return _refuses(q_BHQD, (torch.bfloat16, torch.float16), AMPERE)
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
+    ) -> tuple[Tensor, Tensor]:
+        if k.shape[2] == 1:
+            k, v, bias, causal = *_with_hidden_key(q, k, v, bias), False
+        out, lse_BHQ1 = self.op(q, k, v, _expanded(bias, q), causal, scale)
+        return out, lse_BHQ1.squeeze(3)
+
+    def run_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
+        /,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # cuDNN takes lse for densely packed whatever its strides say, and gradients go wrong without a word. It finds
+        # what it has built for other calls by q, k, v and bias: dout and out must always be laid out alike.
+        lse, dout, out, keys = _dense(lse).unsqueeze(3), _dense(dout.to(q.dtype)), _dense(out.to(q.dtype)), k.shape[2]
+        if keys == 1:
+            k, v, bias, causal = *_with_hidden_key(q, k, v, bias), False
+        dq, dk, dv = self.backward_op(dout, q, k, v, out, lse, _expanded(bias, q), causal, scale)
+        return dq, dk.narrow(2, 0, keys), dv.narrow(2, 0, keys)
+
+
+def _refuses(q: Tensor, dtypes: tuple[torch.dtype, ...], least: tuple[int, int]) -> str | None:
+    if (why := gpu_refusal(q, least)) is not None:
+        return why
+    if q.dtype not in dtypes:
+        names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        return f"it takes {' and '.join(names)}, and the tensors are {q.dtype}"
+    return None
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Contiguous, with the strides that its shape alone gives: dims of size 1 may have any."""
+    return x.contiguous().view(-1).view(x.shape)
+
+
+def _with_hidden_key(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """One key and its value, each with a row of zeros behind it that the bias hides: cuDNN takes no single key."""
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1)).contiguous() for x in (k, v))
+    both = additive(q.shape[2], 2, None, None, like=q)
+    both.select(1, 1).fill_(-torch.inf)
+    return k, v, both if bias is None else both.add_(bias)
+
+
+def _rows_first(x_BHQE: Tensor) -> Tensor:
+    """The same numbers, in memory as (B, Q, H, E).
+
+    In half precision, memory-efficient backward takes rows of `out` for H * E apart, whatever its strides say, and does
+    not copy it as it does `dout`: in another layout dq and dk would be made from other rows and heads.
+    """
+    return x_BHQE.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _expanded(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    return None if bias is None else bias.expand(q.shape[0], q.shape[1], *bias.shape)
+
+
+def _spread(x_BGKD: Tensor, heads: int) -> Tensor:
+    """One copy of each key/value head per query head: the operator knows no groups."""
+    b, groups, rows, dim = x_BGKD.shape
+    if groups == heads:
+        return x_BGKD
+    return x_BGKD.unsqueeze(2).expand(b, groups, heads // groups, rows, dim).reshape(b, heads, rows, dim)
+
+
+def _gathered(dx_BHKD: Tensor, groups: int) -> Tensor:
+    """Gradients of the copies summed, in float32."""
+    if dx_BHKD.shape[1] == groups:
+        return dx_BHKD
+    return dx_BHKD.unflatten(1, (groups, -1)).sum(2, dtype=torch.float32)

@@ -1,0 +1,412 @@
+"""Tiles cut into the pieces that a fused operator knows (full, top-left causal, additive bias) and put together again.
+
+The driver of those kernels whose operator has no notion of a band. Shapes: see contract.py.
+
+How to cut was measured (CPU flash operator, 1 thread, H=8, D=64, bfloat16 and float32; ms forward, backward):
+
+    causal, rows see `t` keys before the diagonal      rectangle + triangle    one call with a bias
+      256 rows, t = 64,   bfloat16                           1.2    7.4             0.9    4.4
+      512 rows, t = 512,  bfloat16                           5.9   25.4             4.7   24.3
+     1024 rows, t = 1024, bfloat16                          16.0   67.2            21.2   74.3
+     4096 rows, t = 4096, bfloat16                         208   1041             406   1329
+     4096 rows, t = 256,  float32                          185    480             404    991
+
+    window of w keys, 4096 rows        panels of 256 rows with a bias    panels of 1024 rows, bias on the far border
+      w = 512,  bfloat16                     37   176                          (wider than the window)
+      w = 1024, bfloat16                     53   280                          68   276
+      w = 1280, float32                     120   295                         142   313
+      w = 2048, bfloat16                     81   458                          85   354
+      w = 2048, float32                     158   407                         168   370
+
+Turning the far border into a causal triangle by reversing rows was no faster (8192 rows, w = 4096: 230 / 1023 against
+242 / 1027).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longspan.kernels.contract import Group, Kernel, Pairs, TileWork, Upstream, finite, in_vectors, one_by_one
+from longspan.tile import Features, Tile, as_dtype, once
+from longspan.tile import wide as widened
+
+# Fused operators at the edges of their range: scales that are not above 0, and numbers that are not finite.
+# Shapes: see contract.py.
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A kernel whose operators hide pairs by adding -inf, and multiply probabilities of 0 with whatever is there.
+
+    They take a scale above 0 only: some multiply the -inf by it. The sign belongs to q as well, and so does a 0.
+    Where a tile's result is not finite, `careful` computes it again: there hidden pairs contribute nothing, whatever
+    their numbers. Looking at results costs a pass over them, on CPUs; on GPUs it would make the host wait, and is left.
+    """
+
+    kernel: Kernel
+    careful: Kernel
+    looks: bool
+    """Whether results are looked at."""
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    @property
+    def honours(self) -> Features:
+        return self.kernel.honours
+
+    def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:
+        return self.kernel.refuses(q_BHQD, k_BGKD, v_BGKE)
+
+    def groups(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> Sequence[Group]:
+        return self.kernel.groups(tiles, num_q, num_k)
+
+    def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
+        _, above = _above(work)
+        for tiles, (out, lse) in zip(self._groups(work), self.kernel.forward(above), strict=True):
+            if self.looks and not finite(out):
+                yield from self.careful.forward(replace(work, tiles=tiles))
+            else:
+                yield out, lse
+
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        sign, above = _above(work)
+        for tiles, (dq, dk, dv) in zip(self._groups(work), self.kernel.backward(above, upstream), strict=True):
+            if self.looks and not (finite(dq) and finite(dk) and finite(dv)):
+                yield from self.careful.backward(replace(work, tiles=tiles), upstream)
+            else:
+                yield dq if sign == 1.0 else dq * sign, dk, dv
+
+    def _groups(self, work: TileWork) -> Sequence[Group]:
+        return self.kernel.groups(work.tiles, work.q_BHQD.shape[2], work.k_BGKD.shape[2])
+
+
+def _above(work: TileWork) -> tuple[float, TileWork]:
+    """A factor of q, and the same work with q so multiplied and a scale above 0."""
+    sign, scale = signed(work.scale)
+    return sign, work if sign == 1.0 else replace(work, q_BHQD=work.q_BHQD * sign, scale=scale)
+
+
+def signed(scale: float) -> tuple[float, float]:
+    """A factor of q (1, -1 or 0) and a scale above 0 that together are the scale.
+
+    >>> signed(0.5), signed(-0.5), signed(0.0)
+    ((1.0, 0.5), (-1.0, 0.5), (0.0, 1.0))
+    """
+    if scale == 0.0:
+        return 0.0, 1.0
+    return (1.0, scale) if scale > 0.0 else (-1.0, -scale)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+SMALL = (512, 1024)  # rows x columns up to which one call with a bias beats cutting
+NARROW = 2048  # bands narrower than this go in panels of NARROW_ROWS with a bias, wider ones in panels of WIDE_ROWS
+NARROW_ROWS = 256
+WIDE_ROWS = 1024  # <= NARROW, or the borders would overlap; also bounds the bias, a triangle of that size
+
+
+class ForwardOp(Protocol):
+    """(out, lse) of one piece; `bias` is None or an additive (q, k) mask in the inputs' dtype."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class BackwardOp(Protocol):
+    """(dq, dk, dv) of one piece from dout, q, k, v, out, lse; the first and the fifth may come in another dtype."""
+
+    def __call__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
+        /,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class PanelKernel(ABC):
+    """A kernel made of a fused operator that knows full, causal and biased attention, and no band."""
+
+    name: str
+    op: ForwardOp
+    backward_op: BackwardOp
+    honours: Features
+    multiple: int = 1
+    """Head dims are padded to a multiple of this."""
+
+    @abstractmethod
+    def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None: ...
+
+    def groups(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> Sequence[Group]:  # noqa: ARG002
+        return one_by_one(tiles)
+
+    def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
+        return run_forward(self.run, work, self.multiple)
+
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        return run_backward(self.run_backward, work, upstream, self.multiple)
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of one piece."""
+        return self.op(q, k, v, bias, causal, scale)
+
+    def run_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
+        /,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of one piece."""
+        return self.backward_op(dout, q, k, v, out, lse, bias, causal, scale)
+
+
+def split(tile: Tile) -> Iterator[Tile]:
+    """Disjoint tight tiles with the same pairs, each of them full, causal (lo == 0) or small enough for a bias.
+
+    >>> [(piece.k0, piece.k1, piece.lo) for piece in split(Tile(0, 4096, 0, 5120, lo=-1024))]
+    [(0, 1024, None), (1024, 5120, 0)]
+    """
+    tight = tile.tight()
+    if tight is None:
+        return
+    lo, hi = tight.lo, tight.hi
+    if tight.asks:
+        yield from _blocks(tight)
+    elif (hi is None and lo in (None, 0)) or (tight.rows <= SMALL[0] and tight.cols <= SMALL[1]):
+        yield tight
+    elif hi is None:
+        yield from _borders(tight)
+    elif lo is not None and hi - lo + 1 < NARROW:
+        yield from _panels(tight, NARROW_ROWS)
+    elif tight.rows <= WIDE_ROWS or (lo is None and tight.rows - 1 - hi < tight.cols):
+        yield from _borders(tight)
+    else:
+        for panel in _panels(tight, WIDE_ROWS):
+            yield from _borders(panel)
+
+
+def _blocks(tile: Tile) -> Iterator[Tile]:
+    """Blocks that one bias serves each."""
+    for panel in _panels(tile, SMALL[0]):
+        for k0 in range(panel.k0, panel.k1, SMALL[1]):
+            block = panel.part(panel.q0, panel.q1, k0, min(k0 + SMALL[1], panel.k1))
+            if block is not None:
+                yield block
+
+
+def _panels(tile: Tile, rows: int) -> Iterator[Tile]:
+    for q0 in range(tile.q0, tile.q1, rows):
+        panel = tile.part(q0, min(q0 + rows, tile.q1), tile.k0, tile.k1)
+        if panel is not None:
+            yield panel
+
+
+def _borders(tile: Tile) -> Iterator[Tile]:
+    """Columns that all rows see, then the triangle at the diagonal, then the far border of a window."""
+    far = 0 if tile.hi is None else min(max(tile.rows - 1 - tile.hi, 0), tile.cols)
+    near = tile.cols if tile.lo is None else -tile.lo
+    assert far <= near, f"the borders of {tile} overlap"
+    q0, q1, k0, k1 = tile.q0, tile.q1, tile.k0, tile.k1
+    for first, last in ((k0 + far, k0 + near), (k0 + near, k1), (k0, k0 + far)):
+        piece = tile.part(q0, q1, first, last) if first < last else None
+        if piece is None:
+            continue
+        if piece.hi is None or piece.rows <= WIDE_ROWS:
+            yield piece
+        else:
+            for panel in _panels(piece, WIDE_ROWS):
+                yield from _borders(panel)
+
+
+class _Biases:
+    """Additive masks; only the last is kept, because the panels of one window follow each other and share it."""
+
+    def __init__(self, like: Tensor, pairs: Pairs | None) -> None:
+        self._like, self._pairs = like, pairs
+        self._shape: tuple[int, int, int | None, int | None] | None = None
+        self._bias: Tensor | None = None
+        self.blind: Tensor | None = None
+        """(q, 1) rows of the last piece that see none of its keys, where a function decided; None if there are none."""
+
+    def of(self, piece: Tile) -> tuple[Tensor | None, bool]:
+        """(bias, causal) that say which pairs of the piece may meet."""
+        self.blind = None
+        if piece.asks:
+            return self._answers(piece), False
+        if piece.hi is None and piece.lo in (None, 0):
+            return None, piece.lo == 0
+        shape = (piece.rows, piece.cols, piece.lo, piece.hi)
+        if shape != self._shape:
+            self._shape, self._bias = shape, additive(*shape, like=self._like)
+        return self._bias, False
+
+    def _answers(self, piece: Tile) -> Tensor:
+        assert self._pairs is not None
+        bias = additive(piece.rows, piece.cols, piece.lo, piece.hi, like=self._like)
+        bias.masked_fill_(~self._pairs.allowed(piece), -torch.inf)
+        blind = bias.isneginf().all(1, keepdim=True)
+        self.blind = blind if bool(blind.any()) else None
+        return bias
+
+
+def additive(rows: int, cols: int, lo: int | None, hi: int | None, like: Tensor) -> Tensor:
+    """0 where row i and column j may meet, -inf elsewhere, in the dtype of `like`."""
+    # Memory-efficient attention on GPUs reads the bias in runs of 16, so every row has room for whole runs.
+    room = -(-cols // 16) * 16
+    bias = like.new_full((rows, room), -torch.inf) if lo is not None else like.new_zeros((rows, room))
+    if lo is not None:
+        bias.triu_(1 - lo)
+    if hi is not None:
+        bias += like.new_full((rows, room), -torch.inf).tril_(-hi - 1)
+    return bias.narrow(1, 0, cols)
+
+
+def run_forward(op: ForwardOp, work: TileWork, multiple: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Kernel.forward by pieces. Head dims are padded with zeros to the larger of the two and to a `multiple`."""
+    q_BHQD, k_BGKD, v_BGKE = work.q_BHQD, work.k_BGKD, work.v_BGKE
+    biases, e, pad = _Biases(q_BHQD, work.pairs), v_BGKE.shape[3], _padding(q_BHQD, v_BGKE, multiple)
+    for tile, pieces in _pieces(work.tiles):
+        state: tuple[Tensor, Tensor] | None = None
+        seen: list[Tile] = []
+        for piece in pieces:
+            rows, keys = (piece.q0, piece.q1), (piece.k0, piece.k1)
+            part, part_lse = op(
+                pad(_rows(q_BHQD, *rows)),
+                pad(_rows(k_BGKD, *keys)),
+                pad(_rows(v_BGKE, *keys)),
+                *biases.of(piece),
+                work.scale,
+            )
+            part = _cut(part, e)
+            if biases.blind is not None:  # operators write finite numbers there
+                part, part_lse = (
+                    part.masked_fill(biases.blind, 0.0),
+                    part_lse.masked_fill(biases.blind[:, 0], -torch.inf),
+                )
+            if state is None and piece.rows == tile.rows:
+                state = part, part_lse
+            else:
+                state = (
+                    _nothing(tile.rows, part, part_lse) if state is None else (state[0].to(part_lse.dtype), state[1])
+                )
+                at = (2, piece.q0 - tile.q0, piece.rows)
+                fresh = all(piece.q0 >= other.q1 or other.q0 >= piece.q1 for other in seen)
+                (_write if fresh else merge)(state[0].narrow(*at), state[1].narrow(*at), part, part_lse)
+            seen.append(piece)
+        assert state is not None, f"{tile} has no pair"
+        yield state
+
+
+def _pieces(tiles: Sequence[Tile]) -> list[tuple[Tile, tuple[Tile, ...]]]:
+    """Every tile with its pieces, which are the same in every call."""
+    return once(tiles, "pieces", lambda: [(tile, tuple(split(tile))) for tile in tiles])
+
+
+def _rows(x: Tensor, start: int, stop: int) -> Tensor:
+    return x if stop - start == x.shape[2] else x.narrow(2, start, stop - start)
+
+
+def _nothing(rows: int, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Wide (0, -inf) for all rows of a tile."""
+    b, h, _, e = part.shape
+    return part.new_zeros((b, h, rows, e), dtype=part_lse.dtype), part_lse.new_full((b, h, rows), -torch.inf)
+
+
+def _write(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    out.copy_(part)
+    lse.copy_(part_lse)
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Folds a partial result over other keys into (out, lse), in place.
+
+    The two weights are made to sum to one by dividing, not by subtracting a rounded lse: with |lse| of 1e4 that keeps
+    three more digits. A row that neither has seen stays (0, -inf).
+
+    Not `engine.merge.merge`, which has a third tensor for the sum and divides at the end: a row of a tile meets two or
+    three pieces, the first is the operator's own output in its own dtype, and most tiles are one piece and merge none.
+    """
+    top = torch.maximum(lse, part_lse)
+    base = top.masked_fill(top.isneginf(), 0.0)  # -inf minus -inf is nan, not "nothing"
+    mine, other = (lse - base).exp_(), (part_lse - base).exp_()
+    total = mine + other
+    lse.copy_(top + total.log())
+    total.clamp_(min=0.5)  # at least 1 wherever something was seen
+    out.mul_((mine / total).unsqueeze(-1)).add_(part * (other / total).unsqueeze(-1))
+
+
+def run_backward(
+    op: BackwardOp, work: TileWork, upstream: Upstream, multiple: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Kernel.backward by pieces, whose gradients are summed in float32 (float64 for float64)."""
+    q_BHQD, k_BGKD, v_BGKE, lse_BHQ = work.q_BHQD, work.k_BGKD, work.v_BGKE, upstream.lse_BHQ
+    wide, d, e = widened(q_BHQD.dtype), q_BHQD.shape[3], v_BGKE.shape[3]
+    biases, pad = _Biases(q_BHQD, work.pairs), _padding(q_BHQD, v_BGKE, multiple)
+    # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for everybody it meets
+    lse_BHQ = as_dtype(lse_BHQ, wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
+    for tile, pieces in _pieces(work.tiles):
+        sums: tuple[Tensor, Tensor, Tensor] | None = None
+        for piece in pieces:
+            rows, keys = (piece.q0, piece.q1), (piece.k0, piece.k1)
+            dq, dk, dv = op(
+                pad(_rows(upstream.dout_BHQE, *rows)),
+                pad(_rows(q_BHQD, *rows)),
+                pad(_rows(k_BGKD, *keys)),
+                pad(_rows(v_BGKE, *keys)),
+                pad(_rows(upstream.out_BHQE, *rows)),
+                _rows(lse_BHQ, *rows),
+                *biases.of(piece),
+                work.scale,
+            )
+            gradients = _cut(dq, d), _cut(dk, d), _cut(dv, e)
+            if sums is None and (piece.rows, piece.cols) == (tile.rows, tile.cols):
+                sums = gradients
+                continue
+            if sums is None:
+                sums = _zeros(q_BHQD, tile.rows, wide), _zeros(k_BGKD, tile.cols, wide), _zeros(v_BGKE, tile.cols, wide)
+            starts = piece.q0 - tile.q0, piece.k0 - tile.k0, piece.k0 - tile.k0
+            for total, start, part in zip(sums, starts, gradients, strict=True):
+                total.narrow(2, start, part.shape[2]).add_(part)
+        assert sums is not None, f"{tile} has no pair"
+        yield sums
+
+
+def _zeros(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    b, heads, _, dim = like.shape
+    return like.new_zeros((b, heads, rows, dim), dtype=dtype)
+
+
+def _cut(x: Tensor, dim: int) -> Tensor:
+    return x if x.shape[3] == dim else x.narrow(3, 0, dim)
+
+
+def _padding(q: Tensor, v: Tensor, multiple: int) -> Callable[[Tensor], Tensor]:
+    """Makes last dims equal and a multiple, and rows begin where operators can read them in vectors."""
+    width = -(-max(q.shape[3], v.shape[3]) // multiple) * multiple
+    return lambda x: in_vectors(x, width, multiple)

@@ -1,0 +1,863 @@
+"""Dealing segments to ranks, one rank after the other, so that each gets its tokens, its work and few remote keys.
+
+Cutting a causal segment at row x costs x - start remote keys, wherever it is and whoever gets which part. So a rank
+that must take part of a long segment takes its last rows, as many as its work allows, and fills up its tokens with the
+lightest rows there are: short segments, and the first rows of that same long segment, whose keys it needs anyhow. For a
+single long document this is the zigzag fold; among short ones it is a long slice with short documents beside it.
+
+Eight causal tokens on two ranks. Row x sees x + 1 keys, 36 pairs in all, so a rank should get 4 tokens and 18 pairs::
+
+    keys seen   1 2 3 4 5 6 7 8
+    rank        0 0 1 1 1 1 0 0     the two heaviest rows, 7 + 8, are balanced by the two lightest, 1 + 2
+
+>>> balanced(causal(8), world_size=2).spans(0)
+(0:2, 6:8)
+
+Documents of 5, 2 and 1 tokens have 15, 3 and 1 pairs, so a rank should get 9 or 10. The long one must be cut: one rank
+takes its last row, 5 pairs, and fills up with the short documents, 4 pairs. Only that one row has remote keys.
+
+>>> balanced(documents([5, 2, 1]) & causal(), world_size=2).spans(1)
+(4:8,)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.errors import LayoutError
+from longspan.layouts.layout import Layout, check_masks, check_sizes
+from longspan.masks import Mask
+from longspan.masks import bands as bd
+from longspan.spans import Ints, intersect, join, union, whole
+
+# What a layout needs to know of masks, in closed form: work per row, and the segments that are cheap to keep whole. A
+# segment is a stretch of rows that look at one another (a document, a chunk, the tokens of a global prefix); between
+# two segments a cut costs nothing. Work is counted in allowed pairs. The number of keys a row sees is linear between
+# the edges and bends of the bands, so the pairs before any row are quadratic there: nothing here grows with the
+# sequence.
+
+
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Twice the allowed pairs in the rows before each edge, and the quadratic that holds until the next edge.
+
+    Twice, so that triangles of pairs stay whole numbers.
+    """
+
+    edges: Ints
+    twice: Ints
+    linear: Ints
+    square: Ints
+
+    @property
+    def whole(self) -> int:
+        """Twice the allowed pairs of all rows."""
+        return int(self.twice[-1])
+
+    def before(self, rows: Ints) -> Ints:
+        """Twice the allowed pairs in the rows before each of `rows`.
+
+        >>> profile_of(np.array([[0, 4, 0, 4, 0, bd.LIMIT]]), 4).before(np.arange(5)).tolist()
+        [0, 2, 6, 12, 20]
+        """
+        k = np.searchsorted(self.edges, rows, side="right") - 1
+        d = rows - self.edges[k]
+        return self.twice[k] + d * (self.linear[k] + d * self.square[k])
+
+    def of_spans(self, spans: Ints) -> Ints:
+        """Twice the allowed pairs in the rows of each span."""
+        return self.before(spans[:, 1]) - self.before(spans[:, 0])
+
+    def reader(self) -> Callable[[int], int]:
+        """`before` for one row at a time, fast: numpy is slow on single numbers."""
+        edges, twice, linear, square = (part.tolist() for part in (self.edges, self.twice, self.linear, self.square))
+
+        def before(row: int) -> int:
+            k = bisect_right(edges, row) - 1
+            d = row - edges[k]
+            return twice[k] + d * (linear[k] + d * square[k])
+
+        return before
+
+
+def profile_of(bands: Ints, seq_len: int, weights: Ints | None = None) -> Profile:
+    """The work of bands over rows 0 to seq_len; `weights` says how often each band counts."""
+    rows, weight = bands, np.ones(len(bands), dtype=np.int64) if weights is None else weights
+    position, value, slope = _bends(rows, weight)
+    edges, where = np.unique(np.concatenate((position, [0, seq_len])), return_inverse=True)
+    jump, bend = np.zeros(len(edges), dtype=np.int64), np.zeros(len(edges), dtype=np.int64)
+    np.add.at(jump, where[:-2], value)
+    np.add.at(bend, where[:-2], slope)
+    slopes = np.cumsum(bend)
+    width = np.diff(edges)
+    jump[1:] += slopes[:-1] * width
+    values = np.cumsum(jump)
+    linear = 2 * values - slopes
+    twice = np.concatenate(([0], np.cumsum(width * (linear[:-1] + width * slopes[:-1]))))
+    return Profile(edges, twice, linear, slopes)
+
+
+def _bends(rows: Ints, weight: Ints) -> tuple[Ints, Ints, Ints]:
+    """Where the number of keys per row jumps or bends: positions, jumps of the value, changes of the slope.
+
+    Row q of a band sees keys from max(k0, q - hi) up to min(k1, q - lo + 1): the upper end stops rising at `flat`, the
+    lower end starts rising at `lift`.
+    """
+    q0, q1, k0, k1, lo, hi = rows.T
+    flat, lift = k1 + lo - 1, k0 + hi
+
+    def seen(q: Ints) -> Ints:
+        return np.minimum(k1, q - lo + 1) - np.maximum(k0, q - hi)
+
+    at_flat, at_lift = (q0 < flat) & (flat < q1), (q0 < lift) & (lift < q1)
+    position = np.concatenate((q0, q1, flat[at_flat], lift[at_lift]))
+    none = np.zeros(int(at_flat.sum()) + int(at_lift.sum()), dtype=np.int64)
+    value = np.concatenate((weight * seen(q0), -weight * seen(q1), none))
+    first = (q0 < flat).astype(np.int64) - (q0 >= lift)
+    last = (flat >= q1).astype(np.int64) - (lift < q1)
+    slope = np.concatenate((weight * first, -weight * last, -weight[at_flat], -weight[at_lift]))
+    return position, value, slope
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Stretches that together are the whole sequence; `deep` where late rows look back to the beginning."""
+
+    edges: Ints
+    deep: Bools
+
+    @property
+    def spans(self) -> Ints:
+        return np.stack((self.edges[:-1], self.edges[1:]), axis=1)
+
+
+def segments_of(bands: Ints, seq_len: int, grain: int) -> Cuts:
+    """The segments of bands. Neighbours shorter than `grain` tokens are joined, up to about `grain` together.
+
+    A band joins the keys it shows to rows among them. Rows that only look far away (at a global prefix, at the root of
+    a tree) need those keys wherever they are held, so that look joins nothing.
+
+    >>> segments_of(np.array([[0, 6, 0, 6, 0, 9], [6, 9, 6, 9, 0, 9], [0, 9, 0, 1, 0, 9]]), 9, 1).edges.tolist()
+    [0, 6, 9]
+    """
+    near = bands[np.maximum(bands[:, bd.Q0], bands[:, bd.K0]) < np.minimum(bands[:, bd.Q1], bands[:, bd.K1])]
+    links = near[np.argsort(near[:, bd.K0], kind="stable")]
+    reach = np.maximum.accumulate(links[:, bd.K1])
+    first = np.concatenate(([True], links[1:, bd.K0] >= reach[:-1]))[: len(links)]
+    last = np.concatenate((first[1:], [True]))[: len(links)]
+    linked = np.stack((links[first, bd.K0], reach[last]), axis=1)
+    loose = np.concatenate((bands[:, : bd.K0].ravel(), [0, seq_len]))
+    block = np.searchsorted(linked[:, 0], loose, side="right") - 1
+    inside = (block >= 0) & (loose < linked[block, 1]) if len(linked) else np.zeros(len(loose), dtype=np.bool_)
+    edges = np.unique(np.concatenate((linked.ravel(), loose[~inside], [0, seq_len])))
+    edges = _joined(edges, grain)
+    back = np.minimum(near[:, bd.HI], near[:, bd.Q1] - 1 - near[:, bd.K0])
+    furthest = np.zeros(len(edges) - 1, dtype=np.int64)
+    np.maximum.at(furthest, np.searchsorted(edges, near[:, bd.K0], side="right") - 1, back)
+    return Cuts(edges, 2 * furthest + 2 >= np.diff(edges))
+
+
+def _joined(edges: Ints, grain: int) -> Ints:
+    """Without the edges between short neighbours that begin in the same `grain` of the sequence."""
+    if len(edges) < 3:
+        return edges
+    short = np.diff(edges) < grain
+    bucket = edges[:-1] // max(grain, 1)
+    drop = short[1:] & short[:-1] & (bucket[1:] == bucket[:-1])
+    return edges[np.concatenate(([True], ~drop, [True]))]
+
+
+def remote_rows(bands: Ints, rows: Ints, world_size: int, seq_len: int) -> Ints:
+    """How many keys each rank needs and does not hold; `rows` are its (start, stop, rank), sorted by position.
+
+    >>> remote_rows(np.array([[0, 8, 0, 8, 0, 8]]), np.array([[0, 3, 0], [3, 5, 1], [5, 8, 0]]), 2, 8).tolist()
+    [2, 3]
+    """
+    band, span = join(bands[:, : bd.K0], rows[:, :2])
+    cut, held = bands[band], rows[span]
+    first = np.maximum(cut[:, bd.K0], np.maximum(cut[:, bd.Q0], held[:, 0]) - cut[:, bd.HI])
+    last = np.minimum(cut[:, bd.K1], np.minimum(cut[:, bd.Q1], held[:, 1]) - cut[:, bd.LO])
+    # One number line per rank, so that all ranks are counted at once.
+    line = seq_len + 1
+    needed = union(np.stack((first, last), axis=1) + held[:, 2:] * line)
+    own = rows[np.argsort(rows[:, 2], kind="stable")]
+    present = intersect(needed, union(own[:, :2] + own[:, 2:] * line))
+    count = np.bincount(needed[:, 0] // line, weights=needed[:, 1] - needed[:, 0], minlength=world_size)
+    count -= np.bincount(present[:, 0] // line, weights=present[:, 1] - present[:, 0], minlength=world_size)
+    return count.astype(np.int64)
+
+
+# -- The pieces of segments that no rank has yet, sorted by work and by density ----------------------------------------
+# Pieces are numbers, with a list for each of their properties: a dealer looks at thousands of them for every batch, and
+# lists are several times faster than objects. Work is twice the number of pairs, as in `Profile`.
+
+
+LIGHT = 0.2
+"""Segments lighter per token than this share of the mean count as equally light and come in order of position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """Pieces in some order, and the tokens and work of the first 0, 1, 2, ... of them."""
+
+    pieces: list[int]
+    tokens: list[int]
+    works: list[int]
+
+
+class Pool:
+    """What is still to be dealt: `by_work` and `by_density` list (key, piece) in rising order."""
+
+    def __init__(self, profile: Profile, spans: Ints, deep: list[bool]) -> None:
+        self.before = profile.reader()
+        begin, size = profile.before(spans[:, 0]), spans[:, 1] - spans[:, 0]
+        work = profile.before(spans[:, 1]) - begin
+        self.start: list[int] = spans[:, 0].tolist()
+        self.stop: list[int] = spans[:, 1].tolist()
+        self.size: list[int] = size.tolist()
+        self.begin: list[int] = begin.tolist()
+        """The work before the piece, so that the work of part of it is one look-up away."""
+        self.work: list[int] = work.tolist()
+        self.base = self.start.copy()
+        """Where the piece's segment begins."""
+        self.deep = deep
+        self.tokens_left, self.work_left = int(size.sum()), int(work.sum())
+        self.lightest = LIGHT * self.work_left / max(self.tokens_left, 1)
+        self.by_work = sorted(zip(self.work, range(len(work)), strict=True))
+        density = np.maximum(self.lightest, work / size).tolist()
+        self.by_density = sorted(zip(density, range(len(work)), strict=True))
+
+    def drop(self, piece: int) -> None:
+        """The piece is dealt."""
+        work, size = self.work[piece], self.size[piece]
+        del self.by_work[bisect_left(self.by_work, (work, piece))]
+        del self.by_density[bisect_left(self.by_density, (max(self.lightest, work / size), piece))]
+        self.tokens_left -= size
+        self.work_left -= work
+
+    def leave(self, start: int, stop: int, parent: int) -> None:
+        """A part of a dropped piece stays, as a piece."""
+        piece, size, begin = len(self.start), stop - start, self.before(start)
+        work = self.before(stop) - begin
+        self.start.append(start)
+        self.stop.append(stop)
+        self.size.append(size)
+        self.begin.append(begin)
+        self.work.append(work)
+        self.base.append(self.base[parent])
+        self.deep.append(self.deep[parent])
+        insort(self.by_work, (work, piece))
+        insort(self.by_density, (max(self.lightest, work / size), piece))
+        self.tokens_left += size
+        self.work_left += work
+
+    def run(self, order: Iterable[tuple[float, int]], tokens: int, skip: int = -1) -> Ordered:
+        """The first pieces in this order that together have this number of tokens."""
+        pieces: list[int] = []
+        token_sums, work_sums = [0], [0]
+        token_sum = work_sum = 0
+        for _, piece in order:
+            if piece == skip:
+                continue
+            pieces.append(piece)
+            token_sum += self.size[piece]
+            work_sum += self.work[piece]
+            token_sums.append(token_sum)
+            work_sums.append(work_sum)
+            if token_sum >= tokens:
+                break
+        return Ordered(pieces, token_sums, work_sums)
+
+    def first_work(self, run: Ordered, tokens: int) -> int:
+        """The work of the run's first tokens; of the last piece its first rows."""
+        k = bisect_right(run.tokens, tokens) - 1
+        work, rest = run.works[k], tokens - run.tokens[k]
+        if rest > 0 and k < len(run.pieces):
+            piece = run.pieces[k]
+            work += self.before(self.start[piece] + rest) - self.begin[piece]
+        return work
+
+    def last_work(self, run: Ordered, tokens: int) -> int:
+        """The work of the run's first tokens; of the last piece its last rows."""
+        k = bisect_right(run.tokens, tokens) - 1
+        work, rest = run.works[k], tokens - run.tokens[k]
+        if rest > 0 and k < len(run.pieces):
+            piece = run.pieces[k]
+            work += self.begin[piece] + self.work[piece] - self.before(self.stop[piece] - rest)
+        return work
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+Spans = list[tuple[int, int]]
+
+WORK_TOLERANCE = 0.005
+TOKEN_TOLERANCE = 0.005
+MOST_TOKENS = 0.008
+"""How far above the mean the tokens of any rank may be."""
+SLICE_TOLERANCE = 0.009
+"""Work may be off by this much where rows look back only a little (windows): every cut there costs a window of keys."""
+GRID = 128
+"""Cuts fall on multiples of this, the tile of attention kernels, where the work hardly changes by it."""
+ROUNDING = 0.1
+"""How far, in shares of a rank's tokens, a long segment's first rows may stand in for a cut light segment."""
+SHORTFALL = 0.06
+"""How far below its share of work a rank may end if that saves a cut."""
+SLACK = (0.010, 0.012, 0.014)
+"""How far above the mean such ranks may push those still to come, by how many were filled with whole segments first."""
+NEVER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A rank takes [start, head) and [tail, stop) of a piece, and fills up with light pieces."""
+
+    cost: int
+    piece: int
+    head: int
+    tail: int
+    light: list[int]
+
+
+def largest(work: Callable[[int], int], low: int, high: int, target: int, ends: tuple[int, int], near: int) -> int:
+    """The largest x in [low, high] with work(x) <= target, or one whose work is below it by at most `near`.
+
+    `work` rises; `ends` is its value at `low` and at `high`.
+
+    >>> largest(lambda x: x * x, 0, 100, 1000, (0, 10_000), near=0)
+    31
+    """
+    below, above = float(ends[0] - target), float(ends[1] - target)
+    if above <= 0:
+        return high
+    last = 0
+    while high - low > 1 and below < 0:
+        x = min(max(low + int((high - low) * (below / (below - above))), low + 1), high - 1)
+        off = work(x) - target
+        if off <= 0:
+            if -off <= near:
+                return x
+            low, below = x, float(off)
+            above = above / 2 if last < 0 else above  # the Illinois rule: an end that stays put loses weight
+            last = -1
+        else:
+            high, above = x, float(off)
+            below = below / 2 if last > 0 else below
+            last = 1
+    return low
+
+
+class Dealer(Pool):
+    """Fills one rank after the other, the first `whole_first` of them with whole segments before any long one is cut.
+    `tokens` and `need` are what the rank being filled still lacks."""
+
+    def __init__(
+        self, profile: Profile, spans: Ints, deep: list[bool], quota: list[int], exact: bool, whole_first: int
+    ) -> None:
+        super().__init__(profile, spans, deep)
+        self.quota, self.exact, self.whole_first = quota, exact, whole_first
+        self.mean_work = self.work_left / len(quota)
+        self.mean_tokens = self.tokens_left / len(quota)
+        self.work_slip = int(WORK_TOLERANCE * self.mean_work)
+        self.near = int(1e-4 * self.mean_work)
+        self.token_slip = 0 if exact else int(TOKEN_TOLERANCE * self.mean_tokens)
+        self.most_tokens = max(int((1 + MOST_TOKENS) * self.mean_tokens), -(-self.tokens_left // len(quota)))
+
+    def deal(self) -> list[Spans]:
+        """Every rank's spans."""
+        dealt: list[Spans] = []
+        for rank in range(len(self.quota) - 1):
+            left = len(self.quota) - rank
+            self.taken: Spans = []
+            self.is_early = rank < self.whole_first
+            self.tokens = self.quota[rank] if self.exact else self.tokens_left // left
+            self.need = work = self.work_left // left
+            # A rank below the mean pushes later ranks up, at most by `slack`; a rank above it is the imbalance.
+            free = work - self.work_left + int(self.mean_work * (1 + SLACK[self.whole_first])) * (left - 1)
+            self.under = max(self.work_slip, min(free, int(SHORTFALL * self.mean_work)))
+            self.over = max(self.work_slip, int(self.mean_work * (1 + SLICE_TOLERANCE)) - work)
+            self.extra = min(self.token_slip, self.most_tokens - self.tokens)
+            self.spare = min(self.token_slip, self.tokens - self.tokens_left + self.most_tokens * (left - 1))
+            if self.tokens > 0:
+                self._fill()
+            dealt.append(self.taken)
+        dealt.append([(self.start[i], self.stop[i]) for _, i in self.by_density])
+        return dealt
+
+    def _take(self, piece: int) -> None:
+        self.drop(piece)
+        self.taken.append((self.start[piece], self.stop[piece]))
+        self.tokens -= self.size[piece]
+        self.need -= self.work[piece]
+
+    def _take_ends(self, piece: int, head: int, tail: int) -> None:
+        """Takes [start, head) and [tail, stop) of a piece; what is between stays to be dealt."""
+        self.drop(piece)
+        for first, last in ((self.start[piece], head), (tail, self.stop[piece])):
+            if last > first:
+                self.taken.append((first, last))
+                self.tokens -= last - first
+                self.need -= self.before(last) - self.before(first)
+        if tail > head:
+            self.leave(head, tail, piece)
+
+    def _run_light(self, skip: int = -1) -> Ordered:
+        """The lightest pieces with the tokens that the rank lacks."""
+        return self.run(self.by_density, self.tokens, skip)
+
+    def _run_dense(self) -> Ordered:
+        """The densest pieces with the tokens that the rank lacks."""
+        dense: Iterable[tuple[float, int]] = reversed(self.by_density)
+        if self.is_early:  # long pieces are for later ranks
+            dense = [e for e in dense if self.work[e[1]] <= self.mean_work and self.size[e[1]] <= self.mean_tokens]
+        return self.run(dense, self.tokens)
+
+    def _least(self, tokens: int) -> int:
+        return self.first_work(self.light, tokens)
+
+    # -- filling one rank ---------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        self.light, self.dense = self._run_light(), self._run_dense()
+        densest = self.by_density[-1][1]
+        if not self.is_early and not self._fits(densest):
+            self._split([densest])
+            return
+        self._take_whole()
+        if self.tokens <= self.spare or not self.by_density:
+            return
+        lacking = self.need - self._least(self.tokens)
+        candidates = self._too_heavy(lacking) if lacking > self.under else []
+        if candidates:
+            self._split(candidates)
+        else:
+            self._fill_light(self.light.pieces)
+
+    def _fits(self, piece: int) -> bool:
+        """Whether the rank can take the whole piece and still meet its tokens and its work with other pieces."""
+        rest, work = self.tokens - self.size[piece], self.work[piece]
+        if rest <= self.spare:
+            return rest >= -self.extra and self.need - self.under <= work <= self.need + self.work_slip
+        if work + self._least(rest) > self.need + self.work_slip:
+            return False
+        return work + self.last_work(self.dense, rest) >= self.need - self.under
+
+    def _take_whole(self) -> None:
+        """Takes the heaviest piece that fits, and again, until light pieces would do."""
+        end = len(self.by_work)
+        while self.by_work and self.tokens > self.spare:
+            if self.taken and self._least(self.tokens) + self.work_slip >= self.need:
+                return
+            k = bisect_right(self.by_work, (self.need + self.work_slip, NEVER), 0, min(end, len(self.by_work))) - 1
+            step = 8
+            while k >= 0 and not self._fits(self.by_work[k][1]):
+                k -= step >> 3  # what fits is dense near the first try; far from it, look less closely
+                step += 1
+            if k < 0:
+                return
+            end, piece = k, self.by_work[k][1]
+            self._take(piece)
+            if piece in self.light.pieces:
+                self.light = self._run_light()
+            if piece in self.dense.pieces:
+                self.dense = self._run_dense()
+
+    def _too_heavy(self, lacking: int) -> list[int]:
+        """The lightest few pieces of which a part, with light pieces, gives the rank its work."""
+        candidates: list[int] = []
+        k, step = bisect_right(self.by_work, (lacking, 0)), 8
+        while k < len(self.by_work) and len(candidates) < 2:
+            piece = self.by_work[k][1]
+            size, stop = min(self.tokens, self.size[piece]), self.stop[piece]
+            if (
+                self.begin[piece] + self.work[piece] - self.before(stop - size) + self._least(self.tokens - size)
+                > self.need - self.under
+            ):
+                candidates.append(piece)
+            k += step >> 3
+            step += 1
+        return candidates
+
+    def _split(self, candidates: list[int]) -> None:
+        """Cuts the candidate whose cut costs least, and fills up with light pieces."""
+        best: Cut | None = None
+        for piece in candidates:
+            light = self.light
+            if piece in light.pieces:
+                self.light = self._run_light(skip=piece)
+            cut = self._fold(piece) if self.deep[piece] else self._slice(piece)
+            if best is None or (cut.cost, cut.piece) < (best.cost, best.piece):
+                best = cut
+            self.light = light
+        assert best is not None
+        start = self.start[best.piece]
+        is_crumb = best.head - start <= min(self.spare, GRID)  # not worth a span of its own
+        self._take_ends(best.piece, start if is_crumb else best.head, best.tail)
+        self._fill_light(best.light)
+
+    def _slice(self, piece: int) -> Cut:
+        """Where rows look back only a little: the last rows of the piece, and light pieces."""
+        start, stop, tokens = self.start[piece], self.stop[piece], self.tokens
+        begin, size, there = self.begin[piece], self.size[piece], self.light.tokens[-1]
+        end = begin + self.work[piece]
+
+        def work(x: int) -> int:
+            head = max(0, tokens - x - there)
+            own = self.before(start + head) - begin
+            return end - self.before(stop - x) + own + self._least(tokens - x - head)
+
+        low, high = max(0, tokens - there - size), min(tokens, size)
+        ends = work(low), work(high)
+        # Such rows are about equally heavy, so that ranks of slices alone are nearly even: a little more is fine.
+        x = high if ends[1] <= self.need + self.over else largest(work, low, high, self.need, ends, self.near)
+        head = max(0, tokens - x - there)
+        return Cut(stop - x - self.base[piece], piece, start + head, stop - x, self.light.pieces)
+
+    def _fold(self, piece: int) -> Cut:
+        """The last rows of a piece, light pieces, and its first rows as far as they are lighter than those."""
+        start, stop, tokens, size = self.start[piece], self.stop[piece], self.tokens, self.size[piece]
+        begin, there = self.begin[piece], self.light.tokens[-1]
+        end = begin + self.work[piece]
+        own = self._own_rows(piece)
+        both = [a + b for a, b in zip(self.light.tokens, own, strict=False)]
+
+        def head(x: int) -> int:
+            wanted, room = tokens - x, size - x
+            k = bisect_right(both, wanted) - 1
+            rows = wanted if k < 0 else max(own[k], wanted - self.light.tokens[k + 1])
+            return min(rows, room, wanted)
+
+        def work(x: int) -> int:
+            rows = head(x)
+            return end - self.before(stop - x) + self.before(start + rows) - begin + self._least(tokens - x - rows)
+
+        low, high = max(0, tokens - there - size), min(tokens, size)
+        least = work(low)
+        if least > self.need:  # its first rows are too heavy after all
+            own, both = [0] * len(own), self.light.tokens[:-1]
+            least = work(low)
+        x = largest(work, low, high, self.need, (least, work(high)), 10 * self.near)  # the rounded fold is exact
+        rows = head(x)
+        if rows + x < size:
+            cut = self._rounded(piece, tokens - x - rows, rows)
+            if cut is not None:
+                return cut
+        return Cut(stop - x - self.base[piece], piece, start + rows, stop - x, self.light.pieces)
+
+    def _own_rows(self, piece: int) -> list[int]:
+        """For each light piece, how many first rows of `piece` are lighter than it (work grows as in a causal one)."""
+        size, start = self.size[piece], self.start[piece]
+        first = self.before(start + 1) - self.begin[piece]
+        lighter = [(self.work[i] // self.size[i] - first) // 2 for i in self.light.pieces]
+        return [min(size, max(0, rows)) for rows in lighter]
+
+    def _rounded(self, piece: int, light_tokens: int, rows: int) -> Cut | None:
+        """The fold with whole light pieces only: the piece's first rows make up for the difference."""
+        run = self.light
+        k = bisect_right(run.tokens, light_tokens) - 1
+        light, tokens, works = run.pieces[:k], run.tokens[k], run.works[k]
+        gap = light_tokens - tokens
+        if gap and k < len(run.pieces):
+            fitting = [i for i in self._about(k, gap, piece) if self.size[i] <= gap + rows]
+            best = min(fitting, key=lambda i: (abs(self.size[i] - gap), i), default=-1)
+            if best >= 0 and abs(self.size[best] - gap) < gap:
+                light, tokens, works = [*light, best], tokens + self.size[best], works + self.work[best]
+        rest = self.tokens - tokens
+        if abs(tokens - light_tokens) > ROUNDING * self.mean_tokens or not 0 <= rest <= self.size[piece]:
+            return None
+        start, stop = self.start[piece], self.stop[piece]
+        fixed = self.work[piece] + works
+
+        def work(x: int) -> int:
+            return fixed - self.before(stop - x) + self.before(start + rest - x)
+
+        ends = work(0), work(rest)
+        if not ends[0] <= self.need <= ends[1]:
+            return None
+        x = largest(work, 0, rest, self.need, ends, self.near)
+        x = self._on_grid(x, rest, stop, start + rest)
+        return Cut(stop - x - self.base[piece], piece, start + rest - x, stop - x, light)
+
+    def _about(self, k: int, gap: int, skip: int) -> list[int]:
+        """Pieces of about `gap` tokens, not much denser than the k-th light piece, and that piece itself."""
+        model = self.light.pieces[k]
+        start = self.start[model]
+        wanted = self.before(start + min(gap, self.size[model])) - self.begin[model]
+        j = bisect_right(self.by_work, (wanted, 0))
+        limit = 1.1 * max(self.work[model] / self.size[model], self.lightest)
+        taken = self.light.pieces[:k]
+        near = [i for _, i in self.by_work[max(0, j - 4) : j + 4] if i != skip and i != model]
+        return [model, *(i for i in near if self.work[i] <= limit * self.size[i] and i not in taken)]
+
+    def _on_grid(self, x: int, most: int, stop: int, fold: int) -> int:
+        """`x` such that the cut at stop - x is a multiple of GRID, where the work hardly changes by it."""
+        moved = stop - GRID * round((stop - x) / GRID)
+        if not 0 < moved < most:
+            return x
+        change = self.before(stop - moved) - self.before(stop - x) + self.before(fold - x) - self.before(fold - moved)
+        return moved if abs(change) <= 3e-4 * self.mean_work else x
+
+    def _fill_light(self, light: list[int]) -> None:
+        """Takes light pieces until the rank has its tokens; cuts the last one only if no other has the right size."""
+        for piece in light:
+            if self.tokens <= self.spare:
+                return
+            over = self.size[piece] - self.tokens
+            if over <= 0 or (over <= self.extra and self.work[piece] <= self.need + self.work_slip):
+                self._take(piece)
+                continue
+            start = self.start[piece]
+            wanted = self.before(start + self.tokens) - self.begin[piece]
+            j = bisect_right(self.by_work, (wanted, 0))
+            for work, other in self.by_work[max(0, j - 5) : j + 3]:
+                close = -self.spare <= self.size[other] - self.tokens <= self.extra
+                if close and abs(work - self.need) <= self.work_slip:
+                    self._take(other)
+                    return
+            self._take_ends(piece, start + self.tokens, self.stop[piece])
+            return
+
+
+# The balanced layout: equal tokens, equal work under every mask, and few keys that must travel. `segments` says what
+# masks cost in closed form, `dealing` hands segments to ranks; here three ways of dealing are tried and the best is
+# kept. The answer depends on nothing but the arguments, so every rank finds the same one.
+
+
+BALANCED = 1.015
+"""Imbalance (largest rank / mean) up to which fewer remote keys decide; above it, balance does."""
+WHOLE_FIRST = (1, 2)
+"""How many ranks are filled with whole segments before any long one is cut: these are tried beside 0 and the best is
+kept, for no rule foretells it. Over 60 random packs of documents, one of the three alone has 2 to 4% more remote keys
+on average and up to 49% more; of the workloads of `benchmarks.layouts`, longtail-1M-8 needs 2 and mixed-1M-8 has 20%
+fewer remote keys with 0. Varying the dealer's constants as well brought 0.1%."""
+MANY = 64
+"""Ranks from which 0 is enough if it comes out even: the others bring 1% there, and take three times as long."""
+UNEVEN = 0.005
+"""Imbalance beyond BALANCED from which the others are tried on many ranks as well."""
+ROUGH = 0.3
+"""Imbalance beyond BALANCED from which dealing slices by their work alone, whatever travels, is tried too."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One mask as a layout sees it: bands, and how many heads and batch rows each of them serves."""
+
+    bands: Ints
+    weights: Ints
+
+    @staticmethod
+    def of(mask: Mask, seq_len: int) -> View:
+        served = Counter(id(plane) for row in mask.grid for plane in row)
+        count = [served[id(plane)] for plane in mask.distinct_planes()]
+        regions = [bd.tighten(region) for region in mask.regions(seq_len)]
+        weights = np.repeat(np.array(count, dtype=np.int64), [len(region) for region in regions])
+        return View(np.concatenate(regions), weights)
+
+    def mirrored(self, seq_len: int) -> View:
+        """The same pairs with positions counted from the end."""
+        q0, q1, k0, k1, lo, hi = self.bands.T
+        turned = (seq_len - q1, seq_len - q0, seq_len - k1, seq_len - k0, -hi, -lo)
+        return View(np.stack(turned, axis=1), self.weights)
+
+
+def balanced(
+    *masks: Mask, world_size: int, seq_len: int | None = None, equal_tokens: bool = False, span_keys: int = 0
+) -> Layout:
+    """The layout with equal tokens and equal work per rank, under each of the masks, and few remote keys.
+
+    Tokens per rank differ by about a percent where that saves cuts; with `equal_tokens` every rank has the same number
+    of slots, and those that no token fills are padding. `span_keys` is what a span costs, in remote keys: recurrences
+    hand a state from span to span, which weighs as much as some thousand keys.
+
+    >>> from longspan.masks import causal, documents
+    >>> balanced(causal(16), world_size=2, equal_tokens=True).spans(0)
+    (0:4, 12:16)
+    >>> balanced(documents([4, 4]) & causal(), world_size=2).spans(0)
+    (0:4,)
+    """
+    length = _length_of(masks, seq_len)
+    check_sizes(length, world_size, "balanced")
+    span_keys = whole(span_keys, "span_keys", "balanced()", LayoutError)
+    return solved(masks, length, world_size, equal_tokens, span_keys)
+
+
+@lru_cache(maxsize=32)
+def solved(masks: tuple[Mask, ...], length: int, world_size: int, equal_tokens: bool, span_keys: int = 0) -> Layout:
+    """`balanced` with its arguments checked; equal masks give the same layout without solving again."""
+    rows = solve([View.of(mask, length) for mask in masks], length, world_size, equal_tokens, span_keys)
+    slots = -(-length // world_size) if equal_tokens else None
+    return Layout.from_table(length, world_size, rows, "balanced", slots)
+
+
+def _length_of(masks: tuple[Mask, ...], seq_len: int | None) -> int:
+    """The one length of all masks and the argument."""
+    if not masks:
+        raise LayoutError("balanced() was given no mask. Pass every mask the model uses, as in balanced(causal(4096)).")
+    check_masks(masks, "balanced()")
+    known = [mask.seq_len for mask in masks if mask.seq_len is not None]
+    length = masks[0].length(known[0] if seq_len is None and known else seq_len)
+    for mask in masks[1:]:
+        mask.length(length)  # refuses if it has another
+    return length
+
+
+def solve(views: list[View], seq_len: int, world_size: int, equal_tokens: bool = False, span_keys: int = 0) -> Ints:
+    """(start, stop, rank) rows, by rank and then position, that hold each of `seq_len` positions once."""
+    if world_size == 1 or seq_len == 0:
+        return np.array([[0, seq_len, 0]], dtype=np.int64)[: int(seq_len > 0)]
+    views = list({(view.bands.tobytes(), view.weights.tobytes()): view for view in views}.values())
+    problem = _Problem.of(views, seq_len, world_size, equal_tokens, span_keys)
+    if problem.rises():
+        rows = _best(problem)
+    else:  # dealing wants heavy rows last
+        mirrored = [view.mirrored(seq_len) for view in views]
+        rows = _best(_Problem.of(mirrored, seq_len, world_size, equal_tokens, span_keys))
+        rows[:, :2] = seq_len - rows[:, 1::-1]
+    rows[:, 2] = problem.renumbered(rows)[rows[:, 2]]
+    return rows[np.lexsort((rows[:, 0], rows[:, 2]))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """What is to be dealt."""
+
+    views: list[View]
+    profiles: list[Profile]
+    segments: Cuts
+    seq_len: int
+    world_size: int
+    exact: bool
+    span_keys: int = 0
+
+    @staticmethod
+    def of(views: list[View], seq_len: int, world_size: int, exact: bool, span_keys: int = 0) -> _Problem:
+        profiles = [profile_of(view.bands, seq_len, view.weights) for view in views]
+        # The mask with most pairs leads: its work is met exactly, that of the others by sorting segments into strata.
+        order = sorted(range(len(views)), key=lambda i: (-profiles[i].whole, i))
+        grain = max(1, seq_len // (16 * world_size))
+        segments = segments_of(np.concatenate([view.bands for view in views]), seq_len, grain)
+        by_work = [views[i] for i in order], [profiles[i] for i in order]
+        return _Problem(*by_work, segments, seq_len, world_size, exact, span_keys)
+
+    def rises(self) -> bool:
+        """Whether late rows of segments have at least about as much work as early ones."""
+        spans = self.segments.spans
+        middle = spans.sum(axis=1) // 2
+        early = self.profiles[0].of_spans(np.stack((spans[:, 0], middle), axis=1)).sum()
+        late = self.profiles[0].of_spans(np.stack((middle, spans[:, 1]), axis=1)).sum()
+        return bool(late >= 0.9 * early)
+
+    def strata(self) -> list[Ints]:
+        """Segment indices in groups of about equal work per token under all masks but the leading one."""
+        spans = self.segments.spans
+        index = np.arange(len(spans), dtype=np.int64)
+        if len(self.views) == 1:
+            return [index]
+        size = spans[:, 1] - spans[:, 0]
+        level = np.zeros(len(spans), dtype=np.int64)
+        for profile in self.profiles[1:]:
+            density = profile.of_spans(spans) / size
+            level += np.round(2 * np.log2(np.maximum(density, 1))).astype(np.int64)
+        groups: list[Ints] = []
+        held, least = 0, max(self.seq_len // 10, 64 * self.world_size)
+        for value in np.unique(level):
+            group = index[level == value]
+            if groups and held < least:
+                group, held = np.sort(np.concatenate((groups.pop(), group))), held + int(size[group].sum())
+            else:
+                held = int(size[group].sum())
+            groups.append(group)
+        if len(groups) > 1 and held < least:
+            last = groups.pop()
+            groups.append(np.sort(np.concatenate((groups.pop(), last))))
+        return groups[::-1]  # the strata with most work first, so that later ones can make up for them
+
+    def quality(self, rows: Ints) -> tuple[float, int]:
+        """What is to be small: imbalance beyond BALANCED, and remote keys over all masks, with the price of spans."""
+        worst, remote = 1.0, self.span_keys * len(rows)
+        by_position = rows[np.argsort(rows[:, 0], kind="stable")]
+        for view, profile in zip(self.views, self.profiles, strict=True):
+            work = np.bincount(rows[:, 2], weights=profile.of_spans(rows[:, :2]), minlength=self.world_size)
+            worst = max(worst, float(work.max() / max(work.mean(), 1)))
+            remote += int(remote_rows(view.bands, by_position, self.world_size, self.seq_len).sum())
+        return max(0.0, worst - BALANCED), remote
+
+    def renumbered(self, rows: Ints) -> Ints:
+        """New rank numbers by position, ranks that share a long segment side by side: they talk to each other most."""
+        rows = rows[np.lexsort((self.profiles[0].of_spans(rows[:, :2]), rows[:, 2]))]
+        last = np.concatenate((rows[1:, 2] != rows[:-1, 2], [True]))
+        home = np.full(self.world_size, self.seq_len, dtype=np.int64)
+        home[rows[last, 2]] = np.searchsorted(self.segments.edges, rows[last, 0], side="right")
+        first = np.full(self.world_size, self.seq_len, dtype=np.int64)
+        np.minimum.at(first, rows[:, 2], rows[:, 0])
+        number = np.empty(self.world_size, dtype=np.int64)
+        number[np.lexsort((first, home))] = np.arange(self.world_size, dtype=np.int64)
+        return number
+
+
+def _best(problem: _Problem) -> Ints:
+    """The best of a few ways of dealing, as unsorted (start, stop, rank) rows."""
+    strata = problem.strata()
+    best = _deal(problem, strata, 0)
+    # One segment alone cannot be dealt whole, and of many ranks it hardly matters how the first are filled.
+    if len(problem.segments.deep) > 1 and (problem.world_size < MANY or problem.quality(best)[0] > UNEVEN):
+        best = min(best, *(_deal(problem, strata, ranks) for ranks in WHOLE_FIRST), key=problem.quality)
+    if problem.exact or problem.seq_len < 1600 * problem.world_size or problem.quality(best)[0] <= ROUGH:
+        return best
+    return min(best, _snake(problem), key=problem.quality)
+
+
+def _deal(problem: _Problem, strata: list[Ints], whole_first: int) -> Ints:
+    """Every stratum dealt into equal shares, and the shares given to ranks so that the other masks come out even."""
+    spans, deep = problem.segments.spans, problem.segments.deep
+    world, before = problem.world_size, 0
+    ranks = np.arange(world + 1, dtype=np.int64)
+    dealt: list[Ints] = []
+    for group in strata:
+        size = int((spans[group, 1] - spans[group, 0]).sum())
+        # Quotas of all strata together differ by at most one token between ranks.
+        quota = np.diff(ranks * (before + size) // world) - np.diff(ranks * before // world)
+        before += size
+        what = problem.profiles[0], spans[group], deep[group].tolist(), quota.tolist()
+        dealer = Dealer(*what, problem.exact, whole_first)
+        shares = [(start, stop, share) for share, taken in enumerate(dealer.deal()) for start, stop in taken]
+        rows = np.array(shares, dtype=np.int64).reshape(-1, 3)
+        if dealt:
+            rows[:, 2] = _matched(problem, np.concatenate(dealt), rows, quota)[rows[:, 2]]
+        dealt.append(rows)
+    return np.concatenate(dealt)
+
+
+def _matched(problem: _Problem, held: Ints, shares: Ints, quota: Ints) -> Ints:
+    """The rank for each share: the share with most work under the other masks goes to the rank that has least."""
+    load, extra = np.zeros(problem.world_size), np.zeros(problem.world_size)
+    for profile in problem.profiles[1:]:
+        for rows, sums in ((held, load), (shares, extra)):
+            sums += np.bincount(rows[:, 2], weights=profile.of_spans(rows[:, :2]), minlength=problem.world_size)
+    kind = quota if problem.exact else np.zeros_like(quota)  # exact quotas belong to ranks
+    rank = np.empty(problem.world_size, dtype=np.int64)
+    rank[np.lexsort((-extra, kind))] = np.lexsort((load, kind))
+    return rank
+
+
+def _snake(problem: _Problem) -> Ints:
+    """Slices of equal length, sorted by work and dealt forwards and backwards: for masks whose work follows no rule."""
+    world = problem.world_size
+    edges = np.unique(np.arange(16 * world + 1, dtype=np.int64) * problem.seq_len // (16 * world))
+    slices = np.stack((edges[:-1], edges[1:]), axis=1)
+    order = np.argsort(-problem.profiles[0].of_spans(slices), kind="stable")
+    turn = np.arange(len(slices), dtype=np.int64) % (2 * world)
+    rank = np.empty(len(slices), dtype=np.int64)
+    rank[order] = np.minimum(turn, 2 * world - 1 - turn)
+    return np.concatenate((slices, rank[:, None]), axis=1)

@@ -1,1 +1,0 @@
-"""Functions that users give: called on whole tiles, frozen as they are, and what they read beside their arguments."""

@@ -1,0 +1,199 @@
+"""Key spans: whatever bands a mask has, one query row sees a few spans of keys. Tables and counts of them, by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.errors import MaskError
+from longspan.masks import bands as bd
+from longspan.masks.captures import ByIdentity
+from longspan.masks.plane import Bools, Plane
+from longspan.spans import Ints, Span, run_table, steps_within, true_runs, union, whole
+
+# Which tiles of a plane are empty, partial or full. Functions are asked about the tiles that matter, once.
+
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+
+def classifier(plane: Plane, seq_len: int, tile: int, known: dict[Any, Any]) -> Classifier:
+    """The classifier of a plane, remembered in `known`, which belongs to its mask and ends with it."""
+    key = (ByIdentity(plane), seq_len, tile)
+    if key not in known:
+        known[key] = Classifier(plane, seq_len, tile)
+    return known[key]
+
+
+class Classifier:
+    """Which tiles of a plane are empty, partial or full, asked lazily and remembered.
+
+    >>> from longspan.masks import from_mask_mod
+    >>> classifier = Classifier(from_mask_mod(lambda b, h, q, kv: q >= kv).plane(), seq_len=6, tile=2)
+    >>> classifier.classify(Span(2, 6), Span(0, 6)).tolist()
+    [[2, 1, 0], [2, 2, 1]]
+    """
+
+    def __init__(self, plane: Plane, seq_len: int, tile: int = 128) -> None:
+        tile = whole(tile, "tile", "classify()", MaskError, low=1)
+        self.plane = plane
+        self.seq_len = seq_len
+        self.tile = tile
+        self._seen: dict[int, NDArray[np.int8]] = {}  # by tile row; -1 is not yet known
+
+    def classify(self, q: Span, kv: Span) -> NDArray[np.int8]:
+        """EMPTY, PARTIAL or FULL for every tile that the two spans touch; tiles lie on a global grid."""
+        tile = self.tile
+        stop = min(q.stop, self.seq_len), min(kv.stop, self.seq_len)
+        first, last = kv.start // tile, -(-stop[1] // tile)
+        rows = [self._tile_row(row, first, last) for row in range(q.start // tile, -(-stop[0] // tile))]
+        return np.stack(rows) if rows else np.empty((0, max(last - first, 0)), dtype=np.int8)
+
+    def _tile_row(self, row: int, first: int, last: int) -> NDArray[np.int8]:
+        tile = self.tile
+        known = self._seen.get(row)
+        if known is None:
+            known = self._seen[row] = np.full(-(-self.seq_len // tile), -1, dtype=np.int8)
+        unknown = known[first:last] < 0
+        if unknown.any():
+            q = row * tile, min((row + 1) * tile, self.seq_len)
+            region = bd.tighten(bd.cut(self.plane.region, q, (first * tile, min(last * tile, self.seq_len))))
+            touched = np.zeros_like(unknown)
+            for start, stop in union(region[:, 2:4]).tolist():
+                touched[start // tile - first : -(-stop // tile) - first] = True
+            known[first:last][unknown & ~touched] = EMPTY
+            for start, stop in runs_of(unknown & touched):
+                self._evaluate(q, first + start, first + stop, known)
+        return known[first:last].copy()
+
+    def _evaluate(self, rows: tuple[int, int], first: int, last: int, known: NDArray[np.int8]) -> None:
+        tile = self.tile
+        q = np.arange(*rows, dtype=np.int64)
+        for start in range(first, last, 64):  # 64 tiles at a time keeps the temporary at one megabyte
+            stop = min(start + 64, last)
+            kv = np.arange(start * tile, min(stop * tile, self.seq_len), dtype=np.int64)
+            allowed = self._allowed(q, kv)
+            edges = np.arange(0, len(kv), tile)
+            any_allowed = np.logical_or.reduceat(allowed.any(axis=0), edges)
+            all_allowed = np.logical_and.reduceat(allowed.all(axis=0), edges)
+            known[start:stop] = np.where(all_allowed, FULL, np.where(any_allowed, PARTIAL, EMPTY))
+
+    def _allowed(self, q: Ints, kv: Ints) -> Bools:
+        """The pairs of a rectangle. Where the function alone decides, it alone is asked: bands cost ten times more."""
+        plane = self.plane
+        sides = (int(q[0]), int(q[-1]) + 1), (int(kv[0]), int(kv[-1]) + 1)
+        if plane.predicate is not None and _fills(bd.cut(plane.maybe, *sides), q, kv):
+            return plane.predicate.allows(q[:, None], kv[None, :])
+        return plane.allows(q[:, None], kv[None, :])
+
+
+def _fills(bands: Ints, q: Ints, kv: Ints) -> bool:
+    """Whether one band holds every pair of a rectangle."""
+    if len(bands) != 1:
+        return False
+    q0, q1, k0, k1, lo, hi = bands[0].tolist()
+    rows, cols = (int(q[0]), int(q[-1]) + 1), (int(kv[0]), int(kv[-1]) + 1)
+    return (q0, q1, k0, k1) == (*rows, *cols) and lo <= rows[0] - cols[1] + 1 and hi >= rows[1] - 1 - cols[0]
+
+
+def runs_of(flags: Bools) -> list[tuple[int, int]]:
+    """(start, stop) of every run of true flags.
+
+    >>> runs_of(np.array([True, False, True, True]))
+    [(0, 1), (2, 4)]
+    """
+    return [(start, stop) for _, start, stop in true_runs(flags[None]).tolist()]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+KeySpans = tuple[Ints, Ints, Ints]
+"""Row, first key and the key after the last one, of everything that rows see: by row, then by key."""
+
+
+def key_spans(bands: Ints, positions: Ints) -> KeySpans:
+    """The spans of keys that each row (a position, or -1) sees; neighbours that touch are one span.
+
+    A window of two keys before each query, over tokens 2 and 3, beside the first token, which all may see:
+
+    >>> window, first = bd.Band.parse("2:4x1:4/0..1"), bd.Band.parse("2:4x0:1")
+    >>> row, start, stop = key_spans(bd.as_array((window, first)), np.array([3, 2]))
+    >>> [(int(i), int(a), int(b)) for i, a, b in zip(row, start, stop)]
+    [(0, 0, 1), (0, 2, 4), (1, 0, 3)]
+    """
+    if not len(bands):
+        nothing = np.empty(0, dtype=np.int64)
+        return nothing, nothing, nothing
+    slabs = bd.slabs_of(bands)
+    band, first, count = bd.by_slab(bands, slabs)
+    slab = np.clip(np.searchsorted(slabs[:, 0], positions, side="right") - 1, 0, None)
+    many = np.where((positions >= slabs[slab, 0]) & (positions < slabs[slab, 1]), count[slab], 0)
+    row = np.repeat(np.arange(len(positions), dtype=np.int64), many)
+    mine = bands[band[first[slab[row]] + steps_within(many)]]
+    start = np.maximum(mine[:, bd.K0], positions[row] - mine[:, bd.HI])
+    stop = np.minimum(mine[:, bd.K1], positions[row] - mine[:, bd.LO] + 1)
+    keep = stop > start
+    row, start, stop = row[keep], start[keep], stop[keep]
+    order = np.lexsort((start, row))
+    row, start, stop = row[order], start[order], stop[order]
+    first, after = run_table((row[1:] != row[:-1]) | (start[1:] != stop[:-1]), len(row)).T
+    return row[first], start[first], stop[after - 1]
+
+
+def most_spans(spans: KeySpans) -> int:
+    """How many spans a row has at most."""
+    return int(np.bincount(spans[0]).max(initial=0))
+
+
+def span_table(spans: KeySpans, depth: int, num_rows: int) -> Ints:
+    """Where the k-th span of every row starts and stops: (depth, 2, rows). What a row has no span for is empty.
+
+    >>> span_table((np.array([0, 0, 2]), np.array([0, 5, 1]), np.array([2, 6, 4])), 2, 3).tolist()
+    [[[0, 0, 1], [2, 0, 4]], [[5, 0, 0], [6, 0, 0]]]
+    """
+    row, start, stop = spans
+    table = np.zeros((depth, 2, num_rows), dtype=np.int64)
+    k = steps_within(np.bincount(row, minlength=num_rows))
+    table[k, 0, row], table[k, 1, row] = start, stop
+    return table
+
+
+def pairs_per_block(spans: KeySpans, num_rows: int, keys: Ints, size: int) -> Ints:
+    """How many pairs of every block the spans hold; `keys` are the positions of the columns, padding (-1) last.
+
+    A row whose keys end at column c of block t has `size` keys in each block before t and c - t * size in t itself;
+    what begins at a column is taken off in the same way. So only the blocks of the ends are written to.
+
+    >>> pairs_per_block((np.array([0, 1]), np.array([0, 1]), np.array([1, 4])), 2, np.arange(4), 2).tolist()
+    [[2, 2]]
+    """
+    row, start, stop = spans
+    height, width = -(-num_rows // size), -(-len(keys) // size) + 1
+    ends, rest = np.zeros(height * width), np.zeros(height * width)
+    for offset, chain in _chains(keys):
+        for edge, sign in ((start, -1), (stop, 1)):
+            column = offset + np.searchsorted(chain, edge)
+            place = row // size * width + column // size
+            ends += sign * np.bincount(place, minlength=height * width)
+            rest += sign * np.bincount(place, weights=column % size, minlength=height * width)
+    before = np.cumsum(ends.reshape(height, width), axis=1)  # as many spans begin as end: what is not before is after
+    return (rest.reshape(height, width) - size * before)[:, :-1].astype(np.int64)
+
+
+def _chains(keys: Ints) -> list[tuple[int, Ints]]:
+    """The columns as stretches of ascending positions, each with its first column: a span of keys is one in each."""
+    real = keys[keys >= 0]
+    cuts = np.flatnonzero(real[1:] < real[:-1]) + 1
+    return list(zip([0, *cuts.tolist()], np.split(real, cuts), strict=True))
+
+
+def listed_first(chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """How many blocks of every row of blocks (the last dim) are chosen, and all blocks with those first.
+
+    >>> [part.tolist() for part in listed_first(np.array([[False, True, True]]))]
+    [[2], [[1, 2, 0]]]
+    """
+    return chosen.sum(axis=-1, dtype=np.int32), np.argsort(~chosen, axis=-1, kind="stable").astype(np.int32)

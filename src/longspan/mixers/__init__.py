@@ -1,0 +1,1 @@
+"""Convolutions and linear recurrences: what mixes tokens beside attention."""

@@ -1,0 +1,453 @@
+"""A recurrence over ranks: every rank computes its own segments, and states go from segment to segment by a scan plan.
+
+Forward: the maps of segments that are followed by others go into the scan, which gives the states that enter; with
+these the rank computes its output. Backward: autograd runs through what the kernel did, once to get the gradient of
+entering states (as if nothing came from later segments), then, after the scan turned round, with the gradient of
+leaving states as well. `Tail` is where autograd meets the scan: it stands behind output and leaving states, so it is
+asked first in backward, and has the second gradient ready when autograd goes on.
+
+    tokens ──► kernel ──► out ─────► Tail ──► out
+                 ▲  └──► leaving ──►  │
+    entering ────┘ ◄ ─ ─ gradient ─ ─ ┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from longspan.mixers.recurrences import ScanKernel, ScanWork, Segments
+from longspan.planning.scan_plan import ScanPlan
+from longspan.planning.scan_steps import ChainPiece, Fold, ScanRole, StateSizes
+from longspan.planning.steps import Moved, PlanStep
+from longspan.run.moves import Memory
+from longspan.run.program import FlatProgram, memory_for, part_of
+from longspan.run.recorder import Buffer, Launched, Recorder, Rows
+from longspan.run.transports import Program
+from longspan.run.walk import PlanWalk
+from longspan.spans import Ints, steps_within
+
+# A rank's steps of a scan plan, walked: folds of maps and states, and their transposes in backward. A state is (batch
+# rows, heads, K, V), as rows of attention are (batch rows, heads, tokens, features): messages, buffers and programs are
+# the same ones.
+
+
+Place = tuple[int, int, int]
+"""A chain, and which of its segments: first, end."""
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """Which tensors make up a piece, and how they lie in a message."""
+
+    sizes: StateSizes
+    dtype: torch.dtype
+
+    @property
+    def alignment(self) -> int:
+        return 256
+
+    def num_bytes(self, transfers: Sequence[Moved]) -> int:
+        return sum(t.piece.num_bytes(self.sizes) for t in transfers)
+
+    def state(self, piece: ChainPiece) -> tuple[int, int, int, int]:
+        return len(piece.batch), self.sizes.heads, self.sizes.keys, self.sizes.values
+
+    def map(self, piece: ChainPiece) -> tuple[int, int, int, int]:
+        return len(piece.batch), self.sizes.heads, self.sizes.map_rows, self.sizes.map_cols
+
+    def tensors(self, recorder: Recorder, piece: ChainPiece, message: Buffer, offset: int) -> tuple[list[Rows], int]:
+        """M, if it is a map, and U or its gradient, and where the next piece begins."""
+        shapes = [self.map(piece)] if piece.role is ScanRole.MAP else []
+        found: list[Rows] = []
+        for shape in (*shapes, self.state(piece)):
+            found.append(recorder.new(shape, self.dtype, inside=message, offset=offset))
+            offset += found[-1].buffer.num_bytes
+        return found, offset
+
+
+def place_of(piece: ChainPiece) -> Place:
+    return piece.chain, piece.start, piece.stop
+
+
+@dataclass(frozen=True)
+class Ends:
+    """A rank's segments as a scan sees them: those that a state enters, and those whose state somebody needs."""
+
+    entered: tuple[ChainPiece, ...]
+    """[0:i) of every segment i > 0, by slot."""
+    left: tuple[ChainPiece, ...]
+    """[i:i+1) of every segment that is not its chain's last."""
+
+
+def ends_of(plan: ScanPlan, rank: int) -> Ends:
+    lengths = [len(ranks) for ranks in plan.chains.ranks()]
+    batches = plan.chains.batches
+    mine = [(chain, place) for chain, place, _, _ in plan.chains.of_rank(rank).tolist()]
+    return Ends(
+        tuple(ChainPiece.of(chain, 0, place, batches[chain]) for chain, place in mine if place),
+        tuple(ChainPiece.of(c, i, i + 1, batches[c]) for c, i in mine if i + 1 < lengths[c]),
+    )
+
+
+class StatesWalk(PlanWalk):
+    """Forward. Inputs are M (none where a document begins) and U of every segment that is followed by another; results
+    the states that enter segments, and then the M that backward needs."""
+
+    def __init__(self, plan: ScanPlan, rank: int, form: StateFormat) -> None:
+        super().__init__(plan.steps(rank), rank, form)
+        self.format, self.dense = form, bool(form.sizes.dense)
+        self.ends, self.kept = ends_of(plan, rank), plan.kept(rank)
+        self.maps: dict[Place, Rows] = {}
+        self.states: dict[Place, Rows] = {}
+        for piece in self.ends.left:
+            if piece.role is ScanRole.MAP:
+                self.maps[place_of(piece)] = self.recorder.new(form.map(piece), form.dtype)
+            self.states[place_of(piece)] = self.recorder.new(form.state(piece), form.dtype)
+
+    def prepare(self, step: PlanStep) -> None:
+        for fold in step.computes:
+            self._join(fold)
+
+    def compute(self, compute: Fold) -> None:
+        """Folds are done before messages are packed."""
+
+    def _join(self, fold: Fold) -> None:
+        left, right, whole = place_of(fold.left), place_of(fold.right), place_of(fold.whole)
+        sources = self.maps[right], self.states[left], self.states[right]
+        apply = apply_dense if self.dense else apply_diagonal
+        self.states[whole] = self.recorder.call(apply, sources, self.format.state(fold.whole))
+        if fold.whole.role is ScanRole.MAP:
+            compose = torch.matmul if self.dense else torch.mul
+            maps = self.maps[right], self.maps[left]
+            self.maps[whole] = self.recorder.call(compose, maps, self.format.map(fold.whole))
+
+    def fill(self, piece: ChainPiece, targets: Sequence[Rows]) -> None:
+        *maps, state = targets
+        for target in maps:
+            target.copy_(self.maps[place_of(piece)])
+        state.copy_(self.states[place_of(piece)])
+
+    def take(self, transfer: Moved, tensors: Sequence[Rows]) -> None:
+        place = place_of(transfer.piece)
+        *maps, self.states[place] = tensors
+        for rows in maps:
+            self.maps[place] = rows
+
+    def finish(self) -> list[Rows]:
+        entered = [self.states[place_of(piece)] for piece in self.ends.entered]
+        return [*entered, *(self.maps[place_of(piece)] for piece in self.kept)]
+
+
+class GradientsWalk(PlanWalk):
+    """Backward. Inputs are gradients of the states that enter segments, and the M that forward kept; results gradients
+    of the states that leave segments which are followed by another."""
+
+    def __init__(self, plan: ScanPlan, rank: int, form: StateFormat) -> None:
+        super().__init__(plan.steps(rank, "backward"), rank, form)
+        self.format, self.dense = form, bool(form.sizes.dense)
+        self.ends = ends_of(plan, rank)
+        self.gradients: dict[Place, list[Rows]] = {}
+        for piece in self.ends.entered:
+            self._add(piece, self.recorder.new(form.state(piece), form.dtype))
+        self.maps = {place_of(piece): self.recorder.new(form.map(piece), form.dtype) for piece in plan.kept(rank)}
+
+    def prepare(self, step: PlanStep) -> None:
+        for fold in step.computes:
+            self._take_apart(fold)
+
+    def compute(self, compute: Fold) -> None:
+        """Folds are taken apart before messages are packed."""
+
+    def _take_apart(self, fold: Fold) -> None:
+        whole = self._total(fold.whole)
+        turned = apply_dense_transposed if self.dense else torch.mul
+        sources = self.maps[place_of(fold.right)], whole
+        self._add(fold.left, self.recorder.call(turned, sources, self.format.state(fold.left)))
+        self._add(fold.right, whole)
+
+    def _add(self, piece: ChainPiece, rows: Rows) -> None:
+        self.gradients.setdefault(place_of(piece), []).append(rows)
+
+    def _total(self, piece: ChainPiece) -> Rows:
+        """All that came for a piece, added up."""
+        parts = self.gradients.pop(place_of(piece))
+        if len(parts) == 1:
+            return parts[0]
+        total = self.recorder.new(self.format.state(piece), self.format.dtype)
+        _sum_into(total, parts)
+        return total
+
+    def fill(self, piece: ChainPiece, targets: Sequence[Rows]) -> None:
+        _sum_into(targets[0], self.gradients.pop(place_of(piece)))
+
+    def take(self, transfer: Moved, tensors: Sequence[Rows]) -> None:
+        self._add(transfer.piece, tensors[0])
+
+    def finish(self) -> list[Rows]:
+        return [self._total(piece) for piece in self.ends.left]
+
+
+def _sum_into(target: Rows, parts: Sequence[Rows]) -> None:
+    target.copy_(parts[0])
+    for part in parts[1:]:
+        target.add_(part)
+
+
+def apply_dense(m: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """The state that leaves, of the one that enters: M S + U."""
+    return torch.matmul(m, left).add_(right)
+
+
+def apply_diagonal(m: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return torch.addcmul(right, m, left)
+
+
+def apply_dense_transposed(m: Tensor, gradient: Tensor) -> Tensor:
+    return torch.matmul(m.mT, gradient)
+
+
+_programs: WeakKeyDictionary[ScanPlan, dict[tuple[int, str], FlatProgram]] = WeakKeyDictionary()
+
+
+def scan(plan: ScanPlan, rank: int, direction: str, inputs: Sequence[Tensor], like: Tensor) -> Program[list[Tensor]]:
+    """One rank's run of a scan plan: its walk says what inputs and results are. They have the dtype and device of
+    `like`: a rank may have no inputs and still take part."""
+    known = _programs.setdefault(plan, {})
+    if (rank, direction) not in known:
+        walk = StatesWalk if direction == "forward" else GradientsWalk
+        known[rank, direction] = walk(plan, rank, StateFormat(plan.sizes, like.dtype)).program()
+    program = known[rank, direction]
+    memory = memory_for(program, like.device)
+    memory.tensors[: len(inputs)] = list(inputs)
+    yield from program.run(memory, _nothing_to_launch, direction, rank)
+    return [_own(memory, rows) for rows in program.results]
+
+
+def _own(memory: Memory, rows: Rows) -> Tensor:
+    """A result in memory of its own: a part of a message would keep all messages of its step alive."""
+    part = part_of(memory, rows)
+    return part.clone() if rows.buffer.inside is not None else part
+
+
+def _nothing_to_launch(launch: Launched, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:  # noqa: ARG001
+    raise AssertionError("a scan launches no attention")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+Carrier = Callable[[Program[list[Tensor]], str, int], tuple[list[Tensor], int]]
+"""Runs a rank's program in a direction, of the forward call with this number; gives results and the call's number."""
+
+
+@dataclass(frozen=True, eq=False)
+class LocalSegments:
+    """A rank's segments: their states in one tensor, batch row by batch row, and which of them the scan is about."""
+
+    segments: Segments
+    entered: Ints
+    """Numbers of the states that enter from before."""
+    left: Ints
+    """Numbers of the states that somebody needs."""
+    rows: tuple[list[int], list[int]]
+    """How many batch rows each entered and each left segment has."""
+    first: list[bool]
+    """Of each left segment, whether its document begins with it."""
+
+    @staticmethod
+    def of(plan: ScanPlan, rank: int) -> LocalSegments:
+        mine = plan.chains.of_rank(rank)
+        batches = [plan.chains.batches[chain] for chain in mine[:, 0].tolist()]
+        lengths = np.array([len(ranks) for ranks in plan.chains.ranks()], dtype=np.int64)
+        counts = np.array([len(batch) for batch in batches], dtype=np.int64)
+        starts = np.array([batch.start for batch in batches], dtype=np.int64)
+        each = np.repeat(np.arange(len(mine)), counts)
+        batch_row = starts[each] + steps_within(counts)
+        table = np.stack((batch_row, mine[each, 2], mine[each, 3]), axis=1)
+        entered, left = mine[:, 1] > 0, mine[:, 1] + 1 < lengths[mine[:, 0]]
+        return LocalSegments(
+            Segments(table),
+            np.flatnonzero(entered[each]),
+            np.flatnonzero(left[each]),
+            (counts[entered].tolist(), counts[left].tolist()),
+            (mine[left, 1] == 0).tolist(),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RankScan:
+    """This rank's share of a scan plan, and who carries its messages."""
+
+    plan: ScanPlan
+    rank: int
+    local: LocalSegments
+    carry: Carrier
+    told: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Inside of it, an error in backward is told to the others, who wait for this rank."""
+
+    def forward(self, maps: Tensor, states: Tensor) -> tuple[Tensor, list[Tensor], int]:
+        """The states that enter, the maps that backward needs, and the call's number, from (M, U) of left segments."""
+        inputs: list[Tensor] = []
+        counts = self.local.rows[1]
+        for m, u, is_first in zip(maps.split(counts), states.split(counts), self.local.first, strict=True):
+            inputs += [u] if is_first else [m, u]
+        found, number = self._run(inputs, "forward", 0, states)
+        num = len(self.local.rows[0])
+        return _joined(found[:num], states), found[num:], number
+
+    def backward(self, gradients: Tensor, kept: Sequence[Tensor], number: int) -> Tensor:
+        """Gradients of states that leave, from those of states that enter."""
+        inputs = [*gradients.split(self.local.rows[0]), *kept]
+        found, _ = self._run(inputs, "backward", number, gradients)
+        return _joined(found, gradients)
+
+    def _run(self, inputs: list[Tensor], direction: str, number: int, like: Tensor) -> tuple[list[Tensor], int]:
+        return self.carry(scan(self.plan, self.rank, direction, inputs, like), direction, number)
+
+
+def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(list(parts)) if parts else like.new_empty((0, *like.shape[1:]))
+
+
+def spread(kernel: ScanKernel, work: ScanWork, ranks: RankScan, *, learns: bool) -> Tensor:
+    """The output of this rank's tokens; `learns` says whether a backward may come."""
+    if not learns:
+        return _computed(kernel, work, ranks, None).out
+    saved = Stash(keeps=kernel.name == "own")
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+        # Entering states are a part of the graph whatever else is, so that their gradients can be asked for.
+        anchor = torch.zeros((), device=work.tokens[0].device, requires_grad=True)
+        found = _computed(kernel, work, ranks, anchor)
+        out = found.out if found.out.requires_grad else found.out + anchor.to(found.out.dtype)  # no tokens
+    ends = get_gradient_edge(out), get_gradient_edge(found.entering)
+    way = Way(*ends, found.entering.shape, found.number, ranks, saved)
+    given = (*work.tokens, *work.shared, *work.recurrence.captured)
+    return Tail.apply(way, found.kept, out, found.leaving, *(x for x in given if x is not None))
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """What a rank finds in forward."""
+
+    out: Tensor
+    leaving: Tensor
+    """States that somebody needs."""
+    entering: Tensor
+    kept: list[Tensor]
+    """Maps that backward needs."""
+    number: int
+    """Of the call."""
+
+
+def _computed(kernel: ScanKernel, work: ScanWork, ranks: RankScan, anchor: Tensor | None) -> Computed:
+    local, device = ranks.local, work.tokens[0].device
+    entered, left = (torch.as_tensor(which, device=device) for which in (local.entered, local.left))
+    states, kept, number = ranks.forward(*kernel.summary(replace(work, segments=local.segments.of(local.left))))
+    entering = states if anchor is None else EnteringStates.apply(states, anchor)
+    whole = states.new_zeros((len(local.segments), *states.shape[1:])).index_put((entered,), entering)
+    out, leaving = kernel.local(work, whole)
+    return Computed(out, leaving[left], entering, kept, number)
+
+
+class Stash:
+    """What autograd saves of a rank's computation, held by `Tail`, because backward needs it twice.
+
+    Somebody may stand between: a checkpoint throws it away and computes, and so calls, again when it is asked for,
+    once in every pass of autograd. Tail asks in the pass that all ranks are in, and its own pass inside of that one
+    finds everything here.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
+        self.packed: list[Tensor] = []
+        self.found: list[Tensor | None] = []
+        self.keeps = keeps
+        """Whether a tensor may be asked for more than once, as functions of users may do."""
+
+    def pack(self, tensor: Tensor) -> int:
+        self.packed.append(tensor)
+        return len(self.packed) - 1
+
+    def unpack(self, at: int) -> Tensor:
+        found = self.found[at]
+        assert found is not None
+        if not self.keeps:
+            self.found[at] = None
+        return found
+
+    def taken(self) -> list[Tensor]:
+        packed, self.packed = self.packed, []
+        return packed
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """While it lasts, tensors are kept for those who ask after it."""
+        keeps, self.keeps = self.keeps, True
+        try:
+            yield
+        finally:
+            self.keeps = keeps
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """What backward has to know of its forward."""
+
+    out: GradientEdge
+    entering: GradientEdge
+    shape: torch.Size
+    """Of the states that enter."""
+    number: int
+    """Of the forward call."""
+    ranks: RankScan
+    saved: Stash
+
+
+class EnteringStates(torch.autograd.Function):
+    """States that enter, as a part of the graph: gradients are asked for here, and end here."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, anchor: Tensor) -> Tensor:  # type: ignore[override]  # noqa: ARG004
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:  # type: ignore[override]  # noqa: ARG004
+        return None, None
+
+
+class Tail(torch.autograd.Function):
+    """The output as it is. Its backward finds the gradient of leaving states first, by the scan turned round.
+
+    All tensors of the call lead here, so that every rank comes by whichever of them gradients are asked for, also one
+    without tokens, whose output depends on none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, way: Way, kept: Sequence[Tensor], out: Tensor, *_: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.way, ctx.num_kept = way, len(kept)
+        # Something is saved on every rank: where a checkpoint computes again, and so calls again, is when it is asked
+        # for, and that must be the same moment on all ranks.
+        ctx.save_for_backward(out.new_empty(0), *kept, *way.saved.taken())
+        return out.view_as(out)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> Any:  # type: ignore[override]
+        way: Way = ctx.way
+        _, *saved = ctx.saved_tensors
+        kept, way.saved.found = saved[: ctx.num_kept], saved[ctx.num_kept :]
+        with way.ranks.told():
+            with way.saved.keeping():
+                (gradients,) = torch.autograd.grad(way.out, way.entering, dout, retain_graph=True, allow_unused=True)
+            if gradients is None:  # an output that does not depend on states
+                gradients = dout.new_zeros(way.shape, dtype=getattr(torch, way.ranks.plan.dtype))
+            leaving = way.ranks.backward(gradients, kept, way.number)
+        return None, None, dout, leaving, *(None for _ in ctx.needs_input_grad[4:])

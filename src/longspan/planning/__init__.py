@@ -1,0 +1,38 @@
+"""Who sends what when, and which tile is computed at which step: plans as plain data."""
+
+from longspan.planning.backward_plan import backward, reverse
+from longspan.planning.machine import Link, Machine, Tiling
+from longspan.planning.planners import PLANNERS, Scheme, scheme
+from longspan.planning.presets import MACHINES, machine_named
+from longspan.planning.problem import Problem
+from longspan.planning.simulator import Event, Timeline, simulate
+from longspan.planning.steps import Compute, Piece, Recall, Role, Schedule, Sizes, Step, Transfer
+from longspan.planning.text import table
+from longspan.planning.validator import validate
+
+__all__ = [
+    "MACHINES",
+    "PLANNERS",
+    "Compute",
+    "Event",
+    "Link",
+    "Machine",
+    "Piece",
+    "Problem",
+    "Recall",
+    "Role",
+    "Schedule",
+    "Scheme",
+    "Sizes",
+    "Step",
+    "Tiling",
+    "Timeline",
+    "Transfer",
+    "backward",
+    "machine_named",
+    "reverse",
+    "scheme",
+    "simulate",
+    "table",
+    "validate",
+]

@@ -1,0 +1,122 @@
+"""Backward is forward reversed: what came in goes out as a gradient, last step first. Nothing is planned twice.
+
+Forward step i becomes backward step n + 1 - i, n being the last; step 0 is there for what must be fetched again before
+anything can be computed. A piece that is not kept comes back in one of two ways: its source sends it again just before
+the first use, or, where it was handed on from rank to rank, it returns along with its gradient.
+
+Eight causal tokens on two ranks: rank 1 holds 4:8 and needs the keys 0:4 of rank 0::
+
+    forward     step 0  0 ── kv 0:4 ──► 1,  own pairs          step 1  1 computes 4:8 x 0:4
+    backward    step 0  0 ── kv 0:4 ──► 1                      the piece is sent again: nobody kept it
+                step 1  1 computes 4:8 x 0:4                   as forward's step 1
+                step 2  1 ── dkv 0:4 ──► 0,  own pairs         as forward's step 0, its message turned round
+
+It is right because every compute appears once in each direction: what forward brings to a compute is there in backward
+just before it, and what the compute adds to a gradient leaves just after it, along the way that the input came.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longspan.errors import ScheduleError
+from longspan.planning.steps import GRADIENT, Compute, Piece, Recall, Role, Schedule, Step, Transfer
+from longspan.spans import Ints, Span, as_spans, as_table, subtract, union
+
+
+def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[Step, ...], tuple[Piece, ...]]:
+    """The rank's backward steps, and the remote pieces it must keep from forward until then.
+
+    Rank 1 of the example above, forward and backward:
+
+    >>> fetched = Transfer.parse("0>1 kv[0:4]h0:1 until 1 again")
+    >>> own = Compute.parse("compute q[4:8]h0:1 kv[4:8]h0:1 : 4:8x4:8/0..", rank=1)
+    >>> remote = Compute.parse("compute q[4:8]h0:1 kv[0:4]h0:1 : 4:8x0:4", rank=1)
+    >>> steps = (Step((fetched,), (own,)), Step((), (remote,)))
+    >>> for number, step in enumerate(reverse(steps, 1, keep=False)[0]):
+    ...     print(number, step.transfers, [compute.bands for compute in step.computes])
+    0 (0>1 kv[0:4]h0:1 until 1 keep,) []
+    1 () [(4:8x0:4,)]
+    2 (1>0 dkv[0:4]h0:1 until 3 keep,) [(4:8x4:8/0..,)]
+    >>> reverse(steps, 1, keep=True)[1]  # kept, it need not be sent again
+    (kv[0:4]h0:1,)
+    """
+    last = len(steps) - 1
+    transfers: list[list[Transfer]] = [[] for _ in range(last + 2)]
+    handed_on = _HandedOn.of(steps, rank)
+    kept: list[Piece] = []
+    for i, step in enumerate(steps):
+        for t in step.transfers:
+            if t.piece.role not in GRADIENT:
+                raise ScheduleError(f"{t!r} carries a gradient already: only a forward schedule can be reversed.")
+            gradients = t.piece.gradients()
+            if t.piece.role is Role.OUT:  # its gradient is an input here: used by every compute that is left
+                transfers[last + 1 - i] += [Transfer(t.dst, t.src, g, last + 1, Recall.KEEP) for g in gradients]
+                continue
+            transfers[last + 1 - i] += [Transfer(t.dst, t.src, g, last + 2 - i, Recall.KEEP) for g in gradients]
+            if t.dst == rank:
+                kept += [t.piece] if keep else _staying(t, handed_on)
+            if keep:
+                continue
+            if t.recall is Recall.AGAIN:
+                if t.until > last:
+                    raise ScheduleError(f"{t!r} outlives the last step {last}, so nothing says when to send it again.")
+                transfers[last - t.until].append(Transfer(t.src, t.dst, t.piece, last - i, Recall.KEEP))
+            elif t.recall is Recall.RETURN:
+                transfers[last - i].append(Transfer(t.dst, t.src, t.piece, last + 1 - i, Recall.KEEP))
+    computes = [(), *(_backwards(step.computes) for step in reversed(steps))]
+    return (
+        tuple(Step(tuple(moved), work) for moved, work in zip(transfers, computes, strict=True)),
+        tuple(kept),
+    )
+
+
+def _backwards(computes: tuple[Compute, ...]) -> tuple[Compute, ...]:
+    """A step's computes; those in chunks, whose order decides the bits, the other way round as steps are."""
+    return computes[::-1] if any(compute.kv.apart for compute in computes) else computes
+
+
+_Kind = tuple[Role, Span, Span | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _HandedOn:
+    """What a rank passes on and that will return to it: the pieces, and their rows by role, heads and batch rows."""
+
+    pieces: frozenset[Piece]
+    rows: dict[_Kind, Ints]
+
+    @staticmethod
+    def of(steps: tuple[Step, ...], rank: int) -> _HandedOn:
+        transfers = (t for step in steps for t in step.transfers)
+        pieces = frozenset(t.piece for t in transfers if t.src == rank and t.recall is Recall.RETURN)
+        spans_by_kind: dict[_Kind, list[Span]] = {}
+        for piece in pieces:
+            spans_by_kind.setdefault((piece.role, piece.heads, piece.batch), []).extend(piece.spans)
+        return _HandedOn(pieces, {kind: union(as_table(spans)) for kind, spans in spans_by_kind.items()})
+
+
+def _staying(t: Transfer, handed_on: _HandedOn) -> list[Piece]:
+    """The rows of a received piece that nobody brings back, so that they must be kept."""
+    if t.recall is Recall.AGAIN or t.piece in handed_on.pieces:
+        return []
+    rows = as_table(t.piece.spans)
+    returning = handed_on.rows.get((t.piece.role, t.piece.heads, t.piece.batch))
+    if returning is not None:
+        rows = subtract(rows, returning)
+    return [Piece(t.piece.role, as_spans(rows), t.piece.heads, t.piece.batch)] if len(rows) else []
+
+
+def backward(schedule: Schedule, *, keep: bool) -> Schedule:
+    """The whole schedule reversed."""
+    if schedule.direction != "forward":
+        raise ScheduleError("only a forward schedule can be reversed, but this one is backward already.")
+    pairs = [reverse(steps, rank, keep=keep) for rank, steps in enumerate(schedule.ranks)]
+    return Schedule(
+        schedule.scheme,
+        "backward",
+        schedule.layout,
+        schedule.sizes,
+        tuple(steps for steps, _ in pairs),
+        tuple(kept for _, kept in pairs),
+    )

@@ -1,0 +1,195 @@
+"""Fetch: which K/V rows every rank gets from where and when, worked out alike by owner and user without talking.
+
+Rows whose owner sits in the same node come straight from the owner. Rows from other nodes enter a node once, through
+one of its ranks (the port; every rank of the node is the port of an equal share), and go on to their users over the
+node's own links. With one node there is only the first kind.
+
+A rank, or a node, starts with the rows just before its own and goes round the sequence from there; different ranks
+start at different places, so nobody is asked by everybody at once.
+
+Eight causal tokens on two nodes of two ranks, two tokens on each rank. Ranks 2 and 3 both need tokens 0:4 of node 0::
+
+    node 0                  network              node 1
+    rank 0 (0:2)  ── 0:2 ─────────────────►  rank 3 (6:8)  ── 0:2 ──►  rank 2
+    rank 1 (2:4)  ── 2:4 ─────────────────►  rank 2 (4:6)  ── 2:4 ──►  rank 3
+
+Each of them is the port for one half. Four rows cross the network instead of eight, by two ways at once; then the two
+ranks swap halves over their own, faster link. See `plan_fetch` and `moves`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.layouts import Layout
+from longspan.spans import Ints, by_position, join, on_one_line, steps_within, subtract, union
+
+START, STOP, TAKER, STAGE, PORT = range(5)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetch:
+    """One lane's fetches. `near`: (start, stop, rank, stage); `far`: (start, stop, node, stage, port rank)."""
+
+    near: Ints
+    far: Ints
+    remote: Ints
+    """(start, stop, rank) of all rows that a rank needs from other nodes."""
+
+
+def plan_fetch(needed: Ints, layout: Layout, node: int, stages: int) -> Fetch:
+    """The fetches of (start, stop, rank) rows that ranks need and do not hold, in `stages` stages.
+
+    The example above, in one stage: rank 1 gets 0:2 and rank 3 gets 4:6 from their neighbours, and node 1 gets 2:4
+    through rank 2 and 0:2 through rank 3.
+
+    >>> fetch = plan_fetch(np.array([[0, 2, 1], [0, 4, 2], [0, 6, 3]]), contiguous(8, 4), node=2, stages=1)
+    >>> fetch.near.tolist(), fetch.far.tolist()
+    ([[0, 2, 1, 0], [4, 6, 3, 0]], [[2, 4, 1, 0, 2], [0, 2, 1, 0, 3]])
+    """
+    rows, seq_len = layout.table, layout.seq_len
+    if node >= layout.world_size:
+        return Fetch(staged(needed, rows, seq_len, stages), np.empty((0, 5), dtype=np.int64), needed[:0])
+    around = np.repeat(rows, node, axis=0)  # what a rank's whole node holds, for every rank
+    around[:, 2] = around[:, 2] // node * node + np.tile(np.arange(node), len(rows))
+    remote = without(needed, by_taker(around, seq_len), seq_len)
+    near = staged(without(needed, remote, seq_len), rows, seq_len, stages)
+    nodes, node_rows = remote.copy(), rows.copy()
+    nodes[:, 2] //= node
+    node_rows[:, 2] //= node
+    # Stages times ports equal shares: consecutive shares of a stage enter through consecutive ports.
+    far = staged(by_taker(nodes, seq_len), node_rows, seq_len, stages * node)
+    port = far[:, TAKER] * node + far[:, STAGE] % node
+    return Fetch(near, np.column_stack((far[:, :STAGE], far[:, STAGE] // node, port)), remote)
+
+
+def num_stages(rows: NDArray[np.float64], node: int, max_rows: int | None) -> int:
+    """How many stages all ranks use, given how many rows each needs: one, or as many as `max_rows` demands.
+
+    One stage is hidden behind the local pairs already; more cost launches and merges, which on a GPU outweigh what they
+    hide. A rank holds one stage while the next arrives; a port holds its share of four stages, of at most all that its
+    node's ranks need. A few rows are lost to rounding.
+    """
+    if len(rows) == 1 or max_rows is None:
+        return int(len(rows) > 1)
+    ported = 0.0 if node >= len(rows) else 4 * float(rows.reshape(-1, node).sum(axis=1).max()) / node
+    return max(1, math.ceil((2 * float(rows.max()) + ported) / max(max_rows - 8, 1)))
+
+
+def by_taker(rows: Ints, seq_len: int) -> Ints:
+    """(start, stop, taker) rows sorted by taker and position, without overlap.
+
+    Takers are laid one after another on a long line, so that one union serves all of them.
+    """
+    return _from_line(union(on_one_line(rows, rows[:, 2], seq_len)), seq_len)
+
+
+def without(rows: Ints, held: Ints, seq_len: int) -> Ints:
+    """(start, stop, taker) rows less those that the taker holds, both disjoint per taker."""
+    needed, there = (by_position(on_one_line(part, part[:, 2], seq_len)) for part in (rows, held))
+    return _from_line(subtract(needed, there), seq_len)
+
+
+def _from_line(line: Ints, seq_len: int) -> Ints:
+    taker = line[:, 0] // (seq_len + 1)
+    return np.column_stack((on_one_line(line, -taker, seq_len), taker))
+
+
+def staged(rows: Ints, held: Ints, seq_len: int, count: int) -> Ints:
+    """(start, stop, taker, share): every taker's rows cut into `count` equal shares, going round from its own first."""
+    rows = rows[rows[:, 1] > rows[:, 0]]  # a sequence of no tokens needs nothing
+    if not len(rows):
+        return np.empty((0, 4), dtype=np.int64)
+    takers = int(max(rows[:, 2].max(), held[:, 2].max())) + 1
+    first = np.zeros(takers, dtype=np.int64)
+    first[held[::-1, 2]] = held[::-1, 0]
+    # Downwards from the taker's first token, round the end of the sequence, until that token is met again.
+    rows = rows[np.lexsort(((first[rows[:, 2]] - rows[:, 1]) % seq_len, rows[:, 2]))]
+    taker, sizes = rows[:, 2], rows[:, 1] - rows[:, 0]
+    each = np.bincount(taker, weights=sizes.astype(np.float64), minlength=takers).astype(np.int64)
+    share = np.maximum(-(-each // count), 1)[taker]
+    before = np.cumsum(sizes) - sizes - (np.cumsum(each) - each)[taker]
+    low, high = before // share, (before + sizes - 1) // share
+    pieces = high - low + 1
+    i = np.repeat(np.arange(len(rows)), pieces)
+    number = low[i] + steps_within(pieces)
+    begin = np.maximum(number * share[i] - before[i], 0)  # rows are taken from the top of each span downwards
+    end = np.minimum((number + 1) * share[i] - before[i], sizes[i])
+    return np.stack((rows[i, 1] - end, rows[i, 1] - begin, taker[i], number), axis=1)
+
+
+Move = tuple[int, int, int, int]
+"""Step, source, target, and the last step of use."""
+
+
+def moves(fetch: Fetch, layout: Layout, node: int, rank: int) -> dict[Move, Ints]:
+    """Everything the rank sends or receives: for each move, its sorted (start, stop) rows.
+
+    Rank 2 of the example above is the port for 2:4: it passes them on to rank 3 a step after they came in, and gets 0:2
+    from rank 3, the other port. The rows 4:6 are its own, and its neighbour needs them.
+
+    >>> fetch = plan_fetch(np.array([[0, 2, 1], [0, 4, 2], [0, 6, 3]]), contiguous(8, 4), node=2, stages=1)
+    >>> for (step, src, dst, until), rows in moves(fetch, contiguous(8, 4), 2, rank=2).items():
+    ...     print(f"step {step}: {src} > {dst}", rows.tolist(), f"until {until}")
+    step 0: 1 > 2 [[2, 4]] until 3
+    step 0: 2 > 3 [[4, 6]] until 1
+    step 1: 2 > 3 [[2, 4]] until 2
+    step 1: 3 > 2 [[0, 2]] until 2
+    """
+    owners = layout.by_position
+    parts = [_meet(fetch.near[_touching(fetch.near, owners, rank)], owners, rank, lag=1)]
+    if len(fetch.far):
+        # A port holds on one step longer than its users: in backward it must have the rows before it serves them.
+        ported = fetch.far[:, [START, STOP, PORT, STAGE]]
+        parts.append(_meet(ported[_touching(ported, owners, rank)], owners, rank, lag=3))
+        parts.append(_relays(fetch, node, rank))
+    rows = np.concatenate(parts)
+    rows = rows[(rows[:, 1] == rank) | (rows[:, 2] == rank)]
+    rows = rows[np.lexsort((rows[:, 4], rows[:, 3], rows[:, 2], rows[:, 1], rows[:, 0]))]
+    keys, start = np.unique(rows[:, :4], axis=0, return_index=True)
+    groups = np.split(rows[:, 4:], start[1:]) if len(start) else []
+    return {(k[0], k[1], k[2], k[3]): union(group) for k, group in zip(keys.tolist(), groups, strict=True)}
+
+
+def _touching(rows: Ints, owners: Ints, rank: int) -> Ints:
+    """Numbers of the rows that the rank takes or holds a part of."""
+    held = owners[owners[:, 2] == rank][:, :2]
+    sends, _ = join(rows[:, :2], held)
+    return np.union1d(np.flatnonzero(rows[:, TAKER] == rank), sends)
+
+
+def _meet(rows: Ints, owners: Ints, rank: int, lag: int) -> Ints:
+    """(step, owner, taker, until, start, stop) of staged rows, cut by owner."""
+    i, j = join(rows[:, :2], owners[:, :2])
+    start, stop = np.maximum(rows[i, 0], owners[j, 0]), np.minimum(rows[i, 1], owners[j, 1])
+    step = rows[i, STAGE]
+    moved = np.stack((step, owners[j, 2], rows[i, TAKER], step + lag, start, stop), axis=1)
+    return moved[(moved[:, 1] == rank) | (moved[:, 2] == rank)]
+
+
+def _relays(fetch: Fetch, node: int, rank: int) -> Ints:
+    """(step, port, user, until, start, stop) inside the rank's node, one step after the rows entered it."""
+    ports = by_position(fetch.far[fetch.far[:, TAKER] == rank // node])
+    users = fetch.remote[fetch.remote[:, 2] // node == rank // node]
+    i, j = join(users[:, :2], ports[:, :2])
+    start, stop = np.maximum(users[i, 0], ports[j, 0]), np.minimum(users[i, 1], ports[j, 1])
+    step = ports[j, STAGE] + 1
+    moved = np.stack((step, ports[j, PORT], users[i, 2], step + 1, start, stop), axis=1)
+    return moved[moved[:, 1] != moved[:, 2]]
+
+
+def arrivals(fetch: Fetch, node: int, rank: int, num_steps: int) -> list[Ints]:
+    """For every step, the sorted rows whose pairs are computed then."""
+    near = fetch.near[fetch.near[:, TAKER] == rank]
+    parts = [(near[:, STAGE] + 1, near[:, :2])]
+    if len(fetch.far):
+        ports = by_position(fetch.far[fetch.far[:, TAKER] == rank // node])
+        mine = fetch.remote[fetch.remote[:, 2] == rank]
+        i, j = join(mine[:, :2], ports[:, :2])
+        cut = np.stack((np.maximum(mine[i, 0], ports[j, 0]), np.minimum(mine[i, 1], ports[j, 1])), axis=1)
+        parts.append((ports[j, STAGE] + 2, cut))
+    return [union(np.concatenate([rows[step == number] for step, rows in parts])) for number in range(num_steps)]

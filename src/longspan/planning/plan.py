@@ -1,0 +1,296 @@
+"""Plan: mask + layout + schedule, a frozen value with a fingerprint, a text form and reasons."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, Protocol, TypeVar, overload
+
+from longspan._compile import Handled, sealed
+from longspan.errors import PlanError
+from longspan.formatting import bytes_text
+from longspan.layouts import Layout
+from longspan.layouts.layout import carried, other_tokens
+from longspan.masks import Mask
+from longspan.masks.mask import MaskKey
+from longspan.planning.backward_plan import reverse
+from longspan.planning.choose import REASON_HEAD, Reason, choose, device_bytes, judge
+from longspan.planning.cost import peak_bytes, received
+from longspan.planning.kernel_memory import about_kernel, why_not
+from longspan.planning.machine import Machine
+from longspan.planning.planners import Scheme, scheme
+from longspan.planning.problem import Problem
+from longspan.planning.steps import Piece, Schedule, Sizes, Step
+
+MAX_PLANS = 16
+"""Plans that a mask with a function keeps."""
+
+
+X = TypeVar("X")
+
+
+class BatchPart(dict[str, Any]):  # values are whatever a batch holds
+    """What `plan.shard(batch, rank)` gives, for type checkers: a `longspan.training.Batch`, which lies above."""
+
+    def to(self, *args: Any, **options: Any) -> BatchPart: ...
+
+
+class ShardCall(Protocol):
+    """What `plan.shard` takes and gives."""
+
+    @overload
+    def __call__(self, batch: Mapping[str, Any], rank: int, **options: Any) -> BatchPart: ...
+
+    @overload
+    def __call__(self, batch: X, rank: int, dim: int = 0, fill: float = 0) -> X: ...
+
+
+@sealed
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(Handled):
+    """Mask + layout + schedule: a frozen value with a fingerprint, a text form and reasons. Make one with `plan`."""
+
+    mask: Mask
+    layout: Layout
+    sizes: Sizes
+    dtype: str
+    scheme: Scheme
+    machine: Machine
+    machine_assumed: bool
+    keep: bool
+    compared: tuple[Reason, ...] = ()
+
+    shard: ClassVar[ShardCall]
+    """`plan.shard(batch, rank, ...)`: the rank's part of a batch, as `longspan.training.shard_batch` cuts it by the
+    plan's own layout; `plan.shard(x, rank, dim=0)`: that of one tensor, as `Layout.shard` does."""
+
+    def check(self, *cut: Any) -> None:
+        """Returns if each of these was cut by a layout that puts every token where the plan has it; otherwise refuses.
+        They are batches of `shard_batch`, tensors straight from one or from `Layout.shard`, plans or layouts.
+
+        >>> import longspan as ls
+        >>> sizes = {"q_heads": 2, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
+        >>> made = ls.plan(ls.masks.causal(8), ls.layouts.zigzag(8, 2), **sizes)
+        >>> made.check(ls.layouts.zigzag(8, 2))
+        >>> made.check(ls.layouts.contiguous(8, 2))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        longspan.errors.PlanError: <layout contiguous, 8 tokens on 2 ranks> cut the tokens, but the plan is over ...
+        """
+        for value in cut:
+            known = value if isinstance(value, Layout) else getattr(value, "layout", None)
+            known = known if isinstance(known, Layout) else getattr(carried(value), "layout", None)
+            if known is None:
+                raise PlanError(
+                    f"plan.check was given {type(value).__name__} that does not say which layout cut it. Give the batch"
+                    f" as shard_batch made it (copies into a plain dict forget it), or its layout."
+                )
+            alike = (known.seq_len, known.world_size) == (self.layout.seq_len, self.layout.world_size)
+            if not alike or other_tokens(known, self.layout):
+                raise PlanError(
+                    f"{known} cut the tokens, but the plan is over {self.layout}, which has other tokens in its slots."
+                    f" Cut the batch with plan.shard(batch, rank, ...), or plan over the layout that cut it."
+                )
+
+    @cached_property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Every scheme compared, with its figures, quickest first; one entry when the scheme was named."""
+        return self.compared or (replace(judge(self.scheme, self.machine, keep=self.keep), chosen=True),)
+
+    @cached_property
+    def _steps(self) -> dict[int, tuple[tuple[Step, ...], tuple[Step, ...], tuple[Piece, ...]]]:
+        return {}
+
+    def _rank(self, rank: int) -> tuple[tuple[Step, ...], tuple[Step, ...], tuple[Piece, ...]]:
+        if rank not in self._steps:
+            forward = self.scheme.steps(rank)
+            self._steps[rank] = (forward, *reverse(forward, rank, keep=self.keep))
+        return self._steps[rank]
+
+    def steps(self, rank: int, direction: str = "forward") -> tuple[Step, ...]:
+        """What one rank does, step by step."""
+        if direction not in ("forward", "backward"):
+            raise PlanError(f"direction is 'forward' or 'backward', but {direction!r} was asked for.")
+        forward, backward, _ = self._rank(rank)
+        return forward if direction == "forward" else backward
+
+    def kept(self, rank: int) -> tuple[Piece, ...]:
+        """Remote pieces the rank keeps from forward to backward."""
+        return self._rank(rank)[2]
+
+    def schedule(self, direction: str = "forward") -> Schedule:
+        """Every rank's steps, written out: for proofs, pictures and small numbers of ranks."""
+        ranks = range(self.layout.world_size)
+        steps = tuple(self.steps(rank, direction) for rank in ranks)
+        kept = tuple(self.kept(rank) for rank in ranks) if direction == "backward" else ()
+        return Schedule(self.scheme.name, direction, self.layout, self.sizes, steps, kept)
+
+    @property
+    def chunks(self) -> int | None:
+        """Into how many chunks the sequence is cut to get the same bits on any number of ranks; None: it is not."""
+        cut = self.scheme.problem.chunks
+        return None if cut is None else cut.num
+
+    @cached_property
+    def imbalance(self) -> float:
+        """The busiest rank's allowed pairs over the mean; 1.0 is perfect."""
+        work = self.scheme.work
+        return float(work.max() / work.mean()) if work.any() else 1.0
+
+    def bytes_received(self, rank: int, direction: str = "forward") -> int:
+        """What the rank takes from the wire in one pass."""
+        return received(self.steps(rank, direction), rank, self.sizes)
+
+    def peak_bytes(self, rank: int) -> int:
+        """The most memory the rank needs at any step beside its own q, k, v, results and their gradients."""
+        forward, backward, kept = self._rank(rank)
+        return max(
+            peak_bytes(forward, rank, self.layout, self.sizes, "forward"),
+            peak_bytes(backward, rank, self.layout, self.sizes, "backward", kept),
+        )
+
+    def workspace_bytes(self, rank: int, *, deterministic: bool = False) -> int | None:
+        """What the machine's kernel allocates on the rank beside its results, and the plan's tables on the device.
+
+        `deterministic`: under `torch.use_deterministic_algorithms`. None where the kernel's workspace is not known.
+        """
+        forward, backward, _ = self._rank(rank)
+        return device_bytes(forward, backward, self.sizes, self.machine, deterministic=deterministic)
+
+    @property
+    def kernel_assumed(self) -> str:
+        """Whose speed and workspace the predictions have, and why a call would run another kernel, if it would.
+
+        >>> import longspan as ls
+        >>> sizes = {"q_heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+        >>> ls.plan(ls.masks.causal(64), ls.layouts.zigzag(64, 4), **sizes).kernel_assumed
+        "FA2, PyTorch's own flash attention"
+        """
+        why = why_not(self.machine.kernel, self.sizes, functions=not self.mask.is_structured)
+        other = "" if why is None else f"; but {why}, so another kernel would run, and figures are not for that"
+        return about_kernel(self.machine.kernel) + other
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Forward and backward of one attention on `machine`, simulated on the busiest ranks."""
+        return self._chosen.seconds
+
+    @property
+    def _chosen(self) -> Reason:
+        return next(reason for reason in self.reasons if reason.chosen)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hex digest that ranks compare: everything that decides who sends what. Another one once a function of the
+        mask has been found to read other data."""
+        return self._fixed_fingerprint if self.is_structured else self._digest()
+
+    @cached_property
+    def is_structured(self) -> bool:
+        """Whether closed form decides every pair of its mask."""
+        return self.mask.is_structured
+
+    @cached_property
+    def _fixed_fingerprint(self) -> str:
+        return self._digest()
+
+    @cached_property
+    def _about_sending(self) -> str:
+        parts = (self.layout.fingerprint, self.sizes.text(), self.dtype, self.scheme.name)
+        problem = self.scheme.problem
+        rest = f"{problem.node} {problem.max_rows} {self.keep}"
+        rest += "" if self.chunks is None else f" chunks {self.chunks}"
+        return " ".join((*parts, rest))
+
+    def _digest(self) -> str:
+        return hashlib.sha256(f"{self.mask.fingerprint} {self._about_sending}".encode()).hexdigest()
+
+    def _about_chunks(self) -> list[str]:
+        chunks = self.scheme.problem.chunks
+        if chunks is None:
+            return []
+        return [f"  chunks     {chunks.num} of {chunks.length}: the same bits on any number of ranks that cuts none"]
+
+    def _about_memory(self, chosen: Reason) -> str:
+        inside = "what kernels use inside, which is not known"
+        if chosen.workspace_bytes is not None:
+            inside = f"{bytes_text(chosen.workspace_bytes)} of kernels and tables"
+        return f"{bytes_text(chosen.peak_bytes)} at the peak + {inside}, beside own tensors"
+
+    def __repr__(self) -> str:
+        return f"<plan {self.scheme.name} of {self.mask} over {self.layout}, {self.fingerprint[:12]}>"
+
+    def __str__(self) -> str:
+        sizes, chosen = self.sizes, self._chosen
+        heads = f"{sizes.q_heads}:{sizes.kv_heads} heads of {sizes.head_dim}"
+        if sizes.v_head_dim != sizes.head_dim:
+            heads += f"/{sizes.v_head_dim}"
+        assumed = " (assumed: pass machine=)" if self.machine_assumed else ""
+        lines = [
+            f"plan {self.fingerprint[:12]}: {self.scheme.name}",
+            f"  mask       {self.mask}",
+            f"  layout     {self.layout}",
+            f"  tensors    {heads}, {self.dtype}, batch {sizes.batch}",
+            f"  imbalance  {self.imbalance:.3f} (most pairs on a rank / mean)",
+            *self._about_chunks(),
+            f"  remote K/V {'kept for backward' if self.keep else 'fetched again in backward'}",
+            f"  machine    {self.machine.name}{assumed}; times are simulated",
+            f"  kernel     {self.kernel_assumed}",
+            f"  predicted  {chosen.forward_seconds * 1e3:.3f} ms forward,"
+            f" {chosen.backward_seconds * 1e3:.3f} ms backward",
+            f"  memory     {self._about_memory(chosen)}",
+            f"compared ({len(self.reasons)}; bytes are the most of any rank, both passes; times and peaks are of ranks"
+            " likely to be busiest):",
+            REASON_HEAD,
+        ]
+        return "\n".join((*lines, *map(str, self.reasons)))
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a plan is asked for beside its mask, checked."""
+
+    layout: Layout
+    sizes: Sizes
+    dtype: str
+    scheme: str
+    machine: Machine
+    assumed: bool
+    """Whether nobody named the machine."""
+    keep: bool = False
+    max_rows: int | None = None
+    chunks: int | None = None
+
+
+def planned(mask: Mask, request: PlanRequest) -> Plan:
+    """The plan of a request; equal ones give the same object, masks with a function only the same mask.
+
+    Those of a mask with a function are kept by the mask, and go with it and with what its function captured.
+    """
+    if mask.is_structured:
+        return _made(MaskKey(mask), request)
+    if request not in mask.plans:
+        keep_few(mask.plans)[request] = _made.__wrapped__(MaskKey(mask.twin()), request)
+    return mask.plans[request]
+
+
+def keep_few(plans: dict[Any, Any]) -> dict[Any, Any]:
+    """A mask's plans, of which the oldest have gone if there are too many."""
+    while len(plans) >= MAX_PLANS:
+        del plans[next(iter(plans))]
+    return plans
+
+
+@lru_cache(maxsize=64)
+def _made(key: MaskKey, request: PlanRequest) -> Plan:
+    mask, layout, machine, chunks = key.mask, request.layout, request.machine, request.chunks
+    problem = Problem.make(mask, layout, request.sizes, node=machine.node, max_rows=request.max_rows, chunks=chunks)
+    # With chunks there is one scheme that computes in them: nothing to compare.
+    name = "exchange" if request.scheme == "auto" and chunks is not None else request.scheme
+    if name == "auto":
+        chosen, reasons = choose(problem, machine, keep=request.keep)
+    else:
+        chosen, reasons = scheme(name, problem), ()
+    whole = mask.resized(layout.seq_len)
+    return Plan(whole, layout, request.sizes, request.dtype, chosen, machine, request.assumed, request.keep, reasons)

@@ -1,0 +1,386 @@
+"""Problem: what a planner is given. Mask, layout and sizes, resolved into lanes.
+
+A lane is a set of key/value heads (of some batch rows) whose rows travel together; its parts are the query heads that
+use them, each with one plane of the mask and the query rows every rank computes. Usually there is one lane with one
+part. Masks that differ per head or per batch row make more, and so does cutting the heads over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from longspan.errors import PlanError
+from longspan.layouts import Layout
+from longspan.masks import Mask, Plane
+from longspan.masks import bands as bd
+from longspan.planning.fetch import Fetch, by_taker, num_stages, plan_fetch, without
+from longspan.planning.steps import Compute, Piece, Role, Sizes
+from longspan.spans import LIMIT, Ints, Span, as_spans, by_position, join
+
+# Chunks: equal stretches of the sequence that no layout may cut, so that any number of ranks computes alike. Every
+# kernel call is between the queries of one chunk and the keys of one chunk, and partial results of a query merge in one
+# order of key chunks. Gradients of keys come from queries on several ranks: they are added along a binary tree over
+# query chunks, of which a rank adds whole branches, so that no sum depends on who held which chunk.
+
+
+MAX_CHUNKS = 1 << 10
+"""Plans list pairs of chunks, so there cannot be very many; more is taken for a number of tokens given by mistake."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """A layout's sequence in `num` equal chunks, each whole on one rank.
+
+    >>> from longspan import layouts
+    >>> Chunks.of(layouts.zigzag(64, 2), 8).branches.tolist()
+    [[0, 2], [0, 2], [2, 4], [2, 4], [4, 6], [4, 6], [6, 8], [6, 8]]
+    """
+
+    num: int
+    length: int
+    owner: Ints
+    """The rank that holds each chunk."""
+    run: Ints
+    """A run number per chunk: consecutive chunks on one rank share it."""
+
+    @staticmethod
+    def of(layout: Layout, num: int) -> Chunks:
+        """The layout's chunks; refused where it cuts inside of one."""
+        if not layout.seq_len or layout.seq_len % num:
+            more = -(-layout.seq_len // num) * num or num
+            raise PlanError(
+                f"chunks = {num} equal chunks were asked for, but {layout} has {layout.seq_len} positions, which leaves"
+                f" {layout.seq_len % num} over. Pad the sequence to {more}, or use a divisor of its length."
+            )
+        length, rows = layout.seq_len // num, layout.by_position
+        inside = rows[rows[:, 0] % length > 0]
+        if len(inside):
+            raise PlanError(
+                f"chunks = {num} was asked for, which is chunks of {length} positions, but {layout} begins a span at"
+                f" {int(inside[0, 0])}, inside of one. Use a layout that is cut at multiples of {length} only"
+                f" (contiguous if {num} is a multiple of the ranks, zigzag if it is a multiple of twice the ranks), or"
+                f" other chunks."
+            )
+        at = np.searchsorted(rows[:, 0], np.arange(num, dtype=np.int64) * length, side="right") - 1
+        owner = rows[at, 2]
+        return Chunks(num, length, owner, np.cumsum(np.diff(owner, prepend=owner[:1]) != 0))
+
+    @cached_property
+    def branches(self) -> Ints:
+        """For each chunk, (first, last + 1) of the largest branch of the tree that its rank holds all of."""
+        table = np.arange(self.num, dtype=np.int64)[:, None] + np.array([0, 1])
+        size = 2
+        while size <= self.num:
+            for first in range(0, self.num - size + 1, size):
+                if (self.owner[first : first + size] == self.owner[first]).all():
+                    table[first : first + size] = first, first + size
+            size *= 2
+        return table
+
+    def branch(self, chunk: int) -> Span:
+        """The query rows of the chunk's branch: their contributions to a key's gradient are summed on one rank."""
+        first, last = self.branches[chunk].tolist()
+        return Span(first * self.length, last * self.length)
+
+    @cached_property
+    def rows(self) -> Ints:
+        """(start, stop) of every chunk."""
+        return (np.arange(self.num, dtype=np.int64)[:, None] + np.array([0, 1])) * self.length
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Query heads that share a plane, and who computes which of their rows."""
+
+    q_heads: Span
+    plane: Plane
+    q_rows: Ints
+    """(start, stop, rank), by rank and position."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lane:
+    """Key/value heads of some batch rows, and the query heads that use them."""
+
+    batch: Span | None
+    kv_heads: Span
+    parts: tuple[Part, ...]
+
+    def kv(self, rows: Ints) -> Piece:
+        """The piece of K and V with these (start, stop) rows."""
+        return Piece(Role.KV, as_spans(rows), self.kv_heads, self.batch)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Who holds K and V (`layout`), and which pairs must be computed (`lanes`)."""
+
+    layout: Layout
+    sizes: Sizes
+    lanes: tuple[Lane, ...]
+    node: int
+    """Ranks per node: neighbours that share fast links. As many as there are ranks when links are all alike."""
+    max_rows: int | None = None
+    """How many fetched K/V rows a rank may hold at once in an exchange; None leaves it to the planner."""
+    stages: int | None = None
+    """In how many stages an exchange fetches; None lets the rows that are needed decide."""
+    chunks: Chunks | None = None
+    """Stretches in which to compute, so that any number of ranks computes alike; None leaves it to the planner."""
+
+    @staticmethod
+    def make(
+        mask: Mask,
+        layout: Layout,
+        sizes: Sizes,
+        *,
+        node: int | None = None,
+        max_rows: int | None = None,
+        chunks: int | None = None,
+    ) -> Problem:
+        """The problem of a mask over a layout; every rank computes the query rows it holds."""
+        mask = mask.resized(layout.seq_len)
+        for what, number, expected in (
+            ("heads", mask.num_heads, sizes.q_heads),
+            ("batch rows", mask.num_rows, sizes.batch),
+        ):
+            if number not in (1, expected):
+                raise PlanError(
+                    f"{mask} differs over {number} {what}, but the plan is for {expected}. Give the mask {expected}"
+                    f" {what}, or one that serves all."
+                )
+        lanes = [lane for rows, row in _row_groups(mask) for lane in _lanes(mask, rows, row, layout, sizes)]
+        # Nodes that are not all whole have no ports for some shares: treat such a group as one level.
+        whole = node is not None and 0 < node < layout.world_size and layout.world_size % node == 0
+        cut = None if chunks is None else Chunks.of(layout, chunks)
+        node = node if node and whole else layout.world_size
+        return Problem(layout, sizes, tuple(lanes), node, max_rows, chunks=cut)
+
+    @cached_property
+    def needed(self) -> tuple[Ints, ...]:
+        """For each lane, (start, stop, rank) of the K/V rows that a rank's queries see and the rank does not hold."""
+        seq_len = self.layout.seq_len
+        return tuple(without(needed_rows(lane, seq_len), self.layout.table, seq_len) for lane in self.lanes)
+
+    @cached_property
+    def needed_fetches(self) -> tuple[Fetch, ...]:
+        """How each lane's needed rows travel."""
+        return tuple(plan_fetch(rows, self.layout, self.node, self.num_stages) for rows in self.needed)
+
+    @cached_property
+    def num_stages(self) -> int:
+        """In how many stages all ranks fetch what they need."""
+        if self.stages is not None:
+            return self.stages
+        rows = np.zeros(self.layout.world_size)
+        for lane, needed in zip(self.lanes, self.needed, strict=True):
+            share = len(lane.kv_heads) / self.sizes.kv_heads
+            share *= 1.0 if lane.batch is None else len(lane.batch) / self.sizes.batch
+            np.add.at(rows, needed[:, 2], (needed[:, 1] - needed[:, 0]) * share)
+        return num_stages(rows, self.node, self.max_rows)
+
+    @cached_property
+    def gather_fetch(self) -> Fetch:
+        """How all rows travel to all ranks."""
+        size, seq_len = self.layout.world_size, self.layout.seq_len
+        ranks = np.arange(size, dtype=np.int64)
+        everything = np.stack((np.zeros_like(ranks), np.full_like(ranks, seq_len), ranks), axis=1)
+        return plan_fetch(without(everything, self.layout.table, seq_len), self.layout, self.node, stages=1)
+
+    @cached_property
+    def chunk_pairs(self) -> tuple[Ints, ...]:
+        """For each lane, (query chunk, key chunk, start, stop) of the keys between which all seen ones lie."""
+        assert self.chunks is not None
+        return tuple(_chunk_pairs(lane, self.chunks) for lane in self.lanes)
+
+    @cached_property
+    def work(self) -> Ints:
+        """Allowed pairs that each rank computes, all heads and batch rows together (opaque masks: at most)."""
+        pairs = np.zeros(self.layout.world_size, dtype=np.int64)
+        for lane in self.lanes:
+            rows = self.sizes.batch if lane.batch is None else len(lane.batch)
+            for part in lane.parts:
+                q_rows = by_position(part.q_rows)
+                pieces, row = in_rows(part.plane.region, q_rows)
+                np.add.at(pairs, q_rows[row, 2], bd.area(pieces) * (len(part.q_heads) * rows))
+        return pairs
+
+    def held(self, rank: int) -> Ints:
+        """The rank's (start, stop) rows, sorted by position."""
+        return by_position(self.layout.span_table(rank))
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[Piece, ...], ...]:
+        """Every rank's own K and V, lane by lane; nothing for a rank without tokens."""
+        rows = [self.held(rank) for rank in range(self.layout.world_size)]
+        return tuple(tuple(lane.kv(held) for lane in self.lanes) if len(held) else () for held in rows)
+
+    def computes(self, rank: int, arrived: Sequence[Ints], num_steps: int) -> list[list[Compute]]:
+        """For each step, what the rank has to compute between its query rows and the K/V rows that are there for it.
+
+        `arrived` has (start, stop, step) rows for each lane, sorted by position and disjoint.
+        """
+        steps: list[list[Compute]] = [[] for _ in range(num_steps)]
+        for lane, rows in zip(self.lanes, arrived, strict=True):
+            for part in lane.parts:
+                for step, compute in self._computes(rank, rows, lane, part):
+                    steps[step].append(compute)
+        return steps
+
+    def _computes(self, rank: int, kv_rows: Ints, lane: Lane, part: Part) -> Iterator[tuple[int, Compute]]:
+        """(step, compute) of one part, all steps at once: a ring has as many as there are ranks."""
+        sure, maybe = (_by_step(bd.tighten(cells(bands, kv_rows))) for bands in self.rank_bands(part, rank))
+        both, seq_len = np.concatenate((sure, maybe)), self.layout.seq_len
+        q, kv = (by_taker(both[:, columns], seq_len) for columns in ((bd.Q0, bd.Q1, STEP), (bd.K0, bd.K1, STEP)))
+        spans = [as_spans(rows[:, :2]) for rows in (q, kv)]
+        bands = [bd.as_bands(rows[:, :STEP]) for rows in (sure, maybe)]
+        steps = np.unique(both[:, STEP])
+        labels = (q[:, 2], kv[:, 2], sure[:, STEP], maybe[:, STEP])
+        begins = [np.searchsorted(label, steps).tolist() for label in labels]
+        ends = [np.searchsorted(label, steps, side="right").tolist() for label in labels]
+        for k, step in enumerate(steps.tolist()):
+            (q0, kv0, sure0, maybe0), (q1, kv1, sure1, maybe1) = ([at[k] for at in side] for side in (begins, ends))
+            yield (
+                step,
+                Compute(
+                    rank,
+                    Piece(Role.Q, spans[0][q0:q1], part.q_heads, lane.batch),
+                    Piece(Role.KV, spans[1][kv0:kv1], lane.kv_heads, lane.batch),
+                    bands[0][sure0:sure1],
+                    bands[1][maybe0:maybe1],
+                ),
+            )
+
+    def rank_bands(self, part: Part, rank: int) -> tuple[Ints, Ints]:
+        """The plane's sure and maybe bands in the query rows that the rank computes."""
+        key = (id(part), rank)
+        if key not in self._rank_bands:
+            mine = part.q_rows[part.q_rows[:, 2] == rank][:, :2]
+            self._rank_bands[key] = (in_rows(part.plane.sure, mine)[0], in_rows(part.plane.maybe, mine)[0])
+        return self._rank_bands[key]
+
+    @cached_property
+    def _rank_bands(self) -> dict[tuple[int, int], tuple[Ints, Ints]]:
+        return {}
+
+
+def in_rows(bands: Ints, q_rows: Ints) -> tuple[Ints, Ints]:
+    """Bands cut to query rows (sorted by position, disjoint), and for each piece the row it lies in."""
+    i, j = join(bands[:, :2], q_rows)
+    pieces = bands[i].copy()
+    pieces[:, bd.Q0] = np.maximum(pieces[:, bd.Q0], q_rows[j, 0])
+    pieces[:, bd.Q1] = np.minimum(pieces[:, bd.Q1], q_rows[j, 1])
+    low = np.maximum(pieces[:, bd.LO], pieces[:, bd.Q0] - pieces[:, bd.K1] + 1)
+    high = np.minimum(pieces[:, bd.HI], pieces[:, bd.Q1] - 1 - pieces[:, bd.K0])
+    keep = low <= high
+    return pieces[keep], j[keep]
+
+
+STEP = 6
+"""The column behind those of a band that says in which step it is computed."""
+
+
+def _by_step(rows: Ints) -> Ints:
+    return rows[np.argsort(rows[:, STEP], kind="stable")]
+
+
+def cells(bands: Ints, kv_rows: Ints) -> Ints:
+    """Bands cut to K/V rows (sorted by position, disjoint); further columns of the rows go along."""
+    i, j = join(bands[:, 2:4], kv_rows)
+    pieces = np.column_stack((bands[i], kv_rows[j, 2:]))
+    pieces[:, bd.K0] = np.maximum(pieces[:, bd.K0], kv_rows[j, 0])
+    pieces[:, bd.K1] = np.minimum(pieces[:, bd.K1], kv_rows[j, 1])
+    return bd.occupied(pieces)
+
+
+def needed_rows(lane: Lane, seq_len: int) -> Ints:
+    """(start, stop, rank) of all K/V rows each rank's queries see, by rank and position, disjoint."""
+    needed: list[Ints] = []
+    for part in lane.parts:
+        q_rows = by_position(part.q_rows)
+        pieces, row = in_rows(part.plane.region, q_rows)
+        start = np.maximum(pieces[:, bd.K0], pieces[:, bd.Q0] - pieces[:, bd.HI])
+        stop = np.minimum(pieces[:, bd.K1], pieces[:, bd.Q1] - pieces[:, bd.LO])
+        needed.append(np.stack((start, stop, q_rows[row, 2]), axis=1))
+    return by_taker(np.concatenate(needed), seq_len)
+
+
+def _chunk_pairs(lane: Lane, chunks: Chunks) -> Ints:
+    cut = [bd.tighten(cells(in_rows(p.plane.region, chunks.rows)[0], chunks.rows)) for p in lane.parts]
+    bands = np.concatenate(cut)
+    numbers, group = np.unique(bands[:, [bd.Q0, bd.K0]] // chunks.length, axis=0, return_inverse=True)
+    ends = np.tile(np.array([LIMIT, 0], dtype=np.int64), (len(numbers), 1))
+    np.minimum.at(ends[:, 0], group.ravel(), bands[:, bd.K0])
+    np.maximum.at(ends[:, 1], group.ravel(), bands[:, bd.K1])
+    return np.concatenate((numbers, ends), axis=1)
+
+
+def _row_groups(mask: Mask) -> Iterator[tuple[Span | None, int]]:
+    """Runs of batch rows that share all planes, with one row that stands for them; None is all rows."""
+    if mask.num_rows == 1:
+        yield None, 0
+        return
+    start = 0
+    for row in range(1, mask.num_rows + 1):
+        if row == mask.num_rows or any(a is not b for a, b in zip(mask.grid[row], mask.grid[start], strict=True)):
+            yield Span(start, row), start
+            start = row
+
+
+def _lanes(mask: Mask, batch: Span | None, row: int, layout: Layout, sizes: Sizes) -> Iterator[Lane]:
+    q_rows = layout.table[np.lexsort((layout.table[:, 0], layout.table[:, 2]))]
+    if mask.num_heads == 1:
+        part = Part(Span(0, sizes.q_heads), mask.plane(row, 0), q_rows)
+        yield Lane(batch, Span(0, sizes.kv_heads), (part,))
+        return
+    parts = [Part(Span(h, h + 1), mask.plane(row, h), q_rows) for h in range(sizes.q_heads)]
+    yield from lanes_of(parts, batch, sizes)
+
+
+def lanes_of(parts: list[Part], batch: Span | None, sizes: Sizes) -> Iterator[Lane]:
+    """Parts of single heads, in head order, as the fewest lanes: equal neighbours join."""
+    by_kv: dict[int, list[Part]] = {}
+    for part in parts:
+        for piece in _within_groups(part, sizes.group):
+            mine = by_kv.setdefault(piece.q_heads.start // sizes.group, [])
+            if mine and _alike(mine[-1], piece):
+                piece = Part(Span(mine.pop().q_heads.start, piece.q_heads.stop), piece.plane, piece.q_rows)
+            mine.append(piece)
+    run: Lane | None = None
+    for head, mine in sorted(by_kv.items()):
+        lane = Lane(batch, Span(head, head + 1), tuple(mine))
+        if run and run.kv_heads.stop == head and _whole(run, sizes) and _whole(lane, sizes):
+            last, part = run.parts[0], mine[0]
+            if _alike(last, part):
+                joined = Part(Span(last.q_heads.start, part.q_heads.stop), part.plane, part.q_rows)
+                run = Lane(batch, Span(run.kv_heads.start, head + 1), (joined,))
+                continue
+        if run:
+            yield run
+        run = lane
+    if run:
+        yield run
+
+
+def _whole(lane: Lane, sizes: Sizes) -> bool:
+    """Whether one part has all query heads of the lane, so that joined neighbours stay in step with their keys."""
+    return len(lane.parts) == 1 and len(lane.parts[0].q_heads) == sizes.group * len(lane.kv_heads)
+
+
+def _alike(a: Part, b: Part) -> bool:
+    return a.q_heads.stop == b.q_heads.start and a.plane is b.plane and a.q_rows is b.q_rows
+
+
+def _within_groups(part: Part, group: int) -> Iterator[Part]:
+    """The part cut where the key/value head changes."""
+    head = part.q_heads.start
+    while head < part.q_heads.stop:
+        stop = min((head // group + 1) * group, part.q_heads.stop)
+        yield Part(Span(head, stop), part.plane, part.q_rows)
+        head = stop

@@ -1,0 +1,171 @@
+"""A discrete-event simulator of whole schedules: time, bytes, memory, and whether it can finish at all.
+
+A rank enters a step, offers its messages, computes, and leaves when its computes and messages are done. A message
+starts when both ends offer it, and takes its turn at both ports of its link level; anything may delay it. Where a host
+queues work for its device, no step is left before all of it was queued (see `machine`). There is no other coupling
+between ranks, so a schedule that finishes here under every delay cannot hang for want of order.
+
+In a scan the messages of a step carry what its folds made, so they are offered when these are done.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from longspan.errors import ScheduleError
+from longspan.planning.cost import peak_bytes
+from longspan.planning.machine import Machine, Work, queued_at, steps_work
+from longspan.planning.scan_plan import held_bytes, step_seconds, step_work
+from longspan.planning.scan_steps import ScanSchedule
+from longspan.planning.steps import Schedule
+from longspan.planning.text import table
+
+Delay = Callable[[int, int, int], float]
+"""Extra seconds of the message of a step from a source to a target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that kept a rank busy: `compute`, or a message seen from its target."""
+
+    rank: int
+    step: int
+    kind: str
+    start: float
+    stop: float
+    peer: int = -1
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What the simulation saw."""
+
+    seconds: float
+    finished: tuple[float, ...]
+    bytes_received: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+    events: tuple[Event, ...] = field(repr=False)
+
+
+def simulate(schedule: Schedule | ScanSchedule, machine: Machine, delay: Delay | None = None) -> Timeline:
+    """Runs the schedule on the machine; raises ScheduleError, with the first stuck message, if it cannot finish."""
+    return _Simulation(schedule, machine, delay).run()
+
+
+class _Simulation:
+    def __init__(self, schedule: Schedule | ScanSchedule, machine: Machine, delay: Delay | None) -> None:
+        self.schedule, self.machine, self.delay = schedule, machine, delay
+        size = schedule.world_size
+        self.queue: list[tuple[float, int, int, int]] = []  # time, order of entry, rank, step it may leave
+        self.order = 0
+        self.waiting = [0] * size  # computes and messages that keep a rank in its step
+        self.step = [-1] * size
+        self.offered: dict[tuple[int, int, int], float] = {}
+        self.ports: dict[tuple[int, int, str], float] = {}
+        self.finished = [0.0] * size
+        self.received = [0] * size
+        self.events: list[Event] = []
+        self.messages = [self._messages(rank) for rank in range(size)]
+        loads = [self._loads(rank) for rank in range(size)]
+        self.busy = [busy for busy, _ in loads]
+        self.queued = [queued_at(works, machine) for _, works in loads]
+
+    def _messages(self, rank: int) -> list[dict[tuple[int, int], int]]:
+        """For each step of a rank, bytes by (source, target): all pieces between two ranks are one message."""
+        messages: list[dict[tuple[int, int], int]] = []
+        weights: Any = self.schedule.sizes  # its pieces are of its own kind
+        for step in self.schedule.ranks[rank]:
+            sums: dict[tuple[int, int], int] = {}
+            for t in step.transfers:
+                sums[t.src, t.dst] = sums.get((t.src, t.dst), 0) + t.piece.num_bytes(weights)
+            messages.append(sums)
+        return messages
+
+    def _loads(self, rank: int) -> tuple[list[float], list[Work]]:
+        """How long each step keeps the rank's device busy, and what it asks of its host."""
+        schedule, machine = self.schedule, self.machine
+        if isinstance(schedule, ScanSchedule):
+            steps, sizes = schedule.ranks[rank], schedule.sizes
+            busy = [step_seconds(step, sizes, machine, schedule.direction) for step in steps]
+            return busy, [step_work(step, rank) for step in steps]
+        works = steps_work(schedule.ranks[rank], rank, schedule.sizes, machine, schedule.direction)
+        return [work.seconds(machine, schedule.direction) for work in works], works
+
+    def _peaks(self) -> Iterator[int]:
+        schedule = self.schedule
+        for rank in range(schedule.world_size):
+            if isinstance(schedule, ScanSchedule):
+                yield held_bytes(schedule.ranks[rank], rank, schedule.sizes, schedule.direction)
+            else:
+                kept = schedule.kept[rank] if schedule.kept else ()
+                steps, way = schedule.ranks[rank], schedule.direction
+                yield peak_bytes(steps, rank, schedule.layout, schedule.sizes, way, kept)
+
+    def run(self) -> Timeline:
+        for rank in range(self.schedule.world_size):
+            self._enter(rank, 0, 0.0)
+        while self.queue:
+            now, _, rank, step = heapq.heappop(self.queue)
+            self.waiting[rank] -= 1
+            if not self.waiting[rank]:
+                self._enter(rank, step + 1, now)
+        self._check_done()
+        peaks = tuple(self._peaks())
+        return Timeline(max(self.finished), tuple(self.finished), tuple(self.received), peaks, tuple(self.events))
+
+    def _enter(self, rank: int, number: int, now: float) -> None:
+        self.step[rank] = number
+        steps = self.schedule.ranks[rank]
+        if number >= len(steps):
+            self.finished[rank] = max(now, self.machine.call_seconds)
+            return
+        step, seconds = steps[number], self.busy[rank][number]
+        self.waiting[rank] = 1 + len(self.messages[rank][number])
+        self._leave(max(now + seconds, self.queued[rank][number]), rank, number)
+        if step.computes:
+            self.events.append(Event(rank, number, "compute", now, now + seconds))
+        ready = now + seconds if isinstance(self.schedule, ScanSchedule) else now
+        for (src, dst), size in self.messages[rank][number].items():
+            key = (number, src, dst)
+            if key in self.offered:
+                self._send(key, size, max(ready, self.offered.pop(key)))
+            else:
+                self.offered[key] = ready
+
+    def _leave(self, time: float, rank: int, step: int) -> None:
+        self.order += 1
+        heapq.heappush(self.queue, (time, self.order, rank, step))
+
+    def _send(self, key: tuple[int, int, int], size: int, now: float) -> None:
+        number, src, dst = key
+        level = self.machine.level(src, dst)
+        link = self.machine.links[level]
+        out, into = (src, level, "out"), (dst, level, "in")
+        # Messages travel in small packets, so each port works off its own queue and none blocks the other end.
+        start = max(now, self.ports.get(out, 0.0))
+        self.ports[out] = start + size / link.bandwidth
+        self.ports[into] = max(now, self.ports.get(into, 0.0)) + size / link.bandwidth
+        stop = max(self.ports[out], self.ports[into]) + link.latency
+        stop += 0.0 if self.delay is None else self.delay(number, src, dst)
+        self.received[dst] += size
+        self.events.append(Event(dst, number, "message", start, stop, src, size))
+        for rank in (src, dst):
+            self._leave(stop, rank, number)
+
+    def _check_done(self) -> None:
+        stuck = [rank for rank, steps in enumerate(self.schedule.ranks) if self.step[rank] < len(steps)]
+        if not stuck:
+            return
+        rank = min(stuck, key=lambda r: self.step[r])
+        waits = [key for key in sorted(self.offered) if rank in key[1:] and key[0] == self.step[rank]]
+        step, src, dst = waits[0] if waits else (self.step[rank], rank, rank)
+        raise ScheduleError(
+            f"{self.schedule.scheme} {self.schedule.direction} cannot finish: {len(stuck)} of"
+            f" {self.schedule.world_size} ranks wait forever; the first is rank {rank} in step {step}, for the message"
+            f" from rank {src} to rank {dst}, which the other end never offers.\n"
+            + table(cast(Any, self.schedule), mark=(rank, min(step, self.schedule.num_steps - 1)))
+        )

@@ -1,0 +1,1 @@
+"""Run a plan: messages, packing, the recorded program, merges, and the operators that autograd sees."""

@@ -1,0 +1,431 @@
+"""PyTorch's flex attention, by its own signature: any device, forward and backward, on one device or under a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
+from torch.nn.functional import pad
+
+from longspan.errors import KernelError, LongspanError, MaskError, PlanError
+from longspan.kernels import kernel_named
+from longspan.kernels.reference import highest
+from longspan.layouts import Layout
+from longspan.masks import Mask, Plane, full
+from longspan.masks import bands as bd
+from longspan.masks.bands import rectangles
+from longspan.masks.captures import Noted, Reads, noted, same_tensors
+from longspan.masks.convert import advice
+from longspan.masks.functions import Function
+from longspan.masks.mask import MaskKey
+from longspan.masks.mask_mods import Place, numbered, to_mask_mod
+from longspan.masks.tiles import EMPTY, FULL, PARTIAL, key_spans, listed_first, pairs_per_block
+from longspan.planning.plan import Plan
+from longspan.run.call import Request, attention
+from longspan.run.passes import Forward
+from longspan.run.recorder import Launched
+from longspan.run.transports import Loopback
+from longspan.run.walk import Job
+from longspan.scoring.biases import Extras
+from longspan.scoring.pipeline import ScoreMod
+from longspan.spans import Ints, shortened, steps_within, true_runs, whole
+from longspan.validate import check_inputs, one_device_plan
+
+# -- FlexAttention's BlockMask: made from a mask for the rows of one rank, and read as a mask --------------------------
+# Whatever bands a mask has, one query row sees a few spans of keys. Counted per block, these tell empty, partial and
+# full blocks apart at a cost that grows with the rows and the blocks, never with the pairs.
+
+
+Bools = NDArray[np.bool_]
+
+KV = ("global", "local")
+
+
+def block_mask(
+    mask: Mask,
+    layout: Layout,
+    rank: int,
+    *,
+    kv: str = "global",
+    block_size: int = 128,
+    device: torch.device | str = "cpu",
+) -> BlockMask:
+    """The BlockMask of the rank's own query rows, in local order; padding rows see nothing.
+
+    Keys are the whole sequence in global order (`kv="global"`) or the rank's own rows in local order (`"local"`). An
+    equal mask gives the same object again, so do not change it; a mask with a function in it gives the same object only
+    when it is the same mask and its function reads the same. Code compiled for one batch serves the next as long as
+    the local length is the same.
+
+    >>> block_mask(causal(512), zigzag(512, 2), rank=0).kv_num_blocks.tolist()  # partial ones; others are full
+    [[[1, 1]]]
+    """
+    if not isinstance(mask, Mask) or not isinstance(layout, Layout):
+        raise MaskError(
+            f"block_mask(mask, layout, rank) takes a mask and a layout, but {type(mask).__name__} and"
+            f" {type(layout).__name__} were given. "
+            + ("See longspan.layouts." if isinstance(mask, Mask) else advice(mask))
+        )
+    if kv not in KV:
+        raise MaskError(f"block_mask(kv={kv!r}) was asked for. Keys are {' or '.join(map(repr, KV))}.")
+    block_size = whole(block_size, "block_size", "block_mask()", MaskError, low=1)
+    if mask.seq_len not in (None, layout.seq_len):
+        raise MaskError(
+            f"block_mask was given {mask} for {mask.seq_len} tokens and {layout} for {layout.seq_len}. Build both for"
+            f" the same sequence."
+        )
+    layout.span_table(rank)  # refuses a rank that the layout does not have
+    rest = layout, rank, kv, block_size, _device_name(device)
+    if mask.is_structured:
+        return _built(MaskKey(mask), *rest)
+    mask.read_anew()
+    key = ("block_mask", *rest)
+    if key not in mask.known:
+        mask.known[key] = _built.__wrapped__(MaskKey(mask), *rest)
+    return mask.known[key]
+
+
+def _device_name(device: object) -> str:
+    try:
+        return str(torch.device(device))  # type: ignore[arg-type]
+    except (RuntimeError, TypeError) as error:
+        raise MaskError(
+            f"block_mask(device={device!r}) was asked for, which torch does not know: use 'cpu'."
+        ) from error
+
+
+@lru_cache(maxsize=16)
+def _built(known: MaskKey, layout: Layout, rank: int, kv: str, block_size: int, device: str) -> BlockMask:
+    mask = known.mask.resized(layout.seq_len)
+    rows = _local_rows(layout, rank)
+    keys = np.arange(layout.seq_len, dtype=np.int64) if kv == "global" else rows
+    planes, which = numbered(mask.grid)
+    kinds = np.stack([_kinds(plane, rows, keys, block_size) for plane in planes])[which]
+    place = Place(layout.seq_len, rows, None if kv == "global" else rows, torch.device(device), mask.num_rows)
+    return BlockMask.from_kv_blocks(
+        *_listed_first(kinds == PARTIAL, device),
+        *_listed_first(kinds == FULL, device),
+        BLOCK_SIZE=block_size,
+        mask_mod=to_mask_mod(mask.grid, place),
+        seq_lengths=(len(rows), len(keys)),
+    )
+
+
+def _local_rows(layout: Layout, rank: int) -> Ints:
+    """The position of every local slot, and -1 for padding, which no span holds."""
+    starts, stops = layout.span_table(rank).T
+    sizes = stops - starts
+    padding = np.full(layout.num_padding(rank), -1, dtype=np.int64)
+    return np.concatenate((np.repeat(starts, sizes) + steps_within(sizes), padding))
+
+
+def _listed_first(chosen: Bools, device: str) -> tuple[Tensor, Tensor]:
+    counts, order = listed_first(chosen)
+    return torch.as_tensor(counts, device=device), torch.as_tensor(order, device=device)
+
+
+# -- which blocks are empty, partial or full ------------------------------------------------------------------------
+
+
+def _kinds(plane: Plane, rows: Ints, keys: Ints, size: int) -> NDArray[np.int8]:
+    """EMPTY, PARTIAL or FULL for every block. Blocks that stick out over the end are never full, as in PyTorch."""
+    pairs = pairs_per_block(key_spans(plane.sure, rows), len(rows), keys, size)
+    if plane.predicate is not None:
+        maybe = pairs_per_block(key_spans(plane.maybe, rows), len(rows), keys, size)
+        _ask(plane, rows, keys, size, maybe, pairs)
+    return np.where(pairs == size * size, FULL, np.where(pairs > 0, PARTIAL, EMPTY)).astype(np.int8)
+
+
+def _ask(plane: Plane, rows: Ints, keys: Ints, size: int, maybe: Ints, pairs: Ints) -> None:
+    """Counts the pairs of only those blocks in which the plane's function has a say."""
+    assert plane.predicate is not None
+    for i in np.flatnonzero(maybe.any(axis=1)).tolist():
+        q = rows[i * size : (i + 1) * size]
+        q = q[q >= 0][:, None]
+        whole = maybe[i] == size * size  # here the function alone decides, and no band need be looked up
+        for chosen, allows in ((whole, plane.predicate.allows), (~whole & (maybe[i] > 0), plane.allows)):
+            listed = np.flatnonzero(chosen)
+            for first in range(0, len(listed), 64):  # 64 blocks at a time keep the temporaries at a few megabytes
+                blocks = listed[first : first + 64]
+                column = (blocks[:, None] * size + np.arange(size)).ravel()
+                column = column[column < len(keys)]
+                column = column[keys[column] >= 0]
+                seen = allows(q, keys[column][None, :]).sum(axis=0)
+                pairs[i, blocks] = np.bincount(column // size, weights=seen, minlength=int(blocks[-1]) + 1)[blocks]
+
+
+# -- the other direction --------------------------------------------------------------------------------------------
+
+_Asked = tuple[bool, bool, tuple[int, int]]
+_read: WeakKeyDictionary[BlockMask, dict[_Asked, tuple[object, tuple[Noted, ...], Reads, Mask]]] = WeakKeyDictionary()
+"""What was read before: a model asks with the same BlockMask in every layer. People do replace its mask_mod, refill its
+tensors, and rebind what its mask_mod reads."""
+
+
+def check_lengths(block_mask: BlockMask, lengths: tuple[int, int], name: str, error: type[LongspanError]) -> None:
+    """Refuses a BlockMask that is not for these numbers of queries and keys."""
+    if tuple(block_mask.seq_lengths) != lengths:
+        raise error(
+            f"{name} was made for {block_mask.seq_lengths[0]} queries and {block_mask.seq_lengths[1]} keys, but there"
+            f" are {lengths[0]} and {lengths[1]}. Make it for the whole sequence, in global positions."
+        )
+
+
+@torch.compiler.disable(reason="what is in a BlockMask decides what is computed")
+def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads: int | None = None) -> Mask:
+    """The mask that a BlockMask means, for tensors of this batch size and number of query heads.
+
+    Full blocks are sure; in partial ones `mask_mod` decides. Where the BlockMask has one plane for several rows or
+    heads, a `mask_mod` that tells them apart is refused once it is asked. The mask is for as many tokens as the longer
+    of queries and keys.
+
+    >>> mask = mask_of_block_mask(block_mask(causal(512), contiguous(512, 1), rank=0))
+    >>> mask.allows([300, 300], [200, 301]).tolist()
+    [True, False]
+    """
+    num_rows, num_heads = _dims(block_mask)
+    for axis, size, asked in (("batch rows", num_rows, batch), ("heads", num_heads, heads)):
+        if asked is not None and size not in (1, asked):
+            raise MaskError(
+                f"the BlockMask has {size} {axis}, but the tensors have {asked}. Create it for {asked}, or for None,"
+                f" which serves all."
+            )
+    known = _read.setdefault(block_mask, {})
+    key = batch == 1, heads == 1, block_mask.seq_lengths
+    mask_mod, tensors, entry = block_mask.mask_mod, _tensors(block_mask), known.get(key)
+    reads = Reads.of(mask_mod)  # variables; the mask itself takes care of tensors
+    if (
+        entry is None
+        or entry[0] is not mask_mod
+        or not same_tensors(entry[1], tensors)
+        or entry[2].difference(reads) is not None
+    ):
+        entry = mask_mod, tensors, reads, _read_planes(block_mask, one_row=key[0], one_head=key[1])
+        known[key] = entry
+    return entry[3]
+
+
+def _tensors(block_mask: BlockMask) -> tuple[Noted, ...]:
+    """The tensors that say which blocks there are, and how often each was changed in place."""
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    return tuple(noted(tensor) for name in names if (tensor := getattr(block_mask, name)) is not None)
+
+
+def _dims(block_mask: BlockMask) -> tuple[int, int]:
+    shapes = [x.shape[:-2] for x in (block_mask.kv_indices, block_mask.full_kv_indices) if x is not None]
+    rows, heads = np.broadcast_shapes((1, 1), *(tuple(shape) for shape in shapes))
+    return rows, heads
+
+
+def _read_planes(block_mask: BlockMask, one_row: bool, one_head: bool) -> Mask:
+    mask_mod = block_mask.mask_mod
+    num_rows, num_heads = _dims(block_mask)
+    full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, block_mask)
+    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask)
+    if (full & partial).any():
+        raise MaskError("the BlockMask lists a block as full and as partial. List every block once.")
+    if mask_mod is noop_mask:
+        full, partial = full | partial, np.zeros_like(partial)
+    planes: dict[tuple[object, ...], Plane] = {}
+
+    def plane(row: int, head: int) -> Plane:
+        sure, maybe = full[row, head], partial[row, head]
+        b = row if num_rows > 1 or one_row else None
+        h = head if num_heads > 1 or one_head else None
+        key = sure.tobytes(), maybe.tobytes(), *((b, h) if maybe.any() else ())
+        if key not in planes:
+            planes[key] = Plane(_bands_of(sure, block_mask), _bands_of(maybe, block_mask), Function(mask_mod, b, h))
+        return planes[key]
+
+    grid = tuple(tuple(plane(row, head) for head in range(num_heads)) for row in range(num_rows))
+    name = f"block_mask({getattr(mask_mod, '__name__', type(mask_mod).__name__)})"
+    return Mask(grid, max(block_mask.seq_lengths), name)
+
+
+def _listed(counts: Tensor | None, indices: Tensor | None, block_mask: BlockMask) -> Bools:
+    """Which blocks are listed: (batch rows, heads, block rows, block columns)."""
+    width = max(block_mask.kv_indices.shape[-1], -(-block_mask.seq_lengths[1] // _sizes(block_mask)[1]))
+    shape = (*_dims(block_mask), block_mask.kv_indices.shape[-2], width)
+    if counts is None or indices is None:
+        return np.zeros(shape, dtype=np.bool_)
+    blocks, counts_of = indices.detach().cpu().numpy(), counts.detach().cpu().numpy()
+    valid = np.arange(blocks.shape[-1]) < counts_of[..., None]
+    if blocks[valid].size and not 0 <= int(blocks[valid].min()) <= int(blocks[valid].max()) < width:
+        raise MaskError(f"the BlockMask lists a block of keys outside 0 to {width - 1}. Those are the blocks it has.")
+    listed = np.zeros((*blocks.shape[:-1], width + 1), dtype=np.bool_)
+    np.put_along_axis(listed, np.where(valid, blocks, width).astype(np.int64), True, axis=-1)  # the last: not listed
+    listed = listed[..., :width]
+    if int(listed.sum()) != int(valid.sum()):
+        raise MaskError("the BlockMask lists a block of keys twice in one row. List each block once.")
+    return np.broadcast_to(listed, shape)
+
+
+def _sizes(block_mask: BlockMask) -> tuple[int, int]:
+    size: int | tuple[int, int] = block_mask.BLOCK_SIZE
+    return (size, size) if isinstance(size, int) else size
+
+
+def _bands_of(listed: Bools, block_mask: BlockMask) -> Ints:
+    """Blocks as bands: neighbouring columns joined, then equal neighbouring rows, cut where the sequences end."""
+    size_q, size_k = _sizes(block_mask)
+    row, start, stop = true_runs(listed).T
+    bands = bd.rectangles(row * size_q, (row + 1) * size_q, start * size_k, stop * size_k)
+    q_len, kv_len = block_mask.seq_lengths
+    return bd.cut(bd.coalesce(bands), (0, q_len), (0, kv_len))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+    plan: Plan | None = None,
+    group: Any = None,
+    captured_grads: str = "sum",
+    name: str = "",
+) -> Any:
+    """See `longspan.flex_attention`."""
+    check_inputs(query, key, value, scale, name=name)
+    _check(query, key, value, enable_gqa, return_lse, return_aux, kernel_options)
+    extras = None if score_mod is None else Extras(score_mod)
+    wants_max = return_aux is not None and return_aux.max_scores
+    if plan is None:
+        q, k, v, plan_or_mask = _whole(query, key, value, block_mask)
+    else:
+        _check_plan(plan, block_mask, wants_max)
+        q, k, v, plan_or_mask = query, key, value, plan
+    asked = Request(plan_or_mask, group, scale, True, extras=extras, captured_grads=captured_grads, name=name)
+    out, lse = attention(q, k, v, asked)
+    out, lse = out.narrow(2, 0, query.shape[2]), lse.narrow(2, 0, query.shape[2])
+    if return_aux is None:
+        return (out, lse) if return_lse else out
+    top = None
+    if wants_max:
+        assert isinstance(plan_or_mask, Mask)
+        top = _max_scores(q, k, v, plan_or_mask, scale, extras).narrow(2, 0, query.shape[2])
+    return out, _aux(lse if return_aux.lse else None, top)
+
+
+def _aux(lse: Tensor | None, max_scores: Tensor | None) -> Any:
+    from torch.nn.attention.flex_attention import AuxOutput
+
+    return AuxOutput(lse=lse, max_scores=max_scores)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, return_lse: bool, aux: Any, options: Any) -> None:
+    if aux is not None and not (hasattr(aux, "lse") and hasattr(aux, "max_scores")):
+        raise PlanError(
+            f"return_aux = {shortened(aux)} was given. It is torch.nn.attention.flex_attention.AuxRequest(lse=True), or"
+            f" None."
+        )
+    if any(t.ndim != 4 for t in (q, k, v)):
+        raise PlanError(
+            f"query, key and value have 4 dims (batch, heads, tokens, features), but shapes {tuple(q.shape)},"
+            f" {tuple(k.shape)} and {tuple(v.shape)} were given."
+        )
+    if not enable_gqa and q.shape[1] != k.shape[1]:
+        raise PlanError(
+            f"query has {q.shape[1]} heads and key {k.shape[1]}. Pass enable_gqa=True if query heads share key/value"
+            f" heads."
+        )
+    if return_lse and aux is not None:
+        raise PlanError("return_lse and return_aux were both given. Use return_aux=AuxRequest(lse=True) alone.")
+    if options:
+        raise KernelError(
+            f"kernel_options = {options} tune PyTorch's Triton kernels, which this call does not launch by itself."
+            f" Leave them out, or name a kernel with longspan.attention(..., kernel=...)."
+        )
+
+
+def _check_plan(plan: Plan, block_mask: Any, wants_max: bool) -> None:
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan = {shortened(plan)} was given. Make one with longspan.plan(mask, layout, ...).")
+    if block_mask is not None and block_mask != plan.mask:
+        raise PlanError(
+            f"block_mask and plan were both given, but the plan was made for {plan.mask}. Its mask is the one that"
+            f" counts: leave block_mask out, or plan for that mask."
+        )
+    if wants_max:
+        raise PlanError(
+            "max_scores under a plan was asked for: maxima are not sent between ranks. Ask for lse, or leave plan out."
+        )
+
+
+def _whole(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> tuple[Tensor, Tensor, Tensor, Mask]:
+    """Tensors of one batch size and one length with a mask that says what was there: padding sees and shows nothing."""
+    (batch, heads, num_q), num_kv = q.shape[:3], k.shape[2]
+    if k.shape[0] != batch:
+        if k.shape[0] != 1:
+            raise PlanError(f"query has {batch} batch rows and key {k.shape[0]}. Give key as many, or one for all.")
+        k, v = (t.expand(batch, -1, -1, -1) for t in (k, v))
+    length = max(num_q, num_kv)
+    if block_mask is None:
+        mask = full(length)
+    elif isinstance(block_mask, Mask):
+        mask = block_mask.resized(length)
+    else:
+        mask = _of_block_mask(block_mask, batch, heads, num_q, num_kv)
+    if num_q != num_kv:
+        mask = mask & Mask.of_bands(rectangles(0, num_q, 0, num_kv), length, f"{num_q} x {num_kv}")
+        q = pad(q, (0, 0, 0, length - num_q))
+        k, v = (pad(t, (0, 0, 0, length - num_kv)) for t in (k, v))
+    return q, k, v, mask
+
+
+def _of_block_mask(block_mask: Any, batch: int, heads: int, num_q: int, num_kv: int) -> Mask:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if not isinstance(block_mask, BlockMask):
+        raise PlanError(
+            f"block_mask is a BlockMask of PyTorch or a mask of longspan.masks, but {type(block_mask).__name__} was"
+            f" given. Wrap a function with masks.from_mask_mod or create_block_mask, a table with masks.from_dense."
+        )
+    check_lengths(block_mask, (num_q, num_kv), "block_mask", PlanError)
+    return mask_of_block_mask(block_mask, batch=batch, heads=heads)
+
+
+class _MaxScores(Forward):
+    """A run on one device that keeps only the highest score of every row."""
+
+    def __init__(self, job: Job, q: Tensor, k: Tensor, v: Tensor, captured: Any) -> None:
+        super().__init__(job, q, k, v, captured)
+        self.top = torch.full(q.shape[:3], -torch.inf, dtype=job.format.wide, device=q.device)
+
+    def attend(self, launch: Launched, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        work, (batch, heads) = self.work(launch, tensors), (launch.batch, launch.heads)
+        part = self.top[batch.start : batch.stop, heads.start : heads.stop]
+        for tile in work.tiles:
+            at = part[:, :, tile.q0 : tile.q1]
+            at.copy_(torch.maximum(at, highest(replace(work, tiles=[tile]))))
+            yield at.new_zeros((*at.shape, work.v_BGKE.shape[3])), at  # which nobody looks at
+
+
+def _max_scores(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, extras: Extras | None) -> Tensor:
+    shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    plan = one_device_plan(*shapes, q.dtype, mask)
+    scoring = None if extras is None else extras.scoring(q, plan)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    job = Job(plan, 0, kernel_named("reference"), scale, q.dtype, scoring)
+    with torch.no_grad():
+        run = _MaxScores(job, q.detach(), k.detach(), v.detach(), () if scoring is None else scoring.captured)
+        Loopback().run([run.program(saves=False)])
+    return run.top

@@ -1,0 +1,413 @@
+"""Backward: gradients of query rows stay where they are computed until they go home; those of keys travel as sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.kernels.contract import Group
+from longspan.masks.tiles import runs_of as runs_of_true
+from longspan.planning.steps import Compute, Moved, Piece, PlanStep, Role, Sizes
+from longspan.run.merge import Accumulator, Branch, Key, Stretch, Sum, SumByHeads, SumInto, Terms, push, total
+from longspan.run.packing import Bools, TokenStore, common_rows, have_all
+from longspan.run.recorder import Rows
+from longspan.run.transports import Program
+from longspan.run.walk import Job, Run, Walk
+from longspan.spans import Ints, Span, as_spans, as_table, join, union
+from longspan.tile import as_dtype, wide
+
+# Forward: partial results of query rows are merged where they are computed and sent to the rank that owns them.
+
+
+class ForwardWalk(Walk):
+    """One rank's forward steps. Inputs are q, k and v; results are output, lse, and pieces kept for backward."""
+
+    def __init__(self, job: Job, *, saves: bool) -> None:
+        super().__init__(job)
+        self.mine = self.own(Role.Q)
+        self.own(Role.KV)
+        self.saves = saves and bool(job.plan.kept(job.rank))
+        self.computed = computed_spans(self.steps, self.sizes)
+        self.results: dict[Key, tuple[TokenStore, Accumulator]] = {}
+        self.kept: list[tuple[Role, TokenStore]] = []
+
+    def compute(self, compute: Compute) -> None:
+        q, accumulator = self._result((compute.q.heads, self.form.batch(compute.q)))
+        kv = self.get(compute.kv)
+        for group, (out, lse) in self.launch(compute, (*q.tensors, *kv.tensors), q, kv):
+            at = 0
+            for tile in group:
+                rows = slice(at, at + tile.rows)
+                accumulator.add(tile.q0, tile.q1, out[:, :, rows], lse[:, :, rows])
+                at += tile.rows
+
+    def result_shapes(self, group: Group, inputs: Sequence[Rows]) -> list[tuple[int, int, int, int]]:
+        b, h, *_ = inputs[0].shape
+        rows = sum(tile.rows for tile in group)
+        return [(b, h, rows, self.sizes.v_head_dim), (b, h, rows, 1)]
+
+    def _result(self, key: Key) -> tuple[TokenStore, Accumulator]:
+        """The query rows of some heads that this rank computes, and their accumulator."""
+        if key not in self.results:
+            q = self.get(Piece(Role.Q, self.computed[key], *key))
+            self.results[key] = (q, Accumulator(q.tensors[0], self.sizes.v_head_dim))
+        return self.results[key]
+
+    def fill(self, piece: Piece, targets: Sequence[Rows]) -> None:
+        if piece.role is not Role.OUT:
+            return super().fill(piece, targets)
+        target = self.store(piece, targets)
+        for q, accumulator in self.results.values():
+            if q.has(target.heads, target.batch) and have_all(q.runs, target.runs):
+                source = replace(q, tensors=accumulator.result())
+                return source.copy_to(target, common_rows(q.runs, target.runs))
+        raise AssertionError(f"{piece!r} was not computed here")
+
+    def arrived(self, transfer: Moved, rows: TokenStore) -> None:
+        super().arrived(transfer, rows)
+        if self.saves and transfer.piece.role in (Role.Q, Role.KV):
+            self.kept.append((transfer.piece.role, rows))
+
+    def finish(self) -> list[Rows]:
+        return [*self._own_results(), *(self._kept_messages() if self.saves else [])]
+
+    def _own_results(self) -> tuple[Rows, Rows]:
+        """The rank's own rows, from what was computed here and what came home."""
+        whole = (Span(0, self.sizes.q_heads), Span(0, self.sizes.batch))
+        alone = len(self.results) == 1 and not self.held.get(Role.OUT)
+        if alone and whole in self.results and self.results[whole][0].runs is self.mine.runs:
+            return self.results[whole][1].result()
+        shape = (*self.mine.tensors[0].shape[:3], self.sizes.v_head_dim)
+        out, lse = self.recorder.new(shape, self.form.dtype), self.recorder.new((*shape[:3], 1), self.form.wide)
+        home = TokenStore(self.mine.runs, *whole, (out, lse))
+        found = [
+            TokenStore(computed_runs(q.runs, self.computed[key]), *key, accumulator.result())
+            for key, (q, accumulator) in self.results.items()
+        ]
+        found += [store for _, store in self.held.get(Role.OUT, [])]
+        self._fill_rest(home, found)
+        for store in found:
+            place(store, home)
+        return out, lse
+
+    def _fill_rest(self, home: TokenStore, stores: Sequence[TokenStore]) -> None:
+        """Rows that nobody computes saw nothing."""
+        out, lse = home.tensors
+        b, h, num_rows, _ = out.shape
+        missing = np.ones((b, h, num_rows), dtype=np.bool_)
+        for store in stores:
+            part = missing[store.batch.start : store.batch.stop, store.heads.start : store.heads.stop]
+            for _, there in common_rows(store.runs, home.runs):
+                part[:, :, there] = False
+        for batch, heads, rows in rectangles(missing):
+            out[batch, heads, rows].fill_(0.0)
+            lse[batch, heads, rows].fill_(-torch.inf)
+
+    def _kept_messages(self) -> list[Rows]:
+        """The pieces that the plan keeps, in its order."""
+        self.held = {role: [(self.never, rows) for of, rows in self.kept if of is role] for role in (Role.Q, Role.KV)}
+        messages: list[Rows] = []
+        for piece in self.job.plan.kept(self.job.rank):
+            message = self.recorder.message(piece.num_bytes(self.sizes))
+            self._pack_piece(piece, message, 0)
+            messages.append(self.recorder.rows(message))
+        return messages
+
+
+class Forward(Run):
+    """One rank's forward run on tensors."""
+
+    direction = "forward"
+
+    def __init__(self, job: Job, q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor] = ()) -> None:
+        super().__init__(job, (q, k, v), captured)
+
+    def walk(self, *, saves: bool) -> Walk:
+        return ForwardWalk(self.job, saves=saves)
+
+    def program(self, *, saves: bool) -> Program[tuple[Tensor, Tensor, list[Tensor]]]:
+        """Runs; returns output, lse and, if backward `saves`, the remote pieces that the plan keeps, as messages."""
+        out, lse, *kept = yield from self.run(saves=saves)
+        out, lse = as_dtype(out, self.job.dtype), as_dtype(lse.squeeze(3), wide(self.job.dtype))
+        if self.job.sinks is not None:
+            out, lse = self._with_sinks(out, lse, self.job.sinks)
+        return out, lse, [message.view(-1) for message in kept]
+
+    def _with_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        """Results that see sinks, chunk by chunk if there are any: `logaddexp` rounds the end of a row otherwise."""
+        chunks = self.job.plan.scheme.problem.chunks
+        if chunks is None:
+            return with_sinks(out, lse, sinks)
+        parts = zip(out.split(chunks.length, 2), lse.split(chunks.length, 2), strict=True)
+        made = [with_sinks(part.contiguous(), stat.contiguous(), sinks) for part, stat in parts]
+        return torch.cat([part for part, _ in made], 2), torch.cat([stat for _, stat in made], 2)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that also see one key of no value, whose score is the head's sink. Backward needs nothing but this lse."""
+    whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    share = (lse - whole.masked_fill(whole.isneginf(), 0.0)).exp()  # -inf minus -inf is nan, not 0
+    return (out * share.unsqueeze(-1)).to(out.dtype), whole
+
+
+def place(source: TokenStore, target: TokenStore) -> None:
+    """Copies rows that both have from one store into the other, which has more heads or batch rows, or as many."""
+    part = TokenStore(target.runs, source.heads, source.batch, target.part(source.heads, source.batch))
+    source.copy_to(part, common_rows(source.runs, target.runs))
+
+
+def rectangles(missing: Bools) -> list[tuple[slice, slice, slice]]:
+    """Batch rows, heads and tokens that are missing; heads together where all miss the same.
+
+    >>> rectangles(np.array([[[True, False], [True, False]]]))
+    [(slice(0, 1, None), slice(0, 2, None), slice(0, 1, None))]
+    """
+    made: list[tuple[slice, slice, slice]] = []
+    if not missing.any():
+        return made
+    if (missing == missing[:1, :1]).all():
+        parts = [(slice(0, missing.shape[0]), slice(0, missing.shape[1]), missing[0, 0])]
+    else:
+        each = np.ndindex(*missing.shape[:2])
+        parts = [(slice(b, b + 1), slice(h, h + 1), missing[b, h]) for b, h in each]
+    for batch, heads, flags in parts:
+        made += [(batch, heads, slice(start, stop)) for start, stop in runs_of_true(flags)]
+    return made
+
+
+def computed_spans(steps: Sequence[PlanStep], sizes: Sizes) -> dict[Key, tuple[Span, ...]]:
+    """For each set of heads and batch rows, the query rows that the steps compute."""
+    found: dict[Key, list[Ints]] = {}
+    for piece in (compute.q for step in steps for compute in step.computes):
+        batch = Span(0, sizes.batch) if piece.batch is None else piece.batch
+        found.setdefault((piece.heads, batch), []).append(as_table(piece.spans))
+    return {key: as_spans(union(np.concatenate(rows))) for key, rows in found.items()}
+
+
+def computed_runs(runs: Ints, spans: tuple[Span, ...]) -> Ints:
+    """The part of the runs that lies in the spans."""
+    wanted = as_table(spans)
+    i, j = join(runs[:, :2], wanted)
+    start, stop = np.maximum(runs[i, 0], wanted[j, 0]), np.minimum(runs[i, 1], wanted[j, 1])
+    return np.stack((start, stop, runs[i, 2] + start - runs[i, 0]), axis=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Saved(NamedTuple):
+    """What a rank's forward leaves for backward: its own rows, messages that are kept, values of captured tensors."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    kept: list[Tensor]
+    captured: Sequence[Tensor] = ()
+
+
+class BackwardWalk(Walk):
+    """One rank's backward steps. Inputs are q, k, v, dout, lse, delta, out and kept messages; results dq, dk and dv."""
+
+    direction = "backward"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.own(Role.Q)
+        self.mine = self.own(Role.KV)
+        self.rows = self.own(Role.DOUT)
+        out = self.recorder.new(self.rows.tensors[0].shape, job.dtype)
+        self.out = TokenStore(self.rows.runs, self.rows.heads, self.rows.batch, (out,))
+        kept = job.plan.kept(job.rank)
+        messages = [self.recorder.message(piece.num_bytes(self.sizes)) for piece in kept]
+        for piece, message in zip(kept, messages, strict=True):
+            tensors, _ = self.form.tensors(self.recorder, piece, message, 0)
+            self.hold(piece.role, self.store(piece, tensors), self.never)
+        self.computed = computed_spans(self.steps, self.sizes)
+        self.queries: dict[Key, tuple[TokenStore, TokenStore, Rows, Sum]] = {}
+        heads, batch, wide = self.rows.heads, self.rows.batch, self.form.wide
+        self.home_q = SumByHeads(self.held[Role.Q][0][1].tensors, heads, batch, wide)
+        self.home = SumByHeads(self.mine.tensors, self.mine.heads, batch, wide)
+        self.others: list[tuple[TokenStore, Sum]] = []  # gradients of other ranks' keys, until they are sent
+        chunks = job.plan.scheme.problem.chunks
+        self.terms = None if chunks is None else Terms(chunks.length)
+
+    def finish(self) -> list[Rows]:
+        """The gradients of the rank's own q, k and v."""
+        for key, (q, dout, _, dq) in self.queries.items():
+            if dout.runs is not self.rows.runs:
+                self._add(q, dq, self.rows, self.home_q.of(key), key)
+        for kv, sums in self.others:  # own rows of what was put together from several owners' keys
+            key = (kv.heads, kv.batch)
+            self._add(kv, sums, self.mine, self.home.of(key), key)
+        if self.terms is not None:
+            self._add_terms(self.terms)
+        return [*self.home_q.result(self.form.dtype), *self.home.result(self.form.dtype)]
+
+    def compute(self, compute: Compute) -> None:
+        q, dout, out, dq = self._query((compute.q.heads, self.form.batch(compute.q)))
+        kv = self.get(compute.kv)
+        from_above, lse, delta = dout.tensors
+        inputs = (*q.tensors, *kv.tensors, from_above, out, lse, delta)
+        target = self._target(kv) if self.terms is None else Sum(kv.tensors, self.form.wide)
+        for group, (dq_found, dk_found, dv_found) in self.launch(compute, inputs, q, kv):
+            row = col = 0
+            for tile in group:
+                rows, cols = slice(row, row + tile.rows), slice(col, col + tile.cols)
+                dq.add(tile.q0, tile.q1, dq_found[:, :, rows])
+                target.add(tile.k0, tile.k1, dk_found[:, :, cols], dv_found[:, :, cols])
+                row, col = rows.stop, cols.stop
+        if self.terms is not None:
+            firsts = compute.q.spans[0].start, compute.kv.spans[0].start
+            self.terms.add(compute.kv.apart[0], *firsts, kv, target)
+
+    def result_shapes(self, group: Group, inputs: Sequence[Rows]) -> list[tuple[int, int, int, int]]:
+        (b, h, _, d), (_, g, *_), (*_, e) = (rows.shape for rows in inputs[:3])
+        rows, cols = sum(tile.rows for tile in group), sum(tile.cols for tile in group)
+        return [(b, h, rows, d), (b, g, cols, d), (b, g, cols, e)]
+
+    def _query(self, key: Key) -> tuple[TokenStore, TokenStore, Rows, Sum]:
+        """Query rows of some heads with their output gradients, outputs, and the gradient that is being summed."""
+        if key not in self.queries:
+            spans = self.computed[key]
+            q, dout = self.get(Piece(Role.Q, spans, *key)), self.get(Piece(Role.DOUT, spans, *key))
+            assert np.array_equal(q.runs, dout.runs), "queries and their gradients lie in different orders"
+            if dout.runs is self.rows.runs:
+                out, dq = self.out.part(*key)[0], self.home_q.of(key)
+            else:
+                from_above, _, delta = dout.tensors
+                out = self.recorder.call(stand_in, (from_above, delta), from_above.shape)
+                dq = Sum(q.tensors, self.form.wide)
+            self.queries[key] = (q, dout, out, dq)
+        return self.queries[key]
+
+    def _target(self, kv: TokenStore) -> Sum:
+        """Where gradients of these keys are summed, row for row."""
+        if kv.runs is self.mine.runs:
+            return self.home.of((kv.heads, kv.batch))
+        for rows, sums in self.others:
+            if rows.runs is kv.runs and (rows.heads, rows.batch) == (kv.heads, kv.batch):
+                return sums
+        self.others.append((replace(kv, tensors=()), Sum(kv.tensors, self.form.wide)))
+        return self.others[-1][1]
+
+    def fill(self, piece: Piece, targets: Sequence[Rows]) -> None:
+        if piece.role not in (Role.DQ, Role.DKV):
+            return super().fill(piece, targets)
+        wanted = self.store(piece, targets)
+        key = (wanted.heads, wanted.batch)
+        if piece.role is Role.DQ:
+            found = (q for q in self.queries.values() if q[0].has(*key) and have_all(q[0].runs, wanted.runs))
+            q, _, _, dq = next(found)
+            return self._send([(q, dq)], wanted, key)
+        if self.terms is not None:
+            return self._send(list(self.terms.take(piece.apart[0], wanted)), wanted, key)
+        sources = [(kv, sums) for kv, sums in self.others if (kv.heads, kv.batch) == key]
+        self._send(sources, wanted, key)
+        for kv, sums in sources:
+            for here, _ in common_rows(kv.runs, wanted.runs):
+                sums.drop(here.start, here.stop)  # what is passed on is no longer held here
+        self.others = [(kv, sums) for kv, sums in self.others if sums.any()]
+        return None
+
+    def _send(self, sources: Sequence[tuple[TokenStore, Sum]], wanted: TokenStore, key: Key) -> None:
+        """Writes what was found for rows of a message, summed in the message itself."""
+        whole = SumInto(wanted.tensors, self.form.wide)
+        for rows, sums in sources:
+            self._add(rows, sums, wanted, whole, key)
+        whole.finish()
+
+    def arrived(self, transfer: Moved, rows: TokenStore) -> None:
+        piece = transfer.piece
+        if piece.role not in (Role.DQ, Role.DKV):
+            return super().arrived(transfer, rows)
+        sums, key = Sum(rows.tensors, self.form.wide), (rows.heads, rows.batch)
+        if piece.role is Role.DKV:
+            sums.begin_with(rows.tensors)
+            if self.terms is not None:
+                branch = piece.apart[0]
+                return self.terms.add(branch, branch.start, piece.spans[0].start, rows, sums)
+        else:
+            sums.add(0, piece.num_tokens, *rows.tensors)
+        mine, home = (self.rows, self.home_q) if piece.role is Role.DQ else (self.mine, self.home)
+        self._add(rows, sums, mine, home.of(key), key)
+        for here, _ in common_rows(rows.runs, mine.runs):
+            sums.drop(here.start, here.stop)
+        if sums.any():
+            self.others.append((replace(rows, tensors=()), sums))
+        return None
+
+    def _add(self, source: TokenStore, found: Sum, target: TokenStore, total: Sum, key: Key) -> None:
+        """Adds what was found for some heads of rows that source and target both have to a total of the target's."""
+        for here, there in common_rows(source.runs, target.runs):
+            shift = there.start - here.start
+            for part in found.within(here.start, here.stop):
+                tensors = TokenStore(source.runs, source.heads, source.batch, part.tensors).part(*key)
+                total.take(Stretch(part.start + shift, part.stop + shift, tensors, part.is_state))
+
+    def _add_terms(self, terms: Terms) -> None:
+        """Gradients of own keys from all branches of queries, which are complete by now."""
+        for key, branches in terms.rest():
+            parts: Branch = []
+            for number, found in branches:
+                sums = Sum(self.mine.part(*key), self.form.wide)
+                for kv, part in found:
+                    self._add(kv, part, self.mine, sums, key)
+                push(parts, number, sums)
+            self.home.of(key).plus(total(parts))
+
+
+class Backward(Run):
+    """One rank's backward run on tensors."""
+
+    direction = "backward"
+
+    def __init__(self, job: Job, saved: Saved, dout: Tensor, dlse: Tensor | None = None) -> None:
+        q, k, v, out, lse, kept, captured = saved
+        dtype = wide(job.dtype)
+        delta = (dout * out if dout.dtype == dtype else dout.to(dtype).mul_(out)).sum(-1, keepdim=True)
+        if dlse is not None:  # a score's gradient is p * (dp - delta + dlse)
+            delta = delta - dlse.to(dtype).unsqueeze(-1)
+        super().__init__(job, (q, k, v, dout, lse.unsqueeze(-1), delta, out, *kept), captured)
+        self.of_sinks = None if job.sinks is None else (lse, delta.squeeze(-1))
+
+    def walk(self, *, saves: bool) -> Walk:  # noqa: ARG002
+        return BackwardWalk(self.job)
+
+    def program(self) -> Program[tuple[Tensor, Tensor, Tensor]]:
+        """Runs; returns the gradients of the rank's own q, k and v."""
+        dq, *keys = yield from self.run()
+        dk, dv = (as_dtype(t, self.job.dtype) for t in keys)
+        if self.job.plan.scheme.problem.chunks is not None:
+            # a message has 0.0 where a branch adds nothing, and -0.0 + 0.0 is another zero
+            dk, dv = dk + 0.0, dv + 0.0
+        return as_dtype(dq, self.job.dtype), dk, dv
+
+    def shared_gradients(self) -> list[Tensor]:
+        """What this rank adds, in float32, to gradients of what all ranks share: captured tensors and sinks."""
+        found = self.totals.sums
+        if self.job.sinks is None or self.of_sinks is None:
+            return found
+        # A sink is a key of no value: its score's gradient is minus probability times delta.
+        lse, delta = self.of_sinks
+        sinks = self.job.sinks.to(lse.dtype)[:, None]
+        share = (sinks - lse.masked_fill(lse.isneginf(), torch.inf)).exp()  # -inf: neither key nor sink was seen
+        return [*found, -(share * delta).sum((0, 2))]
+
+
+def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
+    """Some `out` with rowsum(dout * out) = delta, for kernels that ask for `out` where only `delta` has travelled.
+
+    It is the multiple of dout that has this product, which is never longer than the real output.
+    """
+    size = torch.linalg.vector_norm(dout, torch.inf, -1, keepdim=True, dtype=delta.dtype)
+    size += size == 0  # then all of the row is 0, and so will be what comes out
+    unit = dout / size  # squares of very large or small numbers would leave the range
+    length = torch.linalg.vecdot(unit, unit).unsqueeze(-1).clamp_(min=1.0)  # one number of the row is 1 or -1
+    return unit.mul_(delta / length.mul_(size)).to(dout.dtype)

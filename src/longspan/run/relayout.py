@@ -1,0 +1,79 @@
+"""Rows from one layout to another: only those whose owner changes travel, one message per pair of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.layouts import Layout
+from longspan.run.group import run_collective
+from longspan.spans import Ints
+
+
+@dataclass(frozen=True)
+class Moves:
+    """One rank's part of a conversion: slots to take rows from and to put rows into, staying rows first."""
+
+    keep_from: Ints
+    keep_to: Ints
+    send_from: Ints
+    receive_to: Ints
+    num_sent: list[int]
+    num_received: list[int]
+    num_slots: int
+
+
+@lru_cache(maxsize=256)
+def moves(source: Layout, target: Layout, rank: int) -> Moves:
+    """What the rank keeps, sends and receives. Both ends order a message by position, so it needs no header."""
+    mine = source.positions(rank)[: int(source.num_tokens[rank])]
+    wanted = target.positions(rank)[: int(target.num_tokens[rank])]
+    to, from_ = target.owner(mine), source.owner(wanted)
+    sent, received = np.lexsort((mine, to)), np.lexsort((wanted, from_))
+    stays, stayed = to[sent] == rank, from_[received] == rank
+    return Moves(
+        sent[stays],
+        received[stayed],
+        sent[~stays],
+        received[~stayed],
+        np.bincount(to[to != rank], minlength=target.world_size).tolist(),
+        np.bincount(from_[from_ != rank], minlength=source.world_size).tolist(),
+        target.num_slots(rank),
+    )
+
+
+class Relayout(torch.autograd.Function):
+    """This rank's rows in another layout; gradients take the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Layout, target: Layout, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.back = (target, source, group, dim)
+        return _moved(x, moves(source, target, group.rank()), group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return Relayout.apply(grads[0], *ctx.back), None, None, None, None  # type: ignore[return-value]
+
+
+def _moved(x: Tensor, plan: Moves, group: dist.ProcessGroup, dim: int) -> Tensor:
+    rows = x.movedim(dim, 0)
+    shape = rows.shape[1:]
+    send = rows.index_select(0, _on(x, plan.send_from)).contiguous()
+    received = x.new_empty((len(plan.receive_to), *shape))
+    sizes = plan.num_received, plan.num_sent
+    start = lambda group: dist.all_to_all_single(received, send, *sizes, group=group, async_op=True)  # noqa: E731
+    run_collective("all_to_all", received[:0], group, start)
+    out = x.new_zeros((plan.num_slots, *shape))
+    out.index_copy_(0, _on(x, plan.keep_to), rows.index_select(0, _on(x, plan.keep_from)))
+    out.index_copy_(0, _on(x, plan.receive_to), received)
+    return out.movedim(0, dim).contiguous()
+
+
+def _on(x: Tensor, index: Ints) -> Tensor:
+    return torch.as_tensor(index, device=x.device)

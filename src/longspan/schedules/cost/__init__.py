@@ -1,1 +1,0 @@
-"""What a schedule costs: bytes, memory, and time on a machine. Nothing here changes a schedule."""

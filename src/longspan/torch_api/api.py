@@ -1,0 +1,463 @@
+"""PyTorch's words for context parallelism, with Longspan underneath: any length, any mask, forward and backward on any
+device.
+
+    with context_parallel(mesh["cp"], buffers=[tokens, labels], buffer_seq_dims=[1, 1]):
+        loss(model(tokens), labels).backward()
+
+What is routed: `torch.nn.functional.scaled_dot_product_attention`, however it is reached, and `flex_attention` of this
+module. PyTorch's own flex attention and `torch.nn.MultiheadAttention` cannot be routed without replacing functions of
+PyTorch; inside a context they are refused, as are PyTorch's fused operators called by name and attention that is
+written out with a softmax. Calls inside TorchScript, in other threads and of kernels of other packages are not seen: a
+context that computed something and routed no attention warns on its way out.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import Token
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.attention.flex_attention import BlockMask
+
+from longspan._torch import version
+from longspan.api import flex_attention as flex_of_shards
+from longspan.errors import LayoutError, PlanError
+from longspan.layouts import Layout
+from longspan.layouts.layout import other_tokens, remember
+from longspan.masks import Mask
+from longspan.run.flex import check_lengths, mask_of_block_mask
+from longspan.spans import whole
+from longspan.torch_api.balancers import (
+    Balanced,
+    Balancer,
+    Contiguous,
+    HeadTail,
+    Inferred,
+    PerDocument,
+    RoundRobin,
+    balancer_of,
+    carried_layout,
+    digest_of,
+    known_length,
+    layout_of_shards,
+    record_of,
+    slots,
+)
+from longspan.torch_api.routes import (
+    Route,
+    Router,
+    check_heads,
+    check_mesh,
+    current,
+    gather_ints,
+    marked,
+    rotation,
+    route_for,
+)
+
+__all__ = [
+    "Balanced",
+    "Balancer",
+    "ContextParallel",
+    "Contiguous",
+    "HeadTail",
+    "PerDocument",
+    "RoundRobin",
+    "context_parallel",
+    "context_parallel_shard",
+    "context_parallel_unshard",
+    "flex_attention",
+    "set_rotate_method",
+]
+
+UNSEEN = (
+    "buffers were sharded in a context of Longspan and results were computed in it, but no attention was routed. If"
+    " there was any, it attended to the tokens of this rank alone: calls inside TorchScript, in other threads and of"
+    " kernels of other packages are not seen. Call torch.nn.functional.scaled_dot_product_attention from Python, in"
+    " this thread."
+)
+_SCHEDULES = {"allgather": "all_gather", "alltoall": "ring"}
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: Sequence[Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: set[Tensor] | None = None,
+    load_balancer: Balancer | Layout | None = None,
+    mask: Mask | None = None,
+    seq_len: int | None = None,
+) -> Iterator[None]:
+    """In here `buffers` are this rank's shards, and attention is that of the whole sequence.
+
+    Buffers are the same tensors as before, with other contents and another length; on the way out, also by an
+    exception, they get their memory back, except those in `no_restore_buffers`. Shards need not be equally long. The
+    default balancer is `HeadTail()`. `mask` is in global positions; a call with `is_causal=True` sees what `mask` and
+    causality both allow. A context in a context over the same mesh has its balancer and its mask, unless it says
+    otherwise.
+
+    Without buffers, the inputs of attention were sharded elsewhere. Without a balancer their layout is then found as
+    `context_parallel_unshard` finds it; if nothing was ever sharded over the ranks of the mesh, it is `HeadTail()`.
+    `load_balancer` and `seq_len` together save a small message.
+
+    Backward belongs inside: afterwards buffers are whole again, so autograd refuses where it saved one of them, and
+    checkpoints cannot run forward again.
+    """
+    tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    keep = {id(t) for t in no_restore_buffers or ()}
+    length = _common_length(tensors, dims, seq_len)
+    if not keep <= {id(t) for t in tensors}:
+        raise PlanError("no_restore_buffers has tensors that are not among buffers. List the same tensor objects.")
+    default = HeadTail() if tensors else Inferred(check_mesh(mesh), HeadTail())
+    route = route_for(mesh, load_balancer, default, mask, length)
+    with ExitStack() as stack:
+        if tensors:
+            assert route.layout is not None
+            record_of(mesh).add(route.layout)
+            _shard_in_place(stack, tensors, dims, keep, route.layout, mesh.get_local_rank())
+        route.buffers = {id(t) for t in tensors}
+        stack.enter_context(Router(route))
+        yield
+        if tensors and route.results and not (route.calls or route.planned) and mesh.size() > 1:
+            warnings.warn(UNSEEN, stacklevel=3)
+
+
+def _common_length(tensors: list[Tensor], dims: list[int], seq_len: int | None) -> int | None:
+    """The one length of all buffers along their sequence dims."""
+    _check_counts(tensors, dims)
+    if len({id(t) for t in tensors}) != len(tensors):
+        raise PlanError("a buffer is listed twice, and would be sharded twice. List it once.")
+    lengths: set[int] = set() if seq_len is None else {seq_len}
+    for tensor, dim in zip(tensors, dims, strict=True):
+        _length(tensor, dim)
+        if tensor.requires_grad:
+            raise PlanError(
+                f"a buffer of shape {tuple(tensor.shape)} requires grad: changing it in place would leave its gradient"
+                f" in another shape. Shard it with context_parallel_shard, which autograd can follow, or detach it."
+            )
+        lengths.add(_length(tensor, dim))
+    if len(lengths) > 1:
+        raise PlanError(f"buffers have {sorted(lengths)} tokens along their sequence dims. Cut all to one length.")
+    return next(iter(lengths), None)
+
+
+def _length(tensor: Any, dim: Any) -> int:
+    """How many tokens a buffer has along its sequence dim."""
+    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+        raise PlanError(f"a buffer is a plain tensor, but {type(tensor).__name__} was given. Convert it first.")
+    dim = whole(dim, "a sequence dim", "context parallelism", PlanError, low=-64, high=64)
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise PlanError(f"a buffer of shape {tuple(tensor.shape)} has no dim {dim} to hold the sequence.")
+    return tensor.shape[dim]
+
+
+def _check_counts(buffers: Sequence[Tensor], dims: Sequence[int]) -> None:
+    if len(buffers) != len(dims):
+        raise PlanError(f"there are {len(buffers)} buffers, but {len(dims)} sequence dims. Give one dim for each.")
+
+
+@torch.no_grad()
+def _shard_in_place(
+    stack: ExitStack, tensors: list[Tensor], dims: list[int], keep: set[int], layout: Layout, rank: int
+) -> None:
+    """Tensors get other memory, not other contents in theirs: inputs and labels are often views of one batch, and
+    what the one writes must not reach the other. So restoring is exact and copies nothing."""
+    if layout.local_len is not None and layout.local_len * layout.world_size != layout.seq_len:
+        raise LayoutError(
+            f"{layout} has padding, and what to fill labels or masks with is not known here. Use a layout without"
+            f" equal_tokens (shards need not be equally long), or shard by layout.shard(x, rank, dim, fill=...)."
+        )
+    shards = [layout.shard(tensor, rank, dim) for tensor, dim in zip(tensors, dims, strict=True)]
+    for tensor, shard, dim in zip(tensors, shards, dims, strict=True):
+        if id(tensor) not in keep:
+            stack.callback(_set, tensor, _memory_of(tensor))
+        _set(tensor, _memory_of(shard))
+        if id(tensor) in keep:
+            remember(tensor, layout, dim % tensor.ndim, version(tensor))
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+@torch.no_grad()
+def _set(tensor: Tensor, memory: tuple[Any, ...]) -> None:
+    tensor.set_(*memory)
+
+
+def context_parallel_shard(
+    mesh: DeviceMesh,
+    buffers: Sequence[Tensor],
+    seq_dims: Sequence[int],
+    load_balancer: Balancer | Layout | None = None,
+) -> list[Tensor]:
+    """This rank's shards of whole tensors, as new tensors.
+
+    Without a balancer, the layout is that of the context over `mesh` and a sequence of this length that we are in, or
+    else stretches of the sequence. The layout is recorded for the mesh: see `context_parallel_unshard`.
+    """
+    route = current(check_mesh(mesh))
+    _check_counts(buffers, seq_dims)
+    shards = []
+    for tensor, dim in zip(buffers, seq_dims, strict=True):
+        layout = _layout_to_shard(route, load_balancer, _length(tensor, dim), mesh.size())
+        record_of(mesh).add(layout)
+        shards.append(layout.shard(tensor, mesh.get_local_rank(), dim))
+    return shards
+
+
+def _layout_to_shard(route: Route | None, asked: Balancer | Layout | None, length: int, world_size: int) -> Layout:
+    if asked is not None:
+        return balancer_of(asked).layout(length, world_size)
+    if route is None or isinstance(route.balancer, Inferred):
+        return Contiguous().layout(length, world_size)
+    if route.layout is None:
+        return route.balancer.layout(length, world_size)
+    return route.layout if route.layout.seq_len == length else Contiguous().layout(length, world_size)
+
+
+@torch.no_grad()
+def context_parallel_unshard(
+    mesh: DeviceMesh,
+    buffers: Sequence[Tensor],
+    seq_dims: Sequence[int],
+    load_balancer: Balancer | Layout | None = None,
+) -> list[Tensor]:
+    """Whole tensors, in order and without padding, on every rank; not differentiable, as in PyTorch.
+
+    Without a balancer, the layout is the first of these that is known: the one that cut the buffer itself, if it came
+    straight from a shard; that of the context over `mesh` we are in; the one that cut sequences with as many tokens per
+    rank over the ranks of `mesh` before, by `context_parallel_shard`, a context or attention. If two layouts did, or
+    none, the call is refused. A balancer that is passed must be the one that cut the buffer.
+    """
+    _check_counts(buffers, seq_dims)
+    route = current(check_mesh(mesh))
+    if route is not None and any(id(t) not in route.buffers for t in buffers):
+        route.results = True
+    whole = []
+    for tensor, dim in zip(buffers, seq_dims, strict=True):
+        lengths = gather_ints(mesh, _length(tensor, dim), tensor.device)
+        layout = _agreed_layout(mesh, load_balancer, tensor, dim, lengths)
+        whole.append(layout.unshard(_gather(mesh, tensor, dim, lengths), dim))
+    return whole
+
+
+def _agreed_layout(
+    mesh: DeviceMesh, asked: Balancer | Layout | None, tensor: Tensor, dim: int, lengths: list[int]
+) -> Layout:
+    """Return the layout to unshard by, if all ranks found the same; otherwise raise on all of them."""
+    layout: Layout | Exception
+    try:
+        layout = _layout_to_unshard(mesh, asked, tensor, dim, lengths)
+    except Exception as error:  # the other ranks wait for an answer
+        layout = error
+    digests = gather_ints(mesh, 0 if isinstance(layout, Exception) else digest_of(layout), tensor.device)
+    if isinstance(layout, Exception):
+        raise layout
+    if len(set(digests)) > 1:
+        raise LayoutError(
+            f"all ranks must unshard by one layout, but rank {mesh.get_local_rank()} found {layout}, and others found"
+            f" another or none. Pass the same load_balancer on all ranks."
+        )
+    return layout
+
+
+def _layout_to_unshard(
+    mesh: DeviceMesh, asked: Balancer | Layout | None, tensor: Tensor, dim: int, lengths: list[int]
+) -> Layout:
+    route, known = current(mesh), carried_layout(tensor, dim, lengths)
+    if asked is not None:
+        balancer = balancer_of(asked)
+        layout = layout_of_shards(balancer, lengths, known_length(balancer, None))
+        if known is not None and other_tokens(known, layout):
+            raise LayoutError(
+                f"`load_balancer` must be the one that cut the buffer, which was {known}, but got {layout}. Leave it"
+                f" out: the buffer carries its layout."
+            )
+        return layout
+    if known is not None:
+        return known
+    if route is not None and route.layout is None:
+        layout = route.layout_of_shard(tensor, dim, lengths)
+        return layout_of_shards(balancer_of(layout), lengths, layout.seq_len)
+    if route is not None and route.layout is not None and slots(route.layout) == lengths:
+        return route.layout
+    return Inferred(mesh, None).of_shard(tensor, dim, lengths)
+
+
+def _gather(mesh: DeviceMesh, tensor: Tensor, dim: int, lengths: list[int]) -> list[Tensor]:
+    """Every rank's shard. As bytes, because backends differ in the dtypes they carry, and padded, because they gather
+    equal messages only."""
+    shape = list(tensor.shape)
+    shape[dim] = max(lengths)
+    padded = tensor.new_zeros(shape)
+    padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    mine = padded.flatten().view(torch.uint8)
+    messages = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(messages, mine, group=mesh.get_group())
+    parts = [part.view(tensor.dtype).view(shape) for part in messages]
+    return [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
+
+
+class _Rotation(AbstractContextManager["_Rotation"]):
+    """What `set_rotate_method` gives back: as a context manager it ends the choice."""
+
+    def __init__(self, before: Token[str | None]) -> None:
+        self.before = before
+
+    def __exit__(self, *_: object) -> None:
+        rotation.reset(self.before)
+
+
+def set_rotate_method(rotate_method: str) -> _Rotation:
+    """How keys and values travel from here on in this thread: "allgather" at once, "alltoall" around a ring.
+
+    Until it is called, the plan chooses ("auto"). `with set_rotate_method("alltoall"):` ends the choice again.
+
+    >>> with set_rotate_method("alltoall"):
+    ...     pass
+    """
+    if rotate_method not in _SCHEDULES:
+        raise PlanError(
+            f"rotate method {rotate_method!r} was asked for. Choose {' or '.join(map(repr, _SCHEDULES))}; other"
+            f" schemes are named in longspan.plan(..., scheme=)."
+        )
+    return _Rotation(rotation.set(_SCHEDULES[rotate_method]))
+
+
+@torch.compiler.disable(reason="functions of scores are called tile by tile, outside compiled graphs")
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: BlockMask | Mask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+    captured_grads: str = "sum",
+) -> Any:
+    """PyTorch's `flex_attention`: over the whole sequence inside a context or a wrapped module, on one device outside.
+
+    `block_mask` is the one for the whole sequence, a BlockMask of PyTorch or a mask of longspan.masks, and both it and
+    the mask of the context hold. Functions get global positions. Where FSDP or DDP reduces gradients over the mesh, say
+    `captured_grads="share"`, or those of captured tensors are summed twice.
+    """
+    route = current()
+    if route is None:
+        return flex_of_shards(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+            return_aux=return_aux, captured_grads=captured_grads,
+        )  # fmt: skip
+    check_heads(query, key, enable_gqa)
+    plan = route.plan(query, key, value, _mask_of(block_mask, query, route))
+    route.count("flex")
+    return flex_of_shards(
+        marked(query), key, value, score_mod, None, scale, enable_gqa, return_lse, kernel_options,
+        return_aux=return_aux, plan=plan, group=route.mesh, captured_grads=captured_grads,
+    )  # fmt: skip
+
+
+def _mask_of(block_mask: Any, query: Tensor, route: Route) -> Mask | None:
+    if block_mask is None or isinstance(block_mask, Mask):
+        return block_mask
+    if not isinstance(block_mask, BlockMask):
+        raise PlanError(
+            f"block_mask is a BlockMask of PyTorch or a mask of longspan.masks, but {type(block_mask).__name__} was"
+            f" given."
+        )
+    total = route.layout_of(query).seq_len
+    check_lengths(block_mask, (total, total), "block_mask", PlanError)
+    return mask_of_block_mask(block_mask, batch=query.shape[0], heads=query.shape[1])
+
+
+class ContextParallel(ParallelStyle):
+    """For `parallelize_module`: attention in the module's forward is that of the whole sequence.
+
+    Inputs are shards along `seq_dim` already (see `context_parallel_shard`), plain or DTensors. Without a balancer
+    their layout is found as `context_parallel_unshard` finds it, in each forward; if nothing was ever sharded over the
+    ranks of the mesh, they are stretches of the sequence. A balancer together with whatever says the length (`seq_len`,
+    a mask or balancer made for one) saves a small message per forward. `attention_type` is what the module must call:
+    "sdpa", or "flex" for `flex_attention` of this module; one that does not is refused, as it would have attended to
+    this rank's tokens alone.
+    """
+
+    def __init__(
+        self,
+        seq_dim: int = 2,
+        attention_type: str = "sdpa",
+        *,
+        mask: Mask | None = None,
+        load_balancer: Balancer | Layout | None = None,
+        seq_len: int | None = None,
+    ) -> None:
+        super().__init__()
+        if attention_type not in ("sdpa", "flex"):
+            raise PlanError(f"attention_type = {attention_type!r} was asked for. Choose 'sdpa' or 'flex'.")
+        self.seq_dim, self.attention_type = seq_dim, attention_type
+        self.mask, self.seq_len = mask, seq_len
+        self.load_balancer = None if load_balancer is None else balancer_of(load_balancer)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        hooks = _Hooks(self, device_mesh)
+        module.register_forward_pre_hook(hooks.enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hooks.check)
+        module.register_forward_hook(hooks.leave, always_call=True)
+        return module
+
+
+class _Hooks:
+    """A module's forward inside a route. Each thread has its own stack, for modules that call themselves."""
+
+    def __init__(self, style: ContextParallel, mesh: DeviceMesh) -> None:
+        self.style, self.mesh, self.open = style, mesh, threading.local()
+        self.default = Inferred(check_mesh(mesh), Contiguous())
+        balancer = self.default if style.load_balancer is None else style.load_balancer
+        route = Route(mesh, balancer, style.mask, style.seq_len)
+        self.layout = route.layout  # made once, if balancer and length are known
+
+    def __deepcopy__(self, memo: Any) -> _Hooks:
+        return _Hooks(self.style, self.mesh)  # copies of a module run on the same ranks
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not hasattr(self.open, "stack"):
+            self.open.stack = []
+        scope = ExitStack()
+        self.open.stack.append((None, scope))  # there must be something to leave, also after a refusal
+        style = self.style
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, DTensor) and tuple(value.placements) != (Shard(style.seq_dim),):
+                raise PlanError(
+                    f"an input of {type(module).__name__} is placed {tuple(value.placements)}, but ContextParallel"
+                    f" takes DTensors placed (Shard({style.seq_dim}),). Redistribute it, or pass its local part."
+                )
+        route = route_for(self.mesh, style.load_balancer, self.default, style.mask, style.seq_len, self.layout)
+        scope.enter_context(Router(route))
+        self.open.stack[-1] = route, scope
+
+    def check(self, module: nn.Module, *_: Any) -> None:
+        route, _ = self.open.stack[-1]
+        if not route.calls[self.style.attention_type]:
+            name = {"sdpa": "torch.nn.functional.scaled_dot_product_attention", "flex": "torch_api.flex_attention"}
+            raise PlanError(
+                f"{type(module).__name__} was given ContextParallel(attention_type={self.style.attention_type!r}), but"
+                f" its forward never called {name[self.style.attention_type]}, so its attention, if any, saw the tokens"
+                f" of this rank alone. Apply it to the module that calls attention, or name the other type."
+            )
+
+    def leave(self, *_: Any) -> None:
+        self.open.stack.pop()[1].close()

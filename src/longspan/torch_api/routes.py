@@ -1,0 +1,441 @@
+"""Routes: where calls of attention go while a context or a wrapped module is active.
+
+A route is a mesh, a layout and perhaps a mask. A torch-function mode hands it the calls of PyTorch's attention. Modes
+belong to threads, so two threads may use two meshes. Nothing of PyTorch is replaced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextvars import ContextVar
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+from torch.nn.attention.flex_attention import flex_attention
+from torch.overrides import TorchFunctionMode
+
+from longspan import _torch
+from longspan._torch import function_modes, run_without_compiling
+from longspan.api import attention
+from longspan.api import plan as made_plan
+from longspan.errors import KernelError, LayoutError, PlanError
+from longspan.kernels import Features, choose_kernel
+from longspan.layouts import Layout
+from longspan.masks import Mask, causal, full
+from longspan.planning.plan import Plan
+from longspan.torch_api.balancers import Balancer, Inferred, balancer_of, known_length, layout_of_shards, record_of
+from longspan.validate import as_autocast
+
+SEQ_DIM = 2
+rotation: ContextVar[str | None] = ContextVar("rotation", default=None)
+"""The scheme that `set_rotate_method` chose."""
+
+
+class Route:
+    """Attention over the shards of one sequence on one mesh axis."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        balancer: Balancer,
+        mask: Mask | None = None,
+        seq_len: int | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        self.mesh, self.balancer, self.mask = check_mesh(mesh), balancer, check_mask(mask)
+        self.seq_len = known_length(balancer, mask, seq_len)
+        self.layout = layout
+        if layout is None and self.seq_len is not None and not isinstance(balancer, Inferred):
+            self.layout = balancer.layout(self.seq_len, mesh.size())
+        self.scheme = rotation.get() or "auto"
+        self.calls: Counter[str] = Counter()
+        self.buffers: set[int] = set()
+        """Tensors that the context sharded."""
+        self.results = False
+        """Whether anything but a buffer was differentiated or gathered in here."""
+        self.planned = False
+        """Whether attention was called that needs no route."""
+
+    @property
+    def local_len(self) -> int:
+        """How many tokens this rank has; 0 if that is not known or it has them all."""
+        layout = self.layout
+        if layout is None and self.seq_len is not None:
+            layout = self.balancer.layout(self.seq_len, self.mesh.size())
+        if layout is None or layout.world_size == 1:
+            return 0
+        return layout.num_slots(self.mesh.get_local_rank())
+
+    def layout_of(self, query: Tensor) -> Layout:
+        """The layout. If the length or the balancer was not passed, the first call gathers lengths from all ranks."""
+        local_len = _local(query).shape[SEQ_DIM]
+        if self.layout is None:
+            lengths = gather_ints(self.mesh, local_len, query.device)
+            self.layout = self.layout_of_shard(query, SEQ_DIM, lengths)
+        expected = self.layout.num_slots(self.mesh.get_local_rank())
+        if local_len != expected:
+            raise LayoutError(
+                f"query must have {expected} tokens on rank {self.mesh.get_local_rank()} of {self.layout}, but got"
+                f" {local_len}. Shard inputs as the context shards its buffers, or pass load_balancer= and seq_len="
+                f" that say how they were sharded."
+            )
+        record_of(self.mesh).add(self.layout)
+        return self.layout
+
+    def layout_of_shard(self, tensor: Tensor, dim: int, lengths: list[int]) -> Layout:
+        """Return the layout of a tensor with these lengths over the ranks, as far as this route knows it."""
+        if isinstance(self.balancer, Inferred):
+            return self.balancer.of_shard(tensor, dim, lengths, self.seq_len)
+        return layout_of_shards(self.balancer, lengths, self.seq_len)
+
+    def plan(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Plan:
+        """The plan for shards of these shapes; `mask` and that of the route both hold."""
+        for name, tensor in (("query", q), ("key", k), ("value", v)):
+            if tensor.is_nested or tensor.ndim != 4:
+                raise PlanError(
+                    f"{name} is {'nested' if tensor.is_nested else f'of shape {tuple(tensor.shape)}'}, but attention"
+                    f" over ranks takes (batch, heads, tokens, features). Reshape it; packed documents are a mask:"
+                    f" mask=longspan.masks.documents(lengths)."
+                )
+        if q.shape[2] != k.shape[2]:
+            raise PlanError(
+                f"there are {q.shape[2]} queries and {k.shape[2]} keys on this rank, but over ranks both are shards of"
+                f" one sequence. Call cross attention outside the context."
+            )
+        layout = self.layout_of(q)
+        both = [m for m in (self.mask, mask) if m is not None]
+        meant = full() if not both else both[0] if len(both) == 1 else both[0] & both[1]
+        return made_plan(
+            meant, layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], v_head_dim=v.shape[3],
+            batch=q.shape[0], dtype=q.dtype, scheme=rotation.get() or self.scheme,
+        )  # fmt: skip
+
+    def count(self, kind: str) -> None:
+        """Notes a call, for modules that wonder whether there was any."""
+        self.calls[kind] += 1
+        for route in routes():
+            if route is not self:
+                route.calls[kind] += 1
+
+    def sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        """`torch.nn.functional.scaled_dot_product_attention` of shards."""
+        if attn_mask is not None:
+            raise PlanError(
+                f"attn_mask of shape {tuple(attn_mask.shape)} was given: it is about the rows of this rank, but keys of"
+                f" all ranks are seen. Say what may attend to what in global positions: context_parallel(..., mask=)"
+                f" with a mask of longspan.masks, or longspan.attention with a plan."
+            )
+        if dropout_p:
+            raise PlanError(
+                f"dropout_p = {dropout_p} was given: the random state of each rank would decide, so no other number of"
+                f" ranks could repeat it. Call longspan.attention(..., dropout={dropout_p}, seed=...), which drops by"
+                f" global positions, or pass 0.0."
+            )
+        query, key, value = (as_autocast(t) for t in (query, key, value))
+        check_heads(query, key, enable_gqa)
+        plan = self.plan(query, key, value, causal() if is_causal else None)
+        self.count("sdpa")
+        kernel = _kernel(query, key, value, not plan.mask.is_structured)
+        return attention(marked(query), key, value, plan, group=self.mesh, scale=scale, kernel=kernel)
+
+
+def check_mesh(mesh: Any) -> DeviceMesh:
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        kind = f"a mesh of axes {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise PlanError(f"a mesh of one axis holds the sequence, but {kind} was given. Pass one, as in mesh['cp'].")
+    return mesh
+
+
+def check_mask(mask: Any) -> Mask | None:
+    if mask is not None and not isinstance(mask, Mask):
+        raise PlanError(
+            f"mask = {type(mask).__name__} was given. It is a mask of longspan.masks, in global positions; a BlockMask"
+            f" goes to torch_api.flex_attention(..., block_mask=)."
+        )
+    return mask
+
+
+def check_heads(q: Tensor, k: Tensor, enable_gqa: bool) -> None:
+    if not enable_gqa and q.ndim == k.ndim == 4 and q.shape[1] != k.shape[1]:
+        raise PlanError(
+            f"query has {q.shape[1]} heads and key {k.shape[1]}. Pass enable_gqa=True if query heads share key/value"
+            f" heads."
+        )
+
+
+def gather_ints(mesh: DeviceMesh, value: int, device: torch.device) -> list[int]:
+    """Return the value of every rank of the mesh, as the number of its tokens."""
+    mine = torch.tensor([value], dtype=torch.int64, device=device)
+    values = [torch.empty_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(values, mine, group=mesh.get_group())
+    return [int(value) for value in values]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, opaque: bool) -> str:
+    """ "auto", unless `torch.nn.attention.sdpa_kernel` left only some: then the first of those that can."""
+    enabled = {
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+        "reference": torch.backends.cuda.math_sdp_enabled(),
+    }
+    if all(enabled.values()):
+        return "auto"
+    names = [name for name, on in enabled.items() if on]
+    if torch.backends.cuda.cudnn_sdp_enabled():
+        names.insert(0, "cudnn")
+    why = "none is enabled"
+    for name in names:
+        try:
+            named = "cpu_flash" if name == "flash" and q.device.type == "cpu" else name
+            return choose_kernel(named, _local(q), _local(k), _local(v), Features(opaque, False, False))
+        except KernelError as error:
+            why = str(error)
+    raise KernelError(f"sdpa_kernel allows {', '.join(names) or 'nothing'}, but none of these will do: {why}")
+
+
+class _Mark(torch.autograd.Function):
+    """Saves one empty tensor more than PyTorch's attention would. A checkpoint that is recomputed after the context
+    has ended would compute attention of this rank alone; as it counts what is saved, it notices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.new_empty(0))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        _ = ctx.saved_tensors  # makes a checkpoint look
+        return gradients[0]
+
+
+def marked(query: Tensor) -> Tensor:
+    if isinstance(query, DTensor) or not torch.is_grad_enabled():
+        return query
+    marked_query: Tensor = _Mark.apply(query)  # type: ignore[assignment]
+    return marked_query
+
+
+# -- the mode -------------------------------------------------------------------------------------------------------
+
+_SDPA = ("scaled_dot_product_attention",)
+_UNROUTED = {
+    "flex_attention": "torch.nn.attention.flex_attention.flex_attention cannot be routed: call"
+    " longspan.torch_api.flex_attention, which has its signature, or longspan.flex_attention with a plan",
+    "_varlen_attn": "torch.nn.attention.varlen.varlen_attn cannot be routed: call"
+    " torch.nn.functional.scaled_dot_product_attention with mask=longspan.masks.documents(lengths) in the context",
+    "multi_head_attention_forward": "torch.nn.MultiheadAttention cannot be routed: call"
+    " torch.nn.functional.scaled_dot_product_attention in a module of your own",
+    "_native_multi_head_attention": "the fused path of torch.nn.MultiheadAttention cannot be routed: call"
+    " torch.nn.functional.scaled_dot_product_attention in a module of your own",
+    "_transformer_encoder_layer_fwd": "the fused path of torch.nn.TransformerEncoderLayer cannot be routed: call"
+    " torch.nn.functional.scaled_dot_product_attention in a module of your own",
+}
+_FUSED = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "_cudnn_attention_forward",
+)
+"""What `scaled_dot_product_attention` is made of; `_for_cpu.default` and the like are the same by another name."""
+_SPECIAL = frozenset((*_SDPA, *_UNROUTED, *_FUSED, "backward", "grad"))
+_SOFTMAX = frozenset(("softmax", "_softmax", "_safe_softmax", "special_softmax"))
+_FLEX_FILE, _FLEX_NAME = flex_attention.__code__.co_filename, flex_attention.__code__.co_name
+
+
+class Router(TorchFunctionMode):
+    """Hands attention to a route, lets everything else pass."""
+
+    def __init__(self, route: Route) -> None:
+        super().__init__()
+        self.route = route
+        self.local_len = route.local_len
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "").partition(".")[0]
+        if not torch.compiler.is_compiling() and _is_in_flex(sys._getframe(1)):
+            raise PlanError(_unrouted("flex_attention"))
+        if name in _SPECIAL:  # all that compilers see of this, for most calls
+            if name == "flex_attention" and torch.compiler.is_dynamo_compiling():
+                raise PlanError(_unrouted(name))  # ends the graph; the call runs again without one, and meets the above
+            return self._special(func, name, args, kwargs or {})
+        if name in _SOFTMAX and self._of_own_scores(args):
+            _refuse_written_out(self.local_len)
+        if name == "attention":  # Longspan's own operator, over a plan of the caller's
+            self.route.planned = True
+        return func(*args, **(kwargs or {}))
+
+    def _of_own_scores(self, args: tuple[Any, ...]) -> bool:
+        """Whether a softmax is over scores of this rank's tokens with each other: attention that is written out."""
+        x, size = args[0] if args else None, self.local_len
+        return size > 1 and isinstance(x, Tensor) and x.ndim >= 3 and x.shape[-1] == size and x.shape[-2] == size
+
+    @torch.compiler.disable(
+        reason="inside a context of Longspan, attention runs outside compiled graphs; instead of PyTorch's"
+        " flex_attention call longspan.torch_api.flex_attention"
+    )
+    def _special(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in _SDPA:
+            return self.route.sdpa(*args, **kwargs)
+        if name in _FUSED:
+            if not _is_ours():
+                raise PlanError(
+                    f"torch.ops.aten.{name} was called inside a context of Longspan, where it would attend to the"
+                    f" tokens of this rank alone. Call torch.nn.functional.scaled_dot_product_attention, which is"
+                    f" routed, or longspan.attention with a plan."
+                )
+            return func(*args, **kwargs)
+        if name in _UNROUTED and not any(isinstance(arg, GraphModule) for arg in args):  # those are our own kernel's
+            raise PlanError(_unrouted(name))
+        return self._differentiate(func, args, kwargs)
+
+    def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Backward with this mode on: checkpoints run forward again in there, and PyTorch switches a mode off for what
+        its handler calls. Edges instead of tensors, because functions of tensors would come back here."""
+        self.route.results = True
+        if func is Tensor.backward:
+            tensor, *rest = args
+            with self:
+                return torch.autograd.backward(tensor, *rest, **_renamed(kwargs))
+        inputs = args[1] if func is torch.autograd.grad else kwargs.get("inputs")
+        inputs = (inputs,) if isinstance(inputs, Tensor) else inputs  # before 2.13, backward hands on what it was given
+        known = func in (torch.autograd.backward, torch.autograd.grad)
+        if not known or any(isinstance(t, Tensor) and not t.requires_grad for t in (*args[0], *(inputs or ()))):
+            return func(*args, **kwargs)  # which says what is wrong
+        roots, edges = _edges(args[0]), None if inputs is None else _edges(inputs)
+        name = "grad_outputs" if func is torch.autograd.grad else "grad_tensors"
+        kwargs = kwargs | {name: _root_gradients(args[0], kwargs.get(name))}
+        if func is torch.autograd.grad:
+            zeros = kwargs.pop("materialize_grads", False)
+            with self:
+                gradients = func(roots, edges, **kwargs)
+            if not zeros:
+                return gradients
+            options = {"requires_grad": kwargs.get("create_graph", False)}
+            pairs = zip(gradients, args[1], strict=True)
+            return tuple(torch.zeros_like(x, **options) if gradient is None else gradient for gradient, x in pairs)
+        for tensor in inputs or ():
+            if isinstance(tensor, Tensor) and not tensor.is_leaf:
+                tensor.retain_grad()  # as backward does for tensors
+        with self:
+            return func(roots, **(kwargs | {"inputs": edges}))
+
+
+run_without_compiling(Router.__torch_function__)  # as a frame of its own; inside of others it is traced
+
+
+def _unrouted(name: str) -> str:
+    return f"inside a context of Longspan it would attend to the tokens of this rank alone: {_UNROUTED[name]}."
+
+
+def _is_in_flex(frame: FrameType) -> bool:
+    """Whether PyTorch's flex attention, or a function that it calls, is this frame. It looks at its arguments before it
+    computes, and would refuse a block mask of the whole sequence with other advice. By name, because what the compiler
+    leaves over of it after a graph break is other code, named after it."""
+    caller = frame.f_back
+    return _is_flex(frame.f_code) or (caller is not None and _is_flex(caller.f_code))
+
+
+def _is_flex(code: CodeType) -> bool:
+    return code.co_filename == _FLEX_FILE and _FLEX_NAME in code.co_name
+
+
+@torch.compiler.disable(reason="it refuses the call")
+def _refuse_written_out(size: int) -> None:
+    raise PlanError(
+        f"attention was written out inside a context of Longspan: a softmax over scores of {size} x {size} tokens,"
+        f" those of this rank alone. Call torch.nn.functional.scaled_dot_product_attention, which is routed (in"
+        f" Hugging Face models, attn_implementation='sdpa'), or longspan.attention with a plan."
+    )
+
+
+def _is_ours() -> bool:
+    """Whether a kernel of Longspan is calling."""
+    frame = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == _torch.__name__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"grad_tensors" if name == "gradient" else name: value for name, value in kwargs.items()}
+
+
+def _edges(tensors: Any) -> tuple[GradientEdge, ...]:
+    return tuple(t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in tensors)
+
+
+def _root_gradients(roots: Any, gradients: Any) -> tuple[Any, ...]:
+    """Fill in the gradients that autograd would make of scalar roots. Of an edge it would make a plain tensor, also
+    where the root is a DTensor."""
+    gradients = (None,) * len(roots) if gradients is None else gradients
+    gradients = (gradients,) if isinstance(gradients, Tensor) else tuple(gradients)
+    if len(gradients) != len(roots):
+        return gradients  # autograd says what is wrong
+    return tuple(
+        torch.ones_like(root, memory_format=torch.preserve_format)
+        if gradient is None and isinstance(root, Tensor) and root.numel() == 1 and root.dtype.is_floating_point
+        else gradient
+        for root, gradient in zip(roots, gradients, strict=True)
+    )
+
+
+def routes() -> list[Route]:
+    """Those of the contexts and wrapped modules we are in, innermost last."""
+    return [mode.route for mode in function_modes() if isinstance(mode, Router)]
+
+
+def current(mesh: DeviceMesh | None = None) -> Route | None:
+    """The innermost route, or the innermost over this mesh."""
+    return next((route for route in reversed(routes()) if mesh is None or route.mesh == mesh), None)
+
+
+def route_for(
+    mesh: DeviceMesh,
+    asked: Any,
+    default: Balancer,
+    mask: Mask | None,
+    seq_len: int | None,
+    layout: Layout | None = None,
+) -> Route:
+    """The route that was asked for. What was not said is as in the route over the same mesh and sequence we are in, so
+    that a wrapped module or an inner context does not take the shards of an outer one for something else."""
+    outer = current(check_mesh(mesh))
+    if outer is not None:
+        length = outer.seq_len if outer.layout is None else outer.layout.seq_len
+        if seq_len is None or length in (None, seq_len):
+            mask = outer.mask if mask is None else mask
+            cuts = not isinstance(default, Inferred)  # then a layout that is not known yet is of no use
+            if asked is None and not (cuts and outer.layout is None and isinstance(outer.balancer, Inferred)):
+                asked, layout = outer.balancer if outer.layout is None else outer.layout, None
+    return Route(mesh, default if asked is None else balancer_of(asked), mask, seq_len, layout)

@@ -1,0 +1,21 @@
+"""torchtitan with attention by Longspan: `with_longspan`, and every config of torchtitan's models by its name.
+
+It is in `hooks.py`, which imports torchtitan and is loaded when first used.
+"""
+
+from importlib import import_module
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__") or name in (
+        "hooks",
+        "masks",
+        "mixers",
+    ):  # asked for by `import` itself, before it looks for files
+        raise AttributeError(name)
+    return getattr(import_module("longspan.torchtitan.hooks"), name)
+
+
+def __dir__() -> list[str]:
+    return dir(import_module("longspan.torchtitan.hooks"))

@@ -1,0 +1,570 @@
+"""torchtitan with attention by Longspan: the same training, exact for packed documents and windows over the cp axis.
+
+    torchrun ... -m torchtitan.train --module longspan.torchtitan --config llama3_8b \\
+        --parallelism.context_parallel_degree 8
+
+`--config` names any config of torchtitan's own models; configs of your own go through `with_longspan`. torchtitan's
+hooks do the rest: a config registry, a `Trainer` whose `post_dataloading_process` shards by our layout, an inner
+attention module, a `parallelize_fn`. Tested with one version of torchtitan; others are refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask, and_masks
+
+from longspan._compile import sealed
+from longspan.api import flex_attention
+from longspan.api import plan as made_plan
+from longspan.errors import LongspanError
+from longspan.layouts import Layout, balanced, contiguous, round_robin_by_work, zigzag
+from longspan.masks import Mask, causal, chunked, documents, from_mask_mod, full, sliding_window
+from longspan.masks.builders import per_row
+from longspan.run.flex import check_lengths, mask_of_block_mask
+
+# torchtitan's words for masks and balancing as masks and layouts. Loads without torchtitan, whose mask functions are
+# known by their names and by what they answer.
+# Shapes: B batch rows, S tokens of the whole sequence.
+
+
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+
+TESTED = "0.3.0"
+BALANCERS = ("balanced", "headtail", "ptrr", None)
+PTRR_BLOCK = 128
+
+
+class TitanError(LongspanError, RuntimeError):
+    """Something that torchtitan was asked to do and that cannot be done exactly with Longspan underneath."""
+
+
+def check_version(version: str | None) -> None:
+    """Refuses versions of torchtitan that this was not tested with: its hooks are not promised to stay.
+
+    >>> check_version("0.3.0")
+    """
+    if version != TESTED:
+        raise TitanError(
+            f"torchtitan {version or '(not installed)'} was found, but longspan.torchtitan was tested with"
+            f" {TESTED} only. Install torchtitan=={TESTED}."
+        )
+
+
+@sealed
+@dataclass(frozen=True, slots=True, eq=False)
+class Shards:
+    """What attention of this rank's shards is about: the mask of the whole sequence, who holds what, and over which
+    mesh axis (None: this rank holds all). Layers get it where torchtitan would pass a BlockMask."""
+
+    mask: Mask
+    layout: Layout
+    mesh: DeviceMesh | None
+
+
+# -- masks ------------------------------------------------------------------------------------------------------------
+
+_HOME = "torchtitan.models.common.attention"
+_CAUSAL = "get_causal_mask_mod.<locals>._causal_mask"
+_WINDOW = "get_sliding_window_mask_mod.<locals>.sliding_window_mod"
+_CHUNK = "get_fixed_block_mask_mod.<locals>.blocked_mask_mod"
+_DOCUMENT = "get_document_mask_mod.<locals>.document_mask"
+_PACKED = "get_efficient_causal_mask_mod_for_packed_document.<locals>.packed_document_mask"
+
+
+def mask_of_mods(positions: Tensor, mask_mods: Sequence[MaskMod]) -> Mask:
+    """What all the functions allow, for tokens at these positions (B, S) within their documents.
+
+    torchtitan's own functions become closed forms, after a look at what they answer at the edges of documents. All
+    others stay functions, which are asked pair by pair where it matters.
+
+    >>> mask_of_mods(torch.tensor([[0, 1, 2, 0, 1]]), [lambda b, h, q, kv: q - kv == 1]).allows([3, 4], [2, 2]).tolist()
+    [True, False]
+    """
+    if positions.ndim != 2:
+        raise TitanError(
+            f"positions have shape {tuple(positions.shape)}, but documents are told apart by positions of shape"
+            f" (batch, tokens). Models with other positions are not supported."
+        )
+    rows, length = positions.shape
+    names = [_name(mod) for mod in mask_mods]
+    ordered = _CAUSAL in names or _WINDOW in names
+    mask, others = full(length), list[MaskMod]()
+    for mod, name in zip(mask_mods, names, strict=True):
+        form = _closed(mod, name, positions, ordered)
+        if form is None:
+            others.append(mod)
+        else:
+            mask = mask & form
+    if others:
+        asked = from_mask_mod(and_masks(*others), length, rows=rows, name="mask_mod")
+        mask = mask & asked
+    return mask
+
+
+def _name(mod: MaskMod) -> str:
+    return getattr(mod, "__qualname__", "") if getattr(mod, "__module__", None) == _HOME else ""
+
+
+def _closed(mod: MaskMod, name: str, positions: Tensor, ordered: bool) -> Mask | None:
+    """The closed form of one function, or None; `ordered` says that another one hides later keys."""
+    length = positions.shape[1]
+    if name == _CAUSAL:
+        return causal(length)
+    if name == _WINDOW:
+        return sliding_window(_captured(mod, "window_size") - 1, seq_len=length)
+    if name == _CHUNK:
+        return chunked(_captured(mod, "fixed_block_size"), length)
+    if name == _DOCUMENT or (name == _PACKED and ordered):
+        edges = _edges(positions)
+        if _separates(mod, edges, length, both=name == _DOCUMENT):
+            by_row = [documents(np.diff(row)) for row in edges]
+            return by_row[0] if len(by_row) == 1 else per_row(*by_row)
+    return None
+
+
+def _captured(mod: MaskMod, name: str) -> int:
+    return int(inspect.getclosurevars(mod).nonlocals[name])  # type: ignore[arg-type]
+
+
+def _edges(positions: Tensor) -> list[np.ndarray]:
+    """For every batch row, where documents start and, last, where the sequence ends. Position 0 starts one."""
+    starts = positions.detach().cpu().numpy() == 0
+    starts[:, :1] = True
+    return [np.append(np.flatnonzero(row), starts.shape[1]) for row in starts]
+
+
+def _separates(mod: MaskMod, edges: list[np.ndarray], length: int, both: bool) -> bool:
+    """Whether the function agrees, for every token, with these documents: their first token is seen and the one before
+    it is not, and likewise at the other end if it is to tell `both` ends."""
+    sizes = [np.diff(row) for row in edges]
+    first = torch.as_tensor(np.stack([np.repeat(row[:-1], size) for row, size in zip(edges, sizes, strict=True)]))
+    last = torch.as_tensor(np.stack([np.repeat(row[1:] - 1, size) for row, size in zip(edges, sizes, strict=True)]))
+    b, q = torch.arange(len(edges))[:, None], torch.arange(length)[None, :].expand(len(edges), -1)
+
+    def says(kv: Tensor) -> Tensor:
+        return torch.as_tensor(mod(b, torch.tensor(0), q, kv.clamp(0, length - 1))).cpu()
+
+    seen, hidden = says(first), says(first - 1) & (first > 0)
+    if both:
+        seen, hidden = seen & says(last), hidden | (says(last + 1) & (last + 1 < length))
+    return bool(seen.all()) and not bool(hidden.any())
+
+
+def mask_of(given: Any, batch: int, seq_len: int) -> Mask:
+    """What a model's `get_attention_masks` gave for one kind of layer."""
+    if isinstance(given, Mask):
+        return given
+    if not isinstance(given, BlockMask):
+        raise TitanError(
+            f"get_attention_masks of the model gave {type(given).__name__}, which cannot be read as a mask of the whole"
+            f" sequence. Give a BlockMask, a mask of longspan.masks, or a dict of these."
+        )
+    check_lengths(given, (seq_len, seq_len), "the BlockMask that get_attention_masks of the model gave", TitanError)
+    return mask_of_block_mask(given, batch=batch)
+
+
+def masks_by_name(given: Any, batch: int, seq_len: int) -> dict[str | None, Mask]:
+    """What a model's `get_attention_masks` gave, by kind of layer; the one mask for all layers is named None."""
+    if isinstance(given, Mapping):
+        return {name: mask_of(mask, batch, seq_len) for name, mask in given.items() if mask is not None}
+    return {None: mask_of(given, batch, seq_len)}
+
+
+# -- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def check_balancer(name: str | None) -> None:
+    """Refuses what `parallelism.context_parallel_load_balancer` cannot mean."""
+    if name not in BALANCERS:
+        known = ", ".join("None" if known is None else repr(known) for known in BALANCERS)
+        raise TitanError(f"parallelism.context_parallel_load_balancer = {name!r} was asked for. Choose one of {known}.")
+
+
+def layout_of(
+    name: str | None, masks: Mapping[str | None, Mask], seq_len: int, world_size: int, key: str | None
+) -> Layout:
+    """The layout that `parallelism.context_parallel_load_balancer` names; every rank holds equally many tokens.
+
+    >>> layout_of("headtail", {}, 8, 2, None).positions(0).tolist()
+    [0, 1, 6, 7]
+    """
+    check_balancer(name)
+    if world_size == 1 or name is None:
+        return contiguous(seq_len, world_size)
+    if name == "headtail":
+        return zigzag(seq_len, world_size)
+    if name == "balanced":
+        return balanced(*masks.values(), world_size=world_size, seq_len=seq_len, equal_tokens=True)
+    if len(masks) > 1 and key not in masks:
+        raise TitanError(
+            f"the load balancer 'ptrr' balances one mask, but the model has {sorted(map(str, masks))} and"
+            f" parallelism.context_parallel_ptrr_mask_key is {key!r}. Name one, or use 'balanced', which balances all."
+        )
+    if seq_len % (PTRR_BLOCK * world_size):
+        raise TitanError(
+            f"the load balancer 'ptrr' deals blocks of {PTRR_BLOCK} tokens to {world_size} ranks, so"
+            f" training.seq_len = {seq_len} would not be dealt evenly. Make it a multiple of"
+            f" {PTRR_BLOCK * world_size}, or use 'balanced', which takes any."
+        )
+    mask = masks[key] if len(masks) > 1 else next(iter(masks.values()))
+    return round_robin_by_work(mask, world_size, seq_len=seq_len, block=PTRR_BLOCK)
+
+
+# Layers of torchtitan's models that carry something from token to token beside attention. They are refused by name: on
+# a rank's tokens alone each would start from nothing, and no loss curve would show it.
+
+
+_RECURRENT = re.compile("Delta|Mamba|SSM|Recurr|RWKV|KDA|LinearAttention|Lightning|LSTM|GRU")
+
+
+def mixes_tokens(layer: Any) -> bool:
+    """Whether a module, or the config of one, is known to be a recurrence or a convolution along tokens.
+
+    >>> from torch import nn
+    >>> [mixes_tokens(layer) for layer in (nn.GRU(1, 1), nn.Conv1d(1, 1, 4), nn.Conv1d(1, 1, 1), nn.Linear(1, 1))]
+    [True, True, False, False]
+    """
+    names = {base.__qualname__.removesuffix(".Config").rpartition(".")[2] for base in type(layer).__mro__}
+    if "Conv1d" in names:
+        return getattr(layer, "kernel_size", 1) not in (1, (1,))
+    return any(map(_RECURRENT.search, names))
+
+
+def check_mixers(model: str, layers: Iterable[tuple[str, Any]]) -> None:
+    """Refuses models with such layers, whatever was promised for them."""
+    for name, layer in layers:
+        if mixes_tokens(layer):
+            kind = type(layer).__qualname__.removesuffix(".Config")
+            raise TitanError(
+                f"model {model!r} was given, whose {name} is a {kind}: it carries something from token to token, and"
+                f" would start from nothing on every rank. In torchtitan Longspan computes attention alone over ranks;"
+                f" for hybrid models see its Hugging Face integration, or longspan.gated_delta_rule and its companions."
+            )
+
+
+def family_of(config: str, models: Iterable[str]) -> tuple[str, list[str]] | None:
+    """The one of torchtitan's models whose registry has a config of this name, and its classes that mix tokens. No
+    model is imported for it: some want packages that others do not."""
+    for folder in map(Path, models):
+        for registry in sorted(folder.glob("*/config_registry.py")):
+            if f"\ndef {config}()" in registry.read_text(encoding="utf-8"):
+                model = registry.with_name("model.py")
+                text = model.read_text(encoding="utf-8") if model.is_file() else ""
+                return registry.parent.name, list(filter(_RECURRENT.search, re.findall(r"^class (\w+)", text, re.M)))
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+try:
+    from torchtitan.components.validate import Validator
+    from torchtitan.config.override import derive
+    from torchtitan.models.common.attention import (
+        BaseAttention,
+        FlexAttention,
+        ScaledDotProductAttention,
+        VarlenAttention,
+    )
+    from torchtitan.models.common.decoder import Decoder
+    from torchtitan.protocols.module import Module
+    from torchtitan.trainer import Trainer
+except ImportError as error:
+    found = next((one.version for one in metadata.distributions(name="torchtitan")), None)
+    check_version(found)
+    raise TitanError(
+        f"torchtitan {found} does not load: {error}. It needs triton, also where there is no GPU."
+    ) from error
+
+check_version(metadata.version("torchtitan"))
+
+MODELS = ("deepseek_v3", "gpt_oss", "llama3", "qwen3")
+"""Families in which inner attention alone mixes tokens, so that the rest of the model works on shards."""
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+class LongspanAttention(FlexAttention):
+    """Inner attention of a rank's tokens over the whole sequence. A FlexAttention, because torchtitan asks for that
+    before it makes masks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        left: int = -1
+        """Tokens before the query that this layer sees; -1 sees all that the mask allows."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.left = config.left
+        self.heads_split = 1  # over how many ranks of the tp axis
+
+    def forward(  # the names of q, k and v are torchtitan's: its sharding configs refer to them
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Any,
+        score_mod: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+        **unknown: Any,
+    ) -> Tensor:
+        _check_call(q_BLNH, attention_masks, unknown)
+        if score_mod is not None and self.heads_split > 1:
+            raise TitanError(
+                f"a score_mod was given, and heads are split over {self.heads_split} ranks: it would be told numbers of"
+                f" this rank's heads, from 0 up. Use --parallelism.tensor_parallel_degree 1."
+            )
+        q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
+        mask, layout = attention_masks.mask, attention_masks.layout
+        if self.left >= 0:
+            mask = mask & sliding_window(self.left)
+        plan = made_plan(
+            mask, layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], v_head_dim=v.shape[3],
+            batch=q.shape[0], dtype=q.dtype,
+        )  # fmt: skip
+        out, lse = flex_attention(
+            q, k, v, score_mod, None, scale, enable_gqa, return_lse=True, plan=plan, group=attention_masks.mesh,
+            captured_grads="share",  # FSDP sums gradients over the cp axis
+        )  # fmt: skip
+        out = out.transpose(1, 2)
+        return out if out_transform is None else out_transform(out, lse.transpose(1, 2))
+
+
+def _check_call(q: Tensor, masks: Any, unknown: dict[str, Any]) -> None:
+    if not isinstance(masks, Shards):
+        raise TitanError(
+            f"attention was given {type(masks).__name__} as attention_masks, which is not what LongspanTrainer makes."
+            f" Train with a config of with_longspan(...); for one call, use longspan.flex_attention."
+        )
+    if isinstance(q, DTensor):
+        raise TitanError(
+            f"attention was given DTensors placed {q.placements}. It works on local tensors: use"
+            f" --parallelism.spmd_backend partial_dtensor."
+        )
+    if any(value is not None for value in unknown.values()):
+        raise TitanError(
+            f"attention was asked for {', '.join(sorted(unknown))}, which it does not know and would have to drop."
+        )
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def _sharded(
+    input_dict: dict[str, Tensor], labels: Tensor, model: Any, dims: Any, parallelism: Any
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """This rank's tokens, labels (which torchtitan's data loaders have shifted already), positions and masks."""
+    unknown = sorted(input_dict.keys() - {"input", "positions"})
+    if unknown or "positions" not in input_dict:
+        raise TitanError(
+            f"a batch has {', '.join(sorted(input_dict))}, but 'input' and 'positions' were expected: positions say"
+            f" where documents start, and how anything else is cut along the sequence is not known."
+        )
+    tokens, positions = input_dict["input"], input_dict["positions"]
+    batch, length = tokens.shape
+    mesh = dims.get_mesh("cp") if dims.cp_enabled else None
+    size, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
+    masks = masks_by_name(model.get_attention_masks(positions=positions), batch, length)
+    key = parallelism.context_parallel_ptrr_mask_key
+    layout = layout_of(parallelism.context_parallel_load_balancer, masks, length, size, key)
+    shards = {name: Shards(mask, layout, mesh) for name, mask in masks.items()}
+    tokens, labels, positions = (layout.shard(t, rank, 1) for t in (tokens, labels, positions))
+    return tokens, labels, {"positions": positions, "attention_masks": shards.get(None, shards)}
+
+
+class LongspanValidator(Validator):
+    """torchtitan's validation, on shards of our layout."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Validator.Config):
+        pass
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, Tensor], labels: Tensor, model_parts: list[nn.Module]
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        return _sharded(input_dict, labels, model_parts[0], self.parallel_dims, self.parallelism)
+
+
+class LongspanTrainer(Trainer):
+    """torchtitan's training, on shards of our layout. All else, loss normalisation among it, is torchtitan's."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        check_config(config)
+        super().__init__(config)
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, Tensor], labels: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        parts = _sharded(input_dict, labels, self.model_parts[0], self.parallel_dims, self.config.parallelism)
+        self.ntokens_seen += parts[1].numel()
+        return parts
+
+
+def check_config(config: Trainer.Config) -> None:
+    """Refuses what would not be exact, or was never tried, with options from the command line included."""
+    parallelism, compiled = config.parallelism, config.compile
+    check_balancer(parallelism.context_parallel_load_balancer)
+    refusals = {
+        f"parallelism.spmd_backend = {parallelism.spmd_backend!r}": (
+            parallelism.spmd_backend != "partial_dtensor",
+            "There torchtitan gathers keys and values itself. Use 'partial_dtensor', as with_longspan(...) sets it.",
+        ),
+        f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}": (
+            parallelism.pipeline_parallel_degree > 1,
+            "Stages of a pipeline would need the layout of every microbatch, which is not built. Use 1.",
+        ),
+        f"parallelism.expert_parallel_degree = {parallelism.expert_parallel_degree}": (
+            parallelism.expert_parallel_degree > 1,
+            "Expert parallelism beside Longspan was never tried. Use 1.",
+        ),
+        f"compile.enable with components {compiled.components}": (
+            compiled.enable and "model" in compiled.components,
+            "Every batch has a plan of its own, and torchtitan compiles layers whole, so each batch would compile them"
+            " again. Leave 'model' out of compile.components.",
+        ),
+        "training.disable_cuda_graphs = False": (
+            not config.training.disable_cuda_graphs,
+            "A replayed graph would use the first batch's plan for all. Use --training.disable_cuda_graphs.",
+        ),
+        f"validator = {type(config.validator).__qualname__}": (
+            config.validator.enable and not isinstance(config.validator, LongspanValidator.Config),
+            "It would shard by another layout. Use LongspanValidator.Config, or turn validation off.",
+        ),
+    }
+    for asked, (refused, remedy) in refusals.items():
+        if refused:
+            raise TitanError(f"{asked} was asked for, with attention by Longspan. {remedy}")
+
+
+def _parallelize(model: Any, *, parallel_dims: Any, titans: Callable[..., nn.Module], **options: Any) -> nn.Module:
+    """torchtitan's own function, told that nothing is left to do about context parallelism: it would wrap attention in
+    a gather of all keys and values. FSDP still spans the cp axis, as the meshes are made before."""
+    check_mixers(type(model).__name__, model.named_modules())
+    for name, module in model.named_modules():
+        if isinstance(module, LongspanAttention):
+            module.heads_split = parallel_dims.tp
+        elif isinstance(module, FlexAttention | VarlenAttention | ScaledDotProductAttention):
+            raise TitanError(
+                f"{name} is {type(module).__name__}, not LongspanAttention: it would attend to this rank's tokens"
+                f" alone. Do not override inner attention after with_longspan(...)."
+            )
+    if type(model)._create_flex_attention_mask is Decoder._create_flex_attention_mask:  # others make a BlockMask
+        model._create_flex_attention_mask = lambda positions, _, mask_mods: mask_of_mods(positions, mask_mods)
+    parallel_dims.get_mesh("fsdp")
+    dims = copy.copy(parallel_dims)
+    dims.cp = 1
+    return titans(model, parallel_dims=dims, **options)
+
+
+# -- configs ----------------------------------------------------------------------------------------------------------
+
+
+def with_longspan(config: Trainer.Config, *, any_model: bool = False) -> LongspanTrainer.Config:
+    """The config of the same training with attention by Longspan; the given one is used up.
+
+    Sets `parallelism.spmd_backend` to "partial_dtensor", `parallelism.context_parallel_load_balancer` to "balanced" and
+    `training.disable_cuda_graphs`; the command line may name another balancer. `any_model` admits models of your own:
+    say it only if nothing but inner attention mixes tokens (no vision tower). Linear attention, other recurrences and
+    convolutions are refused with it, too, where they are known by name.
+    """
+    spec = config.model_spec
+    if type(config) is not Trainer.Config or type(config.validator) is not Validator.Config or spec is None:
+        classes = f"{type(config).__qualname__} with {type(config.validator).__qualname__}"
+        raise TitanError(
+            f"with_longspan takes a Trainer.Config with a model_spec and a Validator.Config, but {classes} was given:"
+            f" trainers and validators of other classes shard batches themselves. Derive them from LongspanTrainer."
+        )
+    check_mixers(spec.name, ((name, layer) for name, layer, _, _ in spec.traverse(Module.Config, recurse=True)))
+    if spec.name not in MODELS and not any_model:
+        raise TitanError(
+            f"model {spec.name!r} was given. Known to mix tokens in inner attention alone are {', '.join(MODELS)}; if"
+            f" yours does, say with_longspan(config, any_model=True)."
+        )
+    layers: list[Any] = list(spec.traverse(BaseAttention.Config, recurse=True))
+    for name, layer, _, _ in layers:
+        layer.inner_attention = _replacement(name, layer.inner_attention)
+    if not layers:
+        raise TitanError(f"model {spec.name!r} has no attention whose inner_attention could be replaced.")
+    parallelism = replace(config.parallelism, spmd_backend="partial_dtensor", context_parallel_load_balancer="balanced")
+    return derive(
+        config, LongspanTrainer.Config, parallelism=parallelism,
+        model_spec=replace(spec, parallelize_fn=partial(_parallelize, titans=spec.parallelize_fn)),
+        training=replace(config.training, disable_cuda_graphs=True),
+        validator=derive(config.validator, LongspanValidator.Config),
+    )  # fmt: skip
+
+
+def _replacement(name: str, inner: Any) -> LongspanAttention.Config:
+    """The config of our attention that means what torchtitan's meant."""
+    if type(inner) is FlexAttention.Config and not inner.kernel_options:
+        return derive(inner, LongspanAttention.Config)
+    if type(inner) is VarlenAttention.Config and inner.window_size[1] == 0:
+        return derive(inner, LongspanAttention.Config, left=inner.window_size[0])
+    raise TitanError(
+        f"{name}.inner_attention is {inner}. FlexAttention without kernel_options (they tune PyTorch's kernels) and"
+        f" causal VarlenAttention can be replaced; build the model with attn_backend='flex'."
+    )
+
+
+def _configs() -> dict[str, Callable[[], Trainer.Config]]:
+    """torchtitan's config functions by name."""
+    configs: dict[str, Callable[[], Trainer.Config]] = {}
+    for model in MODELS:
+        registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
+        for name, value in vars(registry).items():
+            own = getattr(value, "__module__", None) == registry.__name__ and not name.startswith("_")
+            if own and inspect.isfunction(value) and not inspect.signature(value).parameters:
+                configs[name] = value
+    return configs
+
+
+def __getattr__(name: str) -> Callable[[], LongspanTrainer.Config]:
+    """torchtitan's config of this name, with Longspan: torchtitan looks `--config` up as an attribute of `--module`."""
+    config = None if name.startswith("_") else _configs().get(name)
+    if config is None and not name.startswith("_") and (found := _elsewhere(name)):
+        return partial(_refuse, name, *found)
+    if config is None:
+        raise AttributeError(
+            f"longspan.torchtitan has no attribute, and torchtitan's {', '.join(MODELS)} no config, {name!r}"
+        )
+    return lambda: with_longspan(config())
+
+
+def _elsewhere(name: str) -> tuple[str, list[str]] | None:
+    return family_of(name, importlib.import_module("torchtitan.models").__path__)
+
+
+def _refuse(name: str, family: str, mixers: list[str]) -> LongspanTrainer.Config:
+    """Of a config that torchtitan has and Longspan does not take."""
+    hybrid = f" Its {' and '.join(mixers)} would start from nothing on every rank." if mixers else ""
+    raise TitanError(
+        f"config {name!r} is of torchtitan's model {family!r}, which is not among those known to mix tokens in inner"
+        f" attention alone: {', '.join(MODELS)}.{hybrid}"
+    )
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_configs()]

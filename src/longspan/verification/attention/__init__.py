@@ -1,1 +1,0 @@
-"""A user's attention call against one device: comparison, leaks, and the likely mistake."""

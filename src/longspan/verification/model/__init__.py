@@ -1,1 +1,0 @@
-"""A user's whole training step against one device: loss, logits, gradients, and the likely mistake."""

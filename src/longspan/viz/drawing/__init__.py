@@ -1,1 +1,0 @@
-"""What all pictures are drawn with: scenes, axes, colours, and pages around them."""
