@@ -59,6 +59,14 @@ __all__ = [
 ]
 
 
+def __getattr__(name: str) -> _Any:
+    if name == "schedules":  # the name of `planning` in 0.2
+        import longspan.schedules
+
+        return longspan.schedules
+    raise AttributeError(f"module 'longspan' has no attribute {name!r}")
+
+
 def _repr_html(value: masks.Mask | layouts.Layout | Plan | _ScanPlan) -> str:
     """What notebooks show. Pictures lie above masks, layouts and plans, so that this is where the two meet."""
     from longspan.viz import notebook_html

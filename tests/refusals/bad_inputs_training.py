@@ -14,6 +14,7 @@ from longspan.training import (
     make_mesh,
     relayout,
     shard_batch,
+    shard_like,
     shift_tokens,
     token_logprobs,
     token_loss,
@@ -108,9 +109,14 @@ def _documents():
     for value in (-1, 0.5, "1", None, True):
         says = f"shift = {value!r}", "0 or more"
         yield bad(f"shift {value!r}", lambda v=value: shift_tokens(IDS, v), BatchError, *says)
-    narrow, says = IDS.to(torch.uint8), ("marked with -100, which torch.uint8 cannot hold", "Cast the tensor")
-    yield bad("shift uint8", lambda: shift_tokens(narrow, 1, fill=-100), BatchError, *says)
-    yield bad("uint8 labels", lambda: shard({"labels": narrow}), BatchError, *says)
+    for dtype, limits in ((torch.uint8, "from 0 to 255"), (torch.bool, "from 0 to 1")):
+        narrow, says = IDS.to(dtype), (limits, str(dtype).removeprefix("torch."), "but got -100", "int64")
+        yield bad(f"shift {dtype}", lambda x=narrow: shift_tokens(x, 1, fill=-100), BatchError, "fill must be", *says)
+        yield bad(f"labels {dtype}", lambda x=narrow: shard({"labels": x}), BatchError, "ignore_index must be", *says)
+        like = lambda x=narrow: shard_like(x, LAYOUT, 0, shift=0, fill=-100)  # noqa: E731
+        yield bad(f"shard_like {dtype}", like, LayoutError, "fill must be", *says)
+        whole = lambda x=narrow: LAYOUT.shard(x, 0, dim=-1, fill=-100)  # noqa: E731
+        yield bad(f"Layout.shard {dtype}", whole, LayoutError, "fill must be", *says)
     yield bad("shift a list", lambda: shift_tokens([1], 1), BatchError, "takes a tensor", "list")
     yield bad("shift a number", lambda: shift_tokens(torch.zeros(()), 1), BatchError, "takes a tensor", "()")
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from longspan._compile import sealed
-from longspan.errors import LayoutError
+from longspan.errors import LayoutError, LongspanError
 from longspan.masks import Mask
 from longspan.masks.convert import advice
 from longspan.spans import LIMIT, Ints, Span, as_spans, checked_text, parsed_number, run_table, shortened, whole
@@ -254,6 +254,7 @@ class Layout:
         [20, 30, 40, 50]
         """
         self._check_size(x, dim, self.seq_len, "the whole sequence")
+        check_fill(x, fill, "fill", LayoutError)
         real = self.positions(rank)[: int(self.num_tokens[rank])]
         part = _take(x, real, dim, self.num_padding(rank), fill)
         if _is_torch(x) and not _is_compiling():
@@ -406,6 +407,19 @@ def _is_compiling() -> bool:
     import torch
 
     return torch.compiler.is_compiling()
+
+
+def check_fill(x: Any, fill: float, name: str, error: type[LongspanError]) -> None:
+    """Raise if an integer or bool dtype cannot hold `fill`: -100 would become 156 in uint8, a valid token."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    if fill == 0 or not dtype.startswith(("int", "uint", "bool")):
+        return
+    low, high = (0, 1) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    if not (low <= fill <= high and fill == int(fill)):
+        raise error(
+            f"{name} must be an integer from {low} to {high}, which {dtype} can hold, but got {fill}. Cast the tensor"
+            f" to int64 first, or choose another {name}."
+        )
 
 
 def _take(x: Any, index: Ints, dim: int, padding: int, fill: float) -> Any:

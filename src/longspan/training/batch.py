@@ -19,6 +19,7 @@ from torch import Tensor
 from longspan._compile import sealed
 from longspan.errors import MaskError
 from longspan.layouts import Layout
+from longspan.layouts.layout import check_fill
 from longspan.masks import Mask
 from longspan.masks.document_rows import Documents, document_rows
 from longspan.planning.plan import Plan
@@ -81,7 +82,7 @@ def shifted(x: Tensor, shift: int, numbers: Ints, fill: float, reach: int | None
     reach = shift if reach is None else reach
     shift = whole(shift, "shift", "shift_tokens()", BatchError)
     check_rows(x, numbers)
-    check_holds(x, fill)
+    check_fill(x, fill, "fill", BatchError)
     moved = x.new_full(x.shape, fill)
     if reach >= seq_len:
         return moved
@@ -91,18 +92,6 @@ def shifted(x: Tensor, shift: int, numbers: Ints, fill: float, reach: int | None
     taken = x[..., shift : shift + seq_len - reach]
     moved[..., : seq_len - reach] = torch.where(same, taken, moved[..., : seq_len - reach])
     return moved
-
-
-def check_holds(x: Tensor, mark: float) -> None:
-    """Refuses a mark that the dtype cannot hold: -100 would be 156 in a uint8, and word 156 be predicted."""
-    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        return
-    limits = torch.iinfo(x.dtype)
-    if not (limits.min <= mark <= limits.max and mark == int(mark)):
-        raise BatchError(
-            f"places without a token are marked with {mark}, which {x.dtype} cannot hold: it has whole numbers from"
-            f" {limits.min} to {limits.max}. Cast the tensor to torch.int64 first, or choose another mark."
-        )
 
 
 def check_rows(x: Tensor, numbers: Ints) -> None:
@@ -386,7 +375,7 @@ def _labels(batch: Mapping[str, Any], numbers: Any, num_shifts: int, ignore_inde
             )
         return {}
     labels, done = batch[given[0]], int(given[0] == "shift_labels")
-    check_holds(labels, ignore_index)
+    check_fill(labels, ignore_index, "ignore_index", BatchError)
     if "loss_mask" in batch:
         labels = labels.masked_fill(~_as_bool(batch["loss_mask"]), ignore_index)
     seq_len = labels.shape[-1]
