@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -61,10 +61,12 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def has_tangent(tensor: Tensor) -> bool:
-    """Whether forward-mode differentiation is on and the tensor takes part in it."""
-    is_on = torch.autograd.forward_ad._current_level >= 0
-    return is_on and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+def find_tangent(tensors: Mapping[str, Any]) -> str | None:
+    """Return the name of a tensor that takes part in forward-mode differentiation, if there is one."""
+    if torch.autograd.forward_ad._current_level < 0:
+        return None
+    unpack = torch.autograd.forward_ad.unpack_dual
+    return next((n for n, t in tensors.items() if isinstance(t, Tensor) and unpack(t).tangent is not None), None)
 
 
 def rocm() -> str | None:
@@ -439,16 +441,12 @@ _OFF_IN_GRAPHS = tuple(
 )
 
 
-def _is_in_graph() -> bool:
-    return torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.FuncTorchBatched)
-
-
 def as_in_eager() -> AbstractContextManager[Any]:
     """Compiled graphs call operators with `torch.vmap` and PyTorch's count of changes in place switched off. Functions
     of users need both, so here they are as outside of graphs."""
-    if not _is_in_graph():
-        return nullcontext()
     excluded = torch._C._dispatch_tls_local_exclude_set()
+    if not excluded.has(torch._C.DispatchKey.FuncTorchBatched):
+        return nullcontext()
     for key in _OFF_IN_GRAPHS:
         excluded = excluded.remove(key)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
@@ -467,17 +465,21 @@ def is_unobserved(tensors: Sequence[Tensor | None]) -> bool:
         return False
     if torch._C._are_functorch_transforms_active() or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return False
-    if get_eval_frame_callback() is not None or _is_in_graph():
+    if get_eval_frame_callback() is not None:
         return False
-    return all(tensor is None or _is_plain(torch._C._dispatch_keys(tensor)) for tensor in tensors)
-
-
-def _is_plain(keys: torch._C.DispatchKeySet) -> bool:
-    number = keys.raw_repr()
-    if number not in _known:
-        names = repr(keys).removeprefix("DispatchKeySet(").removesuffix(")").split(", ")
-        _known[number] = _PLAIN.issuperset(names)
-    return _known[number]
+    if torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.FuncTorchBatched):  # inside a graph
+        return False
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        keys = torch._C._dispatch_keys(tensor)
+        number = keys.raw_repr()
+        if number not in _known:
+            names = repr(keys).removeprefix("DispatchKeySet(").removesuffix(")").split(", ")
+            _known[number] = _PLAIN.issuperset(names)
+        if not _known[number]:
+            return False
+    return True
 
 
 def run_without_compiling(function: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from longspan._torch import has_tangent, version
+from longspan._torch import find_tangent, version
 from longspan.errors import KernelError, PlanError, ScheduleError
 from longspan.layouts import Layout, contiguous
 from longspan.layouts.layout import carried, other_tokens
@@ -33,21 +33,21 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def check_inputs(q: Any, k: Any, v: Any, scale: Any, kernel: Any = "auto", sinks: Any = None, name: Any = "") -> None:
     """Raises unless q, k and v are floating-point tensors, the scale is a number and the kernel a name."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    for letter, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise PlanError(
-                f"{name} must be a torch.Tensor of shape (batch, heads, tokens, features), but {type(tensor).__name__}"
-                f" was given. Convert it with torch.as_tensor."
+                f"{letter} must be a torch.Tensor of shape (batch, heads, tokens, features), but got"
+                f" {type(tensor).__name__}. Convert it with torch.as_tensor."
             )
         if tensor.is_nested or tensor.layout != torch.strided:
             kind = "nested" if tensor.is_nested else str(tensor.layout)
             raise PlanError(
-                f"{name} is a tensor of kind {kind}, but attention takes plain ones. Pad or densify it; documents"
+                f"{letter} is a tensor of kind {kind}, but attention takes plain ones. Pad or densify it; documents"
                 f" are a mask: longspan.masks.documents(lengths)."
             )
         if tensor.dtype not in DTYPES:
             raise PlanError(
-                f"{name} has dtype {tensor.dtype}, but attention takes {', '.join(map(str, DTYPES))}. Cast it first."
+                f"{letter} has dtype {tensor.dtype}, but attention takes {', '.join(map(str, DTYPES))}. Cast it first."
             )
     check_no_tangent(q=q, k=k, v=v, sinks=sinks, scale=scale)
     if isinstance(sinks, Tensor) and sinks.device != q.device:
@@ -81,15 +81,12 @@ def is_number(value: Any) -> bool:
 
 def check_no_tangent(**tensors: Any) -> None:
     """Refuses tensors that carry a forward-mode derivative, which would be lost on the way."""
-    if torch.compiler.is_compiling():
-        return
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and has_tangent(tensor):
-            raise PlanError(
-                f"{name} carries a forward-mode derivative (torch.func.jvp, jacfwd, hessian or a dual number), which"
-                f" Longspan does not compute. Differentiate by backward, as in torch.autograd.grad, or detach it if no"
-                f" derivative is meant."
-            )
+    if not torch.compiler.is_compiling() and (name := find_tangent(tensors)) is not None:
+        raise PlanError(
+            f"{name} carries a forward-mode derivative (torch.func.jvp, jacfwd, hessian or a dual number), which"
+            f" Longspan does not compute. Differentiate by backward, as in torch.autograd.grad, or detach it if no"
+            f" derivative is meant."
+        )
 
 
 def check_carried(layout: Layout, dim: int, **tensors: Any) -> None:

@@ -88,6 +88,7 @@ def _arguments():
     for value in (None, [], 3, b"auto"):
         says = f"kernel = {value!r}", "goes by its name"
         yield bad(f"kernel {value!r}", lambda v=value: call(kernel=v), KernelError, *says)
+    yield bad("call name", lambda: call(name=3), PlanError, "name = 3", "a str")
     for value in ("fast", "", "Auto", "cpu_flash "):
         says = f"kernel {value!r} was asked for, but there is none of that name", "Use one of sdpa, auto"
         yield bad(f"kernel {value!r}", lambda v=value: call(kernel=v), KernelError, *says)

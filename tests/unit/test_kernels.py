@@ -3,6 +3,7 @@
 import ast
 import math
 import random
+import re
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -350,4 +351,5 @@ def test_no_kernel_imports_another():
 def test_private_names_are_in_one_file():
     folder = Path(reference.__file__).parents[1]
     for path in folder.rglob("*.py"):
-        assert path.name == "_torch.py" or "torch.ops.aten" not in path.read_text(), path
+        calls = re.search(r"torch\.ops\.aten\.(?!\{)", path.read_text())  # a message may name one
+        assert path.name == "_torch.py" or calls is None, path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from longspan.errors import KernelError
@@ -32,6 +33,10 @@ _CHOICES = {
 }
 
 
+_cpu_choices: set[tuple[str, torch.dtype, Features]] = set()
+"""Requests that `cpu_flash` was chosen for: it takes any shape, so that the answer is the same every time."""
+
+
 def kernel_named(name: str) -> Kernel:
     """The kernel of that name.
 
@@ -57,8 +62,12 @@ def choose_kernel(
     `why_not_inside` says why functions cannot run inside a kernel, or None; it is asked where one would be chosen.
     """
 
+    on_cpu = q_BHQD.device.type == "cpu"
+    if on_cpu and (name, q_BHQD.dtype, asked) in _cpu_choices:
+        return "cpu_flash"
+
     def refusal(kernel: Kernel) -> str | None:
-        if kernel.name == "flex" != name and q_BHQD.device.type == "cpu":  # it writes out all scores there
+        if kernel.name == "flex" != name and on_cpu:  # it writes out all scores there
             return "on CPUs it runs when it is named"
         return asked.beyond(kernel.honours) or kernel.refuses(q_BHQD, k_BGKD, v_BGKE)
 
@@ -74,6 +83,8 @@ def choose_kernel(
         kernel = kernel_named(candidate)
         why = refusal(kernel) or passed_over(kernel)
         if why is None:
+            if candidate == "cpu_flash":
+                _cpu_choices.add((name, q_BHQD.dtype, asked))
             return candidate
         whys.append(f"{candidate}: {why}" if name in _CHOICES else why)
     fit = [repr(other) for other, kernel in _KERNELS.items() if refusal(kernel) is None]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from longspan import _torch
-from longspan.kernels.contract import finite
-from longspan.kernels.panels import BackwardOp, ForwardOp, PanelKernel
+from longspan.kernels.contract import TileWork, finite
+from longspan.kernels.panels import BackwardOp, ForwardOp, PanelKernel, run_forward
 from longspan.tile import MASKS_IN_CHUNKS, Features, as_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -87,6 +88,9 @@ class CpuFlash(PanelKernel):
     op: ForwardOp = forward_op
     backward_op: BackwardOp = backward_op
     honours: Features = MASKS_IN_CHUNKS
+
+    def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
+        return run_forward(self.op, work, self.multiple)
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
         if q_BHQD.device.type != "cpu":

@@ -25,7 +25,7 @@ Turning the far border into a causal triangle by reversing rows was no faster (8
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from longspan.kernels.contract import Group, Kernel, Pairs, TileWork, Upstream, finite, in_vectors, one_by_one
-from longspan.tile import Features, Tile, as_dtype, once
+from longspan.tile import Features, KnownTiles, Tile, as_dtype, once
 from longspan.tile import wide as widened
 
 # Fused operators at the edges of their range: scales that are not above 0, and numbers that are not finite.
@@ -69,18 +69,18 @@ class Guarded:
         return self.kernel.groups(tiles, num_q, num_k)
 
     def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
-        _, above = _above(work)
-        for tiles, (out, lse) in zip(self._groups(work), self.kernel.forward(above), strict=True):
+        above = work if work.scale > 0.0 else _above(work)[1]
+        for number, (out, lse) in enumerate(self.kernel.forward(above)):
             if self.looks and not finite(out):
-                yield from self.careful.forward(replace(work, tiles=tiles))
+                yield from self.careful.forward(replace(work, tiles=self._groups(work)[number]))
             else:
                 yield out, lse
 
     def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        sign, above = _above(work)
-        for tiles, (dq, dk, dv) in zip(self._groups(work), self.kernel.backward(above, upstream), strict=True):
+        sign, above = (1.0, work) if work.scale > 0.0 else _above(work)
+        for number, (dq, dk, dv) in enumerate(self.kernel.backward(above, upstream)):
             if self.looks and not (finite(dq) and finite(dk) and finite(dv)):
-                yield from self.careful.backward(replace(work, tiles=tiles), upstream)
+                yield from self.careful.backward(replace(work, tiles=self._groups(work)[number]), upstream)
             else:
                 yield dq if sign == 1.0 else dq * sign, dk, dv
 
@@ -290,20 +290,22 @@ def additive(rows: int, cols: int, lo: int | None, hi: int | None, like: Tensor)
 def run_forward(op: ForwardOp, work: TileWork, multiple: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Kernel.forward by pieces. Head dims are padded with zeros to the larger of the two and to a `multiple`."""
     q_BHQD, k_BGKD, v_BGKE = work.q_BHQD, work.k_BGKD, work.v_BGKE
-    biases, e, pad = _Biases(q_BHQD, work.pairs), v_BGKE.shape[3], _padding(q_BHQD, v_BGKE, multiple)
-    for tile, pieces in _pieces(work.tiles):
+    biases, e = _Biases(q_BHQD, work.pairs), v_BGKE.shape[3]
+    width = -(-max(q_BHQD.shape[3], e) // multiple) * multiple
+    known = work.tiles.known if isinstance(work.tiles, KnownTiles) else {}
+    for tile, pieces in known.get(PIECES) or _pieces(work.tiles):
         state: tuple[Tensor, Tensor] | None = None
         seen: list[Tile] = []
         for piece in pieces:
             rows, keys = (piece.q0, piece.q1), (piece.k0, piece.k1)
             part, part_lse = op(
-                pad(_rows(q_BHQD, *rows)),
-                pad(_rows(k_BGKD, *keys)),
-                pad(_rows(v_BGKE, *keys)),
+                _operand(q_BHQD, *rows, width, multiple),
+                _operand(k_BGKD, *keys, width, multiple),
+                _operand(v_BGKE, *keys, width, multiple),
                 *biases.of(piece),
                 work.scale,
             )
-            part = _cut(part, e)
+            part = part if width == e else part.narrow(3, 0, e)
             if biases.blind is not None:  # operators write finite numbers there
                 part, part_lse = (
                     part.masked_fill(biases.blind, 0.0),
@@ -323,13 +325,20 @@ def run_forward(op: ForwardOp, work: TileWork, multiple: int) -> Iterator[tuple[
         yield state
 
 
+PIECES = "pieces"
+
+
 def _pieces(tiles: Sequence[Tile]) -> list[tuple[Tile, tuple[Tile, ...]]]:
     """Every tile with its pieces, which are the same in every call."""
-    return once(tiles, "pieces", lambda: [(tile, tuple(split(tile))) for tile in tiles])
+    return once(tiles, PIECES, lambda: [(tile, tuple(split(tile))) for tile in tiles])
 
 
-def _rows(x: Tensor, start: int, stop: int) -> Tensor:
-    return x if stop - start == x.shape[2] else x.narrow(2, start, stop - start)
+def _operand(x: Tensor, start: int, stop: int, width: int, multiple: int) -> Tensor:
+    """Rows of a tensor, with last dims padded to `width`, as operators can read them (see `in_vectors`)."""
+    rows = x if stop - start == x.shape[2] else x.narrow(2, start, stop - start)
+    if multiple == 1 and rows.shape[3] == width and rows.stride(3) == 1:
+        return rows
+    return in_vectors(rows, width, multiple)
 
 
 def _nothing(rows: int, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -367,7 +376,7 @@ def run_backward(
     """Kernel.backward by pieces, whose gradients are summed in float32 (float64 for float64)."""
     q_BHQD, k_BGKD, v_BGKE, lse_BHQ = work.q_BHQD, work.k_BGKD, work.v_BGKE, upstream.lse_BHQ
     wide, d, e = widened(q_BHQD.dtype), q_BHQD.shape[3], v_BGKE.shape[3]
-    biases, pad = _Biases(q_BHQD, work.pairs), _padding(q_BHQD, v_BGKE, multiple)
+    biases, width = _Biases(q_BHQD, work.pairs), -(-max(d, e) // multiple) * multiple
     # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for everybody it meets
     lse_BHQ = as_dtype(lse_BHQ, wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
     for tile, pieces in _pieces(work.tiles):
@@ -375,12 +384,12 @@ def run_backward(
         for piece in pieces:
             rows, keys = (piece.q0, piece.q1), (piece.k0, piece.k1)
             dq, dk, dv = op(
-                pad(_rows(upstream.dout_BHQE, *rows)),
-                pad(_rows(q_BHQD, *rows)),
-                pad(_rows(k_BGKD, *keys)),
-                pad(_rows(v_BGKE, *keys)),
-                pad(_rows(upstream.out_BHQE, *rows)),
-                _rows(lse_BHQ, *rows),
+                _operand(upstream.dout_BHQE, *rows, width, multiple),
+                _operand(q_BHQD, *rows, width, multiple),
+                _operand(k_BGKD, *keys, width, multiple),
+                _operand(v_BGKE, *keys, width, multiple),
+                _operand(upstream.out_BHQE, *rows, width, multiple),
+                lse_BHQ if piece.rows == lse_BHQ.shape[2] else lse_BHQ.narrow(2, piece.q0, piece.rows),
                 *biases.of(piece),
                 work.scale,
             )
@@ -404,9 +413,3 @@ def _zeros(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 
 def _cut(x: Tensor, dim: int) -> Tensor:
     return x if x.shape[3] == dim else x.narrow(3, 0, dim)
-
-
-def _padding(q: Tensor, v: Tensor, multiple: int) -> Callable[[Tensor], Tensor]:
-    """Makes last dims equal and a multiple, and rows begin where operators can read them in vectors."""
-    width = -(-max(q.shape[3], v.shape[3]) // multiple) * multiple
-    return lambda x: in_vectors(x, width, multiple)

@@ -222,12 +222,15 @@ class Mask(Handled):
 
         The same object comes back as long as nothing changes, and at once where no function decides.
         """
-        self._find_readers()
-        return self._memo.state.read_anew()
+        state = self._memo.state
+        if state.readers is None:
+            self._find_readers()
+        return state.read_anew() if state.readers else ()
 
     def settled_reads(self) -> tuple[Reads, ...]:
         """What its functions have read in the forward pass that has just run."""
-        return self._memo.state.settled()
+        state = self._memo.state
+        return state.settled() if state.readers else state.reads
 
     def check_as_read(self, reads: tuple[Reads, ...] | None = None) -> None:
         """Refuses when what its functions read has changed since a forward pass (None: since every one of late)."""

@@ -116,7 +116,8 @@ def _together(q: Tensor, k: Tensor, v: Tensor, asked: Request, plan: Plan, here:
 def _run(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: Any = None) -> Any:
     """On plain tensors, over the group that was asked for, or over `group`, which is that of DTensors."""
     check_tensors(q, k, v)
-    group = _group_name(group if asked.group is None else asked.group, asked.plan_or_mask)
+    group = group if asked.group is None else asked.group
+    group = "" if group is None else _group_name(group, asked.plan_or_mask)
     if asked.sinks is not None:
         check_sinks(asked.sinks, q.shape[1])
     scoring, recorded, said = None, None, ()
@@ -130,23 +131,24 @@ def _run(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: Any = None) -> 
     captured = [] if scoring is None else list(scoring.captured)
     captured = captured if recorded is None else recorded.captured
     constants = [] if recorded is None else recorded.constants
-    check_captured([*captured, *constants])
+    if captured or constants:
+        check_captured([*captured, *constants])
     shared = captured if asked.sinks is None else [*captured, asked.sinks]
     records = torch.is_grad_enabled()
-    learns = records and any(t.requires_grad for t in shared)
+    learns = records and bool(shared) and any(t.requires_grad for t in shared)
     saves = learns or (records and (q.requires_grad or k.requires_grad or v.requires_grad))
     scale = None if asked.scale is None else float(asked.scale)
-    out, lse, _ = ops.attend(
-        q, k, v, [*captured, *constants], asked.sinks, _handle(asked.plan_or_mask), group, asked.kernel, scale,
-        ops.number_of_scoring(scoring), asked.captured_grads == "sum", saves, learns, asked.name, ops.FORM,
-        *said,
-    )  # fmt: skip
+    number = 0 if scoring is None else ops.number_of_scoring(scoring)
+    handle = asked.plan_or_mask.handle  # the tensor under which the operator finds the mask or plan
+    handle = _given_handle(asked.plan_or_mask) if handle is None else handle
+    tensors, sums = [*captured, *constants], asked.captured_grads == "sum"
+    others = handle, group, asked.kernel, scale, number, sums, saves, learns, asked.name, ops.FORM, *said
+    run = ops.attention if torch.compiler.is_compiling() else ops.run_of(ops.attention, q, k, v, asked.sinks, *tensors)
+    if run is ops.attention:
+        out, lse, _ = run(q, k, v, tensors, asked.sinks, *others)
+    else:
+        out, lse, _ = ops.attend(q, k, v, tensors, asked.sinks, *others, run=run)
     return (out, lse) if asked.return_lse else out
-
-
-def _handle(plan_or_mask: Mask | Plan) -> Tensor:
-    """The tensor under which the operator finds the mask or plan."""
-    return _given_handle(plan_or_mask) if plan_or_mask.handle is None else plan_or_mask.handle
 
 
 @torch.compiler.disable(reason="the mask or plan was made before torch was loaded")
@@ -214,9 +216,7 @@ def _has_shape(tensor: Any) -> bool:
 
 
 def _group_name(group: Any, plan_or_mask: Mask | Plan) -> str:
-    """The name under which PyTorch knows the group; "" for one device."""
-    if group is None:
-        return ""
+    """The name under which PyTorch knows the group."""
     if isinstance(plan_or_mask, Mask):
         raise PlanError(
             "a group was given with a mask. Make a plan first: longspan.plan(mask, layout, ...), and pass the plan."

@@ -257,9 +257,9 @@ FORM = 3
 signature of the backward needs a new number, or code of an older version would call it."""
 
 
-def number_of_scoring(scoring: Scoring | None) -> int:
-    """The number under which the operator finds what happens to scores; 0 for nothing."""
-    return 0 if scoring is None else number_of(scoring)
+def number_of_scoring(scoring: Scoring) -> int:
+    """The number under which the operator finds what happens to scores."""
+    return number_of(scoring)
 
 
 def place_in(group: str) -> tuple[int, int] | None:
@@ -280,6 +280,9 @@ def _value_of(handle: Tensor) -> Mask | Plan:
     return found
 
 
+_nothing_to_tell = nullcontext()
+
+
 def told_in(group: str) -> AbstractContextManager[None]:
     return told(_torch.group_named(group)) if group else nullcontext()
 
@@ -296,17 +299,21 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 def run_over(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
     """What the program gives, and the number of the call over the group."""
     # autocast would narrow the products of float32 inside; NCCL and compiled kernels go by the current device
-    with _without_autocast(call.device.type), _on(call.device):
-        if not group:
+    if not group:
+        with _without_autocast(call.device.type), _on(call.device):
             return run_alone(program), 0
-        with members_of(_torch.group_named(group)).call(call) as running:
-            return ProcessGroup(running).run(program), running.number
+    members = members_of(_torch.group_named(group))
+    with _without_autocast(call.device.type), _on(call.device), members.call(call) as running:
+        return ProcessGroup(running).run(program), running.number
+
+
+_ALONE = Safety()
 
 
 def settings_of(group: str, *, backward: bool = False) -> Safety:
     """How safely to run. Read when the operator runs: compiled code keeps no settings of its compilation."""
     if not group:
-        return Safety()
+        return _ALONE
     members = members_of(_torch.group_named(group))
     if not backward:
         members.settings = safety(members.settings)
@@ -320,7 +327,9 @@ def call_of(job: Task, direction: str, device: torch.device, safety: Safety, **m
 
 def apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """The results, none of them in memory of another or of an input: dk and dv may come from one message."""
-    taken = {t.untyped_storage().data_ptr() for t in inputs}
+    taken: set[int] = set()
+    for tensor in inputs:
+        taken.add(tensor.untyped_storage().data_ptr())
     made: list[Tensor] = []
     for result in results:
         result = result.clone() if result.untyped_storage().data_ptr() in taken else result
@@ -329,12 +338,11 @@ def apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     return made
 
 
-def _job(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...], learns: bool) -> Job:
-    """What this rank is asked to run, all of it known by now; what cannot be done is refused."""
-    group, kernel, scale, sinks, scores = asked
-    place = place_in(group)
-    plan = fitting_plan(plan_or_mask, q, k, v, place)
-    functions: Scoring | None = scores(plan)
+def _job(
+    plan: Plan, rank: int, q: Tensor, k: Tensor, v: Tensor, kernel: str, scale: float | None, sinks: Tensor | None,
+    functions: Scoring | None, learns: bool,
+) -> Job:  # fmt: skip
+    """What this rank runs; what cannot be done is refused."""
     drops = functions is not None and functions.dropout is not None
     honours = Features(not plan.is_structured, functions is not None, drops, plan.chunks is not None)
     why_not = lambda: why_not_inside(plan.mask, functions, q)  # noqa: E731
@@ -346,7 +354,7 @@ def _job(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, asked: tupl
             f" number decides. Detach it, or plan without chunks."
         )
     scale = 1 / sqrt(q.shape[3]) if scale is None else scale
-    return Job(plan, 0 if place is None else place[0], chosen, scale, q.dtype, functions, sinks)
+    return Job(plan, rank, chosen, scale, q.dtype, functions, sinks)
 
 
 def run_forward(
@@ -376,22 +384,31 @@ def run_forward(
     scores has a number, or in compiled code a text with the numbers that it reads. The last `num_constants` of what is
     captured get no gradient.
     """
-    with told_in(group):
+    with told_in(group) if group else _nothing_to_tell:
         assert form == FORM, "compiled code of another version"
         said = Said(text, tuple(numbers or ()), tuple(reals or ())) if text else NOTHING
-        captured, constants = _parted(captured, num_constants)
-
-        def scores(plan: Plan) -> Scoring | None:
-            return said.scoring(captured, constants, q, plan) if text else found_under(scoring)
-
-        job = _job(_value_of(handle), q, k, v, (group, kernel, scale, sinks, scores), learns)
+        captured, constants = _parted(captured, num_constants) if num_constants else (captured, [])
+        place = place_in(group) if group else None
+        plan = fitting_plan(_value_of(handle), q, k, v, place)
+        functions: Scoring | None = None
+        if text:
+            functions = said.scoring(captured, constants, q, plan)
+        elif scoring:
+            functions = found_under(scoring)
+        job = _job(plan, place[0] if place else 0, q, k, v, kernel, scale, sinks, functions, learns)
         job.plan.mask.read_anew()
-        settings = settings_of(group)
-        record: Record | None = None
+        program = Forward(job, q, k, v, captured).program(saves=saves)
+        number = 0
         if group:
+            settings = settings_of(group)
             record = record_of(job, q.device, sums if saves else None, name, settings)
-        call = call_of(job, "forward", q.device, settings, record=record, name=name)
-        (out, lse, kept), number = run_over(Forward(job, q, k, v, captured).program(saves=saves), group, call)
+            call = call_of(job, "forward", q.device, settings, record=record, name=name)
+            (out, lse, kept), number = run_over(program, group, call)
+        elif q.device.index is None and not torch.is_autocast_enabled(q.device.type):
+            out, lse, kept = run_alone(program)
+        else:
+            with _without_autocast(q.device.type), _on(q.device):
+                out, lse, kept = run_alone(program)
         out, lse = apart((out.contiguous(), lse.contiguous()), (q, k, v))
         made, reads = Kept(kept), job.plan.mask.settled_reads()
         if text:
@@ -439,7 +456,7 @@ def run_backward(
     forward = pass_of(ticket, Pass)
     captured, constants = _parted(captured, num_constants)
     kept = kept or forward.kept() or []
-    with told_in(forward.group):
+    with told_in(forward.group) if forward.group else _nothing_to_tell:
         _check_unchanged(forward)
         job = forward.job if sinks is None else replace(forward.job, sinks=sinks)
         if forward.said.text:
@@ -448,13 +465,18 @@ def run_backward(
             # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
             job = replace(job, kernel=kernel_named("reference"))
         backward = Backward(job, Saved(q, k, v, out, lse, kept, captured), dout, dlse)
-        settings = settings_of(forward.group, backward=True)
-        call = call_of(job, "backward", q.device, settings, name=forward.name, forward=forward.number)
-        gradients, _ = run_over(backward.program(), forward.group, call)
+        call: Call | None = None
+        if forward.group:
+            settings = settings_of(forward.group, backward=True)
+            call = call_of(job, "backward", q.device, settings, name=forward.name, forward=forward.number)
+            gradients, _ = run_over(backward.program(), forward.group, call)
+        else:
+            with _without_autocast(q.device.type), _on(q.device):
+                gradients = run_alone(backward.program())
         gradients = [t.contiguous() for t in gradients] if plain else gradients
         dq, dk, dv = apart(gradients, (dout, q, k, v, out, lse, *kept))
         shared = backward.shared_gradients()
-        if forward.sums and forward.group and shared:
+        if forward.sums and call is not None and shared:
             shared = _summed(shared, forward.group, call)
         return dq, dk, dv, [t.to(like.dtype) for t, like in zip(shared, _shared(captured, sinks), strict=True)]
 
@@ -543,22 +565,17 @@ class _Attention(torch.autograd.Function):
         return (None, None, *gradients, dsinks, *shared, *(None,) * ctx.num_constants)
 
 
-def _with_gradients(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], sinks: Tensor | None, *others: Any, run: Run = attention
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *_shared(captured, sinks))):
+    """The operator with its gradient; `run` is the operator, or what it runs."""
+    needs = q.requires_grad or k.requires_grad or v.requires_grad
+    needs = needs or (bool(captured or sinks is not None) and any(t.requires_grad for t in _shared(captured, sinks)))
+    if needs and torch.is_grad_enabled():
         return _Attention.apply(run, others, q, k, v, sinks, *captured)  # type: ignore[return-value]
     with _torch.below_autograd():
         return run(q, k, v, captured, sinks, *others)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], sinks: Tensor | None, *others: Any) -> Any:
-    """The operator `attention`, by the shortest way."""
-    run = attention if torch.compiler.is_compiling() else run_of(attention, q, k, v, sinks, *captured)
-    if run is attention:
-        return attention(q, k, v, captured, sinks, *others)
-    return _with_gradients(q, k, v, captured, sinks, *others, run=run)
-
-
-differentiate(attention, _with_gradients)
+differentiate(attention, attend)
 refuse_derivative(attention_backward)

@@ -132,11 +132,15 @@ class Forward(Run):
 
     def program(self, *, saves: bool) -> Program[tuple[Tensor, Tensor, list[Tensor]]]:
         """Runs; returns output, lse and, if backward `saves`, the remote pieces that the plan keeps, as messages."""
-        out, lse, *kept = yield from self.run(saves=saves)
+        program, memory = self.start(saves)
+        alone = self.job.plan.layout.world_size == 1
+        yield from program.run(memory, self.attend, self.direction, self.job.rank, alone=alone)
+        out, lse, *kept = self.results(program, memory)
+        del program, memory
         out, lse = as_dtype(out, self.job.dtype), as_dtype(lse.squeeze(3), wide(self.job.dtype))
         if self.job.sinks is not None:
             out, lse = self._with_sinks(out, lse, self.job.sinks)
-        return out, lse, [message.view(-1) for message in kept]
+        return out, lse, [message.view(-1) for message in kept] if kept else []
 
     def _with_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
         """Results that see sinks, chunk by chunk if there are any: `logaddexp` rounds the end of a row otherwise."""

@@ -99,10 +99,14 @@ class FlatProgram:
             yield from ((id(item), _buffers(item)) for item in (*step.work, *step.unpack))
         yield from ((id(item), _buffers(item)) for item in self.end)
 
-    def run(self, memory: Memory, attend: Attend, direction: str, rank: int) -> Program[None]:
-        """Plays it back; results are in the memory then."""
+    def run(self, memory: Memory, attend: Attend, direction: str, rank: int, *, alone: bool = False) -> Program[None]:
+        """Plays it back; results are in the memory then. `alone`: there is one rank, and no messages."""
         launches: dict[int, Iterator[tuple[Tensor, ...]]] = {}
         for number, step in enumerate(self.steps):
+            if alone:
+                with mark(direction, rank, number):
+                    self._do([*step.pack, *step.work], memory, attend, launches)
+                continue
             if step.pack:
                 self._do(step.pack, memory, attend, launches)
                 put_back(memory, step.loose)
@@ -121,9 +125,12 @@ class FlatProgram:
             if into:
                 take_in(into, found or {})
                 self._do(step.unpack, memory, attend, launches)
-        memory.messages.release()
-        self._do(self.end, memory, attend, launches)
-        put_back(memory, self.loose)
+        if not alone:
+            memory.messages.release()
+        if self.end:
+            self._do(self.end, memory, attend, launches)
+        if self.loose:
+            put_back(memory, self.loose)
 
     def _do(
         self,
@@ -136,11 +143,20 @@ class FlatProgram:
             if isinstance(item, Move):
                 item.run(memory)
             elif isinstance(item, Taken):
-                take_result(item, launches[id(item.launch)], memory)
+                results = launches[id(item.launch)]
+                for buffer, result in zip(item.results, next(results), strict=True):
+                    shape, expected = result.shape, buffer.shape
+                    assert shape[2] == expected[2], f"{item!r} has {shape[2]} rows, not {expected[2]}"
+                    memory.tensors[buffer.number] = result if len(shape) == 4 else result.unsqueeze(3)
                 if item.is_last:
+                    more = next(results, None)
+                    assert more is None, f"a kernel gave more than the {item.number + 1} results it had named"
                     del launches[id(item.launch)]
             else:
-                tensors = [memory.cut(number, parts) for number, parts in self.inputs[id(item)]]
+                tensors: list[Tensor] = []
+                for number, parts in self.inputs[id(item)]:
+                    tensor = memory.tensors[number]
+                    tensors.append(memory.cut(number, parts) if parts or tensor is None else tensor)
                 if isinstance(item, Launched):
                     launches[id(item)] = attend(item, tensors)
                 else:
@@ -155,16 +171,6 @@ def take_in(into: dict[int, Tensor], found: dict[int, Tensor]) -> None:
         peer, part = into.popitem()
         if (came := found.pop(peer)) is not part:
             part.copy_(came)
-
-
-def take_result(taken: Taken, results: Iterator[tuple[Tensor, ...]], memory: Memory) -> None:
-    """The next result of a launch, which must be what the kernel had said it would be."""
-    for buffer, result in zip(taken.results, next(results), strict=True):
-        assert result.shape[2] == buffer.shape[2], f"{taken!r} has {result.shape[2]} rows, not {buffer.shape[2]}"
-        memory.tensors[buffer.number] = result if result.dim() == 4 else result.unsqueeze(3)
-    if taken.is_last:
-        more = next(results, None)
-        assert more is None, f"a kernel gave more than the {taken.number + 1} results it had named"
 
 
 def part_of(memory: Memory, rows: Rows) -> Tensor:

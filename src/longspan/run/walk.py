@@ -27,7 +27,7 @@ from longspan.run.program import FlatProgram, FlatStep, Mail, items_of, memory_f
 from longspan.run.recorder import Buffer, Launched, Recorder, Rows, Taken
 from longspan.run.tiles import tiles_for
 from longspan.run.transports import Program
-from longspan.scoring.captured import Totals
+from longspan.scoring.captured import NO_TOTALS, Totals
 from longspan.scoring.pipeline import Scoring, TilePairs, TilePositions
 from longspan.spans import Ints, Span
 
@@ -346,18 +346,27 @@ class RowRun(ABC):
 
     def run(self, *, saves: bool = False) -> Program[list[Tensor]]:
         """Results of the program, as they lie in memory."""
+        program, memory = self.start(saves)
+        alone = self.task.plan.layout.world_size == 1
+        yield from program.run(memory, self.attend, self.direction, self.task.rank, alone=alone)
+        return self.results(program, memory)
+
+    def start(self, saves: bool) -> tuple[FlatProgram, Memory]:
+        """The program, and memory with its inputs."""
         program = self._recorded(saves)
         memory = memory_for(program, self.device)
         memory.tensors[: len(self.inputs)] = self.inputs
         del self.inputs
-        yield from program.run(memory, self.attend, self.direction, self.task.rank)
-        return [self._result(memory, *cut) for cut in program.found]
+        return program, memory
 
-    def _result(self, memory: Memory, *cut: Any) -> Tensor:
-        """A result in memory of its own: a part of a message would keep all messages of its step alive."""
-        part = memory.cut(*cut)
-        is_part = memory.buffers[cut[0]].inside is not None and part.dtype == self.task.dtype  # others are converted
-        return part.clone() if is_part else part
+    def results(self, program: FlatProgram, memory: Memory) -> list[Tensor]:
+        """Results in memory of their own: a part of a message would keep all messages of its step alive."""
+        made: list[Tensor] = []
+        for number, parts in program.found:
+            part = memory.cut(number, parts)
+            is_message = memory.buffers[number].inside is not None
+            made.append(part.clone() if is_message and part.dtype == self.task.dtype else part)  # others are converted
+        return made
 
     def _recorded(self, saves: bool) -> FlatProgram:
         """The program of this rank, from memory if it was recorded before."""
@@ -375,8 +384,9 @@ class Run(RowRun):
     """A run of attention: launches go to a kernel."""
 
     def __init__(self, job: Job, inputs: Sequence[Tensor], captured: Sequence[Tensor]) -> None:
-        super().__init__(job, inputs)
-        self.job, self.totals = job, Totals(captured)
+        self.task = self.job = job
+        self.inputs, self.device = inputs, inputs[0].device
+        self.totals = Totals(captured) if captured else NO_TOTALS
 
     @property
     def computed_by(self) -> tuple[Any, object]:
@@ -393,12 +403,11 @@ class Run(RowRun):
     def work(self, launch: Launched, tensors: Sequence[Tensor]) -> TileWork:
         """The launch as a kernel is given it."""
         q, k, v = tensors[:3]
-        return TileWork(q, k, v, launch.tiles, self.job.scale, self._pairs(launch))
+        is_plain = self.job.scoring is None and self.job.plan.is_structured
+        return TileWork(q, k, v, launch.tiles, self.job.scale, None if is_plain else self._pairs(launch))
 
     def _pairs(self, launch: Launched) -> TilePairs | None:
         """What a kernel may ask about pairs, where more than bands matters."""
-        if self.job.scoring is None and self.job.plan.is_structured:
-            return None
         mask = self.job.plan.mask
         predicate = mask.plane(launch.batch.start, launch.heads.start).predicate
         if self.job.scoring is None and predicate is None:

@@ -135,3 +135,7 @@ class Totals:
         for i, size in zip(index, total.shape, strict=False):
             at = at * size + torch.where(i < 0, i + size, i).to(total.device)
         total.view(-1, *rest).index_add_(0, at.flatten(), gradient.reshape(-1, *rest))
+
+
+NO_TOTALS = Totals(())
+"""Where nothing is captured."""
