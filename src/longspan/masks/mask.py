@@ -1,4 +1,4 @@
-"""Mask: what may attend to what, in global positions.
+"""Mask: which query position may attend to which key position, with text pictures and cache keys.
 
 A mask is a grid of planes (batch rows x heads; a side of length 1 holds for all). A plane is two disjoint lists of
 bands, `sure` and `maybe`, and a predicate that decides the pairs inside `maybe`. A structured mask has no `maybe`; an
@@ -26,7 +26,7 @@ from longspan.masks.plane import Bools, Plane
 from longspan.masks.tiles import classifier
 from longspan.spans import Ints, Span, whole
 
-# -- Text pictures of masks: queries go down, keys go right ------------------------------------------------------------
+# -- Text pictures: queries go down, keys go right ---------------------------------------------------------------------
 
 
 _OPAQUE_LIMIT = 4096
@@ -62,7 +62,7 @@ def _counts(plane: Plane, seq_len: int, edges: Ints) -> Ints:
     return counts
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Mask --------------------------------------------------------------------------------------------------------------
 
 
 Grid = tuple[tuple["Plane", ...], ...]
@@ -381,7 +381,7 @@ def _grid_meet(a: Mask, b: Mask, meet: Callable[[Plane, Plane], Plane]) -> Grid:
     return tuple(rows)
 
 
-# -- Masks as keys of caches -------------------------------------------------------------------------------------------
+# -- Masks as cache keys -----------------------------------------------------------------------------------------------
 
 
 class MaskKey:
