@@ -88,7 +88,7 @@ nitpick_ignore_regex = [
     ("py:class", r"longspan\.masks\.captures\.Reads"),
     (
         "py:class",
-        r"longspan\.(planning|run|watch|testing|training|viz|huggingface|torch_api)(\.[a-z_]+)+\._?[A-Z]\w+",
+        r"longspan\.(planning|run|scoring|watch|testing|training|viz|huggingface|torch_api)(\.[a-z_]+)+\._?[A-Z]\w+",
     ),
 ]
 
