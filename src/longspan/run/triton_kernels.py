@@ -1,6 +1,6 @@
-"""The Triton kernels. Importing this needs Triton, which PyTorch brings along where it has CUDA.
+"""Triton kernels that merge partial results and move rows. Importing this file needs Triton.
 
-Shapes: see engine/merge.py and engine/token_store.py. A program works on some rows of one batch row and one head; all
+Shapes: see merge.py and packing.py. A program works on some rows of one batch row and one head; all
 strides are given, so that views need no copy, and offsets are 64 bits wide.
 """
 

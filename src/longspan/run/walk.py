@@ -1,7 +1,8 @@
-"""The one runner: walks a rank's steps, whatever planner made them, and notes what is to be done to rows.
+"""Walk a rank's steps once and record what is to be done to rows.
 
-A plan is walked once for each rank, direction and kernel; what was noted becomes a program (`flat.program`), and that
-is what runs, in loopback and on a process group. Forward and backward fill in what a step does.
+A plan is walked once for each rank, direction and kernel. The result is a program (`run/program.py`), which runs on the
+loopback transport and on a process group. All planners, attention, halo exchange and scans share this code. `passes.py`
+defines what a step of attention does forward and backward.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from longspan.scoring.captured import Totals
 from longspan.scoring.pipeline import Scoring, TilePairs, TilePositions
 from longspan.spans import Ints, Span
 
-# Walking: a rank's steps, whatever they are about, with rows that stand for tensors. What is noted becomes a program.
-# Every step starts its messages, computes while they travel, and takes in what arrived. What pieces and computes are is
-# filled in: rows of attention (`runner`), states of recurrences (`execution.scans`).
+# -- Steps of any kind -------------------------------------------------------------------------------------------------
+# Every step starts its messages, computes while they travel, and takes in what arrived. Subclasses define pieces and
+# computes: rows of attention (below), states of recurrences (`mixers/scan_run.py`).
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +176,7 @@ class PlanWalk(ABC):
             self.take(t, tensors)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Rows of attention -------------------------------------------------------------------------------------------------
 
 
 class Task(Protocol):
