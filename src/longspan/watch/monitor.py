@@ -1,9 +1,9 @@
-"""Liveness: says where this rank is, and finds out why another one does not come.
+"""Watch: publish where this rank is, and find out why another rank does not arrive.
 
-Ranks of one host are looked at directly, those of others through a watcher process beside each rank; where a rank is,
-and what went wrong, it says in the job's own store, in records of fixed layout. Whoever finds a fault writes it down
-for all, so that everybody raises the same message. The `Detector` decides; here are the threads, the clock and the
-store.
+Ranks of one host are examined directly, those of other hosts through a watcher process next to each rank. A rank
+publishes its state and its errors in the job's store, in records of fixed layout. The first rank that detects a fault
+writes it there, so that all ranks raise the same message. The `Detector` decides; this file has the threads, the clock
+and the store.
 """
 
 from __future__ import annotations
