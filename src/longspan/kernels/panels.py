@@ -350,7 +350,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     The two weights are made to sum to one by dividing, not by subtracting a rounded lse: with |lse| of 1e4 that keeps
     three more digits. A row that neither has seen stays (0, -inf).
 
-    Not `engine.merge.merge`, which has a third tensor for the sum and divides at the end: a row of a tile meets two or
+    Not `run.merge.merge`, which has a third tensor for the sum and divides at the end: a row of a tile meets two or
     three pieces, the first is the operator's own output in its own dtype, and most tiles are one piece and merge none.
     """
     top = torch.maximum(lse, part_lse)

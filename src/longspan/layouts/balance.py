@@ -427,7 +427,7 @@ class Dealer(Pool):
     def _least(self, tokens: int) -> int:
         return self.first_work(self.light, tokens)
 
-    # -- filling one rank ---------------------------------------------------------------------------------------------
+    # -- Filling one rank ----------------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
         self.light, self.dense = self._run_light(), self._run_dense()

@@ -162,7 +162,7 @@ class Layout:
         merged[:, 1] = table[after - 1, 1]
         return Layout(seq_len, world_size, name, merged, local_len)
 
-    # -- who holds what ---------------------------------------------------------------------------------------------
+    # -- Spans and counts ----------------------------------------------------------------------------------------------
 
     @cached_property
     def _first(self) -> Ints:
@@ -246,7 +246,7 @@ class Layout:
         row = order[np.searchsorted(self.table[order, 0], wanted, side="right") - 1]
         return self.table[row, 2], slot[row] + wanted - self.table[row, 0]
 
-    # -- index maps -------------------------------------------------------------------------------------------------
+    # -- Index maps ----------------------------------------------------------------------------------------------------
 
     def shard(self, x: X, rank: int, dim: int = 0, fill: float = 0) -> X:
         """The rank's part of a whole array or tensor along `dim`; padding slots hold `fill`.
@@ -282,7 +282,7 @@ class Layout:
             self._check_size(shard, dim, self.num_slots(rank), f"the shard of rank {rank}")
         return _take(_concatenate(shards, dim), self.unshard_index(), dim, 0, 0)
 
-    # -- checks and identity ----------------------------------------------------------------------------------------
+    # -- Checks and identity -------------------------------------------------------------------------------------------
 
     def _check_rank(self, rank: int) -> None:
         if type(rank) is int and 0 <= rank < self.world_size:

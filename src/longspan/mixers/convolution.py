@@ -219,7 +219,7 @@ def check_rows(plan: ConvPlan, x: Tensor, place: tuple[int, int] | None) -> None
 
 
 FORM = 1
-"""The form of both operators, as in `execution.ops`."""
+"""The form of both operators, as in `run/ops.py`."""
 
 
 @dataclass(frozen=True, eq=False)

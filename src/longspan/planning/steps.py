@@ -76,7 +76,7 @@ class Sizes:
     kv_heads: int
     head_dim: int
     v_head_dim: int
-    """0 where a row is one tensor, not a key and a value: see `schedules.convolution`."""
+    """0 where a row is one tensor, not a key and a value: see `planning/conv_plan.py`."""
     itemsize: int
     batch: int = 1
 

@@ -142,7 +142,7 @@ class _Proof:
             + table(self.schedule, mark=(rank, step))
         )
 
-    # -- walking ----------------------------------------------------------------------------------------------------
+    # -- Walking -------------------------------------------------------------------------------------------------------
 
     def _give_owners(self) -> None:
         sizes, layout = self.schedule.sizes, self.schedule.layout
@@ -274,7 +274,7 @@ class _Proof:
                 self.fail(rank, number, f"{c.q!r} is computed again after its result was sent.")
             results[cells] = 1
 
-    # -- at the end -------------------------------------------------------------------------------------------------
+    # -- Final checks --------------------------------------------------------------------------------------------------
 
     def _owned(self, rank: int) -> Ints:
         owned = np.zeros(self.board.num_cells, dtype=np.int64)

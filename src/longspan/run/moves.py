@@ -373,7 +373,7 @@ class Move:
             for lane in self.lanes:
                 self._by_tokens(memory, lane)
 
-    # -- run by run -------------------------------------------------------------------------------------------------
+    # -- Run by run ----------------------------------------------------------------------------------------------------
 
     def _is_quicker_by_row(self, lane: RowLane) -> bool:
         """Whether one copy row by row takes a CPU less than a copy for every run."""
@@ -410,7 +410,7 @@ class Move:
                 out.copy_(made)
                 lse.copy_(stat)
 
-    # -- by tables of tokens ----------------------------------------------------------------------------------------
+    # -- By tables of tokens -------------------------------------------------------------------------------------------
 
     def _table(self, memory: Memory, lane: RowLane) -> Table:
         """Tokens of the targets and of the sources, and whether each are all that there are, in order."""
@@ -446,7 +446,7 @@ class Move:
                     else:
                         target.index_copy_(2, there.long(), rows.to(target.dtype))
 
-    # -- by tables of rows ------------------------------------------------------------------------------------------
+    # -- By tables of rows ---------------------------------------------------------------------------------------------
 
     @cached_property
     def _in_messages(self) -> list[list[Strides | None]]:

@@ -128,7 +128,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Said:
-    """What compiled code says about scores: a text (see `score_text`) and the numbers in it. Its tensors are arguments
+    """What compiled code says about scores: a text (see `ScoreText`) and the numbers in it. Its tensors are arguments
     of both operators: memory of a graph's own is used again."""
 
     text: str = ""

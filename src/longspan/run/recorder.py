@@ -81,8 +81,8 @@ class Kind(StrEnum):
     COPY = "copy"  # target, source
     ADD = "add"  # target, source
     FILL = "fill"  # target
-    MERGE = "merge"  # acc, top, num, out, lse: see `engine.merge.merge`
-    FINISH = "finish"  # out, lse, acc, top, num: see `engine.merge.finished`
+    MERGE = "merge"  # acc, top, num, out, lse: see `run.merge.merge`
+    FINISH = "finish"  # out, lse, acc, top, num: see `run.merge.finished_rows`
 
     @property
     def num_targets(self) -> int:

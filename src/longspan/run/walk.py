@@ -84,7 +84,7 @@ class PlanWalk(ABC):
         self.recorder = Recorder()
         self.loose: list[Buffer] = []
 
-    # -- what is filled in ------------------------------------------------------------------------------------------
+    # -- Defined by subclasses -----------------------------------------------------------------------------------------
 
     def prepare(self, step: PlanStep) -> None:  # noqa: B027
         """Before the step's messages are packed."""
@@ -108,7 +108,7 @@ class PlanWalk(ABC):
     def finish(self) -> list[Rows]:
         """What the run is for, when all steps are done."""
 
-    # -- walking ----------------------------------------------------------------------------------------------------
+    # -- Walking -------------------------------------------------------------------------------------------------------
 
     def program(self) -> FlatProgram:
         """Every step: start its messages, compute while they travel, take in what arrived."""
@@ -234,7 +234,7 @@ class RowWalk(PlanWalk):
         self.own_runs = own_runs(job.plan.layout, job.rank)
         self._runs: dict[tuple[Span, ...], Ints] = {}
 
-    # -- what a direction fills in ----------------------------------------------------------------------------------
+    # -- Defined by forward and backward -------------------------------------------------------------------------------
 
     def fill(self, piece: Piece, targets: Sequence[Rows]) -> None:
         gather(self._stores(piece), self.store(piece, targets), repr(piece))
@@ -245,7 +245,7 @@ class RowWalk(PlanWalk):
     def arrived(self, transfer: Moved, rows: TokenStore) -> None:
         self.hold(transfer.piece.role, rows, transfer.until)
 
-    # -- holding ----------------------------------------------------------------------------------------------------
+    # -- Stored rows ---------------------------------------------------------------------------------------------------
 
     def own(self, role: Role) -> TokenStore:
         """Holds the rank's own shard of a role for good: inputs of the program, one for each tensor of the role."""

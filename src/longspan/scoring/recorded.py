@@ -191,7 +191,7 @@ METADATA = ("dim", "ndimension", "numel", "nelement", "size", "is_floating_point
 
 @dataclass
 class Recorded:
-    """A score function as text and what it reads; see `score_text`."""
+    """A score function as text and what it reads; see `ScoreText`."""
 
     text: str = ""
     captured: list[Tensor] = field(default_factory=list)

@@ -208,7 +208,7 @@ class _Look:
         losses = self.each.losses
         return len(losses) == len(values) and all(abs(a - b) <= budget for a, b in zip(losses, values, strict=True))
 
-    # -- logits ------------------------------------------------------------------------------------------------------
+    # -- Logits --------------------------------------------------------------------------------------------------------
 
     def forward(self, wrong: list[str]) -> dict[str, Said]:
         """Mistakes of masks and positions, judged by the logits, or by everything wrong where there are none."""
@@ -260,7 +260,7 @@ class _Look:
         ):
             yield evidence, at.to(like.device).expand(like.shape)
 
-    # -- loss and gradients ------------------------------------------------------------------------------------------
+    # -- Loss and gradients --------------------------------------------------------------------------------------------
 
     def backward(self, wrong: list[str]) -> dict[str, Said]:
         """Mistakes of labels, means and sums."""

@@ -178,7 +178,7 @@ class Detector:
         self._timeout, self._warn = 0.0, WARN
         self._current, self._num_waits, self._turn = -1, -1, 0
 
-    # -- the store --------------------------------------------------------------------------------------------------
+    # -- The store -----------------------------------------------------------------------------------------------------
 
     def turn(self, now: Callable[[], float]) -> Turn:
         """One conversation with the store: what this rank says, and, while it waits, what the others said."""
@@ -243,7 +243,7 @@ class Detector:
             self._lag = max(0.9 * self._lag, now - self._asked)
         self._asked = None
 
-    # -- waiting ----------------------------------------------------------------------------------------------------
+    # -- Waiting -------------------------------------------------------------------------------------------------------
 
     def remember(self, call: int, identity: int) -> None:
         """A call whose messages have no tags goes ahead."""
@@ -444,7 +444,7 @@ class Detector:
         text = None if theirs is None else self._apart(number, theirs)
         return None if text is None else Verdict(number, text, True)
 
-    # -- words ------------------------------------------------------------------------------------------------------
+    # -- Messages ------------------------------------------------------------------------------------------------------
 
     def warning(self) -> str | None:
         """What to say about a wait that is long although nothing is wrong; after 10, 20, 40, ... seconds."""

@@ -73,7 +73,7 @@ class Watch:
         self._pid = os.getpid()
         atexit.register(self._exit)
 
-    # -- what a call says -------------------------------------------------------------------------------------------
+    # -- What a call publishes -----------------------------------------------------------------------------------------
 
     @property
     def patience(self) -> float:
@@ -127,7 +127,7 @@ class Watch:
         text = f"{self._name} refused call {call}: {_error_text(error)}"
         self._say(("set", f"refused/{call}", Fault(self.rank, text).packed()))
 
-    # -- waiting ----------------------------------------------------------------------------------------------------
+    # -- Waiting -------------------------------------------------------------------------------------------------------
 
     def wait(
         self,
@@ -202,7 +202,7 @@ class Watch:
         text = str(self.failed).rstrip(".")
         return f"{text}. Meanwhile {self._name} was waiting {where}. {ADVICE}"
 
-    # -- devices ----------------------------------------------------------------------------------------------------
+    # -- Devices -------------------------------------------------------------------------------------------------------
 
     def fly(self, peers: Sequence[int], timeout: float) -> Flight:
         """Messages of a device with these ranks are about to be begun. From here on they are polled."""
@@ -229,7 +229,7 @@ class Watch:
         """Another connection to the store, for what the waiter asks; it ends with the watch."""
         return self.store.again(None)
 
-    # -- the store --------------------------------------------------------------------------------------------------
+    # -- The store -----------------------------------------------------------------------------------------------------
 
     def _live(self) -> None:
         """Speaks and listens, until the store is lost or this rank ends."""
