@@ -44,7 +44,7 @@ def project() -> dict[str, dict[str, str]]:
 
 def version() -> str:
     """The version, from the one place where it stands."""
-    (found,) = re.findall(r'^VERSION = "(.+)"$', (ROOT / "src/longspan/version.py").read_text(), re.MULTILINE)
+    (found,) = re.findall(r'^VERSION = "(.+)"$', (ROOT / "src/longspan/versions.py").read_text(), re.MULTILINE)
     return found
 
 

@@ -85,10 +85,10 @@ python_maximum_signature_line_length = 88
 nitpick_ignore_regex = [
     ("py:class", "Documents|Group|ScoreMod|Options|Table|ConvPlan|ScanPlan"),
     ("py:class", r"longspan\.layouts\.layout\.X|numpy\._typing\..*"),
-    ("py:class", r"longspan\.masks\.functions\.reads\.Reads"),
+    ("py:class", r"longspan\.masks\.captures\.Reads"),
     (
         "py:class",
-        r"longspan\.(schedules|execution|testing|training|viz|integrations)(\.[a-z_]+)+\._?[A-Z]\w+",
+        r"longspan\.(planning|run|scoring|watch|testing|training|viz|huggingface|torch_api)(\.[a-z_]+)+\._?[A-Z]\w+",
     ),
 ]
 

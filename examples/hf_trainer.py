@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Qwen3Config, Trainer, TrainingArguments
 
-from longspan.integrations.hf_trainer import ContextParallelTrainer
+from longspan.huggingface.trainer import ContextParallelTrainer
 
 
 class PackedTrainer(ContextParallelTrainer, Trainer):  # the whole change, with attn_implementation below

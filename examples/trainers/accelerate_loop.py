@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longspan import huggingface
-from longspan.integrations.hf_accelerate import split_sequences
+from longspan.huggingface.accelerate import split_sequences
 
 STEPS = 10
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
-from longspan.integrations.hf_trainer import ContextParallelTrainer
+from longspan.huggingface.trainer import ContextParallelTrainer
 
 
 class LongGRPO(ContextParallelTrainer, GRPOTrainer):  # the whole change, with attn_implementation below

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from longspan.integrations.hf_trainer import ContextParallelTrainer
+from longspan.huggingface.trainer import ContextParallelTrainer
 
 
 class PackedSFT(ContextParallelTrainer, SFTTrainer):  # the whole change, with attn_implementation below

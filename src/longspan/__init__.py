@@ -1,6 +1,6 @@
 """Exact attention over sequences too long for one device, for PyTorch.
 
-Importing this needs numpy alone; torch is loaded by the functions that touch tensors.
+Importing this package needs only numpy. Functions that touch tensors load torch.
 """
 
 from collections.abc import Mapping as _Mapping

@@ -1,4 +1,8 @@
-"""Functions that compiled code calls and does not trace: masks and plans are made with numpy, outside of graphs."""
+"""Helpers for torch.compile and module wrappers: handles, opaque dataclasses, eager-only functions.
+
+Masks and plans are built with numpy, outside of compiled graphs. A graph carries them as handles, and calls the
+functions that build them without tracing them.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ from itertools import count
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
-# -- Handles: numbers under which operators find masks and plans -------------------------------------------------------
-# Compiled code passes tensors on and takes everything else for a constant. So every mask and every plan has a tensor
-# that holds a number: one graph serves them all, and looks up which one it was given when it runs.
+# -- Handles -----------------------------------------------------------------------------------------------------------
+# Compiled code passes tensors through and treats every other value as a constant. So each mask and each plan has a
+# tensor that holds a number: one graph serves all of them, and looks up the number when it runs.
 
 
 _numbers = count(1)
@@ -64,9 +68,10 @@ def handle_of(value: Any) -> Any:
         return torch.tensor(number_of(value), device="cpu")
 
 
-# -- Values that wrappers of modules hand on whole ---------------------------------------------------------------------
-# FSDP with mixed precision, DDP and other wrappers look for tensors in whatever a module is given. A dataclass they
-# take apart and put together again: the module would get another plan with every call, which nothing remembers.
+# -- Dataclasses that module wrappers do not traverse ------------------------------------------------------------------
+# FSDP with mixed precision, DDP and other wrappers look for tensors inside the arguments of a module. They take a
+# dataclass apart and rebuild it, so the module would get a new plan in every call and nothing cached on the plan would
+# be found.
 
 
 T = TypeVar("T")
@@ -105,7 +110,7 @@ def _pickle_by_name(kind: Any, names: Sequence[str]) -> None:
     kind.__getstate__, kind.__setstate__ = state, set_state
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Functions that are not traced -------------------------------------------------------------------------------------
 
 
 P = ParamSpec("P")

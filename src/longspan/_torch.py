@@ -1,4 +1,11 @@
-"""Private torch names, continued: what code asks that is traced by PyTorch's compiler, or called by its graphs."""
+"""All private torch names that Longspan uses, each behind a small typed function.
+
+No other file uses a private name of torch. The file holds the fused attention operators, process groups and stores,
+flex attention, and queries about the state of PyTorch's compiler and dispatcher.
+
+Shapes: B batch, H query heads, G key/value heads, Q query rows, K key rows, T rows of many slices packed one after
+another, D head dim. Dropout is always off, so the random states that the GPU operators carry are placeholders.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +30,7 @@ from torch.utils._pytree import tree_map as tree_map  # a function applied to ev
 
 from longspan.versions import minor
 
-# Every private torch name Longspan uses, each behind a small typed function; `_torch_compiler.py` has the compiler's.
-# Shapes: B batch, H query heads, G key/value heads, Q query rows, K key rows, T rows of many slices packed one after
-# another, D head dim. Dropout is always off, so the random states that the GPU operators carry are placeholders.
+# -- Operators, versions, groups and stores ----------------------------------------------------------------------------
 
 
 _aten = torch.ops.aten
@@ -316,7 +321,8 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
-# -- flex attention: what it needs of the compiler is imported when it is used, that takes two seconds ----------------
+# -- Flex attention ----------------------------------------------------------------------------------------------------
+# Its parts of the compiler are imported on first use, which takes two seconds.
 
 _FLEX = {
     "BACKEND": "TRITON",  # the others give lse in another base, or take no gradient of lse
@@ -429,7 +435,7 @@ def function_modes() -> list[Any]:
     return list(_get_current_function_mode_stack())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Compiled code: state of the compiler and the dispatcher -----------------------------------------------------------
 
 
 _OFF_IN_GRAPHS = tuple(

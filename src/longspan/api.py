@@ -1,4 +1,8 @@
-"""What users call. Checks arguments, adds context to errors once, and leaves the work to the layers below."""
+"""Public functions: `plan`, `attention`, `flex_attention`, `block_mask`, `causal_conv1d`, `conv_plan`.
+
+They check arguments, add the call's context to errors once, and leave the work to the layers below. Importing this file
+does not load torch.
+"""
 
 from __future__ import annotations
 

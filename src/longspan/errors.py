@@ -1,4 +1,7 @@
-"""The error tree: every refusal says what was asked, what was found and what to do, and, once, in which call."""
+"""The exception classes, and helpers that add the call's context to a message once.
+
+Every refusal says what was expected, what was found and what to do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers as people read them, in one spelling everywhere: 1,048,576 tokens, 1.70 GiB, 13.6 ms, 25.0 us."""
+"""Format counts, bytes, seconds and rates for people: 1,048,576 tokens, 1.70 GiB, 13.6 ms, 25.0 us."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Linear recurrences that users call: delta rules, Mamba-2, linear attention, and one's own. Tokens are at dim 1.
+"""Public linear recurrences: delta rules, Mamba-2, linear attention, and user-defined ones. Tokens are at dim 1.
 
 Each computes S_t = A_t S_{t-1} + B_t along every document, on one device or, with a plan and a group, over ranks: the
-state that leaves a rank's part of a document enters the next part wherever that lies, and gradients come back.
+state that leaves a rank's part of a document enters the next part, on any rank, and gradients travel back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What goes with the named extras of `longspan.attention`. Importing this loads torch."""
+"""Public names for score functions: `alibi_slopes` and `RelativeBias`. Importing this file loads torch."""
 
 from longspan.scoring.biases import RelativeBias, alibi_slopes
 

@@ -1,4 +1,7 @@
-"""Tile: what a kernel is given to work on, what else it may have to honour, and the dtype in which sums are kept."""
+"""Tile: a rectangle of local rows with a band, and the features that a kernel may have to honour for it.
+
+`KnownTiles` caches what was computed about the tiles of a plan. `wide` gives the dtype in which sums are accumulated.
+"""
 
 from __future__ import annotations
 

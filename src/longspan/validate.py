@@ -1,4 +1,4 @@
-"""What a call's tensors must fit: the plan that was given, or the one that a mask has on one device."""
+"""Validate the arguments of a call: tensors, numbers, process groups, DTensors, and whether they fit the plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from longspan.planning.presets import CPU
 from longspan.planning.steps import MAX_SIZE, Sizes
 from longspan.spans import shortened, whole
 
-# What attention takes: tensors of the right kind, and numbers that are numbers. Checked once, before anything runs.
+# -- Tensors and numbers, checked once before anything runs ------------------------------------------------------------
 
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -114,8 +114,9 @@ def as_autocast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(kind))
 
 
-# What callers hand over that is almost right: groups they are not a member of, DTensors where none can be taken, or
-# DTensors that are cut elsewhere than the plan cuts.
+# -- Process groups and DTensors ---------------------------------------------------------------------------------------
+# Refuses groups that this rank is not a member of, DTensors where none are accepted, and DTensors with another
+# placement than the plan's layout.
 
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | None
@@ -228,7 +229,7 @@ def check_cut(q: DTensor, plan_or_mask: Any) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Tensors against a plan, or against the plan of a mask on one device -----------------------------------------------
 
 
 SEQ_DIM = 2

@@ -1,7 +1,7 @@
-"""Versions of PyTorch and transformers: the oldest that are taken, and those that the tests were run with.
+"""Longspan's own version, and the versions of PyTorch and transformers that it accepts and was tested with.
 
-The tables are of real runs: `python -m benchmarks.versions` repeats them, docs/versions.md has the counts. Releases of
-one minor version count as one: what 2.14.1 was found to do, 2.14.0 is taken to do.
+The tables list real runs: `python -m benchmarks.versions` repeats them, docs/versions.md has the counts. Releases of
+one minor version count as one: results of 2.14.1 are taken to hold for 2.14.0.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# -- The version, in one place: the build reads it here ----------------------------------------------------------------
+# -- The version, which the build reads here ---------------------------------------------------------------------------
 
 
 VERSION = "0.2.0"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Tested versions of PyTorch and transformers -----------------------------------------------------------------------
 
 
 PINNED = "2.13.0"

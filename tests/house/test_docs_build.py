@@ -134,7 +134,7 @@ def _check_search(folder):
 def _check_reference(folder):
     """Every public name is in the reference, and types of PyTorch lead to its pages."""
     texts = {path.stem: path.read_text() for path in folder.glob("*.html")}
-    modules = ("", "masks", "layouts", "schedules", "scores", "training", "verification", "testing", "viz")
+    modules = ("", "masks", "layouts", "planning", "scores", "training", "verification", "testing", "viz")
     for module in modules:
         package = f"longspan.{module}".rstrip(".")
         for name in importlib.import_module(package).__all__:
@@ -173,7 +173,7 @@ def test_every_page_shows_pictures_that_exist():
     for page in PAGES:
         for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", (DOCS / page).read_text()):
             assert ((DOCS / page).parent / target).exists(), f"{page}: {target}"
-    for layer in ("masks", "layouts", "schedules", "execution"):
+    for layer in ("masks", "layouts", "planning", "run"):
         assert re.search(r"!\[.+\]\(\.\./images/\w+\.svg\)", (DOCS / "layers" / f"{layer}.md").read_text())
 
 

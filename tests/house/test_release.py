@@ -135,8 +135,8 @@ def test_version_agrees_in_all_places(check):
         for path in (ROOT / folder).glob("*.*" if folder == "." else "**/*.*")
         if path.suffix in (".py", ".toml", ".cff") and longspan.__version__ in path.read_text()
     ]
-    assert sorted(found) == ["CITATION.cff", "src/longspan/version.py"]
-    assert 'path = "src/longspan/version.py"' in (ROOT / "pyproject.toml").read_text()
+    assert sorted(found) == ["CITATION.cff", "src/longspan/versions.py"]
+    assert 'path = "src/longspan/versions.py"' in (ROOT / "pyproject.toml").read_text()
     minor = longspan.__version__.rpartition(".")[0]
     assert f"| {minor} | yes |" in (ROOT / "SECURITY.md").read_text()
 

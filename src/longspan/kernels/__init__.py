@@ -1,4 +1,4 @@
-"""Kernels by name. A named one is obeyed or refused; only "auto" and "sdpa" (PyTorch's fused kernels) choose."""
+"""Kernels by name. A named kernel is used or refused; "auto" and "sdpa" (PyTorch's fused kernels) choose one."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _KERNELS: dict[str, Kernel] = {
     "reference": Reference(),
 }
 
-# In this order. `flash` and `cudnn` are left to those who name them: `varlen` does all that they do. `efficient` asks a
-# mask's function on the CPU, block by block, and the GPU waits; `flex` runs it inside.
+# Tried in this order. `flash` and `cudnn` are used only when named: `varlen` covers all that they do. `efficient`
+# evaluates a mask function on the CPU, block by block, while the GPU waits; `flex` evaluates it inside the kernel.
 _CHOICES = {
     "sdpa": ("cpu_flash", "varlen", "efficient"),
     "auto": ("cpu_flash", "varlen", "flex", "efficient", "reference"),

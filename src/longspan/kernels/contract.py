@@ -1,4 +1,4 @@
-"""What the runner asks of a kernel: tiles in, (out, lse) of groups of them out, and back from the global out and lse.
+"""The interface of a kernel: (out, lse) for groups of tiles, and gradients from the global out and lse.
 
 Shapes: B batch, H query heads, G key/value heads (H % G == 0), Q query rows, K key rows, D qk dim, E v dim; a small
 q or k counts the rows of one tile.

@@ -1,9 +1,9 @@
-"""`flash` and `varlen`: CUDA flash attention, one launch per tile or one launch for many. Not run on a GPU.
+"""`flash` and `varlen`: CUDA flash attention, one launch per tile or one launch for many tiles. Not run on a GPU.
 
-Where this was written there is none: calls are checked with fake `cuda` tensors (signatures, shapes, dtypes), meaning
-and layouts with a model that reads by address. Shapes: see contract.py; T counts the packed rows of many slices.
+No GPU was available: calls are checked with fake `cuda` tensors (signatures, shapes, dtypes), semantics and memory
+layouts with a model that reads by address. Shapes: see contract.py; T counts the packed rows of many slices.
 
-The operator aligns its diagonal to the bottom-right corner and takes a window (left, right) beside it. A tight tile of
+The operator aligns its diagonal to the bottom-right corner and takes a window (left, right) around it. A tight tile of
 `rows` x `cols` is such a window: row i sees columns i - hi to i - lo, and with `shift = cols - rows` that is left =
 hi + shift and right = -lo - shift, neither of which can be negative when no row and no column is without a partner.
 """

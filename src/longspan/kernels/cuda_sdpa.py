@@ -1,7 +1,7 @@
-"""`efficient` and `cudnn`: PyTorch's fused GPU operators that know no band, driven piece by piece. Not run on a GPU.
+"""`efficient` and `cudnn`: PyTorch's fused GPU operators without bands, called part by part. Not run on a GPU.
 
-Where this was written there is none: calls are checked with fake `cuda` tensors (signatures, shapes, dtypes), meaning
-and layouts with models that read by address. Shapes: see contract.py.
+No GPU was available: calls are checked with fake `cuda` tensors (signatures, shapes, dtypes), semantics and memory
+layouts with models that read by address. Shapes: see contract.py.
 """
 
 from __future__ import annotations

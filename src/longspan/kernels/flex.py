@@ -1,11 +1,11 @@
-"""`flex`: PyTorch's flex attention, all tiles of a compute in one block-sparse launch, functions inside the kernel.
+"""`flex`: PyTorch's flex attention, all tiles of a compute in one block-sparse launch, with functions in the kernel.
 
-Not run on a GPU: there the same graphs go through PyTorch's compiler, once for every set of shapes. So shapes come in
-buckets (`bucket`): packed batches, whose tiles are others in every step, share what was compiled. Rows and keys beyond
-the real ones are masked out. That the graphs are right is checked on CPUs, where the operators write out all scores.
+Not run on a GPU: there the same graphs go through PyTorch's compiler, once for every set of shapes. So shapes are
+rounded up to buckets (`bucket`): packed batches, whose tiles change in every step, share compiled kernels. Rows and
+keys of the padding are masked out. The graphs are checked on CPUs, where the operators compute all scores.
 
-Whatever tiles there are, a query row sees a few spans of keys, so tables of spans by row are the mask. Functions of a
-user are traced (see `traced`) and run inside the kernel. Shapes: see contract.py.
+With any tiles, a query row sees a few spans of keys, so tables of spans by row are the mask. Users' functions are
+traced (see `traced`) and run inside the kernel. Shapes: see contract.py.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def _length(pairs: Pairs | None) -> int:
     return 1 << int(max(pairs.where.q.max(), pairs.where.kv.max())).bit_length()
 
 
-# -- running graphs: as they are on CPUs, compiled on GPUs -------------------------------------------------------------
+# -- Running graphs: eagerly on CPUs, compiled on GPUs -----------------------------------------------------------------
 
 _compiled: dict[tuple[object, ...], Callable[..., Sequence[Tensor]]] = {}
 """By code and by shapes. A cache: it changes no result. The oldest of very many are forgotten."""
@@ -277,7 +277,7 @@ def _score_program(scoring: Scoring, device: torch.device, dtype: torch.dtype) -
     return known[device, dtype]
 
 
-# -- masks as graphs ---------------------------------------------------------------------------------------------------
+# -- Masks as graphs ---------------------------------------------------------------------------------------------------
 
 
 def _seen(i: Tensor, j: Tensor, start: Tensor, stop: Tensor, depth: int) -> Tensor:
@@ -329,7 +329,7 @@ def _made_asking_program(predicate: Predicate, depths: tuple[int, int], length: 
     return program(mask, *arguments(device), (), (*numbers, *given))
 
 
-# -- tiles as tables of spans and as blocks ----------------------------------------------------------------------------
+# -- Tiles as tables of spans and as blocks ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

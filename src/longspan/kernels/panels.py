@@ -1,8 +1,10 @@
-"""Tiles cut into the pieces that a fused operator knows (full, top-left causal, additive bias) and put together again.
+"""Run tiles on fused operators without bands, with a fallback for values that they cannot handle.
 
-The driver of those kernels whose operator has no notion of a band. Shapes: see contract.py.
+Tiles are cut into the shapes that such an operator supports (full, top-left causal, additive bias), and the results are
+merged. Shapes: see contract.py.
 
-How to cut was measured (CPU flash operator, 1 thread, H=8, D=64, bfloat16 and float32; ms forward, backward):
+The sizes of the parts were measured (CPU flash operator, 1 thread, H=8, D=64, bfloat16 and float32; ms forward,
+backward):
 
     causal, rows see `t` keys before the diagonal      rectangle + triangle    one call with a bias
       256 rows, t = 64,   bfloat16                           1.2    7.4             0.9    4.4
@@ -18,7 +20,7 @@ How to cut was measured (CPU flash operator, 1 thread, H=8, D=64, bfloat16 and f
       w = 2048, bfloat16                     81   458                          85   354
       w = 2048, float32                     158   407                         168   370
 
-Turning the far border into a causal triangle by reversing rows was no faster (8192 rows, w = 4096: 230 / 1023 against
+Turning the far border into a causal triangle by reversing rows was not faster (8192 rows, w = 4096: 230 / 1023 against
 242 / 1027).
 """
 
@@ -36,8 +38,7 @@ from longspan.kernels.contract import Group, Kernel, Pairs, TileWork, Upstream, 
 from longspan.tile import Features, KnownTiles, Tile, as_dtype, once
 from longspan.tile import wide as widened
 
-# Fused operators at the edges of their range: scales that are not above 0, and numbers that are not finite.
-# Shapes: see contract.py.
+# -- Fallback: scales that are not above 0, and values that are not finite ---------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def signed(scale: float) -> tuple[float, float]:
     return (1.0, scale) if scale > 0.0 else (-1.0, -scale)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Panels ------------------------------------------------------------------------------------------------------------
 
 
 SMALL = (512, 1024)  # rows x columns up to which one call with a bias beats cutting
@@ -358,7 +359,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     The two weights are made to sum to one by dividing, not by subtracting a rounded lse: with |lse| of 1e4 that keeps
     three more digits. A row that neither has seen stays (0, -inf).
 
-    Not `engine.merge.merge`, which has a third tensor for the sum and divides at the end: a row of a tile meets two or
+    Not `run.merge.merge`, which has a third tensor for the sum and divides at the end: a row of a tile meets two or
     three pieces, the first is the operator's own output in its own dtype, and most tiles are one piece and merge none.
     """
     top = torch.maximum(lse, part_lse)

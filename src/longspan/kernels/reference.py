@@ -1,7 +1,7 @@
-"""Plain tensor maths: any dtype, any device, any score function, memory bounded by blocks.
+"""`reference`: plain tensor math. Any dtype, any device, any score function; memory is bounded by blocks.
 
-Where inputs are not finite it is `careful`: a hidden pair contributes nothing, whatever its numbers, where 0 * nan
-would be nan. This is looked for on CPUs only; on GPUs the host would have to wait.
+If inputs are not finite, it takes care that a hidden pair contributes nothing, where 0 * nan would give nan. This is
+checked on CPUs only; on GPUs the host would have to wait.
 
 Shapes: see contract.py; R = H // G query heads share one key/value head, b is the rows of one block.
 """

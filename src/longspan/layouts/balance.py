@@ -1,9 +1,10 @@
-"""Dealing segments to ranks, one rank after the other, so that each gets its tokens, its work and few remote keys.
+"""The balanced layout: equal tokens and equal work on every rank, and few remote keys.
 
-Cutting a causal segment at row x costs x - start remote keys, wherever it is and whoever gets which part. So a rank
-that must take part of a long segment takes its last rows, as many as its work allows, and fills up its tokens with the
-lightest rows there are: short segments, and the first rows of that same long segment, whose keys it needs anyhow. For a
-single long document this is the zigzag fold; among short ones it is a long slice with short documents beside it.
+Segments are assigned to ranks, one rank after another. Cutting a causal segment at row x costs x - start remote keys,
+whichever ranks get the parts. So a rank that must take part of a long segment takes its last rows, as many as its work
+allows, and fills up its tokens with the lightest rows left: short segments, and the first rows of the same long
+segment, whose keys it needs anyway. For a single long document this is the zigzag layout; among short documents it is a
+long slice and some short documents.
 
 Eight causal tokens on two ranks. Row x sees x + 1 keys, 36 pairs in all, so a rank should get 4 tokens and 18 pairs::
 
@@ -37,11 +38,11 @@ from longspan.masks import Mask
 from longspan.masks import bands as bd
 from longspan.spans import Ints, intersect, join, union, whole
 
-# What a layout needs to know of masks, in closed form: work per row, and the segments that are cheap to keep whole. A
-# segment is a stretch of rows that look at one another (a document, a chunk, the tokens of a global prefix); between
-# two segments a cut costs nothing. Work is counted in allowed pairs. The number of keys a row sees is linear between
-# the edges and bends of the bands, so the pairs before any row are quadratic there: nothing here grows with the
-# sequence.
+# -- Work per row, and segments ----------------------------------------------------------------------------------------
+# This is what a layout needs to know of masks, in closed form. A segment is a run of rows that attend to one another (a
+# document, a chunk, the tokens of a global prefix); a cut between two segments costs nothing. Work is counted in
+# allowed pairs. The number of keys that a row sees is linear between the edges and bends of the bands, so the number of
+# pairs before any row is quadratic there. No cost grows with the length of the sequence.
 
 
 Bools = NDArray[np.bool_]
@@ -197,9 +198,9 @@ def remote_rows(bands: Ints, rows: Ints, world_size: int, seq_len: int) -> Ints:
     return count.astype(np.int64)
 
 
-# -- The pieces of segments that no rank has yet, sorted by work and by density ----------------------------------------
-# Pieces are numbers, with a list for each of their properties: a dealer looks at thousands of them for every batch, and
-# lists are several times faster than objects. Work is twice the number of pairs, as in `Profile`.
+# -- The pool: parts of segments that no rank has yet, by work and by density ------------------------------------------
+# Parts are numbers, with one list per property: the dealer visits thousands of them per batch, and lists are several
+# times faster than objects. Work is twice the number of pairs, as in `Profile`.
 
 
 LIGHT = 0.2
@@ -297,7 +298,7 @@ class Pool:
         return work
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Dealing segments to ranks -----------------------------------------------------------------------------------------
 
 
 Spans = list[tuple[int, int]]
@@ -426,7 +427,7 @@ class Dealer(Pool):
     def _least(self, tokens: int) -> int:
         return self.first_work(self.light, tokens)
 
-    # -- filling one rank ---------------------------------------------------------------------------------------------
+    # -- Filling one rank ----------------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
         self.light, self.dense = self._run_light(), self._run_dense()
@@ -629,9 +630,8 @@ class Dealer(Pool):
             return
 
 
-# The balanced layout: equal tokens, equal work under every mask, and few keys that must travel. `segments` says what
-# masks cost in closed form, `dealing` hands segments to ranks; here three ways of dealing are tried and the best is
-# kept. The answer depends on nothing but the arguments, so every rank finds the same one.
+# -- Choosing the best of three ways to deal ---------------------------------------------------------------------------
+# The result depends only on the arguments, so every rank computes the same layout.
 
 
 BALANCED = 1.015

@@ -1,7 +1,8 @@
-"""Layout: which rank holds which tokens. It knows nothing of heads, bytes or any one mask.
+"""Layout: which rank holds which tokens, and the index maps between global positions and local rows.
 
-Local order is the order of a rank's spans; padding, where a layout has any, comes last on its rank. Positions that are
-padding are numbered from `seq_len` upwards: no mask allows them, and using one as an index fails loudly.
+A layout is independent of heads, bytes and masks. The local order is the order of a rank's spans. Padding, if a layout
+has any, comes last on its rank. Padding positions are numbered from `seq_len` upwards: no mask allows them, and using
+one as an index raises an error.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from longspan.masks import Mask
 from longspan.masks.convert import advice
 from longspan.spans import LIMIT, Ints, Span, as_spans, checked_text, parsed_number, run_table, shortened, whole
 
-# Which layout cut a tensor. One that came straight from `Layout.shard` is known, by identity, as long as it lives: a
-# plan over another layout of the same sequence may have as many slots for it, and other tokens in mind.
-# Nothing is written on the tensor, so that it is saved, pickled and compiled as any other; what is computed from it is
-# another tensor, of which nothing is known.
+# -- Tensors that remember their layout --------------------------------------------------------------------------------
+# A tensor that `Layout.shard` returned is known by identity as long as it lives: a plan over another layout of the same
+# sequence may have as many slots for it, but for other tokens. Nothing is written on the tensor, so it is saved,
+# pickled and compiled like any other. Results that are computed from it are new tensors with no known layout.
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def other_tokens(one: Any, other: Any) -> bool:
     return one.table.shape != other.table.shape or bool((one.table != other.table).any())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Layout ------------------------------------------------------------------------------------------------------------
 
 
 X = TypeVar("X")
@@ -161,7 +162,7 @@ class Layout:
         merged[:, 1] = table[after - 1, 1]
         return Layout(seq_len, world_size, name, merged, local_len)
 
-    # -- who holds what ---------------------------------------------------------------------------------------------
+    # -- Spans and counts ----------------------------------------------------------------------------------------------
 
     @cached_property
     def _first(self) -> Ints:
@@ -245,7 +246,7 @@ class Layout:
         row = order[np.searchsorted(self.table[order, 0], wanted, side="right") - 1]
         return self.table[row, 2], slot[row] + wanted - self.table[row, 0]
 
-    # -- index maps -------------------------------------------------------------------------------------------------
+    # -- Index maps ----------------------------------------------------------------------------------------------------
 
     def shard(self, x: X, rank: int, dim: int = 0, fill: float = 0) -> X:
         """The rank's part of a whole array or tensor along `dim`; padding slots hold `fill`.
@@ -282,7 +283,7 @@ class Layout:
             self._check_size(shard, dim, self.num_slots(rank), f"the shard of rank {rank}")
         return _take(_concatenate(shards, dim), self.unshard_index(), dim, 0, 0)
 
-    # -- checks and identity ----------------------------------------------------------------------------------------
+    # -- Checks and identity -------------------------------------------------------------------------------------------
 
     def _check_rank(self, rank: int) -> None:
         if type(rank) is int and 0 <= rank < self.world_size:
@@ -396,7 +397,7 @@ def check_sizes(seq_len: int, world_size: int, name: str) -> None:
     whole(world_size, "world_size", f"layout {name}", LayoutError, low=1, high=MAX_RANKS)
 
 
-# Arrays and tensors differ only here: numpy and torch name the same three operations differently.
+# -- Operations that numpy and torch name differently ------------------------------------------------------------------
 
 
 def _is_torch(x: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Layouts that follow a fixed pattern: contiguous, zigzag, striped, per document, round robin by work.
+"""Layouts with a fixed pattern: contiguous, zigzag, striped, per document, round robin by work.
 
-All take any length and any number of ranks. `balanced` usually beats them; they are here because they are simple,
-because other systems use them, and because a closed form is easy to check.
+All accept any length and any number of ranks. `balanced` usually gives better plans; these are simple, in closed form,
+and used by other systems.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What may attend to what, in global positions. No ranks, no devices, no torch.
+"""Masks: which query position may attend to which key position, in global positions. No ranks, no devices, no torch.
 
-One file per idea; `mask.py` holds the type and its algebra, `bands.py` the closed-form pieces beneath it.
+`mask.py` holds the type and its algebra, `bands.py` the closed-form pieces beneath it, `builders.py` the functions that
+make masks.
 """
 
 from longspan._compile import untraced
@@ -43,7 +44,7 @@ __all__ = [
     "sliding_window",
 ]
 
-# Called inside of compiled code, they are not traced.
+# Compiled code calls these without tracing them.
 causal = untraced(causal)
 chunked = untraced(chunked)
 documents = untraced(documents)

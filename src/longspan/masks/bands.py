@@ -1,8 +1,8 @@
-"""Band: the closed-form piece every structured mask is made of, and the algebra of many disjoint ones.
+"""Band: the closed-form piece of structured masks, and operations on arrays of disjoint bands.
 
-A band allows the pairs (q, kv) with q in one span, kv in another and `lo <= q - kv <= hi`. One object per band reads
-well; ten thousand documents are an `(n, 6)` int64 array with the columns below. Every function here takes and returns
-arrays of *disjoint* bands, and none of them costs anything that grows with the length of the sequence.
+A band allows the pairs (q, kv) with q in one span, kv in another and `lo <= q - kv <= hi`. A single
+band is an object; many bands are an `(n, 6)` int64 array with the columns below. Every function here takes and returns
+arrays of *disjoint* bands, at a cost that does not grow with the length of the sequence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Masks given as a function, in FlexAttention's form mask_mod(b, h, q_idx, kv_idx)."""
+"""Functions that make masks: causal, sliding window, documents, prefix, per head, per row, mask functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longspan.masks.mask import Grid, Mask
 from longspan.masks.plane import Plane
 from longspan.spans import Ints, shortened, whole
 
-# -- Masks that look only at the difference q - kv: full, causal, sliding window ---------------------------------------
+# -- Full, causal and sliding window: masks of q - kv ------------------------------------------------------------------
 
 
 def diagonal(lo: int, hi: int, seq_len: int | None, name: str) -> Mask:
@@ -63,7 +63,7 @@ def sliding_window(left: int, right: int = 0, seq_len: int | None = None) -> Mas
     return diagonal(-right, left, seq_len, name)
 
 
-# Masks of packed sequences: tokens see only their own document, or their own fixed-size chunk.
+# -- Documents and chunks of packed sequences --------------------------------------------------------------------------
 
 
 MAX_CHUNKS = 1 << 24
@@ -151,7 +151,7 @@ def chunked(size: int, seq_len: int) -> Mask:
     return _blocks(edges, f"chunked({size})")
 
 
-# -- Masks with a part that everybody sees: prefix language models and global tokens -----------------------------------
+# -- Prefix language models and global tokens --------------------------------------------------------------------------
 
 
 def prefix_lm(prefix: ArrayLike, lengths: ArrayLike | None = None, seq_len: int | None = None) -> Mask:
@@ -216,7 +216,7 @@ def global_prefix(num: int, seq_len: int | None = None) -> Mask:
     return Mask.of_bands(rectangles(0, side, 0, min(num, side)), seq_len, f"global_prefix({num})")
 
 
-# -- Masks that differ from head to head or from batch row to batch row ------------------------------------------------
+# -- Masks that differ by head or by batch row -------------------------------------------------------------------------
 
 
 def _common_length(name: str, masks: tuple[Mask, ...]) -> tuple[tuple[Mask, ...], int | None]:
@@ -287,7 +287,7 @@ def _more(masks: tuple[Mask, ...]) -> str:
     return f", and {len(masks) - 3} more" if len(masks) > 3 else ""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Mask functions in FlexAttention's form mask_mod(b, h, q_idx, kv_idx) ----------------------------------------------
 
 
 MAX_PLANES = 1 << 20

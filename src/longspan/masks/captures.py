@@ -1,4 +1,8 @@
-"""What was worked out for a mask whose functions read data, as long as that data stays as it is."""
+"""What a user's function reads besides its arguments, and whether it has changed since.
+
+Results that were computed for a mask with functions (plans, tile classes) are cached with a snapshot of what the
+functions read. They are dropped when the snapshot no longer matches.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,9 @@ from weakref import ReferenceType, ref
 
 import numpy as np
 
-# Values that a function's code names: variables around it, globals, attributes and entries of what these hold.
-# Noted so that two moments can be compared, and without keeping anything alive: tensors by identity and by PyTorch's
-# count of changes in place, arrays by a checksum, numbers and texts by value.
+# -- Values that a function's code names -------------------------------------------------------------------------------
+# These are closure variables, globals, and attributes and entries of them. A snapshot keeps nothing alive: it stores
+# tensors by identity and by PyTorch's count of in-place changes, arrays by checksum, and numbers and strings by value.
 
 
 DEPTH = 6
@@ -284,11 +288,10 @@ def _identity(value: Any) -> _Object:
         return _Object(type(value).__name__, id(value))
 
 
-# -- What a function reads beside its arguments, and whether that has changed since ------------------------------------
-# Two ways together. The function is run on one pair under a torch-function mode that notes which tensors it uses,
-# wherever they are kept, and how often each was changed in place. And what its code names is looked up: variables
-# around it, globals, attributes and entries of what these hold; numbers are compared by value, numpy arrays by a
-# checksum. What is reached by neither (a number behind `getattr` of a computed name, a file, the clock) is not seen.
+# -- Reads: the tensors and values of one moment -----------------------------------------------------------------------
+# Two methods are combined. The function runs on one pair under a torch-function mode that records which tensors it uses
+# and how often each was changed in place. And the values that its code names are looked up. Values that neither method
+# reaches (a number behind `getattr` of a computed name, a file, the clock) are not seen.
 
 
 Run = Callable[[Any], object]
@@ -480,7 +483,8 @@ def exclude_arguments(finder: Any, *arguments: Any) -> None:
             finder._known[id(value)] = value
 
 
-# -- Functions as they are now: variables that a loop binds anew afterwards do not reach them --------------------------
+# -- Functions with frozen closures ------------------------------------------------------------------------------------
+# Closure variables that a loop rebinds later do not change the function.
 
 
 def frozen(function: Any, within: tuple[int, ...] = ()) -> Any:
@@ -521,7 +525,7 @@ def _writes(code: CodeType) -> bool:
     return any(i.opname == "STORE_DEREF" and i.argval in code.co_freevars for i in dis.get_instructions(code))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Caches that are valid as long as the reads are unchanged ----------------------------------------------------------
 
 
 T = TypeVar("T")

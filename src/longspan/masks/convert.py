@@ -1,4 +1,4 @@
-"""Words that users of PyTorch's and flash-attn's attention bring along, and what they are called here."""
+"""Masks from other forms: dense boolean tables, and arguments of PyTorch's and flash-attn's attention."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from longspan.masks.plane import Plane
 from longspan.masks.tiles import key_spans
 from longspan.spans import Ints, run_table, steps_within
 
-# -- Masks given as a table of True and False, read back into bands ----------------------------------------------------
-# A row of a table sees a few spans of keys. From row to row a span's ends stay where they are or move on by one, as
-# long as nothing new begins: such rows are one band. Causal masks, windows, documents, prefixes and padding take a few
-# bands:
+# -- Dense tables ------------------------------------------------------------------------------------------------------
+# A row of a table sees a few spans of keys. If no new span starts, a span's ends stay or move by one from row to row,
+# and such rows are one band. Causal masks, windows, documents, prefixes and padding take a few bands:
 #
 #     1 0 0 0      row 0: 0:1
 #     1 1 0 0      row 1: 0:2      the end moves:   rows 0 and 1 are one band, q >= kv over keys 0:2
@@ -133,7 +132,7 @@ def _grouped(row: Ints, start: Ints, stop: Ints, tokens: int) -> Ints:
     return np.stack((row[first], row[after - 1] + 1, start[first], stop[after - 1], low, high), axis=1)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Arguments of PyTorch and flash-attn -------------------------------------------------------------------------------
 
 
 MASKS = (

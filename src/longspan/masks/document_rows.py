@@ -1,6 +1,6 @@
-"""Documents of packed sequences, as numbers per position, from lengths or read from a mask.
+"""Document numbers per position of packed sequences, from lengths or from a mask.
 
-Shapes: R batch rows (1 where all rows are alike), S tokens.
+Shapes: R batch rows (1 if all rows are equal), S tokens.
 """
 
 from __future__ import annotations

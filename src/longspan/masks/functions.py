@@ -1,4 +1,4 @@
-"""A user's mask function as the predicate of a plane: how it is called, on which device, and what it reads."""
+"""A user's mask function as the predicate of a plane: how to call it on tiles, and on which device."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from longspan.masks.captures import Reads, exclude_arguments, frozen, tried
 from longspan.masks.plane import Bools, Both, Either, Neither, Plane, Predicate
 from longspan.spans import Ints
 
-# -- Functions of single positions, called on whole tiles --------------------------------------------------------------
-# FlexAttention's functions are written for one pair, `f(b, h, q_idx, kv_idx)`. Most of them mean the same when they get
-# arrays that broadcast, which is fast. Some do not: `(q_idx >= starts).sum()` adds up the tile. So a function is called
-# on tiles only if it uses nothing but operations that are known to work element by element, and gives on a sample what
-# single pairs give; any other one is mapped over single pairs with `torch.vmap`.
+# -- Calling functions of single pairs on whole tiles ------------------------------------------------------------------
+# FlexAttention's functions are written for one pair, `f(b, h, q_idx, kv_idx)`. Most give the same results on arrays
+# that broadcast, which is fast. Some do not: `(q_idx >= starts).sum()` sums over the tile. So a function is called on
+# tiles only if it uses only operations that are known to be elementwise and a sample of single pairs gives the same
+# results. Any other function is mapped over single pairs with `torch.vmap`.
 
 
 _PLAIN = """
@@ -267,7 +267,7 @@ def _sampled(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(samples)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Functions as predicates -------------------------------------------------------------------------------------------
 
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]

@@ -1,4 +1,4 @@
-"""Mask: what may attend to what, in global positions.
+"""Mask: which query position may attend to which key position, with text pictures and cache keys.
 
 A mask is a grid of planes (batch rows x heads; a side of length 1 holds for all). A plane is two disjoint lists of
 bands, `sure` and `maybe`, and a predicate that decides the pairs inside `maybe`. A structured mask has no `maybe`; an
@@ -26,7 +26,7 @@ from longspan.masks.plane import Bools, Plane
 from longspan.masks.tiles import classifier
 from longspan.spans import Ints, Span, whole
 
-# -- Text pictures of masks: queries go down, keys go right ------------------------------------------------------------
+# -- Text pictures: queries go down, keys go right ---------------------------------------------------------------------
 
 
 _OPAQUE_LIMIT = 4096
@@ -62,7 +62,7 @@ def _counts(plane: Plane, seq_len: int, edges: Ints) -> Ints:
     return counts
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Mask --------------------------------------------------------------------------------------------------------------
 
 
 Grid = tuple[tuple["Plane", ...], ...]
@@ -86,7 +86,7 @@ class Mask(Handled):
         """The structured mask of these disjoint bands."""
         return Mask(((Plane(bd.occupied(rows)),),), seq_len, name)
 
-    # -- shape ------------------------------------------------------------------------------------------------------
+    # -- Shape ---------------------------------------------------------------------------------------------------------
 
     @property
     def num_rows(self) -> int:
@@ -137,7 +137,7 @@ class Mask(Handled):
             )
         return length
 
-    # -- questions --------------------------------------------------------------------------------------------------
+    # -- Queries -------------------------------------------------------------------------------------------------------
 
     def allows(self, q: ArrayLike, kv: ArrayLike, *, row: int = 0, head: int = 0) -> Bools:
         """Whether query position `q` may attend to key position `kv`; arrays broadcast.
@@ -200,7 +200,7 @@ class Mask(Handled):
         square = ((0, seq_len), (0, seq_len))
         return self._map(lambda plane: plane.cut(*square), seq_len, self.name)
 
-    # -- what functions read ----------------------------------------------------------------------------------------
+    # -- Data that functions read --------------------------------------------------------------------------------------
 
     @property
     def known(self) -> dict[Any, Any]:
@@ -254,7 +254,7 @@ class Mask(Handled):
         twin._memo.state = self._memo.state
         return twin
 
-    # -- algebra ----------------------------------------------------------------------------------------------------
+    # -- Algebra -------------------------------------------------------------------------------------------------------
 
     def __and__(self, other: Mask) -> Mask:
         return self._combine(other, "&")
@@ -283,7 +283,7 @@ class Mask(Handled):
         combine = _combined if self.is_structured and other.is_structured else _combined.__wrapped__
         return combine(ByIdentity(self), ByIdentity(other), sign)
 
-    # -- identity ---------------------------------------------------------------------------------------------------
+    # -- Equality and hash ---------------------------------------------------------------------------------------------
 
     def __bool__(self) -> bool:
         raise MaskError(
@@ -328,7 +328,7 @@ class Mask(Handled):
         name = self.name[1:-1] if self.name.startswith("(") else self.name
         return f"<mask {name}>" if self.seq_len is None else f"<mask {name}, {self.seq_len} tokens>"
 
-    # -- ways out ---------------------------------------------------------------------------------------------------
+    # -- Conversions ---------------------------------------------------------------------------------------------------
 
     def draw(self, seq_len: int | None = None, *, width: int = 32, row: int = 0, head: int = 0) -> str:
         """A text picture: one character per square of pairs, filled, partly filled or empty."""
@@ -384,7 +384,7 @@ def _grid_meet(a: Mask, b: Mask, meet: Callable[[Plane, Plane], Plane]) -> Grid:
     return tuple(rows)
 
 
-# -- Masks as keys of caches -------------------------------------------------------------------------------------------
+# -- Masks as cache keys -----------------------------------------------------------------------------------------------
 
 
 class MaskKey:

@@ -1,8 +1,8 @@
-"""Masks as FlexAttention mask functions. Torch is imported when asked for, never with the package.
+"""Masks as FlexAttention mask functions. Torch is imported on first use, not with the package.
 
-Whatever bands a mask has, one query row sees a few spans of keys: tables of them by row are the function. It only
-indexes and compares tensors, so it traces, vmaps and compiles; and all that a batch changes is in tensors, so compilers
-need not look at it again.
+With any bands, one query row sees a few spans of keys, so tables of spans by row define the function. It only indexes
+and compares tensors, so it can be traced, vmapped and compiled. Everything that changes with a batch is in tensors, so
+new batches do not cause recompilation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plane: one head of one batch row of a mask, and what decides its open pairs."""
+"""Plane: the allowed pairs of one head of one batch row, and the predicates that decide its open pairs."""
 
 from __future__ import annotations
 

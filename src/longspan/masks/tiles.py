@@ -1,4 +1,4 @@
-"""Key spans: whatever bands a mask has, one query row sees a few spans of keys. Tables and counts of them, by row."""
+"""Tiles and key spans of a plane: which tiles are empty, partial or full, and which spans of keys each row sees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from longspan.masks.captures import ByIdentity
 from longspan.masks.plane import Bools, Plane
 from longspan.spans import Ints, Span, run_table, steps_within, true_runs, union, whole
 
-# Which tiles of a plane are empty, partial or full. Functions are asked about the tiles that matter, once.
+# -- Tile classes ------------------------------------------------------------------------------------------------------
+# A mask function is evaluated once, on the tiles that closed form does not decide.
 
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -107,7 +108,8 @@ def runs_of(flags: Bools) -> list[tuple[int, int]]:
     return [(start, stop) for _, start, stop in true_runs(flags[None]).tolist()]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Key spans by row --------------------------------------------------------------------------------------------------
+# With any bands, one query row sees a few spans of keys.
 
 
 KeySpans = tuple[Ints, Ints, Ints]

@@ -1,1 +1,1 @@
-"""Convolutions and linear recurrences: what mixes tokens beside attention."""
+"""Token mixers other than attention: causal convolutions and linear recurrences."""

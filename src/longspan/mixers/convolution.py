@@ -1,4 +1,4 @@
-"""From a user's tensors to halos and back to an output: what is asked must make sense, or the call is refused."""
+"""`causal_conv1d` on one device or over ranks: checks, the halo exchange as an operator, and the convolution."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from longspan.run.simulated import SimulatedRank
 from longspan.spans import shortened
 from longspan.validate import as_autocast, check_carried, check_no_tangent, check_plain_numbers, group_of, planned_group
 
-# The convolution itself, in plain PyTorch: rows with their halos go in, a rank's own rows come out.
+# -- The convolution in plain PyTorch: rows with halos in, the rank's own rows out -------------------------------------
 
 
 BY_IMAGE = (torch.float32, torch.bfloat16)
@@ -126,7 +126,7 @@ def depthwise(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return functional.conv1d(rows.mT, weight.unsqueeze(1), bias, groups=channels).mT
 
 
-# -- What a convolution's tensors must fit: each other, and the plan that was given ------------------------------------
+# -- Checks of tensors against each other and the plan -----------------------------------------------------------------
 
 
 ACTIVATIONS = (None, "silu", "swish")
@@ -214,12 +214,12 @@ def check_rows(plan: ConvPlan, x: Tensor, place: tuple[int, int] | None) -> None
         raise PlanError(f"x has dtype {x.dtype}, but the plan is for {plan.dtype}. Cast x, or plan for it.")
 
 
-# Halos as a `torch.library` operator, with its adjoint: compiled graphs, checkpointing and autograd see plain ops.
-# As in `execution.ops`, a plan goes as its handle, a group by its name, and a forward pass answers with a ticket.
+# -- The halo exchange as a `torch.library` operator with its adjoint --------------------------------------------------
+# As in `run/ops.py`, a plan is passed as its handle, a group by its name, and a forward pass returns a ticket.
 
 
 FORM = 1
-"""The form of both operators, as in `execution.ops`."""
+"""The form of both operators, as in `run/ops.py`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,7 +318,7 @@ ops.differentiate(halo, _with_gradients)
 ops.refuse_derivative(halo_backward)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- The call ----------------------------------------------------------------------------------------------------------
 
 
 HOW = "longspan.conv_plan(documents, layout, channels=..., width=..., dtype=...)"

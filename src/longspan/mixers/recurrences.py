@@ -1,7 +1,7 @@
-"""Recurrences that kernels know: what tokens they have, and the shapes of states and maps.
+"""The recurrences that kernels compute: their tokens, the shapes of states and maps, and the interface of a kernel.
 
-Shapes: B batch, T slots, H heads, J key heads (H % J == 0, each serves H // J heads that follow one another), K and V
-rows and columns of a state, D channels.
+Shapes: B batch, T slots, H heads, J key heads (H % J == 0, each serves H // J consecutive heads), K and V rows and
+columns of a state, D channels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from longspan.spans import Ints
 from longspan.tile import wide
 
-# -- What a kernel of recurrences must give ----------------------------------------------------------------------------
+# -- The interface of a recurrence kernel ------------------------------------------------------------------------------
 # A linear recurrence S_t = A_t S_{t-1} + B_t maps the state that enters a stretch of tokens to the state that leaves
 # it: S_out = M S_in + U. A *segment* is such a stretch: consecutive tokens of one document on one rank. States of all
 # segments are one tensor (segments, heads, K, V), float32 or wider; M is
@@ -101,7 +101,7 @@ class ScanKernel(ABC):
         """(M, U) of every segment, without gradients."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Delta rule, linear attention, Mamba-2 (SSD), elementwise recurrence -----------------------------------------------
 
 
 EPSILON = 1e-6

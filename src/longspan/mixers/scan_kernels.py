@@ -1,4 +1,7 @@
-"""Kernels of recurrences by name. A named one is obeyed or refused; only "auto" chooses."""
+"""Kernels of recurrences by name: `reference`, fla, mamba_ssm, and users' functions.
+
+A named kernel is used or refused; only "auto" chooses.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from longspan.mixers.scan_reference import (
 )
 from longspan.spans import Ints
 
-# Kernels of other packages: why they cannot compute something, and what of diagonal maps needs no kernel of theirs.
+# -- Kernels of other packages: why one cannot be used, and diagonal maps, which need no kernel ------------------------
 
 
 HALVES = torch.bfloat16, torch.float16, torch.float32
@@ -89,7 +92,8 @@ def nothing(work: ScanWork) -> Tensor:
     )
 
 
-# flash-linear-attention: Triton kernels of delta rules and linear attention. Segments are its `cu_seqlens`.
+# -- flash-linear-attention: Triton kernels of delta rules and linear attention ----------------------------------------
+# Segments are passed as its `cu_seqlens`.
 
 
 MOST_KEYS = 256
@@ -154,8 +158,9 @@ class FlaScan(PackageScan):
             return m, u
 
 
-# mamba_ssm: Triton kernels for Mamba-2. They take one entering state for each batch row, so that every segment is one,
-# and those of about the same length are computed together.
+# -- mamba_ssm: Triton kernels of Mamba-2 ------------------------------------------------------------------------------
+# They take one entering state per batch row, so every segment becomes a batch row, and segments of about the same
+# length are computed together.
 
 
 CHUNK = 16, 256
@@ -232,7 +237,7 @@ def alike(segments: Segments) -> list[tuple[Ints, int]]:
     return [(order[i:j], int(lengths[order[i]])) for i, j in pairwise([*begins, len(order)])]
 
 
-# A recurrence of a user's own: two functions of one segment's tokens, called segment by segment.
+# -- User-defined recurrences: two functions of one segment's tokens, called segment by segment ------------------------
 
 
 Local = Callable[..., Any]
@@ -335,7 +340,7 @@ def _placed(outs: list[tuple[tuple[int, int, int], Tensor]], work: ScanWork) -> 
     return whole.index_put(at, torch.cat([out for _, out in outs]))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Kernels by name ---------------------------------------------------------------------------------------------------
 
 
 __all__ = ["choose_scan_kernel", "scan_kernel_named"]

@@ -1,4 +1,7 @@
-"""Plain tensor maths in chunks: any device, any dtype, gradients by autograd. Half precision is computed in float32."""
+"""`reference` kernel of recurrences: plain tensor math in chunks, on any device and dtype, with gradients by autograd.
+
+Half precision is computed in float32.
+"""
 
 from __future__ import annotations
 
@@ -117,6 +120,7 @@ class Decays:
         return found
 
 
+# -- Segments cut into chunks of one size ------------------------------------------------------------------------------
 # Segments cut into chunks of one size: the work inside of all chunks is one batch, then states go from chunk to chunk.
 # Chunks are ordered by their number within their segment; within a number, segments with more chunks come first. So
 # those that still have a chunk are always the first ones. Segments of 5, 2 and 9 tokens, chunks of 4:
@@ -301,6 +305,7 @@ def _packing(segments: bytes, batch: int, slots: int, device: torch.device) -> P
     return Packing(edges, RowMoves.of(taken), RowMoves.of(home))
 
 
+# -- Linear attention with decays, and the delta rule, in chunks -------------------------------------------------------
 # Linear attention with decays in chunks, and the delta rule: what all recurrences but `LinearRecurrence` come down to.
 # Inside of a chunk that a state S enters, with decays d from its begin to each token (one head, tokens as rows):
 #
@@ -423,8 +428,10 @@ def _added(x: Tensor, a: Tensor, b: Tensor, factor: int = 1) -> Tensor:
     return flat.view(x.shape)
 
 
-# S_t = a_t S_{t-1} + b_t for every channel, in chunks: token by token inside of all chunks at once, then from chunk to
-# chunk. Nothing is divided and no logarithm is taken, so decays may be 0 or negative.
+# -- Elementwise recurrences in chunks: S_t = a_t S_{t-1} + b_t for every channel --------------------------------------
+# All chunks are computed at once, token by token inside, then from chunk to chunk. Nothing is divided and no logarithm
+# is taken, so decays may be 0 or negative.
+#
 # Shapes: N chunks, S segments, C tokens of a chunk, D channels.
 
 
@@ -485,7 +492,8 @@ class ChunkedElements:
         return torch.stack(found, 1)
 
 
-# A rank's share of a recurrence in chunks, whatever the recurrence. Half precision is widened.
+# -- A rank's share of any recurrence in chunks ------------------------------------------------------------------------
+# Half precision is widened.
 
 
 SHORT = {size: size * size + 128 * size + 4096 for size in (16, 32, 64)}
@@ -619,7 +627,7 @@ def _elements(work: ScanWork) -> ChunkedElements:
     return ChunkedElements(table, a.masked_fill((table.slot < 0).unsqueeze(-1), 1), b)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- The kernel --------------------------------------------------------------------------------------------------------
 
 
 class ReferenceScan(ScanKernel):

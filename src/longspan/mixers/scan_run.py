@@ -1,10 +1,10 @@
-"""A recurrence over ranks: every rank computes its own segments, and states go from segment to segment by a scan plan.
+"""One call of a recurrence over ranks: each rank computes its segments, and a scan plan passes states between them.
 
-Forward: the maps of segments that are followed by others go into the scan, which gives the states that enter; with
-these the rank computes its output. Backward: autograd runs through what the kernel did, once to get the gradient of
-entering states (as if nothing came from later segments), then, after the scan turned round, with the gradient of
-leaving states as well. `Tail` is where autograd meets the scan: it stands behind output and leaving states, so it is
-asked first in backward, and has the second gradient ready when autograd goes on.
+Forward: the maps of segments that have successors go into the scan, which returns the entering states; with these the
+rank computes its output. Backward: autograd runs through what the kernel did, once to get the gradient of
+entering states (without later segments), then, after the transposed scan, with the gradient of leaving states
+as well. `Tail` connects autograd and the scan: it is the last node after output and leaving states, so it runs first in
+backward, and has the second gradient ready when autograd continues.
 
     tokens ──► kernel ──► out ─────► Tail ──► out
                  ▲  └──► leaving ──►  │
@@ -35,9 +35,9 @@ from longspan.run.transports import Program
 from longspan.run.walk import PlanWalk
 from longspan.spans import Ints, steps_within
 
-# A rank's steps of a scan plan, walked: folds of maps and states, and their transposes in backward. A state is (batch
-# rows, heads, K, V), as rows of attention are (batch rows, heads, tokens, features): messages, buffers and programs are
-# the same ones.
+# -- Walking a rank's steps of a scan plan: folds, and their transposes in backward ------------------------------------
+# A state is (batch rows, heads, K, V), as rows of attention are (batch rows, heads, tokens, features), so messages,
+# buffers and programs are the same.
 
 
 Place = tuple[int, int, int]
@@ -242,7 +242,7 @@ def _nothing_to_launch(launch: Launched, tensors: Sequence[Tensor]) -> Iterator[
     raise AssertionError("a scan launches no attention")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Segments of a rank, and autograd ----------------------------------------------------------------------------------
 
 
 Carrier = Callable[[Program[list[Tensor]], str, int], tuple[list[Tensor], int]]

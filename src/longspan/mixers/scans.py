@@ -1,4 +1,4 @@
-"""From a user's tensors to a recurrence's output, on one device or over ranks; what makes no sense is refused."""
+"""Check the arguments of a recurrence and run it, on one device or over ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from longspan.spans import Ints, shortened
 from longspan.validate import check_carried, check_no_tangent, check_plain_numbers, group_of, planned_group
 from longspan.versions import VERSION
 
-# -- What a recurrence's tensors must fit: each other, and the plan that was given -------------------------------------
+# -- Checks of tensors against each other and the plan -----------------------------------------------------------------
 
 
 Shapes = Mapping[str, tuple[str, ...]]
@@ -135,7 +135,7 @@ def map_name(sizes: StateSizes) -> str:
     return {(1, 1): "scalar", (sizes.keys, 1): "rows", (sizes.keys, sizes.values): "elements"}[shape]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- The call ----------------------------------------------------------------------------------------------------------
 
 
 HOW = "longspan.scan_plan(documents, layout, heads=..., keys=..., values=..., maps=...)"

@@ -1,4 +1,4 @@
-"""Who sends what when, and which tile is computed at which step: plans as plain data."""
+"""Plans as plain data: which rank sends what in which step, and what it computes. No torch."""
 
 from longspan.planning.backward_plan import backward, reverse
 from longspan.planning.machine import Link, Machine, Tiling

@@ -1,18 +1,18 @@
-"""Backward is forward reversed: what came in goes out as a gradient, last step first. Nothing is planned twice.
+"""Derive the backward steps from the forward steps: the last step first, each received piece sent back as a gradient.
 
-Forward step i becomes backward step n + 1 - i, n being the last; step 0 is there for what must be fetched again before
-anything can be computed. A piece that is not kept comes back in one of two ways: its source sends it again just before
-the first use, or, where it was handed on from rank to rank, it returns along with its gradient.
+Forward step i becomes backward step n + 1 - i, n being the last; step 0 is there for pieces that must be fetched again
+before the first compute. A piece that is not kept comes back in one of two ways: its source sends it again just before
+the first use, or, if it was passed from rank to rank, it returns together with its gradient.
 
 Eight causal tokens on two ranks: rank 1 holds 4:8 and needs the keys 0:4 of rank 0::
 
     forward     step 0  0 ── kv 0:4 ──► 1,  own pairs          step 1  1 computes 4:8 x 0:4
-    backward    step 0  0 ── kv 0:4 ──► 1                      the piece is sent again: nobody kept it
+    backward    step 0  0 ── kv 0:4 ──► 1                      the piece was not kept and is sent again
                 step 1  1 computes 4:8 x 0:4                   as forward's step 1
-                step 2  1 ── dkv 0:4 ──► 0,  own pairs         as forward's step 0, its message turned round
+                step 2  1 ── dkv 0:4 ──► 0,  own pairs         as forward's step 0, its message reversed
 
-It is right because every compute appears once in each direction: what forward brings to a compute is there in backward
-just before it, and what the compute adds to a gradient leaves just after it, along the way that the input came.
+This is correct because every compute appears once in each direction: what forward brings to a compute is there in
+backward just before it, and what the compute adds to a gradient leaves just after it, along the path of the input.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Choice with reasons: every scheme that applies is costed on a machine, and the list says why one was taken.
+"""Choose a scheme: cost every scheme that applies on a machine, and list the reasons.
 
-Bytes are exact: the most that any rank receives. Times and memory are those of ranks likely to be busiest (most pairs,
-most remote rows, most bytes, first, last), since a step is done when the slowest rank is; where ranks differ much,
-another may take somewhat more. They come from the same steps and the same cost functions as the simulator, without
-waits between ranks.
+Bytes are exact: the maximum over ranks. Times and memory are those of the ranks likely to be busiest (most pairs, most
+remote rows, most bytes, first, last), since a step ends with its slowest rank; if ranks differ much, another rank may
+take somewhat more. They come from the same steps and cost functions as the simulator, without waits between ranks.
 
-The quickest is taken, unless others are within 3% of it: the model cannot tell those apart. Of them the one is taken
-that would be the quickest if hosts could not run ahead of their devices: they have the rest of the model to run, too.
-Say ring takes 10.0 ms, 2.0 of which hosts are busy, and exchange 10.2 ms with 0.5: exchange is taken.
+The fastest scheme is chosen. Schemes within 3% of it cannot be told apart by the model; among those, the one is chosen
+that would be fastest if hosts could not run ahead of their devices, since hosts also run the rest of the model.
+Example: ring takes 10.0 ms with 2.0 ms of host time, exchange 10.2 ms with 0.5 ms: exchange is chosen.
 """
 
 from __future__ import annotations

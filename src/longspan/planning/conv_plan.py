@@ -1,9 +1,9 @@
-"""Plans of causal convolutions: who sends which rows before a rank's own ones (its halos) to whom.
+"""Plans of causal convolutions: which rank sends which halo rows (the rows before a segment) to which rank.
 
 A convolution of width K takes every token together with the K - 1 before it in its document. These are the rows that
 `documents & sliding_window(K - 1)` lets a token see, so the plan is the exchange of that mask, for rows of one tensor.
 
-A segment is a stretch of consecutive positions of one document on one rank. Eight tokens in two documents of 5 and 3,
+A segment is a run of consecutive positions of one document on one rank. Eight tokens in two documents of 5 and 3,
 width 3, zigzag on two ranks: rank 0 holds 0:2 and 6:8, its segments are 0:2, which needs nothing, and 6:8, which needs
 position 5 of rank 1. Its rows as the convolution takes them, with `.` for rows of zeros::
 

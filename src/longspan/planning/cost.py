@@ -1,14 +1,4 @@
-"""Launches: what the computes of a step become for a kernel that takes many slices at once.
-
-A variable-length kernel takes slices of one window in one launch: the window is counted from the diagonal that ends in
-a slice's bottom-right corner, so all causal documents are one window, whatever their lengths, and all rectangles are
-another. A launch packs no row twice: slices that need a row again go to another one.
-
-    bands of a compute              window (left, right)     launch
-    q 0:4  x kv 0:4,  q - kv >= 0   (open, 0)                first
-    q 4:9  x kv 4:9,  q - kv >= 0   (open, 0)                first
-    q 9:12 x kv 4:9                 (open, open)             second
-"""
+"""Costs of a rank's steps, without times: traffic, row uses, live memory, and kernel launches."""
 
 from __future__ import annotations
 
@@ -25,7 +15,7 @@ from longspan.planning.fetch import by_taker
 from longspan.planning.steps import Compute, Piece, Role, Sizes, Step
 from longspan.spans import Ints, Span, join, on_one_line, steps_within, union
 
-# What a rank's steps move, as one table: thousands of transfers are summed at once, not one by one.
+# -- Traffic: the bytes that a rank's steps move, summed as one table --------------------------------------------------
 
 
 STEP, SRC, DST, UNTIL, BYTES, ADDED = range(6)
@@ -64,9 +54,9 @@ def received(steps: tuple[Step, ...], rank: int, sizes: Sizes) -> int:
     return sum(piece_bytes([t.piece for step in steps for t in step.transfers if t.dst == rank], sizes))
 
 
-# Uses: which rows a rank's computes touch, and how often each row was touched before, for all steps at once. Rows are
-# cut into cells at every edge, so that between two edges all rows are used alike; a ring of a thousand steps is then a
-# few arrays and not a thousand unions.
+# -- Uses: which rows a rank's computes touch, and how often each row was touched before -------------------------------
+# All steps are handled at once. Rows are cut into cells at every edge, so that all rows of a cell are used equally; a
+# ring of a thousand steps then takes a few arrays instead of a thousand unions.
 
 
 Key = tuple[Span, Span | None, tuple[Span, ...]]
@@ -225,10 +215,10 @@ def in_one_piece(steps: Ints, rows: Ints, pieces: Ints, window: Ints, seq_len: i
     return answer
 
 
-# How much memory a rank needs beside its own q, k, v and results, step by step, from its steps alone. Counted is what
-# the runner holds: pieces that arrived or are arriving, messages being sent, float32 sums, copies of rows that lie in
-# several places and are put together for a kernel, and results that are about to be merged. What a kernel allocates
-# inside itself is not.
+# -- Memory of a rank besides its own q, k, v and results, step by step ------------------------------------------------
+# Counted is what a run holds: pieces that arrived or are arriving, messages being sent, float32 sums, copies of rows
+# that are gathered for a kernel, and results that are about to be merged. Memory that a kernel allocates internally is
+# not counted.
 
 
 def live_bytes(
@@ -330,7 +320,15 @@ def _add_key_gradients(
         np.subtract.at(change, left, uses.num_remote(rows[:, :2]) * weight)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Launches: what the computes of a step become for a kernel that takes many slices ----------------------------------
+# A variable-length kernel takes all slices of one window in one launch. The window is counted from the diagonal that
+# ends in a slice's bottom-right corner, so all causal documents have the same window, whatever their lengths, and all
+# rectangles have another. A launch packs no row twice: slices that need a row again go to another launch.
+#
+#     bands of a compute              window (left, right)     launch
+#     q 0:4  x kv 0:4,  q - kv >= 0   (open, 0)                first
+#     q 4:9  x kv 4:9,  q - kv >= 0   (open, 0)                first
+#     q 9:12 x kv 4:9                 (open, open)             second
 
 
 OPEN = -1

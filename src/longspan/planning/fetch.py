@@ -1,11 +1,11 @@
-"""Fetch: which K/V rows every rank gets from where and when, worked out alike by owner and user without talking.
+"""Fetch: which K/V rows every rank gets, from which rank and when. Owner and user compute the same answer separately.
 
-Rows whose owner sits in the same node come straight from the owner. Rows from other nodes enter a node once, through
+Rows whose owner is in the same node come directly from the owner. Rows from other nodes enter a node once, through
 one of its ranks (the port; every rank of the node is the port of an equal share), and go on to their users over the
 node's own links. With one node there is only the first kind.
 
 A rank, or a node, starts with the rows just before its own and goes round the sequence from there; different ranks
-start at different places, so nobody is asked by everybody at once.
+start at different places, so that no rank has to send to all others at once.
 
 Eight causal tokens on two nodes of two ranks, two tokens on each rank. Ranks 2 and 3 both need tokens 0:4 of node 0::
 
@@ -13,8 +13,8 @@ Eight causal tokens on two nodes of two ranks, two tokens on each rank. Ranks 2 
     rank 0 (0:2)  ── 0:2 ─────────────────►  rank 3 (6:8)  ── 0:2 ──►  rank 2
     rank 1 (2:4)  ── 2:4 ─────────────────►  rank 2 (4:6)  ── 2:4 ──►  rank 3
 
-Each of them is the port for one half. Four rows cross the network instead of eight, by two ways at once; then the two
-ranks swap halves over their own, faster link. See `plan_fetch` and `moves`.
+Each of them is the port for one half. Four rows cross the network instead of eight, over two links at once; then
+the two ranks exchange halves over their own, faster link. See `plan_fetch` and `moves`.
 """
 
 from __future__ import annotations

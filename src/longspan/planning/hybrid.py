@@ -8,13 +8,13 @@ groups of one rank it is the inner planner itself.
 Eight causal tokens and two heads (a, b) on four ranks, in groups of two::
 
                  step 0                step 1 and 2                              step 3
-    rank 0  0:2  gathers head a        a of 0:4 ─┐ keys and values,              results go home
+    rank 0  0:2  gathers head a        a of 0:4 ─┐ keys and values,              results go to their owners
     rank 1  2:4  gathers head b        b of 0:4 ─│─┐ as the inner planner says
     rank 2  4:6  gathers head a        a of 4:8 ◄┘ │
     rank 3  6:8  gathers head b        b of 4:8 ◄──┘
 
 In steps 1 and 2, ranks 0 and 2 follow the inner planner as if they were the only two ranks and `a` the only head; so do
-ranks 1 and 3 with `b`. No head needs anything of another in attention, so the two pairs never have to talk.
+ranks 1 and 3 with `b`. Heads are independent in attention, so the two pairs exchange nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is known of the kernels that machines are named after: what they take, and what they allocate beside results.
+"""Memory that kernels allocate besides their results, and the shapes that each kernel accepts.
 
 A launch works on `rows` query rows and `cols` key rows of one batch row, in `slices`, for `q_heads` query heads and
 `kv_heads` key heads of `width` features (padded alike for q, k and v). Where it takes part of the rows only, q, k and v
@@ -10,7 +10,7 @@ slice rounded up to 128, of several 128 more for each, and hold:
                 out and its gradient, which it takes only contiguous, and of lse
     FA3, FA4    dq in float32; row sums and lse in base 2; dk and dv in float32 where heads are grouped
     flex        row sums and lse in base 2
-    cuDNN       the library decides: not known here
+    cuDNN       decided by the library: unknown
     cpu_flash   blocks of scores, a few MB a thread: not counted
 
 From the sources: PyTorch's flash_api.cpp and attention_backward.cu, FlashAttention's hopper/flash_api.cpp and
@@ -169,10 +169,10 @@ def workspace_of(
     return packed + facts.workspace(launch, splits)
 
 
-# What kernels and plans take of a device's memory beside what `memory` counts: workspace of launches, tables of rows. A
-# launch's workspace is there while it runs, so a pass needs that of its largest launch. Tables say which rows are
-# packed, gathered and added; they stay on the device as long as the plan: four bytes for every row of every piece that
-# is sent, received or computed on.
+# -- Workspace of a plan's launches, and tables of row numbers ---------------------------------------------------------
+# This memory is not part of what `cost.py` counts. A launch's workspace exists while it runs, so a pass needs that of
+# its largest launch. Tables list the rows that are packed, gathered and added. They stay on the device as long as the
+# plan: four bytes for every row of every piece that is sent, received or computed on.
 
 
 INDEX_BYTES = 4

@@ -1,4 +1,4 @@
-"""Machines as text: JSON that `longspan calibrate` writes and `--machine FILE` reads; what is read is checked."""
+"""Machine: the rates of a piece of hardware, the cost of a step on it, and its JSON form. All times are simulated."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from longspan.planning.cost import ADDED, BYTES, DST, SRC, STEP, bands_of, launc
 from longspan.planning.steps import Compute, Sizes, Step
 from longspan.spans import Ints, Span, shortened, whole
 
-# Machine: the numbers of a piece of hardware, and what a step costs on it. Everything it says is simulated.
-# kernel = tile FLOP / (flops * share) + tile slots * slot_seconds / slots
-# work   = kernel + copied bytes / copy_bandwidth + operations * op_seconds
-# move   = the slowest link level: latency + bytes / bandwidth, in or out
-# step   = max(work, move): transfers run beside computes
+# -- Machines and the cost of a step -----------------------------------------------------------------------------------
+#     kernel = tile FLOP / (flops * share) + tile slots * slot_seconds / slots
+#     work   = kernel + copied bytes / copy_bandwidth + operations * op_seconds
+#     move   = the slowest link level: latency + bytes / bandwidth, in or out
+#     step   = max(work, move): transfers run while computes run
 #
-# A host that only queues work for its device (a GPU's) runs ahead of it, and has a timeline of its own:
+# A host that only queues work for its device (a GPU) runs ahead of it and has its own timeline:
 #
-# queued = call_seconds, then for each step operations * launch_seconds + messages * message_seconds more
-# left   = max(when the last step was left + step, queued): a step ends when it is done and all of it was queued
+#     queued = call_seconds, then for each step operations * launch_seconds + messages * message_seconds more
+#     left   = max(when the last step was left + step, queued): a step ends when it is done and all of it was queued
 #
 # With call_seconds = 150 us, launch_seconds = 10 us, no messages, and three steps of 20 operations and 100 us each, the
-# host has queued them at 350, 550 and 750 us, and so they end: this call is as long as its host takes. Steps of 1 ms
-# would end at 1, 2 and 3 ms, and the host would not be seen.
+# host has queued them at 350, 550 and 750 us, and the steps end then: the host limits this call. Steps of 1 ms would
+# end at 1, 2 and 3 ms, and the host would not matter.
 
 
 Floats = NDArray[np.float64]
@@ -340,7 +340,7 @@ def rank_times(
     return max(left, queued), queued
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- JSON form: `longspan calibrate` writes it, `--machine FILE` reads and checks it -----------------------------------
 
 
 FORMAT = "longspan machine 1"

@@ -1,4 +1,4 @@
-"""Plan: mask + layout + schedule, a frozen value with a fingerprint, a text form and reasons."""
+"""Plan: mask, layout, sizes and scheme as a frozen value, with a fingerprint, a text form and reasons."""
 
 from __future__ import annotations
 

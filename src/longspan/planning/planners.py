@@ -1,7 +1,7 @@
-"""Which planners there are, and what a scheme's name stands for. A new planner is a file and a line here.
+"""The planners (ring, exchange, all-gather, chunked), their names, and what a scheme's name stands for.
 
-`VOLUMES` says in closed form how much every rank receives under a planner; a planner without an entry is summed up step
-by step.
+A planner is a function from a problem and a rank to that rank's steps. `PLANNERS` lists planners by name. `VOLUMES`
+gives in closed form how much every rank receives under a planner; a planner without an entry is summed step by step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from longspan.planning.volume import (
 )
 from longspan.spans import Ints, Span, as_spans, by_position, union
 
-# Ring: K and V go round. In step i a rank works on the block of the rank i places behind and hands it on.
+# -- Ring: in step i a rank computes on the block of the rank i places behind it, and passes it on ---------------------
 
 
 def ring(problem: Problem, rank: int) -> tuple[Step, ...]:
@@ -52,10 +52,10 @@ def ring(problem: Problem, rank: int) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-# Chunked: an exchange that computes chunk by chunk, in an order that no number of ranks changes.
+# -- Chunked: an exchange that computes chunk by chunk, in an order independent of the number of ranks -----------------
 # A query meets the keys of its own chunk first, then those before it, nearest first, then those after it, last first.
-# What comes first lies on its own rank wherever chunks are neighbours there, and is computed while other keys are in
-# flight. Backward goes the other way round.
+# The first ones are local if neighbouring chunks are on one rank, and are computed while other keys are in flight.
+# Backward uses the reverse order.
 
 
 def chunked(problem: Problem, chunks: Chunks, rank: int) -> tuple[Step, ...]:
@@ -119,7 +119,7 @@ def _bands(part: Part, chunks: Chunks, rank: int) -> dict[tuple[int, int], tuple
     return {pair: (sure, maybe) for pair, (sure, maybe) in by_pair.items()}
 
 
-# -- Exchange: only the rows the mask needs travel, from owner to user, in overlapped stages ---------------------------
+# -- Exchange: only rows that the mask needs travel, from owner to user, in overlapped stages --------------------------
 
 
 def exchange(problem: Problem, rank: int) -> tuple[Step, ...]:
@@ -150,9 +150,9 @@ def _with_steps(arrived: list[Ints]) -> Ints:
     return by_position(np.column_stack((np.concatenate(arrived), step)))
 
 
-# All-gather: every rank gets the K and V of every other, and computes the rest once they are there.
-# It is an exchange in which everybody needs everything, in one stage. Between nodes every row crosses once per node, as
-# in the collective of the same name.
+# -- All-gather: every rank gets all K and V, then computes the rest ---------------------------------------------------
+# This is an exchange of all rows in one stage. Between nodes every row crosses once per node, as in the collective of
+# the same name.
 
 
 def all_gather(problem: Problem, rank: int) -> tuple[Step, ...]:
@@ -160,7 +160,7 @@ def all_gather(problem: Problem, rank: int) -> tuple[Step, ...]:
     return fetching(problem, rank, (problem.gather_fetch,) * len(problem.lanes), min(problem.layout.world_size - 1, 1))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Schemes by name ---------------------------------------------------------------------------------------------------
 
 
 PLANNERS: dict[str, Planner] = {

@@ -1,4 +1,4 @@
-"""Machines that are known by name, one for each kernel that they may run. None of it was run on a GPU here.
+"""Machines by name, one for each kernel that they may run. No preset was measured by running Longspan on a GPU.
 
 `h100` is an H100 with the kernel that Longspan's `varlen` runs there: PyTorch's own flash attention, which is FA2,
 unless another was activated by `torch.nn.attention.activate_flash_attention_impl`. Shares of peak are set so that the

@@ -1,8 +1,8 @@
-"""Problem: what a planner is given. Mask, layout and sizes, resolved into lanes.
+"""Problem: the input of a planner. Mask, layout and sizes, resolved into lanes, and chunks where requested.
 
-A lane is a set of key/value heads (of some batch rows) whose rows travel together; its parts are the query heads that
-use them, each with one plane of the mask and the query rows every rank computes. Usually there is one lane with one
-part. Masks that differ per head or per batch row make more, and so does cutting the heads over ranks.
+A lane is a set of key/value heads (of some batch rows) whose rows travel together. Its parts are the query heads that
+use them, each with one plane of the mask and the query rows that every rank computes. Usually there is one lane with
+one part. Masks that differ per head or per batch row make more, and so does splitting heads over ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from longspan.planning.fetch import Fetch, by_taker, num_stages, plan_fetch, wit
 from longspan.planning.steps import Compute, Piece, Role, Sizes
 from longspan.spans import LIMIT, Ints, Span, as_spans, by_position, join
 
-# Chunks: equal stretches of the sequence that no layout may cut, so that any number of ranks computes alike. Every
-# kernel call is between the queries of one chunk and the keys of one chunk, and partial results of a query merge in one
-# order of key chunks. Gradients of keys come from queries on several ranks: they are added along a binary tree over
-# query chunks, of which a rank adds whole branches, so that no sum depends on who held which chunk.
+# -- Chunks: equal parts of the sequence that no layout may cut --------------------------------------------------------
+# Any number of ranks then computes the same bits. Every kernel call is between the queries of one chunk and the keys of
+# one chunk, and partial results of a query merge in one order of key chunks. Gradients of keys come from queries on
+# several ranks: they are added along a binary tree over query chunks, of which a rank adds whole branches, so that no
+# sum depends on which rank holds which chunk.
 
 
 MAX_CHUNKS = 1 << 10
@@ -92,7 +93,7 @@ class Chunks:
         return (np.arange(self.num, dtype=np.int64)[:, None] + np.array([0, 1])) * self.length
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Lanes, parts and the problem --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)

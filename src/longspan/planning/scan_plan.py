@@ -1,4 +1,7 @@
-"""ScanPlan: documents, a layout and a schedule, a frozen value with a fingerprint, a text form and reasons."""
+"""ScanPlan: documents, a layout and a schedule of a recurrence, with its predicted cost and the reasons for the choice.
+
+A plan is a frozen value with a fingerprint and a text form.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ from longspan.planning.scan_steps import ChainPiece, Chains, Draft, ScanRole, Sc
 from longspan.planning.scan_validate import validate_scan
 from longspan.spans import Ints
 
-# What a scan costs on a machine: bytes exactly, time as if all ranks entered every step together. A step takes as long
-# as its slowest rank: its folds, and then the messages of its busiest link. Folds of dense maps are matrix products in
-# float32, for which a device has about a quarter of its half-precision speed.
+# -- Cost of a scan on a machine ---------------------------------------------------------------------------------------
+# Bytes are exact. Times assume that all ranks enter every step together. A step takes as long as its slowest rank: its
+# folds, then the messages of its busiest link. Folds of dense maps are matrix products in float32, at about a quarter
+# of a device's half-precision speed.
 
 
 WIDE_SHARE = 0.25
@@ -142,7 +146,7 @@ def held_bytes(steps: tuple[ScanStep, ...], rank: int, sizes: StateSizes, direct
     return came + sum(piece.num_bytes(sizes) for piece in made)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Plans -------------------------------------------------------------------------------------------------------------
 
 
 RELAYOUT = "relayout"

@@ -1,9 +1,4 @@
-"""Moving tokens to a contiguous layout and back, instead of states between the many spans that a rank holds.
-
-A layout that is good for attention may cut every document into pieces for all ranks (striped, zigzag per document), and
-then chains are long. Moved once, the tokens of a rank are one stretch: what travels is all that changes its owner, in
-forward what goes in and what comes out, in backward their gradients.
-"""
+"""Planners of scans, the transposed schedule for backward, and moving tokens to a contiguous layout instead."""
 
 from __future__ import annotations
 
@@ -19,15 +14,15 @@ from longspan.planning.machine import Floats, Machine
 from longspan.planning.scan_steps import ChainPiece, Draft, ScanStep, StateTransfer
 from longspan.spans import Ints, shortened
 
-# -- Planners of scans: how the owner of every segment gets the state that enters it -----------------------------------
-# Each writes one chain, given the ranks of its segments, from step 0 on; chains do not know of each other. Eight
-# segments on ranks 0 to 7, what rank 7 receives:
+# -- Planners: how the owner of every segment gets the state that enters it --------------------------------------------
+# Each planner writes one chain, given the ranks of its segments, from step 0 on; chains are independent. Eight segments
+# on ranks 0 to 7, what rank 7 receives:
 #
 #     chain        state[0:7)                                    after 7 steps, each rank waiting for the one before
-#     exchange     state[0:1) map[1:2) ... map[6:7)              after 1 step, folded by itself
+#     exchange     state[0:1) map[1:2) ... map[6:7)              after 1 step, folded locally
 #     doubling     [5:6) is joined by [4:5), then by [2:4) and so on: maps double their reach in every step, and the
 #                  state [0:7) comes from rank 6 in the last one (1 + log2 7 steps)
-#     two_level(4) within a node all maps, between nodes those of whole nodes only
+#     two_level(4) all maps within a node, only those of whole nodes between nodes
 
 
 ScanPlanner = Callable[[Draft, int, Sequence[int], int], None]
@@ -147,14 +142,15 @@ def scan_planner(name: str, node: int) -> tuple[ScanPlanner, int]:
     return SCAN_PLANNERS[name], node
 
 
-# Backward of a scan is its forward turned round: gradients of states go back along the way that states came. Forward is
-# linear in what segments add (U) as long as maps (M) are given, so its backward is its transpose. Where forward folded
-# [i:k) and [k:j), backward gives M_right^T of the whole's gradient to the left part and the gradient itself to the
-# right part; where a piece was sent, its gradient comes back, and all that come for one piece are added. So no map
-# travels twice: a rank keeps the M of every right part that it folded.
+# -- Backward: the transposed schedule ---------------------------------------------------------------------------------
+# Gradients of states travel back along the path of the states. Forward is linear in the added terms (U) for given maps
+# (M), so backward is its transpose. Where forward folded [i:k) and [k:j), backward gives M_right^T times the gradient
+# of the whole to the left part and the gradient itself to the right part; where a piece was sent, its gradient comes
+# back, and all gradients of one piece are added. No map travels twice: a rank keeps the M of every right part that it
+# folded.
 #
-# Backward begins with the gradient of every entering state [0:i), as if nothing came back from later segments, and ends
-# with the gradient of every [i:i+1): what the state that leaves segment i is worth to all segments after it.
+# Backward begins with the gradient of every entering state [0:i), without contributions of later segments, and ends
+# with the gradient of every [i:i+1): the gradient of the state that leaves segment i, from all segments after it.
 #
 #     forward    step 0  0 ── state[0:1] ──► 1      step 1  1 folds state[0:1] map[1:2], 1 ── state[0:2] ──► 2
 #     backward   step 0  2 ── dstate[0:2] ──► 1     step 1  1 takes it apart, 1 ── dstate[0:1] ──► 0    step 2
@@ -187,7 +183,10 @@ def kept(steps: tuple[ScanStep, ...]) -> tuple[ChainPiece, ...]:
     return tuple(dict.fromkeys(fold.right for step in steps for fold in step.computes))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Moving tokens to a contiguous layout and back ---------------------------------------------------------------------
+# A layout that suits attention may split every document over all ranks (striped, zigzag per document), which makes
+# chains long. After one relayout the tokens of a rank are contiguous. What travels is every row whose owner changes:
+# inputs and outputs in forward, their gradients in backward.
 
 
 def moved_tokens(source: Layout, target: Layout) -> Ints:

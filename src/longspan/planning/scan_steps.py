@@ -1,6 +1,7 @@
-"""Draft: the folds and transfers of all ranks as rows of numbers, while a planner writes them.
+"""Schedules of scans as data: pieces of chains, folds, transfers and steps, with a text form that parses back.
 
-A plan has thousands; they become objects for the one rank that asks, and stay arrays where they are only priced.
+`Chains` finds the segments of every document on a layout. `Draft` holds the folds and transfers of all ranks as rows of
+numbers while a planner writes them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from longspan.errors import LongspanError, PlanError, ScheduleError
 from longspan.layouts import Layout
 from longspan.spans import Ints, Span, checked_text, parsed_number, run_table, shortened, whole
 
-# -- The words of a scan's schedule: pieces of chains, folds, and what they weigh --------------------------------------
+# -- Pieces, folds, transfers and steps --------------------------------------------------------------------------------
 # The tokens of a document that lie together on a rank are a *segment*, and the segments of a document in order are its
 # *chain*. A segment maps the state that enters it to the one that leaves it, S -> M S + U, and so do several in a row:
 #
@@ -272,8 +273,8 @@ def _parsed(lines: list[str]) -> ScanSchedule:
     return ScanSchedule(words[1], words[2], layout, sizes, steps)
 
 
-# Chains: the segments of every document in order, and who holds them. Any layout has them, so none needs another.
-# Two documents of 5 and 3 tokens, and ranks that hold 0:3 6:8 and 3:6:
+# -- Chains: the segments of every document in order, and the ranks that hold them -------------------------------------
+# Every layout has chains. Two documents of 5 and 3 tokens, and ranks that hold 0:3 6:8 and 3:6:
 #
 #     rank      0 0 0 1 1 1 0 0
 #     document  a a a a a b b b        chain a: 0:3 on rank 0, 3:5 on rank 1;  chain b: 5:6 on rank 1, 6:8 on rank 0
@@ -371,7 +372,9 @@ def _segments(edges: Ints, layout: Layout, first: int) -> Ints:
     return np.stack((chain + first, place, starts, stops, rank), axis=1).astype(np.int64)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Draft: the folds and transfers of all ranks as rows of numbers ----------------------------------------------------
+# A plan has thousands. They become objects only for the rank whose steps are needed, and stay arrays for cost
+# estimates.
 
 
 Reach = tuple[int, int]

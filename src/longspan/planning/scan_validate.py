@@ -1,8 +1,8 @@
-"""Proofs about a scan's schedule that know no planner: pieces are intervals, and intervals tell everything.
+"""Validate the schedule of a scan. The proof tracks intervals of segments and does not depend on the planner.
 
-Forward: a rank has the pieces [i:i+1) of its own segments; it sends what it has, and folds pieces that meet. At the end
+Forward: a rank has the pieces [i:i+1) of its own segments; it sends what it has, and folds adjacent pieces. At the end
 the owner of segment i > 0 has [0:i). Backward: the gradient of a piece [i:j) is a set of segments m >= j, those whose
-entering states it speaks for; sets that meet must not overlap, and the gradient of [i:i+1) ends as {i+1, i+2, ...}.
+entering states depend on it; sets that are added must not overlap, and the gradient of [i:i+1) ends as {i+1, i+2, ...}.
 
     chain of 3, doubling    forward   rank 2 ends with [0:2) = [0:1) + [1:2)
                             backward  [1:2) starts with {}, gets {2} from [0:2), and that is all of it

@@ -1,9 +1,9 @@
-"""A discrete-event simulator of whole schedules: time, bytes, memory, and whether it can finish at all.
+"""Discrete-event simulator of whole schedules: time, bytes, memory, and whether the schedule can finish.
 
 A rank enters a step, offers its messages, computes, and leaves when its computes and messages are done. A message
 starts when both ends offer it, and takes its turn at both ports of its link level; anything may delay it. Where a host
 queues work for its device, no step is left before all of it was queued (see `machine`). There is no other coupling
-between ranks, so a schedule that finishes here under every delay cannot hang for want of order.
+between ranks, so a schedule that finishes here under every delay cannot deadlock.
 
 In a scan the messages of a step carry what its folds made, so they are offered when these are done.
 """

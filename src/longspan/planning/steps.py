@@ -1,4 +1,4 @@
-"""The words of a schedule: Piece, Transfer, Compute, Step, Schedule. Plain values with a text form that parses back.
+"""The parts of a schedule: Piece, Transfer, Compute, Step, Schedule. Plain values with a text form that parses back.
 
 A step's transfers start together with its computes. What a transfer brings may be used from the next step on, up to
 and including step `until`. There are only two instructions; schemes differ in nothing else.
@@ -17,7 +17,7 @@ from longspan.layouts import Layout
 from longspan.masks import Band
 from longspan.spans import Span, parsed_number, shortened, whole
 
-# -- Dtypes by name: plans are made without torch ----------------------------------------------------------------------
+# -- Dtypes by name, since planning does not import torch --------------------------------------------------------------
 
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -37,7 +37,7 @@ def dtype_name(dtype: Any) -> str:
     return name
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Roles, pieces, transfers, computes, steps and schedules -----------------------------------------------------------
 
 
 MAX_SIZE = 1 << 24
@@ -76,7 +76,7 @@ class Sizes:
     kv_heads: int
     head_dim: int
     v_head_dim: int
-    """0 where a row is one tensor, not a key and a value: see `schedules.convolution`."""
+    """0 where a row is one tensor, not a key and a value: see `planning/conv_plan.py`."""
     itemsize: int
     batch: int = 1
 

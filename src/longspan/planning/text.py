@@ -1,7 +1,8 @@
-"""Reads a schedule back from its text form. Input is data, never code: it is bounded, and checked line by line.
+"""Schedules as text: a table for people, and a parser of the text form.
 
-What comes out is well formed: ranks, positions, heads and batch rows exist, sends and receives name this rank. Whether
-it computes what a mask asks for is what `validate` proves; do that with every schedule that comes from elsewhere.
+The parser treats its input as data, never as code: the input is bounded and checked line by line. The result is well
+formed: ranks, positions, heads and batch rows exist, and sends and receives name this rank. Whether it computes what a
+mask requires is for `validate` to prove; call it for every schedule from outside.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from longspan.masks import Band
 from longspan.planning.steps import Compute, Piece, Role, Schedule, Sizes, Step, Transfer
 from longspan.spans import MAX_TEXT, Span, checked_text, parsed_number, shortened
 
-# -- A schedule as a table, ranks down and steps across ----------------------------------------------------------------
+# -- Table: ranks down, steps across -----------------------------------------------------------------------------------
 
 
 _NEAR = 4
@@ -54,7 +55,7 @@ def _peers(sign: str, peers: list[int]) -> str:
     return sign + ",".join(map(str, peers)) if 0 < len(peers) <= 4 else f"{sign}({len(peers)})" if peers else ""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Parser ------------------------------------------------------------------------------------------------------------
 
 
 MAX_LINE = 1 << 20

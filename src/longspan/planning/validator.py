@@ -1,13 +1,13 @@
-"""The validator: proves that a schedule computes exactly what a mask asks for, and that it can run.
+"""The validator proves that a schedule computes exactly the pairs that a mask allows, and that it can run.
 
-It is written against the meaning of the instructions and knows nothing of planners. Proved are: sends and receives are
-the same lists; nothing is used before it is held or after it was given up; every allowed pair is computed exactly once;
-results and gradients reach the rank that owns them, each contribution once; batches stay small.
+It follows the meaning of the instructions and does not depend on planners. It proves that sends and receives are the
+same lists; that nothing is used before it arrives or after it is released; that every allowed pair is computed exactly
+once; that results and gradients reach the rank that owns them, each contribution once; and that batches stay small.
 
 **Weights.** How does it know that each contribution to a gradient arrives once, without running anything? Every compute
-gets a number of its own, its weight. Wherever a real run would add the compute's gradient to a row, the proof adds the
+gets its own number, its weight. Wherever a real run would add the compute's gradient to a row, the proof adds the
 weight, and transfers move sums of weights as they would move gradients. Say computes with weights 13, 29 and 74 all use
-key row 5, which rank 0 owns. At the end rank 0 must have 13 + 29 + 74 = 116 there, and nobody else anything::
+key row 5, which rank 0 owns. At the end rank 0 must have 13 + 29 + 74 = 116 there, and all other ranks nothing::
 
     one lost                  13 + 29           =  42
     one counted twice         13 + 29 + 74 + 74 = 190
@@ -29,9 +29,9 @@ from longspan.planning.steps import GRADIENT, MAX_BATCH, Compute, Piece, Role, S
 from longspan.planning.text import table
 from longspan.spans import Ints, Span, as_table, union
 
-# -- Board: who holds which rows, for proofs over whole schedules ------------------------------------------------------
-# Positions are cut at every edge that occurs, so that between two neighbouring edges everything happens to all rows
-# alike; heads and batch rows likewise. A proof then works on a few thousand cells, however long the sequence is.
+# -- Board: which rank holds which rows --------------------------------------------------------------------------------
+# Positions are cut at every edge that occurs, so that all rows between two neighbouring edges are treated equally;
+# heads and batch rows likewise. A proof then works on a few thousand cells for any length of the sequence.
 
 
 Key = tuple[int, int]
@@ -104,7 +104,7 @@ def _pieces(schedule: Schedule) -> Iterator[Piece]:
     yield from (piece for pieces in schedule.kept for piece in pieces)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- The proof ---------------------------------------------------------------------------------------------------------
 
 
 Term = tuple[int, int, *tuple[Span, ...]]
@@ -142,7 +142,7 @@ class _Proof:
             + table(self.schedule, mark=(rank, step))
         )
 
-    # -- walking ----------------------------------------------------------------------------------------------------
+    # -- Walking -------------------------------------------------------------------------------------------------------
 
     def _give_owners(self) -> None:
         sizes, layout = self.schedule.sizes, self.schedule.layout
@@ -274,7 +274,7 @@ class _Proof:
                 self.fail(rank, number, f"{c.q!r} is computed again after its result was sent.")
             results[cells] = 1
 
-    # -- at the end -------------------------------------------------------------------------------------------------
+    # -- Final checks --------------------------------------------------------------------------------------------------
 
     def _owned(self, rank: int) -> Ints:
         owned = np.zeros(self.board.num_cells, dtype=np.int64)

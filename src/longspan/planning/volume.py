@@ -1,7 +1,6 @@
-"""Volume: how much every rank of a scheme receives, in closed form and without anybody's steps.
+"""Volume: how many rows every rank of a scheme receives, in closed form, without building any rank's steps.
 
-However many transfers a rank takes part in, it is one entry in a few arrays: the figure is exact and covers all ranks,
-not a sample of them. Tests check that it equals the sum over every rank's steps.
+The result is exact and covers all ranks, as a few arrays. Tests check that it equals the sum over every rank's steps.
 """
 
 from __future__ import annotations

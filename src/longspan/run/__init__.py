@@ -1,1 +1,1 @@
-"""Run a plan: messages, packing, the recorded program, merges, and the operators that autograd sees."""
+"""Run a plan: operators, agreement between ranks, the recorded program, messages and merging."""

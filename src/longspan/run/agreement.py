@@ -1,6 +1,7 @@
-"""Agreement before data: what must be the same on every rank is compared once per new call.
+"""Agreement between ranks: records that are compared before data moves, and headers of messages in checked mode.
 
-A record is a row of texts of fixed width; every rank sees all rows, so every rank refuses, and names the same fields.
+A record is a row of strings of fixed width that must be equal on every rank. It is compared once per new call. Every
+rank sees all rows, so every rank refuses, and names the same fields.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from longspan.errors import AgreementError, RankError
 from longspan.planning.steps import Moved
 from longspan.watch.store import LostError, Store
 
-# Headers: in checked mode every message says what it is, and a receiver refuses what it did not expect. Point-to-point
-# messages are matched by order and size alone; a swapped, short, stale or damaged one would go unnoticed.
+# -- Message headers in checked mode -----------------------------------------------------------------------------------
+# Every message states what it is, and a receiver refuses what it did not expect. Point-to-point messages are matched by
+# order and size only; without a header, a swapped, short, stale or damaged message would go unnoticed.
 
 
 MAGIC = b"LSh2"
@@ -108,15 +110,15 @@ def _checksum(message: Tensor) -> int:
     return zlib.crc32(message.detach().cpu().contiguous().numpy().data)
 
 
-# Rows of all ranks compared through the job's store, for groups that can send nothing from CPUs.
-# No device takes part, so a host that compares does not wait for what its device has still to do. Three ranks, of which
-# the last has another row:
+# -- Comparing rows through the job's store, for groups that cannot send from CPUs -------------------------------------
+# No device takes part, so the host does not wait for work queued on its device. Three ranks, of which the last has
+# another row:
 #
-#     rank 0   claims "call 7": its row is the one to compare with; it is the 1st to come, and waits
-#     rank 1   finds the row of rank 0, which is its own; the 2nd to come, and waits
-#     rank 2   finds a row that is not its own: writes its own beside it; the 3rd to come, it says that there is another
+#     rank 0   claims "call 7": its row is the one to compare with; it arrives 1st, and waits
+#     rank 1   finds the row of rank 0, which equals its own; it arrives 2nd, and waits
+#     rank 2   finds a row that differs from its own: writes its own next to it; arrives 3rd, and reports the difference
 #
-# A rank that comes to the next comparison has read all of this one: the last to come there clears it away.
+# A rank that arrives at the next comparison has read all of this one: the last rank to arrive there deletes it.
 
 
 SAME, DIFFERENT = b"same", b"different"
@@ -176,7 +178,7 @@ def rows_alone(
     return found.rows
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Records -----------------------------------------------------------------------------------------------------------
 
 
 WIDTH = 48

@@ -1,7 +1,7 @@
-"""From a user's tensors to the operator: what is asked must make sense, or the call is refused.
+"""Check the arguments of `longspan.attention` and call the operator.
 
-All of this is traced when a model is compiled. What depends on the mask or the plan itself waits until the operator
-runs: it travels as data (see `longspan._compile`), so that one graph serves them all.
+All of this is traced when a model is compiled. Checks that depend on the mask or the plan itself are made when the
+operator runs: both are passed as data (see `longspan._compile`), so that one graph serves them all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PyTorch's flex attention, by its own signature: any device, forward and backward, on one device or under a plan."""
+"""`flex_attention` with PyTorch's signature, on one device or under a plan, and conversion of BlockMasks."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from longspan.scoring.pipeline import ScoreMod
 from longspan.spans import Ints, shortened, steps_within, true_runs, whole
 from longspan.validate import check_inputs, one_device_plan
 
-# -- FlexAttention's BlockMask: made from a mask for the rows of one rank, and read as a mask --------------------------
-# Whatever bands a mask has, one query row sees a few spans of keys. Counted per block, these tell empty, partial and
-# full blocks apart at a cost that grows with the rows and the blocks, never with the pairs.
+# -- BlockMasks from masks, for the rows of one rank -------------------------------------------------------------------
+# With any bands, one query row sees a few spans of keys. Counted per block, they separate empty, partial and full
+# blocks at a cost that grows with the rows and the blocks, not with the pairs.
 
 
 Bools = NDArray[np.bool_]
@@ -133,7 +133,7 @@ def _listed_first(chosen: Bools, device: str) -> tuple[Tensor, Tensor]:
     return torch.as_tensor(counts, device=device), torch.as_tensor(order, device=device)
 
 
-# -- which blocks are empty, partial or full ------------------------------------------------------------------------
+# -- Empty, partial and full blocks ------------------------------------------------------------------------------------
 
 
 def _kinds(plane: Plane, rows: Ints, keys: Ints, size: int) -> NDArray[np.int8]:
@@ -163,7 +163,7 @@ def _ask(plane: Plane, rows: Ints, keys: Ints, size: int, maybe: Ints, pairs: In
                 pairs[i, blocks] = np.bincount(column // size, weights=seen, minlength=int(blocks[-1]) + 1)[blocks]
 
 
-# -- the other direction --------------------------------------------------------------------------------------------
+# -- Masks from BlockMasks ---------------------------------------------------------------------------------------------
 
 _Asked = tuple[bool, bool, tuple[int, int]]
 _read: WeakKeyDictionary[BlockMask, dict[_Asked, tuple[object, tuple[Noted, ...], Reads, Mask]]] = WeakKeyDictionary()
@@ -283,7 +283,7 @@ def _bands_of(listed: Bools, block_mask: BlockMask) -> Ints:
     return bd.cut(bd.coalesce(bands), (0, q_len), (0, kv_len))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- flex_attention ----------------------------------------------------------------------------------------------------
 
 
 def flex_attention(

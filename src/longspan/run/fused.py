@@ -1,4 +1,4 @@
-"""The Triton kernels as functions of tensors, and when they are used."""
+"""Call the Triton kernels on tensors: merging partial results, and moving and adding rows. Used on GPUs with Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members: what this process knows about a group. How many calls it made, what was agreed, who watches whom."""
+"""State of a process group in this process: safety settings, backends, call numbers, agreement and watching."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from longspan.watch.monitor import Watch, direction_named
 from longspan.watch.records import Phase
 from longspan.watch.store import Store, job_store
 
-# Safety: how carefully a call runs. Settings of a scope; a backward pass has those of the last forward.
+# -- Safety settings of a scope ----------------------------------------------------------------------------------------
+# A backward pass uses those of the last forward pass.
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def safely(settings: Safety) -> Iterator[None]:
         _safety.reset(token)
 
 
-# -- What a group can send, and how: which backend serves which device -------------------------------------------------
+# -- Backends: what a group can send, and from which device ------------------------------------------------------------
 
 
 def message_device(group: dist.ProcessGroup, wanted: torch.device | None = None) -> torch.device:
@@ -132,7 +133,7 @@ def _backends(config: str) -> dict[str, str]:
     return dict(part.split(":", 1) for part in config.split(",") if ":" in part)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Members of a group, and a running call ----------------------------------------------------------------------------
 
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
-"""Halos: rows before a rank's segments come from who holds them, and their gradients go back. Nothing is computed.
+"""Halo exchange: the rows before a rank's segments come from their owners, and their gradients go back.
 
-The result of a forward run is the rank's rows with their halos in one tensor, as `schedules.convolution` lays them out;
-backward is the transposed map: a row's gradient is the sum over all places at which it was put, on any rank.
+A forward run returns the rank's rows with their halos in one tensor, as `longspan.planning.conv_plan` lays them out.
+Backward is the transposed map: a row's gradient is the sum over all places to which it was copied, on any rank.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Merge: contributions to the same rows become one, in float32, in an order that does not depend on arrival.
+"""Merge contributions to the same rows in float32, in an order that does not depend on arrival.
 
 Results merge by a guarded running maximum and sum: a partial is `(out, lse)`, normalised output and natural-log sum of
 exponentials; the state is (accumulator, maximum, sum), divided once at the end. A row that saw nothing is `(0, -inf)`
 and changes nothing. Gradients merge by addition.
 
-Most rows get one contribution only (a document that lies on one rank), and for those no float32 state is made: the
-contribution is kept as it came until a second one meets it. Rows that several meet have their state in a buffer that
-has no others, one after the other in the order in which they were met.
+Most rows get only one contribution (a document that lies on one rank), and have no float32 state: the contribution is
+kept as it came until a second one arrives. Rows with several contributions have their state in a buffer of their own,
+in the order of their second contributions.
 
-All of this is worked out when a plan is walked, on rows that stand for tensors; `merge` is what happens to numbers.
+All of this is decided when a plan is recorded, on rows without data; `merge` does the arithmetic.
 """
 
 from __future__ import annotations
@@ -381,10 +381,10 @@ def _overlap(a: Key, b: Key) -> bool:
     return all(x.start < y.stop and y.start < x.stop for x, y in zip(a, b, strict=True))
 
 
-# Terms: gradients of keys, apart by the chunk of queries they come from, and added along one tree of chunks. The tree
-# is that of the chunks' numbers: a branch holds 2**n chunks from a multiple of 2**n on, and its sum is that of its two
-# halves; chunks that add nothing are skipped. Addition does not ask which of two numbers comes first, so sums are the
-# same bit for bit whichever ranks hold the branches (`longspan.planning.problem`).
+# -- Terms: gradients of keys by chunk of queries, added along one tree of chunks --------------------------------------
+# The tree is that of the chunks' numbers: a branch holds 2**n chunks from a multiple of 2**n on, and its sum is that of
+# its two halves; chunks that add nothing are skipped. Addition of two numbers is commutative, so sums are the same bit
+# for bit whichever ranks hold the branches (`longspan.planning.problem`).
 
 
 Branch = list[tuple[int, Sum]]

@@ -1,8 +1,10 @@
-"""Moves: groups of operations on rows, done to tensors. Run by run on CPUs; on GPUs, where what counts is the number of
-launches, all runs at once by tables of row numbers that stay on the device.
+"""Operations on rows: group what was recorded, and run the groups on tensors.
 
-Shapes: B batch rows, H heads, T tokens, D features. A row is a (batch row, head, token); where a group goes over
-several places, tensors are seen as one long list of rows of D numbers.
+On CPUs a group runs one run of rows at a time. On GPUs, where the number of launches matters, all runs go at once, by
+tables of row numbers that stay on the device.
+
+Shapes: B batch rows, H heads, T tokens, D features. A row is a (batch row, head, token). If a group covers several
+places, tensors are viewed as one long list of rows of D numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from longspan.run.recorder import Buffer, Event, Kind, Note, Rows
 from longspan.run.transports import Buffers
 from longspan.spans import Ints, Span
 
-# -- Memory: the tensors of one call, found by the buffers that stand for them -----------------------------------------
+# -- Memory: the tensors of one call, by the buffers of the recorder ---------------------------------------------------
 
 
 Strides = tuple[int, int, int, int]
@@ -138,9 +140,9 @@ def _as_list(x: Tensor) -> tuple[Tensor, Strides] | None:
     return x.as_strided((1, 1, rows, dim), (rows * dim, rows * dim, dim, 1)), (0, by_batch, by_head, by_token)
 
 
-# Grouping: operations on rows that do not wait for each other, and do the same to the same memory, become one.
-# A note waits for those before it that wrote what it reads or writes, or read what it writes; that gives each a level,
-# one more than the highest it waits for, and notes of a level can go in any order::
+# -- Grouping independent operations on the same memory ----------------------------------------------------------------
+# An operation waits for earlier ones that wrote what it reads or writes, or read what it writes. Its level is one more
+# than the highest level it waits for, and operations of one level can run in any order:
 #
 #     copy message <- own 0:4        level 1  \ one copy of seven rows
 #     copy message <- own 9:12       level 1  /
@@ -304,7 +306,7 @@ def _overlap(a: Span, b: Span) -> bool:
     return a.start < b.stop and b.start < a.stop
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Moves: groups on tensors ------------------------------------------------------------------------------------------
 
 
 FEW, LONG = 8, 256
@@ -371,7 +373,7 @@ class Move:
             for lane in self.lanes:
                 self._by_tokens(memory, lane)
 
-    # -- run by run -------------------------------------------------------------------------------------------------
+    # -- Run by run ----------------------------------------------------------------------------------------------------
 
     def _is_quicker_by_row(self, lane: RowLane) -> bool:
         """Whether one copy row by row takes a CPU less than a copy for every run."""
@@ -408,7 +410,7 @@ class Move:
                 out.copy_(made)
                 lse.copy_(stat)
 
-    # -- by tables of tokens ----------------------------------------------------------------------------------------
+    # -- By tables of tokens -------------------------------------------------------------------------------------------
 
     def _table(self, memory: Memory, lane: RowLane) -> Table:
         """Tokens of the targets and of the sources, and whether each are all that there are, in order."""
@@ -444,7 +446,7 @@ class Move:
                     else:
                         target.index_copy_(2, there.long(), rows.to(target.dtype))
 
-    # -- by tables of rows ------------------------------------------------------------------------------------------
+    # -- By tables of rows ---------------------------------------------------------------------------------------------
 
     @cached_property
     def _in_messages(self) -> list[list[Strides | None]]:

@@ -1,8 +1,8 @@
-"""The attention of one rank as `torch.library` operators: compiled graphs, checkpointing and autograd see plain ops.
+"""The attention of one rank as `torch.library` operators, which compiled graphs, checkpointing and autograd can see.
 
-An operator takes strings and numbers beside tensors. A mask or plan goes as its handle, a tensor with a number, and is
-looked up when the operator runs; a group goes by the name PyTorch gave it. A forward pass answers with a ticket, a
-tensor with the number of what its backward needs to know, which lives as long as the ticket's memory does.
+An operator takes strings and numbers besides tensors. A mask or plan is passed as its handle, a tensor with a number,
+and is looked up when the operator runs; a group is passed by the name that PyTorch gave it. A forward pass returns a
+ticket, a tensor with the number of what its backward needs, which lives as long as the ticket's memory does.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from longspan.tile import wide
 from longspan.validate import fitting_plan
 from longspan.versions import VERSION
 
-# -- Operators of our own, registered by the calls that `torch.library.custom_op` is made of ---------------------------
-# `custom_op` looks through all arguments several times in every call, which takes 0.2 ms of the host; these take 0.05
-# ms.
+# -- Registering operators ---------------------------------------------------------------------------------------------
+# `torch.library.custom_op` inspects all arguments several times in every call, which takes 0.2 ms of host time. The
+# functions here make the same registrations and take 0.05 ms.
 
 
 _runs: dict[Any, Callable[..., Any]] = {}
@@ -120,7 +120,7 @@ class _NoDerivative(torch.autograd.Function):
         )
 
 
-# Passes: what a forward pass leaves for its backward, beside tensors, and the ticket under which it is found.
+# -- What a forward pass leaves for its backward besides tensors, and its ticket ---------------------------------------
 
 
 T = TypeVar("T")
@@ -128,7 +128,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Said:
-    """What compiled code says about scores: a text (see `score_text`) and the numbers in it. Its tensors are arguments
+    """What compiled code says about scores: a text (see `ScoreText`) and the numbers in it. Its tensors are arguments
     of both operators: memory of a graph's own is used again."""
 
     text: str = ""
@@ -193,7 +193,7 @@ def pass_of(ticket: Tensor, kind: type[T]) -> T:
     return found
 
 
-# -- A call as the record that ranks compare (`trust.agreement`): what this rank was asked for -------------------------
+# -- The record of a call that ranks compare ---------------------------------------------------------------------------
 
 
 MAX_OF_ONE = 64
@@ -249,7 +249,7 @@ def _scores(scoring: Scoring | None) -> str:
     return f"{len(scoring.functions)} of them, captured {captured}, {scoring.dropout}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Forward and backward ----------------------------------------------------------------------------------------------
 
 
 FORM = 3

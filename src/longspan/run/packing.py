@@ -1,9 +1,9 @@
-"""Token store: tensors whose rows are tokens, found by their global positions. Here a rank's own shard, and what has
-arrived from others, wait until they are computed with or sent.
+"""Packing: pieces as bytes of a message, and token stores, whose rows are found by global position.
+
+A token store holds a rank's own shard, or rows that have arrived from other ranks, until they are computed on or sent.
 
 Shapes: B batch rows, H heads, T tokens, D features. Positions are global; indices into a tensor are named `_local`.
-
-Runs are tables of (start, stop, start_local), sorted by position: where each stretch of positions lies in dim 2.
+Runs are tables of (start, stop, start_local), sorted by position: where each run of positions lies in dim 2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from longspan.run.recorder import Buffer, Recorder, Rows
 from longspan.spans import Ints, Span, as_table, by_position, intersect, join, total
 from longspan.tile import wide
 
-# Wire: pieces as bytes. All pieces between two ranks in a step are one message, whose size is what the plan says.
+# -- Pieces as bytes ---------------------------------------------------------------------------------------------------
+# All pieces between two ranks in a step are one message, whose size is stated by the plan.
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Format:
         return found, offset
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Token stores ------------------------------------------------------------------------------------------------------
 
 
 Bools = NDArray[np.bool_]

@@ -1,4 +1,4 @@
-"""Backward: gradients of query rows stay where they are computed until they go home; those of keys travel as sums."""
+"""The forward and backward pass of attention: what a step computes, merges and sends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from longspan.run.walk import Job, Run, Walk
 from longspan.spans import Ints, Span, as_spans, as_table, join, union
 from longspan.tile import as_dtype, wide
 
-# Forward: partial results of query rows are merged where they are computed and sent to the rank that owns them.
+# -- Forward: partial results are merged where they are computed, and sent to the rank that owns the rows --------------
 
 
 class ForwardWalk(Walk):
@@ -201,7 +201,7 @@ def computed_runs(runs: Ints, spans: tuple[Span, ...]) -> Ints:
     return np.stack((start, stop, runs[i, 2] + start - runs[i, 0]), axis=1)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Backward: gradients of queries stay until their rows go home, those of keys travel as sums ------------------------
 
 
 class Saved(NamedTuple):

@@ -1,7 +1,7 @@
-"""Program: what a rank does in one direction of a plan, as data: messages, launches, and operations on rows between.
+"""Program: what a rank does in one direction of a plan, as data: messages, launches and operations on rows.
 
-A program is made once for a plan, rank and kernel (`engine.runner.Run`) and holds no tensor but tables of row
-numbers, by device. `run` plays it back on the tensors of a call.
+A program is recorded once for a plan, rank and kernel (`run/walk.py`). It holds no tensors except tables of row
+numbers, by device. `run` replays it on the tensors of a call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Recorder: stands in for tensors while a plan's steps are walked, and notes what would be done to their rows.
+"""Recorder: rows without data that stand in for tensors, and the list of operations recorded on them.
 
-Nothing of what a run does to rows depends on what is in them. So a rank walks its steps once with `Rows`, which have
-shapes and no data; what comes out is a list of operations, and that is what runs in every call.
+The operations of a run do not depend on the values of rows. So a rank walks its steps once with `Rows`, which have
+shapes and no data; the result is a list of operations, which runs in every call.
 
     >>> recorder = Recorder()
     >>> own, message = recorder.new((1, 2, 8, 4), torch.float32), recorder.new((1, 2, 3, 4), torch.float32)
@@ -81,8 +81,8 @@ class Kind(StrEnum):
     COPY = "copy"  # target, source
     ADD = "add"  # target, source
     FILL = "fill"  # target
-    MERGE = "merge"  # acc, top, num, out, lse: see `engine.merge.merge`
-    FINISH = "finish"  # out, lse, acc, top, num: see `engine.merge.finished`
+    MERGE = "merge"  # acc, top, num, out, lse: see `run.merge.merge`
+    FINISH = "finish"  # out, lse, acc, top, num: see `run.merge.finished_rows`
 
     @property
     def num_targets(self) -> int:

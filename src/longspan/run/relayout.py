@@ -1,4 +1,4 @@
-"""Rows from one layout to another: only those whose owner changes travel, one message per pair of ranks."""
+"""Move rows from one layout to another. Only rows whose owner changes travel, one message per pair of ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Ranks that all live in this process, to try a model over ranks where there is no group.
+"""Simulated ranks: threads of this process, to run a model over ranks without a process group.
 
-Each has a thread, and they run one at a time. Where ranks would exchange messages these meet instead: what each of them
-brings is put together, the operator runs once on whole sequences, and each takes its part of the result. So all ranks
+Threads run one at a time. Where ranks would exchange messages, the threads wait for each other instead: their inputs
+are concatenated, the operator runs once on whole sequences, and each thread takes its part of the result. So all ranks
 share one autograd graph, and one backward pass of the sum of their losses gives the sum of their gradients.
 
 Two ranks with two tokens each, and a sum over tokens::

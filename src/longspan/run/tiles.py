@@ -1,4 +1,4 @@
-"""Bands as kernel tiles: cut where the rows of a store are not contiguous, renumbered to local rows, and joined again.
+"""Kernel tiles from bands: cut where the rows of a store are not contiguous, renumber to local rows, and join.
 
 Rows that lie next to each other in a store need not be neighbours in the sequence. A rank of a zigzag layout has a
 chunk from each end, and the pairs among them are one causal triangle in local rows: one tile instead of three.

@@ -1,7 +1,7 @@
 """Transports: how messages get from rank to rank. A message is a flat uint8 tensor whose size both ends know.
 
-`Loopback` runs all ranks in one process, for tests and for seeing what happens. `ProcessGroup` is PyTorch's own NCCL or
-Gloo group, one rank per process.
+`ProcessGroup` is PyTorch's NCCL or Gloo group, one rank per process. `Loopback` runs all ranks in one process, for
+tests and for inspection.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from longspan.planning.steps import MAX_BATCH, Moved
 from longspan.run import agreement
 from longspan.run.group import Running
 
-# Observation: bytes and messages really sent, and profiler marks per step. Off unless asked for, and scoped.
+# -- Observation: bytes and messages that were sent, and profiler marks per step ---------------------------------------
+# Off by default, and scoped.
 
 
 @dataclass
@@ -88,14 +89,14 @@ def mark(direction: str, rank: int, step: int) -> AbstractContextManager[object]
     return torch.profiler.record_function(f"longspan {direction} rank {rank} step {step}")
 
 
-# -- Buffers: the memory of messages, taken again within a call as soon as nobody uses it ------------------------------
+# -- Buffers: the memory of messages, reused within a call -------------------------------------------------------------
 # A freed message goes back to PyTorch's allocator, but on GPUs not at once: sending and receiving over NCCL records
-# that another stream uses the memory, so it is free only when that stream has come past it. A host that runs ahead of
-# the GPU, as it should, would be given new memory for the messages of every step. Here they are taken again in the
-# order of the host: whoever reads a message has been queued on the current stream by then, and new messages begin
-# behind that stream.
+# that another stream uses the memory, so it is free only when that stream has passed it. A host that runs ahead of the
+# GPU, as it should, would get new memory for the messages of every step. Here memory is reused in the order of the
+# host: every reader of a message has been queued on the current stream by then, and new messages start after that
+# stream.
 #
-# A ring of four ranks, each message R bytes, sent on in the step after it arrived: three buffers, not six::
+# A ring of four ranks, each message R bytes, sent on in the step after it arrived: three buffers, not six:
 #
 #     step     sends    receives    held and read
 #     0        a        b
@@ -156,7 +157,7 @@ def is_shared(tensor: Tensor) -> bool:
     return _torch.num_users(tensor.untyped_storage()._cdata) > 2  # beside the tensor there is who asks
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Exchanges, loopback and process groups ----------------------------------------------------------------------------
 
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
-"""The Triton kernels. Importing this needs Triton, which PyTorch brings along where it has CUDA.
+"""Triton kernels that merge partial results and move rows. Importing this file needs Triton.
 
-Shapes: see engine/merge.py and engine/token_store.py. A program works on some rows of one batch row and one head; all
+Shapes: see merge.py and packing.py. A program works on some rows of one batch row and one head; all
 strides are given, so that views need no copy, and offsets are 64 bits wide.
 """
 
@@ -16,7 +16,7 @@ def merge_kernel(
     acc_b, acc_h, acc_t, top_b, top_h, top_t, num_b, num_h, num_t, out_b, out_h, out_t, lse_b, lse_h, lse_t,
     ROWS: tl.constexpr, DIM: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """`engine.merge.merge`: the state (acc, top, num) takes up a partial (out, lse), in place; where it goes by row,
+    """`run.merge.merge`: the state (acc, top, num) takes up a partial (out, lse), in place; where it goes by row,
     row there[i] of the state takes up row here[i] of the partial, and no row of the state is there twice."""
     blocks = tl.cdiv(rows, ROWS)
     plane = tl.program_id(0) // blocks

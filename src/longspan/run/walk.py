@@ -1,7 +1,8 @@
-"""The one runner: walks a rank's steps, whatever planner made them, and notes what is to be done to rows.
+"""Walk a rank's steps once and record what is to be done to rows.
 
-A plan is walked once for each rank, direction and kernel; what was noted becomes a program (`flat.program`), and that
-is what runs, in loopback and on a process group. Forward and backward fill in what a step does.
+A plan is walked once for each rank, direction and kernel. The result is a program (`run/program.py`), which runs on the
+loopback transport and on a process group. All planners, attention, halo exchange and scans share this code. `passes.py`
+defines what a step of attention does forward and backward.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from longspan.scoring.captured import NO_TOTALS, Totals
 from longspan.scoring.pipeline import Scoring, TilePairs, TilePositions
 from longspan.spans import Ints, Span
 
-# Walking: a rank's steps, whatever they are about, with rows that stand for tensors. What is noted becomes a program.
-# Every step starts its messages, computes while they travel, and takes in what arrived. What pieces and computes are is
-# filled in: rows of attention (`runner`), states of recurrences (`execution.scans`).
+# -- Steps of any kind -------------------------------------------------------------------------------------------------
+# Every step starts its messages, computes while they travel, and takes in what arrived. Subclasses define pieces and
+# computes: rows of attention (below), states of recurrences (`mixers/scan_run.py`).
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +84,7 @@ class PlanWalk(ABC):
         self.recorder = Recorder()
         self.loose: list[Buffer] = []
 
-    # -- what is filled in ------------------------------------------------------------------------------------------
+    # -- Defined by subclasses -----------------------------------------------------------------------------------------
 
     def prepare(self, step: PlanStep) -> None:  # noqa: B027
         """Before the step's messages are packed."""
@@ -107,7 +108,7 @@ class PlanWalk(ABC):
     def finish(self) -> list[Rows]:
         """What the run is for, when all steps are done."""
 
-    # -- walking ----------------------------------------------------------------------------------------------------
+    # -- Walking -------------------------------------------------------------------------------------------------------
 
     def program(self) -> FlatProgram:
         """Every step: start its messages, compute while they travel, take in what arrived."""
@@ -175,7 +176,7 @@ class PlanWalk(ABC):
             self.take(t, tensors)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Rows of attention -------------------------------------------------------------------------------------------------
 
 
 class Task(Protocol):
@@ -233,7 +234,7 @@ class RowWalk(PlanWalk):
         self.own_runs = own_runs(job.plan.layout, job.rank)
         self._runs: dict[tuple[Span, ...], Ints] = {}
 
-    # -- what a direction fills in ----------------------------------------------------------------------------------
+    # -- Defined by forward and backward -------------------------------------------------------------------------------
 
     def fill(self, piece: Piece, targets: Sequence[Rows]) -> None:
         gather(self._stores(piece), self.store(piece, targets), repr(piece))
@@ -244,7 +245,7 @@ class RowWalk(PlanWalk):
     def arrived(self, transfer: Moved, rows: TokenStore) -> None:
         self.hold(transfer.piece.role, rows, transfer.until)
 
-    # -- holding ----------------------------------------------------------------------------------------------------
+    # -- Stored rows ---------------------------------------------------------------------------------------------------
 
     def own(self, role: Role) -> TokenStore:
         """Holds the rank's own shard of a role for good: inputs of the program, one for each tensor of the role."""

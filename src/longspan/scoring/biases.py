@@ -1,6 +1,7 @@
-"""Named extras as score functions: soft cap, ALiBi, relative bias, bias tensor. Sinks and dropout are elsewhere.
+"""Named options of `longspan.attention` as score functions: soft cap, ALiBi, relative bias, bias tensor.
 
-Each takes (score, b, h, q_idx, kv_idx) with indices of four dims that broadcast, and sees global positions.
+Each takes (score, b, h, q_idx, kv_idx) with indices of four dims that broadcast, and gets global positions. Sinks are
+checked here and applied in `run/passes.py`; dropout is in `pipeline.py`.
 """
 
 from __future__ import annotations

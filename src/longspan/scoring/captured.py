@@ -1,8 +1,8 @@
-"""Tensors that a score function captured: found without being listed, and given their gradients.
+"""Tensors that a score function captures: find them, and give them gradients.
 
-They are found by running the function once on one pair under a torch-function mode: whatever it uses, needs a gradient
-and was not made inside the call is captured, wherever it was kept (closure, global, module). The same kind of mode
-puts leaves in their place when tiles run, so no tile's graph reaches beyond its own call.
+The function runs once on one pair under a torch-function mode: a tensor that it uses, that needs a gradient and that
+was not created inside the call is captured, wherever it is stored (closure, global, module). The same kind of mode puts
+leaves in their place when tiles run, so that no tile's graph reaches outside its own call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Scoring: all that happens to scores between the product and the softmax, and to probabilities after it.
+"""Scoring: what happens to scores between the product and the softmax, and to probabilities after it.
 
 A score goes through the soft cap, then ALiBi, the relative bias and the bias tensor, then `score_mod`; the mask hides
-pairs after that, and dropout strikes probabilities at last. All of them see global positions.
+pairs after that, and dropout acts on probabilities at the end. All of them get global positions.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from longspan.spans import Ints, Span
 from longspan.tile import Features, Tile, wide
 from longspan.validate import check_no_tangent
 
-# Dropout whose pattern belongs to the sequence: a hash of (seed, batch row, head, query, key) decides on every pair.
-# No rank, scheme, tile or order of computation enters, so one device and a thousand drop the same pairs.
+# -- Dropout: a hash of (seed, batch row, head, query, key) decides every pair -----------------------------------------
+# It does not depend on rank, scheme, tile or order of computation, so one device and a thousand drop the same pairs.
 
 
-# Multipliers of splitmix64, as signed numbers: torch has no unsigned arithmetic, but wraps around all the same.
+# Multipliers of splitmix64, as signed numbers: torch has no unsigned arithmetic, but signed arithmetic wraps.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
@@ -87,7 +87,7 @@ def _mixed(x: Tensor) -> Tensor:
     return x
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Scoring -----------------------------------------------------------------------------------------------------------
 
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -221,8 +221,8 @@ class ScoreFunction:
         return self.elementwise(score, b, h, q, kv)
 
 
-# What a kernel may ask about the pairs of one compute: the mask's function, the score function, dropout.
-# Kernels count local rows; here they are global positions again.
+# -- The pairs of one compute: mask function, score function, dropout --------------------------------------------------
+# Kernels count local rows; here they become global positions.
 
 
 REMEMBERED = 32

@@ -1,10 +1,10 @@
-"""Score functions in compiled code: recorded as text while the model is traced, with all that they read.
+"""Score functions in compiled code: recorded as text while the model is traced, with everything that they read.
 
-A function is called once on one pair under a torch-function mode. Operations on the pair are written down; operations
-on anything else mean the same for all pairs, so they are left to the graph around, gradients included. What cannot be
-written down is refused: `Recorded.why` says why.
+A function is called once on one pair under a torch-function mode. Operations on the pair are recorded; operations on
+anything else are the same for all pairs, so they stay in the surrounding graph, gradients included. A function that
+cannot be recorded is refused: `Recorded.why` gives the reason.
 
-This module is traced itself. It keeps to plain lists, texts and `is`.
+This module is itself traced. It uses only plain lists, strings and `is`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from longspan.masks.functions import elementwise
 from longspan.scoring.pipeline import ScoreFunction, Scoring, dropout_of
 from longspan.tile import wide
 
-# -- A score function as text: what compiled code hands to the operator in place of a function -------------------------
-# A graph holds numbers, texts and tensors. So a score function becomes a text with one operation on a line, and what it
-# reads becomes arguments of the operator. The text means the same in any process (PyTorch keeps compiled graphs on
+# -- A score function as text, which compiled code passes to the operator ----------------------------------------------
+# A graph holds numbers, strings and tensors. So a score function becomes a text with one operation per line, and what
+# it reads becomes arguments of the operator. The text means the same in any process (PyTorch keeps compiled graphs on
 # disk), and nothing in it needs to be kept alive.
 #
 #     t5 = Tensor.sub(t3, t4)                t0 to t4 are score, b, h, q_idx and kv_idx
 #     t6 = Tensor.__getitem__(c0, t2)        c: captured tensors, which get gradients; k: other tensors
-#     t7 = Tensor.mul(t6, t5)                i: whole numbers; f: other numbers
+#     t7 = Tensor.mul(t6, t5)                i: integers; f: other numbers
 #     t8 = Tensor.sub(t0, t7)
 #     return t8
 
@@ -179,7 +179,7 @@ def _getter(node: Any) -> Get:
     raise AssertionError(f"no part of a score function's text: {ast.dump(node)}")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Recording ---------------------------------------------------------------------------------------------------------
 
 
 RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "normal", "multinomial", "poisson", "dropout", "rrelu")
@@ -191,7 +191,7 @@ METADATA = ("dim", "ndimension", "numel", "nelement", "size", "is_floating_point
 
 @dataclass
 class Recorded:
-    """A score function as text and what it reads; see `score_text`."""
+    """A score function as text and what it reads; see `ScoreText`."""
 
     text: str = ""
     captured: list[Tensor] = field(default_factory=list)
@@ -329,7 +329,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-# What is asked about an operation is a constant of the graph.
+# Facts about an operation are constants of the graph.
 
 
 @torch.compiler.assume_constant_result

@@ -1,7 +1,7 @@
-"""Functions of single numbers as graphs, for kernels that run them inside: score functions and what decides on pairs.
+"""Functions of single numbers as graphs, for kernels that run them inside: score functions and mask functions.
 
-Every tensor that a function uses becomes an argument of its graph, so that graphs with equal code are one graph, and
-gradients of captured tensors come back by argument.
+Every tensor that a function uses becomes an argument of its graph, so that functions with equal code share one graph,
+and gradients of captured tensors are returned by argument.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""How large a model is and what a training step of it takes, before anything runs: from a `config.json`, with numpy
-alone."""
+"""Sizes of a model and what a training step of it takes, from a `config.json`, without torch."""
 
 from longspan.sizing.config import BUILT_IN, built_in_config
 from longspan.sizing.families import FAMILIES as _ATTENTION

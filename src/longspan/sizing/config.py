@@ -1,7 +1,8 @@
-"""Configurations of well-known models, by name: what sizes need of their `config.json`, and nothing else.
+"""Read Hugging Face configurations strictly, and configurations of well-known models by name.
 
-They were written down from memory, without network. A test holds each against the number of parameters that its makers
-publish, within 1%. For a model that is trained, give its own file: `longspan plan --config config.json`.
+The built-in configurations have only the keys that sizes need. They were written from memory, without network access; a
+test compares each with the published number of parameters, within 1%. For a model that is trained, pass its own file:
+`longspan plan --config config.json`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from longspan.errors import PlanError
 
-# A Hugging Face configuration, read strictly: every size is there, whole and positive, or the refusal names it.
+# -- Reading a configuration: every size is present, an integer and positive, or the error names it --------------------
 
 
 MOST = 1 << 40
@@ -99,7 +100,7 @@ class ConfigReader:
         return [str(word) for word in value]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Built-in configurations -------------------------------------------------------------------------------------------
 
 
 def _config(model_type: str, sizes: tuple[int, ...], **more: Any) -> dict[str, Any]:

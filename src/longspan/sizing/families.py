@@ -1,4 +1,4 @@
-"""Configurations of transformers to sizes: one short function for each kind of family, and a table of families.
+"""From configurations of transformers to model sizes: one short function per kind of family, and a table of families.
 
 The number of parameters is that of the model that transformers builds (a test builds all of them). A family that is not
 in the table is refused: sizes are never guessed.
@@ -37,7 +37,7 @@ from longspan.sizing.modules import (
     short_convolution,
 )
 
-# -- Configurations of hybrids to sizes: attention beside recurrences and convolutions ---------------------------------
+# -- Hybrids: attention with recurrences and convolutions --------------------------------------------------------------
 
 
 MIXING = ("full_attention", "linear_attention")
@@ -251,7 +251,7 @@ HYBRID_FAMILIES: dict[str, Callable[[ConfigReader], ModelSizes]] = {
 """Hybrids, by model_type."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Transformers, and the table of families ---------------------------------------------------------------------------
 
 
 PLAIN = AttentionTraits()

@@ -1,12 +1,12 @@
-"""The bytes of one training step on the rank that holds most, line by line, at each moment of the step.
+"""Memory of one training step on the rank with the most, line by line, at each moment of the step.
 
 A step's peak is the largest sum over its moments, not the sum of everything: logits are gone when a layer is computed
 again, and gradients of parameters come while inputs of layers go. Parameters, gradients and optimizer are those of
 FSDP over all ranks (`fully_shard` for each layer and for the whole): shards stay, and a layer's parameters are gathered
 while it runs and while the one before it does.
 
-Counted is what tensors take, as PyTorch asks for it. What is lost between them, and what CUDA and NCCL hold, is not:
-`RESERVE` stands for it, and is assumed.
+Counted are the bytes of tensors, as PyTorch requests them. Fragmentation and the memory of CUDA and NCCL are not
+counted: `RESERVE` is an assumption for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from longspan.errors import PlanError
 from longspan.planning.steps import ITEMSIZE
 from longspan.sizing.modules import WIDE, Block, Heads, LayerSizes, ModelSizes
 
-# -- What a training step has switched on, and a line of what it takes -------------------------------------------------
+# -- The recipe of a training step, and a line of its memory -----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Recipe:
         return ", ".join((first, *(word for on, word in others if on)))
 
 
-# -- What the loss takes: whole logits, or slabs of them ---------------------------------------------------------------
+# -- Memory of the loss: whole logits, or slabs of them ----------------------------------------------------------------
 
 
 WHOLE = 12
@@ -120,7 +120,7 @@ def loss_lines(sizes: ModelSizes, tokens: int, recipe: Recipe) -> tuple[MemoryLi
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Memory of a step --------------------------------------------------------------------------------------------------
 
 
 RESERVE = 3 << 30

@@ -1,7 +1,6 @@
-"""What a model is made of, as numbers: modules of blocks of layers, each with its parameters and with what it keeps of
-a token until backward.
+"""Parts of a model as numbers: parameters, and bytes saved per token until backward.
 
-A module keeps what PyTorch's autograd saves when transformers' own modules run, without fused kernels: a linear layer
+A module saves what PyTorch's autograd saves when transformers' own modules run, without fused kernels: a linear layer
 its input, an RMSNorm its input in float32 and the normalised rows, a gated MLP four rows of its inner size. A tensor
 that two of them keep is counted by the first. One token of a gated MLP of 4 -> 8 -> 4, in bfloat16: its input, gate,
 what the activation gives, up, and their product, 4 + 4 * 8 numbers of 2 bytes:
@@ -274,10 +273,9 @@ def deepseek_experts(reader: ConfigReader, layer: int) -> Block:
     return Block("experts", (*experts(hidden, choice), ModuleSizes("router's input", 0, 0, hidden), *shared))
 
 
-# -- Blocks that mix tokens: attention, and what hybrids have beside it ------------------------------------------------
-# A recurrence keeps what the kernels keep that train it on GPUs (fla for delta rules, mamba_ssm for Mamba-2): its
-# inputs, and per head and token a row of its chunk's triangle or its output. A kernel written in plain PyTorch keeps
-# more.
+# -- Blocks that mix tokens: attention, recurrences, convolutions ------------------------------------------------------
+# A recurrence saves what the kernels that train it on GPUs save (fla for delta rules, mamba_ssm for Mamba-2): its
+# inputs, and per head and token a row of its chunk's triangle or its output. A kernel in plain PyTorch saves more.
 
 
 DELTA_CHUNK = 64

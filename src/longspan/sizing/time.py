@@ -1,4 +1,4 @@
-"""How long a training step takes, part by part. All of it is simulated, from a machine's rates and few assumptions.
+"""Time and cost of a training step, part by part. All times are simulated, from a machine's rates and few assumptions.
 
 attention        forward and backward of its plans, and forward once more where layers are computed again
 matrix products  2 operations for each parameter that a token meets, forward; twice that backward
@@ -197,7 +197,7 @@ def _offload(step: TrainingStep, machine: Machine) -> float:
     return 2 * len(step.sizes.layers) * size / machine.host_bandwidth
 
 
-# Plans of all attentions of a model, and which recipes there are between the plainest and the thriftiest.
+# -- Plans of all attentions of a model, and the recipes to try --------------------------------------------------------
 
 
 CHUNKS = 8
@@ -281,7 +281,7 @@ def recipes(given: Recipe) -> list[Recipe]:
     return found if given in found else [*found, given]
 
 
-# -- What a step's time means: tokens per second, the share of a machine's peak, and money -----------------------------
+# -- Tokens per second, share of a machine's peak, and price -----------------------------------------------------------
 
 
 HOUR = 3600.0

@@ -1,4 +1,4 @@
-"""Helpers that tests and `verify` share: a dense float64 oracle, and all ranks of a plan in one process."""
+"""Helpers for tests and `verify`: a dense float64 oracle, and all ranks of a plan in one process."""
 
 from longspan.testing.loopback import run_loopback
 from longspan.testing.oracle import allowed, dense_attention, dense_gradients

@@ -1,6 +1,6 @@
-"""A recurrence over all ranks of a plan in one process: a thread for each, and they meet where messages are exchanged.
+"""Run all ranks of a plan in one process: attention and convolutions on the loopback transport, recurrences in threads.
 
-Everything but the transport is what runs over processes: kernels, programs, autograd.
+Only the transport differs from a run over processes: kernels, programs and autograd are the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from longspan.run.transports import Loopback, Program
 from longspan.run.walk import Job
 from longspan.scoring.biases import Extras
 
-# A whole plan in one process: every rank's run, forward and backward, on the loopback transport.
+# -- Attention and convolutions: every rank's run, forward and backward, on the loopback transport ---------------------
 
 
 SEQ_DIM = 2
@@ -112,7 +112,7 @@ def run_conv_loopback(
     return layout.unshard(parts, 1), layout.unshard(dx, 1), *sums
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Recurrences: one thread per rank, which meet where messages are exchanged -----------------------------------------
 
 
 StateProgram = Program[list[Tensor]]

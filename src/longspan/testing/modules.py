@@ -1,9 +1,9 @@
-"""A model that runs twice, whole and over ranks: copies, roundings, and the first module that computes something else.
+"""Compare two runs of a model, whole and over ranks: copies, rounding, and the first module that differs.
 
-Modules end in order, inner ones first. The first whose output differs is looked at: if what it was given differs too,
-the difference was made by the code of a module around it, and the innermost of those that were given the same is named.
-A block of `norm`, attention by a function, and `out`: the output of `out` differs first, its input too, the block's
-input does not; so it is the block.
+Modules end in order, inner ones first. The first module whose output differs is examined: if its inputs differ too, the
+difference was made by the code of a module around it, and the innermost of those with equal inputs is named. Example: a
+block of `norm`, attention by a function, and `out`. The output of `out` differs first, its input differs too, the
+block's input does not; so the block is named.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Recurrences token by token, as plainly as they can be said. See `execution.scans.recurrences`."""
+"""The oracle: dense attention in float64, and recurrences token by token, written as directly as possible.
+
+See `longspan.mixers.recurrences` for the recurrences.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch.nn.functional import softplus
 from longspan.masks import Mask
 from longspan.mixers.recurrences import GatedDelta, LinearAttention, LinearRecurrence, Recurrence, ScanWork, Ssd
 
-# The oracle: dense attention in float64 with every pair written out, as plainly as it can be said.
+# -- Attention with every pair written out -----------------------------------------------------------------------------
 
 
 def allowed(mask: Mask, batch: int, heads: int, seq_len: int) -> Tensor:
@@ -44,7 +47,7 @@ def dense_gradients(
     return out.detach(), lse.detach(), dq, dk, dv
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Recurrences token by token ----------------------------------------------------------------------------------------
 
 
 def recurrence_by_tokens(work: ScanWork, states: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

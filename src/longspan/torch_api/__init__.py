@@ -1,4 +1,4 @@
-"""PyTorch's own names for context parallelism, with Longspan underneath (see `api.py`)."""
+"""PyTorch's own names for context parallelism, implemented by Longspan (see `api.py`)."""
 
 from longspan.torch_api import api
 from longspan.torch_api.api import *  # noqa: F403

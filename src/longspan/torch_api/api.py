@@ -1,14 +1,13 @@
-"""PyTorch's words for context parallelism, with Longspan underneath: any length, any mask, forward and backward on any
-device.
+"""PyTorch's API for context parallelism, implemented by Longspan: any length, any mask, any device, with backward.
 
     with context_parallel(mesh["cp"], buffers=[tokens, labels], buffer_seq_dims=[1, 1]):
         loss(model(tokens), labels).backward()
 
-What is routed: `torch.nn.functional.scaled_dot_product_attention`, however it is reached, and `flex_attention` of this
-module. PyTorch's own flex attention and `torch.nn.MultiheadAttention` cannot be routed without replacing functions of
-PyTorch; inside a context they are refused, as are PyTorch's fused operators called by name and attention that is
-written out with a softmax. Calls inside TorchScript, in other threads and of kernels of other packages are not seen: a
-context that computed something and routed no attention warns on its way out.
+Calls of `torch.nn.functional.scaled_dot_product_attention` are routed, however they are reached, and so is
+`flex_attention` of this module. PyTorch's own flex attention and `torch.nn.MultiheadAttention` cannot be routed without
+replacing functions of PyTorch; inside a context they are refused, as are PyTorch's fused operators called by name and
+attention that is written out with a softmax. Calls inside TorchScript, in other threads and of other packages' kernels
+are not seen: a context that computed something and routed no attention warns at exit.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""The layout of shards whose balancer was not passed.
-
-PyTorch keeps one switch per process (`_cp_options.enable_load_balance`), which the latest shard sets. Here every layout
-that cut a sequence is recorded for the ranks of its mesh, and the layout of a tensor is looked up by the number of
-tokens on each rank. Tensors that are computed from shards do not carry their layout, and one that was cut earlier may
-still be in use, so the latest layout is not taken for granted: if two layouts fit, the call is refused.
-"""
+"""Load balancers of PyTorch's context parallelism as layouts, and the layout of shards without a balancer argument."""
 
 from __future__ import annotations
 
@@ -25,8 +19,9 @@ from longspan.layouts import Layout, balanced, per_document, round_robin_by_work
 from longspan.layouts.layout import carried, other_tokens
 from longspan.masks import Mask
 
-# Load balancers as PyTorch's context parallelism knows them: small values that name a layout.
-# Anything with a method `layout(seq_len, world_size)` that gives a `Layout` is a balancer, and so is a `Layout` itself.
+# -- Balancers: small values that name a layout ------------------------------------------------------------------------
+# Any object with a method `layout(seq_len, world_size)` that returns a `Layout` is a balancer, and so is a `Layout`
+# itself.
 
 
 class Balancer(Protocol):
@@ -190,7 +185,11 @@ def layout_of_shards(balancer: Balancer, lengths: list[int], seq_len: int | None
     return layout
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- The layout of shards whose balancer was not passed ----------------------------------------------------------------
+# PyTorch keeps one switch per process (`_cp_options.enable_load_balance`), which the latest shard sets. Here every
+# layout that sharded a sequence is recorded for the ranks of its mesh, and the layout of a tensor is looked up by the
+# number of tokens on each rank. Tensors that are computed from shards do not carry their layout, and an earlier shard
+# may still be in use, so the latest layout is not assumed: if two layouts fit, the call is refused.
 
 
 _MAX_LAYOUTS = 1024

@@ -1,7 +1,7 @@
-"""Routes: where calls of attention go while a context or a wrapped module is active.
+"""Routes: how calls of PyTorch's attention reach Longspan while a context or a wrapped module is active.
 
-A route is a mesh, a layout and perhaps a mask. A torch-function mode hands it the calls of PyTorch's attention. Modes
-belong to threads, so two threads may use two meshes. Nothing of PyTorch is replaced.
+A route is a mesh, a layout and optionally a mask. A torch-function mode passes it the calls of PyTorch's attention.
+Modes belong to threads, so two threads may use two meshes. No function of PyTorch is replaced.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def marked(query: Tensor) -> Tensor:
     return marked_query
 
 
-# -- the mode -------------------------------------------------------------------------------------------------------
+# -- The torch-function mode -------------------------------------------------------------------------------------------
 
 _SDPA = ("scaled_dot_product_attention",)
 _UNROUTED = {

@@ -1,6 +1,6 @@
-"""torchtitan with attention by Longspan: `with_longspan`, and every config of torchtitan's models by its name.
+"""torchtitan with Longspan's attention: `with_longspan`, and every config of torchtitan's models by its name.
 
-It is in `hooks.py`, which imports torchtitan and is loaded when first used.
+The code is in `hooks.py`, which imports torchtitan and is loaded on first use.
 """
 
 from importlib import import_module

@@ -1,9 +1,9 @@
-"""torchtitan with attention by Longspan: the same training, exact for packed documents and windows over the cp axis.
+"""torchtitan with Longspan's attention, exact for packed documents and windows over the cp axis.
 
     torchrun ... -m torchtitan.train --module longspan.torchtitan --config llama3_8b \\
         --parallelism.context_parallel_degree 8
 
-`--config` names any config of torchtitan's own models; configs of your own go through `with_longspan`. torchtitan's
+`--config` names any config of torchtitan's own models; pass your own configs through `with_longspan`. torchtitan's
 hooks do the rest: a config registry, a `Trainer` whose `post_dataloading_process` shards by our layout, an inner
 attention module, a `parallelize_fn`. Tested with one version of torchtitan; others are refused.
 """
@@ -37,8 +37,10 @@ from longspan.masks import Mask, causal, chunked, documents, from_mask_mod, full
 from longspan.masks.builders import per_row
 from longspan.run.flex import check_lengths, mask_of_block_mask
 
-# torchtitan's words for masks and balancing as masks and layouts. Loads without torchtitan, whose mask functions are
-# known by their names and by what they answer.
+# -- Versions and shards -----------------------------------------------------------------------------------------------
+# Up to the section on attention the code works without torchtitan, whose mask functions are recognised by their names
+# and results.
+#
 # Shapes: B batch rows, S tokens of the whole sequence.
 
 
@@ -76,7 +78,7 @@ class Shards:
     mesh: DeviceMesh | None
 
 
-# -- masks ------------------------------------------------------------------------------------------------------------
+# -- Masks -------------------------------------------------------------------------------------------------------------
 
 _HOME = "torchtitan.models.common.attention"
 _CAUSAL = "get_causal_mask_mod.<locals>._causal_mask"
@@ -185,7 +187,7 @@ def masks_by_name(given: Any, batch: int, seq_len: int) -> dict[str | None, Mask
     return {None: mask_of(given, batch, seq_len)}
 
 
-# -- layouts ----------------------------------------------------------------------------------------------------------
+# -- Layouts -----------------------------------------------------------------------------------------------------------
 
 
 def check_balancer(name: str | None) -> None:
@@ -225,8 +227,9 @@ def layout_of(
     return round_robin_by_work(mask, world_size, seq_len=seq_len, block=PTRR_BLOCK)
 
 
-# Layers of torchtitan's models that carry something from token to token beside attention. They are refused by name: on
-# a rank's tokens alone each would start from nothing, and no loss curve would show it.
+# -- Layers that mix tokens without attention --------------------------------------------------------------------------
+# They are refused by name: on a rank's tokens alone each would start from an empty state, and no loss curve would show
+# it.
 
 
 _RECURRENT = re.compile("Delta|Mamba|SSM|Recurr|RWKV|KDA|LinearAttention|Lightning|LSTM|GRU")
@@ -269,7 +272,7 @@ def family_of(config: str, models: Iterable[str]) -> tuple[str, list[str]] | Non
     return None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Hooks of torchtitan -----------------------------------------------------------------------------------------------
 
 
 try:
@@ -297,7 +300,7 @@ MODELS = ("deepseek_v3", "gpt_oss", "llama3", "qwen3")
 """Families in which inner attention alone mixes tokens, so that the rest of the model works on shards."""
 
 
-# -- attention --------------------------------------------------------------------------------------------------------
+# -- Attention ---------------------------------------------------------------------------------------------------------
 
 
 class LongspanAttention(FlexAttention):
@@ -366,7 +369,7 @@ def _check_call(q: Tensor, masks: Any, unknown: dict[str, Any]) -> None:
         )
 
 
-# -- training ---------------------------------------------------------------------------------------------------------
+# -- Training ----------------------------------------------------------------------------------------------------------
 
 
 def _sharded(
@@ -479,7 +482,7 @@ def _parallelize(model: Any, *, parallel_dims: Any, titans: Callable[..., nn.Mod
     return titans(model, parallel_dims=dims, **options)
 
 
-# -- configs ----------------------------------------------------------------------------------------------------------
+# -- Configs -----------------------------------------------------------------------------------------------------------
 
 
 def with_longspan(config: Trainer.Config, *, any_model: bool = False) -> LongspanTrainer.Config:

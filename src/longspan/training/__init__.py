@@ -1,14 +1,14 @@
-"""What a training loop needs around attention: one batch for all ranks in, the same gradients as on one device out.
+"""Helpers for training loops: shard one batch over ranks, and get the same gradients as on one device.
 
-A step, in this order: `check_same` (were all ranks of the sequence fed one batch?), `shard_batch` (the rank's part,
-with labels that were shifted while the sequence was whole), the model, `token_loss` (given the model's `Head`, without
-logits of all tokens; `token_logprobs` is for what reinforcement learning wants of each). `relayout` is for layers that
-need other tokens than attention does, `gather_outputs` for evaluation, `make_mesh` for the ranks, `watch` for knowing
-who failed.
+A step, in this order: `check_same` (do all ranks of the sequence have the same batch?), `shard_batch` (the rank's part,
+with labels that were shifted before sharding), the model, `token_loss` (with the model's `Head`, without logits of all
+tokens; `token_logprobs` gives the log-probability of each token, for reinforcement learning). `relayout` is for layers
+that need another layout than attention, `gather_outputs` for evaluation, `make_mesh` for the ranks, `watch` for naming
+the rank that failed.
 
-Losses of one's own (reinforcement learning, preferences, distillation): `shard_like` cuts what belongs to tokens as the
-batch was cut, `per_sequence` makes one number per document of all ranks' tokens, `per_token` is its way back, and
-`gather_tokens` gives whole sequences to a loss that every rank computes alike.
+Custom losses (reinforcement learning, preferences, distillation): `shard_like` shards per-token tensors as the batch
+was sharded, `per_sequence` reduces tokens of all ranks to one number per document, `per_token` is the reverse, and
+`gather_tokens` gathers whole sequences for a loss that every rank computes.
 """
 
 from longspan.training.batch import Batch, shard_batch, shift_tokens

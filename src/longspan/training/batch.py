@@ -1,7 +1,8 @@
-"""A whole batch to one rank's part of it. Labels are shifted here, before the sequence is cut: afterwards the next
-token of a rank's last one is on another rank.
+"""Shard a whole batch: document numbers, shifted labels, positions, and one rank's part.
 
-Shapes: B batch rows, S tokens of the whole sequence; tokens are the last dim of everything known by name.
+Labels are shifted before the sequence is sharded: afterwards the token after a rank's last one is on another rank.
+
+Shapes: B batch rows, S tokens of the whole sequence; tokens are the last dim of every known key.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from longspan.planning.plan import Plan
 from longspan.spans import Ints, whole
 from longspan.training.groups import BatchError, check_batch, check_layout
 
-# Documents of packed sequences, as numbers per position: labels and positions must not run across their borders.
-# Shapes: R batch rows (1 where all rows are alike), S tokens.
+# -- Document numbers per position -------------------------------------------------------------------------------------
+# Labels and positions must not cross document borders.
+#
+# Shapes: R batch rows (1 if all rows are equal), S tokens.
 
 
 def document_numbers(documents: Any, seq_len: int) -> Ints:
@@ -104,8 +107,8 @@ def check_rows(x: Tensor, numbers: Ints) -> None:
         )
 
 
-# Documents as packed batches tell them: positions that start again, cumulative lengths, or a number for each token.
-# Shapes: B batch rows, S tokens; numbers have as many rows as what they were told by, B or 1.
+# -- Documents from a packed batch: restarting positions, cumulative lengths, or a number per token --------------------
+# Shapes: B batch rows, S tokens; numbers have as many rows as their source, B or 1.
 
 
 def restarts(position_ids: Any, batch: int, length: int) -> NDArray[Any] | None:
@@ -178,7 +181,7 @@ def _numbered(index: Any, batch: int, length: int) -> NDArray[Any] | None:
     return index.detach().cpu().numpy().reshape(-1, length)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Sharding a batch --------------------------------------------------------------------------------------------------
 
 
 KNOWN = ("input_ids", "labels", "shift_labels", "loss_mask", "position_ids")

@@ -1,7 +1,8 @@
-"""Were all ranks of a sequence fed the same batch? A data loader that deals different samples to them makes each rank
-hold parts of different sequences, and nothing else would notice.
+"""Process groups and meshes of training helpers, and `check_same`: do all ranks of a sequence have the same batch?
 
-What travels is int64 tensors of known size: first one digest per rank, and a row per key only if digests differ.
+A data loader that gives them different samples makes each rank hold parts of different sequences, which nothing else
+would detect. `check_same` sends int64 tensors of known size: first one digest per rank, and a row per key only if
+digests differ.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from longspan.run.simulated import TAKEN, SimulatedRank
 from longspan.spans import Ints
 from longspan.validate import Group, group_handed, group_of, not_yet
 
-# Groups as users give them: a process group or a mesh of one axis; and the one error of this package.
+# -- Process groups and meshes, and the package's error ----------------------------------------------------------------
 
 
 __all__ = [
@@ -101,7 +102,7 @@ def process_group(group: Any, what: str, *, real: bool = False) -> dist.ProcessG
     return group
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Equal batches on all ranks ----------------------------------------------------------------------------------------
 
 
 NAME_BYTES = 64

@@ -1,9 +1,9 @@
-"""The last layer of a language model as a value, so that losses can be taken without logits of all tokens.
+"""The head of a language model as a value, and log-probabilities without logits of all tokens at once.
 
     logits = cap(scale * (hidden W^T + b)) / temperature,  cap(x) = soft_cap * tanh(x / soft_cap)
 
-With a group the rows of W and b, the words, are cut over its ranks in rank order, in pieces of any size, as tensor
-parallelism does. All of its ranks hold the same tokens.
+With a group the rows of W and b, the vocabulary, are sharded over its ranks in rank order, in parts of any size, as in
+tensor parallelism. All of its ranks hold the same tokens.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from longspan.tile import wide
 from longspan.training.groups import BatchError, all_summed, process_group
 from longspan.validate import Group, as_autocast, check_no_tangent, is_number
 
-# Labels on the host: how many tokens have one decides sizes, which the host must know before it can go on.
-# Reading labels of a device when the loss is computed would wait for all that was queued before, the model's forward.
-# Whoever has the labels earlier starts a copy then (`start_copy`), and the loss finds it done.
+# -- Labels on the host ------------------------------------------------------------------------------------------------
+# The number of labels decides sizes, which the host must know before it can continue. Reading labels from a device when
+# the loss is computed would wait for all queued work, including the model's forward. Code that has the labels earlier
+# starts a copy then (`start_copy`), and the loss finds it done.
 
 
 class _Copy(NamedTuple):
@@ -80,14 +81,14 @@ def to_device(table: Tensor, device: torch.device) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True)
 
 
-# -- Log-probabilities of labels, and their gradients, without logits of all tokens at once ----------------------------
-# Logits of some tokens at a time are computed, used and forgotten: a slab, tokens x words of this rank, in float32
-# (float64 for float64). Beside it there is never more than a fifth of its size: hidden states in bfloat16 are
-# multiplied by some words of the head at a time and the products widened into the slab, and gradients of logits take
-# the slab's own place, in the hidden states' dtype, row by row.
+# -- Log-probabilities of labels and their gradients, slab by slab -----------------------------------------------------
+# Logits of some tokens at a time are computed, used and dropped: a slab, tokens x vocabulary of this rank, in float32
+# (float64 for float64). Other memory never exceeds a fifth of its size: hidden states in bfloat16 are multiplied by
+# part of the head at a time and the products widened into the slab, and gradients of logits overwrite the slab, in the
+# hidden states' dtype, row by row.
 #
-# Of a token the softmax needs five numbers, and they add up over ranks that hold different words. With z of two words
-# (0, log 3) on one rank and (0,) on another, label 1:
+# Per token the softmax needs five numbers, which add up over ranks that hold different parts of the vocabulary. With z
+# of two entries (0, log 3) on one rank and (0,) on another, label 1:
 #
 #     rank 0: max log 3, sum 4/3, label's logit log 3     rank 1: max 0, sum 1, no label: 0
 #     both:   max log 3, sum 4/3 + 1/3 = 5/3, so logsumexp = log 3 + log 5/3 = log 5 and p(label) = 3/5
@@ -384,7 +385,7 @@ def _strips(slab: Tensor, dtype: torch.dtype) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, slab.shape[1], step))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Head --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -514,7 +515,7 @@ def _sizes(local: int, labels: Tensor, group: dist.ProcessGroup) -> list[int]:
     return sizes
 
 
-# -- gradients that are not differentiated again -----------------------------------------------------------------------
+# -- Gradients without double backward ---------------------------------------------------------------------------------
 
 
 def differentiated_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
@@ -548,7 +549,7 @@ class Once(torch.autograd.Function):
         )
 
 
-# -- hidden states that all ranks of a head's group hold ---------------------------------------------------------------
+# -- Hidden states that all ranks of a head's group hold ---------------------------------------------------------------
 
 
 def shared(x: Tensor, group: Any) -> Tensor:
@@ -589,7 +590,7 @@ class SharedHere(torch.autograd.Function):
         return tuple(total.to(grad.dtype) for grad in grads)
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
+# -- Checks ------------------------------------------------------------------------------------------------------------
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,8 +1,8 @@
-"""The loss of tokens that are spread over ranks, normalised by labels of all ranks and not by ranks; and what
-reinforcement learning wants of each token.
+"""`token_loss` and `token_logprobs` of tokens that are spread over ranks.
 
-Ranks hold different numbers of labels: a mean of the ranks' means weighs tokens by where they happen to lie. With the
-model's head given, logits of all tokens are never there at once (`slabs.py`).
+Losses are normalised by the labels of all ranks, not by ranks. Ranks hold different numbers of labels: a mean of the
+ranks' means would weight tokens by the rank that holds them. With the model's head, logits of all tokens never exist at
+once (`head.py`).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def token_logprobs(
     return TokenLogprobs(logprobs.view(labels.shape), entropies.view(labels.shape))
 
 
-# -- the share of this rank's tokens, as a sum -------------------------------------------------------------------------
+# -- The share of this rank's tokens, as a sum -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ class Reported(torch.autograd.Function):
         return grads[0].to(ctx.dtype), None
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
+# -- Checks ------------------------------------------------------------------------------------------------------------
 
 
 def _check(gradients: str, reduction: str, num_tokens: Any) -> None:

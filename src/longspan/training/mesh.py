@@ -1,4 +1,4 @@
-"""The ranks of a training run as a mesh, and which axis is for what.
+"""The ranks of a training run as a mesh with named axes.
 
 A recipe, for data, sequence ("context") and tensor parallelism together:
 
@@ -9,12 +9,12 @@ A recipe, for data, sequence ("context") and tensor parallelism together:
     out = ls.attention(q, k, v, plan, group=mesh.cp)
     loss = token_loss(logits, labels, group=mesh.dp_cp, gradients="average")
 
-- The data loader deals samples by `mesh.dp.get_local_rank()`: all ranks of one `cp` (and `tp`) axis get the same batch.
-  `check_same(batch, mesh.cp)` makes sure of it.
+- The data loader assigns samples by `mesh.dp.get_local_rank()`: all ranks of a `cp` (and `tp`) axis get the same batch.
+  `check_same(batch, mesh.cp)` checks this.
 - DDP: `DistributedDataParallel(model, process_group=mesh.dp_cp.get_group())`, and the same loss.
-- Neither: add gradients up over `mesh.dp_cp`, and say `gradients="sum"`.
-- Learned sinks, biases and whatever a score function captured are parameters like others: with FSDP, DDP or a sum of
-  your own, pass `captured_grads="share"` to `longspan.attention`, or they are counted once per rank.
+- Neither: sum gradients over `mesh.dp_cp`, and pass `gradients="sum"`.
+- Learned sinks, biases and tensors that a score function captures are parameters like others: with FSDP, DDP or your
+  own sum, pass `captured_grads="share"` to `longspan.attention`, or they are counted once per rank.
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""Numbers of whole sequences from tokens that are spread over ranks, and back to tokens.
-
-A sequence is a document of a packed batch, or a batch row. Its numbers are the same on every rank, and so is all that
-is computed from them, the loss in the end. Tokens are each rank's own, and so are their gradients: every rank's
-backward gives its share, and shares are summed (or averaged) with the parameters' gradients.
-
-    tokens, a share on each rank  -- per_sequence -->  numbers that are alike  -- per_token -->  tokens
-
-Shapes: B batch rows, S slots of this rank, N sequences: all of the first row, then those of the second, and so on.
-"""
+"""Per-token and per-sequence tensors over ranks: shard, gather, relayout, reduce per sequence and expand per token."""
 
 from __future__ import annotations
 
@@ -29,11 +20,12 @@ from longspan.training.batch import BatchCut, Like, cut_of, shifted
 from longspan.training.groups import BatchError, all_gathered, all_summed, check_layout, process_group, run_collective
 from longspan.validate import Group, check_carried, check_no_tangent
 
-# Numbers of single tokens that are no input of the model: advantages, log-probabilities of other models, values. They
-# are cut as the batch was, and gathered again where a loss wants whole sequences. Where does a number belong? Place t
-# of a rank predicts the token t + 1, and `shift_labels` has that token's label there. What is known of the *token* (its
-# advantage, its reward, its log-probability as a sampler told it) has to move along: `shift=1`. What belongs to the
-# *place* (the value of a state, anything that a model computed there and `gather_tokens` gave back) stays: `shift=0`.
+# -- Per-token tensors that are not inputs of the model ----------------------------------------------------------------
+# Examples are advantages, log-probabilities of other models, and values. They are sharded as the batch was, and
+# gathered where a loss needs whole sequences. Index t of a rank predicts token t + 1, and `shift_labels` has that
+# token's label there. What is known of the *token* (its advantage, its reward, its log-probability from a sampler) must
+# move along: `shift=1`. What belongs to the *index* (the value of a state, anything that a model computed there and
+# `gather_tokens` returned) stays: `shift=0`.
 #
 # Shapes: B batch rows, S tokens of the whole sequence.
 
@@ -209,9 +201,9 @@ def whole_rows(x: Tensor, layout: Layout, group: dist.ProcessGroup, dim: int, to
     return gathered.movedim(0, dim).contiguous()
 
 
-# -- Rows from one layout to another, and back to whole sequences ------------------------------------------------------
-# Attention likes its tokens dealt out evenly by work; a layer that scans the sequence needs them contiguous. Only rows
-# whose owner changes travel, one message per pair of ranks.
+# -- Relayout, and whole sequences -------------------------------------------------------------------------------------
+# Attention needs tokens balanced by work; a layer that scans the sequence needs them contiguous. Only rows whose owner
+# changes travel, one message per pair of ranks.
 
 
 @torch.compiler.disable()
@@ -258,7 +250,14 @@ def _shards(whole: Tensor, layout: Layout, dim: int) -> list[Tensor]:
     return [layout.shard(whole, rank, dim) for rank in range(layout.world_size)]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Numbers per sequence, and back to tokens --------------------------------------------------------------------------
+# A sequence is a document of a packed batch, or a batch row. Its numbers are the same on every rank, and so is
+# everything computed from them, such as the loss. Tokens and their gradients belong to one rank: every rank's backward
+# gives its share, and shares are summed (or averaged) with the parameters' gradients.
+#
+#     tokens, a share on each rank  -- per_sequence -->  equal numbers  -- per_token -->  tokens
+#
+# Shapes: B batch rows, S slots of this rank, N sequences: all of the first row, then those of the second, and so on.
 
 
 @torch.compiler.disable()

@@ -1,4 +1,4 @@
-"""Watching the ranks of a sequence through a training loop, and starting them again after one has failed."""
+"""`watch`: detect failed ranks during a training loop. `attempt_store`: the store of a restarted job."""
 
 from __future__ import annotations
 

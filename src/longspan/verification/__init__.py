@@ -1,6 +1,6 @@
-"""Is it right? One device against all ranks, on the user's own call or model, with the likely cause of what is wrong.
+"""Compare a user's own call or model over ranks with one device, and name the likely cause of a difference.
 
-Importing this needs numpy alone; torch is loaded when something is verified.
+Importing this package needs only numpy; torch is loaded when something is verified.
 """
 
 from __future__ import annotations

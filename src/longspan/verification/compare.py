@@ -1,4 +1,4 @@
-"""An attention call over the ranks against one device: run, compare, probe, explain."""
+"""Compare an attention call over ranks with one device: run, compare, probe, explain."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from longspan.verification.reference import (
 )
 from longspan.verification.report import UNKNOWN, Check, Finding, Report, spans_of
 
-# Gradients that every rank has a copy of: sinks, biases, tables that a score function captured.
+# -- Gradients that every rank has a copy of: sinks, biases, captured tensors ------------------------------------------
 
 
 def shared_findings(
@@ -88,7 +88,7 @@ def _cause(evidence: Evidence, name: str, each: list[Tensor], judged: Tensor, ri
     return UNKNOWN, "None of the known mistakes gives this gradient."
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- The comparison ----------------------------------------------------------------------------------------------------
 
 
 MAX_PAIRS = 1 << 25

@@ -1,7 +1,8 @@
-"""From a wrong tensor to its likely cause: answers of known mistakes, compared with what was found.
+"""Find the likely cause of a wrong tensor: known mistakes, a leak probe, and the match between them and the result.
 
-A cause is named when its answer fits within `SLACK` budgets. What fits no mistake is told by its form (rows in another
-order, a constant factor, no gradient at all, an error as small as rounding), or is said to be not recognised.
+A cause is named if its result matches within `SLACK` budgets. If no mistake matches, the form of the difference is
+reported (rows in another order, a constant factor, no gradient at all, an error as small as rounding), or that it was
+not recognised.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 from longspan.verification.reference import Answer, Budget, Inputs, Meaning, Places, answer, mask_mistakes
 from longspan.verification.report import UNKNOWN
 
-# Mistakes as meanings: what a broken integration would have computed, so that a wrong result can be recognised.
-# Nothing is guessed: a cause is named only if its own answer equals what was found, within the budget of rounding.
+# -- Known mistakes: what a broken integration would compute -----------------------------------------------------------
+# A cause is named only if its own result equals the observed one, within the budget of rounding.
 
 
 ADVICE = {
@@ -211,8 +212,8 @@ def stale_gradients(
     return {"dq": dq, **{n: t.unflatten(1, (-1, group)).sum(2) for n, t in (("dk", dk), ("dv", dv))}}
 
 
-# The leak probe: tokens change that some rows cannot see, and nothing of these rows may change.
-# It needs no reference, so it also finds what the reference has wrong, too, and pairs too light to show in a norm.
+# -- The leak probe: change tokens that some rows cannot see, and check that these rows do not change ------------------
+# It needs no reference, so it also finds mistakes of the reference, and pairs too light to show in a norm.
 
 
 LOUD = 16.0
@@ -284,7 +285,7 @@ def moved(probe: Probe, name: str, before: Tensor, after: Tensor, rows: Tensor) 
     return order.cpu(), float(norms[worst]), float(budget[worst])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Diagnosis ---------------------------------------------------------------------------------------------------------
 
 
 SLACK = 3.0

@@ -1,4 +1,4 @@
-"""A whole training step over the ranks against one device: loss, logits, and the gradient of every parameter."""
+"""Compare a whole training step over ranks with one device: loss, logits, and the gradient of every parameter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from longspan.verification.ranks import RankView, elsewhere, same_data
 from longspan.verification.reference import Budget, Places, budgets, compared, mask_mistakes, unit
 from longspan.verification.report import UNKNOWN, Check, Finding, Report, spans_of
 
-# The leak probe of a whole model: a token's id changes, and logits of tokens that it cannot reach must not.
+# -- The leak probe: change a token's id, and check that logits it cannot reach do not change --------------------------
 
 
 def probe(
@@ -149,9 +149,9 @@ def _hidden_most(reach: Any, count: int) -> list[int]:
     return list(dict.fromkeys(int(hidden.argmax()) for hidden in (after, before) if hidden.any()))[:count]
 
 
-# Why a training step differs: the step with known mistakes, on one device, compared with what was found.
-# Wrong logits come from masks and positions, which the one-device step is given on purpose; a wrong loss or wrong
-# gradients over right logits come from labels, means and sums, which are played through the one-device logits.
+# -- Explanation: the step on one device with known mistakes, compared with the result ---------------------------------
+# Wrong logits come from masks and positions, which the one-device step is given on purpose. A wrong loss or wrong
+# gradients with correct logits come from labels, means and sums, which are applied to the one-device logits.
 
 
 Said = tuple[str, str, str]
@@ -208,7 +208,7 @@ class _Look:
         losses = self.each.losses
         return len(losses) == len(values) and all(abs(a - b) <= budget for a, b in zip(losses, values, strict=True))
 
-    # -- logits ------------------------------------------------------------------------------------------------------
+    # -- Logits --------------------------------------------------------------------------------------------------------
 
     def forward(self, wrong: list[str]) -> dict[str, Said]:
         """Mistakes of masks and positions, judged by the logits, or by everything wrong where there are none."""
@@ -260,7 +260,7 @@ class _Look:
         ):
             yield evidence, at.to(like.device).expand(like.shape)
 
-    # -- loss and gradients ------------------------------------------------------------------------------------------
+    # -- Loss and gradients --------------------------------------------------------------------------------------------
 
     def backward(self, wrong: list[str]) -> dict[str, Said]:
         """Mistakes of labels, means and sums."""
@@ -330,7 +330,7 @@ def _bands(plane: Any) -> Any:
     return rectangles(row, row + 1, start, stop)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- The comparison ----------------------------------------------------------------------------------------------------
 
 
 SMALLEST = 2, 8
@@ -425,7 +425,7 @@ def _check_names(step: ModelStep) -> None:
     )
 
 
-# -- one device --------------------------------------------------------------------------------------------------------
+# -- The step on one device --------------------------------------------------------------------------------------------
 
 
 def truth_of(step: ModelStep, factor: float, rounding: float | None = None) -> Truth:
@@ -469,7 +469,7 @@ def _played(step: ModelStep, model: nn.Module, batch: dict[str, Any], narrow: fl
         return run_whole(step.whole, model, batch, step.mask)
 
 
-# -- comparison --------------------------------------------------------------------------------------------------------
+# -- Comparing tensors -------------------------------------------------------------------------------------------------
 
 
 def compare(truth: Truth, found: Result, each: Each, step: ModelStep) -> tuple[list[Check], list[Check]]:

@@ -1,9 +1,9 @@
-"""Documents that leak into each other on one device, and the first module that lets them.
+"""Find documents that leak into each other on one device, and the first module that mixes them.
 
-Of a packed batch, other documents are replaced, and a document's output must not move. If it does, every module's
-output is looked at, in the order in which modules end: the first that moves although what it was given did not is the
+In a packed batch, other documents are replaced, and a document's output must not change. If it does, every module's
+output is examined, in the order in which modules end: the first whose output changes although its inputs did not is the
 one that mixes documents. Tiny example: documents [a a b b] and a layer that adds the token before; with other tokens in
-the first document the third output moves, so the layer is named, and none after it.
+the first document the third output changes, so the layer is named, and none after it.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _moved(after: Tensor, truth: Tensor, watched: Any) -> Tensor:
     return torch.where(torch.as_tensor(watched), far, torch.zeros_like(far))
 
 
-# -- which module ------------------------------------------------------------------------------------------------------
+# -- Which module ------------------------------------------------------------------------------------------------------
 
 
 class Trace:
@@ -248,7 +248,7 @@ def _output(given: Packed, output: Any) -> Tensor:
     return tokens
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
+# -- The report --------------------------------------------------------------------------------------------------------
 
 
 def _finding(model: nn.Module, layer: str | None, given: Packed, moved: Tensor, limit: float) -> Finding:

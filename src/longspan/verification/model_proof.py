@@ -1,4 +1,4 @@
-"""A training step over simulated ranks against one device: no group, no launcher, seconds.
+"""Compare a training step over simulated ranks with one device, without a process group or launcher.
 
 Every rank has a copy of the model with the same parameters, in float64, and all ranks share one autograd graph: one
 backward pass of the sum of their losses gives the sum of their gradients. Two ranks whose shares of a loss w * x are

@@ -1,4 +1,4 @@
-"""The user's training step, and how it is run: whole on one device, and local on every rank."""
+"""The user's training step: how to run it whole on one device and local on every rank, and known loss mistakes."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def _logits_problem(ranks: RankView, logits: Tensor, right: Tensor) -> Finding |
     )  # fmt: skip
 
 
-# Mistakes of labels and means, played through the logits of one device: what loss and gradients they would give.
+# -- Mistakes of labels and means, applied to the logits of one device -------------------------------------------------
 
 
 IGNORED = -100

@@ -1,6 +1,6 @@
-"""Running the user's call on this rank, and putting together what all ranks found.
+"""Run the user's call on this rank, and combine the results of all ranks.
 
-What travels is tensors of known shapes: first a row of whole numbers per rank, so that nobody waits for a tensor that
+Ranks exchange tensors of known shapes: first a row of integers per rank, so that no rank waits for a tensor that
 another rank does not have.
 """
 
@@ -63,7 +63,7 @@ class _Loopback(torch.autograd.Function):
         return None, None, *results[2:5], *results[5 : 5 + ctx.num_rest]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- The call on this rank ---------------------------------------------------------------------------------------------
 
 
 SEQ_DIM = 2

@@ -1,7 +1,7 @@
-"""What a call means, and its answer on one device: dense, in float64, every pair written out.
+"""The reference of a call on one device, dense and in float64, and how far rounding may move a correct result.
 
-A `Meaning` can also be wrong on purpose: mistakes that people make are meanings, too, so their answers can be compared
-with what was found. Shapes: B batch rows, H heads, S tokens, D features, E of values.
+A `Meaning` can also be wrong on purpose: common mistakes are meanings too, so that their results can be compared with
+the observed one. Shapes: B batch rows, H heads, S tokens, D features, E features of values.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from longspan.scoring.pipeline import Dropout, Scoring
 from longspan.tile import wide
 from longspan.verification.report import Check
 
-# How far rounding may take a right answer: measured, by playing rounding at random, and never guessed.
+# -- Rounding budgets, measured by random rounding ---------------------------------------------------------------------
 # The reference runs again in float64 with every number that a careful implementation rounds moved by up to one rounding
-# of its dtype. Inputs that are hard (large scores, cancellation, long sums) get what they need, easy ones no more.
+# of its dtype. Hard inputs (large scores, cancellation, long sums) get the budget they need, easy ones no more.
 
 
 TOTAL, ROW = 4.0, 16.0
@@ -109,7 +109,7 @@ def _by_row(squares: Tensor, dim: int) -> Tensor:
     return squares.movedim(dim, 0).flatten(1).sum(1)
 
 
-# Where each token lies, as tensors; and masks that people end up with by mistake, in global positions.
+# -- Token positions as tensors, and masks with common mistakes, in global positions -----------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,7 +246,7 @@ def _same_offsets(seen: Tensor) -> Tensor:
     return torch.stack(diagonals, -1)[:, :, at[:, None] - at + size - 1]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Meanings and their dense results ----------------------------------------------------------------------------------
 
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]

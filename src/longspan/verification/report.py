@@ -1,4 +1,4 @@
-"""What verify found: a frozen report that prints as text, as JSON-ready values, or as an error."""
+"""The report of `verify`: a frozen value that prints as text, as JSON-ready values, or as an error."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Heartbeats: detect ranks that died, hang or make other calls, and name them."""
+"""Heartbeats and failure detection: find ranks that died, hang or make other calls, and name them."""

@@ -1,4 +1,4 @@
-"""A rank's companion: the watcher process beside it (`watcher.py`), one per process and store."""
+"""Start and stop a rank's companion: the watcher process (`watcher.py`), one per process and store."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The failure detector: decides whether a rank that is waited for is dead, stopped, elsewhere, or only slow.
+"""The failure detector: decides whether a rank that others wait for is dead, stopped, elsewhere, or only slow.
 
-It has no threads, no clock and no sockets of its own. `turn` is a conversation with the store (it yields questions and
-is sent the answers), `look` is a look at processes and at what the store said, with the time as an argument. `Watch`
-runs both in a real process, `tests.simulation.detection` in a simulated one.
+It has no threads, clock or sockets. `turn` is a generator that yields requests to the store and is sent the answers;
+`look` examines processes and the store's answers, with the time as an argument. `Watch` runs both in a real process,
+`tests.simulation.detection` in a simulated one.
 
-Time counts only as far as it was watched: between two looks at most `STRIDE` seconds. A rank that stood still for a
-minute, or whose clock jumped, has not seen the others silent for that long.
+Time counts only while it is watched: at most `STRIDE` seconds between two looks. A rank that was stopped for a minute,
+or whose clock jumped, has not seen the others silent for that long.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from longspan.watch.processes import GONE, NOWHERE, STOPPED, TRACED, UNKNOWN, Process, Sight
 from longspan.watch.records import TRAIL, Fault, Phase, Status, packed_process, parsed_life, parsed_process
 
-# Other ranks, as they were last seen and heard, and what is found of them: do they make the same calls?
+# -- Other ranks as last seen, and whether they make the same calls ----------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def first_apart(made: Mapping[int, int], theirs: Status) -> int | None:
     return next((c for c in calls if 0 != theirs.was_in(c) != made.get(c, theirs.was_in(c))), None)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- The detector ------------------------------------------------------------------------------------------------------
 
 
 BEAT = 0.25
@@ -178,7 +178,7 @@ class Detector:
         self._timeout, self._warn = 0.0, WARN
         self._current, self._num_waits, self._turn = -1, -1, 0
 
-    # -- the store --------------------------------------------------------------------------------------------------
+    # -- The store -----------------------------------------------------------------------------------------------------
 
     def turn(self, now: Callable[[], float]) -> Turn:
         """One conversation with the store: what this rank says, and, while it waits, what the others said."""
@@ -243,7 +243,7 @@ class Detector:
             self._lag = max(0.9 * self._lag, now - self._asked)
         self._asked = None
 
-    # -- waiting ----------------------------------------------------------------------------------------------------
+    # -- Waiting -------------------------------------------------------------------------------------------------------
 
     def remember(self, call: int, identity: int) -> None:
         """A call whose messages have no tags goes ahead."""
@@ -444,7 +444,7 @@ class Detector:
         text = None if theirs is None else self._apart(number, theirs)
         return None if text is None else Verdict(number, text, True)
 
-    # -- words ------------------------------------------------------------------------------------------------------
+    # -- Messages ------------------------------------------------------------------------------------------------------
 
     def warning(self) -> str | None:
         """What to say about a wait that is long although nothing is wrong; after 10, 20, 40, ... seconds."""

@@ -1,9 +1,9 @@
-"""Liveness: says where this rank is, and finds out why another one does not come.
+"""Watch: publish where this rank is, and find out why another rank does not arrive.
 
-Ranks of one host are looked at directly, those of others through a watcher process beside each rank; where a rank is,
-and what went wrong, it says in the job's own store, in records of fixed layout. Whoever finds a fault writes it down
-for all, so that everybody raises the same message. The `Detector` decides; here are the threads, the clock and the
-store.
+Ranks of one host are examined directly, those of other hosts through a watcher process next to each rank. A rank
+publishes its state and its errors in the job's store, in records of fixed layout. The first rank that detects a fault
+writes it there, so that all ranks raise the same message. The `Detector` decides; this file has the threads, the clock
+and the store.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Watch:
         self._pid = os.getpid()
         atexit.register(self._exit)
 
-    # -- what a call says -------------------------------------------------------------------------------------------
+    # -- What a call publishes -----------------------------------------------------------------------------------------
 
     @property
     def patience(self) -> float:
@@ -127,7 +127,7 @@ class Watch:
         text = f"{self._name} refused call {call}: {_error_text(error)}"
         self._say(("set", f"refused/{call}", Fault(self.rank, text).packed()))
 
-    # -- waiting ----------------------------------------------------------------------------------------------------
+    # -- Waiting -------------------------------------------------------------------------------------------------------
 
     def wait(
         self,
@@ -202,7 +202,7 @@ class Watch:
         text = str(self.failed).rstrip(".")
         return f"{text}. Meanwhile {self._name} was waiting {where}. {ADVICE}"
 
-    # -- devices ----------------------------------------------------------------------------------------------------
+    # -- Devices -------------------------------------------------------------------------------------------------------
 
     def fly(self, peers: Sequence[int], timeout: float) -> Flight:
         """Messages of a device with these ranks are about to be begun. From here on they are polled."""
@@ -229,7 +229,7 @@ class Watch:
         """Another connection to the store, for what the waiter asks; it ends with the watch."""
         return self.store.again(None)
 
-    # -- the store --------------------------------------------------------------------------------------------------
+    # -- The store -----------------------------------------------------------------------------------------------------
 
     def _live(self) -> None:
         """Speaks and listens, until the store is lost or this rank ends."""

@@ -1,7 +1,7 @@
-"""What the system knows about a process: whether it is there, stopped or busy. Signs of life that need nothing of it.
+"""What the operating system reports about a process: whether it exists, is stopped or is busy.
 
-A process that holds the interpreter's lock for a minute cannot speak, but it can be looked at. Only the standard
-library is used: the watcher process (`watcher.py`) runs this file, too.
+A process that holds the interpreter's lock for a minute cannot send heartbeats, but it can be examined. Only the
+standard library is used: the watcher process (`watcher.py`) runs this file, too.
 """
 
 from __future__ import annotations

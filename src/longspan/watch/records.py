@@ -1,6 +1,6 @@
-"""What ranks tell each other outside of messages, as records of fixed layout: where a rank is, and what went wrong.
+"""Records of fixed layout that ranks publish in the job's store: where a rank is, and what went wrong.
 
-They are read from the job's store, which anybody on the network may write: whatever is not exactly a record is refused.
+Anyone on the network may write to the store, so a value that is not exactly a record is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The job's own store, through which its ranks found each other, for the few records that Longspan writes there.
+"""Access to the job's store, through which its ranks found each other, for the few records that Longspan writes there.
 
-Where it is PyTorch's TCPStore, a client in plain Python (`store_client`) speaks to it. Any other store (files, a user's
-own) is asked through PyTorch.
+A client in plain Python talks to PyTorch's TCPStore. Any other store (files, a user's own) is accessed through PyTorch.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ import torch.distributed as dist
 from longspan._torch import default_store
 from longspan.errors import RankError
 
-# A client of the job's store (PyTorch's TCPStore) that is plain Python, so that no thread is inside of PyTorch.
-# PyTorch's own client can wait for ever in C++ once the store's host has stopped, and a thread that is in C++ cannot
-# end while the interpreter does. Here every wait is one on a socket: it has a deadline if it is given one, and `close`
-# ends it. Only the standard library is used: the watcher process (`watcher.py`) runs this file, too.
+# -- A client of PyTorch's TCPStore in plain Python --------------------------------------------------------------------
+# PyTorch's own client can wait forever in C++ once the store's host has stopped, and a thread in C++ cannot end while
+# the interpreter shuts down. Here every wait is on a socket: it can have a deadline, and `close` ends it. Only the
+# standard library is used: the watcher process (`watcher.py`) runs this file, too.
 #
-# On the wire: a byte that names the question, then keys and values, each as a length of 8 bytes and the bytes.
+# On the wire: a byte that names the request, then keys and values, each as a length of 8 bytes and the bytes.
 
 
 MAX_VALUE = 1 << 20
@@ -152,7 +151,7 @@ def _text(raw: bytes) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Stores ------------------------------------------------------------------------------------------------------------
 
 
 ROOT = "longspan"

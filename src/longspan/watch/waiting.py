@@ -1,8 +1,8 @@
-"""A thread that waits for messages, on behalf of one that watches meanwhile.
+"""Waits that can be abandoned: Gloo in a thread, NCCL by polling, and raising an error in the main thread.
 
-A wait for Gloo can be neither polled nor ended. What it can be is left: the thread then stays behind until the group's
-connections are closed, which `end` does. It must be gone before the interpreter is: a thread that comes back from C++
-while the interpreter ends brings the process down (`terminate called without an active exception`).
+A wait for Gloo can be neither polled nor ended, only abandoned: its thread then stays until the group's connections are
+closed, which `end` does. The thread must end before the interpreter: a thread that returns from C++ while the
+interpreter shuts down aborts the process (`terminate called without an active exception`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from longspan.watch.detector import BEAT, LOOK, Detector, Verdict
 from longspan.watch.processes import is_asleep
 from longspan.watch.records import Status
 
-# Two things that Python's own library has no words for, said to the interpreter and to CUDA's runtime themselves. The
-# first is to raise an error in the main thread, which may be waiting for a device in PyTorch. When a communicator is
-# aborted that wait ends as if all were well, with whatever the device had by then in its memory. A program that goes on
-# would train on it, and save it. So the error comes as soon as the main thread is back in Python. The second lets a
-# thread poll works while another one captures a CUDA graph. Both calls have fixed names and nothing of a user's in
-# them.
+# -- Calls into the interpreter and CUDA's runtime, by ctypes ----------------------------------------------------------
+# The first raises an error in the main thread, which may be waiting for a device in PyTorch. When a communicator is
+# aborted, that wait ends as if it had succeeded, with whatever the device had in its memory by then. A program that
+# continues would train on it, and save it. So the error is raised as soon as the main thread is back in Python. The
+# second lets a thread poll works while another one captures a CUDA graph. Both calls have fixed names and take no user
+# data.
 
 
 RELAXED = 2
@@ -92,9 +92,9 @@ def poll_beside_captures() -> None:
         return
 
 
-# Messages that a device sends and receives when it gets there, long after the host has left the call they belong to.
-# NCCL's works are not waited for: `wait` only puts streams in order. They are polled, the oldest first; on one
-# communicator they are done in the order in which they were begun. Three steps, of which the device has done the first:
+# -- Messages in flight on a device, after the host has left their call ------------------------------------------------
+# NCCL's works are not waited for: `wait` only orders streams. They are polled, the oldest first; on one communicator
+# they finish in the order in which they started. Three steps, of which the device has done the first:
 #
 #     call 4, step 1 with rank 1   done, forgotten
 #     call 4, step 2 with rank 2   the oldest: `flying` is 4
@@ -194,7 +194,7 @@ def _is_over(flight: Flight) -> bool:
         return True
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- A thread that waits for Gloo --------------------------------------------------------------------------------------
 
 
 CLOSING_TAG = 0x7FFFFFF0
@@ -307,11 +307,10 @@ def first_line(error: BaseException) -> str:
     return str(error).split("\n")[0][:200]
 
 
-# A thread that polls what a device has under way, and looks at the other ranks while the oldest of it is not done. The
-# host is not in the call any more: it prepares the next ones, or waits for the device in PyTorch, where nothing can be
-# asked. So somebody else looks. As long as works are done one after the other nobody is looked at; where nothing was
-# done for `BEAT` seconds, the ranks that the works are with are. A device that is slow, or waits for a slow one, is
-# left in peace for as long as everybody lives.
+# -- A thread that polls a device's works and checks the other ranks ---------------------------------------------------
+# The host has left the call: it prepares the next ones, or waits for the device in PyTorch, where nothing can be
+# checked. While works finish one after another, no rank is checked; if none finished for `BEAT` seconds, the ranks of
+# the pending works are. A device that is slow, or waits for a slow one, causes no error as long as all ranks are alive.
 
 
 _log = logging.getLogger("longspan")

@@ -1,9 +1,9 @@
-"""A small process beside a rank: it looks at the rank and writes down what it sees, for ranks on other hosts.
+"""The watcher: a small process next to a rank, which writes the rank's signs of life for ranks on other hosts.
 
-It is started as a program of its own (`python -I -S watcher.py HOST PORT PID START`), needs nothing of the rank, and
-so speaks also while the rank holds the interpreter's lock. Every line it reads is a key of the job's store that it
-writes signs of life to. It ends when it is told to, when the rank is gone, and when the store is; if its input ends
-without a word, the rank is about to be gone.
+It is started as its own program (`python -I -S watcher.py HOST PORT PID START`) and needs nothing from the rank, so it
+works while the rank holds the interpreter's lock. Every line that it reads is a key of the job's store to which it
+writes signs of life. It ends on request, when the rank is gone, and when the store is gone; if its input ends without a
+request, the rank is about to exit.
 """
 
 from __future__ import annotations
