@@ -4,7 +4,7 @@ ranks: which are exact, which are refused and why, which could not be built.
     python -m benchmarks.families                                  # writes docs/models.md; about half an hour
     python -m benchmarks.families --only llama,mistral --kinds causal --out -
 
-A family is *accepted* where its proof (`longspan.huggingface.proving`) says that it is exact. Those run
+A family is *accepted* where its proof (`longspan.huggingface.check`) says that it is exact. Those run
 once more on 2 and 3 Gloo processes, with another batch and layout, against transformers' own attention on one device.
 Exits with 1 when an accepted family is wrong there, or when fewer than 120 families are accepted in a whole sweep.
 
@@ -69,7 +69,8 @@ def examine(case: Case, forms: list[str], pool: list[Any]) -> dict[str, Any]:
 
 
 def proof_of(case: Case, form: str) -> dict[str, Any]:
-    from longspan.huggingface.proving import Form, prove
+    from longspan.huggingface.check import prove
+    from longspan.huggingface.trial import Form
 
     try:
         proof = prove(class_of(case), config_of(case), Form(**FORMS[form]))

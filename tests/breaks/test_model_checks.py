@@ -13,7 +13,8 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from longspan.huggingface.proving import Form, prove
+from longspan.huggingface.check import prove
+from longspan.huggingface.trial import Form
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.loss import loss_utils
 from transformers.models.gemma import modeling_gemma

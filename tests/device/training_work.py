@@ -199,7 +199,7 @@ def huggingface_trainer(steps):
     """Losses of the Trainer: over ranks on the device, or, in one process, plain transformers on the CPU."""
     from transformers import Trainer, TrainingArguments
 
-    from longspan.integrations.hf_trainer import ContextParallelTrainer
+    from longspan.huggingface.trainer import ContextParallelTrainer
     from tests.hosts.hf_training_work import launched
     from tests.hosts.hf_work import VOCAB, model_of
 

@@ -32,7 +32,7 @@ original = longspan.masks.sliding_window
 longspan.masks.sliding_window = lambda left, right=0, *rest: original(left + 1, right, *rest)
 """,
     "a later partial output replaces an earlier one": """
-from longspan.execution.engine.flat import moves
+from longspan.run import moves
 def merged(acc, top, num, out, lse):
     acc.copy_(out)
     top.copy_(lse)

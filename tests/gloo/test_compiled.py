@@ -327,7 +327,7 @@ def test_modules_may_be_imported_again():
     code = """
 import importlib, sys, torch
 import longspan as ls
-from longspan.execution import operators, ops
+from longspan.run import ops
 
 q = torch.randn(1, 2, 8, 4, requires_grad=True)
 
@@ -336,7 +336,7 @@ def attended(ls):
     return out.detach(), *torch.autograd.grad(out.sum(), q)
 
 first = attended(ls)
-for module in (ops, operators):
+for module in (ops, ops):
     importlib.reload(module)
     assert all(map(torch.equal, first, attended(ls)))
 for name in [name for name in sys.modules if name.startswith("longspan")]:

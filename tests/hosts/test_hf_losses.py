@@ -78,7 +78,7 @@ def test_the_mixin_comes_first():
     from transformers import Trainer
 
     from longspan.errors import LongspanError
-    from longspan.integrations.hf_trainer import ContextParallelTrainer
+    from longspan.huggingface.trainer import ContextParallelTrainer
 
     with pytest.raises(
         LongspanError, match=r"names ContextParallelTrainer behind Trainer.*class Mine\(Context"

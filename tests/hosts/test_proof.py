@@ -27,7 +27,8 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def proved(name, form=None, **changes):
-    from longspan.huggingface.proving import Form, prove
+    from longspan.huggingface.check import prove
+    from longspan.huggingface.trial import Form
 
     kind = getattr(hf, name)
     return prove(kind, kind.config_class(**changes), form or Form())
@@ -56,7 +57,7 @@ def test_models_that_are_right_are_accepted(name):
 
 
 def test_padded_and_packed_batches_have_proofs_of_their_own():
-    from longspan.huggingface.proving import Form
+    from longspan.huggingface.trial import Form
 
     for form in (Form(padding="right"), Form(padding="left"), Form(packed="position_ids", positions=True)):
         assert proved("LlamaForCausalLM", form).ok
@@ -97,7 +98,7 @@ def test_a_proof_takes_seconds():
 
 
 def test_one_answer_from_packed_documents_has_no_meaning_with_recurrences():
-    from longspan.huggingface.proving import Form
+    from longspan.huggingface.trial import Form
 
     packed = Form(packed="position_ids", positions=True)
     assert "one answer from a row" in proved("Zamba2ForSequenceClassification", packed).reason
@@ -232,7 +233,7 @@ class _Odd(hf.LlamaForCausalLM):
 
 
 def test_other_logits_are_computed_and_the_model_is_accepted():
-    from longspan.huggingface.proving import prove
+    from longspan.huggingface.check import prove
 
     proof = prove(_Odd, hf.LlamaConfig())
     assert proof.ok, proof.reason

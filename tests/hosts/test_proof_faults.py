@@ -13,7 +13,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from longspan.huggingface.proving import Form, prove
+from longspan.huggingface.check import prove
+from longspan.huggingface.trial import Form
 
 from longspan.huggingface import first_use
 from longspan.huggingface.batches import read_batch

@@ -112,7 +112,9 @@ def _documents():
     for dtype, limits in ((torch.uint8, "from 0 to 255"), (torch.bool, "from 0 to 1")):
         narrow, says = IDS.to(dtype), (limits, str(dtype).removeprefix("torch."), "but got -100", "int64")
         yield bad(f"shift {dtype}", lambda x=narrow: shift_tokens(x, 1, fill=-100), BatchError, "fill must be", *says)
-        yield bad(f"labels {dtype}", lambda x=narrow: shard({"labels": x}), BatchError, "ignore_index must be", *says)
+        yield bad(
+            f"narrow labels {dtype}", lambda x=narrow: shard({"labels": x}), BatchError, "ignore_index must be", *says
+        )
         like = lambda x=narrow: shard_like(x, LAYOUT, 0, shift=0, fill=-100)  # noqa: E731
         yield bad(f"shard_like {dtype}", like, LayoutError, "fill must be", *says)
         whole = lambda x=narrow: LAYOUT.shard(x, 0, dim=-1, fill=-100)  # noqa: E731

@@ -17,7 +17,8 @@ from longspan.watch import waiting
 from longspan.watch.detector import BEAT, LOOK, Detector
 from longspan.watch.processes import GONE, STOPPED, TRACED, Process, Sight
 from longspan.watch.records import Direction, Fault, Phase, Status
-from longspan.watch.store import StoreClient, TorchStore
+from longspan.watch.store import TorchStore
+from longspan.watch.store_client import StoreClient
 from longspan.watch.waiting import Flights, Interrupt, Lookout
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from longspan.errors import RankError
 from longspan.watch.processes import GONE, STOPPED, Process, listener, seen, this_process
 from longspan.watch.records import packed_process, parsed_life, parsed_process
-from longspan.watch.store import LostError, StoreClient
+from longspan.watch.store_client import LostError, StoreClient
 
 
 def until(process, state):

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from longspan.errors import AgreementError, RankError
 from longspan.planning.steps import Moved
-from longspan.watch.store import LostError, Store
+from longspan.watch.store import Store
+from longspan.watch.store_client import LostError
 
 # -- Message headers in checked mode -----------------------------------------------------------------------------------
 # Every message states what it is, and a receiver refuses what it did not expect. Point-to-point messages are matched by

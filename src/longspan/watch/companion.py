@@ -10,7 +10,8 @@ import threading
 from pathlib import Path
 
 from longspan.watch.processes import NOWHERE, Process
-from longspan.watch.store import Store, StoreClient
+from longspan.watch.store import Store
+from longspan.watch.store_client import StoreClient
 
 MAX_MADE = 3
 """How many watchers are started for a process, should they end by themselves."""

@@ -28,7 +28,8 @@ from longspan.watch.companion import companion_of
 from longspan.watch.detector import BEAT, DELIVERY, LOOK, Detector, Question, Verdict, answered_by
 from longspan.watch.processes import GONE, Process, listener, seen, this_process
 from longspan.watch.records import Direction, Fault, Phase, Status
-from longspan.watch.store import Store, StoreClient
+from longspan.watch.store import Store
+from longspan.watch.store_client import StoreClient
 from longspan.watch.waiting import Flight, Flights, Interrupt, Lookout, Waiter, Works, first_line, join_unless_asleep
 
 MANY = 2048
