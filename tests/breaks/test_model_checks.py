@@ -13,8 +13,6 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from longspan.huggingface.check import prove
-from longspan.huggingface.trial import Form
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.loss import loss_utils
 from transformers.models.gemma import modeling_gemma
@@ -22,7 +20,9 @@ from transformers.models.llama import modeling_llama
 
 from longspan.huggingface import check as proof
 from longspan.huggingface import first_use, released
+from longspan.huggingface.check import prove
 from longspan.huggingface.structure import Rules
+from longspan.huggingface.trial import Form
 from tests.breaks import model_checks_work as work
 from tests.hosts.hf_work import SIZES
 from tests.lanes import NIGHTLY

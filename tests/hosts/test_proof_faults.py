@@ -13,11 +13,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from longspan.huggingface.check import prove
-from longspan.huggingface.trial import Form
-
 from longspan.huggingface import first_use
 from longspan.huggingface.batches import read_batch
+from longspan.huggingface.check import prove
+from longspan.huggingface.trial import Form
 from longspan.training import BatchError
 from tests.hosts import planted_layers
 from tests.hosts.hf_work import SIZES, batch_of
