@@ -215,15 +215,24 @@ def _mentioned(code: CodeType) -> set[str]:
 
 def is_hybrid(model: nn.Module) -> bool:
     """Whether any layer calls more than attention."""
-    return any(mixes(type(part)) - {"ALL_ATTENTION_FUNCTIONS"} for part in model.modules())
+    return _are_hybrid(frozenset(map(type, model.modules())))
+
+
+@lru_cache(maxsize=64)
+def _are_hybrid(kinds: frozenset[type[nn.Module]]) -> bool:
+    return any(mixes(kind) - {"ALL_ATTENTION_FUNCTIONS"} for kind in kinds)
+
+
+@lru_cache(maxsize=1024)
+def _not_computed(kind: type) -> list[str]:
+    return sorted(n for n in mixes(kind) if MIXERS[n].run is None and MIXERS[n].kind != ATTENTION)
 
 
 def check_mixers(model: nn.Module) -> None:
     """Refuses layers that call functions which are not computed over ranks."""
     check_hybrid(model)
     for name, part in model.named_modules():
-        unknown = sorted(n for n in mixes(type(part)) if MIXERS[n].run is None and MIXERS[n].kind != ATTENTION)
-        if unknown:
+        if unknown := _not_computed(type(part)):
             raise BatchError(
                 f"{name} ({type(part).__name__}) calls {', '.join(unknown)}, a recurrence that Longspan does not"
                 f" compute over ranks: each would start from nothing on its own tokens. Use this model on one device."

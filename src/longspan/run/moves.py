@@ -70,9 +70,17 @@ class Memory:
 
     def get(self, buffer: Buffer) -> Tensor:
         found = self.tensors[buffer.number]
-        if found is None:
-            found = self._part_of_message(buffer) if buffer.inside is not None else self._new(buffer)
-            self.tensors[buffer.number] = found
+        if found is not None:
+            return found
+        if buffer.inside is not None:
+            found = self._part_of_message(buffer)
+        elif buffer.is_message:
+            found = self.messages.take(buffer.num_bytes, self.device)
+        elif buffer.initial is None:  # with strides it is quicker by half
+            found = torch.empty_strided(buffer.shape, buffer.strides, dtype=buffer.dtype, device=self.device)
+        else:
+            found = torch.full(buffer.shape, buffer.initial, dtype=buffer.dtype, device=self.device)
+        self.tensors[buffer.number] = found
         return found
 
     def cut(self, number: int, parts: Sequence[tuple[int, int, int]]) -> Tensor:
@@ -89,18 +97,13 @@ class Memory:
             self.tensors[number] = None
             self._typed.pop(number, None)
 
-    def _new(self, buffer: Buffer) -> Tensor:
-        if buffer.is_message:
-            return self.messages.take(buffer.num_bytes, self.device)
-        if buffer.initial is None:  # with strides it is quicker by half
-            return torch.empty_strided(buffer.shape, buffer.strides, dtype=buffer.dtype, device=self.device)
-        return torch.full(buffer.shape, buffer.initial, dtype=buffer.dtype, device=self.device)
-
     def _part_of_message(self, buffer: Buffer) -> Tensor:
         assert buffer.inside is not None
         assert buffer.dtype is not None
         if buffer.first is not None:
-            typed = self._as_numbers(buffer.inside, buffer.dtype)
+            typed = self._typed.get(buffer.inside.number, {}).get(buffer.dtype)
+            if typed is None:
+                typed = self._as_numbers(buffer.inside, buffer.dtype)
             return typed.as_strided(buffer.shape, buffer.strides, typed.storage_offset() + buffer.first)
         part = self.get(buffer.inside)[buffer.offset : buffer.offset + buffer.num_bytes]
         if buffer.is_loose:
@@ -345,9 +348,29 @@ class Move:
             if memory.by_index and fused.is_fused(memory.get(self.buffers[0])):
                 first, second = self.as_rows(memory), self.twin.as_rows(memory)
                 if first is not None and second is not None:
-                    return fused.move_two(first, second, adds=self.kind is Kind.ADD)
+                    fused.move_two(first, second, adds=self.kind is Kind.ADD)
+                    return
             self.twin.run(memory)
-        return self._run(memory)
+        if memory.by_index and not self._is_one:
+            self._run_at_once(memory)
+            return
+        for cuts in self._cuts:
+            sides: list[Tensor] = []
+            for number, parts in cuts:  # as Memory.cut, without a call for each
+                side = memory.tensors[number]
+                if side is None:
+                    side = memory.get(memory.buffers[number])
+                for part in parts:
+                    side = side.narrow(*part)
+                sides.append(side)
+            if self.kind is Kind.COPY:
+                sides[0].copy_(sides[1])
+            elif self.kind is Kind.ADD:
+                sides[0].add_(sides[1])
+            else:
+                self._do(sides)
+        for lane in self._by_row:
+            self._by_tokens(memory, lane)
 
     def as_rows(self, memory: Memory) -> fused.Rows | None:
         """The whole move as rows of one tensor that become rows of another, if it is such a one."""
@@ -361,13 +384,9 @@ class Move:
         (target, source), (there, here, *_) = found
         return source, target, here, there
 
-    def _run(self, memory: Memory) -> None:
-        if not memory.by_index or self._is_one:
-            for cuts in self._cuts:
-                self._do([memory.cut(*cut) for cut in cuts])
-            for lane in self._by_row:
-                self._by_tokens(memory, lane)
-        elif len(self.lanes) > 1 and (found := self._as_lists(memory)) is not None:
+    def _run_at_once(self, memory: Memory) -> None:
+        """All runs of rows by tables."""
+        if len(self.lanes) > 1 and (found := self._as_lists(memory)) is not None:
             self._indexed(*found)
         else:
             for lane in self.lanes:
@@ -395,10 +414,6 @@ class Move:
 
     def _do(self, sides: list[Tensor]) -> None:
         match self.kind:
-            case Kind.COPY:
-                sides[0].copy_(sides[1])
-            case Kind.ADD:
-                sides[0].add_(sides[1])
             case Kind.FILL:
                 sides[0].fill_(self.value)
             case Kind.MERGE:

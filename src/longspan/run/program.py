@@ -30,11 +30,10 @@ class Mail:
     places: dict[int, tuple[int, int]]
 
     def slices(self, message: Tensor) -> dict[int, Tensor]:
-        room = message.numel()
-        return {
-            peer: message if size == room else message[start : start + size]
-            for peer, (start, size) in self.places.items()
-        }
+        room, made = message.numel(), {}
+        for peer, (start, size) in self.places.items():
+            made[peer] = message if size == room else message[start : start + size]
+        return made
 
 
 @dataclass(eq=False)

@@ -143,7 +143,8 @@ class Buffers:
 
     def release(self) -> None:
         """Lets go of buffers that are free: a plan's memory is that of messages that are there."""
-        self._all = [whole for whole in self._all if is_shared(whole)]
+        if self._all:
+            self._all = [whole for whole in self._all if is_shared(whole)]
 
 
 def is_shared(tensor: Tensor) -> bool:

@@ -371,7 +371,7 @@ def _finite(x: Tensor) -> Tensor:
 
 def _blocks(slab: Tensor) -> Iterator[slice]:
     step = max(1, -(-len(slab) // BLOCKS))
-    return (slice(start, min(start + step, len(slab))) for start in range(0, len(slab), step))
+    return iter([slice(start, min(start + step, len(slab))) for start in range(0, len(slab), step)])
 
 
 def _within(span: slice, block: slice) -> slice:
