@@ -408,11 +408,23 @@ def _is_compiling() -> bool:
     return torch.compiler.is_compiling()
 
 
+def to_device(table: Any, device: Any) -> Any:
+    """Return a CPU tensor on a device, through pinned memory where the device has it: the host does not wait then."""
+    import torch
+
+    if device.type in ("cpu", "meta", "mps") or table.device.type != "cpu" or _is_compiling():
+        return table.to(device)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != device.type:  # tensors without data, which pretend to be there
+        return table.to(device)
+    return table.pin_memory().to(device, non_blocking=True)
+
+
 def _take(x: Any, index: Ints, dim: int, padding: int, fill: float) -> Any:
     if _is_torch(x):
         import torch
 
-        taken = x.index_select(dim, torch.as_tensor(index.copy(), device=x.device))
+        taken = x.index_select(dim, to_device(torch.from_numpy(index.copy()), x.device))
         full: Callable[[tuple[int, ...]], Any] = lambda shape: taken.new_full(shape, fill)  # noqa: E731
     else:
         taken = np.take(x, index, axis=dim)
