@@ -29,6 +29,15 @@ def test_groups_of_one_backend_have_the_bits_of_the_cpu(form):
     ranks(2, form).run(work.same_bits_over_one_backend, SCHEDULES)
 
 
+@pytest.mark.parametrize("form", ["standin", "cuda"])
+def test_devices_that_are_not_the_current_one(form):
+    """Two devices in one process, each with its own group, and one device alone; device 0 is current, and not used."""
+    names, schemes = (work.EXTRAS, work.SCHEMES[2]) if NIGHTLY else (("plain", "all"), ("ring", "all_to_all"))
+    for compared in ranks(2, form).run(work.same_bits_on_other_devices, names, schemes, SCHEDULES):
+        assert compared == len(names) * len(schemes) * len(SCHEDULES) * 4
+    assert ranks(1, form).run(work.same_bits_on_one_device, work.EXTRAS) == [len(work.EXTRAS)]
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_convolutions_are_those_of_the_cpu(world):
     ranks(world).run(work.convolutions, share(range(40), 5), ("all late",))
@@ -41,8 +50,7 @@ def test_recurrences_have_the_bits_of_the_cpu(world):
 
 @pytest.mark.parametrize(("form", "dtype"), [("standin", "float32"), ("cuda", "float32"), ("cuda", "bfloat16")])
 def test_warm_calls_do_not_wait_for_the_device(form, dtype):
-    names = ("plain", "sinks", "softcap", "alibi", "bias", "relative_bias", "dropout")
-    for found in ranks(2, form).run(work.warm_waits, names, work.SCHEMES[2], dtype):
+    for found in ranks(2, form).run(work.warm_waits, work.EXTRAS, work.SCHEMES[2], dtype):
         assert found == {}
 
 

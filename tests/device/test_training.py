@@ -32,10 +32,13 @@ def test_compiled_blocks(form):
 @pytest.mark.parametrize(("family", "kind"), [("mistral", "plain"), ("llama", "packed"), ("gemma2", "padded")])
 def test_huggingface_steps(form, family, kind):
     found = ranks(2, form).run(work.huggingface_step, family, kind, "late messages", family == "mistral")
-    for (loss, gradients, size), waits, _ in found:
+    for (loss, gradients, size), waits, waits_before in found:
         assert loss < 1e-5
         assert gradients < 1e-5 * max(size, 1)
         assert waits == []
+        # Documents and padding decide the mask, so they are read, once; a batch without them is not looked at.
+        assert len(waits_before) == (kind != "plain"), waits_before
+        assert all(wait.startswith("copy to the host at ") for wait in waits_before), waits_before
 
 
 def test_huggingface_trainer():

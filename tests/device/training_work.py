@@ -169,7 +169,8 @@ def compiled(backend):
 def huggingface_step(family, kind, schedule, checkpointed):
     """A step of a tiny model over ranks, beside transformers' own attention on one CPU.
 
-    Returns differences of the loss and of gradients, the size of these, and waits of ours in the warm step.
+    Returns differences of the loss and of gradients and the size of these; and what waited in the warm step, of ours:
+    in the step itself, and in `shard_inputs`.
     """
     from longspan import huggingface
     from tests.hosts.hf_work import batch_of, difference, gradients, model_of, truth
@@ -184,7 +185,8 @@ def huggingface_step(family, kind, schedule, checkpointed):
     with forms.schedule(schedule):
         for _ in range(2):
             model.zero_grad()
-            inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD)
+            with forms.HostWaits() as before:
+                inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD)
             with forms.HostWaits() as waits:
                 loss = huggingface.full_loss(model(**inputs).loss, inputs)
                 loss.backward()
@@ -192,7 +194,7 @@ def huggingface_step(family, kind, schedule, checkpointed):
                 if p.grad is not None:
                     dist.all_reduce(p.grad)
         found = loss.item(), {name: g.cpu() for name, g in gradients(model).items()}
-    return difference(found, expected), waits.by("/src/longspan/"), waits.all
+    return difference(found, expected), waits.by("/src/longspan/"), before.by("/src/longspan/")
 
 
 def huggingface_trainer(steps):
