@@ -424,7 +424,7 @@ def _take(x: Any, index: Ints, dim: int, padding: int, fill: float) -> Any:
     if _is_torch(x):
         import torch
 
-        taken = x.index_select(dim, to_device(torch.from_numpy(index.copy()), x.device))
+        taken = x.index_select(dim, to_device(torch.as_tensor(index.copy(), device="cpu"), x.device))
         full: Callable[[tuple[int, ...]], Any] = lambda shape: taken.new_full(shape, fill)  # noqa: E731
     else:
         taken = np.take(x, index, axis=dim)
