@@ -10,7 +10,7 @@ from tests.device import mends
 from tests.device.ranks import ranks
 
 
-@pytest.mark.share(5)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", mends.MENDS)
 def test_a_mend_that_is_undone_is_seen(name):
     pool = ranks(2, mends.MENDS[name].form)

@@ -21,6 +21,7 @@ def test_fsdp2(form, kind, schedule):
         assert waits == []
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("form", ["standin", "cuda"])
 def test_compiled_blocks(form):
     for off in ranks(2, form).run(work.compiled, "aot_eager", timeout=300):
