@@ -56,3 +56,7 @@ def test_warm_losses_wait_for_labels_alone():
         assert found["token_loss"] == []
         assert [wait.partition(" at ")[0] for wait in found["token_loss of hidden states"]] == ["copy to the host"]
         assert [wait.partition(" at ")[0] for wait in found["token_logprobs"]] == ["copy to the host"]
+
+
+def test_fake_batches_are_sharded():
+    assert ranks(1, "cuda").run(work.fake_batches) == [[((1, 48), True), ((1, 96), True)]]

@@ -6,6 +6,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
-from longspan.training import Head, token_logprobs, token_loss
+from longspan.training import Head, shift_tokens, token_logprobs, token_loss
 from tests.device import forms
 from tests.device.attention_work import here
 
@@ -70,6 +71,14 @@ def warm_loss_waits():
                 run().backward()
         found[name] = waits.by("/src/longspan/")
     return found
+
+
+def fake_batches():
+    """Shapes and devices of fake tensors, which have no memory that could be pinned."""
+    with FakeTensorMode():
+        tokens = torch.empty(1, TOKENS, dtype=torch.int64, device=here())
+        part = ls.layouts.zigzag(TOKENS, 2).shard(tokens, 0, 1)
+        return [(tuple(x.shape), x.device == here()) for x in (part, shift_tokens(tokens, 1))]
 
 
 # ---- FSDP2 -----------------------------------------------------------------------------------------------------------

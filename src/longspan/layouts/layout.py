@@ -415,7 +415,8 @@ def to_device(table: Any, device: Any) -> Any:
     if device.type in ("cpu", "meta", "mps") or table.device.type != "cpu" or _is_compiling():
         return table.to(device)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != device.type:  # tensors without data, which pretend to be there
+    is_fake = accelerator is None or accelerator.type != device.type or type(table) is not torch.Tensor
+    if is_fake:  # fake tensors have no pinned memory
         return table.to(device)
     return table.pin_memory().to(device, non_blocking=True)
 
