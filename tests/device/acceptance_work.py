@@ -1,22 +1,25 @@
-"""`longspan acceptance` in ranks with the form "cuda": its GPU half, at sizes that CPUs can compute."""
+"""`longspan acceptance` in ranks with the form "cuda": the command as it is, with tensors that CPUs can compute."""
 
-import time
+import json
+import tempfile
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from longspan.cli.acceptance import host, memory, timing
+from longspan.cli import measure
+from longspan.cli.acceptance import faults, host, memory, timing
 from longspan.cli.acceptance.lines import Site
-from longspan.cli.acceptance.session import Session, all_lines
-from longspan.cli.launch import JobRanks
 from longspan.planning.steps import Sizes
 from tests.device import forms
+from tests.gloo.cli_work import command
 
-SMALL = Sizes(8, 4, 32, 32, 2)
-TOKENS = 1024
+TOKENS = {"16k": 512, "64k": 512, "256k": 1024, "1M": 1536}
+"""In the place of the sizes that lines are named after."""
+ANY_TIME = (float("inf"), float("inf"))
 
 
 class LaunchProfile:
@@ -36,20 +39,29 @@ class LaunchProfile:
         return [SimpleNamespace(count=self.launches, self_device_time_total=1.0)]
 
 
-def outcomes(names, quick):
-    """(judgement, text, seconds) of every line whose name begins with one of these."""
+def replacements(judges_speed):
+    """(owner, name, value) of what is smaller here, and of what a CPU has not got."""
+    yield from ((module, "tokens_of", TOKENS.__getitem__) for module in (memory, host, timing))
+    yield Site, "sizes", Sizes(8, 4, 32, 32, 2)
+    yield measure, "GPU_TILES", ((256, 256, True), (128, 256, False), (64, 512, False), (192, 192, True))
+    yield measure, "GPU_COPIED", measure.COPIED
+    yield measure, "GPU_SHORT", 64
+    yield measure, "GPU_LONG", 256
+    yield timing, "LINK_BYTES", {"cuda": 1 << 20}
+    yield host, "profile", LaunchProfile
+    yield faults, "PROGRAM", "tests.device.fault_rank"
+    if not judges_speed:
+        yield timing, "BARS", ANY_TIME
+        yield timing, "SLOW_LINK", {"cuda": float("inf")}
+        yield host, "SHARE", ANY_TIME
+
+
+def accepted(*words, judges_speed=False):
+    """The exit code and the JSON of the command on this rank; times are measured, and judged only if asked for."""
     torch.accelerator.set_device_index(dist.get_rank())
-    ranks = JobRanks(dist.get_rank(), dist.get_world_size(), dist.get_world_size(), forms.backend(alone=True), "cuda")
-    site, found = Site(ranks, quick=quick), {}
-    with ExitStack() as stack:
-        for module in (memory, host, timing):
-            stack.enter_context(mock.patch.object(module, "tokens_of", return_value=TOKENS))
-        stack.enter_context(mock.patch.object(host, "profile", LaunchProfile))
-        stack.enter_context(mock.patch.object(Site, "sizes", SMALL))
-        for line in all_lines(is_gpu=True):
-            if line.name.startswith(tuple(names)) and (line.is_quick or not quick):
-                begin = time.process_time()
-                outcome = Session._tried(mock.Mock(site=site), line)
-                site.close_groups()
-                found[line.name] = str(outcome.judgement), outcome.text, time.process_time() - begin
-    return found
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        for owner, name, value in replacements(judges_speed):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        code, _, err = command("acceptance", "--json", "--out", str(Path(folder) / "found"), *words)
+        found = Path(folder) / "found.json"
+        return code, json.loads(found.read_text()) if found.exists() else err

@@ -110,6 +110,60 @@ def same_bits_over_one_backend(schedules):
     return same_bits(extras_case, [("sinks", scheme) for scheme in schemes], schedules, group=group)
 
 
+def touched(index):
+    """What a device was asked for so far: tasks on its streams, and memory."""
+    return forms.native.tasks(index), forms.native.memory(index)[3]
+
+
+def same_bits_on_other_devices(names, schemes, schedules):
+    """Attention over ranks on two devices of each process, neither of which is the current one, each with a group of
+    its own, in turns. Returns how many calls were compared; the current device stays as it is, and is not used."""
+    rank, world, compared = dist.get_rank(), dist.get_world_size(), 0
+    places = [(forms.device(index), dist.new_group(backend=forms.backend(alone=index == 2))) for index in (1, 2)]
+    torch.accelerator.set_device_index(0)
+    try:
+        for device, group in places:  # connections; a barrier is on the current device
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        for scheme in schemes:
+            for name in names:
+                case = extras_case(name, scheme)
+                expected = step(case, "cpu", "reference")
+                for schedule in schedules:
+                    for device, group in places * 2:  # cold and warm
+                        others = [touched(index) for index in range(4) if index != device.index]
+                        with forms.schedule(schedule):
+                            found = step(case, device, "reference", group)
+                        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (name, scheme)
+                        assert torch.accelerator.current_device_index() == 0
+                        assert [touched(index) for index in range(4) if index != device.index] == others, (name, scheme)
+                        compared += 1
+    finally:
+        torch.accelerator.set_device_index(rank)
+    assert world > 1
+    return compared
+
+
+def same_bits_on_one_device(names):
+    """The same without ranks: calls on device 1 while device 0 is current."""
+    compared = 0
+    torch.accelerator.set_device_index(0)
+    for name in names:
+        plan, whole, learned, options = extras_case(name, "auto")
+        results = []
+        for device in ("cpu", forms.device(1)):
+            before = touched(0)
+            *own, dout = (x.to(device) for x in whole)
+            own = [x.requires_grad_() for x in own]
+            taken = {key: value.to(device).requires_grad_() for key, value in learned.items()}
+            out, lse = ls.attention(*own, plan.mask, kernel="reference", return_lse=True, **options(taken))
+            gradients = torch.autograd.grad(out, [*own, *taken.values()], dout)
+            results.append([x.detach().cpu() for x in (out, lse, *gradients)])
+            assert touched(0) == before, name
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
+        compared += 1
+    return compared
+
+
 def warm_waits(names, schemes, dtype="float32", kernel="auto"):
     """What the host waited for in warm forward and backward calls, by case; nothing, if all is well."""
     found = {}

@@ -97,6 +97,22 @@ def groups_of_one_backend():
     assert x.tolist() == [float(dist.get_world_size())] * 2
 
 
+def abort_ends_what_is_under_way():
+    """A message that never comes ends as if it was there, and what is started later raises."""
+    device = _here()
+    group = dist.new_group(backend=forms.backend(alone=True))
+    x = torch.ones(2, device=device)
+    dist.all_reduce(x, group=group)
+    if dist.get_rank() == 0:
+        work = dist.irecv(x, group=group, group_src=1)
+        work.wait()
+    group._get_backend(device).abort()
+    torch.accelerator.synchronize(device)
+    with pytest.raises(RuntimeError, match="aborted"):
+        dist.all_reduce(x, group=group)
+    assert torch.ones(2, device=device).sum().item() == 2  # the device goes on
+
+
 def default_backends():
     """What `init_process_group()` without a backend makes on this device."""
     return str(distributed_c10d.BackendConfig(distributed_c10d.Backend(distributed_c10d.Backend.UNDEFINED)))

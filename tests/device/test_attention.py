@@ -7,26 +7,36 @@ from tests.device import attention_work as work
 from tests.device.ranks import ranks
 from tests.lanes import NIGHTLY, share
 
-SCHEDULES = ("plain", "slow messages", "all late") if NIGHTLY else ("slow messages", "all late")
+SCHEDULES = ("plain", "slow messages", "all late") if NIGHTLY else ("all late",)
 
 
 @pytest.mark.parametrize("form", ["standin", "cuda"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_extras_have_the_bits_of_the_cpu(world, form):
-    names = work.EXTRAS if NIGHTLY else work.EXTRAS[world // 4 :: 2] if form == "standin" else ("plain", "all")
+    names = share(work.EXTRAS, 3 if form == "standin" else 6, f"{form} {world}")
     for compared in ranks(world, form).run(work.same_bits_of_extras, names, work.SCHEMES[world], SCHEDULES):
         assert compared == len(names) * len(work.SCHEMES[world]) * (len(SCHEDULES) + 1)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_random_plans_have_the_bits_of_the_cpu(world):
-    seeds = share(range(60), 4)
+    seeds = share(range(60), 10)
     ranks(world).run(work.same_bits_of_random_plans, seeds, ("all late",), timeout=300)
 
 
 @pytest.mark.parametrize("form", ["standin", "cuda"])
 def test_groups_of_one_backend_have_the_bits_of_the_cpu(form):
     ranks(2, form).run(work.same_bits_over_one_backend, SCHEDULES)
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("form", ["standin", "cuda"])
+def test_devices_that_are_not_the_current_one(form):
+    """Two devices in one process, each with its own group, and one device alone; device 0 is current, and not used."""
+    names, schemes = (work.EXTRAS, work.SCHEMES[2]) if NIGHTLY else (("plain", "all"), ("ring", "all_to_all"))
+    for compared in ranks(2, form).run(work.same_bits_on_other_devices, names, schemes, SCHEDULES):
+        assert compared == len(names) * len(schemes) * len(SCHEDULES) * 4
+    assert ranks(1, form).run(work.same_bits_on_one_device, work.EXTRAS) == [len(work.EXTRAS)]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -41,7 +51,7 @@ def test_recurrences_have_the_bits_of_the_cpu(world):
 
 @pytest.mark.parametrize(("form", "dtype"), [("standin", "float32"), ("cuda", "float32"), ("cuda", "bfloat16")])
 def test_warm_calls_do_not_wait_for_the_device(form, dtype):
-    names = ("plain", "sinks", "softcap", "alibi", "bias", "relative_bias", "dropout")
+    names = share(work.EXTRAS, 4, f"{form} {dtype}")
     for found in ranks(2, form).run(work.warm_waits, names, work.SCHEMES[2], dtype):
         assert found == {}
 

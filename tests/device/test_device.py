@@ -58,6 +58,10 @@ def test_groups_of_one_backend():
         ranks(2, form).run(group_work.groups_of_one_backend)
 
 
+def test_abort_ends_what_is_under_way():
+    ranks(2).run(group_work.abort_ends_what_is_under_way)
+
+
 def test_first_operation_waits_for_all():
     ranks(4).run(group_work.first_operation_waits_for_all)
 

@@ -13,6 +13,7 @@ import pytest
 from tests.device import mistakes
 from tests.device.mistakes import MISTAKES, RIGHT
 from tests.device.ranks import ranks
+from tests.lanes import share
 
 SCHEMES = ("ring", "all_gather", "exchange", "all_to_all", "hybrid(2,ring)")
 
@@ -26,7 +27,7 @@ def ends(table, name, scheme):
     return found
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_seen(name, scheme):
@@ -47,6 +48,6 @@ def test_enough_mistakes():
 
 
 def test_ring_shows_a_missing_wait_in_every_run():
-    for seed in range(10):
+    for seed in share(range(10), 3):
         found = ranks(2).run(mistakes.tried, "mistakes", "no wait for messages", "ring", seed, timeout=60)
         assert found == ["wrong", "wrong"]

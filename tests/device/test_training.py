@@ -21,6 +21,7 @@ def test_fsdp2(form, kind, schedule):
         assert waits == []
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("form", ["standin", "cuda"])
 def test_compiled_blocks(form):
     for off in ranks(2, form).run(work.compiled, "aot_eager", timeout=300):
@@ -32,10 +33,13 @@ def test_compiled_blocks(form):
 @pytest.mark.parametrize(("family", "kind"), [("mistral", "plain"), ("llama", "packed"), ("gemma2", "padded")])
 def test_huggingface_steps(form, family, kind):
     found = ranks(2, form).run(work.huggingface_step, family, kind, "late messages", family == "mistral")
-    for (loss, gradients, size), waits, _ in found:
+    for (loss, gradients, size), waits, waits_before in found:
         assert loss < 1e-5
         assert gradients < 1e-5 * max(size, 1)
         assert waits == []
+        # Documents and padding decide the mask, so they are read, once; a batch without them is not looked at.
+        assert len(waits_before) == (kind != "plain"), waits_before
+        assert all(wait.startswith("copy to the host at ") for wait in waits_before), waits_before
 
 
 def test_huggingface_trainer():
@@ -52,3 +56,7 @@ def test_warm_losses_wait_for_labels_alone():
         assert found["token_loss"] == []
         assert [wait.partition(" at ")[0] for wait in found["token_loss of hidden states"]] == ["copy to the host"]
         assert [wait.partition(" at ")[0] for wait in found["token_logprobs"]] == ["copy to the host"]
+
+
+def test_fake_batches_are_sharded():
+    assert ranks(1, "cuda").run(work.fake_batches) == [[((1, 48), True), ((1, 96), True)]]

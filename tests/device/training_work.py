@@ -6,6 +6,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
-from longspan.training import Head, token_logprobs, token_loss
+from longspan.training import Head, shift_tokens, token_logprobs, token_loss
 from tests.device import forms
 from tests.device.attention_work import here
 
@@ -70,6 +71,14 @@ def warm_loss_waits():
                 run().backward()
         found[name] = waits.by("/src/longspan/")
     return found
+
+
+def fake_batches():
+    """Shapes and devices of fake tensors, which have no memory that could be pinned."""
+    with FakeTensorMode():
+        tokens = torch.empty(1, TOKENS, dtype=torch.int64, device=here())
+        part = ls.layouts.zigzag(TOKENS, 2).shard(tokens, 0, 1)
+        return [(tuple(x.shape), x.device == here()) for x in (part, shift_tokens(tokens, 1))]
 
 
 # ---- FSDP2 -----------------------------------------------------------------------------------------------------------
@@ -169,7 +178,8 @@ def compiled(backend):
 def huggingface_step(family, kind, schedule, checkpointed):
     """A step of a tiny model over ranks, beside transformers' own attention on one CPU.
 
-    Returns differences of the loss and of gradients, the size of these, and waits of ours in the warm step.
+    Returns differences of the loss and of gradients and the size of these; and what waited in the warm step, of ours:
+    in the step itself, and in `shard_inputs`.
     """
     from longspan import huggingface
     from tests.hosts.hf_work import batch_of, difference, gradients, model_of, truth
@@ -184,7 +194,8 @@ def huggingface_step(family, kind, schedule, checkpointed):
     with forms.schedule(schedule):
         for _ in range(2):
             model.zero_grad()
-            inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD)
+            with forms.HostWaits() as before:
+                inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD)
             with forms.HostWaits() as waits:
                 loss = huggingface.full_loss(model(**inputs).loss, inputs)
                 loss.backward()
@@ -192,7 +203,7 @@ def huggingface_step(family, kind, schedule, checkpointed):
                 if p.grad is not None:
                     dist.all_reduce(p.grad)
         found = loss.item(), {name: g.cpu() for name, g in gradients(model).items()}
-    return difference(found, expected), waits.by("/src/longspan/"), waits.all
+    return difference(found, expected), waits.by("/src/longspan/"), before.by("/src/longspan/")
 
 
 def huggingface_trainer(steps):

@@ -2,8 +2,10 @@
 nobody."""
 
 import json
+import os
 import platform
 import re
+import signal
 from dataclasses import replace
 from itertools import product
 
@@ -25,7 +27,7 @@ from longspan.cli.acceptance.lines import (
 )
 from longspan.cli.acceptance.operators import check_case, operator_cases
 from longspan.cli.acceptance.page import AcceptanceReport, cleaned, markdown, private_words, write
-from longspan.cli.acceptance.session import all_lines, chosen_lines
+from longspan.cli.acceptance.session import Session, all_lines, chosen_lines
 from longspan.cli.launch import JobRanks
 from longspan.errors import LongspanError
 from longspan.kernels import cuda_sdpa, kernel_named
@@ -385,3 +387,23 @@ def test_waits_of_gpus_are_forbidden_around_kernels_and_calls(gpu_site, monkeypa
     with pytest.raises(ValueError, match="x"), operators.no_waiting("cuda:0"):
         raise ValueError("x")
     assert modes[-1] == "default"
+
+
+# ---- a job that is ended ---------------------------------------------------------------------------------------------
+
+
+def test_the_line_under_way_has_its_own_seconds(monkeypatch):
+    """It was once counted from the start of the machine's clock: 8,782 s."""
+    session = Session(Site(ALONE, quick=True), [AcceptanceLine("exact.ring", lambda _: right(""))] * 3, None)
+    session._run_line(session.lines[0])
+    session._line_begin -= 5.0  # the second line began five seconds ago
+    monkeypatch.setattr("longspan.cli.acceptance.session.GRACE", 0.0)
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    read, write_end = os.pipe()
+    os.write(write_end, bytes([signal.SIGTERM]))
+    session._speak_at_the_end(read, lambda report: None)
+    os.close(write_end)
+    (_, first, _), (_, ended, seconds), (_, last, _) = session.report.rows
+    assert [str(outcome.judgement) for outcome in (first, ended, last)] == ["right", "wrong", "not run"]
+    assert 5.0 <= seconds < 6.0
+    assert session.report.seconds < 5.0

@@ -50,6 +50,8 @@ GPU_TILES: Tiles = ((16384, 16384, True), (8192, 16384, False), (4096, 32768, Fa
 SMALL = 64
 """Query rows, one key: next to nothing to compute, so what is left is the call."""
 MESSAGES = (1 << 16, 1 << 20, 1 << 22)
+COPIED, GPU_COPIED = 1 << 20, 1 << 26
+"""Numbers of a copy; a GPU's are beyond its caches."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def kernel_rate(times: dict[tuple[int, int, bool], float], sizes: Sizes, base: M
 
 def copy_rate(ranks: JobRanks, rounds: int) -> float:
     """Bytes per second of adding float32 rows to others, which is how partial results meet: read, read, written."""
-    a, b = torch.randn(2, 1 << (20 if ranks.device == "cpu" else 26), device=ranks.device)  # beyond a GPU's caches
+    a, b = torch.randn(2, COPIED if ranks.device == "cpu" else GPU_COPIED, device=ranks.device)
     took = median_seconds(ranks, lambda: a.add_(b), rounds, 4)
     return 12.0 * a.numel() / ranks.most(took)
 

@@ -48,6 +48,7 @@ from longspan.huggingface.structure import (
     text_model,
 )
 from longspan.layouts import Layout
+from longspan.layouts.layout import to_device
 from longspan.training import BatchError, shard_batch
 from longspan.training.head import start_copy
 
@@ -261,7 +262,7 @@ def _arguments(
             and takes(type(inner), name)
             and (name != "position_ids" or rules.positions != NO_POSITIONS)
         ):
-            part[name] = value.to(tokens.device) if isinstance(value, Tensor) else value
+            part[name] = to_device(value, tokens.device) if isinstance(value, Tensor) else value
         else:
             part.pop(name, None)
     return part

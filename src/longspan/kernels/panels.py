@@ -253,7 +253,8 @@ class _Biases:
         self._shape: tuple[int, int, int | None, int | None] | None = None
         self._bias: Tensor | None = None
         self.blind: Tensor | None = None
-        """(q, 1) rows of the last piece that see none of its keys, where a function decided; None if there are none."""
+        """(q, 1) rows of the last piece that see none of its keys, where a function decided; None if the host knows
+        that there are none."""
 
     def of(self, piece: Tile) -> tuple[Tensor | None, bool]:
         """(bias, causal) that say which pairs of the piece may meet."""
@@ -272,7 +273,8 @@ class _Biases:
         bias = additive(piece.rows, piece.cols, piece.lo, piece.hi, like=self._like)
         bias.masked_fill_(~self._pairs.allowed(piece), -torch.inf)
         blind = bias.isneginf().all(1, keepdim=True)
-        self.blind = blind if bool(blind.any()) else None
+        # Asking a device whether there are any would make the host wait for it.
+        self.blind = blind if blind.device.type != "cpu" or bool(blind.any()) else None
         return bias
 
 

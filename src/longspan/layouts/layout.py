@@ -423,11 +423,24 @@ def check_fill(x: Any, fill: float, name: str, error: type[LongspanError]) -> No
         )
 
 
+def to_device(table: Any, device: Any) -> Any:
+    """Return a CPU tensor on a device, through pinned memory where the device has it: the host does not wait then."""
+    import torch
+
+    if device.type in ("cpu", "meta", "mps") or table.device.type != "cpu" or _is_compiling():
+        return table.to(device)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    is_fake = accelerator is None or accelerator.type != device.type or type(table) is not torch.Tensor
+    if is_fake:  # fake tensors have no pinned memory
+        return table.to(device)
+    return table.pin_memory().to(device, non_blocking=True)
+
+
 def _take(x: Any, index: Ints, dim: int, padding: int, fill: float) -> Any:
     if _is_torch(x):
         import torch
 
-        taken = x.index_select(dim, torch.as_tensor(index.copy(), device=x.device))
+        taken = x.index_select(dim, to_device(torch.as_tensor(index.copy(), device="cpu"), x.device))
         full: Callable[[tuple[int, ...]], Any] = lambda shape: taken.new_full(shape, fill)  # noqa: E731
     else:
         taken = np.take(x, index, axis=dim)

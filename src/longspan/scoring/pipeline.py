@@ -19,6 +19,7 @@ from torch import Tensor
 
 from longspan import _torch
 from longspan.errors import KernelError
+from longspan.layouts.layout import to_device
 from longspan.masks import Predicate
 from longspan.masks.captures import Reads, exclude_arguments, frozen
 from longspan.masks.functions import Elementwise, check_signature, elementwise
@@ -297,7 +298,7 @@ class TilePairs:
             answers = torch.from_numpy(np.array(self.predicate.allows(q[:, None], kv[None, :])))
             if len(self._answers) >= REMEMBERED:
                 self._answers.pop(next(iter(self._answers)))
-            self._answers[tile] = answers.to(self.where.tensors[0].device)
+            self._answers[tile] = to_device(answers, self.where.tensors[0].device)
         return self._answers[tile]
 
     def change(self, scores_BHqk: Tensor, tile: Tile) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from longspan._compile import sealed
 from longspan.errors import MaskError
 from longspan.layouts import Layout
-from longspan.layouts.layout import check_fill
+from longspan.layouts.layout import check_fill, to_device
 from longspan.masks import Mask
 from longspan.masks.document_rows import Documents, document_rows
 from longspan.planning.plan import Plan
@@ -89,7 +89,7 @@ def shifted(x: Tensor, shift: int, numbers: Ints, fill: float, reach: int | None
     moved = x.new_full(x.shape, fill)
     if reach >= seq_len:
         return moved
-    same = torch.as_tensor(numbers[:, reach:] == numbers[:, : seq_len - reach], device=x.device)
+    same = to_device(torch.from_numpy(numbers[:, reach:] == numbers[:, : seq_len - reach]), x.device)
     if x.ndim == 1:
         same = same[0]
     taken = x[..., shift : shift + seq_len - reach]
@@ -422,9 +422,10 @@ def _position_ids(batch: Mapping[str, Any], numbers: Any, positions: str | None,
     if positions not in (None, "sequence", "document"):
         raise BatchError(f"positions = {positions!r} was asked for. Choose 'sequence' or 'document'.")
     places = positions_within(numbers if positions == "document" else np.zeros_like(numbers[:1]))
-    position_ids = torch.as_tensor(places, device=None if like is None else like.device)
+    position_ids = torch.as_tensor(places)
     if like is None:
         return None if positions is None else position_ids
+    position_ids = to_device(position_ids, like.device)
     check_rows(like, numbers)
     return position_ids[0] if like.ndim == 1 else position_ids.expand(like.shape).contiguous()
 

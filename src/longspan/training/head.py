@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan._torch import hooks_of, version
+from longspan.layouts.layout import to_device
 from longspan.run.simulated import SimulatedRank
 from longspan.spans import shortened
 from longspan.tile import wide
@@ -72,13 +73,6 @@ def labels_on_host(labels: Tensor) -> Tensor:
                 copy.event.synchronize()
             return copy.host
     return labels.cpu()
-
-
-def to_device(table: Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor on a device, without waiting for it."""
-    if device.type == "cpu":
-        return table
-    return table.pin_memory().to(device, non_blocking=True)
 
 
 # -- Log-probabilities of labels and their gradients, slab by slab -----------------------------------------------------

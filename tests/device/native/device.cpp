@@ -70,6 +70,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     std::lock_guard<std::mutex> held(waits().lock);
     return waits().count;
   });
+  m.def("tasks", [](int device) {  // how many were put on a device's streams
+    int64_t found = 0;
+    for (auto* queue : queues_on(static_cast<DeviceIndex>(device))) found += queue->last();
+    return found;
+  });
   m.def("launches", [] { return waits().launches.load(); });
   m.def("reset_waits", [] {
     std::lock_guard<std::mutex> held(waits().lock);

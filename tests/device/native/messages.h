@@ -174,31 +174,49 @@ class Group final : public c10d::Backend {
     }
   };
 
-  // Gloo's waits cannot be interrupted, NCCL's end when the group is aborted: they are left to a thread of their own.
-  static void wait_unless_aborted(std::vector<GlooWork> works, std::shared_ptr<std::atomic<bool>> aborted) {
+  // Begins operations of Gloo and waits for them. Gloo's waits cannot be interrupted, NCCL's end when the group is
+  // aborted, as if all was well: they are left to a thread of their own. Between the GPUs of a host, NCCL does not
+  // notice that a process has died: it waits until the group is aborted, or its time is up.
+  static void run_unless_aborted(Starts& starts, std::shared_ptr<std::atomic<bool>> aborted,
+                                 std::chrono::milliseconds timeout) {
     struct Ending {
       std::mutex lock;
       std::condition_variable changed;
       bool is_over = false;
       std::string failure;
-    };
-    auto ending = std::make_shared<Ending>();
-    std::thread([ending, works = std::move(works)] {
-      std::string failure;
-      try {
-        for (auto& work : works)
-          if (work) work->wait();
-      } catch (const std::exception& error) {
-        failure = error.what();
+      void run(const Task& task) {
+        std::string found;
+        try {
+          task();
+        } catch (const std::exception& error) {
+          found = error.what();
+        }
+        std::lock_guard<std::mutex> held(lock);
+        is_over = true, failure = failure.empty() ? found : failure;
+        changed.notify_all();
       }
-      std::lock_guard<std::mutex> held(ending->lock);
-      ending->is_over = true, ending->failure = failure;
-      ending->changed.notify_all();
-    }).detach();
+    };
+    std::vector<GlooWork> works;
+    auto ending = std::make_shared<Ending>();
+    auto end = Clock::now() + timeout;
+    ending->run([&] {
+      for (auto& start : starts)
+        if (!*aborted) works.push_back(start());
+    });
+    ending->is_over = !ending->failure.empty();
+    if (!ending->is_over)
+      std::thread([ending, works = std::move(works)] {
+        ending->run([&] {
+          for (auto& work : works)
+            if (work) work->wait();
+        });
+      }).detach();
     std::unique_lock<std::mutex> held(ending->lock);
     while (!ending->is_over && !*aborted) ending->changed.wait_for(held, std::chrono::milliseconds(20));
-    if (!ending->is_over) throw std::runtime_error("the process group was aborted");
-    if (!ending->failure.empty()) throw std::runtime_error(ending->failure);
+    auto& failure = ending->failure;
+    auto is_lost = failure.find("onnection") != std::string::npos || failure.find("pipe") != std::string::npos;
+    while (is_lost && !*aborted && Clock::now() < end) ending->changed.wait_for(held, std::chrono::milliseconds(20));
+    if (!*aborted && !failure.empty()) throw std::runtime_error(failure);
   }
   // NCCL looks at numbers, not at shapes; Gloo cuts along the first dim.
   static Tensor flat_alias(const Tensor& tensor) { return cpu_alias(tensor).view(-1); }
@@ -226,6 +244,7 @@ class Group final : public c10d::Backend {
       batch_tensors_.insert(batch_tensors_.end(), tensors.begin(), tensors.end());
       return c10::make_intrusive<Work>(current_device, nullptr, 0, Tensors{}, false);
     }
+    TORCH_CHECK(!*is_aborted_, "the process group was aborted");
     auto device = tensors.empty() ? current_device : tensors[0].device().index();
     for (auto& tensor : tensors)
       TORCH_CHECK(tensor.device() == Device(device_type, device), "Tensor found on device ", tensor.device(),
@@ -235,12 +254,10 @@ class Group final : public c10d::Backend {
     // NCCL connects all ranks in the first operation of a group, and a rank without one is waited for.
     if (waits_for_all && !std::exchange(is_connected_, true))
       starts.insert(starts.begin(), [g = gloo_] { return g->barrier(c10d::BarrierOptions()); });
-    auto number = queue.put(Kind::message, [starts, &compute, ready = compute.last(), aborted = is_aborted_]() mutable {
+    auto number = queue.put(Kind::message, [starts, &compute, ready = compute.last(), aborted = is_aborted_,
+                                            timeout = options_->timeout]() mutable {
       compute.wait_or_fail(ready);
-      TORCH_CHECK(!*aborted, "the process group was aborted");
-      std::vector<GlooWork> begun;
-      for (auto& start : starts) begun.push_back(start());
-      wait_unless_aborted(begun, aborted);
+      run_unless_aborted(starts, aborted, timeout);
     });
     // As in ProcessGroupNCCL: point-to-point tensors are recorded, those of collectives are held until wait().
     if (is_p2p)

@@ -34,6 +34,7 @@ TRIES = 3
 SLOW_LINK = {"cuda": 4.0, "cpu": 16.0}
 """Times the median of its kind from which a link is red. On CPUs a message waits for a core: on two shared by twenty
 busy processes, links of one memory were up to 4.3 times apart in the best of 21 rounds."""
+LINK_BYTES = {"cuda": 64 << 20, "cpu": 1 << 20}
 LinkSeconds = dict[tuple[int, int], float]
 """By source and target."""
 WORKLOADS = ("causal", "documents", "window")
@@ -56,9 +57,9 @@ def timing_lines(*, is_gpu: bool) -> list[AcceptanceLine]:
 
 def _links(site: Site) -> Outcome:
     """Every rank sends to the one so many places on, all at once, as in a step; a link far slower than most is red."""
-    size, group, links = (64 << 20) if site.is_gpu else (1 << 20), site.group(), LinkSeconds()
+    kind, group, links = "cuda" if site.is_gpu else "cpu", site.group(), LinkSeconds()
+    size, bar = LINK_BYTES[kind], SLOW_LINK[kind]
     memory = torch.zeros(2, size, dtype=torch.uint8, device=site.ranks.device)
-    bar = SLOW_LINK["cuda" if site.is_gpu else "cpu"]
     _measure_links(site, group, memory, links)
     for _ in range(TRIES - 1):
         if _slowest(links, site)[0] > bar:  # on all ranks alike: all have the same table

@@ -1,0 +1,16 @@
+"""A rank of the jobs that faults happen to, with the form "cuda", which has to be there before torch is imported."""
+
+import os
+import sys
+
+from tests.device import forms
+
+if __name__ == "__main__":
+    forms.start("cuda")
+    from longspan.cli.acceptance import fault_rank
+    from tests.device import models  # noqa: F401  (registers kernels)
+
+    rank, size, port, what, backend = sys.argv[1:]
+    fault_rank.run(int(rank), int(size), int(port), what, backend)
+    sys.stdin.read()
+    os._exit(0)
