@@ -48,7 +48,7 @@ OBJECTS = re.compile(r"\w+_object(_list)?$")
 HOSTS = re.compile(r"\b(?:https?|ftp|tcp|wss?)://(?!www\.w3\.org/)", re.IGNORECASE)
 INDEXES = re.compile(r"--?(extra-)?index-url|--find-links|--trusted-host|PIP_(EXTRA_)?INDEX_URL", re.IGNORECASE)
 CLIENTS = {
-    ("watch/store.py", "import socket: connects"),
+    ("watch/store_client.py", "import socket: connects"),
     ("watch/waiting.py", "import ctypes: runs what it is given"),
 }
 """To the job's own store, whose address PyTorch has; and to the interpreter and CUDA's runtime that run anyway, by two

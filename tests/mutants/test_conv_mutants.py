@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 import longspan as ls
+from longspan.mixers import convolution
 from longspan.mixers.convolution import OwnRows
 from longspan.planning import conv_plan, plan
 from longspan.planning.conv_plan import ConvPlan, Haloed
@@ -142,7 +143,7 @@ def batch_rows_cut_alike(patch):
 @mutant
 def activation_before_the_convolution(patch):
     """The activation comes first."""
-    convolved = conv_plan.convolved
+    convolved = convolution.convolved
 
     def early(rows, weight, bias, own, activation):
         rows = rows if activation is None else functional.silu(rows)
@@ -190,23 +191,23 @@ def rows_in_the_order_of_positions(patch):
 @mutant
 def weights_turned(patch):
     """The first column of the weight is for the token itself."""
-    depthwise = conv_plan.depthwise
-    patch.setattr(conv_plan, "depthwise", lambda rows, weight, bias: depthwise(rows, weight.flip(1), bias))
+    depthwise = convolution.depthwise
+    patch.setattr(convolution, "depthwise", lambda rows, weight, bias: depthwise(rows, weight.flip(1), bias))
 
 
 @mutant
 def bias_of_every_segment_but_the_first_lost(patch):
     """Segments that are convolved one by one forget the bias."""
-    own = conv_plan._own
+    own = convolution._own
 
     def forgets(rows, which, weight, bias):
         if not isinstance(which, list) or len(which) < 3 or bias is None:
             return own(rows, which, weight, bias)
         parts = rows.split(which, 1)[:-1]
-        made = [conv_plan.depthwise(part, weight, bias if not n else None) for n, part in enumerate(parts)]
+        made = [convolution.depthwise(part, weight, bias if not n else None) for n, part in enumerate(parts)]
         return torch.cat(made, 1)
 
-    patch.setattr(conv_plan, "_own", forgets)
+    patch.setattr(convolution, "_own", forgets)
 
 
 @mutant

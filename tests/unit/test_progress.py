@@ -106,7 +106,7 @@ def test_the_bar_goes_when_the_job_fails(monkeypatch):
 
 def on_terminal(*words):
     """A command on a terminal of its own: its exit code, and what the terminal was sent."""
-    code = "import sys; from longspan.cli import main, progress as p; p.PATIENCE = 0.0; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from longspan.cli import main, output as p; p.PATIENCE = 0.0; sys.exit(main(sys.argv[1:]))"
     ours, theirs = pty.openpty()
     job = subprocess.Popen(
         [sys.executable, "-c", code, *words],
