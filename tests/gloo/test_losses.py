@@ -36,7 +36,7 @@ def test_loss_is_that_of_one_process(name, tmp_path):
     assert "Warning" not in done.err
 
 
-NO_SUM = "\nfrom longspan.training import sequences\nsequences.all_summed = lambda x, group: x\n"
+NO_SUM = "\nfrom longspan.training import tokens\ntokens.all_summed = lambda x, group: x\n"
 MISTAKES = {
     "a sampler's log-probs beside their own tokens": ("grpo", "shard_like(data.old, mine, shift=1)", "=1", "=0"),
     "gradients that FSDP averages, taken for sums": ("dpo", 'gradients="average")', "average", "sum"),
