@@ -160,3 +160,12 @@ def test_planning_works_without_torch():
 def test_public_names_are_sorted_and_real():
     assert sorted(longspan.__all__) == longspan.__all__
     assert all(hasattr(longspan, name) for name in longspan.__all__)
+
+
+def test_commands_load_no_torch_before_they_run():
+    code = (
+        "import sys; from longspan.cli.command import COMMANDS; import importlib;"
+        "[importlib.import_module(module) for module, _ in COMMANDS.values()];"
+        "heavy = {'torch', 'matplotlib', 'rich', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -17,8 +17,7 @@ import longspan as ls
 from longspan.cli import doctor, main
 from longspan.cli import output as bars
 from longspan.cli.bench import CheckedScheme, show_shares
-from longspan.cli.launch import JobRanks
-from longspan.cli.measure import device_used
+from longspan.cli.launch import JobRanks, device_used
 from longspan.cli.output import Screen
 from longspan.verification import Check, Finding, Report
 

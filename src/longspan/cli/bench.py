@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.cli import trace as chrome
-from longspan.cli.launch import JobRanks, add_backend, joined
-from longspan.cli.measure import device_used, kernel_used
+from longspan.cli.launch import JobRanks, add_backend, device_used, joined, kernel_used
 from longspan.cli.output import Column, Row, Screen, count, print_json, progress, screen_of, to_write
 from longspan.cli.trace import described, show
 from longspan.cli.workload import Workload

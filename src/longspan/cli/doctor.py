@@ -18,8 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from longspan.cli.bench import LEGEND, CheckedScheme, show_shares
-from longspan.cli.launch import BACKENDS, JobRanks, add_backend, clocks, joined
-from longspan.cli.measure import device_used, kernel_used
+from longspan.cli.launch import BACKENDS, JobRanks, add_backend, clocks, device_used, joined, kernel_used
 from longspan.cli.output import Screen, many, print_json, progress, screen_of
 from longspan.formatting import rate_text, seconds_text
 from longspan.versions import check_versions

@@ -18,8 +18,7 @@ from typing import Any
 from longspan import layouts, masks
 from longspan.api import attention, plan
 from longspan.cli.bench import LEGEND, CheckedScheme, show_shares
-from longspan.cli.launch import BACKENDS, meet
-from longspan.cli.measure import device_used, kernel_used
+from longspan.cli.launch import BACKENDS, device_used, kernel_used, meet
 from longspan.cli.output import Screen, count, counts, progress, schemes, screen_of
 from longspan.cli.workload import WINDOW_HELP
 from longspan.errors import PlanError

@@ -14,7 +14,7 @@ import torch
 from torch.cuda import nccl
 
 from longspan.cli.acceptance.lines import Site
-from longspan.cli.measure import kernel_used
+from longspan.cli.launch import kernel_used
 from longspan.formatting import bytes_text
 from longspan.kernels.cuda_flash import implementation
 
