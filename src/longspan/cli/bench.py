@@ -91,7 +91,7 @@ def _verdict(one: CheckedScheme) -> str:
     return "right" if one.ok else "WRONG"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- The command -------------------------------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
-"""Attention as it really ran: passes timed on all ranks, and one of them taken apart step by step.
+"""Measure this machine: kernels, copies, links, whole attention calls, and a Machine fitted to them.
 
-Everything goes through `longspan.attention`, as users call it. Between forward and backward all ranks meet, so that
-either pass can be compared with its own simulation.
+Calls go through `longspan.attention`, as users call it. All ranks meet between forward and backward, so that each pass
+can be compared with its own simulation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""How far a command has come, on stderr, for a person who waits: a bar by rich if it is there, else a line of text.
+"""Output of commands: files, quantities in arguments, tables, and progress on stderr.
 
-Only where both stdout and stderr are a terminal, and never beside --json: what is piped or parsed has no bar in it.
-Nothing is drawn in the first second, so quick answers do not flicker. Elsewhere a command that takes long may ask for
-lines on stderr, one every few seconds.
+Progress is a bar of rich if it is installed, else a line of text. It is shown only if both stdout and stderr are
+terminals, never with --json, and not within the first second.
 """
 
 from __future__ import annotations
@@ -281,7 +280,7 @@ def screen_of(args: Any) -> Screen:
     return Screen(fancy=False if getattr(args, "plain", False) else None)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Progress ----------------------------------------------------------------------------------------------------------
 
 
 PATIENCE, EVERY, LINES = 1.0, 0.25, 2.0

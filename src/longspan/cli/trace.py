@@ -103,7 +103,7 @@ def busy(slices: Sequence[Slice], rank: int, kind: str, direction: str) -> float
     return sum(s.stop - s.start for s in slices if (s.rank, s.kind, s.direction) == (rank, kind, direction))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- The command -------------------------------------------------------------------------------------------------------
 
 
 MAX_RANKS = 256

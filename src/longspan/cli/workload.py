@@ -105,7 +105,7 @@ def _as_array(lengths: list[int], where: str) -> Ints:
     return np.array(lengths, dtype=np.int64)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Workloads ---------------------------------------------------------------------------------------------------------
 
 
 LAYOUTS = ("balanced", "zigzag", "contiguous", "per_document", "round_robin_by_work", "striped")

@@ -1,8 +1,8 @@
-"""The accelerator as TRL's trainers see it, where ranks hold parts of one sequence.
+"""Which ranks get the same batch, for Hugging Face's accelerate and for TRL's trainers.
 
-TRL counts processes: it divides by them, cuts gathered rewards by the number of its own one, and gathers metrics from
-all. Ranks of one sequence all have the same samples, so to TRL they are one process: with 8 ranks and 4 parts a
-sequence there are two of them, and rank 5 is number 1. What wraps and runs models stays accelerate's, over all ranks.
+`split_sequences` tells an `Accelerator` that ranks of one sequence load the same batch. TRL also counts processes: it
+divides by them and gathers metrics from all. Ranks of one sequence have the same samples, so TRL sees them as one
+process: with 8 ranks and 4 of them per sequence there are two processes, and rank 5 belongs to process 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from longspan import _torch
 from longspan.training import BatchError
 
-# -- Which of TRL's trainers a class is, and whether Longspan knows it -------------------------------------------------
+# -- Kinds of TRL trainers ----------------------------------------------------------------------------------------------
 
 
 PLAIN, PARTS, SCORES, DISTILLS = "plain", "parts", "scores", "distills"
@@ -126,7 +126,7 @@ def _check(accelerator: Any, config: Any, size: int, asked: int | None) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Accelerators of TRL's trainers ------------------------------------------------------------------------------------
 
 
 class _Delegate:

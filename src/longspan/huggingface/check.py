@@ -1,8 +1,10 @@
-"""The proof: a tiny copy of a model gives over simulated ranks what it gives on one device, loss and all gradients.
+"""Check that a tiny copy of a model computes over simulated ranks what it computes on one device: loss and gradients.
 
-Llama, 43 tokens: the copy has 2 layers of 32 features. It runs whole; then zigzag on 2 ranks, contiguous on 3, striped
-on 2; the largest difference of any gradient is 1e-16 of that gradient's largest entry. RoBERTa: with positions counted
-from 0 its output is another one, from padding_idx + 1 the same, so that is how it is treated, and then compared.
+For Llama and 43 tokens the copy has 2 layers and 32 features. It runs whole, then zigzag on 2 ranks, contiguous on 3
+and striped on 2. The largest difference of any gradient is about 1e-16 of that gradient's largest entry.
+
+`Rules` record how a model has to be treated. For example, RoBERTa counts positions from padding_idx + 1: with positions
+from 0 its output differs, so positions are passed with that offset, and the result is compared again.
 """
 
 from __future__ import annotations
@@ -287,7 +289,7 @@ def _cuts(trial: Trial, body: str) -> tuple[tuple[str, int, int], ...]:
     return tuple(sorted((name, ndim, dim) for (name, ndim), dim in found.items()))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- The check ---------------------------------------------------------------------------------------------------------
 
 
 LIMIT = 1e-9

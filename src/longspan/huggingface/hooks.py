@@ -1,9 +1,9 @@
-"""Models that are given whole sequences, and are cut inside: heads that pool, and models that see images.
+"""Hooks of a model that runs over ranks: what layers must see, rotary embeddings, losses, and where sequences are cut.
 
-The model's body, the part with the layers, is given this rank's rows of what reaches its door. A head that computes
-with whole sequences finds them put together again behind the body, on every rank.
+Some models receive whole sequences and are sharded inside: heads that pool, and models with images. The inputs of the
+backbone (the part with the layers) become this rank's rows; behind it, rows of all ranks are gathered for the head.
 
-    ids of 8 tokens -> embeddings, images -> [door: rows of this rank] -> layers -> [rows of all ranks] -> head
+    ids of 8 tokens -> embeddings, images -> [rows of this rank] -> layers -> [rows of all ranks] -> head
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
         sequence.depth -= 1
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Backbones ---------------------------------------------------------------------------------------------------------
 
 
 POOLER = "pooler"

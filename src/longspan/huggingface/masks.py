@@ -1,6 +1,6 @@
-"""What Longspan gives transformers as a mask: an object that knows what was asked for, not a tensor.
+"""Masks that Longspan passes to transformers: objects with the request in them, not tensors.
 
-Transformers asks once per kind of layer and forward, and hands what it got to all layers of that kind.
+transformers asks for a mask once per kind of layer and forward pass, and passes it to all layers of that kind.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def leave() -> None:
     _RUNNING.set(_RUNNING.get()[:-1])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Mask objects ------------------------------------------------------------------------------------------------------
 
 
 _SAMPLES = 64

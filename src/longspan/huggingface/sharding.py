@@ -1,4 +1,4 @@
-"""A whole batch of transformers as one rank's arguments of the model, by rules that are known already."""
+"""Turn a whole batch into one rank's arguments of `model(...)`, by the rules that the check of the model found."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def layer_kinds(config: Any) -> list[Kind]:
     return sorted({mask.kind or ("full",) for mask in ours}, key=repr)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Sharding ----------------------------------------------------------------------------------------------------------
 
 
 STATE_KEYS = 2048

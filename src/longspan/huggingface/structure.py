@@ -1,4 +1,7 @@
-"""Whether a hook is in place. The module is asked, not a list of modules: a copy of a model has its hooks as well."""
+"""What a model is made of: versions of transformers, rules of a model, a snapshot of its modules, and hooks in place.
+
+Hooks are looked up on the module itself: a deep copy of a model has its hooks as well.
+"""
 
 from __future__ import annotations
 
@@ -443,7 +446,7 @@ def _is_harmless(kind: type) -> bool:
     return package in HARMLESS or kind.__module__.startswith("transformers.integrations")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Hooks in place ----------------------------------------------------------------------------------------------------
 
 
 def has_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:

@@ -695,7 +695,7 @@ def drawn(name: str, weight: Tensor, noise: Tensor) -> Tensor:
     return noise * (3.0 / min(max(fan_in, 1), 64)) ** 0.5
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- The tiny configuration and its model ------------------------------------------------------------------------------
 
 
 __all__ = ["CannotShrinkError", "build", "special_tokens", "tiny_config"]

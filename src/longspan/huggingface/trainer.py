@@ -1,9 +1,8 @@
-"""Hugging Face's Trainer over split sequences: `class MyTrainer(ContextParallelTrainer, Trainer)`.
+"""Hugging Face's Trainer over sharded sequences: `class MyTrainer(ContextParallelTrainer, Trainer)`.
 
-What is overridden, and why: the accelerator (which ranks get the same batch), the loss (sharded inputs in), predictions
-(whole sequences out, each sample once), and counters that would count a token once per rank. Everything else is the
-Trainer's: it counts labels over all ranks and DDP or FSDP2 average over them, which together is one mean. What TRL's
-trainers do on top is in `trainers/`.
+It overrides the accelerator (which ranks get the same batch), the loss (sharded inputs), predictions (whole sequences,
+each sample once), and counters that would count a token once per rank. The Trainer itself counts labels over all ranks
+and DDP or FSDP2 average over them, which together is one mean. `trl.py` has what TRL's trainers need in addition.
 """
 
 from __future__ import annotations
@@ -515,7 +514,7 @@ class Separator:
         return {**part, **kept}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- The trainer -------------------------------------------------------------------------------------------------------
 
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A tiny copy of a model, run whole on one device and split over simulated ranks."""
+"""Run a tiny copy of a model whole on one device and sharded over simulated ranks; forms of batches to try."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def with_labels(
     return {**batch, "labels": labels}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Trials ------------------------------------------------------------------------------------------------------------
 
 
 LAYOUTS: tuple[tuple[str, int], ...] = (("zigzag", 2), ("contiguous", 3), ("striped", 2))

@@ -1,7 +1,7 @@
-"""TRL's distillation over ranks: student and teacher run on a rank's part, and their divergence is of its own tokens.
+"""TRL's trainers over ranks: models that score tokens, policies, and distillation.
 
-Hidden states of whole sequences are nowhere. TRL's loss is given this rank's hidden states, and a mask that says of
-each of its tokens whether the next one counts; shares are added up.
+In distillation, student and teacher run on a rank's tokens. TRL's loss receives this rank's hidden states and a mask of
+the tokens that count; the shares of all ranks are added up. No rank holds hidden states of whole sequences.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def _share_random_numbers(group: dist.ProcessGroup) -> None:
     torch.set_rng_state(state.cpu())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Distillation ------------------------------------------------------------------------------------------------------
 
 
 if TYPE_CHECKING:

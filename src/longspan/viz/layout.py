@@ -1,4 +1,4 @@
-"""Both passes of a plan, written out for every rank and simulated: what pictures of time, traffic and memory show."""
+"""Pictures of layouts, and both passes of a plan simulated for every rank, which other pictures draw."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _strip(scene: Scene, layout: Layout, rank: int, x: Scale, y: float, height: 
             scene.add(Rect(x(float(edges[start])), y, wide, height, color, 0.2 + 0.2 * int(level[start])))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- The picture -------------------------------------------------------------------------------------------------------
 
 
 MAX_RANKS = 128

@@ -1,4 +1,7 @@
-"""Allowed pairs per tile of a grid, in closed form: what it costs follows bands and tiles, never the sequence."""
+"""Pictures of masks: allowed pairs per tile of a grid, counted in closed form, and the grid drawn.
+
+The cost depends on the number of bands and tiles, not on the sequence length.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scene as PNG, by matplotlib, which is loaded only here."""
+"""Scenes: plain data of a picture, its colours and axes, drawn as SVG by the standard library or as PNG by matplotlib."""
 
 from __future__ import annotations
 
@@ -404,7 +404,7 @@ def shown_ranks(world_size: int, most: int, always: Iterable[int] = ()) -> list[
     return sorted({*must, *spread})
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- PNG ---------------------------------------------------------------------------------------------------------------
 
 
 if TYPE_CHECKING:
