@@ -161,7 +161,7 @@ def wire(ranks: JobRanks, hop: int, rounds: int, advance: Callable[[str], None])
     return Wire(max(took[0] - slope * MESSAGES[0], 0.0), 1 / slope)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- Passes, timed and traced ------------------------------------------------------------------------------------------
 
 
 DIRECTIONS = ("forward", "backward")

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from longspan import _torch
 from longspan.training import BatchError
 
-# -- Kinds of TRL trainers ----------------------------------------------------------------------------------------------
+# -- Kinds of TRL trainers ---------------------------------------------------------------------------------------------
 
 
 PLAIN, PARTS, SCORES, DISTILLS = "plain", "parts", "scores", "distills"

@@ -1,4 +1,4 @@
-"""Scenes: plain data of a picture, its colours and axes, drawn as SVG by the standard library or as PNG by matplotlib."""
+"""Scenes: plain data of a picture, drawn as SVG by the standard library or as PNG by matplotlib."""
 
 from __future__ import annotations
 
