@@ -84,8 +84,3 @@ def test_a_new_mask_layout_and_planner_are_one_file_and_one_line(tmp_path):
             assert kind == "run"
             run(code, tmp_path / "src", tmp_path)
     assert added == 3
-
-
-def test_one_screen_documents_fit():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
-    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 90
