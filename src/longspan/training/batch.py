@@ -422,10 +422,9 @@ def _position_ids(batch: Mapping[str, Any], numbers: Any, positions: str | None,
     if positions not in (None, "sequence", "document"):
         raise BatchError(f"positions = {positions!r} was asked for. Choose 'sequence' or 'document'.")
     places = positions_within(numbers if positions == "document" else np.zeros_like(numbers[:1]))
-    position_ids = torch.as_tensor(places)
     if like is None:
-        return None if positions is None else position_ids
-    position_ids = to_device(position_ids, like.device)
+        return None if positions is None else torch.as_tensor(places)
+    position_ids = to_device(torch.from_numpy(places), like.device)
     check_rows(like, numbers)
     return position_ids[0] if like.ndim == 1 else position_ids.expand(like.shape).contiguous()
 
