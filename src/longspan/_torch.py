@@ -87,22 +87,12 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)  # operators with this tag are left out of CUDA graphs
 
 
-def cpu_flash(
-    q_BHQD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKD: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the CPU flash operator; causal is top-left aligned.
+cpu_flash = _aten._scaled_dot_product_flash_attention_for_cpu
+"""(q, k, v, dropout, causal, *, attn_mask, scale) -> (out, lse); causal is top-left aligned.
 
-    Traps, all silent: an empty input kills the process; a last dim that is not contiguous, or a bias of another dtype
-    with float64, gives wrong numbers; a row that sees nothing gets lse 0.0.
-    """
-    return _aten._scaled_dot_product_flash_attention_for_cpu(
-        q_BHQD, k_BGKD, v_BGKD, 0.0, causal, attn_mask=bias, scale=scale
-    )
+Traps, all silent: an empty input kills the process; a last dim that is not contiguous, or a bias of another dtype with
+float64, gives wrong numbers; a row that sees nothing gets lse 0.0.
+"""
 
 
 def cpu_flash_backward(

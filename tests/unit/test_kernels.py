@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longspan import _torch
 from longspan.errors import KernelError
 from longspan.kernels import choose_kernel, kernel_named, reference
 from longspan.kernels import cpu_flash as sdpa
@@ -183,7 +182,7 @@ def _bottom_right(q, k, v, bias, causal, scale):
     if causal:
         bias = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype)
         bias = bias.masked_fill(~torch.from_numpy(window_mask(*bias.shape, (-1, 0))), -INF)
-    return _torch.cpu_flash(q, k, v, bias, False, scale)
+    return FORTH(q, k, v, bias, False, scale)
 
 
 def _mean(out, lse, part, part_lse):
@@ -211,10 +210,10 @@ def _wrapped(op, change):
     return lambda *args: change(op(*args), args)
 
 
-BACK = sdpa.backward_op
+FORTH, BACK = sdpa.forward_op, sdpa.backward_op
 CPU, VARLEN = KERNELS["cpu_flash"], KERNELS["varlen"]
 MUTANTS = {
-    "forward scale": replace(CPU, op=lambda *a: _torch.cpu_flash(*a[:-1], a[-1] * 1.02)),
+    "forward scale": replace(CPU, op=lambda *a: FORTH(*a[:-1], a[-1] * 1.02)),
     "backward scale": replace(CPU, backward_op=lambda *a: BACK(*a[:-1], a[-1] * 1.02)),
     "dead rows at 0.0": Dead(),
     "lse of the tile": LocalLse(),
@@ -222,8 +221,8 @@ MUTANTS = {
     "dk and dv swapped": replace(CPU, backward_op=_wrapped(BACK, lambda g, _: (g[0], g[2], g[1]))),
     "no bias in backward": replace(CPU, backward_op=lambda *a: BACK(*a[:6], None, *a[7:])),
     "bottom-right causal": replace(CPU, op=_bottom_right),
-    "base-2 lse": replace(CPU, op=_wrapped(_torch.cpu_flash, lambda r, _: (r[0], r[1] / math.log(2)))),
-    "out of other heads": replace(CPU, op=_wrapped(_torch.cpu_flash, lambda r, _: (r[0].flip(1), r[1]))),
+    "base-2 lse": replace(CPU, op=_wrapped(FORTH, lambda r, _: (r[0], r[1] / math.log(2)))),
+    "out of other heads": replace(CPU, op=_wrapped(FORTH, lambda r, _: (r[0].flip(1), r[1]))),
     "window one short": replace(VARLEN, op=lambda *a: flash(*a[:6], (a[6][0] - (a[6][0] > 0), a[6][1]), a[7])),
     "top-left varlen": replace(VARLEN, op=lambda *a: flash(*a[:6], (-1, -1), a[7])),
 }

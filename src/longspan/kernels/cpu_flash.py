@@ -36,7 +36,7 @@ def forward_op(
     q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of one piece. Where all scores of a row are nan, the operator says 0 for both; here it is nan."""
-    out, lse = _torch.cpu_flash(q_BHQD, k_BGKD, v_BGKD, bias, causal, scale)
+    out, lse = _torch.cpu_flash(q_BHQD, k_BGKD, v_BGKD, 0.0, causal, attn_mask=bias, scale=scale)
     if not lse.all() and not (finite(q_BHQD) and finite(k_BGKD)):
         zero = lse == 0
         return out.masked_fill(zero.unsqueeze(-1), torch.nan), lse.masked_fill(zero, torch.nan)
