@@ -17,7 +17,7 @@ from tests.lanes import NIGHTLY, SEED, left_out
 
 ROOT = Path(__file__).parent
 # Importing it imports torchtitan, which replaces functions of torch: only in processes of their own (test_torchtitan).
-collect_ignore = ["src/longspan/torchtitan"]
+collect_ignore = ["src/longspan/torchtitan", "src/longspan/integrations"]
 if find_spec("transformers") is None:
     collect_ignore += ["src/longspan/huggingface/sharding.py", "tests/hosts/hf_versions.py"]
 if find_spec("triton") is None:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import longspan as ls
 from longspan.scoring.biases import RelativeBias
-from longspan.torchtitan.hooks import Shards
+from longspan.torchtitan.masks import Shards
 from tests.gloo import sealed_work
 from tests.pool import end_all, pool
 

@@ -31,7 +31,7 @@ from torchtitan.protocols.module import Module
 import longspan.torchtitan as titan
 from longspan.layouts import contiguous
 from longspan.masks import causal
-from longspan.torchtitan.hooks import Shards, TitanError, check_version, layout_of, mask_of, mask_of_mods
+from longspan.torchtitan.masks import Shards, TitanError, check_version, layout_of, mask_of, mask_of_mods
 from tests.hosts.titan_work import OVERRIDES
 
 
