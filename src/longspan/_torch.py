@@ -56,9 +56,8 @@ def recording() -> Iterator[None]:
         yield
 
 
-def below_autograd() -> AbstractContextManager[None]:
-    """Operators called inside are run without autograd looking on."""
-    return torch._C._AutoDispatchBelowAutograd()
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""A context in which operators run without autograd."""
 
 
 def version(tensor: Tensor) -> int:

@@ -90,13 +90,14 @@ class KnownTiles(tuple[Tile, ...]):
         return made
 
 
-def once(tiles: Sequence[Tile], about: object, make: Callable[[], T]) -> T:
-    """What `make` gives, from memory where it was asked for before about the same thing and these very tiles."""
+def once(tiles: Sequence[Tile], make: Callable[..., T], *args: Any) -> T:
+    """Return `make(tiles, *args)`, from memory where these very tiles had it made before."""
     if not isinstance(tiles, KnownTiles):
-        return make()
-    if about not in tiles.known:
-        tiles.known[about] = make()
-    return tiles.known[about]
+        return make(tiles, *args)
+    key = make, *args
+    if key not in tiles.known:
+        tiles.known[key] = make(tiles, *args)
+    return tiles.known[key]
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ class Flash:
 
     def _launches(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> list[Launch]:
         room = (num_q, num_k) if self.grouped else (0, 0)
-        return once(tiles, ("launches", room), lambda: launches(tiles, *room))
+        return once(tiles, launches, *room)
 
 
 @dataclass(eq=False)

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from longspan.kernels.contract import Group, Kernel, Pairs, TileWork, Upstream, finite, in_vectors, one_by_one
-from longspan.tile import Features, KnownTiles, Tile, as_dtype, once
+from longspan.tile import Features, Tile, as_dtype, once
 from longspan.tile import wide as widened
 
 # -- Fallback: scales that are not above 0, and values that are not finite ---------------------------------------------
@@ -295,8 +295,7 @@ def run_forward(op: ForwardOp, work: TileWork, multiple: int) -> Iterator[tuple[
     q_BHQD, k_BGKD, v_BGKE = work.q_BHQD, work.k_BGKD, work.v_BGKE
     biases, e = _Biases(q_BHQD, work.pairs), v_BGKE.shape[3]
     width = -(-max(q_BHQD.shape[3], e) // multiple) * multiple
-    known = work.tiles.known if isinstance(work.tiles, KnownTiles) else {}
-    for tile, pieces in known.get(PIECES) or _pieces(work.tiles):
+    for tile, pieces in once(work.tiles, _pieces):
         state: tuple[Tensor, Tensor] | None = None
         seen: list[Tile] = []
         for piece in pieces:
@@ -328,12 +327,9 @@ def run_forward(op: ForwardOp, work: TileWork, multiple: int) -> Iterator[tuple[
         yield state
 
 
-PIECES = "pieces"
-
-
 def _pieces(tiles: Sequence[Tile]) -> list[tuple[Tile, tuple[Tile, ...]]]:
-    """Every tile with its pieces, which are the same in every call."""
-    return once(tiles, PIECES, lambda: [(tile, tuple(split(tile))) for tile in tiles])
+    """Every tile with its pieces."""
+    return [(tile, tuple(split(tile))) for tile in tiles]
 
 
 def _operand(x: Tensor, start: int, stop: int, width: int, multiple: int) -> Tensor:
@@ -382,7 +378,7 @@ def run_backward(
     biases, width = _Biases(q_BHQD, work.pairs), -(-max(d, e) // multiple) * multiple
     # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for everybody it meets
     lse_BHQ = as_dtype(lse_BHQ, wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
-    for tile, pieces in _pieces(work.tiles):
+    for tile, pieces in once(work.tiles, _pieces):
         sums: tuple[Tensor, Tensor, Tensor] | None = None
         for piece in pieces:
             rows, keys = (piece.q0, piece.q1), (piece.k0, piece.k1)

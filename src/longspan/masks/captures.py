@@ -545,8 +545,6 @@ class Knowledge:
 
     def read_anew(self) -> tuple[Reads, ...]:
         """What functions read now: the same object as before if nothing changed; else all that is known is dropped."""
-        if not self.readers:
-            return ()
         now = self._now(self.reads)
         if not self.reads or difference(self.reads, now) is not None:
             self._take(now)
@@ -555,9 +553,7 @@ class Knowledge:
 
     def settled(self) -> tuple[Reads, ...]:
         """What was read, after a pass in which functions ran; see `Reads.settled`."""
-        if not self.readers:
-            return self.reads
-        after = tuple(reads.settled(reader.call) for reads, reader in zip(self.reads, self.readers, strict=False))
+        after = tuple(reads.settled(reader.call) for reads, reader in zip(self.reads, self.readers or (), strict=False))
         if any(a is not b for a, b in zip(after, self.reads, strict=False)):
             self.reads = after
             self._note()

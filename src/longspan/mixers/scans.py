@@ -161,7 +161,7 @@ def run(recurrence: Any, tokens: tuple[Any, ...], shared: tuple[Any, ...], asked
     if isinstance(group, SimulatedRank) and isinstance(asked.plan, ScanPlan):
         return _together(recurrence, tokens, shared, asked, group)
     name = planned_group(group, asked.plan, asked.documents, HOW)
-    with in_context(lambda: _described(asked, tokens, group)), told_in(name) if name else nullcontext():
+    with in_context(lambda: _described(asked, tokens, group)), told_in(name):
         if not isinstance(asked.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise PlanError(
                 f"name = {shortened(asked.name)} was given. A call's name is a str, the same on every rank."

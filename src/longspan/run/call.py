@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from longspan import _torch
-from longspan._compile import handle_of, untraced
+from longspan._compile import handle_of, number_of, untraced
 from longspan.errors import PlanError, in_context
 from longspan.masks import Mask
 from longspan.masks.convert import advice, mask_of
@@ -138,7 +138,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, asked: Request, group: Any = None) -> 
     learns = records and bool(shared) and any(t.requires_grad for t in shared)
     saves = learns or (records and (q.requires_grad or k.requires_grad or v.requires_grad))
     scale = None if asked.scale is None else float(asked.scale)
-    number = 0 if scoring is None else ops.number_of_scoring(scoring)
+    number = 0 if scoring is None else number_of(scoring)
     handle = asked.plan_or_mask.handle  # the tensor under which the operator finds the mask or plan
     handle = _given_handle(asked.plan_or_mask) if handle is None else handle
     tensors, sums = [*captured, *constants], asked.captured_grads == "sum"

@@ -101,9 +101,7 @@ class Memory:
         assert buffer.inside is not None
         assert buffer.dtype is not None
         if buffer.first is not None:
-            typed = self._typed.get(buffer.inside.number, {}).get(buffer.dtype)
-            if typed is None:
-                typed = self._as_numbers(buffer.inside, buffer.dtype)
+            typed = self._as_numbers(buffer.inside, buffer.dtype)
             return typed.as_strided(buffer.shape, buffer.strides, typed.storage_offset() + buffer.first)
         part = self.get(buffer.inside)[buffer.offset : buffer.offset + buffer.num_bytes]
         if buffer.is_loose:

@@ -7,8 +7,8 @@ ticket, a tensor with the number of what its backward needs, which lives as long
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
 from math import sqrt
@@ -257,11 +257,6 @@ FORM = 3
 signature of the backward needs a new number, or code of an older version would call it."""
 
 
-def number_of_scoring(scoring: Scoring) -> int:
-    """The number under which the operator finds what happens to scores."""
-    return number_of(scoring)
-
-
 def place_in(group: str) -> tuple[int, int] | None:
     """This process's rank in the group and the group's size; None without a group."""
     if not group:
@@ -280,31 +275,36 @@ def _value_of(handle: Tensor) -> Mask | Plan:
     return found
 
 
-_nothing_to_tell = nullcontext()
+_NOTHING = nullcontext()
 
 
 def told_in(group: str) -> AbstractContextManager[None]:
-    return told(_torch.group_named(group)) if group else nullcontext()
+    return told(_torch.group_named(group)) if group else _NOTHING
 
 
-def _on(device: torch.device) -> AbstractContextManager[None]:
-    """This device is the current one inside: a process may not have said which of several is its own."""
-    return nullcontext() if device.index is None else torch.accelerator.device_index(device.index)
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Run with this device current and without autocast, which would narrow products of float32 inside. NCCL and
+    compiled kernels go by the current device, and a process may not have said which of several is its own."""
+    if device.index is None and not torch.is_autocast_enabled(device.type):
+        return _NOTHING
+    return _on_device(device)
 
 
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+@contextmanager
+def _on_device(device: torch.device) -> Iterator[None]:
+    current = _NOTHING if device.index is None else torch.accelerator.device_index(device.index)
+    narrows = torch.is_autocast_enabled(device.type)
+    with torch.autocast(device.type, enabled=False) if narrows else _NOTHING, current:
+        yield
 
 
 def run_over(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
     """What the program gives, and the number of the call over the group."""
-    # autocast would narrow the products of float32 inside; NCCL and compiled kernels go by the current device
-    if not group:
-        with _without_autocast(call.device.type), _on(call.device):
+    with on_device(call.device):
+        if not group:
             return run_alone(program), 0
-    members = members_of(_torch.group_named(group))
-    with _without_autocast(call.device.type), _on(call.device), members.call(call) as running:
-        return ProcessGroup(running).run(program), running.number
+        with members_of(_torch.group_named(group)).call(call) as running:
+            return ProcessGroup(running).run(program), running.number
 
 
 _ALONE = Safety()
@@ -338,25 +338,6 @@ def apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     return made
 
 
-def _job(
-    plan: Plan, rank: int, q: Tensor, k: Tensor, v: Tensor, kernel: str, scale: float | None, sinks: Tensor | None,
-    functions: Scoring | None, learns: bool,
-) -> Job:  # fmt: skip
-    """What this rank runs; what cannot be done is refused."""
-    drops = functions is not None and functions.dropout is not None
-    honours = Features(not plan.is_structured, functions is not None, drops, plan.chunks is not None)
-    why_not = lambda: why_not_inside(plan.mask, functions, q)  # noqa: E731
-    chosen = kernel_named(choose_kernel(kernel, q, k, v, honours, why_not))
-    if learns and plan.chunks is not None:
-        raise PlanError(
-            f"the plan has chunks = {plan.chunks}, which promises the same bits on any number of ranks, but sinks or a"
-            f" tensor that a score function uses needs a gradient, which is summed over ranks in an order that their"
-            f" number decides. Detach it, or plan without chunks."
-        )
-    scale = 1 / sqrt(q.shape[3]) if scale is None else scale
-    return Job(plan, rank, chosen, scale, q.dtype, functions, sinks)
-
-
 def run_forward(
     q: Tensor,
     k: Tensor,
@@ -384,7 +365,7 @@ def run_forward(
     scores has a number, or in compiled code a text with the numbers that it reads. The last `num_constants` of what is
     captured get no gradient.
     """
-    with told_in(group) if group else _nothing_to_tell:
+    with told_in(group):
         assert form == FORM, "compiled code of another version"
         said = Said(text, tuple(numbers or ()), tuple(reals or ())) if text else NOTHING
         captured, constants = _parted(captured, num_constants) if num_constants else (captured, [])
@@ -395,8 +376,19 @@ def run_forward(
             functions = said.scoring(captured, constants, q, plan)
         elif scoring:
             functions = found_under(scoring)
-        job = _job(plan, place[0] if place else 0, q, k, v, kernel, scale, sinks, functions, learns)
-        job.plan.mask.read_anew()
+        drops = functions is not None and functions.dropout is not None
+        honours = Features(not plan.is_structured, functions is not None, drops, plan.chunks is not None)
+        why_not = lambda: why_not_inside(plan.mask, functions, q)  # noqa: E731
+        chosen = kernel_named(choose_kernel(kernel, q, k, v, honours, why_not))
+        if learns and plan.chunks is not None:
+            raise PlanError(
+                f"the plan has chunks = {plan.chunks}, which promises the same bits on any number of ranks, but sinks"
+                f" or a tensor that a score function uses needs a gradient, which is summed over ranks in an order that"
+                f" their number decides. Detach it, or plan without chunks."
+            )
+        scale = 1 / sqrt(q.shape[3]) if scale is None else scale
+        job = Job(plan, place[0] if place else 0, chosen, scale, q.dtype, functions, sinks)
+        plan.mask.read_anew()
         program = Forward(job, q, k, v, captured).program(saves=saves)
         number = 0
         if group:
@@ -404,10 +396,8 @@ def run_forward(
             record = record_of(job, q.device, sums if saves else None, name, settings)
             call = call_of(job, "forward", q.device, settings, record=record, name=name)
             (out, lse, kept), number = run_over(program, group, call)
-        elif q.device.index is None and not torch.is_autocast_enabled(q.device.type):
-            out, lse, kept = run_alone(program)
         else:
-            with _without_autocast(q.device.type), _on(q.device):
+            with on_device(q.device):
                 out, lse, kept = run_alone(program)
         out, lse = apart((out.contiguous(), lse.contiguous()), (q, k, v))
         made, reads = Kept(kept), job.plan.mask.settled_reads()
@@ -456,7 +446,7 @@ def run_backward(
     forward = pass_of(ticket, Pass)
     captured, constants = _parted(captured, num_constants)
     kept = kept or forward.kept() or []
-    with told_in(forward.group) if forward.group else _nothing_to_tell:
+    with told_in(forward.group):
         _check_unchanged(forward)
         job = forward.job if sinks is None else replace(forward.job, sinks=sinks)
         if forward.said.text:
@@ -471,7 +461,7 @@ def run_backward(
             call = call_of(job, "backward", q.device, settings, name=forward.name, forward=forward.number)
             gradients, _ = run_over(backward.program(), forward.group, call)
         else:
-            with _without_autocast(q.device.type), _on(q.device):
+            with on_device(q.device):
                 gradients = run_alone(backward.program())
         gradients = [t.contiguous() for t in gradients] if plain else gradients
         dq, dk, dv = apart(gradients, (dout, q, k, v, out, lse, *kept))

@@ -363,9 +363,9 @@ def _finite(x: Tensor) -> Tensor:
     return x.clamp_(min=torch.finfo(x.dtype).min)
 
 
-def _blocks(slab: Tensor) -> Iterator[slice]:
+def _blocks(slab: Tensor) -> list[slice]:
     step = max(1, -(-len(slab) // BLOCKS))
-    return iter([slice(start, min(start + step, len(slab))) for start in range(0, len(slab), step)])
+    return [slice(start, min(start + step, len(slab))) for start in range(0, len(slab), step)]
 
 
 def _within(span: slice, block: slice) -> slice:
