@@ -130,7 +130,7 @@ MENDS = {
         hf_masks._check_reading, "if about in _checked:", "if False:", PACKED
     ),
     "traffic of backward in autograd's thread is counted": Mend(
-        transports._current, 'threading.current_thread().name.startswith("Dummy-")', "False", (traffic_not_counted,)
+        transports.current_observer, 'threading.current_thread().name.startswith("Dummy-")', "False", (traffic_not_counted,)
     ),
 }  # fmt: skip
 

@@ -86,7 +86,7 @@ def _table_on_another_device(memory, rows):
 
 
 def _start_without_wait(running, start, device):
-    running.started(lambda: start(running.members.group), running._others, device)
+    running.start(lambda: start(running.members.group), running._others, device)
 
 
 MISTAKES = {

@@ -285,7 +285,7 @@ class Rank:
         """The victim's messages change on their way; checked mode finds it."""
         from longspan.run import agreement
 
-        sealed = agreement.sealed
+        sealed = agreement.add_header
 
         def spoiled(header, message):
             self.pipe.send(("struck", time.time(), ""))
@@ -294,7 +294,7 @@ class Rank:
             return whole
 
         if self.is_victim:
-            agreement.sealed = spoiled
+            agreement.add_header = spoiled
         self.attention(self.plan()).sum().backward()
 
     def mislabelled(self):
@@ -303,14 +303,14 @@ class Rank:
 
         from longspan.run import agreement
 
-        sealed = agreement.sealed
+        sealed = agreement.add_header
 
         def spoiled(header, message):
             self.pipe.send(("struck", time.time(), ""))
             return sealed(replace(header, step=header.step + 1), message)
 
         if self.is_victim:
-            agreement.sealed = spoiled
+            agreement.add_header = spoiled
         self.attention(self.plan()).sum().backward()
 
     def refused(self):

@@ -31,7 +31,7 @@ OTHERS = [
         settings=SCAN | {"watch": {"checked": True}},
     ),
     Case(
-        RAISE, "mixed", 3, 1, "doubling", named="were not asked for the same computation", kind="AgreementError",
+        RAISE, "mixed", 3, 1, "doubling", named="different computations", kind="AgreementError",
         everyone=True, settings=SCAN,
     ),
 ]  # fmt: skip

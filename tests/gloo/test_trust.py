@@ -30,7 +30,7 @@ def message():
 
 def test_a_message_comes_out_as_it_went_in():
     sent = message()
-    assert torch.equal(agreement.opened(HEADER, agreement.sealed(HEADER, sent)), sent)
+    assert torch.equal(agreement.remove_header(HEADER, agreement.add_header(HEADER, sent)), sent)
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(Header) if f.name != "checksum"])
@@ -38,29 +38,29 @@ def test_every_field_of_a_header_counts(name):
     value = getattr(HEADER, name)
     other = b"87654321" if isinstance(value, bytes) else value + 1
     with pytest.raises(RankError, match=rf"{name} differ"):
-        agreement.opened(HEADER, agreement.sealed(replace(HEADER, **{name: other}), message()))
+        agreement.remove_header(HEADER, agreement.add_header(replace(HEADER, **{name: other}), message()))
 
 
 @pytest.mark.parametrize("place", [0, 1, 23])
 def test_a_changed_byte_is_found(place):
-    whole = agreement.sealed(HEADER, message())
+    whole = agreement.add_header(HEADER, message())
     whole[agreement.HEADER_SIZE + place] += 1
-    with pytest.raises(RankError, match="damaged or cut short"):
-        agreement.opened(HEADER, whole)
+    with pytest.raises(RankError, match="checksum"):
+        agreement.remove_header(HEADER, whole)
 
 
 def test_a_short_message_is_found():
-    whole, buffer = agreement.sealed(HEADER, message()), torch.zeros(agreement.HEADER_SIZE + 24, dtype=torch.uint8)
+    whole, buffer = agreement.add_header(HEADER, message()), torch.zeros(agreement.HEADER_SIZE + 24, dtype=torch.uint8)
     buffer[: agreement.HEADER_SIZE + 12] = whole[: agreement.HEADER_SIZE + 12]  # what Gloo leaves of a short send
     if buffer.equal(whole):
         return
-    with pytest.raises(RankError, match="damaged or cut short"):
-        agreement.opened(HEADER, buffer)
+    with pytest.raises(RankError, match="checksum"):
+        agreement.remove_header(HEADER, buffer)
 
 
 def test_a_message_without_header_is_found():
-    with pytest.raises(RankError, match="without a header arrived from rank 0"):
-        agreement.opened(HEADER, torch.zeros(agreement.HEADER_SIZE + 24, dtype=torch.uint8))
+    with pytest.raises(RankError, match="without a header"):
+        agreement.remove_header(HEADER, torch.zeros(agreement.HEADER_SIZE + 24, dtype=torch.uint8))
 
 
 # -- records --------------------------------------------------------------------------------------------------------

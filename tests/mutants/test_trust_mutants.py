@@ -37,7 +37,7 @@ def blind_to(field):
     """A receiver that does not look at one field."""
 
     def mutate(patch):
-        original = agreement.opened
+        original = agreement.remove_header
 
         def opened(expected, whole):
             form = agreement._FORM
@@ -49,7 +49,7 @@ def blind_to(field):
             whole[: form.size] = torch.frombuffer(bytearray(form.pack(*raw)), dtype=torch.uint8)
             return original(expected, whole)
 
-        patch.setattr(agreement, "opened", opened)
+        patch.setattr(agreement, "remove_header", opened)
 
     return mutate
 
@@ -100,7 +100,7 @@ def checksum_of_every_other_byte(patch):
 @mutant
 def checksum_ignored(patch):
     """A damaged message is taken."""
-    original = agreement.opened
+    original = agreement.remove_header
 
     def opened(expected, whole):
         try:
@@ -110,49 +110,49 @@ def checksum_ignored(patch):
                 return whole[agreement.HEADER_SIZE :]
             raise
 
-    patch.setattr(agreement, "opened", opened)
+    patch.setattr(agreement, "remove_header", opened)
 
 
 @mutant
 def pieces_without_name(patch):
     """All lists of pieces have one name."""
-    patch.setattr(agreement, "name_of", lambda transfers: 0)
+    patch.setattr(agreement, "checksum_pieces", lambda transfers: 0)
 
 
 @mutant
 def pieces_in_any_order(patch):
     """The order of pieces in a message does not enter their name."""
-    patch.setattr(agreement, "name_of", lambda ts: zlib.crc32(" ".join(sorted(repr(t.piece) for t in ts)).encode()))
+    patch.setattr(agreement, "checksum_pieces", lambda ts: zlib.crc32(" ".join(sorted(repr(t.piece) for t in ts)).encode()))
 
 
 @mutant
 def pieces_by_size(patch):
     """Pieces of equal size have one name."""
-    patch.setattr(agreement, "name_of", lambda ts: sum(t.piece.num_tokens for t in ts))
+    patch.setattr(agreement, "checksum_pieces", lambda ts: sum(t.piece.num_tokens for t in ts))
 
 
 @mutant
 def message_shifted(patch):
     """The message is cut off one byte too early."""
-    original = agreement.opened
-    patch.setattr(agreement, "opened", lambda expected, whole: original(expected, whole).roll(1))
+    original = agreement.remove_header
+    patch.setattr(agreement, "remove_header", lambda expected, whole: original(expected, whole).roll(1))
 
 
 @mutant
 def source_and_target_swapped(patch):
     """A sender writes the target's name where its own belongs."""
-    original = agreement.sealed
+    original = agreement.add_header
 
     def sealed(header, message):
         return original(dataclasses.replace(header, src=header.dst, dst=header.src), message)
 
-    patch.setattr(agreement, "sealed", sealed)
+    patch.setattr(agreement, "add_header", sealed)
 
 
 @mutant
 def any_bytes_are_a_header(patch):
     """What has no header is taken for a message with the expected one."""
-    original = agreement.opened
+    original = agreement.remove_header
 
     def opened(expected, whole):
         try:
@@ -162,7 +162,7 @@ def any_bytes_are_a_header(patch):
                 return whole[agreement.HEADER_SIZE :]
             raise
 
-    patch.setattr(agreement, "opened", opened)
+    patch.setattr(agreement, "remove_header", opened)
 
 
 # -- agreement ---------------------------------------------------------------------------------------------------------
@@ -327,22 +327,22 @@ OTHERS = {
 
 def check_headers():
     message = torch.arange(40, dtype=torch.uint8)
-    whole = agreement.sealed(HEADER, message)
-    expect(torch.equal(agreement.opened(HEADER, whole.clone()), message), "the message is not what it was")
+    whole = agreement.add_header(HEADER, message)
+    expect(torch.equal(agreement.remove_header(HEADER, whole.clone()), message), "the message is not what it was")
     for field, value in OTHERS.items():
         other = dataclasses.replace(HEADER, **{field: value})
-        refuses(lambda other=other: agreement.opened(other, whole.clone()), RankError, field)
-        refuses(lambda other=other: agreement.opened(HEADER, agreement.sealed(other, message)), RankError, field)
+        refuses(lambda other=other: agreement.remove_header(other, whole.clone()), RankError, field)
+        refuses(lambda other=other: agreement.remove_header(HEADER, agreement.add_header(other, message)), RankError, field)
     for place in range(agreement.HEADER_SIZE, len(whole)):
         damaged = whole.clone()
         damaged[place] ^= 4
-        refuses(lambda damaged=damaged: agreement.opened(HEADER, damaged), RankError, "checksum")
+        refuses(lambda damaged=damaged: agreement.remove_header(HEADER, damaged), RankError, "checksum")
     swapped = whole.clone()
     swapped[-2:] = whole[-2:].flip(0)
-    refuses(lambda: agreement.opened(HEADER, swapped), RankError, "checksum")
-    refuses(lambda: agreement.opened(HEADER, torch.zeros_like(whole)), RankError, "without a header")
+    refuses(lambda: agreement.remove_header(HEADER, swapped), RankError, "checksum")
+    refuses(lambda: agreement.remove_header(HEADER, torch.zeros_like(whole)), RankError, "without a header")
     transfers = list(small_plan(masks.full(32)).steps(0)[0].transfers)
-    names = {agreement.name_of(part) for part in (transfers, transfers[::-1], transfers[:1], transfers[1:], [])}
+    names = {agreement.checksum_pieces(part) for part in (transfers, transfers[::-1], transfers[:1], transfers[1:], [])}
     expect(len(names) == 5, "different pieces have one name")
 
 

@@ -178,7 +178,7 @@ class Network:
         plan = self.plans if isinstance(self.plans, str) else self.plans[rank]
         way = 1 if self.direction == "forward" else 2
         call = self.calls + len(self._faults("skip", rank))  # one that skipped a call is in the next one
-        pieces = agreement.name_of(exchange.pieces.get((src, dst), []))
+        pieces = agreement.checksum_pieces(exchange.pieces.get((src, dst), []))
         return Header(bytes.fromhex(plan[:16]), call, -1, way, exchange.step, src, dst, pieces, size, self.dtype)
 
     def _send(self, rank: Rank, dst: int, message: Tensor) -> None:
@@ -186,7 +186,7 @@ class Network:
         assert exchange is not None
         message = message.clone()
         if self.checked:
-            message = agreement.sealed(self._header(exchange, rank.number, dst, message.numel(), rank.number), message)
+            message = agreement.add_header(self._header(exchange, rank.number, dst, message.numel(), rank.number), message)
         copies, delay = [message], self._drawn(1e-3)
         for fault in self.faults:
             if fault.dst == dst and fault.fits(fault.kind, rank.number, exchange.step, self.direction):
@@ -223,7 +223,7 @@ class Network:
         if not self.checked:
             return buffer
         try:
-            return agreement.opened(
+            return agreement.remove_header(
                 self._header(exchange, src, rank.number, exchange.receives[src], rank.number), buffer
             )
         except RankError as error:

@@ -138,7 +138,7 @@ def test_a_group_is_one_move_on_gpus():
     packs = [[item for item in step.pack if isinstance(item, Move)] for program in forward for step in program.steps]
     assert max(map(len, packs)) == 1
     assert max(len(lane.runs) for moves in packs for move in moves for lane in move.lanes) > 1
-    assert all(move.twin is not None for moves in packs for move in moves), "K and V go together"
+    assert all(move.fused_with is not None for moves in packs for move in moves), "K and V go together"
 
 
 @pytest.mark.parametrize("scheme", ["ring", "exchange", "all_gather", "all_to_all"])

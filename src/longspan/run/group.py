@@ -27,20 +27,19 @@ from longspan.watch.monitor import Watch, direction_named
 from longspan.watch.records import Phase
 from longspan.watch.store import Store, job_store
 
-# -- Safety settings of a scope ----------------------------------------------------------------------------------------
-# A backward pass uses those of the last forward pass.
+# -- Safety settings of a scope. A backward pass uses those of the last forward pass ----------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Safety:
-    """How long to wait for whom, and whether every message is checked. None of it changes a result."""
+    """Timeouts, and whether messages are verified. No setting changes a result."""
 
     patience: float = 2.0
-    """Seconds for which a rank is stopped, or its host silent, before that is a fault; 0: nobody watches."""
+    """Seconds that a rank may be stopped, or its host silent, before it counts as failed; 0 disables the watch."""
     timeout: float | None = None
-    """Seconds to wait for a rank that is alive but does not come; None: as long as the group itself does."""
+    """Seconds to wait for a rank that is alive but does not arrive; None uses the timeout of the group."""
     checked: bool = False
-    """Every message carries a header and a checksum."""
+    """Add a header and a checksum to every message."""
 
     def __post_init__(self) -> None:
         for name in ("patience", "timeout"):
@@ -48,13 +47,15 @@ class Safety:
             if name == "timeout" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
-                raise PlanError(f"{name} = {value!r} was asked for. It is a number of seconds, 0 or more.")
+                raise PlanError(f"{name} must be a number of seconds >= 0, but got {value!r}.")
         if self.timeout is not None and self.timeout < 1:
-            raise PlanError(f"timeout = {self.timeout} s was asked for. A rank may be late by a second at any time.")
+            raise PlanError(
+                f"timeout must be at least 1 s, but got {self.timeout}. A healthy rank may be late by a second."
+            )
         if 0 < self.patience < 0.5:
             raise PlanError(
-                f"patience = {self.patience} s was asked for. Ranks are looked at every 0.25 s: less than 0.5 s would"
-                f" name healthy ones."
+                f"patience must be 0 or at least 0.5 s, but got {self.patience}. Ranks are polled every 0.25 s, so a"
+                f" shorter time would blame healthy ones."
             )
 
 
@@ -62,7 +63,7 @@ _safety: ContextVar[Safety] = ContextVar("longspan_safety")
 
 
 def safety(last: Safety | None = None) -> Safety:
-    """The settings of this scope; on threads of autograd, which have no scope, the `last` that a call had."""
+    """Return the settings of this scope. Threads of autograd have no scope and use `last`, those of the last call."""
     settings = _safety.get(None)
     if settings is None and last is not None and threading.current_thread() is not threading.main_thread():
         return last
@@ -71,7 +72,7 @@ def safety(last: Safety | None = None) -> Safety:
 
 @contextmanager
 def safely(settings: Safety) -> Iterator[None]:
-    """These settings for all calls inside."""
+    """Use these settings for all calls inside the context."""
     token = _safety.set(settings)
     try:
         yield
@@ -79,13 +80,13 @@ def safely(settings: Safety) -> Iterator[None]:
         _safety.reset(token)
 
 
-# -- Backends: what a group can send, and from which device ------------------------------------------------------------
+# -- Backends of a group -----------------------------------------------------------------------------------------------
 
 
 def message_device(group: dist.ProcessGroup, wanted: torch.device | None = None) -> torch.device:
-    """A device whose tensors this group can send: the CPU, or else the wanted one, or else this process's own.
+    """Return a device whose tensors this group can send: the CPU, else `wanted`, else the current accelerator.
 
-    Never one without its index: NCCL would take the current device for it, which may be the same on all ranks.
+    An accelerator always has an index: without one NCCL uses the current device, which may be the same on all ranks.
     """
     if "cpu" in _backends(str(dist.get_backend_config(group))):
         return torch.device("cpu")
@@ -98,34 +99,23 @@ def message_device(group: dist.ProcessGroup, wanted: torch.device | None = None)
 
 
 def first_waits(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's first operation on such a device waits for all ranks. All backends but Gloo are assumed
-    to."""
+    """Return whether the group's first operation on such a device waits for all ranks (any backend except Gloo)."""
     backend = _backends(str(dist.get_backend_config(group))).get(device.type, "gloo")
     return group.size() > 1 and backend != "gloo"
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether what is begun here goes into a CUDA graph: it is done whenever that is replayed, and cannot be polled."""
+    """Return whether a CUDA graph is being captured: its operations cannot be polled."""
     return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def token_on(device: torch.device) -> Tensor:
-    """One byte to send."""
+    """Return one byte to send."""
     return torch.zeros(1, dtype=torch.uint8, device=device)
 
 
-def works_of(started: Any) -> list[Any]:
-    """The works in what was started: one, several, or several each with its peer.
-
-    >>> works_of("a"), works_of(["a", "b"]), works_of([(1, "a"), (2, "b")])
-    (['a'], ['a', 'b'], ['a', 'b'])
-    """
-    found = started if isinstance(started, list) else [started]
-    return [entry[1] if isinstance(entry, tuple) else entry for entry in found]
-
-
 def _backends(config: str) -> dict[str, str]:
-    """The backend for each type of device, as PyTorch writes it.
+    """Parse PyTorch's backend config into backends by device type.
 
     >>> _backends("cpu:gloo,cuda:nccl")
     {'cpu': 'gloo', 'cuda': 'nccl'}
@@ -140,7 +130,7 @@ T = TypeVar("T")
 MAX_AGREED = 1024
 CPU = torch.device("cpu")
 ROWS, VERDICT, TABLE, ALIKE = 1023, 1022, 1021, 1020
-"""Steps that no tag of a schedule has, for the messages by which ranks compare calls."""
+"""Step numbers reserved for the messages by which ranks compare calls."""
 _known: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
 
 
@@ -155,11 +145,11 @@ class Call:
     device: torch.device
     safety: Safety
     record: Record | None = None
-    """What to compare before data moves; a backward pass is agreed on by its forward."""
+    """Compared between ranks before data moves; None for a backward pass, whose forward was compared."""
     name: str = ""
-    """What the user calls it, which tells apart calls of one plan."""
+    """The user's name for the call, which distinguishes calls of one plan."""
     forward: int = 0
-    """Of a backward pass: the number of its forward."""
+    """For a backward pass, the number of its forward."""
 
     @property
     def plan(self) -> bytes:
@@ -167,30 +157,30 @@ class Call:
 
     @cached_property
     def identity(self) -> int:
-        """A number that differs, but for one chance in 4 billion, when the plan, pass, name or forward does."""
+        """Checksum of plan, direction, name and forward: different calls collide with a chance of 1 in 4 billion."""
         text = f"{self.fingerprint} {self.direction} {self.forward} {self.name}"
         return zlib.crc32(text.encode())
 
 
 class Members:
-    """A group, seen from one of its ranks."""
+    """State of one process group in this process."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = ref(group)  # not held: a group that is destroyed must be let go
+        self._group = ref(group)  # weak, so that a destroyed group is freed
         self.rank, self.size = group.rank(), group.size()
         self.calls = 0
         self.settings: Safety | None = None
-        """Those of the last forward call."""
+        """Settings of the last forward call."""
         self.training_step = -1
         self.agreed: dict[bytes, None] = {}
         self.met: set[str] = set()
-        """Types of devices on which all ranks have made an operation together."""
+        """Device types on which all ranks have made an operation together."""
         self.compared = ""
-        """The last comparison that went through the store."""
+        """Name of the last comparison through the store."""
         self._watch: Watch | None = None
         self._inside = threading.RLock()
         own = _torch.timeout_of(group, message_device(group)) or 1800.0
-        self._timeout = own - min(0.5, 0.05 * own)  # before the group gives up, which would name nobody
+        self._timeout = own - min(0.5, 0.05 * own)  # before the group's own timeout, which names no rank
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -200,16 +190,21 @@ class Members:
 
     @cached_property
     def store(self) -> Store | None:
-        """The part of the job's store that belongs to this group; None where there is no store."""
-        store = job_store(self.group)
+        """The part of the job's store for this group, this restart of the job and this creation of the group."""
+        group, store = self.group, job_store(self.group)
         if store is None:
             return None
-        part = _private(store, self)
-        finalize(self.group, part.close)
+        ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+        name = hashlib.sha256(f"{group.group_name} {ranks}".encode()).hexdigest()[:16]
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        generation = store.add(f"{attempt}/{name}/made/{self.rank}", 1)
+        part = store.part(f"{attempt}/{name}/{generation}")
+        store.close()
+        finalize(group, part.close)
         return part
 
     def watch(self, safety: Safety) -> Watch | None:
-        """The watch of this group, started when first asked for; None if nobody watches."""
+        """Return the watch of this group, started at first use; None if it is disabled."""
         if not safety.patience or self.store is None:
             return None
         if self._watch is None:
@@ -221,31 +216,29 @@ class Members:
         return self._watch
 
     def timeout(self, safety: Safety) -> float:
-        """Seconds to wait for a rank that is alive."""
+        """Return the seconds to wait for a rank that is alive."""
         return self._timeout if safety.timeout is None else safety.timeout
 
-    @contextmanager
-    def enter(self) -> Iterator[None]:
-        """One thread at a time. A second one is refused: which of the two calls comes first may differ from rank to
-        rank, and their messages would meet."""
+    def enter(self) -> threading.RLock:
+        """Acquire the group's lock; the caller releases it. Raise if another thread is inside a call: the order of the
+        two calls may differ between ranks, and their messages would be mixed up."""
         if not self._inside.acquire(blocking=False):
             raise BusyError(
-                "a call over this group was asked for while another thread of this process is in one. Which of them"
-                " comes first may differ from rank to rank, so nothing was sent, and the other call goes on. Call from"
-                " one thread, or give each thread a group of its own (torch.distributed.new_group)."
+                "This group is in use by another thread of this process, whose call goes on; nothing was sent. The"
+                " order of two calls may differ between ranks. Call from one thread, or create a group for each thread"
+                " (torch.distributed.new_group)."
             )
-        try:
-            yield
-        finally:
-            self._inside.release()
+        return self._inside
 
     @contextmanager
     def call(self, call: Call) -> Iterator[Running]:
-        """Numbers the call, compares what is new about it, and tells the others when it fails here."""
-        with self.enter(), self._run_call(call) as running:
-            yield running
+        """Number the call, compare it between ranks if it is new, and report to the other ranks if it fails here."""
+        lock = self.enter()
+        try:
+            yield from self._run_call(call)
+        finally:
+            lock.release()
 
-    @contextmanager
     def _run_call(self, call: Call) -> Iterator[Running]:
         self.calls += 1
         watch = self.watch(call.safety)
@@ -275,7 +268,7 @@ class Members:
             watch.publish(phase=Phase.RUNNING)
             yield running
         except AgreementError:
-            raise  # on all ranks alike
+            raise  # raised on all ranks
         except BaseException as error:
             if not (isinstance(error, RankError) and watch.failed):
                 watch.tell(error)
@@ -292,13 +285,13 @@ class Members:
             self._watch.check_told()
 
     def tell(self, error: BaseException, safety: Safety) -> None:
-        """Tells the others that this rank leaves its loop because of an error, unless a call has told them already."""
+        """Report to the other ranks that this rank leaves its loop with an error, unless a call has done so."""
         watch = self.watch(safety)
         if watch is not None and watch.failed is None:
             watch.tell(error)
 
     def announce_refusal(self, error: BaseException, safety: Safety) -> None:
-        """Tells the others that this rank refused a call, which they may have entered."""
+        """Report to the other ranks that this rank refused a call, which they may have entered."""
         self.calls += 1
         watch = self.watch(safety)
         if watch is not None:
@@ -307,7 +300,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Running:
-    """One call under way."""
+    """One call in progress."""
 
     members: Members
     call: Call
@@ -319,7 +312,7 @@ class Running:
         return self.call.record is not None and self.call.record.digest not in self.members.agreed
 
     def agree(self) -> None:
-        """Compares what this call is with the other ranks, unless the same was agreed before."""
+        """Compare the record of this call between ranks, unless an equal one was compared before."""
         if self.call.record is None or not self.is_new:
             return
         agreement.compare(self._rows(self.call.record.row()))
@@ -329,14 +322,14 @@ class Running:
             del agreed[next(iter(agreed))]
 
     def _rows(self, row: bytes) -> list[bytes]:
-        """Every rank's row where they differ, this rank's alone where not. No device takes part: it may have much to
-        do, and nobody waits for that here."""
+        """Return every rank's row if they differ, else this rank's alone. Uses no accelerator, whose queue may be
+        long."""
         if message_device(self.members.group, self.call.device).type == "cpu":
             return self._rows_by_messages(row)
         return self._rows_by_store(row)
 
     def _rows_by_messages(self, row: bytes) -> list[bytes]:
-        """Through rank 0, not by a collective: a process that leaves one unfinished cannot end."""
+        """Compare through rank 0. Not by a collective: a process that leaves one unfinished cannot exit."""
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         others = self._others
         if self.members.rank == 0:
@@ -366,9 +359,9 @@ class Running:
         if self.watch is None:
             rows = rows_alone(members.store, place, names, row, timeout)
         else:
-            found = Comparison(self.watch.connection, place, names, row)
-            self.watch.wait([(members.rank, found)], members.group, timeout, self._others)
-            rows = found.rows
+            comparison = Comparison(self.watch.connection, place, names, row)
+            self.watch.wait([(members.rank, comparison)], members.group, timeout, self._others)
+            rows = comparison.rows
         members.compared = names[0]
         return list(rows)
 
@@ -377,12 +370,11 @@ class Running:
         return [rank for rank in range(self.members.size) if rank != self.members.rank]
 
     def meet(self, device: torch.device) -> None:
-        """Returns when all ranks have taken part in one operation on their devices of this kind, unless they have
-        before.
+        """Wait for all ranks in the first operation on devices of this type.
 
-        NCCL makes a group's communicator in the first operation, which waits for all ranks, and a plan may leave some
-        of them without a message: they would never come. What ranks compare is no such operation; it comes first, so
-        that a rank with tensors of another device is named instead of waited for.
+        NCCL creates a group's communicator in the first operation, which waits for all ranks, but a plan may leave some
+        of them without a message. Records are compared before, so that a rank with tensors on another device is named
+        instead of waited for.
         """
         met = self.members.met
         if device.type in met:
@@ -393,66 +385,59 @@ class Running:
         met.add(device.type)
 
     def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor], step: int) -> None:
-        """Messages of CPUs."""
+        """Exchange messages of CPU tensors."""
         group, tag = self.members.group, self.tag(step)
         ops = [dist.P2POp(dist.isend, t, group=group, group_peer=peer, tag=tag) for peer, t in sends.items()]
         ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer, tag=tag) for peer, t in receives.items()]
         for first in range(0, len(ops), MAX_BATCH):
             batch = ops[first : first + MAX_BATCH]
             peers = [op.group_peer for op in batch]
-            works = self.started(lambda batch=batch: dist.batch_isend_irecv(batch), peers, CPU)
+            works = self.start(lambda batch=batch: dist.batch_isend_irecv(batch), peers, CPU)
             self.wait(list(zip(peers, works, strict=False)), peers, CPU)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Adds a tensor up over the group, in place."""
+        """Sum a tensor over the group, in place."""
         self.collective(lambda group: dist.all_reduce(tensor, group=group, async_op=True))
 
     def collective(self, start: Callable[[dist.ProcessGroup], dist.Work | None]) -> None:
-        """Start a collective of PyTorch when all ranks are in this call, and return when it is done."""
-        self._check_alike()
-        self._collect(start, self.call.device)
+        """Start a collective of PyTorch when all ranks are in this call, and return when it is done.
 
-    def _collect(self, start: Callable[[dist.ProcessGroup], dist.Work | None], device: torch.device) -> None:
-        group = self.members.group
-        work = self.started(lambda: start(group), self._others, device)
-        assert work is not None
-        self.wait([(self.members.rank, work)], self._others, device)
-
-    def _check_alike(self) -> None:
-        """Return when all ranks are in the same call.
-
-        Collectives have no tags: without this, sums of different calls would meet. And a process that leaves a
-        collective unfinished cannot end: of a rank that will not come, messages tell before it is begun. After the
-        exchange at distance d, a rank knows of the 2d - 1 ranks before it. On a device no message has a tag, and ranks
-        that make different calls are found by the lookout.
+        Collectives have no tags: without a check, those of different calls could match. And a process that leaves a
+        collective unfinished cannot exit, so messages detect a missing rank before it starts. After the exchange at
+        distance d, a rank knows of the 2d - 1 ranks before it. On accelerators messages have no tags either, and the
+        watch detects ranks that make different calls.
         """
         size, rank, distance = self.members.size, self.members.rank, 1
         while distance < size and self.call.device.type == "cpu":
             token = token_on(CPU)
             self._exchange({(rank + distance) % size: token}, {(rank - distance) % size: token.clone()}, ALIKE)
             distance *= 2
+        self._collect(start, self.call.device)
 
-    def started(self, start: Callable[[], T], peers: Sequence[int], device: torch.device | None = None) -> T:
-        """The result of `start`, which raises when a connection is closed. That names nobody: the watch finds out who
-        it was. Works of a device are polled from here on: nobody waits for them, nor for the host while it is inside of
-        PyTorch to begin them."""
+    def _collect(self, start: Callable[[dist.ProcessGroup], dist.Work | None], device: torch.device) -> None:
+        group = self.members.group
+        work = self.start(lambda: start(group), self._others, device)
+        assert work is not None
+        self.wait([(self.members.rank, work)], self._others, device)
+
+    def start(self, start: Callable[[], T], peers: Sequence[int], device: torch.device | None = None) -> T:
+        """Return the works of `start()`. If it raises, a connection is closed, and the watch names the rank.
+
+        Works of an accelerator are polled from here on, because the host does not wait for them.
+        """
         flight, device = None, device or self.call.device
         if self.watch is not None and peers and device.type != "cpu" and not is_captured(device):
             flight = self.watch.fly(peers, self.members.timeout(self.call.safety))
-        started = self._blamed(start, peers)
-        if flight is not None:
-            flight.works = works_of(started)
-        return started
-
-    def _blamed(self, act: Callable[[], T], peers: Sequence[int]) -> T:
-        """What it gives; if it raises, the watch finds out who of these ranks is to blame."""
         try:
-            return act()
+            works: Any = start()
         except RuntimeError as error:
-            if self.watch is None or not peers:
-                raise
-            self.watch.broken(error, peers)
+            if self.watch is not None and peers:
+                self.watch.broken(error, peers)
             raise
+        if flight is not None:  # one work, a list of works, or a list of (peer, work)
+            entries = works if isinstance(works, list) else [works]
+            flight.works = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+        return works
 
     def at(self, step: int) -> None:
         if self.watch is not None:
@@ -466,56 +451,71 @@ class Running:
         peers: Sequence[int] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Returns when all is done. Work of a device is only put in order here, on the stream of this thread."""
-        if self.watch is None or (device or self.call.device).type != "cpu":
-            peers = [peer for peer, _ in works] if peers is None else peers
-            self._blamed(lambda: [work.wait() for _, work in works], peers)
-        elif works:
+        """Wait until all works are done. Works of an accelerator are only ordered on the current stream."""
+        if not works:
+            return
+        if self.watch is not None and (device or self.call.device).type == "cpu":
             self.watch.wait(works, self.members.group, self.members.timeout(self.call.safety), peers)
+            return
+        try:
+            for _, work in works:
+                work.wait()
+        except RuntimeError as error:
+            if self.watch is not None:
+                self.watch.broken(error, [peer for peer, _ in works] if peers is None else peers)
+            raise
 
     def tag(self, step: int) -> int:
-        """Messages of different calls, or of different training steps, never meet where tags count (Gloo): what a rank
-        skips or swaps is a wait, which the watch explains, and no mix-up.
+        """Return the tag of a step's messages.
 
-        Tags have 31 bits. The upper 21 tell calls apart: for one plan surely within two million calls, for different
-        ones, or backward passes of different forwards, but for one chance in two million. Only what ranks compare
-        before they agree on a plan is found by its number alone. Steps that share a tag arrive in their order.
+        With tags (Gloo), messages of different calls or training steps never match: if a rank skips or swaps a call,
+        others wait, which the watch explains, and no data is mixed up. Tags have 31 bits. The upper 21 distinguish
+        calls: those of one plan within two million calls, those of different plans, or backward passes of different
+        forwards, with a chance of error of 1 in two million. Messages that compare records use the call's number alone.
+        Steps that share a tag arrive in order.
         """
         which = 0 if step in (ROWS, VERDICT, TABLE) else self.call.identity
         number = which + self.number * 0x9E3779B1 + self.members.training_step * 0x85EBCA77
         return (number & 0x1FFFFF) << 10 | (step if step >= ALIKE else step % ALIKE)
 
     def header(self, src: int, dst: int, step: int, pieces: int, num_bytes: int) -> Header:
-        """What a message of this call must say of itself."""
+        """Return the header of a message of this call."""
         call = self.call
         dtype = str(call.dtype).removeprefix("torch.").encode()[:8].ljust(8, b"\0")
-        way = direction_named(call.direction)
-        where = (self.number, self.members.training_step, int(way), step, src, dst)
+        direction = int(direction_named(call.direction))
+        where = (self.number, self.members.training_step, direction, step, src, dst)
         return Header(
             call.plan, *where, pieces, num_bytes, dtype, call.forward, zlib.crc32(call.name.encode()) & 0xFFFF
         )
 
 
-@contextmanager
-def told(group: dist.ProcessGroup) -> Iterator[None]:
-    """If the body raises before its call has begun, tells the other ranks."""
-    members = members_of(group)
-    with members.enter():
-        before = members.calls
+class told:  # noqa: N801
+    """If the body raises before its call has started, report the error to the other ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.members = members_of(group)
+
+    def __enter__(self) -> None:
+        self.members.enter()
+        self.calls = self.members.calls
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        members = self.members
         try:
-            yield
-        except Exception as error:
-            if members.calls == before:
+            if isinstance(error, Exception) and members.calls == self.calls:
                 members.announce_refusal(error, safety(members.settings))
-            raise
+        finally:
+            members._inside.release()
 
 
 def run_collective(
     name: str, tensor: Tensor, group: dist.ProcessGroup, start: Callable[[dist.ProcessGroup], dist.Work | None]
 ) -> None:
-    """Run a collective of PyTorch on a tensor of this shape and dtype, the same on every rank. On CPUs it is a call
-    like others: a rank that dies, stops or does something else is named on all others."""
-    if tensor.device.type != "cpu" or group.size() == 1:  # on a device the host does not wait
+    """Run a collective of PyTorch on a tensor of the same shape and dtype on every rank.
+
+    On CPUs a rank that dies, stops or makes another call is named on all others.
+    """
+    if tensor.device.type != "cpu" or group.size() == 1:  # the host does not wait for an accelerator
         work = start(group)
         if work is not None:
             work.wait()
@@ -531,25 +531,15 @@ def run_collective(
 
 
 def members_of(group: dist.ProcessGroup) -> Members:
-    """What this process knows about the group."""
-    if group not in _known:
-        _known[group] = Members(group)
-    return _known[group]
+    """Return the state of a group in this process."""
+    members = _known.get(group)
+    if members is None:
+        members = _known[group] = Members(group)
+    return members
 
 
-def _abort(group: ref[dist.ProcessGroup], device: torch.device) -> None:
-    """Ends what is under way on this device, if the group is still there."""
-    found = group()
-    if found is not None:
-        _torch.abort(found, device)
-
-
-def _private(store: Store, members: Members) -> Store:
-    """A part of the job's store for this group, this attempt of the launcher, and this creation of the group."""
-    ranks = ",".join(map(str, dist.get_process_group_ranks(members.group)))
-    group = hashlib.sha256(f"{members.group.group_name} {ranks}".encode()).hexdigest()[:16]
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    generation = store.add(f"{attempt}/{group}/made/{members.rank}", 1)  # destroyed and made again, it starts anew
-    part = store.part(f"{attempt}/{group}/{generation}")
-    store.close()
-    return part
+def _abort(weak_group: ref[dist.ProcessGroup], device: torch.device) -> None:
+    """Abort the group's operations on this device, if the group still exists."""
+    group = weak_group()
+    if group is not None:
+        _torch.abort(group, device)

@@ -152,7 +152,7 @@ class _States:
     def more(self, num: int) -> Several:
         if not self._buffers:
             self._buffers = [self._recorder.buffer((*self._shape, 0, dim), self._dtype) for dim in self._dims]
-        return tuple(self._recorder.grown(buffer, num) for buffer in self._buffers)
+        return tuple(self._recorder.grow(buffer, num) for buffer in self._buffers)
 
     def begin_at(self, number: int, value: float) -> None:
         """All rows of one of the buffers are this before anything is written."""

@@ -1,7 +1,7 @@
-"""Program: what a rank does in one direction of a plan, as data: messages, launches and operations on rows.
+"""Recorded program of one rank and direction: messages, kernel launches and operations on rows, as data.
 
-A program is recorded once for a plan, rank and kernel (`run/walk.py`). It holds no tensors except tables of row
-numbers, by device. `run` replays it on the tensors of a call.
+A program is recorded once per plan, rank and kernel (`run/walk.py`). It holds no tensors except tables of row numbers,
+by device. `run` replays it on the tensors of a call.
 """
 
 from __future__ import annotations
@@ -15,43 +15,44 @@ from torch import Tensor
 from longspan.planning.steps import Moved
 from longspan.run.moves import Cut, Group, Memory, Move, cut_of, grouped
 from longspan.run.recorder import Buffer, Called, Event, Launched, Note, Rows, Taken
-from longspan.run.transports import Exchange, Program, mark, marks
+from longspan.run.transports import Exchange, Program, current_observer, mark
 
 Attend = Callable[[Launched, Sequence[Tensor]], Iterator[tuple[Tensor, ...]]]
-"""Starts a launch on its inputs; gives its results one by one."""
+"""Starts a launch on its inputs and yields its results one by one."""
 Item = Move | Event
 
 
 @dataclass(frozen=True, eq=False)
-class Mail:
-    """Messages from or to several peers in one buffer: where each begins, and how long it is, in bytes."""
+class MessageBuffer:
+    """Messages from or to several peers in one buffer: offset and size of each, in bytes."""
 
     buffer: Buffer
     places: dict[int, tuple[int, int]]
 
     def slices(self, message: Tensor) -> dict[int, Tensor]:
-        room, made = message.numel(), {}
-        for peer, (start, size) in self.places.items():
-            made[peer] = message if size == room else message[start : start + size]
-        return made
+        size = message.numel()
+        parts: dict[int, Tensor] = {}
+        for peer, (start, num_bytes) in self.places.items():
+            parts[peer] = message if num_bytes == size else message[start : start + num_bytes]
+        return parts
 
 
 @dataclass(eq=False)
 class FlatStep:
-    """One step: what fills its messages, the messages, what is computed meanwhile, what is done to those that came."""
+    """One step: pack its messages, send and receive them while computing, unpack what arrived."""
 
     pack: list[Item]
-    sends: Mail | None
-    receives: list[Mail]
+    sends: MessageBuffer | None
+    receives: list[MessageBuffer]
     pieces: dict[tuple[int, int], list[Moved]]
     work: list[Item]
     unpack: list[Item]
-    loose: list[Buffer] = field(default_factory=list)
-    """Parts of the messages to send that begin at no multiple of their numbers' size, and are tensors of their own."""
+    unaligned: list[Buffer] = field(default_factory=list)
+    """Parts of sent messages whose offset is no multiple of their item size; they are tensors of their own."""
     sizes: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sizes = {peer: size for mail in self.receives for peer, (_, size) in mail.places.items()}
+        self.sizes = {peer: size for messages in self.receives for peer, (_, size) in messages.places.items()}
 
 
 @dataclass(eq=False)
@@ -62,44 +63,40 @@ class FlatProgram:
     end: list[Item]
     results: list[Rows]
     buffers: list[Buffer]
-    loose: list[Buffer] = field(default_factory=list)
-    """As those of a step, of messages among the results."""
-    gone: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Buffers of which an item makes the last use, by the item's id; of a step's messages by the step's."""
-    found: list[Cut] = field(init=False)
-    """Where the results are."""
+    unaligned: list[Buffer] = field(default_factory=list)
+    """Unaligned parts of messages among the results."""
+    last_use: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Buffers to free after an item, by the item's id; those of a step's messages by the step's id."""
+    result_cuts: list[Cut] = field(init=False)
     inputs: dict[int, list[Cut]] = field(init=False)
-    """What launches and functions are given, by the item's id."""
+    """Inputs of launches and functions, by the item's id."""
 
     def __post_init__(self) -> None:
+        uses: list[tuple[int, list[Buffer]]] = []
+        items: list[Item] = []
+        for step in self.steps:
+            uses += [(id(item), _buffers(item)) for item in step.pack]
+            messages = [message.buffer for message in (step.sends, *step.receives) if message is not None]
+            uses.append((id(step), messages + step.unaligned))
+            uses += [(id(item), _buffers(item)) for item in (*step.work, *step.unpack)]
+            items += [*step.pack, *step.work, *step.unpack]
+        uses += [(id(item), _buffers(item)) for item in self.end]
         last: dict[Buffer, int] = {}
-        for where, buffers in self._uses():
+        for where, buffers in uses:
             last.update((each, where) for buffer in buffers for each in {buffer, buffer.root})
         kept = {rows.buffer.root for rows in self.results}
         for buffer, where in last.items():
             if buffer.root not in kept:
-                self.gone[where] = (*self.gone.get(where, ()), buffer.number)
-        self.found = [_cut(rows) for rows in self.results]
+                self.last_use[where] = (*self.last_use.get(where, ()), buffer.number)
+        self.result_cuts = [_cut(rows) for rows in self.results]
         self.inputs = {
             id(item): [_cut(rows) for rows in (item.inputs if isinstance(item, Launched) else item.sources)]
-            for item in self._items()
+            for item in (*items, *self.end)
             if isinstance(item, Launched | Called)
         }
 
-    def _items(self) -> Iterator[Item]:
-        for step in self.steps:
-            yield from (*step.pack, *step.work, *step.unpack)
-        yield from self.end
-
-    def _uses(self) -> Iterator[tuple[int, list[Buffer]]]:
-        for step in self.steps:
-            yield from ((id(item), _buffers(item)) for item in step.pack)
-            yield id(step), [mail.buffer for mail in (step.sends, *step.receives) if mail is not None] + step.loose
-            yield from ((id(item), _buffers(item)) for item in (*step.work, *step.unpack))
-        yield from ((id(item), _buffers(item)) for item in self.end)
-
     def run(self, memory: Memory, attend: Attend, direction: str, rank: int, *, alone: bool = False) -> Program[None]:
-        """Plays it back; results are in the memory then. `alone`: there is one rank, and no messages."""
+        """Replay on the tensors in `memory`, which holds the results afterwards. `alone`: one rank, no messages."""
         launches: dict[int, Iterator[tuple[Tensor, ...]]] = {}
         for number, step in enumerate(self.steps):
             if alone:
@@ -108,28 +105,30 @@ class FlatProgram:
                 continue
             if step.pack:
                 self._do(step.pack, memory, attend, launches)
-                put_back(memory, step.loose)
+                if step.unaligned:
+                    copy_unaligned_back(memory, step.unaligned)
             sends = {} if step.sends is None else step.sends.slices(memory.get(step.sends.buffer))
             into: dict[int, Tensor] = {}
-            for mail in step.receives:
-                into |= mail.slices(memory.get(mail.buffer))
+            for messages in step.receives:
+                into |= messages.slices(memory.get(messages.buffer))
             memory.messages.release()
             yield Exchange(number, sends, step.sizes, memory.device, step.pieces, into)
-            memory.drop(self.gone.get(id(step), ()))
-            del sends  # the transport lets go of the messages when they are delivered
-            if step.work or marks():
+            if (last_use := self.last_use.get(id(step))) is not None:
+                memory.drop(last_use)
+            del sends  # the transport frees messages when they are delivered
+            if step.work or current_observer() is not None:  # steps without work are marked, too
                 with mark(direction, rank, number):
                     self._do(step.work, memory, attend, launches)
-            found = yield None
+            arrived = yield None
             if into:
-                take_in(into, found or {})
+                copy_into(into, arrived or {})
                 self._do(step.unpack, memory, attend, launches)
         if not alone:
             memory.messages.release()
         if self.end:
             self._do(self.end, memory, attend, launches)
-        if self.loose:
-            put_back(memory, self.loose)
+        if self.unaligned:
+            copy_unaligned_back(memory, self.unaligned)
 
     def _do(
         self,
@@ -160,16 +159,16 @@ class FlatProgram:
                     launches[id(item)] = attend(item, tensors)
                 else:
                     memory.tensors[item.result.number] = item.function(*tensors)
-            if (gone := self.gone.get(id(item))) is not None:
-                memory.drop(gone)
+            if (last_use := self.last_use.get(id(item))) is not None:
+                memory.drop(last_use)
 
 
-def take_in(into: dict[int, Tensor], found: dict[int, Tensor]) -> None:
-    """What came for each peer is where it belongs then; a transport may have used memory of its own."""
+def copy_into(into: dict[int, Tensor], arrived: dict[int, Tensor]) -> None:
+    """Copy messages that the transport received in memory of its own. Empties both, so that memory can be freed."""
     while into:
         peer, part = into.popitem()
-        if (came := found.pop(peer)) is not part:
-            part.copy_(came)
+        if (message := arrived.pop(peer)) is not part:
+            part.copy_(message)
 
 
 def part_of(memory: Memory, rows: Rows) -> Tensor:
@@ -180,26 +179,26 @@ def _cut(rows: Rows) -> Cut:
     return cut_of(rows.buffer, rows.batch, rows.heads, rows.tokens)
 
 
-def put_back(memory: Memory, loose: Sequence[Buffer]) -> None:
-    """Writes parts of messages that had to be tensors of their own into their messages."""
-    for buffer in loose:
+def copy_unaligned_back(memory: Memory, unaligned: Sequence[Buffer]) -> None:
+    """Copy parts of messages that had to be tensors of their own into their messages."""
+    for buffer in unaligned:
         assert buffer.inside is not None
         message, part = memory.get(buffer.inside), memory.get(buffer)
         message[buffer.offset : buffer.offset + buffer.num_bytes] = part.reshape(-1).view(torch.uint8)
 
 
 def items_of(log: Sequence[Note | Event]) -> list[Item]:
-    """What was noted as operations, two of a kind together where neither waits for the other."""
-    made: list[Item] = []
+    """Group the recorded operations; fuse two independent neighbours of one kind."""
+    items: list[Item] = []
     for item in grouped(log):
         move = Move(item) if isinstance(item, Group) else item
-        last = made[-1] if made else None
-        if isinstance(move, Move) and isinstance(last, Move) and last.twin is None and last.fits(move):
-            last.twin = move
+        last = items[-1] if items else None
+        if isinstance(move, Move) and isinstance(last, Move) and last.fused_with is None and last.can_fuse(move):
+            last.fused_with = move
             last.buffers += move.buffers
         else:
-            made.append(move)
-    return made
+            items.append(move)
+    return items
 
 
 def _buffers(item: Item) -> list[Buffer]:

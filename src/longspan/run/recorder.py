@@ -1,7 +1,7 @@
-"""Recorder: rows without data that stand in for tensors, and the list of operations recorded on them.
+"""Recorder: rows without data in place of tensors, and the list of operations recorded on them.
 
-The operations of a run do not depend on the values of rows. So a rank walks its steps once with `Rows`, which have
-shapes and no data; the result is a list of operations, which runs in every call.
+The operations of a run do not depend on the values of rows. So a rank walks its steps once with `Rows`, which have a
+shape and no data; the resulting list of operations is replayed in every call.
 
     >>> recorder = Recorder()
     >>> own, message = recorder.new((1, 2, 8, 4), torch.float32), recorder.new((1, 2, 3, 4), torch.float32)
@@ -32,17 +32,17 @@ Shape = tuple[int, int, int, int]
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory of a run: `(B, H, T, D)` rows. What a kernel gives comes in a dtype and with strides of its own."""
+    """Memory of a run: `(B, H, T, D)` rows. A kernel's results have a dtype (None here) and strides of their own."""
 
     number: int
     shape: Shape
     dtype: torch.dtype | None
     initial: float | None = None
-    """What all of it is before anything is written."""
+    """Fill value, or None if uninitialized."""
     inside: Buffer | None = None
-    """The message it is a part of."""
+    """The message it is part of."""
     offset: int = 0
-    """Where in the message it begins, in bytes."""
+    """Offset in that message, in bytes."""
     is_message: bool = False
 
     @property
@@ -57,26 +57,26 @@ class Buffer:
 
     @cached_property
     def strides(self) -> Shape:
-        """Those of a tensor without gaps. Asked for when calls run: what is being recorded may still grow."""
+        """Strides of a contiguous tensor. Cached at the first run: a buffer may grow while it is recorded."""
         _, h, t, d = self.shape
         return h * t * d, t * d, d, 1
 
     @cached_property
     def first(self) -> int | None:
-        """Which of its message's numbers it begins with, if the message is all numbers of its dtype; else None."""
+        """Its offset in items, if the message can be viewed in its dtype; else None."""
         assert self.inside is not None
         assert self.dtype is not None
         size = self.dtype.itemsize
         return None if self.offset % size or self.inside.num_bytes % size else self.offset // size
 
     @property
-    def is_loose(self) -> bool:
-        """Whether it is a part of a message that begins at no multiple of its numbers' size: no view can show it."""
+    def is_unaligned(self) -> bool:
+        """Whether its offset in the message is no multiple of the item size, so that no view exists."""
         return self.inside is not None and self.dtype is not None and self.offset % self.dtype.itemsize != 0
 
 
 class Kind(StrEnum):
-    """What is done to rows."""
+    """Operations on rows, with their operands."""
 
     COPY = "copy"  # target, source
     ADD = "add"  # target, source
@@ -91,7 +91,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Some rows of a buffer, in the place of a `(B, H, T, D)` tensor; of statistics D is 1."""
+    """Some rows of a buffer, in place of a `(B, H, T, D)` tensor; D is 1 for statistics."""
 
     recorder: Recorder
     buffer: Buffer
@@ -124,12 +124,12 @@ class Rows:
         self.recorder.note(Kind.FILL, self, value=value)
 
     def follows(self, other: Rows) -> bool:
-        """Whether these rows come right after the others in the same memory."""
+        """Return whether these rows come right after the others in the same memory."""
         same = self.buffer is other.buffer and self.batch == other.batch and self.heads == other.heads
         return same and other.tokens.stop == self.tokens.start
 
     def with_next(self, other: Rows) -> Rows:
-        """These rows and those that follow."""
+        """Return these rows and the ones that follow."""
         return Rows(self.recorder, self.buffer, self.batch, self.heads, Span(self.tokens.start, other.tokens.stop))
 
     def __repr__(self) -> str:
@@ -138,7 +138,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Note:
-    """One operation on rows; those that it writes come first."""
+    """One operation on rows. Written rows come first."""
 
     kind: Kind
     sides: tuple[Rows, ...]
@@ -150,7 +150,7 @@ class Note:
 
     @property
     def sources(self) -> tuple[Rows, ...]:
-        """What is read; a sum or state is read as well as written."""
+        """Rows that are only read; targets of sums and merges are read as well."""
         return self.sides[self.kind.num_targets :]
 
     def __repr__(self) -> str:
@@ -159,7 +159,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Called:
-    """A function of whole tensors, whose result is a new buffer."""
+    """A function of tensors whose result is a new buffer."""
 
     function: Callable[..., Any]
     sources: tuple[Rows, ...]
@@ -168,17 +168,17 @@ class Called:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launched:
-    """Attention over some tiles. Results come one after the other, each some buffers."""
+    """A kernel launch over some tiles. It yields results one by one, each a tuple of buffers."""
 
     inputs: tuple[Rows, ...]
-    """q, k, v; in backward also dout, out, lse and delta."""
+    """q, k, v; for backward also dout, out, lse and delta."""
     tiles: KnownTiles
     stores: tuple[Any, Any]
-    """Where query and key rows lie in the sequence: token stores without tensors."""
+    """Token stores of queries and keys without tensors: the position of every row."""
     batch: Span
     heads: Span
     known: dict[Any, Any] = field(default_factory=dict)
-    """What was worked out for it, by device."""
+    """Cached positions, by device."""
 
     def __repr__(self) -> str:
         return f"launch of {counted(len(self.tiles), 'tile')}"
@@ -201,7 +201,7 @@ Event = Called | Launched | Taken
 
 
 class Recorder:
-    """The operations of a run, in order."""
+    """Records the operations of a run, in order."""
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
@@ -213,26 +213,24 @@ class Recorder:
         return self.buffers[-1]
 
     def rows(self, buffer: Buffer) -> Rows:
-        """All of a buffer."""
+        """Return all rows of a buffer."""
         b, h, t, _ = buffer.shape
         return Rows(self, buffer, Span(0, b), Span(0, h), Span(0, t))
 
     def new(self, shape: Sequence[int], dtype: torch.dtype | None, **more: Any) -> Rows:
         return self.rows(self.buffer(shape, dtype, **more))
 
-    def grown(self, buffer: Buffer, num: int) -> Rows:
-        """More rows at the end of a buffer."""
+    def grow(self, buffer: Buffer, num: int) -> Rows:
+        """Append rows to a buffer and return them."""
         b, h, t, d = buffer.shape
         buffer.shape = b, h, t + num, d
         return Rows(self, buffer, Span(0, b), Span(0, h), Span(t, t + num))
 
     def message(self, num_bytes: int) -> Buffer:
-        made = self.buffer((1, 1, num_bytes, 1), torch.uint8)
-        made.is_message = True
-        return made
+        return self.buffer((1, 1, num_bytes, 1), torch.uint8, is_message=True)
 
     def note(self, kind: Kind, *sides: Rows, value: float = 0.0) -> None:
-        if all(sides[0].shape[:3]):  # there are rows
+        if all(sides[0].shape[:3]):  # not empty
             self.log.append(Note(kind, sides, value))
 
     def call(self, function: Callable[..., Any], sources: tuple[Rows, ...], shape: Shape) -> Rows:
@@ -241,6 +239,6 @@ class Recorder:
         return self.rows(result)
 
     def cut(self) -> list[Note | Event]:
-        """What was noted since the last cut."""
+        """Return the operations recorded since the last cut."""
         log, self.log = self.log, []
         return log

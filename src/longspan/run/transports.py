@@ -1,13 +1,13 @@
-"""Transports: how messages get from rank to rank. A message is a flat uint8 tensor whose size both ends know.
+"""Transports: send the messages of a program between ranks. A message is a flat uint8 tensor of a size both ends know.
 
-`ProcessGroup` is PyTorch's NCCL or Gloo group, one rank per process. `Loopback` runs all ranks in one process, for
-tests and for inspection.
+`ProcessGroup` uses a PyTorch process group (NCCL or Gloo), one rank per process. `Loopback` runs all ranks in one
+process, for tests and inspection.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -22,13 +22,12 @@ from longspan.planning.steps import MAX_BATCH, Moved
 from longspan.run import agreement
 from longspan.run.group import Running
 
-# -- Observation: bytes and messages that were sent, and profiler marks per step ---------------------------------------
-# Off by default, and scoped.
+# -- Observation: count sent bytes and messages, and mark steps in the profiler. Off by default -----------------------
 
 
 @dataclass
 class Traffic:
-    """Bytes and messages that were really sent, by (source, target)."""
+    """Bytes and messages that were sent, by (source, target)."""
 
     num_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
     num_messages: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -41,62 +40,58 @@ class Traffic:
         return sum(size for (src, _), size in self.num_bytes.items() if src == rank)
 
 
-Observed = tuple[Traffic, bool]
-"""What is counted, and whether steps are marked."""
-_observed: ContextVar[Observed | None] = ContextVar("longspan_observed", default=None)
-_all_observed: list[Observed] = []
-"""Those of the whole process, the last one last: for threads that were not started by Python."""
+Observer = tuple[Traffic, bool]
+"""Traffic, and whether steps are marked."""
+_observer: ContextVar[Observer | None] = ContextVar("longspan_observer", default=None)
+_all_observers: list[Observer] = []
+"""Observers of the process, newest last, for threads that were not started by Python."""
+_NO_MARK = nullcontext()
 
 
 @contextmanager
 def observe(*, marks: bool = False) -> Iterator[Traffic]:
-    """Count what is sent inside; with `marks`, every step shows up in torch's profiler. Backward passes of GPUs, which
-    autograd runs on threads of its own, are counted by the observer that was started last."""
-    observed = Traffic(), marks
-    token = _observed.set(observed)
-    _all_observed.append(observed)
+    """Count messages sent inside the context; with `marks`, also mark every step in torch's profiler.
+
+    On GPUs autograd runs backward passes on threads of its own; the newest observer counts those.
+    """
+    observer = Traffic(), marks
+    token = _observer.set(observer)
+    _all_observers.append(observer)
     try:
-        yield observed[0]
+        yield observer[0]
     finally:
-        _all_observed[:] = [other for other in _all_observed if other is not observed]
-        _observed.reset(token)
+        _all_observers[:] = [other for other in _all_observers if other is not observer]
+        _observer.reset(token)
 
 
-def _current() -> Observed | None:
-    found = _observed.get()
-    if found is None and _all_observed and threading.current_thread().name.startswith("Dummy-"):
-        return _all_observed[-1]  # a thread of autograd, which has no context
-    return found
+def current_observer() -> Observer | None:
+    observer = _observer.get()
+    if observer is None and _all_observers and threading.current_thread().name.startswith("Dummy-"):
+        return _all_observers[-1]  # a thread of autograd has no context
+    return observer
 
 
 def count(src: int, dst: int, size: int) -> None:
-    """Note one message, if an observer is active."""
-    if (observed := _current()) is not None:
-        observed[0].count(src, dst, size)
-
-
-def marks() -> bool:
-    """Return whether an observer wants marks: then steps without work have one, too."""
-    observed = _current()
-    return observed is not None and observed[1]
+    """Count one message if an observer is active."""
+    if (observer := current_observer()) is not None:
+        observer[0].count(src, dst, size)
 
 
 def mark(direction: str, rank: int, step: int) -> AbstractContextManager[object]:
-    """A profiler mark around a step, if somebody asked for marks."""
-    observed = _current()
-    if observed is None or not observed[1]:
-        return nullcontext()
+    """Return a profiler range for a step, or a null context if no observer marks steps."""
+    observer = current_observer()
+    if observer is None or not observer[1]:
+        return _NO_MARK
     return torch.profiler.record_function(f"longspan {direction} rank {rank} step {step}")
 
 
-# -- Buffers: the memory of messages, reused within a call -------------------------------------------------------------
-# A freed message goes back to PyTorch's allocator, but on GPUs not at once: sending and receiving over NCCL records
-# that another stream uses the memory, so it is free only when that stream has passed it. A host that runs ahead of the
-# GPU, as it should, would get new memory for the messages of every step. Here memory is reused in the order of the
-# host: every reader of a message has been queued on the current stream by then, and new messages start after that
-# stream.
+# -- Buffers: message memory, reused within a call ---------------------------------------------------------------------
+# A freed message returns to PyTorch's allocator, but on GPUs not immediately: NCCL sends and receives record that
+# another stream uses the memory, so it is free only when that stream has passed it. A host that runs ahead of the GPU,
+# as it should, would allocate new memory for the messages of every step. Here memory is reused in host order: every
+# reader of a message has been queued on the current stream by then, and new messages start after that stream.
 #
-# A ring of four ranks, each message R bytes, sent on in the step after it arrived: three buffers, not six:
+# A ring of four ranks, each message R bytes, forwarded in the step after it arrived, needs three buffers, not six:
 #
 #     step     sends    receives    held and read
 #     0        a        b
@@ -105,17 +100,17 @@ def mark(direction: str, rank: int, step: int) -> AbstractContextManager[object]
 
 
 SLACK = 8
-"""A buffer may be larger than its message by one part in so many."""
+"""A buffer may be larger than its message by 1 / SLACK."""
 
 
 class Buffers:
-    """Those of one rank's run."""
+    """Message buffers of one rank's run."""
 
     def __init__(self) -> None:
         self._all: list[Tensor] = []
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
-        """So many bytes, in no particular state: the smallest buffer that is free and fits, or a new one.
+        """Return uninitialized bytes: the smallest free buffer that fits, or a new one.
 
         >>> buffers = Buffers()
         >>> first = buffers.take(80, torch.device("cpu"))
@@ -123,39 +118,41 @@ class Buffers:
         >>> buffers.take(80, torch.device("cpu")).data_ptr() == place
         False
         >>> del first
-        >>> buffers.take(80, torch.device("cpu")).data_ptr() == place  # the row is a view of it
+        >>> buffers.take(80, torch.device("cpu")).data_ptr() == place  # `row` still views it
         False
         >>> del row
         >>> buffers.take(76, torch.device("cpu")).data_ptr() == place
         True
         """
-        fits = [
-            whole
-            for whole in self._all
-            if num_bytes <= whole.numel() <= num_bytes + num_bytes // SLACK
-            and whole.device == device
-            and not is_shared(whole)
-        ]
-        if fits:
-            return min(fits, key=Tensor.numel)[:num_bytes]
+        best: Tensor | None = None
+        for whole in self._all:
+            size = whole.numel()
+            if (
+                num_bytes <= size <= num_bytes + num_bytes // SLACK
+                and (best is None or size < best.numel())
+                and whole.device == device
+                and not is_shared(whole)
+            ):
+                best = whole
+        if best is not None:
+            return best[:num_bytes]
         self._all.append(torch.empty(num_bytes, dtype=torch.uint8, device=device))
         return self._all[-1][:num_bytes]
 
     def release(self) -> None:
-        """Lets go of buffers that are free: a plan's memory is that of messages that are there."""
-        if self._all:
-            self._all = [whole for whole in self._all if is_shared(whole)]
+        """Free the buffers that no message uses."""
+        self._all[:] = filter(is_shared, self._all)
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether another tensor has the same memory.
+    """Return whether another tensor uses the same memory.
 
     >>> whole = torch.empty(8)
     >>> part = whole[2:]
     >>> is_shared(whole), is_shared(torch.empty(8))
     (True, False)
     """
-    return _torch.num_users(tensor.untyped_storage()._cdata) > 2  # beside the tensor there is who asks
+    return _torch.num_users(tensor.untyped_storage()._cdata) > 2  # the tensor itself and this query count as two
 
 
 # -- Exchanges, loopback and process groups ----------------------------------------------------------------------------
@@ -166,35 +163,35 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Exchange:
-    """One rank's messages of one step: what it sends to whom, and how many bytes it expects from whom."""
+    """One rank's messages of one step: tensors to send by target, and numbers of bytes to receive by source."""
 
     step: int
     sends: dict[int, Tensor]
     receives: dict[int, int]
     device: torch.device
     pieces: dict[tuple[int, int], list[Moved]] = field(default_factory=dict)
-    """What the messages are made of, by source and target."""
+    """The contents of each message, by source and target."""
     into: dict[int, Tensor] = field(default_factory=dict)
-    """Memory for what is expected, by source: a transport may use it, or memory of its own."""
+    """Memory for received messages, by source. A transport may use it, or memory of its own."""
 
 
 Program = Generator[Exchange | None, dict[int, Tensor] | None, T]
-"""A rank's run: yields an Exchange to start one, then None to wait for it and be sent what arrived, by source."""
+"""A rank's run. It yields an Exchange to start messages, then None to wait for them, and is sent what arrived."""
 
 
 class Loopback:
     """All ranks in one process, taking turns step by step."""
 
     def run(self, programs: Sequence[Program[T]]) -> list[T]:
-        """Runs every rank's program to its end and returns their results, by rank."""
+        """Run every rank's program to completion and return the results by rank."""
         results: dict[int, T] = {}
         started: dict[int, Exchange] = {}
         for rank, program in enumerate(programs):
             self._resume(rank, program, None, started, results)
         while started:
             now, started = started, {}
-            for rank in now:  # everybody computes while messages are on their way
-                next(programs[rank])  # which starts no other exchange
+            for rank in now:  # compute while messages are in flight
+                next(programs[rank])
             for rank, exchange in now.items():
                 arrived = {src: self._take(now, src, rank, exchange) for src in exchange.receives}
                 self._resume(rank, programs[rank], arrived, started, results)
@@ -227,7 +224,7 @@ class Loopback:
 
 
 def run_alone(program: Program[T]) -> T:
-    """Runs the program of a rank that has no others to its end: nothing is sent, and nothing arrives."""
+    """Run a program that sends no messages to completion."""
     try:
         while True:
             next(program)
@@ -236,14 +233,14 @@ def run_alone(program: Program[T]) -> T:
 
 
 class ProcessGroup:
-    """One rank per process, over `torch.distributed`. Lists of operations are matched on both ends and batched."""
+    """One rank per process, over `torch.distributed`. Both ends batch matching lists of operations."""
 
     def __init__(self, running: Running) -> None:
         self.running, self.group = running, running.members.group
         self.checked = running.call.safety.checked
 
     def run(self, program: Program[T]) -> T:
-        """Runs this rank's program to its end."""
+        """Run this rank's program to completion."""
         arrived: dict[int, Tensor] | None = None
         try:
             while True:
@@ -251,61 +248,55 @@ class ProcessGroup:
                 assert exchange is not None
                 self.running.at(exchange.step)
                 buffers, works = self._start(exchange)
-                next(program)  # which starts no other exchange
+                next(program)  # compute while messages are in flight
                 self.running.wait(works)
                 arrived = self._opened(exchange, buffers) if self.checked else buffers
-                del exchange, buffers, works  # messages end here, not after the next step's have been made
+                del exchange, buffers, works  # free messages before the next step allocates its own
         except StopIteration as stop:
             return stop.value
 
     def _start(self, exchange: Exchange) -> tuple[dict[int, Tensor], list[tuple[int, dist.Work]]]:
-        extra = agreement.HEADER_SIZE if self.checked else 0
-        buffers = {
-            src: torch.zeros(size + extra, dtype=torch.uint8, device=exchange.device)
-            if self.checked
-            else exchange.into[src]
-            for src, size in exchange.receives.items()
-        }
+        buffers = exchange.into
+        if self.checked:
+            buffers = {
+                src: torch.zeros(size + agreement.HEADER_SIZE, dtype=torch.uint8, device=exchange.device)
+                for src, size in exchange.receives.items()
+            }
+        if not exchange.sends and not buffers:
+            return {}, []
+        # Both ends put a message into the list given by its distance, so lists match (see Step.batches).
         lists: dict[int, list[dist.P2POp]] = {}
-        size, me = self.group.size(), self.group.rank()
+        size, me, tag = self.group.size(), self.group.rank(), self.running.tag(exchange.step)
         for peer, message in exchange.sends.items():
             count(me, peer, message.numel())
             if self.checked:
-                message = agreement.sealed(self._header(exchange, me, peer, message.numel()), message)
-            self._add(lists, dist.isend, message, peer, (peer - me) % size, exchange.step)
+                message = agreement.add_header(self._header(exchange, me, peer, message.numel()), message)
+            op = dist.P2POp(dist.isend, message, group=self.group, group_peer=peer, tag=tag)
+            lists.setdefault(((peer - me) % size - 1) // (MAX_BATCH // 2), []).append(op)
         for peer, buffer in buffers.items():
-            self._add(lists, dist.irecv, buffer, peer, (me - peer) % size, exchange.step)
+            op = dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer, tag=tag)
+            lists.setdefault(((me - peer) % size - 1) // (MAX_BATCH // 2), []).append(op)
         peers = list(dict.fromkeys((*exchange.sends, *buffers)))
-        started = self.running.started(lambda: [pair for n in sorted(lists) for pair in _started(lists[n])], peers)
-        return buffers, started
+
+        def start() -> list[tuple[int, dist.Work]]:
+            return [pair for n in sorted(lists) for pair in _started(lists[n])]
+
+        return dict(buffers), self.running.start(start, peers)
 
     def _opened(self, exchange: Exchange, buffers: dict[int, Tensor]) -> dict[int, Tensor]:
         me = self.group.rank()
         return {
-            src: agreement.opened(self._header(exchange, src, me, exchange.receives[src]), buffer)
+            src: agreement.remove_header(self._header(exchange, src, me, exchange.receives[src]), buffer)
             for src, buffer in buffers.items()
         }
 
     def _header(self, exchange: Exchange, src: int, dst: int, num_bytes: int) -> agreement.Header:
-        pieces = agreement.name_of(exchange.pieces.get((src, dst), []))
+        pieces = agreement.checksum_pieces(exchange.pieces.get((src, dst), []))
         return self.running.header(src, dst, exchange.step, pieces, num_bytes)
-
-    def _add(
-        self,
-        lists: dict[int, list[dist.P2POp]],
-        kind: Callable[..., object],
-        tensor: Tensor,
-        peer: int,
-        distance: int,
-        step: int,
-    ) -> None:
-        # Both ends put a message into the list that its distance gives, so lists match (see Step.batches).
-        op = dist.P2POp(kind, tensor, group=self.group, group_peer=peer, tag=self.running.tag(step))
-        lists.setdefault((distance - 1) // (MAX_BATCH // 2), []).append(op)
 
 
 def _started(ops: list[dist.P2POp]) -> list[tuple[int, dist.Work]]:
-    """The work of a batch, each with the peer it is with; NCCL gives one for all."""
+    """Start a batch and return (peer, work) pairs. NCCL returns one work for the whole batch."""
     works = dist.batch_isend_irecv(ops)
     peers = [op.group_peer for op in ops] if len(works) == len(ops) else [ops[0].group_peer] * len(works)
     return list(zip(peers, works, strict=True))
