@@ -1,7 +1,6 @@
 """Helpers for torch.compile and module wrappers: handles, opaque dataclasses, eager-only functions.
 
-Masks and plans are built with numpy, outside of compiled graphs. A graph carries them as handles, and calls the
-functions that build them without tracing them.
+Masks and plans are built with numpy, outside of compiled graphs. A graph holds handles of them.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 # -- Handles -----------------------------------------------------------------------------------------------------------
-# Compiled code passes tensors through and treats every other value as a constant. So each mask and each plan has a
-# tensor that holds a number: one graph serves all of them, and looks up the number when it runs.
+# Compiled code treats every value except tensors as a constant. So each mask and each plan has a tensor with a number:
+# one graph serves all of them, and looks up the number when it runs.
 
 
 _numbers = count(1)
@@ -24,7 +23,7 @@ _alive: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def number_of(value: Any) -> int:
-    """A new number for a value, under which it is found as long as somebody else holds it. No number is used twice.
+    """Return a new number by which `found_under` looks up the value while it is alive. Numbers are never reused.
 
     >>> class Value: pass
     >>> value = Value()
@@ -41,15 +40,15 @@ def number_of(value: Any) -> int:
 
 
 def found_under(number: int) -> Any:
-    """The value with this number; None once it is gone."""
+    """Return the value with this number; None if it was freed."""
     return _alive.get(number)
 
 
 class Handled:
-    """A frozen dataclass with a handle. A copy, in this process or another, gets one of its own."""
+    """A frozen dataclass with a handle. A copy, in this process or another, gets a new one."""
 
     handle: Any
-    """None where it was made before torch was loaded, see `handle_of`."""
+    """None if it was created before torch was loaded, see `handle_of`."""
     __match_args__: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -60,26 +59,26 @@ class Handled:
 
 
 def handle_of(value: Any) -> Any:
-    """A tensor with a new number for a value; None as long as torch is not loaded, which planning does without."""
+    """Return a tensor with a new number for a value; None if torch is not loaded, as in planning."""
     torch: Any = sys.modules.get("torch")
     if not hasattr(torch, "inference_mode"):
         return None
-    with torch.inference_mode(False):  # compiled code tells tensors of inference mode from others
+    with torch.inference_mode(False):  # compiled code has guards on inference tensors
         return torch.tensor(number_of(value), device="cpu")
 
 
 # -- Dataclasses that module wrappers do not traverse ------------------------------------------------------------------
-# FSDP with mixed precision, DDP and other wrappers look for tensors inside the arguments of a module. They take a
-# dataclass apart and rebuild it, so the module would get a new plan in every call and nothing cached on the plan would
-# be found.
+# FSDP with mixed precision, DDP and other wrappers traverse the arguments of a module for tensors. They rebuild
+# dataclasses, so the module would get a new plan in every call, without anything cached on it.
 
 
 T = TypeVar("T")
 
 
 def sealed(kind: type[T]) -> type[T]:
-    """The dataclass as an ordinary class: made, compared, copied and pickled as before, but `dataclasses.fields` and
-    `dataclasses.replace` do not know it any more.
+    """Make a dataclass opaque to the input traversal of FSDP and DDP.
+
+    It is created, compared, copied and pickled as before, but is no dataclass for `dataclasses.fields` and `replace`.
 
     >>> import dataclasses
     >>> @sealed
@@ -91,34 +90,31 @@ def sealed(kind: type[T]) -> type[T]:
     (Pair(a=1, b=2), True, False)
     """
     names = tuple(field.name for field in fields(kind))  # type: ignore[arg-type]
-    if "__slots__" in vars(kind):  # a dataclass with slots is pickled field by field
-        _pickle_by_name(kind, names)
+    if "__slots__" in vars(kind):  # dataclasses with slots pickle by `dataclasses.fields`
+
+        def get_state(self: Any) -> list[Any]:
+            return [getattr(self, name) for name in names]
+
+        def set_state(self: Any, values: Sequence[Any]) -> None:
+            for name, value in zip(names, values, strict=True):
+                object.__setattr__(self, name, value)  # the class may be frozen
+
+        kind.__getstate__, kind.__setstate__ = get_state, set_state  # type: ignore[attr-defined]
     for name in ("__dataclass_fields__", "__replace__"):
         if name in vars(kind):
             delattr(kind, name)
     return kind
 
 
-def _pickle_by_name(kind: Any, names: Sequence[str]) -> None:
-    def state(self: Any) -> list[Any]:
-        return [getattr(self, name) for name in names]
-
-    def set_state(self: Any, values: Sequence[Any]) -> None:
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(self, name, value)  # of a frozen class
-
-    kind.__getstate__, kind.__setstate__ = state, set_state
-
-
-# -- Functions that are not traced -------------------------------------------------------------------------------------
+# -- Functions that run eagerly under torch.compile --------------------------------------------------------------------
 
 
 P = ParamSpec("P")
-_quiet: dict[Any, Any] = {}
+_disabled: dict[Any, Any] = {}
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, before which compiled code stops and after which it goes on; torch is not needed for it.
+    """Run the function eagerly, with a graph break, under torch.compile. Does not load torch.
 
     >>> untraced(len)([1, 2])
     2
@@ -126,15 +122,13 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        return _of(function)(*args, **kwargs)
+        eager = _disabled.get(function)
+        if eager is None:
+            compiler = getattr(sys.modules.get("torch"), "compiler", None)
+            if compiler is None:
+                return function(*args, **kwargs)
+            eager = compiler.disable(function, reason="masks and plans are built outside of compiled graphs")
+            _disabled[function] = eager
+        return eager(*args, **kwargs)
 
     return called
-
-
-def _of(function: Callable[P, T]) -> Callable[P, T]:
-    if function not in _quiet:
-        compiler = getattr(sys.modules.get("torch"), "compiler", None)
-        if compiler is None:
-            return function
-        _quiet[function] = compiler.disable(function, reason="masks and plans are made outside of compiled graphs")
-    return _quiet[function]

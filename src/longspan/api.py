@@ -1,7 +1,7 @@
 """Public functions: `plan`, `attention`, `flex_attention`, `block_mask`, `causal_conv1d`, `conv_plan`.
 
-They check arguments, add the call's context to errors once, and leave the work to the layers below. Importing this file
-does not load torch.
+They check arguments, add the call to error messages, and call the layers below. Importing this file does not load
+torch.
 """
 
 from __future__ import annotations
@@ -79,33 +79,33 @@ def attention(
     name: str = "",
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of `(batch, heads, tokens, features)` tensors, exact and differentiable.
+    """Compute exact, differentiable attention of `(batch, heads, tokens, features)` tensors.
 
     With a mask: on one device, over whole sequences. With a plan: on this rank's shards, over `group`.
 
-    A scaled score goes through `softcap`, `alibi`, `relative_bias`, `bias` and `score_mod`, in this order; then the
-    mask hides pairs. Positions are global. All tensors among these, and those that `score_mod` captured, get gradients.
+    Scaled scores pass through `softcap`, `alibi`, `relative_bias`, `bias` and `score_mod`, in this order; then the mask
+    applies. Positions are global. All of these tensors, and those captured by `score_mod`, get gradients.
 
     Args:
-        q: queries. DTensors sharded along their tokens are taken too.
-        k: keys, with as many heads as q or a divisor of that.
+        q: queries. DTensors sharded along their tokens are accepted.
+        k: keys; the number of heads divides that of q.
         v: values; their feature size may differ from that of q and k.
-        plan_or_mask: a mask of `longspan.masks`, or a plan made by `longspan.plan`.
+        plan_or_mask: a mask of `longspan.masks`, or a plan created by `longspan.plan`.
         group: with a plan, the ranks of the sequence: a process group or a mesh of one axis.
-        scale: what scores are multiplied by; 1 / sqrt(features) by default.
-        return_lse: also return each row's log-sum-exp (natural, float32), -inf for rows that see nothing.
-        kernel: "auto", "sdpa", or a kernel by name, which is obeyed or refused.
-        score_mod: a function (score, b, h, q_idx, kv_idx) of one pair. It is called on hidden pairs too.
+        scale: factor of scores; 1 / sqrt(features) by default.
+        return_lse: also return each row's log-sum-exp (natural, float32), -inf for rows without keys.
+        kernel: "auto", "sdpa", or the name of a kernel, which is used or refused.
+        score_mod: a function (score, b, h, q_idx, kv_idx) of one pair. It is called on masked pairs, too.
         softcap: c in c * tanh(score / c).
-        sinks: one score per head that joins the softmax and brings no value.
+        sinks: one score per head that joins the softmax without a value.
         alibi: slopes, one per head.
         relative_bias: a `RelativeBias` of `longspan.scores`.
         bias: a tensor that broadcasts to (batch, heads, queries, keys) of the whole sequence.
-        dropout: the probability with which a pair is dropped after the softmax.
-        seed: decides, with the global positions, which pairs are dropped: the same on any number of ranks.
-        captured_grads: "sum" adds up gradients of captured tensors and sinks over the group; "share" leaves each rank
-            its own share, for trainers that reduce gradients themselves (FSDP, DDP).
-        name: tells apart calls of one plan: ranks that are in calls of different names are told so.
+        dropout: probability of dropping a pair after the softmax.
+        seed: selects, with global positions, the dropped pairs: the same on any number of ranks.
+        captured_grads: "sum" sums gradients of captured tensors and sinks over the group; "share" leaves each rank its
+            own share, for trainers that reduce gradients themselves (FSDP, DDP).
+        name: distinguishes calls of one plan: ranks in calls of different names raise an error.
 
     Returns:
         The output, `(batch, heads, tokens, features of v)`, or output and lse.
@@ -170,11 +170,10 @@ def flex_attention(
     captured_grads: str = "sum",
     name: str = "",
 ) -> Tensor | tuple[Tensor, Tensor | AuxOutput]:
-    """`torch.nn.attention.flex_attention.flex_attention`, with a backward on every device and gradients of tensors that
-    `score_mod` captured, on one device or, with `plan` and `group`, on this rank's shards.
+    """Compute `torch.nn.attention.flex_attention.flex_attention` on one device or, with `plan` and `group`, on this
+    rank's shards, with a backward on every device and gradients of tensors that `score_mod` captured.
 
-    Functions are called on tiles with global positions; tiles that the mask leaves empty are never touched. Nothing
-    needs `torch.compile`.
+    Functions are called on tiles with global positions; empty tiles are skipped. `torch.compile` is not needed.
 
     Args:
         query: (batch, heads, tokens, features).
@@ -182,12 +181,12 @@ def flex_attention(
         value: the same with key/value heads; its feature size may differ.
         score_mod: a function (score, b, h, q_idx, kv_idx) of one pair.
         block_mask: a `BlockMask` of PyTorch, or a mask of `longspan.masks`.
-        scale: what scores are multiplied by; 1 / sqrt(features) by default.
-        enable_gqa: allows fewer key/value heads than query heads.
+        scale: factor of scores; 1 / sqrt(features) by default.
+        enable_gqa: allow fewer key/value heads than query heads.
         return_lse: also return each row's log-sum-exp.
-        kernel_options: PyTorch's; only what changes no result is taken.
-        return_aux: PyTorch's `AuxRequest`: lse, highest scores.
-        plan: runs on shards; its mask takes the place of `block_mask`.
+        kernel_options: must be empty: they tune PyTorch's Triton kernels, which this call does not launch by itself.
+        return_aux: PyTorch's `AuxRequest`: lse, maximum scores.
+        plan: run on shards; its mask replaces `block_mask`.
         group: the ranks of the plan: a process group or a mesh of one axis.
         captured_grads: see `attention`.
         name: see `attention`.
@@ -210,7 +209,7 @@ def flex_attention(
         )  # fmt: skip
 
 
-@untraced  # how many rows a rank has with its halos is up to the plan: a graph would have to be made for each
+@untraced  # the number of rows with halos depends on the plan: each would need a graph of its own
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -222,21 +221,21 @@ def causal_conv1d(
     activation: str | None = None,
     name: str = "",
 ) -> Tensor:
-    """Causal convolution of `(batch, tokens, channels)`, channel by channel, exact and differentiable.
+    """Compute an exact, differentiable depthwise causal convolution of `(batch, tokens, channels)`.
 
-    Every token is convolved with the `width - 1` before it in its own document. With `documents`, or nothing: on one
-    device, over whole sequences. With a plan: on this rank's shards, over `group`; gradients of weight and bias are
-    this rank's share then, as those of any module on its own tokens.
+    Every token is convolved with the `width - 1` tokens before it in its document. Without a plan: on one device, over
+    whole sequences. With a plan: on this rank's shards, over `group`; gradients of weight and bias are this rank's
+    share then, like those of any module applied to its tokens.
 
     Args:
-        x: the rows. In padding slots of a layout the output is 0.
+        x: the input. In padding slots of a layout the output is 0.
         weight: (channels, width); the last column is for the token itself.
         bias: (channels,), or None.
         documents: lengths, lengths per batch row, or a mask of documents (see `gated_delta_rule`); None is one.
-        plan: made by `longspan.conv_plan`.
+        plan: created by `longspan.conv_plan`.
         group: with a plan, the ranks of the sequence: a process group or a mesh of one axis.
-        activation: "silu" or "swish", which are the same, or None.
-        name: tells apart calls of one plan: ranks that are in calls of different names are told so.
+        activation: "silu" or "swish" (the same), or None.
+        name: distinguishes calls of one plan: ranks in calls of different names raise an error.
 
     >>> import torch
     >>> x, weight = torch.tensor([1.0, 2.0, 4.0, 8.0])[None, :, None], torch.tensor([[10.0, 1.0]])
@@ -253,13 +252,13 @@ def causal_conv1d(
 def conv_plan(
     documents: Documents, layout: Layout, *, channels: int, width: int, dtype: torch.dtype | str, batch: int = 1
 ) -> ConvPlan:
-    """Who sends which rows to whom in causal convolutions of one width. Every rank makes the same plan.
+    """Plan the halo exchange of causal convolutions of one width. Every rank creates the same plan.
 
     Args:
         documents: lengths, lengths per batch row, or a mask of documents (see `gated_delta_rule`); None is one.
-        layout: who holds which tokens.
-        channels: features of a row.
-        width: how many tokens a convolution takes, its own included.
+        layout: which rank holds which tokens.
+        channels: number of channels.
+        width: number of taps, the token itself included.
         dtype: a torch dtype or its name.
         batch: batch rows.
 
@@ -267,10 +266,7 @@ def conv_plan(
     32
     """
     if not isinstance(layout, Layout):
-        raise PlanError(
-            f"conv_plan(documents, layout, ...) takes a layout, but {type(layout).__name__} was given. See"
-            f" longspan.layouts."
-        )
+        raise PlanError(f"layout must be a layout of longspan.layouts, but got {type(layout).__name__}.")
     with in_context(lambda: f"The call: conv_plan over {shortened(layout, 120)}."):
         name = dtype_name(dtype)
         width = whole(width, "width", "conv_plan()", PlanError, low=1, high=MAX_WIDTH)
@@ -279,8 +275,8 @@ def conv_plan(
         numbers = document_rows(documents, layout.seq_len, PlanError)
         if len(numbers) not in (1, batch):
             raise PlanError(
-                f"documents are given for {len(numbers)} batch rows, but the plan is for {batch}. Give one list of"
-                f" lengths for all rows, or one per row."
+                f"documents must be one list of lengths for all batch rows, or one for each of {batch}, but got"
+                f" {len(numbers)}."
             )
         return planned_convolution(numbers, layout, width, Sizes(1, 1, channels, 0, ITEMSIZE[name], batch), name)
 
@@ -294,10 +290,10 @@ def block_mask(
     block_size: int = 128,
     device: torch.device | str = "cpu",
 ) -> BlockMask:
-    """PyTorch's `BlockMask` of one rank's query rows, in the order of its shard, for flex attention by other means.
+    """Return PyTorch's `BlockMask` of one rank's query rows, in the order of its shard, for other flex attention calls.
 
-    Keys are all tokens in their order (`kv="global"`) or the rank's own (`kv="local"`). Equal arguments give the same
-    object, and masks of other batches the same code with other tensors, so compiled code is not compiled again.
+    Keys are all tokens in global order (`kv="global"`) or the rank's own (`kv="local"`). Equal arguments return the
+    same object, and masks of other batches the same code with other tensors, so nothing is recompiled.
 
     >>> block_mask(masks.causal(), zigzag(1024, 2), rank=0).shape
     (1, 1, 512, 1024)
@@ -325,74 +321,66 @@ def plan(
     fetch_bytes: int | None = None,
     chunks: int | None = None,
 ) -> Plan:
-    """Who sends what when, and why. A pure function of its arguments: every rank makes the same plan.
+    """Plan attention over ranks: which rank sends which rows when. Every rank creates the same plan.
 
     Args:
-        mask: what may attend to what.
-        layout: who holds which tokens.
+        mask: which queries may attend to which keys.
+        layout: which rank holds which tokens.
         q_heads: query heads.
         kv_heads: key/value heads, a divisor of `q_heads`.
         head_dim: features of a query or key.
         dtype: a torch dtype or its name.
         v_head_dim: features of a value, if they differ from `head_dim`.
         batch: batch rows.
-        scheme: a scheme by name, which is obeyed or refused; "auto" compares all, with reasons.
-        machine: what "auto" prices schemes on: a `Machine`, or the name of one, such as "h100" (with PyTorch's own
-            kernels) or "h100-fa3". Default: an H100 cluster is assumed, with the kernel that would run there.
+        scheme: the name of a scheme, which is used or refused; "auto" compares all, with reasons.
+        machine: the hardware for which "auto" prices schemes: a `Machine`, or the name of one, such as "h100" (with
+            PyTorch's kernels) or "h100-fa3". Default: an H100 cluster with the kernel that would run there.
         keep: keep remote K/V for backward instead of fetching them again.
-        fetch_bytes: bounds the remote K/V that an exchange holds at once.
+        fetch_bytes: limit of the remote K/V that an exchange holds at once.
         chunks: with `chunks=n`, results are bit-for-bit identical on any number of ranks (including one), provided n
             and the thread count are the same and no layout boundary falls inside one of the n equal chunks.
 
     >>> mask = masks.documents([600, 424]) & masks.causal()
-    >>> made = plan(mask, zigzag(1024, 4), q_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scheme="exchange")
-    >>> made.bytes_received(0) <= 3 * 256 * 2 * (64 + 64) * 2
+    >>> p = plan(mask, zigzag(1024, 4), q_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scheme="exchange")
+    >>> p.bytes_received(0) <= 3 * 256 * 2 * (64 + 64) * 2
     True
     """
     mask = mask_of(mask)
     if not isinstance(mask, Mask) or not isinstance(layout, Layout):
         raise PlanError(
-            f"plan(mask, layout, ...) takes a mask and a layout, but {type(mask).__name__} and"
-            f" {type(layout).__name__} were given. "
-            + ("See longspan.layouts, as in layouts.zigzag(tokens, ranks)." if isinstance(mask, Mask) else advice(mask))
+            f"mask and layout must be a mask of longspan.masks and a layout of longspan.layouts, but got"
+            f" {type(mask).__name__} and {type(layout).__name__}. "
+            + ("Create one, as in layouts.zigzag(tokens, ranks)." if isinstance(mask, Mask) else advice(mask))
         )
     with in_context(lambda: f"The call: plan of {shortened(mask, 120)} over {shortened(layout, 120)}."):
         name = dtype_name(dtype)
         if not isinstance(scheme, str) or not isinstance(machine, str | Machine | None):
             raise PlanError(
-                f"scheme = {shortened(scheme)} and machine = {shortened(machine)} were given. A scheme is a name,"
-                f" as in 'auto' or 'exchange'; a machine is a name, a Machine of longspan.planning, or None."
+                f"scheme must be a name, as in 'auto' or 'exchange', and machine a name, a Machine of"
+                f" longspan.planning, or None, but got {shortened(scheme)} and {shortened(machine)}."
             )
         if not isinstance(keep, bool):
-            raise PlanError(f"keep = {shortened(keep)} was given. It is True (keep remote K/V for backward) or False.")
+            raise PlanError(f"keep must be a bool, but got {shortened(keep)}.")
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         whole(v_head_dim, "v_head_dim", "a plan", ScheduleError, low=1, high=MAX_SIZE)
         sizes = Sizes(q_heads, kv_heads, head_dim, v_head_dim, ITEMSIZE[name], batch)
-        max_rows = None if fetch_bytes is None else _rows_within(fetch_bytes, sizes)
+        max_rows: int | None = None
+        if fetch_bytes is not None:
+            fetch_bytes = whole(fetch_bytes, "fetch_bytes", "plan()", PlanError, high=1 << 62)
+            row = sizes.kv_heads * sizes.batch * (sizes.head_dim + sizes.v_head_dim) * sizes.itemsize
+            max_rows = fetch_bytes // row
+            if max_rows < 16:
+                raise PlanError(
+                    f"fetch_bytes must be at least {16 * row}, 16 rows of {row} bytes, but got {fetch_bytes}."
+                )
         hardware = machine_named(machine) if isinstance(machine, str) else machine
         hardware = hardware or assumed_machine(functions=not mask.is_structured)
-        named, cut = scheme.replace(" ", ""), _cut(chunks, fetch_bytes)
-        return planned(mask, PlanRequest(layout, sizes, name, named, hardware, machine is None, keep, max_rows, cut))
-
-
-def _cut(chunks: int | None, fetch_bytes: int | None) -> int | None:
-    if chunks is None:
-        return None
-    chunks = whole(chunks, "chunks", "plan()", PlanError, low=1, high=MAX_CHUNKS)
-    if fetch_bytes is not None:
-        raise PlanError(
-            f"chunks = {chunks} and fetch_bytes = {shortened(fetch_bytes)} were given. Rows that come in stages would"
-            f" be computed in other calls than those that come at once. Leave one of the two out."
-        )
-    return chunks
-
-
-def _rows_within(fetch_bytes: int, sizes: Sizes) -> int:
-    fetch_bytes = whole(fetch_bytes, "fetch_bytes", "plan()", PlanError, high=1 << 62)
-    row = sizes.kv_heads * sizes.batch * (sizes.head_dim + sizes.v_head_dim) * sizes.itemsize
-    if fetch_bytes < 16 * row:
-        raise PlanError(
-            f"fetch_bytes = {fetch_bytes} leaves room for {fetch_bytes // row} rows of {row} bytes. Give at least"
-            f" {16 * row} bytes, or leave it out."
-        )
-    return fetch_bytes // row
+        named = scheme.replace(" ", "")
+        if chunks is not None:
+            chunks = whole(chunks, "chunks", "plan()", PlanError, low=1, high=MAX_CHUNKS)
+            if fetch_bytes is not None:
+                raise PlanError(
+                    f"fetch_bytes must be None with chunks = {chunks}, but got {shortened(fetch_bytes)}. Rows that"
+                    f" arrive in stages are computed in other kernel calls than rows that arrive at once."
+                )
+        return planned(mask, PlanRequest(layout, sizes, name, named, hardware, machine is None, keep, max_rows, chunks))

@@ -1,6 +1,6 @@
-"""Tile: a rectangle of local rows with a band, and the features that a kernel may have to honour for it.
+"""Tile: a rectangle of local rows with a band, and the features that a kernel may have to support for it.
 
-`KnownTiles` caches what was computed about the tiles of a plan. `wide` gives the dtype in which sums are accumulated.
+`KnownTiles` caches values computed for the tiles of a plan. `wide` returns the dtype of accumulation.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Query rows q0:q1 against key rows k0:k1 of the given tensors; row i and column j, counted inside the tile, may
-    meet iff `lo <= i - j <= hi` (None: open) and, where the tile `asks`, the mask's function agrees.
+    """Query rows q0:q1 and key rows k0:k1. Row i may attend to column j, both counted inside the tile, iff
+    `lo <= i - j <= hi` (None: unbounded) and, if the tile `asks`, the mask's function allows it.
 
     >>> Tile(0, 4, 8, 12, lo=0).rows
     4
@@ -40,7 +40,7 @@ class Tile:
         return self.k1 - self.k0
 
     def part(self, q0: int, q1: int, k0: int, k1: int) -> Tile | None:
-        """The pairs inside a rectangle (same coordinates as q0..k1), tight; None where there is no pair.
+        """Return the tile inside a rectangle (in coordinates of q0..k1), tightened; None if it has no pair.
 
         >>> Tile(0, 8, 0, 8, lo=0).part(4, 8, 0, 8)
         Tile(q0=4, q1=8, k0=0, k1=8, lo=-4, hi=None, asks=False)
@@ -51,10 +51,10 @@ class Tile:
         return replace(self, q0=q0, q1=q1, k0=k0, k1=k1, lo=lo, hi=hi).tight()
 
     def tight(self) -> Tile | None:
-        """The same pairs without rows and columns that meet nothing and without bounds that exclude nothing.
+        """Return the same pairs without empty rows and columns and without bounds that exclude nothing.
 
-        Rows that see nothing come first (i < lo) or last (i > cols - 1 + hi), never in between, and so do columns:
-        a tight tile has no row and no column without a partner, and `lo <= 0`.
+        Empty rows come first (i < lo) or last (i > cols - 1 + hi), never in between, and so do columns: every row and
+        column of a tight tile has a pair, and `lo <= 0`.
 
         >>> Tile(0, 8, 0, 8, lo=2, hi=99).tight()
         Tile(q0=2, q1=8, k0=0, k1=6, lo=0, hi=None, asks=False)
@@ -80,18 +80,18 @@ class Tile:
 
 
 class KnownTiles(tuple[Tile, ...]):
-    """The tiles of one compute of a plan, which are the same in every call, and what was worked out about them."""
+    """The tiles of one compute of a plan, the same in every call, and a cache of values computed from them."""
 
     known: dict[object, Any]
 
     def __new__(cls, tiles: Iterable[Tile]) -> KnownTiles:
-        made = super().__new__(cls, tiles)
-        made.known = {}
-        return made
+        self = super().__new__(cls, tiles)
+        self.known = {}
+        return self
 
 
 def once(tiles: Sequence[Tile], make: Callable[..., T], *args: Any) -> T:
-    """Return `make(tiles, *args)`, from memory where these very tiles had it made before."""
+    """Return `make(tiles, *args)`, cached with the tiles."""
     if not isinstance(tiles, KnownTiles):
         return make(tiles, *args)
     key = make, *args
@@ -102,27 +102,27 @@ def once(tiles: Sequence[Tile], make: Callable[..., T], *args: Any) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What is asked of a kernel beside plain attention over bands."""
+    """Features of a kernel beyond plain attention over bands."""
 
     mask_function: bool = False
-    """Some tiles ask: a function decides on their pairs."""
+    """A function decides on pairs of some tiles."""
     score_function: bool = False
     """Scores are changed before the softmax, or probabilities after it."""
     dropout: bool = False
-    """Probabilities are struck out after the softmax."""
+    """Probabilities are dropped after the softmax."""
     chunks: bool = False
-    """A tile's bits must not depend on what lies beside it, or on the run."""
+    """A tile's bits must not depend on its neighbours, or on the run."""
 
-    def beyond(self, honoured: Features) -> str | None:
-        """What of this a kernel that honours so much does not do, or None."""
-        if self.score_function and not honoured.score_function:
-            return "it changes no scores, and a score function, a bias, a soft cap or dropout was given"
-        if self.mask_function and not honoured.mask_function:
-            return "it knows bands only, and the mask is decided by a function"
-        if self.dropout and not honoured.dropout:
-            return "it has no place for factors after the softmax, and dropout was given"
-        if self.chunks and not honoured.chunks:
-            return "nothing shows that its bits depend on the tile alone, which the plan's chunks promise"
+    def beyond(self, supported: Features) -> str | None:
+        """Return which of these features a kernel with the `supported` ones lacks, or None."""
+        if self.score_function and not supported.score_function:
+            return "it does not support score functions, biases, soft caps and dropout"
+        if self.mask_function and not supported.mask_function:
+            return "it supports only masks of bands, but the mask has a function"
+        if self.dropout and not supported.dropout:
+            return "it does not support dropout"
+        if self.chunks and not supported.chunks:
+            return "its bits may depend on more than the tile, but the plan has chunks"
         return None
 
 
@@ -133,12 +133,12 @@ ALL = Features(True, True, True, True)
 
 
 def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in a dtype: `to` takes a microsecond to find that there is nothing to do."""
+    """Return the tensor in a dtype. `Tensor.to` takes a microsecond even if there is nothing to do."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for all others.
+    """Return the dtype of accumulation: float64 for float64, else float32.
 
     >>> wide(torch.bfloat16)
     torch.float32

@@ -271,7 +271,7 @@ def test_numbers_are_not_used_again():
     handle = mask.handle
     del mask
     others = [ls.masks.sliding_window(n) for n in range(100)]
-    with pytest.raises(PlanError, match="the mask or plan of this call is gone"):
+    with pytest.raises(PlanError, match="mask or plan of this call"):
         ops.attention(q, k, v, [], None, handle, "", "auto", None, 0, True, True, False, "", ops.FORM)
     assert found_under(int(handle)) is None
     out, lse, ticket = ops.attention(
@@ -282,7 +282,7 @@ def test_numbers_are_not_used_again():
     out, lse = out.detach(), lse.detach()  # their graph holds the pass, too
     del ticket
     gc.collect()
-    with pytest.raises(PlanError, match="its forward pass is not known in this process any more"):
+    with pytest.raises(PlanError, match="forward pass"):
         ops.attention_backward(dout, None, q, k, v, [], None, out, lse, copied, [], False)
 
 

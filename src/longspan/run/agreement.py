@@ -22,8 +22,8 @@ from longspan.watch.store import Store
 from longspan.watch.store_client import LostError
 
 # -- Message headers in checked mode -----------------------------------------------------------------------------------
-# Point-to-point messages are matched by order and size only. The header of a message lets the receiver detect a swapped,
-# short, stale or damaged one.
+# Point-to-point messages are matched by order and size only. With a header, a receiver detects a swapped, short, stale
+# or damaged message.
 
 
 MAGIC = b"LSh2"
@@ -61,8 +61,8 @@ class Header:
         direction = {1: "forward", 2: "backward"}.get(self.direction, "?")
         direction += f" of call {self.forward}" if self.forward else ""
         return (
-            f"call {self.call} {direction} step {self.step + 1}, rank {self.src} to {self.dst}, {self.num_bytes} bytes of"
-            f" {self.dtype.rstrip(bytes(1)).decode(errors='replace')}, plan {self.plan.hex()[:12]}"
+            f"call {self.call} {direction} step {self.step + 1}, rank {self.src} to {self.dst}, {self.num_bytes} bytes"
+            f" of {self.dtype.rstrip(bytes(1)).decode(errors='replace')}, plan {self.plan.hex()[:12]}"
         )
 
 
@@ -114,7 +114,7 @@ def _checksum(message: Tensor) -> int:
 #
 #     rank 0   claims "call 7": its row is the reference; it arrives first, and waits
 #     rank 1   reads the row of rank 0, which equals its own; it arrives second, and waits
-#     rank 2   reads a row that differs from its own, writes its own next to it, arrives last, and reports the difference
+#     rank 2   reads a row that differs from its own, writes its own next to it, arrives last and reports it
 #
 # A rank that arrives at the next comparison has read all of this one, so the last rank to arrive there deletes it.
 

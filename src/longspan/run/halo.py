@@ -1,7 +1,7 @@
-"""Halo exchange: the rows before a rank's segments come from their owners, and their gradients go back.
+"""Halo exchange: fetch the rows before a rank's segments from their owners, and send their gradients back.
 
-A forward run returns the rank's rows with their halos in one tensor, as `longspan.planning.conv_plan` lays them out.
-Backward is the transposed map: a row's gradient is the sum over all places to which it was copied, on any rank.
+Forward returns the rank's rows with their halos in one tensor, in the order of `longspan.planning.conv_plan`. Backward
+is the transpose: the gradient of a row is the sum over all places to which it was copied, on any rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEAD = Span(0, 1)
 
 @dataclass(frozen=True)
 class HaloTask:
-    """What one rank runs: a plan of a convolution, and its place in it."""
+    """The halo exchange of one rank: a plan of a convolution, its rank and dtype."""
 
     conv: ConvPlan
     rank: int
@@ -44,7 +44,7 @@ class HaloTask:
 
 
 class HaloWalk(RowWalk):
-    """What both directions share: the tensor of rows and halos, and where the rank's own rows lie."""
+    """Shared by both directions: the tensor of rows and halos."""
 
     def __init__(self, task: HaloTask) -> None:
         super().__init__(task)
@@ -52,15 +52,15 @@ class HaloWalk(RowWalk):
         self.num_rows = task.conv.num_rows(task.rank)
 
     def compute(self, compute: Compute) -> None:
-        """Nothing: the convolution comes afterwards."""
+        """Do nothing: the convolution runs after the exchange."""
 
     def new_rows(self) -> Rows:
-        """The rank's rows with their halos."""
+        """Return new rows for the rank's tokens with their halos."""
         return self.recorder.new((self.sizes.batch, 1, self.num_rows, self.sizes.head_dim), self.form.dtype)
 
 
 class HaloForwardWalk(HaloWalk):
-    """One rank's forward steps. The input is its rows, the result the same with their halos."""
+    """One rank's forward steps. Input: its rows. Result: its rows with their halos."""
 
     def __init__(self, task: HaloTask) -> None:
         super().__init__(task)
@@ -70,9 +70,9 @@ class HaloForwardWalk(HaloWalk):
         self.hold(transfer.piece.role, rows, self.never)
 
     def finish(self) -> list[Rows]:
-        made = self.new_rows()
+        result = self.new_rows()
         for part in self.haloed:
-            target = TokenStore(part.runs, HEAD, part.batch, (made[part.batch.start : part.batch.stop, :],))
+            target = TokenStore(part.runs, HEAD, part.batch, (result[part.batch.start : part.batch.stop, :],))
             left = total(target.runs)
             for _, store in self.held[Role.KV]:
                 if store.has(HEAD, part.batch):
@@ -82,28 +82,28 @@ class HaloForwardWalk(HaloWalk):
             assert left == 0, f"{left} rows before segments are not held, or are held twice"
             for zeros in part.zeros(self.conv.width, self.num_rows):
                 target.tensors[0][:, :, zeros].fill_(0.0)
-        return [made]
+        return [result]
 
 
 class HaloBackwardWalk(HaloWalk):
-    """One rank's backward steps. The input is the gradient of rows and halos, the result that of its own rows.
+    """One rank's backward steps. Input: gradients of rows and halos. Result: gradients of its own rows.
 
-    Gradients of halos travel in float32 and are added in float32 to what the owner's own segments gave.
+    Gradients of halos are sent and summed in float32.
     """
 
     direction = "backward"
 
     def __init__(self, task: HaloTask) -> None:
         super().__init__(task)
-        found = self.new_rows()
+        gradients = self.new_rows()
         slots = int(self.job.plan.layout.num_slots(self.job.rank))
         shape, batch = (self.sizes.batch, 1, slots, self.sizes.head_dim), Span(0, self.sizes.batch)
-        like = self.recorder.new(shape, self.form.dtype)  # never filled: it says what sums look like
+        like = self.recorder.new(shape, self.form.dtype)  # never filled: shape and dtype of the sums
         self.home = SumByHeads((like,), HEAD, batch, self.form.wide)
         self.away: dict[Key, tuple[Ints, Sum]] = {}
-        """Gradients of other ranks' rows: where each is, and the sum."""
+        """Gradients of other ranks' rows: their runs and the sum."""
         for part in self.haloed:
-            key, gradient = (HEAD, part.batch), found[part.batch.start : part.batch.stop, :]
+            key, gradient = (HEAD, part.batch), gradients[part.batch.start : part.batch.stop, :]
             self._add(gradient, part.runs, self.own_runs, self.home.of(key))
             away = laid_out(subtract(union(part.runs[:, :2]), union(self.own_runs[:, :2])))
             shape = (len(part.batch), 1, total(away), self.sizes.head_dim)
@@ -111,15 +111,14 @@ class HaloBackwardWalk(HaloWalk):
             self._add(gradient, part.runs, *self.away[key])
 
     def _add(self, gradient: Rows, runs: Ints, targets: Ints, sums: Sum) -> None:
-        """Adds gradients of rows that are among the targets, in the order in which they lie in the tensor."""
+        """Add gradients of rows that are among the targets, in the order of the tensor."""
         for here, there in common_rows(targets, runs):
             sums.add(here.start, here.stop, gradient[:, :, there])
 
     def fill(self, piece: Piece, targets: Sequence[Rows]) -> None:
         wanted = self.store(piece, targets)
-        runs, found = self.away[wanted.heads, wanted.batch]
         whole = SumInto(wanted.tensors, self.form.wide)
-        self._move(runs, found, wanted.runs, whole)
+        self._move(*self.away[wanted.heads, wanted.batch], wanted.runs, whole)
         whole.finish()
 
     def arrived(self, transfer: Moved, rows: TokenStore) -> None:  # noqa: ARG002
@@ -127,11 +126,11 @@ class HaloBackwardWalk(HaloWalk):
         sums.begin_with(rows.tensors)
         self._move(rows.runs, sums, self.own_runs, self.home.of((rows.heads, rows.batch)))
 
-    def _move(self, source: Ints, found: Sum, target: Ints, sums: Sum) -> None:
-        """Adds what was found for rows of the source to the sum of those that the target has too."""
+    def _move(self, source: Ints, gradients: Sum, target: Ints, sums: Sum) -> None:
+        """Add a sum of the source's rows to a sum of the target's, for rows that both have."""
         for here, there in common_rows(source, target):
             shift = there.start - here.start
-            for part in found.within(here.start, here.stop):
+            for part in gradients.within(here.start, here.stop):
                 sums.take(Stretch(part.start + shift, part.stop + shift, part.tensors, part.is_state))
 
     def finish(self) -> list[Rows]:
@@ -139,7 +138,7 @@ class HaloBackwardWalk(HaloWalk):
 
 
 class HaloRun(RowRun):
-    """A run of either direction on tensors of shape (batch, tokens, channels)."""
+    """A run of one direction on tensors of shape (batch, tokens, channels)."""
 
     walks: type[HaloWalk]
 
@@ -156,9 +155,9 @@ class HaloRun(RowRun):
         return self.halo_task.conv.width, None  # short documents have one plan for many widths
 
     def program(self) -> Program[Tensor]:
-        """Runs; returns the rank's rows with their halos, or the gradient of its rows."""
-        (found,) = yield from self.run()
-        return found.to(self.task.dtype).squeeze(1)
+        """Run; return the rank's rows with their halos, or the gradients of its rows."""
+        (rows,) = yield from self.run()
+        return rows.to(self.task.dtype).squeeze(1)
 
 
 class HaloForward(HaloRun):

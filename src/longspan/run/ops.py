@@ -1,8 +1,8 @@
-"""The attention of one rank as `torch.library` operators, which compiled graphs, checkpointing and autograd can see.
+"""The attention of one rank as `torch.library` operators, for compiled graphs, checkpointing and autograd.
 
-An operator takes strings and numbers besides tensors. A mask or plan is passed as its handle, a tensor with a number,
-and is looked up when the operator runs; a group is passed by the name that PyTorch gave it. A forward pass returns a
-ticket, a tensor with the number of what its backward needs, which lives as long as the ticket's memory does.
+Operators take tensors, strings and numbers. A mask or plan is passed as its handle, a tensor with a number, and looked
+up when the operator runs; a group is passed by PyTorch's name for it. A forward pass returns a ticket: a tensor with
+the number of the context that its backward needs, which lives as long as the ticket's memory.
 """
 
 from __future__ import annotations
@@ -40,31 +40,28 @@ from longspan.validate import fitting_plan
 from longspan.versions import VERSION
 
 # -- Registering operators ---------------------------------------------------------------------------------------------
-# `torch.library.custom_op` inspects all arguments several times in every call, which takes 0.2 ms of host time. The
-# functions here make the same registrations and take 0.05 ms.
+# `torch.library.custom_op` inspects all arguments several times per call, which takes 0.2 ms of host time. The same
+# registrations take 0.05 ms here.
 
 
-_runs: dict[Any, Callable[..., Any]] = {}
-"""What operators run, by operator."""
+_implementations: dict[Any, Callable[..., Any]] = {}
 
 
-def _library(name: str, *, anew: bool = False) -> torch.library.Library:
-    """The library of one operator. It is kept where PyTorch keeps operators: when modules of ours are imported again (a
-    notebook that reloads them), the one of before must go first."""
-    kept: dict[str, torch.library.Library] = vars(torch.ops.longspan).setdefault("_libraries", {})
-    if anew and name in kept:
-        _torch.destroy(kept.pop(name))
-    if name not in kept:
-        kept[name] = torch.library.Library("longspan", "FRAGMENT")
-    return kept[name]
+def _libraries() -> dict[str, torch.library.Library]:
+    """Libraries by operator, stored with PyTorch's operators, so that they survive a reload of this module."""
+    return vars(torch.ops.longspan).setdefault("_libraries", {})
 
 
 def defined(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """The operator of this name, for all devices. Its schema is that of `run`, which changes no argument and returns
-    nothing that shares memory with one; `fake` makes results without data."""
+    """Register an operator for all devices, with the schema of `run`.
+
+    `run` must not modify its arguments nor return views of them; `fake` returns results without data.
+    """
     schema = torch.library.infer_schema(run, mutates_args=())
     short = name.partition("::")[2]
-    library = _library(name, anew=True)
+    if name in _libraries():
+        _torch.destroy(_libraries().pop(name))
+    library = _libraries()[name] = torch.library.Library("longspan", "FRAGMENT")
     library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag, *_torch.CUDAGRAPH_UNSAFE))
 
     def called(*args: Any) -> Any:
@@ -74,62 +71,64 @@ def defined(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any
     library.impl(short, untraced(called), "CompositeExplicitAutograd")
     torch.library.register_fake(name, fake, lib=library)
     operator = getattr(torch.ops.longspan, short).default
-    _runs[operator] = run
+    _implementations[operator] = run
     return operator
 
 
 def run_of(operator: Any, *tensors: torch.Tensor | None) -> Callable[..., Any]:
-    """What to call below autograd: the operator, or, where nobody looks on, what it runs. PyTorch's dispatcher hands
-    arguments from Python to Python, which takes 20 us of the host each time."""
-    known = operator in _runs  # not after this module was imported again
-    return _runs[operator] if known and _torch.is_unobserved(tensors) else operator
+    """Return the implementation of an operator if no mode or subclass observes it, else the operator.
+
+    PyTorch's dispatcher takes 20 us of host time to pass arguments from Python to Python.
+    """
+    run = _implementations.get(operator)  # None after this module was reloaded
+    return run if run is not None and _torch.is_unobserved(tensors) else operator
 
 
 def differentiate(operator: Any, run: Callable[..., Any]) -> None:
-    """Runs this instead of the operator where autograd looks on; it calls the operator below autograd."""
-    _library(operator.name()).impl(operator, run, "Autograd")
+    """Register the autograd implementation of an operator."""
+    _libraries()[operator.name()].impl(operator, run, "Autograd")
 
 
 def refuse_derivative(operator: Any) -> None:
-    """Lets the operator run, and refuses a gradient of what it returns."""
+    """Make a gradient through the results of an operator raise."""
 
     @wraps(operator)
     def run(*args: Any) -> Any:
         with _torch.below_autograd():
-            found = operator(*args)
+            results = operator(*args)
         tensors = [t for arg in args for t in (arg if isinstance(arg, list) else [arg]) if isinstance(t, torch.Tensor)]
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-            return found
-        return _torch.tree_map(lambda t: _NoDerivative.apply(t, *tensors) if t.is_floating_point() else t, found)
+            return results
+        return _torch.tree_map(lambda t: NoDoubleBackward.apply(t, *tensors) if t.is_floating_point() else t, results)
 
-    _library(operator.name()).impl(operator, run, "Autograd")
+    differentiate(operator, run)
 
 
-class _NoDerivative(torch.autograd.Function):
-    """A tensor as it is, of which there is no gradient."""
+class NoDoubleBackward(torch.autograd.Function):
+    """Identity whose gradient raises."""
 
     @staticmethod
-    def forward(ctx: Any, found: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG004
-        return found.view_as(found)
+    def forward(ctx: Any, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG004
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:  # type: ignore[override]  # noqa: ARG004
         raise PlanError(
-            "a second derivative of an operator of Longspan was asked for (a backward through gradients, as"
-            " create_graph=True makes it possible), and there is none. Use first derivatives only."
+            "Double backward (create_graph=True) through a Longspan operator is not supported. Use first derivatives"
+            " only."
         )
 
 
-# -- What a forward pass leaves for its backward besides tensors, and its ticket ---------------------------------------
+# -- The context that a forward pass leaves for its backward, and its ticket -------------------------------------------
 
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Said:
-    """What compiled code says about scores: a text (see `ScoreText`) and the numbers in it. Its tensors are arguments
-    of both operators: memory of a graph's own is used again."""
+class ScoreProgram:
+    """Score functions as compiled code passes them: a text (see `ScoreText`) and the numbers in it. Tensors are
+    arguments of both operators, because a graph reuses its memory."""
 
     text: str = ""
     numbers: Sequence[int] = ()
@@ -143,163 +142,147 @@ class Said:
         return scoring
 
 
-NOTHING = Said()
+EMPTY_SCORE_PROGRAM = ScoreProgram()
 
 
-class Kept(list[Tensor]):
-    """What a plan keeps of other ranks' rows, from forward to backward."""
+class SavedRemoteKV(list[Tensor]):
+    """Rows of other ranks that a plan keeps from forward to backward."""
 
 
-@dataclass(eq=False)  # frozen ones take three times as long to make
-class Pass:
-    """A forward pass, as its backward needs to know it."""
+@dataclass(eq=False)  # not frozen: creating a frozen dataclass takes three times as long
+class ForwardContext:
+    """The context of a forward pass for its backward."""
 
     job: Job
     group: str
     number: int
-    """Which call over the group it was; 0 without a group."""
+    """Number of the call over the group; 0 without a group."""
     name: str
-    sums: bool
-    """Whether gradients of what all ranks share are added up."""
+    reduce_shared_grads: bool
     reads: tuple[Reads, ...]
-    """What functions of the mask had read."""
-    kept: ref[Kept]
-    said: Said = NOTHING
-    """What compiled code says about scores."""
+    """Values that functions of the mask read."""
+    kept: ref[SavedRemoteKV]
+    scores: ScoreProgram = EMPTY_SCORE_PROGRAM
 
 
-class _Memory(bytearray):
-    """A ticket's memory: tensors that share it keep alive what the ticket is for."""
+class _TicketMemory(bytearray):
+    """Memory of a ticket. Tensors that share it keep the context alive."""
 
     held: tuple[object, ...]
 
 
-def ticket_of(made: object, *more: object) -> Tensor:
-    """The ticket of a forward pass, which keeps it alive, and what more it needs."""
-    memory = _Memory(number_of(made).to_bytes(8, "little"))
-    memory.held = made, *more
+def ticket_of(context: object, *more: object) -> Tensor:
+    """Return a ticket that keeps the context of a forward pass alive, and `more` with it."""
+    memory = _TicketMemory(number_of(context).to_bytes(8, "little"))
+    memory.held = context, *more
     return torch.frombuffer(memory, dtype=torch.int64)
 
 
 def pass_of(ticket: Tensor, kind: type[T]) -> T:
-    """The forward pass of a ticket."""
-    found = found_under(int(ticket))
-    if not isinstance(found, kind):
+    """Return the context of a forward pass by its ticket."""
+    context = found_under(int(ticket))
+    if not isinstance(context, kind):
         raise PlanError(
-            "a backward pass was started, but its forward pass is not known in this process any more: what compiled"
-            " code saved for it was copied, and the original let go. Compile without hooks that copy saved tensors"
+            "The forward pass of this backward pass is not known in this process any more: tensors saved by compiled"
+            " code were copied, and the originals freed. Compile without hooks that copy saved tensors"
             " (torch.autograd.graph.save_on_cpu, saved_tensors_hooks), or let them pass integer tensors on."
         )
-    return found
+    return context
 
 
 # -- The record of a call that ranks compare ---------------------------------------------------------------------------
 
 
-MAX_OF_ONE = 64
+MAX_RECORDS = 64
 _records: WeakKeyDictionary[Plan, dict[tuple[str, ...], Record]] = WeakKeyDictionary()
-"""A plan's records, by what may differ between its calls: a plan is called many times, and its texts are long."""
+"""Records of a plan, by the fields that may differ between its calls."""
 
 
 def record_of(job: Job | HaloTask, device: torch.device, sums: bool | None, name: str, safety: Safety) -> Record:
-    """What this rank was asked for; `sums` is None where no gradients are wanted."""
-    texts = (
-        job.plan.fingerprint[: WIDTH - 1],
-        _device(device),
-        *_asked(job),
-        "not wanted" if sums is None else "sum" if sums else "share",
-        str(safety.checked),
-        repr(name) if name else "none",
-    )
-    known = _records.setdefault(job.plan, {})
-    if texts not in known:
-        while len(known) >= MAX_OF_ONE:
-            del known[next(iter(known))]
-        known[texts] = _build(job.plan, *texts)
-    return known[texts]
-
-
-def _build(plan: Plan, fingerprint: str, *texts: str) -> Record:
-    parts = plan.mask.fingerprint[:16], plan.layout.fingerprint[:16], plan.sizes.text(), plan.dtype
-    return Record(VERSION, str(torch.__version__), fingerprint, *parts, *texts)
-
-
-def _asked(job: Job | HaloTask) -> tuple[str, str, str, str]:
-    """Scheme, scale, scores and sinks; a convolution has nothing but a width."""
+    """Return the record of a call that ranks compare; `sums` is None if no gradients are needed."""
+    plan = job.plan
+    scale = scores = sinks = "none"
     if isinstance(job, HaloTask):
-        return f"convolution of width {job.conv.width}", "none", "none", "none"
-    sinks = "none" if job.sinks is None else f"{tuple(job.sinks.shape)}"
-    return _scheme(job.plan), repr(job.scale), _scores(job.scoring), sinks
+        scheme = f"convolution of width {job.conv.width}"
+    else:
+        scheme, scale = plan.scheme.name + (", keep" if plan.keep else ""), repr(job.scale)
+        if plan.chunks is not None:
+            scheme = f"{scheme}, chunks = {plan.chunks}, threads = {torch.get_num_threads()}"
+        if job.scoring is not None:
+            captured = [tuple(t.shape) for t in job.scoring.captured]
+            scores = f"{len(job.scoring.functions)} of them, captured {captured}, {job.scoring.dropout}"
+        if job.sinks is not None:
+            sinks = f"{tuple(job.sinks.shape)}"
+    gradients = "not wanted" if sums is None else "sum" if sums else "share"
+    fingerprint = plan.fingerprint[: WIDTH - 1]  # changes with what functions of the mask read
+    name = repr(name) if name else "none"
+    fields = fingerprint, _device(device), scheme, scale, scores, sinks, gradients, str(safety.checked), name
+    records = _records.setdefault(plan, {})
+    record = records.get(fields)
+    if record is None:
+        while len(records) >= MAX_RECORDS:
+            del records[next(iter(records))]
+        parts = plan.mask.fingerprint[:16], plan.layout.fingerprint[:16], plan.sizes.text(), plan.dtype
+        record = records[fields] = Record(VERSION, str(torch.__version__), fingerprint, *parts, *fields[1:])
+    return record
 
 
 def _device(device: torch.device) -> str:
-    """Ranks must not only compute on devices of one kind, but by one implementation of flash attention."""
+    """Describe the device type and the implementation of flash attention: both must be equal on all ranks."""
     return device.type if device.type == "cpu" else f"{device.type}, {implementation()}"
-
-
-def _scheme(plan: Plan) -> str:
-    name = plan.scheme.name + (", keep" if plan.keep else "")
-    return name if plan.chunks is None else f"{name}, chunks = {plan.chunks}, threads = {torch.get_num_threads()}"
-
-
-def _scores(scoring: Scoring | None) -> str:
-    if scoring is None:
-        return "none"
-    captured = [tuple(t.shape) for t in scoring.captured]
-    return f"{len(scoring.functions)} of them, captured {captured}, {scoring.dropout}"
 
 
 # -- Forward and backward ----------------------------------------------------------------------------------------------
 
 
 FORM = 3
-"""The form of both operators. PyTorch keeps compiled code on disk and finds it by the arguments of the forward: a new
-signature of the backward needs a new number, or code of an older version would call it."""
+"""Version of both operators' signatures. PyTorch caches compiled code on disk by the arguments of the forward. Change
+it when the signature of the backward changes, or cached code of an older version would call it."""
 
 
 def place_in(group: str) -> tuple[int, int] | None:
-    """This process's rank in the group and the group's size; None without a group."""
+    """Return (rank, size) of this process in the group; None without a group."""
     if not group:
         return None
-    found = _torch.group_named(group)
-    return found.rank(), found.size()
+    process_group = _torch.group_named(group)
+    return process_group.rank(), process_group.size()
 
 
 def _value_of(handle: Tensor) -> Mask | Plan:
-    found = found_under(int(handle))
-    if not isinstance(found, (Mask, Plan)):
+    value = found_under(int(handle))
+    if not isinstance(value, (Mask, Plan)):
         raise PlanError(
-            "the mask or plan of this call is gone: compiled code was given its handle, but nobody holds it any more."
-            " Keep a reference to it as long as the call runs."
+            "The mask or plan of this call was freed: compiled code holds only its handle. Keep a reference to it as"
+            " long as the call runs."
         )
-    return found
+    return value
 
 
-_NOTHING = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
 def told_in(group: str) -> AbstractContextManager[None]:
-    return told(_torch.group_named(group)) if group else _NOTHING
+    return told(_torch.group_named(group)) if group else _NULL_CONTEXT
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Run with this device current and without autocast, which would narrow products of float32 inside. NCCL and
-    compiled kernels go by the current device, and a process may not have said which of several is its own."""
+    """Make this device current, which NCCL and compiled kernels rely on, and disable autocast, which would round
+    float32 products."""
     if device.index is None and not torch.is_autocast_enabled(device.type):
-        return _NOTHING
+        return _NULL_CONTEXT
     return _on_device(device)
 
 
 @contextmanager
 def _on_device(device: torch.device) -> Iterator[None]:
-    current = _NOTHING if device.index is None else torch.accelerator.device_index(device.index)
-    narrows = torch.is_autocast_enabled(device.type)
-    with torch.autocast(device.type, enabled=False) if narrows else _NOTHING, current:
+    current = _NULL_CONTEXT if device.index is None else torch.accelerator.device_index(device.index)
+    is_autocast = torch.is_autocast_enabled(device.type)
+    with torch.autocast(device.type, enabled=False) if is_autocast else _NULL_CONTEXT, current:
         yield
 
 
 def run_over(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
-    """What the program gives, and the number of the call over the group."""
+    """Run a program; return its result and the number of the call over the group."""
     with on_device(call.device):
         if not group:
             return run_alone(program), 0
@@ -307,13 +290,13 @@ def run_over(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
             return ProcessGroup(running).run(program), running.number
 
 
-_ALONE = Safety()
+_DEFAULT_SAFETY = Safety()
 
 
 def settings_of(group: str, *, backward: bool = False) -> Safety:
-    """How safely to run. Read when the operator runs: compiled code keeps no settings of its compilation."""
+    """Return the safety settings. Read when the operator runs, because compiled code must not freeze them."""
     if not group:
-        return _ALONE
+        return _DEFAULT_SAFETY
     members = members_of(_torch.group_named(group))
     if not backward:
         members.settings = safety(members.settings)
@@ -326,16 +309,16 @@ def call_of(job: Task, direction: str, device: torch.device, safety: Safety, **m
 
 
 def apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The results, none of them in memory of another or of an input: dk and dv may come from one message."""
-    taken: set[int] = set()
+    """Clone results that share memory with an input or with each other, as dk and dv from one message do."""
+    storages: set[int] = set()
     for tensor in inputs:
-        taken.add(tensor.untyped_storage().data_ptr())
-    made: list[Tensor] = []
+        storages.add(tensor.untyped_storage().data_ptr())
+    separate: list[Tensor] = []
     for result in results:
-        result = result.clone() if result.untyped_storage().data_ptr() in taken else result
-        taken.add(result.untyped_storage().data_ptr())
-        made.append(result)
-    return made
+        result = result.clone() if result.untyped_storage().data_ptr() in storages else result
+        storages.add(result.untyped_storage().data_ptr())
+        separate.append(result)
+    return separate
 
 
 def run_forward(
@@ -349,9 +332,9 @@ def run_forward(
     kernel: str,
     scale: float | None,
     scoring: int,
-    sums: bool,
-    saves: bool,
-    learns: bool,
+    reduce_shared_grads: bool,
+    needs_backward: bool,
+    needs_shared_grads: bool,
     name: str,
     form: int,
     text: str = "",
@@ -359,62 +342,61 @@ def run_forward(
     reals: list[float] | None = None,
     num_constants: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output and lse of the rank's rows, and the ticket of this pass.
+    """Return output and lse of the rank's rows, and the ticket of this pass.
 
-    `saves` says that a backward may come, `learns` that it gives gradients to what all ranks share. What happens to
-    scores has a number, or in compiled code a text with the numbers that it reads. The last `num_constants` of what is
-    captured get no gradient.
+    Shared gradients are those of sinks and captured tensors, which all ranks hold. Score functions are passed by
+    number, or in compiled code as a text with the numbers that it reads. The last `num_constants` captured tensors get
+    no gradient.
     """
     with told_in(group):
         assert form == FORM, "compiled code of another version"
-        said = Said(text, tuple(numbers or ()), tuple(reals or ())) if text else NOTHING
-        captured, constants = _parted(captured, num_constants) if num_constants else (captured, [])
+        scores = ScoreProgram(text, tuple(numbers or ()), tuple(reals or ())) if text else EMPTY_SCORE_PROGRAM
+        captured, constants = _split_constants(captured, num_constants) if num_constants else (captured, [])
         place = place_in(group) if group else None
         plan = fitting_plan(_value_of(handle), q, k, v, place)
         functions: Scoring | None = None
         if text:
-            functions = said.scoring(captured, constants, q, plan)
+            functions = scores.scoring(captured, constants, q, plan)
         elif scoring:
             functions = found_under(scoring)
         drops = functions is not None and functions.dropout is not None
-        honours = Features(not plan.is_structured, functions is not None, drops, plan.chunks is not None)
+        features = Features(not plan.is_structured, functions is not None, drops, plan.chunks is not None)
         why_not = lambda: why_not_inside(plan.mask, functions, q)  # noqa: E731
-        chosen = kernel_named(choose_kernel(kernel, q, k, v, honours, why_not))
-        if learns and plan.chunks is not None:
+        chosen = kernel_named(choose_kernel(kernel, q, k, v, features, why_not))
+        if needs_shared_grads and plan.chunks is not None:
             raise PlanError(
-                f"the plan has chunks = {plan.chunks}, which promises the same bits on any number of ranks, but sinks"
-                f" or a tensor that a score function uses needs a gradient, which is summed over ranks in an order that"
-                f" their number decides. Detach it, or plan without chunks."
+                f"chunks must be None if sinks or captured tensors of a score function need gradients, but got"
+                f" {plan.chunks}. Their sum over ranks depends on the number of ranks, and chunks promise the same bits"
+                f" on any number. Detach them, or plan without chunks."
             )
         scale = 1 / sqrt(q.shape[3]) if scale is None else scale
         job = Job(plan, place[0] if place else 0, chosen, scale, q.dtype, functions, sinks)
         plan.mask.read_anew()
-        program = Forward(job, q, k, v, captured).program(saves=saves)
+        program = Forward(job, q, k, v, captured).program(saves=needs_backward)
         number = 0
         if group:
             settings = settings_of(group)
-            record = record_of(job, q.device, sums if saves else None, name, settings)
+            record = record_of(job, q.device, reduce_shared_grads if needs_backward else None, name, settings)
             call = call_of(job, "forward", q.device, settings, record=record, name=name)
             (out, lse, kept), number = run_over(program, group, call)
         else:
             with on_device(q.device):
                 out, lse, kept = run_alone(program)
         out, lse = apart((out.contiguous(), lse.contiguous()), (q, k, v))
-        made, reads = Kept(kept), job.plan.mask.settled_reads()
+        saved, reads = SavedRemoteKV(kept), job.plan.mask.settled_reads()
         if text:
             job = replace(job, scoring=None)
         elif job.scoring is not None:
             job.scoring.settle()
-        done = Pass(
-            job if job.sinks is None else replace(job, sinks=None), group, number, name, sums, reads, ref(made), said
-        )
-        return out, lse, ticket_of(done, made)
+        job = job if job.sinks is None else replace(job, sinks=None)
+        context = ForwardContext(job, group, number, name, reduce_shared_grads, reads, ref(saved), scores)
+        return out, lse, ticket_of(context, saved)
 
 
 def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, _captured: Any, _sinks: Any, handle: Tensor, group: str, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if type(handle) is Tensor:  # not traced: tensors without data, which must fit all the same
+    if type(handle) is Tensor:  # fake tensors outside of tracing: check them, too
         fitting_plan(_value_of(handle), q, k, v, place_in(group))
     return (
         q.new_empty((*q.shape[:3], v.shape[3])),
@@ -438,21 +420,25 @@ def run_backward(
     plain: bool,
     num_constants: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Gradients of the rank's rows, of captured tensors and, last, of the sinks.
+    """Return gradients of q, k and v, and of captured tensors with the sinks last.
 
-    `kept` are the rows that the plan keeps, where autograd has saved them; compiled code leaves them with the ticket.
-    It also wants `plain` strides, which it has to know beforehand; elsewhere a copy would be for nothing.
+    `kept` are rows that the plan keeps, if autograd saved them; compiled code leaves them with the ticket. Compiled
+    code also needs `plain` (contiguous) results, because it fixes strides in advance.
     """
-    forward = pass_of(ticket, Pass)
-    captured, constants = _parted(captured, num_constants)
+    forward = pass_of(ticket, ForwardContext)
+    captured, constants = _split_constants(captured, num_constants)
     kept = kept or forward.kept() or []
     with told_in(forward.group):
-        _check_unchanged(forward)
+        # Functions of masks and scores are called again: raise if they would not read what the forward read.
+        if forward.job.scoring is not None:
+            forward.job.scoring.check_unchanged()
+        if forward.reads:
+            forward.job.plan.mask.check_as_read(forward.reads)
         job = forward.job if sinks is None else replace(forward.job, sinks=sinks)
-        if forward.said.text:
-            job = replace(job, scoring=forward.said.scoring(captured, constants, q, job.plan))
+        if forward.scores.text:
+            job = replace(job, scoring=forward.scores.scoring(captured, constants, q, job.plan))
         if dlse is not None:
-            # Fused kernels take the output and work out delta themselves; a gradient of lse changes delta alone.
+            # Fused kernels compute delta from the output; a gradient of lse changes delta alone.
             job = replace(job, kernel=kernel_named("reference"))
         backward = Backward(job, Saved(q, k, v, out, lse, kept, captured), dout, dlse)
         call: Call | None = None
@@ -466,43 +452,29 @@ def run_backward(
         gradients = [t.contiguous() for t in gradients] if plain else gradients
         dq, dk, dv = apart(gradients, (dout, q, k, v, out, lse, *kept))
         shared = backward.shared_gradients()
-        if forward.sums and call is not None and shared:
-            shared = _summed(shared, forward.group, call)
+        if forward.reduce_shared_grads and call is not None and shared:
+            flat = torch.cat([t.flatten() for t in shared])
+            with members_of(_torch.group_named(forward.group)).call(call) as running:
+                running.all_reduce(flat)
+            parts = flat.split([t.numel() for t in shared])
+            shared = [part.view(t.shape).clone() for part, t in zip(parts, shared, strict=True)]
         return dq, dk, dv, [t.to(like.dtype) for t, like in zip(shared, _shared(captured, sinks), strict=True)]
 
 
-def _check_unchanged(forward: Pass) -> None:
-    """Refuses a backward that would not see what its forward saw: functions of masks and scores are called again."""
-    if forward.job.scoring is not None:
-        forward.job.scoring.check_unchanged()
-    if forward.reads:
-        forward.job.plan.mask.check_as_read(forward.reads)
-
-
-def _parted(captured: list[Tensor], num_constants: int) -> tuple[list[Tensor], list[Tensor]]:
-    """What gets gradients, and what does not."""
+def _split_constants(captured: list[Tensor], num_constants: int) -> tuple[list[Tensor], list[Tensor]]:
     at = len(captured) - num_constants
     return captured[:at], captured[at:]
 
 
 def _shared(captured: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
-    """What every rank has a copy of."""
+    """Return the tensors that all ranks hold."""
     return [*captured, *([] if sinks is None else [sinks])]
-
-
-def _summed(gradients: list[Tensor], group: str, call: Call) -> list[Tensor]:
-    """Added up over the group, in one message."""
-    flat = torch.cat([t.flatten() for t in gradients])
-    with members_of(_torch.group_named(group)).call(call) as running:
-        running.all_reduce(flat)
-    parts = flat.split([t.numel() for t in gradients])
-    return [part.view(t.shape).clone() for part, t in zip(parts, gradients, strict=True)]
 
 
 def _fake_backward(
     dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, captured: Any, sinks: Any, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    captured, _ = _parted(captured, rest[5] if len(rest) > 5 else 0)  # PyTorch leaves out what is as by default
+    captured, _ = _split_constants(captured, rest[5] if len(rest) > 5 else 0)  # PyTorch omits default arguments
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     return dq, dk, dv, [t.new_empty(t.shape) for t in _shared(captured, sinks)]
 
@@ -512,13 +484,13 @@ attention_backward = defined("longspan::attention_backward", run_backward, _fake
 
 
 Run = Callable[..., Any]
-"""The operator, or what it runs."""
-_TO_CONSTANTS = 13
-"""Arguments of the operator from the handle to the number of constants; PyTorch leaves out what is as by default."""
+"""An operator, or its implementation."""
+NUM_CONSTANTS = 13
+"""Index of `num_constants` among the arguments of the operator after `sinks`; PyTorch omits default arguments."""
 
 
 class _Attention(torch.autograd.Function):
-    """The forward operator with the backward one behind it."""
+    """The forward operator with the backward operator as its gradient."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -528,11 +500,11 @@ class _Attention(torch.autograd.Function):
             out, lse, ticket = run(q, k, v, list(captured), sinks, *others)
         kept: Sequence[Tensor] = ()
         ctx.is_traced = type(ticket) is not Tensor
-        if not ctx.is_traced:  # when it is, there is no pass yet
-            ctx.forward_pass = pass_of(ticket, Pass)  # the copy of a ticket, which hooks may make, holds nothing
+        if not ctx.is_traced:
+            ctx.forward_pass = pass_of(ticket, ForwardContext)  # hooks may copy the ticket, which keeps nothing alive
             kept = ctx.forward_pass.kept() or ()
         ctx.num_kept, ctx.has_sinks = len(kept), sinks is not None
-        ctx.num_constants = others[_TO_CONSTANTS] if len(others) > _TO_CONSTANTS else 0
+        ctx.num_constants = others[NUM_CONSTANTS] if len(others) > NUM_CONSTANTS else 0
         ctx.save_for_backward(q, k, v, out, lse, ticket, *kept, *_shared(captured, sinks))
         ctx.mark_non_differentiable(ticket)
         ctx.set_materialize_grads(False)
@@ -546,7 +518,7 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         run = attention_backward
-        if not torch.is_grad_enabled():  # where it is, a second derivative is refused by the operator
+        if not torch.is_grad_enabled():  # with create_graph=True the operator refuses double backward
             run = run_of(attention_backward, dout, dlse, q, k, v, out, lse, sinks, *captured)
         saved = captured, sinks, out, lse, ticket, kept
         with _torch.below_autograd() if run is not attention_backward else nullcontext():
@@ -558,10 +530,11 @@ class _Attention(torch.autograd.Function):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], sinks: Tensor | None, *others: Any, run: Run = attention
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator with its gradient; `run` is the operator, or what it runs."""
-    needs = q.requires_grad or k.requires_grad or v.requires_grad
-    needs = needs or (bool(captured or sinks is not None) and any(t.requires_grad for t in _shared(captured, sinks)))
-    if needs and torch.is_grad_enabled():
+    """Run the operator, or its implementation, with autograd."""
+    needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
+    if not needs_grad and (captured or sinks is not None):
+        needs_grad = any(t.requires_grad for t in _shared(captured, sinks))
+    if needs_grad and torch.is_grad_enabled():
         return _Attention.apply(run, others, q, k, v, sinks, *captured)  # type: ignore[return-value]
     with _torch.below_autograd():
         return run(q, k, v, captured, sinks, *others)

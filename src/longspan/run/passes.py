@@ -1,4 +1,4 @@
-"""The forward and backward pass of attention: what a step computes, merges and sends."""
+"""The forward and backward pass of attention: the computes, merges and messages of every step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from longspan.run.walk import Job, Run, Walk
 from longspan.spans import Ints, Span, as_spans, as_table, join, union
 from longspan.tile import as_dtype, wide
 
-# -- Forward: partial results are merged where they are computed, and sent to the rank that owns the rows --------------
+# -- Forward: merge partial results where they are computed, and send them to the rank that owns the rows --------------
 
 
 class ForwardWalk(Walk):
-    """One rank's forward steps. Inputs are q, k and v; results are output, lse, and pieces kept for backward."""
+    """One rank's forward steps. Inputs: q, k and v. Results: output, lse, and pieces kept for backward."""
 
     def __init__(self, job: Job, *, saves: bool) -> None:
         super().__init__(job)
@@ -52,7 +52,7 @@ class ForwardWalk(Walk):
         return [(b, h, rows, self.sizes.v_head_dim), (b, h, rows, 1)]
 
     def _result(self, key: Key) -> tuple[TokenStore, Accumulator]:
-        """The query rows of some heads that this rank computes, and their accumulator."""
+        """Return the query rows of some heads that this rank computes, and their accumulator."""
         if key not in self.results:
             q = self.get(Piece(Role.Q, self.computed[key], *key))
             self.results[key] = (q, Accumulator(q.tensors[0], self.sizes.v_head_dim))
@@ -77,7 +77,7 @@ class ForwardWalk(Walk):
         return [*self._own_results(), *(self._kept_messages() if self.saves else [])]
 
     def _own_results(self) -> tuple[Rows, Rows]:
-        """The rank's own rows, from what was computed here and what came home."""
+        """Return output and lse of the rank's own rows, computed here or received."""
         whole = (Span(0, self.sizes.q_heads), Span(0, self.sizes.batch))
         alone = len(self.results) == 1 and not self.held.get(Role.OUT)
         if alone and whole in self.results and self.results[whole][0].runs is self.mine.runs:
@@ -85,18 +85,19 @@ class ForwardWalk(Walk):
         shape = (*self.mine.tensors[0].shape[:3], self.sizes.v_head_dim)
         out, lse = self.recorder.new(shape, self.form.dtype), self.recorder.new((*shape[:3], 1), self.form.wide)
         home = TokenStore(self.mine.runs, *whole, (out, lse))
-        found = [
+        stores = [
             TokenStore(computed_runs(q.runs, self.computed[key]), *key, accumulator.result())
             for key, (q, accumulator) in self.results.items()
         ]
-        found += [store for _, store in self.held.get(Role.OUT, [])]
-        self._fill_rest(home, found)
-        for store in found:
-            place(store, home)
+        stores += [store for _, store in self.held.get(Role.OUT, [])]
+        self._fill_rest(home, stores)
+        for store in stores:
+            part = TokenStore(home.runs, store.heads, store.batch, home.part(store.heads, store.batch))
+            store.copy_to(part, common_rows(store.runs, home.runs))
         return out, lse
 
     def _fill_rest(self, home: TokenStore, stores: Sequence[TokenStore]) -> None:
-        """Rows that nobody computes saw nothing."""
+        """Fill rows that no rank computes, because they see no key, with (0, -inf)."""
         out, lse = home.tensors
         b, h, num_rows, _ = out.shape
         missing = np.ones((b, h, num_rows), dtype=np.bool_)
@@ -109,7 +110,7 @@ class ForwardWalk(Walk):
             lse[batch, heads, rows].fill_(-torch.inf)
 
     def _kept_messages(self) -> list[Rows]:
-        """The pieces that the plan keeps, in its order."""
+        """Return the pieces that the plan keeps, in its order."""
         self.held = {role: [(self.never, rows) for of, rows in self.kept if of is role] for role in (Role.Q, Role.KV)}
         messages: list[Rows] = []
         for piece in self.job.plan.kept(self.job.rank):
@@ -131,7 +132,7 @@ class Forward(Run):
         return ForwardWalk(self.job, saves=saves)
 
     def program(self, *, saves: bool) -> Program[tuple[Tensor, Tensor, list[Tensor]]]:
-        """Runs; returns output, lse and, if backward `saves`, the remote pieces that the plan keeps, as messages."""
+        """Run; return output, lse and, with `saves`, the remote pieces that the plan keeps, as messages."""
         program, memory = self.start(saves)
         alone = self.job.plan.layout.world_size == 1
         yield from program.run(memory, self.attend, self.direction, self.job.rank, alone=alone)
@@ -139,73 +140,61 @@ class Forward(Run):
         del program, memory
         out, lse = as_dtype(out, self.job.dtype), as_dtype(lse.squeeze(3), wide(self.job.dtype))
         if self.job.sinks is not None:
-            out, lse = self._with_sinks(out, lse, self.job.sinks)
+            chunks = self.job.plan.scheme.problem.chunks
+            if chunks is None:
+                out, lse = with_sinks(out, lse, self.job.sinks)
+            else:  # chunk by chunk: `logaddexp` rounds the end of a row differently from its vectorized part
+                parts = zip(out.split(chunks.length, 2), lse.split(chunks.length, 2), strict=True)
+                pairs = [with_sinks(part.contiguous(), stat.contiguous(), self.job.sinks) for part, stat in parts]
+                out, lse = (torch.cat(tensors, 2) for tensors in zip(*pairs, strict=True))
         return out, lse, [message.view(-1) for message in kept] if kept else []
-
-    def _with_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-        """Results that see sinks, chunk by chunk if there are any: `logaddexp` rounds the end of a row otherwise."""
-        chunks = self.job.plan.scheme.problem.chunks
-        if chunks is None:
-            return with_sinks(out, lse, sinks)
-        parts = zip(out.split(chunks.length, 2), lse.split(chunks.length, 2), strict=True)
-        made = [with_sinks(part.contiguous(), stat.contiguous(), sinks) for part, stat in parts]
-        return torch.cat([part for part, _ in made], 2), torch.cat([stat for _, stat in made], 2)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows that also see one key of no value, whose score is the head's sink. Backward needs nothing but this lse."""
+    """Add to every row a key without value whose score is the head's sink. Backward needs only the returned lse."""
     whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     share = (lse - whole.masked_fill(whole.isneginf(), 0.0)).exp()  # -inf minus -inf is nan, not 0
     return (out * share.unsqueeze(-1)).to(out.dtype), whole
 
 
-def place(source: TokenStore, target: TokenStore) -> None:
-    """Copies rows that both have from one store into the other, which has more heads or batch rows, or as many."""
-    part = TokenStore(target.runs, source.heads, source.batch, target.part(source.heads, source.batch))
-    source.copy_to(part, common_rows(source.runs, target.runs))
-
-
 def rectangles(missing: Bools) -> list[tuple[slice, slice, slice]]:
-    """Batch rows, heads and tokens that are missing; heads together where all miss the same.
+    """Return the missing batch rows, heads and tokens as rectangles; one for all heads if they miss the same tokens.
 
     >>> rectangles(np.array([[[True, False], [True, False]]]))
     [(slice(0, 1, None), slice(0, 2, None), slice(0, 1, None))]
     """
-    made: list[tuple[slice, slice, slice]] = []
     if not missing.any():
-        return made
+        return []
     if (missing == missing[:1, :1]).all():
         parts = [(slice(0, missing.shape[0]), slice(0, missing.shape[1]), missing[0, 0])]
     else:
         each = np.ndindex(*missing.shape[:2])
         parts = [(slice(b, b + 1), slice(h, h + 1), missing[b, h]) for b, h in each]
-    for batch, heads, flags in parts:
-        made += [(batch, heads, slice(start, stop)) for start, stop in runs_of_true(flags)]
-    return made
+    return [(batch, heads, slice(*run)) for batch, heads, flags in parts for run in runs_of_true(flags)]
 
 
 def computed_spans(steps: Sequence[PlanStep], sizes: Sizes) -> dict[Key, tuple[Span, ...]]:
-    """For each set of heads and batch rows, the query rows that the steps compute."""
-    found: dict[Key, list[Ints]] = {}
+    """Return the query rows that the steps compute, by heads and batch rows."""
+    tables: dict[Key, list[Ints]] = {}
     for piece in (compute.q for step in steps for compute in step.computes):
         batch = Span(0, sizes.batch) if piece.batch is None else piece.batch
-        found.setdefault((piece.heads, batch), []).append(as_table(piece.spans))
-    return {key: as_spans(union(np.concatenate(rows))) for key, rows in found.items()}
+        tables.setdefault((piece.heads, batch), []).append(as_table(piece.spans))
+    return {key: as_spans(union(np.concatenate(rows))) for key, rows in tables.items()}
 
 
 def computed_runs(runs: Ints, spans: tuple[Span, ...]) -> Ints:
-    """The part of the runs that lies in the spans."""
+    """Return the part of the runs inside the spans."""
     wanted = as_table(spans)
     i, j = join(runs[:, :2], wanted)
     start, stop = np.maximum(runs[i, 0], wanted[j, 0]), np.minimum(runs[i, 1], wanted[j, 1])
     return np.stack((start, stop, runs[i, 2] + start - runs[i, 0]), axis=1)
 
 
-# -- Backward: gradients of queries stay until their rows go home, those of keys travel as sums ------------------------
+# -- Backward: gradients of queries are sent to their owner at the end, those of keys as sums --------------------------
 
 
 class Saved(NamedTuple):
-    """What a rank's forward leaves for backward: its own rows, messages that are kept, values of captured tensors."""
+    """Tensors of a rank's forward for its backward: own rows, kept messages, values of captured tensors."""
 
     q: Tensor
     k: Tensor
@@ -217,7 +206,7 @@ class Saved(NamedTuple):
 
 
 class BackwardWalk(Walk):
-    """One rank's backward steps. Inputs are q, k, v, dout, lse, delta, out and kept messages; results dq, dk and dv."""
+    """One rank's backward steps. Inputs: q, k, v, dout, lse, delta, out and kept messages. Results: dq, dk and dv."""
 
     direction = "backward"
 
@@ -243,29 +232,36 @@ class BackwardWalk(Walk):
         self.terms = None if chunks is None else Terms(chunks.length)
 
     def finish(self) -> list[Rows]:
-        """The gradients of the rank's own q, k and v."""
+        """Return the gradients of the rank's own q, k and v."""
         for key, (q, dout, _, dq) in self.queries.items():
             if dout.runs is not self.rows.runs:
                 self._add(q, dq, self.rows, self.home_q.of(key), key)
-        for kv, sums in self.others:  # own rows of what was put together from several owners' keys
+        for kv, sums in self.others:  # own rows among keys gathered from several owners
             key = (kv.heads, kv.batch)
             self._add(kv, sums, self.mine, self.home.of(key), key)
-        if self.terms is not None:
-            self._add_terms(self.terms)
+        if self.terms is not None:  # gradients of own keys from all branches of queries, complete by now
+            for key, branches in self.terms.rest():
+                parts: Branch = []
+                for number, terms in branches:
+                    sums = Sum(self.mine.part(*key), self.form.wide)
+                    for kv, part in terms:
+                        self._add(kv, part, self.mine, sums, key)
+                    push(parts, number, sums)
+                self.home.of(key).plus(total(parts))
         return [*self.home_q.result(self.form.dtype), *self.home.result(self.form.dtype)]
 
     def compute(self, compute: Compute) -> None:
         q, dout, out, dq = self._query((compute.q.heads, self.form.batch(compute.q)))
         kv = self.get(compute.kv)
-        from_above, lse, delta = dout.tensors
-        inputs = (*q.tensors, *kv.tensors, from_above, out, lse, delta)
+        grad_out, lse, delta = dout.tensors
+        inputs = (*q.tensors, *kv.tensors, grad_out, out, lse, delta)
         target = self._target(kv) if self.terms is None else Sum(kv.tensors, self.form.wide)
-        for group, (dq_found, dk_found, dv_found) in self.launch(compute, inputs, q, kv):
+        for group, (tile_dq, tile_dk, tile_dv) in self.launch(compute, inputs, q, kv):
             row = col = 0
             for tile in group:
                 rows, cols = slice(row, row + tile.rows), slice(col, col + tile.cols)
-                dq.add(tile.q0, tile.q1, dq_found[:, :, rows])
-                target.add(tile.k0, tile.k1, dk_found[:, :, cols], dv_found[:, :, cols])
+                dq.add(tile.q0, tile.q1, tile_dq[:, :, rows])
+                target.add(tile.k0, tile.k1, tile_dk[:, :, cols], tile_dv[:, :, cols])
                 row, col = rows.stop, cols.stop
         if self.terms is not None:
             firsts = compute.q.spans[0].start, compute.kv.spans[0].start
@@ -277,7 +273,7 @@ class BackwardWalk(Walk):
         return [(b, h, rows, d), (b, g, cols, d), (b, g, cols, e)]
 
     def _query(self, key: Key) -> tuple[TokenStore, TokenStore, Rows, Sum]:
-        """Query rows of some heads with their output gradients, outputs, and the gradient that is being summed."""
+        """Return query rows of some heads, their output gradients and outputs, and the running sum of dq."""
         if key not in self.queries:
             spans = self.computed[key]
             q, dout = self.get(Piece(Role.Q, spans, *key)), self.get(Piece(Role.DOUT, spans, *key))
@@ -285,14 +281,14 @@ class BackwardWalk(Walk):
             if dout.runs is self.rows.runs:
                 out, dq = self.out.part(*key)[0], self.home_q.of(key)
             else:
-                from_above, _, delta = dout.tensors
-                out = self.recorder.call(stand_in, (from_above, delta), from_above.shape)
+                grad_out, _, delta = dout.tensors
+                out = self.recorder.call(stand_in, (grad_out, delta), grad_out.shape)
                 dq = Sum(q.tensors, self.form.wide)
             self.queries[key] = (q, dout, out, dq)
         return self.queries[key]
 
     def _target(self, kv: TokenStore) -> Sum:
-        """Where gradients of these keys are summed, row for row."""
+        """Return the running sum of the gradients of these keys."""
         if kv.runs is self.mine.runs:
             return self.home.of((kv.heads, kv.batch))
         for rows, sums in self.others:
@@ -307,8 +303,8 @@ class BackwardWalk(Walk):
         wanted = self.store(piece, targets)
         key = (wanted.heads, wanted.batch)
         if piece.role is Role.DQ:
-            found = (q for q in self.queries.values() if q[0].has(*key) and have_all(q[0].runs, wanted.runs))
-            q, _, _, dq = next(found)
+            queries = (q for q in self.queries.values() if q[0].has(*key) and have_all(q[0].runs, wanted.runs))
+            q, _, _, dq = next(queries)
             return self._send([(q, dq)], wanted, key)
         if self.terms is not None:
             return self._send(list(self.terms.take(piece.apart[0], wanted)), wanted, key)
@@ -316,12 +312,12 @@ class BackwardWalk(Walk):
         self._send(sources, wanted, key)
         for kv, sums in sources:
             for here, _ in common_rows(kv.runs, wanted.runs):
-                sums.drop(here.start, here.stop)  # what is passed on is no longer held here
+                sums.drop(here.start, here.stop)  # sent, so not held here any more
         self.others = [(kv, sums) for kv, sums in self.others if sums.any()]
         return None
 
     def _send(self, sources: Sequence[tuple[TokenStore, Sum]], wanted: TokenStore, key: Key) -> None:
-        """Writes what was found for rows of a message, summed in the message itself."""
+        """Sum gradients for the rows of a message, in the message itself."""
         whole = SumInto(wanted.tensors, self.form.wide)
         for rows, sums in sources:
             self._add(rows, sums, wanted, whole, key)
@@ -347,24 +343,13 @@ class BackwardWalk(Walk):
             self.others.append((replace(rows, tensors=()), sums))
         return None
 
-    def _add(self, source: TokenStore, found: Sum, target: TokenStore, total: Sum, key: Key) -> None:
-        """Adds what was found for some heads of rows that source and target both have to a total of the target's."""
+    def _add(self, source: TokenStore, sums: Sum, target: TokenStore, total: Sum, key: Key) -> None:
+        """Add a sum of the source's rows, for some heads, to a sum of the target's, for rows that both have."""
         for here, there in common_rows(source.runs, target.runs):
             shift = there.start - here.start
-            for part in found.within(here.start, here.stop):
+            for part in sums.within(here.start, here.stop):
                 tensors = TokenStore(source.runs, source.heads, source.batch, part.tensors).part(*key)
                 total.take(Stretch(part.start + shift, part.stop + shift, tensors, part.is_state))
-
-    def _add_terms(self, terms: Terms) -> None:
-        """Gradients of own keys from all branches of queries, which are complete by now."""
-        for key, branches in terms.rest():
-            parts: Branch = []
-            for number, found in branches:
-                sums = Sum(self.mine.part(*key), self.form.wide)
-                for kv, part in found:
-                    self._add(kv, part, self.mine, sums, key)
-                push(parts, number, sums)
-            self.home.of(key).plus(total(parts))
 
 
 class Backward(Run):
@@ -385,33 +370,33 @@ class Backward(Run):
         return BackwardWalk(self.job)
 
     def program(self) -> Program[tuple[Tensor, Tensor, Tensor]]:
-        """Runs; returns the gradients of the rank's own q, k and v."""
+        """Run; return the gradients of the rank's own q, k and v."""
         dq, *keys = yield from self.run()
         dk, dv = (as_dtype(t, self.job.dtype) for t in keys)
         if self.job.plan.scheme.problem.chunks is not None:
-            # a message has 0.0 where a branch adds nothing, and -0.0 + 0.0 is another zero
+            # A message has 0.0 where a branch adds nothing, and -0.0 + 0.0 is 0.0.
             dk, dv = dk + 0.0, dv + 0.0
         return as_dtype(dq, self.job.dtype), dk, dv
 
     def shared_gradients(self) -> list[Tensor]:
-        """What this rank adds, in float32, to gradients of what all ranks share: captured tensors and sinks."""
-        found = self.totals.sums
+        """Return this rank's share, in float32, of the gradients of captured tensors and sinks."""
+        shared = self.totals.sums
         if self.job.sinks is None or self.of_sinks is None:
-            return found
-        # A sink is a key of no value: its score's gradient is minus probability times delta.
+            return shared
+        # A sink is a key without value: the gradient of its score is minus probability times delta.
         lse, delta = self.of_sinks
         sinks = self.job.sinks.to(lse.dtype)[:, None]
-        share = (sinks - lse.masked_fill(lse.isneginf(), torch.inf)).exp()  # -inf: neither key nor sink was seen
-        return [*found, -(share * delta).sum((0, 2))]
+        share = (sinks - lse.masked_fill(lse.isneginf(), torch.inf)).exp()  # lse is -inf if there is no key nor sink
+        return [*shared, -(share * delta).sum((0, 2))]
 
 
 def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
-    """Some `out` with rowsum(dout * out) = delta, for kernels that ask for `out` where only `delta` has travelled.
+    """Return some `out` with rowsum(dout * out) = delta, for kernels that need `out` where only `delta` was sent.
 
-    It is the multiple of dout that has this product, which is never longer than the real output.
+    It is the multiple of dout with this product, which is never longer than the real output.
     """
     size = torch.linalg.vector_norm(dout, torch.inf, -1, keepdim=True, dtype=delta.dtype)
-    size += size == 0  # then all of the row is 0, and so will be what comes out
-    unit = dout / size  # squares of very large or small numbers would leave the range
-    length = torch.linalg.vecdot(unit, unit).unsqueeze(-1).clamp_(min=1.0)  # one number of the row is 1 or -1
+    size += size == 0  # rows of zeros stay zeros
+    unit = dout / size  # squares of very large or small numbers would overflow or underflow
+    length = torch.linalg.vecdot(unit, unit).unsqueeze(-1).clamp_(min=1.0)  # the largest element of a row is 1 or -1
     return unit.mul_(delta / length.mul_(size)).to(dout.dtype)

@@ -1,4 +1,4 @@
-"""Move rows from one layout to another. Only rows whose owner changes travel, one message per pair of ranks."""
+"""Move rows from one layout to another. Only rows that change their rank are sent, one message per pair of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from longspan.spans import Ints
 
 @dataclass(frozen=True)
 class Moves:
-    """One rank's part of a conversion: slots to take rows from and to put rows into, staying rows first."""
+    """One rank's part of a conversion: source and target slots of rows that stay, are sent and are received."""
 
     keep_from: Ints
     keep_to: Ints
@@ -31,7 +31,7 @@ class Moves:
 
 @lru_cache(maxsize=256)
 def moves(source: Layout, target: Layout, rank: int) -> Moves:
-    """What the rank keeps, sends and receives. Both ends order a message by position, so it needs no header."""
+    """Return the rows that a rank keeps, sends and receives. Both ends order a message by position."""
     mine = source.positions(rank)[: int(source.num_tokens[rank])]
     wanted = target.positions(rank)[: int(target.num_tokens[rank])]
     to, from_ = target.owner(mine), source.owner(wanted)
@@ -49,7 +49,7 @@ def moves(source: Layout, target: Layout, rank: int) -> Moves:
 
 
 class Relayout(torch.autograd.Function):
-    """This rank's rows in another layout; gradients take the way back."""
+    """This rank's rows in another layout; backward moves gradients back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Layout, target: Layout, group: dist.ProcessGroup, dim: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Triton kernels that merge partial results and move rows. Importing this file needs Triton.
+"""Triton kernels that merge partial results and copy or add rows. Importing this file needs Triton.
 
-Shapes: see merge.py and packing.py. A program works on some rows of one batch row and one head; all
-strides are given, so that views need no copy, and offsets are 64 bits wide.
+Shapes: see merge.py and packing.py. A program handles some rows of one batch row and one head. All strides are
+arguments, so that views need no copy; offsets have 64 bits.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def merge_kernel(
     acc_b, acc_h, acc_t, top_b, top_h, top_t, num_b, num_h, num_t, out_b, out_h, out_t, lse_b, lse_h, lse_t,
     ROWS: tl.constexpr, DIM: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """`run.merge.merge`: the state (acc, top, num) takes up a partial (out, lse), in place; where it goes by row,
-    row there[i] of the state takes up row here[i] of the partial, and no row of the state is there twice."""
+    """`run.merge.merge`: merge a partial (out, lse) into the state (acc, top, num), in place. BY_ROW: row here[i] of the
+    partial into row there[i] of the state, whose rows are distinct."""
     blocks = tl.cdiv(rows, ROWS)
     plane = tl.program_id(0) // blocks
     b, h = (plane // heads).to(tl.int64), (plane % heads).to(tl.int64)
@@ -49,7 +49,7 @@ def _move_rows(
     source_b, source_h, source_t, target_b, target_h, target_t,
     ROWS: tl.constexpr, DIM: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows: target[there[i]] = source[here[i]], or += where it adds."""
+    """One block of rows: target[there[i]] = source[here[i]], or += with ADDS."""
     blocks = tl.cdiv(rows, ROWS)
     plane = block // blocks
     b, h = (plane // heads).to(tl.int64), (plane % heads).to(tl.int64)
@@ -73,7 +73,7 @@ def rows_kernel(
     source_b, source_h, source_t, target_b, target_h, target_t,
     ROWS: tl.constexpr, DIM: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """target[there[i]] = source[here[i]], or += where it adds. No row of the target is there twice."""
+    """target[there[i]] = source[here[i]], or += with ADDS. Rows of the target are distinct."""
     _move_rows(
         tl.program_id(0), source, target, here, there, heads, rows, dim,
         source_b, source_h, source_t, target_b, target_h, target_t, ROWS, DIM, ADDS,
@@ -89,7 +89,7 @@ def two_rows_kernel(
     first,
     ROWS: tl.constexpr, DIM: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Two of these that do not wait for each other, as K and V: the `first` programs do one, the rest the other."""
+    """Two independent moves, such as K and V: the `first` programs run one, the rest the other."""
     block = tl.program_id(0)
     if block < first:
         _move_rows(
