@@ -41,8 +41,8 @@ from longspan.spans import Ints, shortened, steps_within, true_runs, whole
 from longspan.validate import check_inputs, one_device_plan
 
 # -- BlockMasks from masks, for the rows of one rank -------------------------------------------------------------------
-# With any bands, one query row sees a few spans of keys. Counted per block, they separate empty, partial and full
-# blocks at a cost that grows with the rows and the blocks, not with the pairs.
+# With bands, a query row sees a few spans of keys. Counts per block separate empty, partial and full blocks at a cost
+# that grows with rows and blocks, not with pairs.
 
 
 Bools = NDArray[np.bool_]
@@ -59,32 +59,36 @@ def block_mask(
     block_size: int = 128,
     device: torch.device | str = "cpu",
 ) -> BlockMask:
-    """The BlockMask of the rank's own query rows, in local order; padding rows see nothing.
+    """Return the BlockMask of the rank's own query rows, in local order; padding rows see no key.
 
     Keys are the whole sequence in global order (`kv="global"`) or the rank's own rows in local order (`"local"`). An
-    equal mask gives the same object again, so do not change it; a mask with a function in it gives the same object only
-    when it is the same mask and its function reads the same. Code compiled for one batch serves the next as long as
-    the local length is the same.
+    equal mask returns the same object, so do not modify it; a mask with a function returns the same object only for the
+    same mask whose function reads the same values. Code compiled for one batch serves the next as long as the local
+    length is the same.
 
-    >>> block_mask(causal(512), zigzag(512, 2), rank=0).kv_num_blocks.tolist()  # partial ones; others are full
+    >>> block_mask(causal(512), zigzag(512, 2), rank=0).kv_num_blocks.tolist()  # partial blocks; others are full
     [[[1, 1]]]
     """
     if not isinstance(mask, Mask) or not isinstance(layout, Layout):
         raise MaskError(
-            f"block_mask(mask, layout, rank) takes a mask and a layout, but {type(mask).__name__} and"
-            f" {type(layout).__name__} were given. "
-            + ("See longspan.layouts." if isinstance(mask, Mask) else advice(mask))
+            f"mask and layout must be a mask of longspan.masks and a layout of longspan.layouts, but got"
+            f" {type(mask).__name__} and {type(layout).__name__}."
+            + ("" if isinstance(mask, Mask) else f" {advice(mask)}")
         )
     if kv not in KV:
-        raise MaskError(f"block_mask(kv={kv!r}) was asked for. Keys are {' or '.join(map(repr, KV))}.")
+        raise MaskError(f"kv must be {' or '.join(map(repr, KV))}, but got {kv!r}.")
     block_size = whole(block_size, "block_size", "block_mask()", MaskError, low=1)
     if mask.seq_len not in (None, layout.seq_len):
         raise MaskError(
-            f"block_mask was given {mask} for {mask.seq_len} tokens and {layout} for {layout.seq_len}. Build both for"
-            f" the same sequence."
+            f"mask and layout must have the same length, but got {mask} of {mask.seq_len} tokens and {layout} of"
+            f" {layout.seq_len}."
         )
-    layout.span_table(rank)  # refuses a rank that the layout does not have
-    rest = layout, rank, kv, block_size, _device_name(device)
+    layout.span_table(rank)  # raises for a rank that the layout does not have
+    try:
+        device_name = str(torch.device(device))
+    except (RuntimeError, TypeError) as error:
+        raise MaskError(f"device must be a device of torch, such as 'cpu', but got {device!r}.") from error
+    rest = layout, rank, kv, block_size, device_name
     if mask.is_structured:
         return _built(MaskKey(mask), *rest)
     mask.read_anew()
@@ -94,19 +98,14 @@ def block_mask(
     return mask.known[key]
 
 
-def _device_name(device: object) -> str:
-    try:
-        return str(torch.device(device))  # type: ignore[arg-type]
-    except (RuntimeError, TypeError) as error:
-        raise MaskError(
-            f"block_mask(device={device!r}) was asked for, which torch does not know: use 'cpu'."
-        ) from error
-
-
 @lru_cache(maxsize=16)
 def _built(known: MaskKey, layout: Layout, rank: int, kv: str, block_size: int, device: str) -> BlockMask:
     mask = known.mask.resized(layout.seq_len)
-    rows = _local_rows(layout, rank)
+    # The position of every local slot; -1 for padding, which no span holds.
+    starts, stops = layout.span_table(rank).T
+    sizes = stops - starts
+    padding = np.full(layout.num_padding(rank), -1, dtype=np.int64)
+    rows = np.concatenate((np.repeat(starts, sizes) + steps_within(sizes), padding))
     keys = np.arange(layout.seq_len, dtype=np.int64) if kv == "global" else rows
     planes, which = numbered(mask.grid)
     kinds = np.stack([_kinds(plane, rows, keys, block_size) for plane in planes])[which]
@@ -120,14 +119,6 @@ def _built(known: MaskKey, layout: Layout, rank: int, kv: str, block_size: int, 
     )
 
 
-def _local_rows(layout: Layout, rank: int) -> Ints:
-    """The position of every local slot, and -1 for padding, which no span holds."""
-    starts, stops = layout.span_table(rank).T
-    sizes = stops - starts
-    padding = np.full(layout.num_padding(rank), -1, dtype=np.int64)
-    return np.concatenate((np.repeat(starts, sizes) + steps_within(sizes), padding))
-
-
 def _listed_first(chosen: Bools, device: str) -> tuple[Tensor, Tensor]:
     counts, order = listed_first(chosen)
     return torch.as_tensor(counts, device=device), torch.as_tensor(order, device=device)
@@ -137,24 +128,24 @@ def _listed_first(chosen: Bools, device: str) -> tuple[Tensor, Tensor]:
 
 
 def _kinds(plane: Plane, rows: Ints, keys: Ints, size: int) -> NDArray[np.int8]:
-    """EMPTY, PARTIAL or FULL for every block. Blocks that stick out over the end are never full, as in PyTorch."""
+    """Classify every block as EMPTY, PARTIAL or FULL. Blocks that extend over the end are never full, as in PyTorch."""
     pairs = pairs_per_block(key_spans(plane.sure, rows), len(rows), keys, size)
     if plane.predicate is not None:
         maybe = pairs_per_block(key_spans(plane.maybe, rows), len(rows), keys, size)
-        _ask(plane, rows, keys, size, maybe, pairs)
+        _count_by_function(plane, rows, keys, size, maybe, pairs)
     return np.where(pairs == size * size, FULL, np.where(pairs > 0, PARTIAL, EMPTY)).astype(np.int8)
 
 
-def _ask(plane: Plane, rows: Ints, keys: Ints, size: int, maybe: Ints, pairs: Ints) -> None:
-    """Counts the pairs of only those blocks in which the plane's function has a say."""
+def _count_by_function(plane: Plane, rows: Ints, keys: Ints, size: int, maybe: Ints, pairs: Ints) -> None:
+    """Count the pairs of blocks in which the plane's function decides."""
     assert plane.predicate is not None
     for i in np.flatnonzero(maybe.any(axis=1)).tolist():
         q = rows[i * size : (i + 1) * size]
         q = q[q >= 0][:, None]
-        whole = maybe[i] == size * size  # here the function alone decides, and no band need be looked up
+        whole = maybe[i] == size * size  # the function alone decides on these blocks
         for chosen, allows in ((whole, plane.predicate.allows), (~whole & (maybe[i] > 0), plane.allows)):
             listed = np.flatnonzero(chosen)
-            for first in range(0, len(listed), 64):  # 64 blocks at a time keep the temporaries at a few megabytes
+            for first in range(0, len(listed), 64):  # 64 blocks at a time limit temporaries to a few megabytes
                 blocks = listed[first : first + 64]
                 column = (blocks[:, None] * size + np.arange(size)).ravel()
                 column = column[column < len(keys)]
@@ -165,44 +156,45 @@ def _ask(plane: Plane, rows: Ints, keys: Ints, size: int, maybe: Ints, pairs: In
 
 # -- Masks from BlockMasks ---------------------------------------------------------------------------------------------
 
-_Asked = tuple[bool, bool, tuple[int, int]]
-_read: WeakKeyDictionary[BlockMask, dict[_Asked, tuple[object, tuple[Noted, ...], Reads, Mask]]] = WeakKeyDictionary()
-"""What was read before: a model asks with the same BlockMask in every layer. People do replace its mask_mod, refill its
-tensors, and rebind what its mask_mod reads."""
+_Key = tuple[bool, bool, tuple[int, int]]
+_converted: WeakKeyDictionary[BlockMask, dict[_Key, tuple[object, tuple[Noted, ...], Reads, Mask]]] = (
+    WeakKeyDictionary()
+)
+"""Converted BlockMasks: a model uses one BlockMask in every layer. Its mask_mod may be replaced, its tensors refilled,
+and variables that its mask_mod reads rebound."""
 
 
 def check_lengths(block_mask: BlockMask, lengths: tuple[int, int], name: str, error: type[LongspanError]) -> None:
-    """Refuses a BlockMask that is not for these numbers of queries and keys."""
+    """Raise if a BlockMask does not have these numbers of queries and keys."""
     if tuple(block_mask.seq_lengths) != lengths:
         raise error(
-            f"{name} was made for {block_mask.seq_lengths[0]} queries and {block_mask.seq_lengths[1]} keys, but there"
-            f" are {lengths[0]} and {lengths[1]}. Make it for the whole sequence, in global positions."
+            f"{name} must be for {lengths[0]} queries and {lengths[1]} keys, but got {block_mask.seq_lengths[0]} and"
+            f" {block_mask.seq_lengths[1]}. Create it for the whole sequence, in global positions."
         )
 
 
-@torch.compiler.disable(reason="what is in a BlockMask decides what is computed")
+@torch.compiler.disable(reason="the contents of a BlockMask decide what is computed")
 def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads: int | None = None) -> Mask:
-    """The mask that a BlockMask means, for tensors of this batch size and number of query heads.
+    """Return the mask of a BlockMask, for tensors of this batch size and number of query heads.
 
-    Full blocks are sure; in partial ones `mask_mod` decides. Where the BlockMask has one plane for several rows or
-    heads, a `mask_mod` that tells them apart is refused once it is asked. The mask is for as many tokens as the longer
-    of queries and keys.
+    In partial blocks `mask_mod` decides. If the BlockMask has one plane for several rows or heads, a `mask_mod` that
+    distinguishes them is refused when it is called. The mask has the length of the longer of queries and keys.
 
     >>> mask = mask_of_block_mask(block_mask(causal(512), contiguous(512, 1), rank=0))
     >>> mask.allows([300, 300], [200, 301]).tolist()
     [True, False]
     """
     num_rows, num_heads = _dims(block_mask)
-    for axis, size, asked in (("batch rows", num_rows, batch), ("heads", num_heads, heads)):
-        if asked is not None and size not in (1, asked):
+    for axis, size, wanted in (("batch rows", num_rows, batch), ("heads", num_heads, heads)):
+        if wanted is not None and size not in (1, wanted):
             raise MaskError(
-                f"the BlockMask has {size} {axis}, but the tensors have {asked}. Create it for {asked}, or for None,"
-                f" which serves all."
+                f"block_mask must have 1 or {wanted} {axis} like the tensors, but got {size}. Create it for {wanted},"
+                f" or for None."
             )
-    known = _read.setdefault(block_mask, {})
+    known = _converted.setdefault(block_mask, {})
     key = batch == 1, heads == 1, block_mask.seq_lengths
     mask_mod, tensors, entry = block_mask.mask_mod, _tensors(block_mask), known.get(key)
-    reads = Reads.of(mask_mod)  # variables; the mask itself takes care of tensors
+    reads = Reads.of(mask_mod)  # variables; the mask itself tracks tensors
     if (
         entry is None
         or entry[0] is not mask_mod
@@ -215,7 +207,7 @@ def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads
 
 
 def _tensors(block_mask: BlockMask) -> tuple[Noted, ...]:
-    """The tensors that say which blocks there are, and how often each was changed in place."""
+    """Return the tensors that list blocks, with their versions."""
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
     return tuple(noted(tensor) for name in names if (tensor := getattr(block_mask, name)) is not None)
 
@@ -232,7 +224,7 @@ def _read_planes(block_mask: BlockMask, one_row: bool, one_head: bool) -> Mask:
     full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, block_mask)
     partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask)
     if (full & partial).any():
-        raise MaskError("the BlockMask lists a block as full and as partial. List every block once.")
+        raise MaskError("block_mask must list every block once, but lists one as full and as partial.")
     if mask_mod is noop_mask:
         full, partial = full | partial, np.zeros_like(partial)
     planes: dict[tuple[object, ...], Plane] = {}
@@ -252,7 +244,7 @@ def _read_planes(block_mask: BlockMask, one_row: bool, one_head: bool) -> Mask:
 
 
 def _listed(counts: Tensor | None, indices: Tensor | None, block_mask: BlockMask) -> Bools:
-    """Which blocks are listed: (batch rows, heads, block rows, block columns)."""
+    """Return the listed blocks as a table: (batch rows, heads, block rows, block columns)."""
     width = max(block_mask.kv_indices.shape[-1], -(-block_mask.seq_lengths[1] // _sizes(block_mask)[1]))
     shape = (*_dims(block_mask), block_mask.kv_indices.shape[-2], width)
     if counts is None or indices is None:
@@ -260,12 +252,14 @@ def _listed(counts: Tensor | None, indices: Tensor | None, block_mask: BlockMask
     blocks, counts_of = indices.detach().cpu().numpy(), counts.detach().cpu().numpy()
     valid = np.arange(blocks.shape[-1]) < counts_of[..., None]
     if blocks[valid].size and not 0 <= int(blocks[valid].min()) <= int(blocks[valid].max()) < width:
-        raise MaskError(f"the BlockMask lists a block of keys outside 0 to {width - 1}. Those are the blocks it has.")
+        raise MaskError(f"block_mask must list blocks of keys in [0, {width}), but lists another one.")
     listed = np.zeros((*blocks.shape[:-1], width + 1), dtype=np.bool_)
-    np.put_along_axis(listed, np.where(valid, blocks, width).astype(np.int64), True, axis=-1)  # the last: not listed
+    np.put_along_axis(
+        listed, np.where(valid, blocks, width).astype(np.int64), True, axis=-1
+    )  # the last column: unlisted
     listed = listed[..., :width]
     if int(listed.sum()) != int(valid.sum()):
-        raise MaskError("the BlockMask lists a block of keys twice in one row. List each block once.")
+        raise MaskError("block_mask must list every block once, but lists a block of keys twice in one row.")
     return np.broadcast_to(listed, shape)
 
 
@@ -275,7 +269,7 @@ def _sizes(block_mask: BlockMask) -> tuple[int, int]:
 
 
 def _bands_of(listed: Bools, block_mask: BlockMask) -> Ints:
-    """Blocks as bands: neighbouring columns joined, then equal neighbouring rows, cut where the sequences end."""
+    """Convert blocks to bands: join neighbouring columns, then equal neighbouring rows, and cut at the lengths."""
     size_q, size_k = _sizes(block_mask)
     row, start, stop = true_runs(listed).T
     bands = bd.rectangles(row * size_q, (row + 1) * size_q, start * size_k, stop * size_k)
@@ -305,85 +299,77 @@ def flex_attention(
 ) -> Any:
     """See `longspan.flex_attention`."""
     check_inputs(query, key, value, scale, name=name)
-    _check(query, key, value, enable_gqa, return_lse, return_aux, kernel_options)
-    extras = None if score_mod is None else Extras(score_mod)
+    if return_aux is not None and not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
+        raise PlanError(
+            f"return_aux must be None or a torch.nn.attention.flex_attention.AuxRequest, but got"
+            f" {shortened(return_aux)}."
+        )
+    if any(t.ndim != 4 for t in (query, key, value)):
+        shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
+        raise PlanError(f"query, key and value must have 4 dims (batch, heads, tokens, features), but got {shapes}.")
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise PlanError(
+            f"key must have the {query.shape[1]} heads of query, but got {key.shape[1]}. Pass enable_gqa=True if query"
+            f" heads share key/value heads."
+        )
+    if return_lse and return_aux is not None:
+        raise PlanError("return_lse must be False with return_aux. Use return_aux=AuxRequest(lse=True) alone.")
+    if kernel_options:
+        raise KernelError(
+            f"kernel_options must be empty, but got {kernel_options}. They tune PyTorch's Triton kernels, which this"
+            f" call does not launch by itself. To select a kernel use longspan.attention(..., kernel=...)."
+        )
     wants_max = return_aux is not None and return_aux.max_scores
     if plan is None:
-        q, k, v, plan_or_mask = _whole(query, key, value, block_mask)
+        q, k, v, plan_or_mask = _pad_to_one_length(query, key, value, block_mask)
     else:
-        _check_plan(plan, block_mask, wants_max)
+        if not isinstance(plan, Plan):
+            raise PlanError(f"plan must be created by longspan.plan(mask, layout, ...), but got {shortened(plan)}.")
+        if block_mask is not None and block_mask != plan.mask:
+            raise PlanError(
+                f"block_mask must be None or the plan's mask, {plan.mask}, but got another. Omit it, or plan for it."
+            )
+        if wants_max:
+            raise PlanError(
+                "max_scores is not supported with a plan: maxima are not sent between ranks. Request lse, or omit plan."
+            )
         q, k, v, plan_or_mask = query, key, value, plan
-    asked = Request(plan_or_mask, group, scale, True, extras=extras, captured_grads=captured_grads, name=name)
-    out, lse = attention(q, k, v, asked)
+    extras = None if score_mod is None else Extras(score_mod)
+    request = Request(plan_or_mask, group, scale, True, extras=extras, captured_grads=captured_grads, name=name)
+    out, lse = attention(q, k, v, request)
     out, lse = out.narrow(2, 0, query.shape[2]), lse.narrow(2, 0, query.shape[2])
     if return_aux is None:
         return (out, lse) if return_lse else out
+    from torch.nn.attention.flex_attention import AuxOutput
+
     top = None
     if wants_max:
         assert isinstance(plan_or_mask, Mask)
         top = _max_scores(q, k, v, plan_or_mask, scale, extras).narrow(2, 0, query.shape[2])
-    return out, _aux(lse if return_aux.lse else None, top)
+    return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=top)
 
 
-def _aux(lse: Tensor | None, max_scores: Tensor | None) -> Any:
-    from torch.nn.attention.flex_attention import AuxOutput
-
-    return AuxOutput(lse=lse, max_scores=max_scores)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, return_lse: bool, aux: Any, options: Any) -> None:
-    if aux is not None and not (hasattr(aux, "lse") and hasattr(aux, "max_scores")):
-        raise PlanError(
-            f"return_aux = {shortened(aux)} was given. It is torch.nn.attention.flex_attention.AuxRequest(lse=True), or"
-            f" None."
-        )
-    if any(t.ndim != 4 for t in (q, k, v)):
-        raise PlanError(
-            f"query, key and value have 4 dims (batch, heads, tokens, features), but shapes {tuple(q.shape)},"
-            f" {tuple(k.shape)} and {tuple(v.shape)} were given."
-        )
-    if not enable_gqa and q.shape[1] != k.shape[1]:
-        raise PlanError(
-            f"query has {q.shape[1]} heads and key {k.shape[1]}. Pass enable_gqa=True if query heads share key/value"
-            f" heads."
-        )
-    if return_lse and aux is not None:
-        raise PlanError("return_lse and return_aux were both given. Use return_aux=AuxRequest(lse=True) alone.")
-    if options:
-        raise KernelError(
-            f"kernel_options = {options} tune PyTorch's Triton kernels, which this call does not launch by itself."
-            f" Leave them out, or name a kernel with longspan.attention(..., kernel=...)."
-        )
-
-
-def _check_plan(plan: Plan, block_mask: Any, wants_max: bool) -> None:
-    if not isinstance(plan, Plan):
-        raise PlanError(f"plan = {shortened(plan)} was given. Make one with longspan.plan(mask, layout, ...).")
-    if block_mask is not None and block_mask != plan.mask:
-        raise PlanError(
-            f"block_mask and plan were both given, but the plan was made for {plan.mask}. Its mask is the one that"
-            f" counts: leave block_mask out, or plan for that mask."
-        )
-    if wants_max:
-        raise PlanError(
-            "max_scores under a plan was asked for: maxima are not sent between ranks. Ask for lse, or leave plan out."
-        )
-
-
-def _whole(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> tuple[Tensor, Tensor, Tensor, Mask]:
-    """Tensors of one batch size and one length with a mask that says what was there: padding sees and shows nothing."""
+def _pad_to_one_length(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> tuple[Tensor, Tensor, Tensor, Mask]:
+    """Return tensors of one batch size and one length, and a mask that excludes the padding."""
     (batch, heads, num_q), num_kv = q.shape[:3], k.shape[2]
     if k.shape[0] != batch:
         if k.shape[0] != 1:
-            raise PlanError(f"query has {batch} batch rows and key {k.shape[0]}. Give key as many, or one for all.")
+            raise PlanError(f"key must have the {batch} batch rows of query, or 1, but got {k.shape[0]}.")
         k, v = (t.expand(batch, -1, -1, -1) for t in (k, v))
     length = max(num_q, num_kv)
     if block_mask is None:
         mask = full(length)
     elif isinstance(block_mask, Mask):
         mask = block_mask.resized(length)
+    elif isinstance(block_mask, BlockMask):
+        check_lengths(block_mask, (num_q, num_kv), "block_mask", PlanError)
+        mask = mask_of_block_mask(block_mask, batch=batch, heads=heads)
     else:
-        mask = _of_block_mask(block_mask, batch, heads, num_q, num_kv)
+        raise PlanError(
+            f"block_mask must be a BlockMask of PyTorch or a mask of longspan.masks, but got"
+            f" {type(block_mask).__name__}. Convert a function with masks.from_mask_mod or create_block_mask, a table"
+            f" with masks.from_dense."
+        )
     if num_q != num_kv:
         mask = mask & Mask.of_bands(rectangles(0, num_q, 0, num_kv), length, f"{num_q} x {num_kv}")
         q = pad(q, (0, 0, 0, length - num_q))
@@ -391,20 +377,8 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> tuple[Tensor, Te
     return q, k, v, mask
 
 
-def _of_block_mask(block_mask: Any, batch: int, heads: int, num_q: int, num_kv: int) -> Mask:
-    from torch.nn.attention.flex_attention import BlockMask
-
-    if not isinstance(block_mask, BlockMask):
-        raise PlanError(
-            f"block_mask is a BlockMask of PyTorch or a mask of longspan.masks, but {type(block_mask).__name__} was"
-            f" given. Wrap a function with masks.from_mask_mod or create_block_mask, a table with masks.from_dense."
-        )
-    check_lengths(block_mask, (num_q, num_kv), "block_mask", PlanError)
-    return mask_of_block_mask(block_mask, batch=batch, heads=heads)
-
-
 class _MaxScores(Forward):
-    """A run on one device that keeps only the highest score of every row."""
+    """A run on one device that keeps only the maximum score of every row."""
 
     def __init__(self, job: Job, q: Tensor, k: Tensor, v: Tensor, captured: Any) -> None:
         super().__init__(job, q, k, v, captured)
@@ -416,7 +390,7 @@ class _MaxScores(Forward):
         for tile in work.tiles:
             at = part[:, :, tile.q0 : tile.q1]
             at.copy_(torch.maximum(at, highest(replace(work, tiles=[tile]))))
-            yield at.new_zeros((*at.shape, work.v_BGKE.shape[3])), at  # which nobody looks at
+            yield at.new_zeros((*at.shape, work.v_BGKE.shape[3])), at  # unused
 
 
 def _max_scores(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, extras: Extras | None) -> Tensor:

@@ -117,7 +117,7 @@ def _check_dense(dim: int, strides: Ints) -> None:
 
 
 def _grid(planes: int, rows: int, dim: int) -> tuple[tuple[int], dict[str, Any]]:
-    """Return a grid of one axis, which allows billions of programs, and rows and features per program: powers of two."""
+    """Return a one-axis grid, which allows billions of programs, and rows and features per program (powers of 2)."""
     width = 1 << (dim - 1).bit_length()
     height = max(1, min(CELLS // width, 1 << (max(rows, 1) - 1).bit_length()))
     # Round products before they are added, as PyTorch's operators do, whatever Triton's default is.

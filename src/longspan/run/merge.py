@@ -1,12 +1,12 @@
 """Merge contributions to the same rows in float32, in an order that does not depend on arrival.
 
-Results merge by a guarded running maximum and sum: a partial is `(out, lse)`, normalised output and natural-log sum of
-exponentials; the state is (accumulator, maximum, sum), divided once at the end. A row that saw nothing is `(0, -inf)`
-and changes nothing. Gradients merge by addition.
+Results merge by a guarded running maximum and sum: a partial is `(out, lse)`, normalized output and natural log of the
+sum of exponentials; the state is (accumulator, maximum, sum), divided once at the end. A row without keys is
+`(0, -inf)` and changes nothing. Gradients merge by addition.
 
-Most rows get only one contribution (a document that lies on one rank), and have no float32 state: the contribution is
-kept as it came until a second one arrives. Rows with several contributions have their state in a buffer of their own,
-in the order of their second contributions.
+Most rows get one contribution (a document on one rank) and have no float32 state: the contribution is kept as it is
+until a second one arrives. Rows with several contributions have their state in a separate buffer, in the order of their
+second contributions.
 
 All of this is decided when a plan is recorded, on rows without data; `merge` does the arithmetic.
 """
@@ -34,7 +34,7 @@ Key = tuple[Span, Span]
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Rows start to stop (dim 2 of every tensor): one contribution as it came, or the state of several."""
+    """Rows start to stop (dim 2 of every tensor): one contribution, or the state of several."""
 
     start: int
     stop: int
@@ -42,14 +42,14 @@ class Stretch:
     is_state: bool = False
 
     def part(self, start: int, stop: int) -> Stretch:
-        """The rows of it between two others, start and stop included in its own."""
+        """Return rows start to stop of the stretch."""
         if (start, stop) == (self.start, self.stop):
             return self
         tensors = tuple(t[:, :, start - self.start : stop - self.start] for t in self.tensors)
         return Stretch(start, stop, tensors, self.is_state)
 
     def with_next(self, other: Stretch) -> Stretch | None:
-        """One stretch where the other follows at once, and in memory too."""
+        """Return both as one stretch if the other follows, in memory, too; else None."""
         if self.stop != other.start or self.is_state != other.is_state:
             return None
         if not all(b.follows(a) for a, b in zip(self.tensors, other.tensors, strict=True)):
@@ -59,66 +59,73 @@ class Stretch:
 
 
 class ByRows(ABC):
-    """Contributions to rows, each over a stretch of them. They are read, never written to, unless they are states."""
+    """Contributions to stretches of rows. Contributions are never written to, unless they are states."""
 
     def __init__(self) -> None:
-        self._found: list[Stretch] = []  # disjoint, sorted
+        self._stretches: list[Stretch] = []  # disjoint, sorted
 
     def add(self, start: int, stop: int, *part: Rows) -> None:
-        """Takes up a contribution to local rows start to stop."""
+        """Add a contribution to local rows start to stop."""
         self.take(Stretch(start, stop, part))
 
     def take(self, new: Stretch) -> None:
-        """Takes up a contribution, or a state, which is given away."""
+        """Add a contribution, or a state, which may be written to from now on."""
         start, stop = new.start, new.stop
-        first = last = bisect_right(self._found, start, key=_stop_of)
-        made: list[Stretch] = []
-        while last < len(self._found) and self._found[last].start < stop:
-            held = self._found[last]
+        first = last = bisect_right(self._stretches, start, key=_stop_of)
+        merged: list[Stretch] = []
+        while last < len(self._stretches) and self._stretches[last].start < stop:
+            held = self._stretches[last]
             low, high = max(start, held.start), min(stop, held.stop)
             if start < low:
-                made.append(new.part(start, low))
+                merged.append(new.part(start, low))
             if held.is_state:
                 self._absorb(held.part(low, high).tensors, new.part(low, high).tensors)
-                made.append(held)
+                merged.append(held)
             else:
-                made += [held.part(held.start, low)] if held.start < low else []
-                made.append(self._both(held.part(low, high), new.part(low, high)))
-                made += [held.part(high, held.stop)] if high < held.stop else []
+                merged += [held.part(held.start, low)] if held.start < low else []
+                both, part = held.part(low, high), new.part(low, high)
+                if part.is_state:
+                    self._absorb(part.tensors, both.tensors)
+                    merged.append(part)
+                else:
+                    merged.append(Stretch(low, high, self._met(both.tensors, part.tensors), is_state=True))
+                merged += [held.part(high, held.stop)] if high < held.stop else []
             start = high
             last += 1
         if start < stop:
-            made.append(new.part(start, stop))
+            merged.append(new.part(start, stop))
+        # Join stretches that are neighbours in memory, too, such as consecutive documents of one result.
         near = slice(max(0, first - 1), last + 1)
-        self._found[near] = _joined([*self._found[near.start : first], *made, *self._found[last : last + 1]])
-
-    def _both(self, held: Stretch, new: Stretch) -> Stretch:
-        if new.is_state:
-            self._absorb(new.tensors, held.tensors)
-            return new
-        return Stretch(held.start, held.stop, self._met(held.tensors, new.tensors), is_state=True)
+        joined: list[Stretch] = []
+        for stretch in (*self._stretches[near.start : first], *merged, *self._stretches[last : last + 1]):
+            pair = joined[-1].with_next(stretch) if joined else None
+            if pair is None:
+                joined.append(stretch)
+            else:
+                joined[-1] = pair
+        self._stretches[near] = joined
 
     def any(self) -> bool:
-        """Whether anything was added."""
-        return bool(self._found)
+        """Return whether anything was added."""
+        return bool(self._stretches)
 
     @abstractmethod
     def _met(self, held: Several, part: Several) -> Several:
-        """The state of rows after their first two contributions."""
+        """Return the state of rows after their first two contributions."""
 
     @abstractmethod
     def _absorb(self, state: Several, part: Several) -> None:
-        """Takes one more contribution up into the state."""
+        """Merge one more contribution into the state."""
 
     def _whole(self, num_rows: int) -> Stretch | None:
-        """The one stretch that has all rows, if there is such a one."""
-        alone = len(self._found) == 1 and (self._found[0].start, self._found[0].stop) == (0, num_rows)
-        return self._found[0] if alone else None
+        """Return the only stretch if it has all rows."""
+        alone = len(self._stretches) == 1 and (self._stretches[0].start, self._stretches[0].stop) == (0, num_rows)
+        return self._stretches[0] if alone else None
 
     def _gaps(self, num_rows: int) -> Iterator[slice]:
-        """Rows that got no contribution."""
+        """Yield rows without a contribution."""
         at = 0
-        for stretch in self._found:
+        for stretch in self._stretches:
             if at < stretch.start:
                 yield slice(at, stretch.start)
             at = stretch.stop
@@ -130,20 +137,8 @@ def _stop_of(stretch: Stretch) -> int:
     return stretch.stop
 
 
-def _joined(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """The same with neighbours in one that are neighbours in memory: documents one after the other in a result."""
-    made: list[Stretch] = []
-    for stretch in stretches:
-        both = made[-1].with_next(stretch) if made else None
-        if both is None:
-            made.append(stretch)
-        else:
-            made[-1] = both
-    return made
-
-
 class _States:
-    """Buffers that grow by the rows for which a state is made."""
+    """Buffers that grow by the rows that need a state."""
 
     def __init__(self, recorder: Recorder, shape: tuple[int, ...], *dims: int, dtype: torch.dtype) -> None:
         self._recorder, self._shape, self._dims, self._dtype = recorder, shape[:2], dims, dtype
@@ -155,7 +150,7 @@ class _States:
         return tuple(self._recorder.grow(buffer, num) for buffer in self._buffers)
 
     def begin_at(self, number: int, value: float) -> None:
-        """All rows of one of the buffers are this before anything is written."""
+        """Set the initial value of one of the buffers."""
         if self._buffers:
             self._buffers[number].initial = value
 
@@ -176,7 +171,7 @@ class Accumulator(ByRows):
 
     def _met(self, held: Several, part: Several) -> Several:
         acc, top, num = state = self._states.more(held[0].shape[2])
-        # One contribution counts once; of a row that saw nothing the number does not matter, because its top is -inf.
+        # One contribution has weight 1. The weight of a row without keys does not matter, because its top is -inf.
         self._states.begin_at(2, 1.0)
         acc.copy_(held[0])
         top.copy_(held[1])
@@ -187,19 +182,17 @@ class Accumulator(ByRows):
         self._recorder.note(Kind.MERGE, *state, *part)
 
     def result(self) -> tuple[Rows, Rows]:
-        """Output, in the inputs' dtype or a kernel's own, and lse; rows that saw nothing are (0, -inf)."""
-        if self._result is None:
-            self._result = self._written_out()
-        return self._result
-
-    def _written_out(self) -> tuple[Rows, Rows]:
+        """Return output, in the inputs' dtype or a kernel's own, and lse; rows without keys are (0, -inf)."""
+        if self._result is not None:
+            return self._result
         num_rows = self._shape[2]
         if (whole := self._whole(num_rows)) is not None and not whole.is_state:
             out, lse = whole.tensors
-            return out, lse
+            self._result = out, lse
+            return self._result
         out = self._recorder.new(self._shape, self._dtype)
         lse = self._recorder.new((*self._shape[:3], 1), wide(self._dtype))
-        for stretch in self._found:
+        for stretch in self._stretches:
             at = slice(stretch.start, stretch.stop)
             if stretch.is_state:
                 self._recorder.note(Kind.FINISH, out[:, :, at], lse[:, :, at], *stretch.tensors)
@@ -209,36 +202,36 @@ class Accumulator(ByRows):
         for gap in self._gaps(num_rows):
             out[:, :, gap].fill_(0.0)
             lse[:, :, gap].fill_(-torch.inf)
-        return out, lse
+        self._result = out, lse
+        return self._result
 
 
 def finished_rows(acc: Tensor, top: Tensor, num: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and lse of a state; all have four dims."""
-    # lse is -inf where nothing was seen: -inf + log(0)
+    """Return output and lse of a state; all have four dims."""
+    # lse is -inf for rows without keys: -inf + log(0)
     return acc / num.clamp(min=torch.finfo(num.dtype).tiny), top + num.log()
 
 
 def merge(acc: Tensor, top: Tensor, num: Tensor, out: Tensor, lse: Tensor) -> None:
-    """In place: the state of some rows takes up a partial over keys it has not seen.
+    """Merge a partial result over other keys into the state of some rows, in place.
 
-    Attention is a mean of values, weighted by exp(score), and `lse` is the logarithm of the sum of weights. So a row
-    with output 7 and weight 1 that gets output 5 and weight 3 from other keys must end at (1 * 7 + 3 * 5) / (1 + 3):
+    Attention is a mean of values weighted by exp(score), and `lse` is the logarithm of the sum of weights. So a row
+    with output 7 and weight 1 that gets output 5 and weight 3 from other keys becomes (1 * 7 + 3 * 5) / (1 + 3):
 
     >>> acc, top, num = torch.tensor([[7.0]]), torch.tensor([1.0]).log(), torch.tensor([1.0])
     >>> merge(acc, top, num, torch.tensor([[5.0]]), torch.tensor([3.0]).log())
     >>> round((acc[0] / num).item(), 4), round((top + num.log()).exp().item(), 4)
     (5.5, 4.0)
 
-    Weights are taken relative to the largest lse so far, `top`, so that none overflows, however large scores are.
+    Weights are relative to the largest lse so far, `top`, so that none overflows.
 
-    `kernels.panels.merge` is the other one: it merges the two or three pieces of one tile into an (out, lse) that is
-    handed on, and divides each time. Here hundreds of partials can meet in a row, from all ranks, so the state keeps
-    maximum and sum apart and is divided once: no rounding for each partial, and an lse is not rounded in between.
+    Hundreds of partials may merge into a row, so the state keeps maximum and sum and is divided once.
+    `kernels.panels.merge` merges the two or three parts of one tile and divides each time.
     """
     if fused.is_fused(acc):
         return fused.merge(acc, top, num, out, lse)
     high = torch.maximum(top, lse)
-    base = high.masked_fill(high.isneginf(), 0.0)  # -inf minus -inf is nan, not "nothing"
+    base = high.masked_fill(high.isneginf(), 0.0)  # -inf minus -inf is nan
     old, new = torch.exp(top - base), torch.exp(lse - base)
     acc.mul_(old.unsqueeze(-1)).addcmul_(out.to(acc.dtype), new.unsqueeze(-1))
     num.mul_(old).add_(new)
@@ -266,43 +259,43 @@ class Sum(ByRows):
             tensor.add_(more)
 
     def plus(self, other: Sum) -> None:
-        """Adds all of another sum of the same rows, which is given away."""
-        for stretch in other._found:
+        """Add another sum of the same rows, which must not be used afterwards."""
+        for stretch in other._stretches:
             self.take(stretch)
 
     def within(self, start: int, stop: int) -> Iterator[Stretch]:
-        """What was added to local rows start to stop."""
-        for at in range(bisect_right(self._found, start, key=_stop_of), len(self._found)):
-            found = self._found[at]
-            if found.start >= stop:
+        """Yield what was added to local rows start to stop."""
+        for at in range(bisect_right(self._stretches, start, key=_stop_of), len(self._stretches)):
+            stretch = self._stretches[at]
+            if stretch.start >= stop:
                 return
-            yield found.part(max(found.start, start), min(found.stop, stop))
+            yield stretch.part(max(stretch.start, start), min(stretch.stop, stop))
 
     def drop(self, start: int, stop: int) -> None:
-        """Forgets what was added to local rows start to stop."""
-        first = last = bisect_right(self._found, start, key=_stop_of)
+        """Forget what was added to local rows start to stop."""
+        first = last = bisect_right(self._stretches, start, key=_stop_of)
         kept: list[Stretch] = []
-        while last < len(self._found) and self._found[last].start < stop:
-            found = self._found[last]
-            kept += [found.part(found.start, start)] if found.start < start else []
-            kept += [found.part(stop, found.stop)] if found.stop > stop else []
+        while last < len(self._stretches) and self._stretches[last].start < stop:
+            stretch = self._stretches[last]
+            kept += [stretch.part(stretch.start, start)] if stretch.start < start else []
+            kept += [stretch.part(stop, stretch.stop)] if stretch.stop > stop else []
             last += 1
-        self._found[first:last] = kept
+        self._stretches[first:last] = kept
 
     def write(self, targets: Sequence[Rows]) -> None:
-        """Puts the sums, rounded once, into tensors of the same rows."""
+        """Write the sums, rounded once, into tensors of the same rows."""
         for i, target in enumerate(targets):
-            for stretch in self._found:
+            for stretch in self._stretches:
                 target[:, :, stretch.start : stretch.stop].copy_(stretch.tensors[i])
             for gap in self._gaps(target.shape[2]):
                 target[:, :, gap].fill_(0.0)
 
     def begin_with(self, tensors: Several) -> None:
-        """Sums in these float32 tensors, in place, what they hold and what is added from now on."""
-        self._found = [Stretch(0, tensors[0].shape[2], tensors, is_state=True)]
+        """Use these float32 tensors as the sum, in place."""
+        self._stretches = [Stretch(0, tensors[0].shape[2], tensors, is_state=True)]
 
     def result(self, dtype: torch.dtype) -> Several:
-        """The sums, rounded once, or the only contribution as it came."""
+        """Return the sums, rounded once, or the only contribution unchanged."""
         if (whole := self._whole(self._shapes[0][2])) is not None:
             return whole.tensors
         out = tuple(self._recorder.new(shape, dtype) for shape in self._shapes)
@@ -311,7 +304,7 @@ class Sum(ByRows):
 
 
 class SumInto(Sum):
-    """The sum of gradients over rows of a message, in its own memory: the first contribution is copied there."""
+    """The sum of gradients over rows of a message, in the message: the first contribution is copied there."""
 
     def __init__(self, targets: Several, wide: torch.dtype) -> None:
         super().__init__(targets, wide)
@@ -334,21 +327,21 @@ class SumInto(Sum):
         super().take(Stretch(new.start, new.stop, mine, is_state=True))
 
     def finish(self) -> None:
-        """Zeros where nothing was added."""
+        """Fill rows without a contribution with zeros."""
         for gap in self._gaps(self._shapes[0][2]):
             for target in self._targets:
                 target[:, :, gap].fill_(0.0)
 
 
 class SumByHeads:
-    """The running sum of gradients whose contributions come for some heads and batch rows each."""
+    """The running sum of gradients whose contributions are for some heads and batch rows each."""
 
     def __init__(self, like: Several, heads: Span, rows: Span, wide: torch.dtype) -> None:
         self._like, self._whole, self._wide = like, (heads, rows), wide
         self._sums: dict[Key, Sum] = {}
 
     def of(self, key: Key) -> Sum:
-        """The sum for these heads and batch rows, to be added to."""
+        """Return the running sum for these heads and batch rows."""
         if key not in self._sums:
             self._sums[key] = Sum(self._part(self._like, key), self._wide)
         return self._sums[key]
@@ -359,13 +352,13 @@ class SumByHeads:
         return tuple(t[b0 : b0 + len(rows), h0 : h0 + len(heads)] for t in tensors)
 
     def result(self, dtype: torch.dtype) -> Several:
-        """The sums, rounded once, or the only contribution as it came."""
+        """Return the sums, rounded once, or the only contribution unchanged."""
         if set(self._sums) <= {self._whole}:
             return self.of(self._whole).result(dtype)
         size = len(self._whole[0]) * len(self._whole[1])
-        apart = not any(_overlap(a, b) for a in self._sums for b in self._sums if a is not b)
+        disjoint = not any(_overlap(a, b) for a in self._sums for b in self._sums if a is not b)
         recorder = self._like[0].recorder
-        if apart and sum(len(heads) * len(rows) for heads, rows in self._sums) == size:
+        if disjoint and sum(len(heads) * len(rows) for heads, rows in self._sums) == size:
             out = tuple(recorder.new(t.shape, dtype) for t in self._like)
             for key, sums in self._sums.items():
                 sums.write(self._part(out, key))
@@ -382,50 +375,50 @@ def _overlap(a: Key, b: Key) -> bool:
 
 
 # -- Terms: gradients of keys by chunk of queries, added along one tree of chunks --------------------------------------
-# The tree is that of the chunks' numbers: a branch holds 2**n chunks from a multiple of 2**n on, and its sum is that of
-# its two halves; chunks that add nothing are skipped. Addition of two numbers is commutative, so sums are the same bit
-# for bit whichever ranks hold the branches (`longspan.planning.problem`).
+# The tree is over chunk numbers: a branch holds 2**n chunks from a multiple of 2**n on, and its sum is that of its two
+# halves; chunks that add nothing are skipped. Addition of two numbers is commutative, so sums are bitwise equal
+# whichever ranks hold the branches (`longspan.planning.problem`).
 
 
 Branch = list[tuple[int, Sum]]
-"""Sums of parts of a branch that is not complete, and the number of a chunk in each, ascending."""
+"""Sums of parts of an incomplete branch, each with the number of one of its chunks, ascending."""
 
 
 class Terms:
-    """What a rank found, or was sent, for keys of whole branches of queries."""
+    """Gradients that a rank computed or received for keys, by branches of queries."""
 
     def __init__(self, length: int) -> None:
         self._length = length
-        self._found: dict[tuple[Key, Span, int], tuple[TokenStore, Branch]] = {}
+        self._branches: dict[tuple[Key, Span, int], tuple[TokenStore, Branch]] = {}
 
     def add(self, branch: Span, first_query: int, first_key: int, kv: TokenStore, sums: Sum) -> None:
-        """Takes up what a chunk of queries gives a chunk of keys, chunks of one branch ascending, or what another rank
-        has added up of a whole branch."""
+        """Add the gradients of a chunk of keys from a chunk of queries, ascending within a branch, or from a whole
+        branch that another rank has summed."""
         key = ((kv.heads, kv.batch), branch, first_key // self._length)
-        _, parts = self._found.setdefault(key, (replace(kv, tensors=()), []))
+        _, parts = self._branches.setdefault(key, (replace(kv, tensors=()), []))
         push(parts, first_query // self._length, sums)
 
     def take(self, branch: Span, wanted: TokenStore) -> Iterator[tuple[TokenStore, Sum]]:
-        """What the rank found for these keys from queries of a branch, which it has no more use for."""
+        """Remove and yield the gradients of these keys from queries of a branch."""
         runs = (wanted.runs[:, :2] + (0, self._length - 1)) // self._length
         numbers = {number for start, stop in runs.tolist() for number in range(start, stop)}
-        for key in [key for key in self._found if key[:2] == ((wanted.heads, wanted.batch), branch)]:
+        for key in [key for key in self._branches if key[:2] == ((wanted.heads, wanted.batch), branch)]:
             if key[2] in numbers:
-                rows, parts = self._found.pop(key)
+                rows, parts = self._branches.pop(key)
                 yield rows, total(parts)
 
     def rest(self) -> Iterator[tuple[Key, list[tuple[int, list[tuple[TokenStore, Sum]]]]]]:
-        """All that is left, by heads and batch rows: for each branch, ascending, what was found for it."""
-        found: dict[Key, dict[int, list[tuple[TokenStore, Sum]]]] = {}
-        for (key, branch, _), (rows, parts) in self._found.items():
+        """Yield all remaining gradients by heads and batch rows: for each branch, ascending, its sums."""
+        rest: dict[Key, dict[int, list[tuple[TokenStore, Sum]]]] = {}
+        for (key, branch, _), (rows, parts) in self._branches.items():
             number = branch.start // self._length
-            found.setdefault(key, {}).setdefault(number, []).append((rows, total(parts)))
-        for key, branches in found.items():
+            rest.setdefault(key, {}).setdefault(number, []).append((rows, total(parts)))
+        for key, branches in rest.items():
             yield key, sorted(branches.items(), key=lambda item: item[0])
 
 
 def push(parts: Branch, number: int, sums: Sum) -> None:
-    """Adds what a chunk, or a branch, gives to sums of lower ones; branches that are complete by then become one.
+    """Append the sum of a chunk, or of a branch, and join lower branches that are complete by then.
 
     >>> import torch
     >>> from longspan.run.recorder import Recorder
@@ -443,7 +436,7 @@ def push(parts: Branch, number: int, sums: Sum) -> None:
     add b5[0:1 0:1 0:1] b1[0:1 0:1 0:1]
     add b5[0:1 0:1 0:1] b2[0:1 0:1 0:1]
     """
-    if parts and parts[-1][0] == number:  # query heads of another mask
+    if parts and parts[-1][0] == number:  # other query heads of the same chunk
         return parts[-1][1].plus(sums)
     while len(parts) > 1 and height(parts[-2][0], parts[-1][0]) < height(parts[-1][0], number):
         _join(parts)
@@ -451,12 +444,12 @@ def push(parts: Branch, number: int, sums: Sum) -> None:
 
 
 def height(a: int, b: int) -> int:
-    """The levels of the smallest branch that has both chunks."""
+    """Return the number of levels of the smallest branch with both chunks."""
     return (a ^ b).bit_length()
 
 
 def total(parts: Branch) -> Sum:
-    """The sum of all parts, of which no more will come."""
+    """Return the sum of all parts."""
     while len(parts) > 1:
         _join(parts)
     return parts[0][1]

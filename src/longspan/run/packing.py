@@ -1,6 +1,6 @@
-"""Packing: pieces as bytes of a message, and token stores, whose rows are found by global position.
+"""Packing: pieces as bytes of a message, and token stores, which look up rows by global position.
 
-A token store holds a rank's own shard, or rows that have arrived from other ranks, until they are computed on or sent.
+A token store holds a rank's own shard, or rows received from other ranks, until they are used or sent.
 
 Shapes: B batch rows, H heads, T tokens, D features. Positions are global; indices into a tensor are named `_local`.
 Runs are tables of (start, stop, start_local), sorted by position: where each run of positions lies in dim 2.
@@ -23,7 +23,7 @@ from longspan.spans import Ints, Span, as_table, by_position, intersect, join, t
 from longspan.tile import wide
 
 # -- Pieces as bytes ---------------------------------------------------------------------------------------------------
-# All pieces between two ranks in a step are one message, whose size is stated by the plan.
+# All pieces between two ranks in a step are one message, whose size the plan determines.
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Format:
 
     @property
     def alignment(self) -> int:
-        """Bytes on whose multiples messages begin in a buffer of several: then most rows begin on multiples of their
-        own size, and operations on rows of many messages can be one."""
+        """Alignment of messages in a shared buffer, in bytes: most rows are multiples of their size apart then, so that
+        operations on rows of many messages can be one."""
         sizes = (self.sizes.head_dim, self.sizes.v_head_dim or 1)
         return lcm(16, *(size * dtype.itemsize for size in sizes for dtype in (self.dtype, self.wide)))
 
@@ -65,7 +65,7 @@ class Format:
         return sum(t.piece.num_bytes(self.sizes) for t in transfers)
 
     def tensors(self, recorder: Recorder, piece: Piece, message: Buffer, offset: int) -> tuple[list[Rows], int]:
-        """The piece's tensors as parts of a message, and where the next piece begins."""
+        """Return the piece's tensors as parts of a message, and the offset of the next piece."""
         shape = (len(self.batch(piece)), len(piece.heads), piece.num_tokens)
         found: list[Rows] = []
         for features, dtype in self.fields(piece.role):
@@ -79,11 +79,11 @@ class Format:
 
 Bools = NDArray[np.bool_]
 Moves = list[tuple[slice, slice]]
-"""Local rows of a source, and those of a target that hold the same positions; in the order of the target's."""
+"""Local rows of a source and of a target that hold the same positions, in the order of the target."""
 
 
 def runs_of(spans: tuple[Span, ...]) -> Ints:
-    """Rows laid out in the order of spans.
+    """Return the runs of rows in the order of spans.
 
     >>> runs_of((Span(6, 8), Span(0, 3))).tolist()
     [[0, 3, 2], [6, 8, 0]]
@@ -92,13 +92,13 @@ def runs_of(spans: tuple[Span, ...]) -> Ints:
 
 
 def laid_out(spans: Ints) -> Ints:
-    """The runs of rows in the order of `(start, stop)` spans."""
+    """Return the runs of rows in the order of a table of (start, stop)."""
     sizes = spans[:, 1] - spans[:, 0]
     return by_position(np.column_stack((spans, np.cumsum(sizes) - sizes)))
 
 
 def have_all(runs: Ints, wanted: Ints) -> bool:
-    """Whether every position of the wanted runs is in the others.
+    """Return whether `runs` contain every position of `wanted`.
 
     >>> have_all(laid_out(np.array([[0, 8]])), laid_out(np.array([[6, 8], [0, 3]])))
     True
@@ -107,7 +107,7 @@ def have_all(runs: Ints, wanted: Ints) -> bool:
 
 
 def common_rows(source: Ints, target: Ints) -> Moves:
-    """Pairs of local slices that hold the same positions in both.
+    """Return pairs of local slices that hold the same positions.
 
     >>> common_rows(laid_out(np.array([[0, 8]])), laid_out(np.array([[6, 8], [0, 3]])))
     [(slice(6, 8, None), slice(0, 2, None)), (slice(0, 3, None), slice(2, 5, None))]
@@ -130,21 +130,21 @@ class TokenStore:
     tensors: tuple[Rows, ...]
 
     def part(self, heads: Span, batch: Span) -> tuple[Rows, ...]:
-        """The tensors narrowed to some of their heads and batch rows."""
+        """Return the tensors narrowed to some heads and batch rows."""
         if heads == self.heads and batch == self.batch:
             return self.tensors
         h0, b0 = heads.start - self.heads.start, batch.start - self.batch.start
         return tuple(t[b0 : b0 + len(batch), h0 : h0 + len(heads)] for t in self.tensors)
 
     def positions(self) -> Ints:
-        """The global position of every local row."""
-        found = np.empty(total(self.runs), dtype=np.int64)
+        """Return the global position of every local row."""
+        positions = np.empty(total(self.runs), dtype=np.int64)
         for start, stop, local in self.runs.tolist():
-            found[local : local + stop - start] = np.arange(start, stop)
-        return found
+            positions[local : local + stop - start] = np.arange(start, stop)
+        return positions
 
     def has(self, heads: Span, batch: Span) -> bool:
-        """Whether these heads and batch rows are here."""
+        """Return whether the store has these heads and batch rows."""
         return (
             self.heads.start <= heads.start
             and heads.stop <= self.heads.stop
@@ -153,7 +153,7 @@ class TokenStore:
         )
 
     def copy_to(self, target: TokenStore, moves: Moves) -> None:
-        """Copies rows to a store of fewer heads or batch rows, or as many."""
+        """Copy rows to a store with a subset of the heads and batch rows."""
         parts = self.part(target.heads, target.batch)
         for tensor, part in zip(target.tensors, parts, strict=True):
             for here, there in moves:
@@ -161,9 +161,9 @@ class TokenStore:
 
 
 def gather(stores: Sequence[TokenStore], target: TokenStore, what: str) -> None:
-    """Copies all rows of the target from stores that have some, each row once.
+    """Copy all rows of the target from stores that have some, each row once.
 
-    That the rows are there is what the validator proves of every schedule, so a gap here is our own bug.
+    The validator proves for every schedule that the rows are held, so a missing row is a bug.
     """
     missing = np.ones(total(target.runs), dtype=np.bool_)
     for store in stores:
@@ -179,7 +179,7 @@ def gather(stores: Sequence[TokenStore], target: TokenStore, what: str) -> None:
 def _still(
     here: slice, there: slice, missing: np.ndarray[tuple[int], np.dtype[np.bool_]]
 ) -> Iterator[tuple[slice, slice]]:
-    """The parts of two slices whose rows of the target are missing."""
+    """Yield the parts of two slices whose target rows are missing."""
     if missing[there].all():
         yield here, there
         return

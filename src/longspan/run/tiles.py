@@ -26,20 +26,19 @@ from longspan.tile import KnownTiles, Tile
 GRID = 128
 """The side of the squares in which a mask's function is classified."""
 PANEL = 256
-"""Query rows that are cut alike."""
+"""Query rows that share one set of column cuts."""
 WORTH = 4
-"""Squares in a row that make a stretch which allows everything worth a call of its own."""
+"""Consecutive full squares that are worth a tile of their own."""
 
 Which = tuple[int, str, int]
-"""Rank, direction, and which of its computes."""
+"""Rank, direction, and number of the compute."""
 
 _known: WeakKeyDictionary[Plan, tuple[object, dict[Which, KnownTiles]]] = WeakKeyDictionary()
-"""What was worked out before: a plan is run many times, and a compute's tiles are the same as long as the mask's
-functions read the same."""
+"""Tiles of computes, valid as long as the mask's functions read the same values."""
 
 
 def tiles_for(plan: Plan, which: Which, compute: Compute, plane: Plane, q: TokenStore, kv: TokenStore) -> KnownTiles:
-    """The tiles of one compute of a plan, remembered."""
+    """Return the tiles of one compute of a plan, cached."""
     reads, known = _known.get(plan, (None, {}))
     if reads is not plan.mask.last_reads:
         known = {}
@@ -54,10 +53,10 @@ def tiles_for(plan: Plan, which: Which, compute: Compute, plane: Plane, q: Token
 
 
 def tiles_of(bands: tuple[Band, ...], q: TokenStore, kv: TokenStore) -> list[Tile]:
-    """The tiles of a compute, in the order of query rows and then keys, which is the order of merging.
+    """Return the tiles of a compute, ordered by query rows and then keys, which is the order of merging.
 
-    Of eight causal tokens in zigzag, rank 0 has 0, 1, 6, 7. In positions its own pairs are three bands; local rows are
-    next to each other, and there the three are one causal triangle, which a kernel takes in one call::
+    Of eight causal tokens in zigzag, rank 0 has 0, 1, 6, 7. In positions its own pairs are three bands. In local rows,
+    which are contiguous, the three are one causal triangle, which is one kernel call::
 
         keys      0 1 6 7          0 1 2 3
         query 0   a . . .      0   x . . .
@@ -71,17 +70,17 @@ def tiles_of(bands: tuple[Band, ...], q: TokenStore, kv: TokenStore) -> list[Til
     >>> tiles_of(bands, rows, rows)
     [Tile(q0=0, q1=4, k0=0, k1=4, lo=0, hi=None, asks=False)]
     """
-    return joined(joined(_tiles(_cut(bands, q, kv), q, kv), _beside), _below)
+    return joined(joined(_tiles(_cut(bands, q, kv), q, kv), _is_right_of), _is_below)
 
 
 def asking_tiles(maybe: tuple[Band, ...], kinds: Classifier, q: TokenStore, kv: TokenStore) -> list[Tile]:
-    """Tiles of the pairs on which a function decides, without those that it hides and asking only where it must.
+    """Return tiles of the pairs on which a function decides, without pairs that it hides.
 
-    A panel of rows is cut where the function begins to allow nothing or everything. Short stretches of everything
-    stay with their neighbours: one call that asks costs less than three calls.
+    A panel of rows is cut where the function begins to allow nothing or everything. Short stretches of full squares
+    stay with their neighbours: one call with the function costs less than three calls.
     """
     cuts = _cut(maybe, q, kv)
-    made: list[Tile] = []
+    tiles: list[Tile] = []
     for band, tile in zip(cuts.tolist(), _tiles(cuts, q, kv), strict=True):
         q0, q1, k0, k1 = band[:4]
         for first in range(q0 // PANEL * PANEL, q1, PANEL):
@@ -89,13 +88,13 @@ def asking_tiles(maybe: tuple[Band, ...], kinds: Classifier, q: TokenStore, kv: 
             for start, stop, asks in stretches(kinds.classify(rows, Span(k0, k1)), k0 // GRID):
                 a, b = max(start * GRID, k0) - k0 + tile.k0, min(stop * GRID, k1) - k0 + tile.k0
                 part = tile.part(rows.start - q0 + tile.q0, rows.stop - q0 + tile.q0, a, b)
-                made += [] if part is None else [replace(part, asks=asks)]
-    plain = joined(joined([tile for tile in made if not tile.asks], _beside), _below)
-    return [*plain, *(tile for tile in made if tile.asks)]
+                tiles += [] if part is None else [replace(part, asks=asks)]
+    plain = joined(joined([tile for tile in tiles if not tile.asks], _is_right_of), _is_below)
+    return [*plain, *(tile for tile in tiles if tile.asks)]
 
 
 def stretches(kinds: NDArray[np.int8], first: int) -> Iterator[tuple[int, int, bool]]:
-    """(start, stop, asks) of columns that some row of a panel sees; `kinds` are those of its tiles.
+    """Yield (start, stop, asks) of columns that some row of a panel sees; `kinds` classify its squares.
 
     >>> list(stretches(np.array([[2, 2, 2, 2, 1, 0, 1, 2, 1]], dtype=np.int8), first=10))
     [(10, 14, False), (14, 15, True), (16, 19, True)]
@@ -110,14 +109,14 @@ def stretches(kinds: NDArray[np.int8], first: int) -> Iterator[tuple[int, int, b
 
 
 def _cut(bands: tuple[Band, ...], q: TokenStore, kv: TokenStore) -> Ints:
-    """Bands cut where rows of the stores are not contiguous, sorted by query and key."""
+    """Cut bands where rows of the stores are not contiguous; sort them by query and key."""
     rows, _ = in_rows(bd.as_array(bands), q.runs[:, :2])
     rows = bd.tighten(cells(rows, kv.runs[:, :2]))
     return rows[np.lexsort((rows[:, bd.K0], rows[:, bd.Q0]))]
 
 
 def _tiles(rows: Ints, q: TokenStore, kv: TokenStore) -> list[Tile]:
-    """Bands that lie in one run of each store, in local rows."""
+    """Convert bands that lie in one run of each store to local rows."""
     q0, k0 = _local(q, rows[:, bd.Q0]), _local(kv, rows[:, bd.K0])
     num_q, num_k = rows[:, bd.Q1] - rows[:, bd.Q0], rows[:, bd.K1] - rows[:, bd.K0]
     shift = rows[:, bd.Q0] - rows[:, bd.K0]
@@ -138,45 +137,45 @@ def _local(store: TokenStore, position: Ints) -> Ints:
 
 
 def joined(tiles: Iterable[Tile], fit: Callable[[Tile, Tile], bool]) -> list[Tile]:
-    """The same pairs in fewer tiles: neighbours that fit become one where a single band says what both say.
+    """Join neighbouring tiles that fit and whose pairs are one band.
 
-    >>> joined([Tile(0, 4, 0, 4), Tile(0, 4, 4, 8, lo=0)], _beside)
+    >>> joined([Tile(0, 4, 0, 4), Tile(0, 4, 4, 8, lo=0)], _is_right_of)
     [Tile(q0=0, q1=4, k0=0, k1=8, lo=-4, hi=None, asks=False)]
-    >>> joined([Tile(0, 4, 0, 4, lo=0), Tile(4, 8, 4, 8, lo=0)], _below)  # two documents
+    >>> joined([Tile(0, 4, 0, 4, lo=0), Tile(4, 8, 4, 8, lo=0)], _is_below)  # two documents
     [Tile(q0=0, q1=4, k0=0, k1=4, lo=0, hi=None, asks=False), Tile(q0=4, q1=8, k0=4, k1=8, lo=0, hi=None, asks=False)]
     """
-    made: list[Tile] = []
+    joint: list[Tile] = []
     for tile in tiles:
-        both = _both(made[-1], tile) if made and fit(made[-1], tile) else None
+        both = _both(joint[-1], tile) if joint and fit(joint[-1], tile) else None
         if both is None:
-            made.append(tile)
+            joint.append(tile)
         else:
-            made[-1] = both
-    return made
+            joint[-1] = both
+    return joint
 
 
-def _beside(a: Tile, b: Tile) -> bool:
+def _is_right_of(a: Tile, b: Tile) -> bool:
     return (a.q0, a.q1, a.k1) == (b.q0, b.q1, b.k0)
 
 
-def _below(a: Tile, b: Tile) -> bool:
+def _is_below(a: Tile, b: Tile) -> bool:
     return a.q1 == b.q0 and a.k0 <= b.k0 <= a.k1 <= b.k1
 
 
 def _both(a: Tile, b: Tile) -> Tile | None:
-    """One tile with the pairs of two, or None if there is none. Bounds are compared as differences of local rows."""
+    """Return one tile with the pairs of both, or None. Bounds are compared as differences of local rows."""
     q0, q1, k0, k1 = a.q0, b.q1, a.k0, b.k1
     los = {t.lo + t.q0 - t.k0 for t in (a, b) if t.lo is not None}
     his = {t.hi + t.q0 - t.k0 for t in (a, b) if t.hi is not None}
     if len(los) > 1 or len(his) > 1:
         return None
     lo, hi = min(los, default=None), max(his, default=None)
-    for t in (a, b):  # a bound of one must not cut the other
+    for t in (a, b):  # a bound of one tile must not exclude pairs of the other
         if lo is not None and t.lo is None and t.q0 - t.k1 + 1 < lo:
             return None
         if hi is not None and t.hi is None and t.q1 - 1 - t.k0 > hi:
             return None
-    if a.q1 == b.q0:  # the corners that belong to neither must be cut off
+    if a.q1 == b.q0:  # bounds must exclude the corners that belong to neither tile
         if a.k1 < b.k1 and (lo is None or a.q1 - 1 - a.k1 >= lo):
             return None
         if a.k0 < b.k0 and (hi is None or b.q0 - b.k0 + 1 <= hi):

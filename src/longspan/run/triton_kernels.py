@@ -16,8 +16,8 @@ def merge_kernel(
     acc_b, acc_h, acc_t, top_b, top_h, top_t, num_b, num_h, num_t, out_b, out_h, out_t, lse_b, lse_h, lse_t,
     ROWS: tl.constexpr, DIM: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """`run.merge.merge`: merge a partial (out, lse) into the state (acc, top, num), in place. BY_ROW: row here[i] of the
-    partial into row there[i] of the state, whose rows are distinct."""
+    """`run.merge.merge`: merge a partial (out, lse) into the state (acc, top, num), in place. BY_ROW: row here[i] of
+    the partial into row there[i] of the state, whose rows are distinct."""
     blocks = tl.cdiv(rows, ROWS)
     plane = tl.program_id(0) // blocks
     b, h = (plane // heads).to(tl.int64), (plane % heads).to(tl.int64)
