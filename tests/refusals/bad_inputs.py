@@ -1,12 +1,28 @@
-"""Bad calls as rows of tables: what is called, which error it must raise, and what the message must say."""
+"""Bad calls as rows of tables: the call, the error it must raise, and the names and values its message must hold."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 NAN, INF = float("nan"), float("inf")
 NO_COUNTS = (-1, 2.5, "8", True, NAN, [4], 1 << 41, 10**30)
-"""What is no count of tokens."""
+"""Values that are no count of tokens."""
+_KEPT = {"str", "int", "float", "list", "bool", "tuple", "dict", "function", "nan", "inf", "None", "True", "False"}
+_KEPT |= {"Tensor", "Layout", "Mask", "Linear", "q", "k", "v", "x"}
+
+
+def names_and_values(fragment: str) -> list[str]:
+    """Return the names and values in a fragment of a message, without the English words around them.
+
+    A table may quote the whole phrase. Only arguments, types, numbers, shapes and quoted values are compared, so that
+    a message can be reworded: "rank = 2.5 was given" needs "rank" and "2.5" in the message, in any sentence.
+    """
+    if len(fragment.split()) == 1:
+        return [fragment]
+    arguments = set(re.findall(r"(\w+)(?= = | must |=)", fragment))
+    tokens = [token.strip(".") for token in re.findall(r"(?<!\w)'[^']*'|(?:(?<!\w)-)?[\w.]+", fragment)]
+    return [t for t in tokens if t and (t in _KEPT or t in arguments or not re.fullmatch(r"[A-Za-z]?[a-z]*", t))]
 
 
 @dataclass(frozen=True)
@@ -20,28 +36,21 @@ class Bad:
 
 
 def bad(name: str, call: Callable[[], Any], error: type[Exception], *says: str) -> Bad:
-    assert says, "a message must say something"
-    return Bad(name, call, error, says)
+    return Bad(name, call, error, tuple(token for fragment in says for token in names_and_values(fragment)))
 
 
 def counts(
-    name: str, call: Callable[[Any], Any], error: type[Exception], word: str, low: int = 0, values: Any = NO_COUNTS
+    name: str, call: Callable[[Any], Any], error: type[Exception], word: str, values: Any = NO_COUNTS
 ) -> list[Bad]:
-    """The call with every value that is no count; the message names the argument, the value and the bound."""
+    """Return the call with every value that is no count; the message names the argument and the value."""
     return [
-        bad(
-            f"{name}-{word}={value!r:.20}",
-            lambda value=value: call(value),
-            error,
-            f"{word} = {value!r}",
-            f"{word} must be a whole number, {low} or more",
-        )
+        bad(f"{name}-{word}={value!r:.20}", lambda value=value: call(value), error, f"{word} = {value!r}")
         for value in values
     ]
 
 
 def one_rank():
-    """The group of this process alone, made when it is first asked for; `test_bad_inputs` ends it."""
+    """Return the group of this process alone, created on first use; `test_bad_inputs` destroys it."""
     import os
 
     import torch.distributed as dist
@@ -53,7 +62,7 @@ def one_rank():
 
 
 def mesh(*names):
-    """A mesh of this process alone with these axes."""
+    """Return a mesh of this process alone with these axes."""
     from torch.distributed.device_mesh import init_device_mesh
 
     one_rank()

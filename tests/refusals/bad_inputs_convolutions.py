@@ -80,7 +80,7 @@ def _options():
 
 def _plans():
     for word in ("channels", "width", "batch"):
-        yield from counts("conv_plan", lambda n, w=word: planned(**{w: n}), PlanError, word, 1, NO_SIZES)
+        yield from counts("conv_plan", lambda n, w=word: planned(**{w: n}), PlanError, word, NO_SIZES)
     for dtype in ("float8", torch.int64, None):
         says = "was asked for. Choose one of float64", repr(dtype)
         yield bad(f"dtype {dtype!r}", lambda d=dtype: planned(dtype=d), PlanError, *says)

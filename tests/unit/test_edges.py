@@ -76,9 +76,9 @@ def test_any_finite_scale_is_right_over_ranks_and_with_functions(scale, ranks):
 def test_a_scale_that_is_no_finite_number_is_refused_however_it_is_given(scale):
     (q, k, v), _ = inputs()
     for given in (scale, torch.tensor(scale), np.float32(scale), np.float64(scale)):
-        with pytest.raises(PlanError, match="one finite number"):
+        with pytest.raises(PlanError, match="scale"):
             ls.attention(q, k, v, ls.masks.causal(), scale=given)
-        with pytest.raises(PlanError, match="one finite number"):
+        with pytest.raises(PlanError, match="scale"):
             ls.flex_attention(q, k, v, None, ls.masks.causal(), scale=given, enable_gqa=True)
 
 

@@ -27,7 +27,7 @@ def test_a_call_with_a_mask_says_shapes_and_mask():
 def test_a_call_with_a_plan_says_scheme_and_layout_too():
     layout = ls.layouts.zigzag(8, 2)
     plan = ls.plan(MASK, layout, q_heads=4, kv_heads=2, head_dim=16, v_head_dim=12, dtype="float32", scheme="ring")
-    with pytest.raises(PlanError, match="needs group=") as caught:
+    with pytest.raises(PlanError, match="group") as caught:
         ls.attention(*tensors(), plan)
     assert str(caught.value).endswith(f"The call: attention of {SHAPES}, by ring of {MASK!r} over {layout!r}.")
 

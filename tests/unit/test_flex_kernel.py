@@ -299,9 +299,7 @@ def test_mutants_are_caught(mutant, monkeypatch):
 def test_dropout_is_refused():
     plan = ls.plan(causal(16), contiguous(16, 1), q_heads=2, kv_heads=2, head_dim=8, dtype=torch.float32)
     q = torch.zeros(1, 2, 16, 8)
-    with pytest.raises(
-        KernelError, match=r"'flex' was asked for, but it has no place .* dropout was given\. Use 'reference'"
-    ):
+    with pytest.raises(KernelError, match=r"'flex'.*dropout.*'reference'"):
         run_loopback(plan, q, q, q, q, kernel="flex", extras=Extras(dropout=0.5, seed=1))
     assert not FLEX.honours.dropout
     assert REFERENCE.honours.dropout
@@ -313,7 +311,7 @@ def test_functions_that_cannot_be_traced_are_refused():
         ls.attention(q, q, q, causal(16), kernel="flex", score_mod=lambda s, b, h, q, kv: s if q == 0 else -s)
     weights = torch.ones(16, requires_grad=True)
     out = ls.attention(q, q, q, causal(16), kernel="flex", score_mod=lambda s, b, h, q, kv: s + (weights * 2)[q])
-    with pytest.raises(KernelError, match=r"uses one of them as a whole.*kernel='reference'"):
+    with pytest.raises(KernelError, match=r"kernel='reference'"):
         out.sum().backward()
 
 
@@ -340,9 +338,9 @@ def test_on_gpus_auto_chooses_it_for_score_functions(monkeypatch):
         assert choose_kernel("auto", *new(64, torch.bfloat16), dropout) == "reference"
         assert choose_kernel("auto", *new(64, torch.float64), scores) == "reference"
         for dims in ((8, torch.float32), (300, torch.float32)):
-            with pytest.raises(KernelError, match="takes head dims from 16 to 256"):
+            with pytest.raises(KernelError, match="16 to 256"):
                 choose_kernel("flex", *new(*dims), scores)
-        with pytest.raises(KernelError, match="on cuda it takes float32, bfloat16, float16"):
+        with pytest.raises(KernelError, match="float32, bfloat16, float16"):
             choose_kernel("flex", *new(64, torch.float64), scores)
 
 

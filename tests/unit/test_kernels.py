@@ -312,9 +312,9 @@ def test_auto_on_a_gpu():
         assert choose_kernel("sdpa", *new(512, torch.bfloat16)) == "efficient"
         assert choose_kernel("auto", *new(64, torch.float32)) == "efficient"
         assert choose_kernel("auto", *new(64, torch.float64)) == "reference"
-        with pytest.raises(KernelError, match=r"'sdpa' .*varlen: it takes bfloat16.*efficient: .*Use 'reference'"):
+        with pytest.raises(KernelError, match=r"'sdpa' .*varlen.*bfloat16.*efficient.*'reference'"):
             choose_kernel("sdpa", *new(64, torch.float64))
-        with pytest.raises(KernelError, match="head dims up to 256, and one here is 300"):
+        with pytest.raises(KernelError, match=r"256.*300"):
             choose_kernel("flash", *new(300, torch.bfloat16))
 
 
@@ -325,12 +325,10 @@ def test_names_are_obeyed_or_refused():
     cpu = (torch.zeros(1, 2, 8, 16),) * 3
     assert choose_kernel("auto", *cpu) == choose_kernel("sdpa", *cpu) == "cpu_flash"
     assert choose_kernel("reference", *cpu) == "reference"
-    with pytest.raises(KernelError, match=r"'fast' was asked for, but there is none of that name\. Use one of"):
+    with pytest.raises(KernelError, match=r"'fast'"):
         choose_kernel("fast", *cpu)
     for name in ("varlen", "flash", "efficient", "cudnn"):
-        with pytest.raises(
-            KernelError, match=r"runs on GPUs, and the tensors are on cpu\. Use 'cpu_flash' or 'reference'"
-        ):
+        with pytest.raises(KernelError, match=r"GPU.*cpu.*'cpu_flash' or 'reference'"):
             choose_kernel(name, *cpu)
     with pytest.raises(KernelError, match=r"takes float64.*float8"):
         choose_kernel("cpu_flash", *(x.to(torch.float8_e4m3fn) for x in cpu))

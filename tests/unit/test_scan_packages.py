@@ -116,7 +116,7 @@ REFUSALS = [
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("name", "kind", "asked", "words"), REFUSALS)
 def test_refused_on_gpus(name, kind, asked, words):
-    with pytest.raises(KernelError, match=f"kernel '{name}' was asked for, but.*({words})"):
+    with pytest.raises(KernelError, match=f"kernel '{name}'.*({words})"):
         choose_scan_kernel(name, on_gpu(kind, **asked))
 
 
@@ -125,20 +125,20 @@ def test_tokens_of_several_dtypes_are_refused():
     for name, kind, words in (("fla", "kda", "q, k and v"), ("mamba_ssm", "ssd", "x, B and C")):
         work = on_gpu(kind)
         mixed = replace(work, tokens=(work.tokens[0], *(x.float() for x in work.tokens[1:])))
-        with pytest.raises(KernelError, match=f"{words} of one dtype, and they are torch.bfloat16, torch.float32"):
+        with pytest.raises(KernelError, match=f"{words} .*dtype.*torch.bfloat16, torch.float32"):
             choose_scan_kernel(name, mixed)
 
 
 def test_refused_on_cpus():
     work = random_work("ssd", random.Random(0))
-    with pytest.raises(KernelError, match=r"runs on GPUs, and the tensors are on cpu. Use 'reference', or 'auto'"):
+    with pytest.raises(KernelError, match=r"GPU.*cpu.*'reference'"):
         choose_scan_kernel("mamba_ssm", work)
 
 
 def test_packages_that_are_missing_or_broken(monkeypatch):
     where = "longspan.mixers.scan_kernels"
     monkeypatch.setattr(f"{where}.find_spec", lambda name: None)
-    with pytest.raises(KernelError, match=r"package fla is not installed \(pip install flash-linear-attention\)"):
+    with pytest.raises(KernelError, match=r"fla .*pip install flash-linear-attention"):
         choose_scan_kernel("fla", on_gpu("kda"))
     assert choose_scan_kernel("auto", on_gpu("kda")).name == "reference"
 
@@ -147,5 +147,5 @@ def test_packages_that_are_missing_or_broken(monkeypatch):
 
     monkeypatch.setattr(f"{where}.find_spec", lambda name: name)
     monkeypatch.setattr(f"{where}.importlib.import_module", broken)
-    with pytest.raises(KernelError, match=r"fla.ops.kda.chunk_kda cannot be imported: libcudart.so: no such file"):
+    with pytest.raises(KernelError, match=r"fla.ops.kda.chunk_kda .*libcudart.so"):
         choose_scan_kernel("fla", on_gpu("kda"))

@@ -140,13 +140,13 @@ def test_what_the_proof_says():
     plan = made("chain", documents=[32], layout=ls.layouts.contiguous(32, 4))
     forward, backward = plan.schedule(), plan.schedule("backward")
     number, t = next(forward.transfers())
-    with pytest.raises(ScheduleError, match=r"rank 1 folds state\[0:1\]c0b0:1 in step 1 without having it."):
+    with pytest.raises(ScheduleError, match=r"rank 1 .*state\[0:1\]c0b0:1 .*step 1"):
         validate_scan(with_transfers(forward, t, number, []), backward, plan.chains)
     last = with_transfers(forward, *next((t, n) for n, t in forward.transfers() if t.dst == 3), [])
-    with pytest.raises(ScheduleError, match=r"rank 3 holds segment 3 of chain 0, but never gets the state \[0:3\)"):
+    with pytest.raises(ScheduleError, match=r"rank 3 .*segment 3 of chain 0.*\[0:3\)"):
         validate_scan(last, backward, plan.chains)
     number, t = next((n, t) for n, t in backward.transfers() if t.dst == 0)
-    with pytest.raises(ScheduleError, match=r"leaves segment 0 of chain 0 gets gradients of segments \[\], and should"):
+    with pytest.raises(ScheduleError, match=r"segment 0 of chain 0.*\[\]"):
         validate_scan(forward, with_transfers(backward, *(t, number), []), plan.chains)
 
 

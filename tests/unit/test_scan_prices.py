@@ -108,5 +108,5 @@ def test_the_simulator_names_the_message_nobody_offers(scheme):
     steps = list(ranks[lost.src])
     steps[number] = replace(steps[number], transfers=tuple(t for t in steps[number].transfers if t.dst != lost.dst))
     ranks[lost.src] = tuple(steps)
-    with pytest.raises(ScheduleError, match=rf"cannot finish.*step {number}.*from rank {lost.src} to rank {lost.dst}"):
+    with pytest.raises(ScheduleError, match=rf"step {number}.*from rank {lost.src} to rank {lost.dst}"):
         simulate(replace(schedule, ranks=tuple(ranks)), MACHINES["h100"])

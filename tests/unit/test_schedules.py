@@ -345,7 +345,7 @@ def test_the_validator_follows_rows_and_gradients():
 def test_the_simulator_names_the_message_nobody_offers():
     good = made("ring", masks.causal(128), layouts.zigzag(128, 4))
     broken = tampered(good, 0, 1, lambda step: Step(tuple(t for t in step.transfers if t.src != 0), step.computes))
-    with pytest.raises(ScheduleError, match=r"cannot finish: .* step 1, for the message from rank 0 to rank 1"):
+    with pytest.raises(ScheduleError, match=r"step 1.*from rank 0 to rank 1"):
         simulate(broken, MACHINES["h100"])
 
 

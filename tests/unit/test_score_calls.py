@@ -277,14 +277,14 @@ REFUSED = {
     "whole numbers": ({"score_mod": lambda s, b, h, q, kv: q - kv}, "returned torch.int64"),
     "nothing": ({"score_mod": lambda s, b, h, q, kv: None}, "returned NoneType. It must return a floating-point"),
     "more dims": ({"score_mod": lambda s, b, h, q, kv: torch.stack((s, s))}, "score_mod got scores of shape"),
-    "another kernel": ({"softcap": 1.0, "kernel": "cpu_flash"}, "cpu_flash' was asked for, but it changes no scores"),
+    "another kernel": ({"softcap": 1.0, "kernel": "cpu_flash"}, "cpu_flash.*score functions"),
     "another kernel for dropout": (
         {"dropout": 0.1, "seed": 1, "kernel": "cpu_flash"},
-        "a score function, a bias, a soft cap or dropout was given. Use 'reference'",
+        "dropout.*'reference'",
     ),
-    "a choice of others": ({"score_mod": keeps, "kernel": "sdpa"}, "cpu_flash: it changes no scores"),
+    "a choice of others": ({"score_mod": keeps, "kernel": "sdpa"}, "cpu_flash: .*score functions"),
     "an unknown kernel": ({"softcap": 1.0, "kernel": "fast"}, "kernel 'fast' was asked for, but there is none"),
-    "an unknown way of summing": ({"captured_grads": "mean"}, "captured_grads = 'mean' was asked for. 'sum' adds"),
+    "an unknown way of summing": ({"captured_grads": "mean"}, "captured_grads must be .*'mean'"),
 }
 
 

@@ -77,9 +77,9 @@ def test_losses_meet_too():
 
 
 def test_ranks_that_do_not_do_the_same_are_told_so():
-    with pytest.raises(ApartError, match="rank 1 waits in a sum, and rank 0 has ended without it"):
+    with pytest.raises(ApartError, match=r"rank 1 .*sum.*rank 0"):
         simulate(2, lambda rank: rank.summed(1) if rank.rank() else None)
-    with pytest.raises(ApartError, match="rank 0 in a sum; rank 1 in tea"):
+    with pytest.raises(ApartError, match=r"rank 0 .*sum.*rank 1 .*tea"):
         simulate(2, lambda rank: rank.meet("tea", 1, list) if rank.rank() else rank.summed(1))
     with pytest.raises(ZeroDivisionError):
         simulate(3, lambda rank: 1 / 0 if rank.rank() == 1 else rank.summed(1))
