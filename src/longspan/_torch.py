@@ -1,7 +1,6 @@
-"""All private torch names that Longspan uses, each behind a small typed function.
+"""All private torch names that Longspan uses, each behind a small typed function. No other file uses one.
 
-No other file uses a private name of torch. The file holds the fused attention operators, process groups and stores,
-flex attention, and queries about the state of PyTorch's compiler and dispatcher.
+Fused attention operators, process groups and stores, flex attention, and the state of compiler and dispatcher.
 
 Shapes: B batch, H query heads, G key/value heads, Q query rows, K key rows, T rows of many slices packed one after
 another, D head dim. Dropout is always off, so the random states that the GPU operators carry are placeholders.
@@ -47,8 +46,7 @@ _AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Autograd records here, also inside an operator of ours, where PyTorch has switched it off for good reason: what
-    is recorded must end inside as well."""
+    """Enable autograd inside an operator, where PyTorch disables it. The recorded graph must be used inside, too."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for name in _AUTOGRAD:
         excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
@@ -61,12 +59,12 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; 0 for those of inference mode, which are not counted."""
+    """Return the version counter of a tensor; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def find_tangent(tensors: Mapping[str, Any]) -> str | None:
-    """Return the name of a tensor that takes part in forward-mode differentiation, if there is one."""
+    """Return the name of a tensor with a forward-mode derivative, if there is one."""
     if torch.autograd.forward_ad._current_level < 0:
         return None
     unpack = torch.autograd.forward_ad.unpack_dual
@@ -74,16 +72,16 @@ def find_tangent(tensors: Mapping[str, Any]) -> str | None:
 
 
 def rocm() -> str | None:
-    """The version of ROCm that PyTorch is built for; None if it is not."""
+    """Return the ROCm version that PyTorch is built for, or None."""
     return torch.version.hip
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of a GPU; None where there is none and tensors only pretend to be on one."""
+    """Return the compute capability of a GPU; None without a GPU, as with fake tensors."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
-CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)  # operators with this tag are left out of CUDA graphs
+CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)  # operators with this tag are excluded from CUDA graphs
 
 
 cpu_flash = _aten._scaled_dot_product_flash_attention_for_cpu
@@ -100,7 +98,7 @@ def cpu_flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) of the CPU flash operator, dk and dv with the key/value heads.
 
-    A bool bias is taken without complaint and gives wrong gradients.
+    A bool bias is accepted and gives wrong gradients.
     """
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout_BHQD, q_BHQD, k_BGKD, v_BGKD, out_BHQD, lse_BHQ, 0.0, causal, attn_mask=bias, scale=scale
@@ -108,187 +106,101 @@ def cpu_flash_backward(
 
 
 def _no_random(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Seed and offset for operators that want them although dropout is off."""
+    """Return seed and offset for operators that require them although dropout is off."""
     zero = torch.zeros((), dtype=torch.int64, device=like.device)
     return zero, zero
 
 
 def efficient(
-    q_BHQD: Tensor,
-    k_BHKD: Tensor,
-    v_BHKE: Tensor,
-    bias_BHQK: Tensor | None,
-    causal: bool,
-    scale: float,
+    q_BHQD: Tensor, k_BHKD: Tensor, v_BHKE: Tensor, bias_BHQK: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of memory-efficient attention; causal is top-left aligned, lse rows are rounded up to 32."""
-    found = _aten._scaled_dot_product_efficient_attention(
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
         q_BHQD, k_BHKD, v_BHKE, bias_BHQK, True, 0.0, causal, scale=scale
     )
-    return found[0], found[1]
+    return out, lse
 
 
 def efficient_backward(
-    dout_BHQE: Tensor,
-    q_BHQD: Tensor,
-    k_BHKD: Tensor,
-    v_BHKE: Tensor,
-    out_BHQE: Tensor,
-    lse_BHR: Tensor,
-    bias_BHQK: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout_BHQE: Tensor, q_BHQD: Tensor, k_BHKD: Tensor, v_BHKE: Tensor, out_BHQE: Tensor, lse_BHR: Tensor,
+    bias_BHQK: Tensor | None, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) of memory-efficient attention; R is Q rounded up to 32."""
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        dout_BHQE,
-        q_BHQD,
-        k_BHKD,
-        v_BHKE,
-        bias_BHQK,
-        out_BHQE,
-        lse_BHR,
-        *_no_random(q_BHQD),
-        0.0,
-        [True, True, True, False],
-        causal,
-        scale=scale,
-    )
+        dout_BHQE, q_BHQD, k_BHKD, v_BHKE, bias_BHQK, out_BHQE, lse_BHR, *_no_random(q_BHQD), 0.0,
+        [True, True, True, False], causal, scale=scale,
+    )  # fmt: skip
     return dq, dk, dv
 
 
 def cudnn(
-    q_BHQD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKE: Tensor,
-    bias_BHQK: Tensor | None,
-    causal: bool,
-    scale: float,
+    q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, bias_BHQK: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(out, lse_BHQ1) of cuDNN attention; causal is top-left aligned."""
-    found = _aten._scaled_dot_product_cudnn_attention(
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
         q_BHQD, k_BGKD, v_BGKE, bias_BHQK, True, 0.0, causal, False, scale=scale
     )
-    return found[0], found[1]
+    return out, lse
 
 
 def cudnn_backward(
-    dout_BHQE: Tensor,
-    q_BHQD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKE: Tensor,
-    out_BHQE: Tensor,
-    lse_BHQ1: Tensor,
-    bias_BHQK: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout_BHQE: Tensor, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, out_BHQE: Tensor, lse_BHQ1: Tensor,
+    bias_BHQK: Tensor | None, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) of cuDNN attention."""
     return _aten._scaled_dot_product_cudnn_attention_backward(
-        dout_BHQE,
-        q_BHQD,
-        k_BGKD,
-        v_BGKE,
-        out_BHQE,
-        lse_BHQ1,
-        *_no_random(q_BHQD),
-        bias_BHQK,
-        None,
-        None,
-        q_BHQD.shape[2],
-        k_BGKD.shape[2],
-        0.0,
-        causal,
-        scale=scale,
-    )
+        dout_BHQE, q_BHQD, k_BGKD, v_BGKE, out_BHQE, lse_BHQ1, *_no_random(q_BHQD), bias_BHQK, None, None,
+        q_BHQD.shape[2], k_BGKD.shape[2], 0.0, causal, scale=scale,
+    )  # fmt: skip
 
 
 def flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts_q: Tensor | None,
-    starts_k: Tensor | None,
-    longest: tuple[int, int],
-    window: tuple[int, int],
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor | None, starts_k: Tensor | None, longest: tuple[int, int],
+    window: tuple[int, int], scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of CUDA flash attention.
 
-    Dense without `starts`: (B, Q, H, D) in, lse (B, H, Q). With `starts` (int32, one more than there are slices): the
-    packed rows of many slices, (T, H, D) in, lse (H, T). `window` = (left, right) keys beside the diagonal, which ends
-    in the bottom-right corner; -1 is open.
+    Dense without `starts`: (B, Q, H, D) in, lse (B, H, Q). With `starts` (int32, one more than the number of slices):
+    packed rows of many slices, (T, H, D) in, lse (H, T). `window` = (left, right) keys next to the diagonal, which ends
+    in the bottom-right corner; -1 is unbounded.
     """
-    found = _aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        starts_q,
-        starts_k,
-        *longest,
-        0.0,
-        window == (-1, 0),
-        False,
-        scale=scale,
-        window_size_left=window[0],
-        window_size_right=window[1],
-    )
-    return found[0], found[1]
+    out, lse, *_ = _aten._flash_attention_forward(
+        q, k, v, starts_q, starts_k, *longest, 0.0, window == (-1, 0), False,
+        scale=scale, window_size_left=window[0], window_size_right=window[1],
+    )  # fmt: skip
+    return out, lse
 
 
 def flash_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    starts_q: Tensor | None,
-    starts_k: Tensor | None,
-    longest: tuple[int, int],
-    window: tuple[int, int],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts_q: Tensor | None,
+    starts_k: Tensor | None, longest: tuple[int, int], window: tuple[int, int], scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) of CUDA flash attention, layouts as in `flash`."""
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
     return _aten._flash_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        starts_q,
-        starts_k,
-        *longest,
-        0.0,
-        window == (-1, 0),
-        state,
-        unused,
-        scale=scale,
-        window_size_left=window[0],
-        window_size_right=window[1],
-    )
+        dout, q, k, v, out, lse, starts_q, starts_k, *longest, 0.0, window == (-1, 0), state, unused,
+        scale=scale, window_size_left=window[0], window_size_right=window[1],
+    )  # fmt: skip
 
 
 def group_named(name: str) -> ProcessGroup:
-    """The process group that PyTorch registered under a name; operators can carry names, not groups."""
+    """Return the process group with PyTorch's name: operators accept names, not groups."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def default_store() -> Any:
-    """The store through which the job's ranks found each other, as the job made it."""
+    """Return the store of the default process group."""
     return distributed_c10d._get_default_store()  # type: ignore[attr-defined]
 
 
 def abort(group: ProcessGroup, device: torch.device) -> None:
-    """Ends all that the group has under way on such a device, and whatever waits for it."""
+    """Abort all operations of the group on such a device."""
     group._get_backend(device).abort()
 
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> float | None:
-    """Seconds after which the group itself gives up a message; None if it does not say."""
+    """Return the timeout of the group's backend in seconds; None if unknown."""
     try:
         return group._get_backend(device).options._timeout.total_seconds()  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
@@ -296,7 +208,7 @@ def timeout_of(group: ProcessGroup, device: torch.device) -> float | None:
 
 
 def attempt_store_of(timeout: timedelta) -> Any:
-    """A client of the launcher's store (or, without a launcher's, a new store) under a prefix of this attempt."""
+    """Return a client of the launcher's store, or a new store, with a prefix for this restart."""
     env = os.environ
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -306,15 +218,15 @@ def attempt_store_of(timeout: timedelta) -> Any:
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """The mesh's axes as one, under this name; looking it up in the mesh by name would warn."""
+    """Return the mesh's axes as one axis of this name. Looking it up in the mesh by name would warn."""
     return mesh._flatten(name)
 
 
 # -- Flex attention ----------------------------------------------------------------------------------------------------
-# Its parts of the compiler are imported on first use, which takes two seconds.
+# Parts of the compiler are imported at first use, which takes two seconds.
 
 _FLEX = {
-    "BACKEND": "TRITON",  # the others give lse in another base, or take no gradient of lse
+    "BACKEND": "TRITON",  # others return lse in another base, or have no gradient of lse
     "PRESCALE_QK": False,
     "ROWS_GUARANTEED_SAFE": False,
     "BLOCKS_ARE_CONTIGUOUS": False,
@@ -328,22 +240,21 @@ FLEX_BLOCK_TENSORS = 8
 
 
 def indexing() -> AbstractContextManager[object]:
-    """Here `table[i]` with `i` a single number in a tensor looks the number up late, and its gradient can be added
-    up by index."""
+    """Make `table[i]` with a zero-dim tensor `i` a late lookup, whose gradient is accumulated by index."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()
 
 
 def traced(function: Callable[..., Tensor], arguments: Sequence[Tensor]) -> GraphModule:
-    """What a function of single numbers does, as a graph; one that looks at a number is refused by an exception."""
+    """Trace a function of zero-dim tensors to a graph. Raise if it depends on a value."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     return _cleaned(make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments))
 
 
 def _cleaned(graph: GraphModule) -> GraphModule:
-    """Without what nobody uses: kernels are made of every line."""
+    """Remove unused nodes: each becomes code of a kernel."""
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
@@ -360,11 +271,11 @@ def traced_gradient(function: Callable[..., Tensor], arguments: Sequence[Tensor]
 
 
 def adds_by_index(gradient: GraphModule) -> tuple[bool | None, ...]:
-    """For each buffer, whether its gradient is added up element by element, which is all that flex attention can do;
-    None if it gets none."""
+    """Return for each buffer whether its gradient is accumulated by index, which is all that flex attention supports;
+    None if it has no gradient."""
     results: Any = gradient.graph.output_node().args[0]
     wanted = torch.ops.flex_lib.zeros_and_scatter.default
-    return tuple(None if found is None else found.target is wanted for found in results[5:])
+    return tuple(None if result is None else result.target is wanted for result in results[5:])
 
 
 def flex_graph(score: GraphModule, mask: GraphModule, scale: float, num_score: int, num_mask: int) -> GraphModule:
@@ -392,12 +303,12 @@ def flex_backward_graph(
     functions = graph.get_attr("score"), graph.get_attr("gradient"), (*blocks, graph.get_attr("mask"))
     arguments: Any = (*tensors, *functions, scale, dict(_FLEX), score_buffers, mask_buffers)
     call = graph.call_function(torch.ops.higher_order.flex_attention_backward, arguments)
-    found = [graph.call_function(operator.getitem, (call, i)) for i in range(4)]
+    dq, dk, dv, buffers = (graph.call_function(operator.getitem, (call, i)) for i in range(4))
     rest = [
-        None if kind is None else graph.call_function(operator.getitem, (found[3], i))
+        None if kind is None else graph.call_function(operator.getitem, (buffers, i))
         for i, kind in enumerate(adds_by_index(gradient))
     ]
-    graph.output((*found[:3], *rest))
+    graph.output((dq, dk, dv, *rest))
     return GraphModule({"score": score, "gradient": gradient, "mask": mask}, graph)
 
 
@@ -405,20 +316,20 @@ def _buffers(graph: Graph, num_score: int, num_mask: int) -> tuple[tuple[Any, ..
     blocks = [graph.placeholder(f"blocks{i}") for i in range(FLEX_BLOCK_TENSORS)]
     score = tuple(graph.placeholder(f"score{i}") for i in range(num_score))
     mask = tuple(graph.placeholder(f"mask{i}") for i in range(num_mask))
-    # The two lengths are read by nobody; the four that are None serve another backend, and came with 2.13.
+    # The two lengths are unused; the four that are None are for another backend, since 2.13.
     others = (None,) * (4 if minor(torch.__version__) >= (2, 13) else 0)
     return (0, 0, *blocks, *others, FLEX_BLOCK, FLEX_BLOCK), score, mask
 
 
 def compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """The graph as fused kernels, for inputs of exactly these shapes."""
+    """Compile the graph for inputs of exactly these shapes."""
     import torch._inductor
 
     return torch._inductor.compile(graph, list(inputs))  # type: ignore[return-value]
 
 
 def function_modes() -> list[Any]:
-    """The torch-function modes that are on, innermost last; threads of autograd have those of who called backward."""
+    """Return the active torch-function modes, innermost last. Threads of autograd have those of backward's caller."""
     from torch.overrides import _get_current_function_mode_stack
 
     return list(_get_current_function_mode_stack())
@@ -437,8 +348,8 @@ _OFF_IN_GRAPHS = tuple(
 
 
 def as_in_eager() -> AbstractContextManager[Any]:
-    """Compiled graphs call operators with `torch.vmap` and PyTorch's count of changes in place switched off. Functions
-    of users need both, so here they are as outside of graphs."""
+    """Enable `torch.vmap` and version counters, which compiled graphs disable around operators but functions of users
+    need."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     if not excluded.has(torch._C.DispatchKey.FuncTorchBatched):
         return nullcontext()
@@ -448,14 +359,14 @@ def as_in_eager() -> AbstractContextManager[Any]:
 
 
 _PLAIN = {"ADInplaceOrView", *(kind + device for kind in ("", "Autograd", "Autocast") for device in ("CPU", "CUDA"))}
-"""Dispatch keys of tensors with data and no behaviour of their own."""
+"""Dispatch keys of plain tensors."""
 _known: dict[int, bool] = {}
-"""Whether sets of keys, as numbers, have no others."""
+"""Whether a set of keys, as a number, has only these."""
 
 
 def is_unobserved(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether PyTorch's dispatcher would do nothing with these tensors but differentiate and run: there is no mode, no
-    `torch.func`, no profiler, no compiler and no graph of it, and every tensor has data and no behaviour of its own."""
+    """Return whether PyTorch's dispatcher would only differentiate and run an operator on these tensors: all are plain,
+    and no mode, `torch.func` transform, profiler, compiler or compiled graph is active."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
     if torch._C._are_functorch_transforms_active() or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
@@ -478,21 +389,20 @@ def is_unobserved(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def run_without_compiling(function: Any) -> None:
-    """Keep a function that PyTorch calls for every operator from being compiled by itself; other functions that are
-    compiled may still inline it."""
+    """Exclude a function from compilation on its own. Other compiled functions may still inline it."""
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
 
 
 def break_graph(why: str) -> None:
-    """Ends the graph that is being traced; refused, with these words, where it must be whole."""
+    """Break the graph that is being traced; raises with this message under fullgraph=True."""
     torch._dynamo.graph_break(msg=why)
 
 
 def _tracer() -> Any:
-    """What traces the code that called; None where nothing does. `torch.compiler.is_compiling()` says no before 2.13 to
-    functions that run while others are traced, as those below do."""
+    """Return the active Dynamo tracer, or None. Before 2.13 `torch.compiler.is_compiling()` is False in functions that
+    run during tracing, as those below do."""
     compiler = sys.modules.get("torch._dynamo.symbolic_convert")  # loading it takes seconds
     try:
         return None if compiler is None else compiler.InstructionTranslator.current_tx()
@@ -502,8 +412,8 @@ def _tracer() -> Any:
 
 @torch.compiler.assume_constant_result
 def higher_order_calls() -> int:
-    """How many calls of the graph that is being traced take functions (an `autograd.Function`, `torch.cond`); 0 where
-    none is traced. Torch-function modes do not see them."""
+    """Count higher-order calls (`autograd.Function`, `torch.cond`) of the graph that is being traced; 0 without one.
+    Torch-function modes do not see them."""
     tracer = _tracer()
     nodes = () if tracer is None else tracer.output.graph.nodes
     return sum(isinstance(node.target, torch._ops.HigherOrderOperator) for node in nodes)
@@ -511,11 +421,11 @@ def higher_order_calls() -> int:
 
 @torch.compiler.assume_constant_result
 def inside_of_call() -> bool:
-    """Whether what is traced is a part that another call takes as its function, as checkpointing does."""
+    """Return whether a function argument of a higher-order call is being traced, as in checkpointing."""
     tracer = _tracer()
     return tracer is not None and tracer.output.current_tracer.parent is not None
 
 
 def whole_graph() -> AbstractContextManager[Any]:
-    """What is traced inside must be one graph; what is not is refused by PyTorch, which says why."""
+    """Make a graph break inside the context an error."""
     return torch._dynamo.error_on_graph_break(True)

@@ -67,11 +67,11 @@ class Format:
     def tensors(self, recorder: Recorder, piece: Piece, message: Buffer, offset: int) -> tuple[list[Rows], int]:
         """Return the piece's tensors as parts of a message, and the offset of the next piece."""
         shape = (len(self.batch(piece)), len(piece.heads), piece.num_tokens)
-        found: list[Rows] = []
+        tensors: list[Rows] = []
         for features, dtype in self.fields(piece.role):
-            found.append(recorder.new((*shape, features), dtype, inside=message, offset=offset))
-            offset += found[-1].buffer.num_bytes
-        return found, offset
+            tensors.append(recorder.new((*shape, features), dtype, inside=message, offset=offset))
+            offset += tensors[-1].buffer.num_bytes
+        return tensors, offset
 
 
 # -- Token stores ------------------------------------------------------------------------------------------------------
