@@ -63,12 +63,13 @@ def _exact(results: list[dict[str, Any]]) -> str:
         "| family | model | plain | padded | packed | 2 and 3 ranks, float64 | float32 | one device, float32 |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    rows = []
     for result in _of(results, "exact"):
         proofs = result["proofs"]
         forms = [_form(proofs.get(form)) for form in ("plain", "padded", "packed")]
         ranks = [_worst(result, dtype) for dtype in ("float64", "float32", "one device, float32")]
-        lines.append(f"| {result['family']} | {TITLES[result['kind']]} | " + " | ".join(forms + ranks) + " |")
-    return "\n".join(lines)
+        rows.append((result["family"], TITLES[result["kind"]], " | ".join(forms + ranks)))
+    return "\n".join(lines + _merged(rows))
 
 
 def _form(proof: dict[str, Any] | None) -> str:
@@ -99,9 +100,20 @@ def _not_built(results: list[dict[str, Any]]) -> str:
 
 def _table(title: str, text: str, results: list[dict[str, Any]], outcome: str) -> str:
     lines = [f"## {title}", "", text, "", "| family | model | reason |", "|---|---|---|"]
-    for result in _of(results, outcome):
-        lines.append(f"| {result['family']} | {TITLES[result['kind']]} | {_cell(result['reason'])} |")
-    return "\n".join(lines)
+    rows = [(one["family"], TITLES[one["kind"]], _cell(one["reason"])) for one in _of(results, outcome)]
+    return "\n".join(lines + _merged(rows))
+
+
+def _merged(rows: list[tuple[str, str, str]]) -> list[str]:
+    """Return table rows of (family, kind of model, other cells), with kinds that share all other cells in one row.
+
+    >>> _merged([("a", "causal", "x"), ("a", "masked", "x"), ("a", "image-text", "y")])
+    ['| a | causal, masked | x |', '| a | image-text | y |']
+    """
+    kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for family, kind, cells in rows:
+        kinds[family, cells].append(kind)
+    return [f"| {family} | {', '.join(names)} | {cells} |" for (family, cells), names in kinds.items()]
 
 
 def _of(results: list[dict[str, Any]], outcome: str) -> list[dict[str, Any]]:
