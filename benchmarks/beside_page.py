@@ -1,6 +1,6 @@
 """Generate docs/comparison.md from benchmarks/beside.toml.
 
-    python -m benchmarks.beside_page > docs/comparison.md
+python -m benchmarks.beside_page > docs/comparison.md
 """
 
 from __future__ import annotations

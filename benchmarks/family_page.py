@@ -94,7 +94,9 @@ def _refused(results: list[dict[str, Any]]) -> str:
 
 
 def _not_built(results: list[dict[str, Any]]) -> str:
-    text = "No tiny copy could be built or run here, so they raise an error over ranks unless `trust_model=True` is passed."
+    text = (
+        "No tiny copy could be built or run here. Over ranks they raise an error, unless `trust_model=True` is passed."
+    )
     return _table("Not built", text, results, "not built")
 
 
