@@ -58,7 +58,7 @@ class Model(nn.Module):
 
 
 class Document(NamedTuple):
-    """One response with its prompt. Position t of `scores` is for token t + 1, so other tensors omit the first token."""
+    """One response with its prompt. Position t of `scores` is for token t + 1; other tensors omit the first token."""
 
     scores: Scores
     response: Tensor
