@@ -1,4 +1,4 @@
-"""Attention forward and backward against PyTorch's own, as ratios within one run.
+"""Compare attention forward and backward with PyTorch's own, as ratios within one run.
 
     python -m benchmarks.attention            # exits with 1 when a bar is missed; 15 minutes on two quiet cores
     python -m benchmarks.attention --quick    # what CI runs: fewer rounds and cases, and 5% more room for noise
@@ -29,18 +29,18 @@ from longspan.run.transports import observe
 
 SEQ_LEN = 8192
 FLEX_SEQ_LEN = 4096
-"""Eager flex attention writes all scores out: 2 GB per rank here, 7 GB at 8192."""
+"""Eager flex attention materialises all scores: 2 GB per rank here, 7 GB at 8192."""
 BYTES_SEQ_LEN = 32768
 SCHEDULES = ("exchange", "ring", "all_gather", "all_to_all")
 OURS = "exchange"
-"""The scheme that is held to the bars. `plan` would choose by wall-clock time on its model of a machine; what is
-measured here is processor time, of which messages take a part on CPUs, and an exchange sends the least."""
+"""The scheme that the limits apply to. `plan` would choose by wall-clock time on its model of a machine; this benchmark
+measures processor time, of which messages take a part on CPUs, and an exchange sends the least."""
 BARE = Entry("bare", c.bare)
 
 
 @dataclass
 class Report:
-    """Prints comparisons and counts the bars that are missed."""
+    """Print comparisons and count missed limits."""
 
     noise: float
     missed: int = 0
@@ -50,14 +50,14 @@ class Report:
         print(f"  {'':44s} {left:>9s} {right:>9s} {'pairs':>7s} {'minima':>7s}   bar", flush=True)
 
     def at_most(self, name: str, ours: list[float], theirs: list[float], bar: float | None) -> None:
-        """Ours over theirs, to be `bar` or less; without a bar it is only shown."""
+        """Compare ours over theirs with `bar`, an upper limit; without a bar it is only shown."""
         pairs = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
         minima = min(ours) / min(theirs)
         met = bar is None or min(pairs, minima) <= bar * self.noise
         self._line(name, ours, theirs, pairs, minima, "" if bar is None else f"<= {bar:.2f}", met)
 
     def at_least(self, name: str, ours: list[float], theirs: list[float], bar: float) -> None:
-        """Theirs over ours, to be `bar` or more."""
+        """Compare theirs over ours with `bar`, a lower limit."""
         pairs = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
         minima = min(theirs) / min(ours)
         self._line(name, ours, theirs, pairs, minima, f">= {bar:.2f}", max(pairs, minima) >= bar / self.noise)
@@ -73,7 +73,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds by round for each entry: processor time of all ranks, and from the first start to the last end."""
+    """Return seconds by round for each entry: processor time of all ranks, and from the first start to the last end."""
 
     cpu: dict[str, list[float]]
     wall: dict[str, list[float]]
@@ -166,7 +166,7 @@ def against_flex(report: Report, sizes: tuple[int, ...]) -> None:
 
 
 def sent_forward(work: Work, layout: str, scheme: str) -> tuple[int, int, int]:
-    """Runs on every rank: the bytes that it really sent, and what the plan says it sends and receives."""
+    """Return the bytes that this rank sends, and the plan's figures for sent and received bytes."""
     rank, size = dist.get_rank(), dist.get_world_size()
     made = c.plan_of(work, c.layout_of(work, layout, size), scheme)
     q, k, v = (made.layout.shard(t, rank, 2) for t in work.tensors()[:3])

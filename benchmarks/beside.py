@@ -1,12 +1,12 @@
-"""What other libraries do on CPUs with what Longspan promises: refused, right, or wrong by how much.
+"""Run probes of other libraries on CPUs: refused, right, or wrong by how much.
 
     python -m benchmarks.beside                 # what is installed is asked, the rest is named; minutes
     python -m benchmarks.beside --only flex     # probes whose names begin so
 
-docs/comparison.md has the answers of one run, and says how to get the other libraries. Errors are the largest
-difference from one device, of outputs (or of logits and gradients of tiny models), relative to the largest right
-number. "Right" is below 1e-4; rounding is 1e-6. Exits with 1 when an answer is not of the kind that the page has:
-others change, and the page has to follow.
+docs/comparison.md has the results of one run, and the commands to install the other libraries. Errors are the largest
+difference from one device, of outputs (or of logits and gradients of tiny models), relative to the largest reference
+value. "Right" is below 1e-4; rounding is 1e-6. Exits with 1 if the kind of a result differs from the page, which then
+has to be updated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.ranks import Ranks
 
 LIMIT, TIMEOUT = 1e-4, 300.0
 PACKAGES = {"deepspeed": "deepspeed", "fla": "fla-core"}
-"""Names on a package index, where they differ from the import's or are worth a version."""
+"""Package names on PyPI that differ from the import names or whose versions are printed."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Answer:
 
 
 def asked(name: str) -> Answer:
-    """The answer on this rank."""
+    """Run a probe on this rank and return its result."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -54,7 +54,7 @@ def asked(name: str) -> Answer:
 
 
 def worst(answers: list[Answer]) -> Answer:
-    """Of all ranks: a refusal before an error, the largest error before a smaller one.
+    """Return the worst result of all ranks: a refusal before an error, the largest error before a smaller one.
 
     >>> str(worst([Answer("right", "3e-07"), Answer("wrong", "off by 0.20")]))
     'wrong: off by 0.20'
@@ -64,7 +64,7 @@ def worst(answers: list[Answer]) -> Answer:
 
 
 def answered(name: str) -> Answer:
-    """A probe on new ranks, because libraries leave things behind in a process."""
+    """Run a probe on new ranks, because libraries leave state behind in a process."""
     probe = PROBES[name]
     missing = [package for package in probe.needs if importlib.util.find_spec(package) is None]
     if missing:

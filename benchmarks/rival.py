@@ -1,15 +1,15 @@
-"""Longspan beside axolotl-ringmaster 0.2.7: the same tiny models, weights and batches over 2 and 3 Gloo ranks.
+"""Compare Longspan with axolotl-ringmaster 0.2.7: the same tiny models, weights and batches over 2 and 3 Gloo ranks.
 
     python -m venv rival && rival/bin/pip install torch==2.13.0 && rival/bin/pip install transformers==5.22.2
     rival/bin/pip install --no-deps axolotl-ringmaster==0.2.7
     PYTHONPATH=src:. rival/bin/python -m benchmarks.rival    # the table of docs/rival.md, two minutes
 
 Each cell has the largest error of logits / of gradients, relative to the largest logit / gradient of "eager" on one
-device, or what was said instead. Without ringmaster its columns are left out. Exits with 1 if Longspan computed
-something wrong; a refusal is an answer.
+device, or the error message. Without ringmaster its columns are omitted. Exits with 1 if a result of Longspan is wrong;
+an error message is accepted.
 
-Ringmaster is called as its README says for plain PyTorch, with what runs on CPUs: Ulysses around "sdpa", and the ring
-that rotates (its default gathers, with kernels of GPUs). The loss is made from logits here, the same for both.
+Ringmaster is called as in its README for plain PyTorch, with the parts that run on CPUs: Ulysses around "sdpa", and the
+ring that rotates (its default gathers, with GPU kernels). The loss is computed from logits here, the same for both.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ LIMIT = 1e-4
 """Rounding in float32 is 1e-6 for most and up to 3e-5 for Qwen3-Next; the smallest mistake here is 1e-2."""
 TIMEOUT = 90.0
 Run = Callable[[nn.Module, str], tuple[Tensor, Tensor]]
-"""A library's forward pass on this rank: its logits, and the places of their tokens."""
+"""Return type of a library's forward pass on this rank: its logits, and the positions of their tokens."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of one cell: relative errors, or what was said. `refused`: said by the library itself, not by something below."""
+    """Result of one cell: relative errors, or a message. `refused`: the message is the library's own, not from code
+    below it."""
 
     logits: float = float("nan")
     gradients: float = float("nan")
@@ -56,7 +57,7 @@ class Found:
 
 
 def longspan(model: Any, case: str) -> tuple[Tensor, Tensor]:
-    """`shard_inputs` and the model, as in docs/huggingface.md."""
+    """Run `shard_inputs` and the model, as in docs/huggingface.md."""
     from longspan import huggingface
 
     huggingface.register()
@@ -67,7 +68,7 @@ def longspan(model: Any, case: str) -> tuple[Tensor, Tensor]:
 
 
 def transformers(model: Any, case: str) -> tuple[Tensor, Tensor]:
-    """The model as it is, on one device."""
+    """Run the unmodified model on one device."""
     return model(**batch_of(case), use_cache=False).logits, torch.arange(targets_of(case).shape[1])
 
 
@@ -104,14 +105,14 @@ LIBRARIES: dict[str, tuple[Run, tuple[int, ...]]] = {
     "ringmaster, ring": (ring, (2, 3)),
     "Longspan": (longspan, (2, 3)),
 }
-"""Each with the numbers of ranks it runs on."""
+"""Libraries with the numbers of ranks they run on."""
 
 
 # -- one cell ----------------------------------------------------------------------------------------------------------
 
 
 def cell(library: str, family: str, case: str) -> Found:
-    """One library's errors for one model and batch, on this rank, or what it said."""
+    """Return one library's errors for one model and batch, on this rank, or its message."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -121,7 +122,7 @@ def cell(library: str, family: str, case: str) -> Found:
 
 
 def measured(run: Run, family: str, case: str) -> Found:
-    """The errors of a forward and a backward pass."""
+    """Return the errors of a forward and a backward pass."""
     logits, gradients = truth(family, case)
     model = model_of(family)
     own, places = run(model, case)
@@ -135,7 +136,7 @@ def measured(run: Run, family: str, case: str) -> Found:
 
 
 def _said(error: Exception) -> Found:
-    """The first sentence, and whether one of the two libraries said it."""
+    """Return the first sentence, and whether it is from one of the two libraries."""
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     words = (str(error).splitlines() or [""])[0]
     words = words if len(words) <= 300 else words[:297] + "..."
@@ -144,7 +145,7 @@ def _said(error: Exception) -> Found:
 
 
 def worst(found: list[Found]) -> Found:
-    """Of all ranks: the first that says something, or the largest errors."""
+    """Return the worst of all ranks: the first message, or the largest errors."""
     for one in found:
         if one.said:
             return one
@@ -152,7 +153,7 @@ def worst(found: list[Found]) -> Found:
 
 
 class Pool:
-    """Ranks for one library, made anew after a hang."""
+    """Ranks for one library, recreated after a hang."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -176,7 +177,7 @@ class Pool:
 
 
 def shown(found: Found, notes: list[str]) -> str:
-    """A cell of the table: errors, bold if wrong, or the number of a note."""
+    """Return a cell of the table: errors, bold if wrong, or the number of a note."""
     if not found.said:
         if found.logits == found.gradients == 0.0:
             return "0"

@@ -1,9 +1,10 @@
-"""Screenshots of the built site, light and dark, wide and narrow, to look at before a release. They are not committed.
+"""Take screenshots of the built site, light and dark, wide and narrow, for a review before a release. They are not
+committed.
 
 python -m sphinx -W -n docs build/docs
 python -m benchmarks.screenshots build/screenshots
 
-Needs chromium. Every page is also asked whether it scrolls sideways: where one does, this ends with 1.
+Needs chromium. Exits with 1 if a page scrolls sideways.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ PAGES = (
     "command_line",
 )
 HEIGHT, WIDTHS = 1600, (1280, 400)
-# What scrolls by itself, and what lies outside of the page until it is asked for.
+# Elements that scroll by themselves, and those outside of the page until they are opened.
 MAY_BE_WIDE = "pre, p, .table-wrapper, .sidebar-drawer, .toc-drawer, .highlight, .cell_output, label, svg"
-# A window cannot be as narrow as a telephone, a frame can, and media queries look at the frame.
+# A window cannot be as narrow as a phone, but a frame can, and media queries use the frame.
 FRAME = """<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="{scheme}">
 <style>
 :root {{ color-scheme: {scheme} }} body {{ margin: 0 }}
@@ -53,7 +54,7 @@ document.querySelector("iframe").onload = event => {{
 
 
 def chromium(*words: str) -> str:
-    """What the browser prints, with flags that suit a machine without a screen."""
+    """Return the browser's output, with flags for a machine without a screen."""
     found = shutil.which("chromium") or shutil.which("google-chrome")
     if found is None:
         raise SystemExit("screenshots were asked for, but there is no chromium. Install it: apt-get install chromium.")
@@ -63,7 +64,7 @@ def chromium(*words: str) -> str:
 
 
 def shot(page: str, width: int, scheme: str, folder: Path, down: int = 0) -> dict:
-    """One picture, scrolled down so far, and what the page says about its own width."""
+    """Take one screenshot at a scroll offset; return the widths that the page reports."""
     name = f"{page.replace('/', '-')}-{width}-{scheme}{f'-{down}' if down else ''}.png"
     about = {"page": f"{(SITE / page).as_uri()}.html", "down": down, "may_be_wide": MAY_BE_WIDE}
     with tempfile.TemporaryDirectory() as place:

@@ -1,4 +1,4 @@
-"""PyTorch's own matrix of context-parallel tests on two Gloo ranks: which cells PyTorch runs on CPUs, which Longspan.
+"""Run PyTorch's own matrix of context-parallel tests on two Gloo ranks, with PyTorch and with Longspan.
 
     python -m benchmarks.torch_matrix    # exits with 1 when a cell of Longspan is off or refused; some minutes
 
@@ -32,12 +32,12 @@ from longspan.testing import dense_gradients
 
 WORLD, ROWS, HEADS, DIM = 2, 2, 2, 16
 SDPA_LEN, FLEX_LEN = 64, 256
-"""PyTorch's flex context parallelism takes multiples of 128 tokens a rank only."""
+"""PyTorch's flex context parallelism accepts only multiples of 128 tokens a rank."""
 DOCUMENTS = [64, 24, 120, 48]
 PER_ROW = [DOCUMENTS, [148, 108]]
-"""Multiples of 2 * WORLD, as PyTorch's per-document balancer demands."""
+"""Multiples of 2 * WORLD, as PyTorch's per-document balancer needs."""
 TIMEOUT = 600.0
-"""PyTorch thinks for minutes about how to place full attention on CPUs, once per process."""
+"""PyTorch takes minutes to place full attention on CPUs, once per process."""
 LIMIT = 2e-5
 
 
@@ -57,7 +57,7 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """Those that PyTorch's tests have: SDPA without causality is not balanced there, flex has one rotation."""
+    """Return the cells of PyTorch's tests: SDPA without causality is not balanced there, flex has one rotation."""
     found = [
         Cell(kind, mask, balancer, rotation, backward)
         for kind, mask, balancer, rotation, backward in itertools.product(
@@ -79,13 +79,13 @@ def mesh_of_all() -> DeviceMesh:
 
 
 def whole(seq_len: int) -> list[Tensor]:
-    """q, k, v and a gradient of the output, the same on every rank."""
+    """Return q, k, v and a gradient of the output, the same on every rank."""
     draw = torch.Generator().manual_seed(0)
     return [torch.randn(ROWS, HEADS, seq_len, DIM, generator=draw) for _ in range(4)]
 
 
 def mask_of(cell: Cell) -> ls.masks.Mask:
-    """What the cell's mask means."""
+    """Return the cell's mask as a dense tensor."""
     causal = ls.masks.causal()
     if cell.mask == "full":
         return ls.masks.full()
@@ -118,7 +118,7 @@ class Flex(nn.Module):
 
 
 def results(cell: Cell, run: Callable[..., Tensor], leaves: list[Tensor], dout: Tensor, *args: Any) -> list[Tensor]:
-    """Shards of the output and, with backward, of the gradients."""
+    """Return shards of the output and, with backward, of the gradients."""
     if not cell.backward:
         with torch.no_grad():
             return [run(*leaves, *args)]
@@ -134,7 +134,7 @@ def results(cell: Cell, run: Callable[..., Tensor], leaves: list[Tensor], dout: 
 
 
 def block_mask_of(cell: Cell) -> BlockMask:
-    """The cell's mask as PyTorch's users write it."""
+    """Return the cell's mask as a PyTorch BlockMask."""
     rows = PER_ROW if cell.mask == "documents per row" else [DOCUMENTS] * ROWS
     if cell.mask == "causal":
         rows = [[FLEX_LEN]] * ROWS
@@ -148,7 +148,7 @@ def block_mask_of(cell: Cell) -> BlockMask:
 
 
 def by_pytorch(cell: Cell) -> float:
-    """The error of PyTorch's own context parallelism."""
+    """Return the error of PyTorch's own context parallelism."""
     mesh = mesh_of_all()
     theirs.set_rotate_method(cell.rotation)
     theirs._cp_options.enable_load_balance = cell.balancer != "none"
@@ -199,7 +199,7 @@ def _their_balancer(cell: Cell, blocks: Any) -> Any:
 
 
 def by_longspan(cell: Cell) -> float:
-    """The error of the same call after changing the import."""
+    """Return the error of the same call after changing the import."""
     mesh, balancer = mesh_of_all(), _our_balancer(cell)
     tensors = whole(FLEX_LEN if cell.kind == "flex" else SDPA_LEN)
     causal = cell.mask == "causal"
@@ -231,7 +231,7 @@ def _our_balancer(cell: Cell) -> Any:
 
 
 def outcome(function: Callable[[Cell], float], cell: Cell) -> tuple[float | None, str]:
-    """The error, or what was said instead."""
+    """Return the error, or the exception's message."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -241,12 +241,12 @@ def outcome(function: Callable[[Cell], float], cell: Cell) -> tuple[float | None
 
 
 def all_by_longspan() -> list[tuple[Cell, float | None, str]]:
-    """Every cell on this rank, for tests that have ranks of their own."""
+    """Run every cell on this rank, for tests with their own ranks."""
     return [(cell, *outcome(by_longspan, cell)) for cell in cells()]
 
 
 class Pair:
-    """Two ranks, made anew after a hang."""
+    """Two ranks, recreated after a hang."""
 
     def __init__(self) -> None:
         self.ranks: Ranks | None = None
