@@ -45,9 +45,9 @@ def masks() -> dict[str, Mask]:
     documents = {
         f"{n:,} documents": [TOKENS // n] * (n - 1) + [TOKENS - TOKENS // n * (n - 1)] for n in (100, 1000, 10000)
     }
-    found = {name: ls.masks.documents(lengths) & ls.masks.causal() for name, lengths in documents.items()}
+    result = {name: ls.masks.documents(lengths) & ls.masks.causal() for name, lengths in documents.items()}
     function = ls.masks.from_mask_mod(lambda b, h, q, kv: ids[q] == ids[kv], TOKENS, within=ls.masks.causal())
-    return {**found, "a function at 64k": function}
+    return {**result, "a function at 64k": function}
 
 
 def main() -> int:

@@ -85,9 +85,9 @@ class Times:
         wall: dict[str, list[float]] = {entry.name: [] for entry in entries}
         for number in range(num_rounds):
             for at, entry in enumerate(entries):
-                found = [t for t in (rounds[number][at] for rounds in by_rank) if t is not None]
-                cpu[entry.name].append(sum(t.cpu for t in found))
-                wall[entry.name].append(max(t.stop for t in found) - min(t.start for t in found))
+                times = [t for t in (rounds[number][at] for rounds in by_rank) if t is not None]
+                cpu[entry.name].append(sum(t.cpu for t in times))
+                wall[entry.name].append(max(t.stop for t in times) - min(t.start for t in times))
         return Times(cpu, wall)
 
 
@@ -168,12 +168,12 @@ def against_flex(report: Report, sizes: tuple[int, ...]) -> None:
 def sent_forward(work: Work, layout: str, scheme: str) -> tuple[int, int, int]:
     """Return the bytes that this rank sends, and the plan's figures for sent and received bytes."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    made = c.plan_of(work, c.layout_of(work, layout, size), scheme)
-    q, k, v = (made.layout.shard(t, rank, 2) for t in work.tensors()[:3])
+    plan = c.plan_of(work, c.layout_of(work, layout, size), scheme)
+    q, k, v = (plan.layout.shard(t, rank, 2) for t in work.tensors()[:3])
     with observe() as traffic, torch.no_grad():
-        c.ls.attention(q, k, v, made, group=dist.group.WORLD)
-    planned = sum(t.piece.num_bytes(made.sizes) for step in made.steps(rank) for t in step.transfers if t.src == rank)
-    return traffic.sent(rank), planned, made.bytes_received(rank)
+        c.ls.attention(q, k, v, plan, group=dist.group.WORLD)
+    planned = sum(t.piece.num_bytes(plan.sizes) for step in plan.steps(rank) for t in step.transfers if t.src == rank)
+    return traffic.sent(rank), planned, plan.bytes_received(rank)
 
 
 def bytes_sent(report: Report) -> None:
@@ -182,9 +182,9 @@ def bytes_sent(report: Report) -> None:
     totals: dict[str, int] = {}
     with Ranks(4) as ranks:
         for scheme in ("exchange", "all_gather"):
-            found = ranks.run(sent_forward, work, "balanced", scheme)
-            sent, planned, received = (sum(figures) for figures in zip(*found, strict=True))
-            exact = all(really == wanted for really, wanted, _ in found) and sent == planned == received
+            counts = ranks.run(sent_forward, work, "balanced", scheme)
+            sent, planned, received = (sum(figures) for figures in zip(*counts, strict=True))
+            exact = all(really == wanted for really, wanted, _ in counts) and sent == planned == received
             report.missed += not exact
             totals[scheme] = sent
             verdict = "exactly as planned" if exact else f"planned {received / 2**20:.2f}  MISSED"

@@ -1,7 +1,7 @@
 """Run probes of other libraries on CPUs: refused, right, or wrong by how much.
 
-    python -m benchmarks.beside                 # what is installed is asked, the rest is named; minutes
-    python -m benchmarks.beside --only flex     # probes whose names begin so
+    python -m benchmarks.beside                 # installed libraries; others are listed as missing; minutes
+    python -m benchmarks.beside --only flex     # probes with this prefix
 
 docs/comparison.md has the results of one run, and the commands to install the other libraries. Errors are the largest
 difference from one device, of outputs (or of logits and gradients of tiny models), relative to the largest reference
@@ -39,18 +39,18 @@ class Answer:
         return f"{self.kind}: {self.text}" if self.text else self.kind
 
 
-def asked(name: str) -> Answer:
+def run_probe(name: str) -> Answer:
     """Run a probe on this rank and return its result."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = PROBES[name].function()
+            result = PROBES[name].function()
         except Exception as error:
             words = (str(error).splitlines() or [""])[0]
             return Answer("refused", f"{type(error).__name__}: {words if len(words) <= 200 else words[:197] + '...'}")
-    if isinstance(found, str):
-        return Answer("says", found)
-    return Answer("right", f"{found:.0e}") if found <= LIMIT else Answer("wrong", f"off by {found:.2f}")
+    if isinstance(result, str):
+        return Answer("says", result)
+    return Answer("right", f"{result:.0e}") if result <= LIMIT else Answer("wrong", f"off by {result:.2f}")
 
 
 def worst(answers: list[Answer]) -> Answer:
@@ -73,7 +73,7 @@ def answered(name: str) -> Answer:
     ranks = Ranks(probe.ranks, timeout=TIMEOUT)
     try:
         with ranks:
-            return worst(ranks.run(asked, name))
+            return worst(ranks.run(run_probe, name))
     except TimeoutError:
         ranks.end()
         return Answer("refused", f"no answer within {TIMEOUT:.0f} s")
@@ -81,25 +81,25 @@ def answered(name: str) -> Answer:
 
 def versions() -> str:
     names = ["torch", "transformers", "accelerate", "torchtitan", *PACKAGES.values()]
-    found = {dist.metadata["Name"] for dist in importlib.metadata.distributions()}
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names if name in found)
+    installed = {dist.metadata["Name"] for dist in importlib.metadata.distributions()}
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names if name in installed)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.beside")
-    parser.add_argument("--only", default="", help="only probes whose names begin so")
+    parser.add_argument("--only", default="", help="run only probes with this prefix")
     only = parser.parse_args(arguments).only
     page, changed = recorded(), 0
-    print(versions() + "\n\n| probe | who | asked | answer |\n|---|---|---|---|")
+    print(versions() + "\n\n| probe | system | request | result |\n|---|---|---|---|")
     for name, probe in PROBES.items():
         if not name.startswith(only):
             continue
         answer = answered(name)
         new = answer.kind not in ("missing", page.get(name, (None, ""))[0])
         changed += new
-        note = " (not what docs/comparison.md has)" if new else ""
+        note = " (differs from docs/comparison.md)" if new else ""
         print(f"| {name} | {probe.system} | {probe.asks} | {answer}{note} |", flush=True)
-    print(f"\n{changed} answers are not those of docs/comparison.md" if changed else "\nas docs/comparison.md has it")
+    print(f"\n{changed} results differ from docs/comparison.md" if changed else "\nas in docs/comparison.md")
     return int(changed > 0)
 
 

@@ -67,8 +67,8 @@ def _flex(mask_mod: Any, score_mod: Any = None, tokens: int = TOKENS, backward: 
     out = module(*leaves, part)
     if backward:
         out.sum().backward()
-    (found,) = theirs.context_parallel_unshard(mesh, [out.detach()], [2], None)
-    return float((found - right).abs().max() / right.abs().max())
+    (result,) = theirs.context_parallel_unshard(mesh, [out.detach()], [2], None)
+    return float((result - right).abs().max() / right.abs().max())
 
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, mask_mod: Any, score_mod: Any) -> Tensor:
@@ -168,8 +168,8 @@ def accelerate_packed() -> float:
     model.set_attn_implementation("sdpa")  # pyright: ignore[reportCallIssue]
     _attach_context_parallel_hooks(model)
     right, _ = rival_models.truth("Llama", "packed")
-    found = model(**rival_models.batch_of("packed"), use_cache=False).logits
-    return float((found - right).abs().max() / right.abs().max())
+    result = model(**rival_models.batch_of("packed"), use_cache=False).logits
+    return float((result - right).abs().max() / right.abs().max())
 
 
 def accelerate_recurrent() -> float:
@@ -185,7 +185,7 @@ def transformers_families() -> str:
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    asked, fine = 0, 0
+    total, fine = 0, 0
     read: Any = PreTrainedModel.supports_context_parallel
     for name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
@@ -194,8 +194,8 @@ def transformers_families() -> str:
             fine += bool(read.fget(SimpleNamespace(_supports_context_parallel=flag, config=config)))
         except Exception:
             continue
-        asked += 1
-    return f"{fine} of {asked} causal families say yes"
+        total += 1
+    return f"{fine} of {total} causal families say yes"
 
 
 # -- DeepSpeed's Ulysses, as accelerate calls it -----------------------------------------------------------------------
@@ -230,8 +230,8 @@ def _ulysses(model: Any, case: str) -> tuple[Tensor, Tensor]:
 
 
 def _by_ulysses(family: str, case: str) -> float:
-    found = rival.measured(_ulysses, family, case)
-    return max(found.logits, found.gradients)
+    result = rival.measured(_ulysses, family, case)
+    return max(result.logits, result.gradients)
 
 
 def ulysses_plain() -> float:

@@ -77,8 +77,8 @@ def bare(work: Work) -> Call:
     parts = [[t[:, :, start:stop].contiguous() for t in (q, k, v, dout)] for start, stop in work.spans]
 
     def call() -> Results:
-        found = [_through_autograd(partial(F.scaled_dot_product_attention, is_causal=True), *part) for part in parts]
-        return found[0] if len(found) == 1 else tuple(torch.cat(each, 2) for each in zip(*found, strict=True))
+        result = [_through_autograd(partial(F.scaled_dot_product_attention, is_causal=True), *part) for part in parts]
+        return result[0] if len(result) == 1 else tuple(torch.cat(each, 2) for each in zip(*result, strict=True))
 
     return call
 
@@ -111,9 +111,9 @@ def layout_of(work: Work, name: str, world_size: int) -> ls.layouts.Layout:
 def longspan(work: Work, layout: str, scheme: str) -> Call:
     """Run this rank's part of a plan."""
     group = dist.group.WORLD
-    made = plan_of(work, layout_of(work, layout, dist.get_world_size()), scheme)
-    tensors = [made.layout.shard(t, dist.get_rank(), 2) for t in work.tensors()]
-    return lambda: _through_autograd(lambda q, k, v: ls.attention(q, k, v, made, group=group), *tensors)
+    plan = plan_of(work, layout_of(work, layout, dist.get_world_size()), scheme)
+    tensors = [plan.layout.shard(t, dist.get_rank(), 2) for t in work.tensors()]
+    return lambda: _through_autograd(lambda q, k, v: ls.attention(q, k, v, plan, group=group), *tensors)
 
 
 def torch_ring(work: Work, rotate: str) -> Call:
@@ -157,9 +157,9 @@ def torch_flex(work: Work) -> Call:
     gather = torch.ops.cplib.flex_cp_allgather  # registered by the module above
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = flex.flex_attention(q, *gather(k, v, 2, mesh.get_group().group_name), block_mask=block_mask)
-        assert isinstance(found, Tensor)
-        return found
+        result = flex.flex_attention(q, *gather(k, v, 2, mesh.get_group().group_name), block_mask=block_mask)
+        assert isinstance(result, Tensor)
+        return result
 
     return lambda: _through_autograd(run, *tensors)
 
@@ -224,7 +224,7 @@ def _check(work: Work, entries: tuple[Entry, ...], calls: list[Call | None]) -> 
             continue
         world_size = dist.get_world_size()
         layout = layout_of(work, entry.layout or "balanced", world_size if entry.layout else 1)
-        for name, found, whole in zip(SHOWN, call(), wanted, strict=True):
+        for name, result, whole in zip(SHOWN, call(), wanted, strict=True):
             mine = layout.shard(whole, dist.get_rank() if entry.layout else 0, 2).float()
-            error = ((found.float() - mine).norm() / mine.norm()).item()
+            error = ((result.float() - mine).norm() / mine.norm()).item()
             assert error < (1e-4 if work.dtype == "float32" else 2e-2), f"{entry.name}: {name} is off by {error:.1e}"

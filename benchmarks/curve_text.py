@@ -53,7 +53,7 @@ def packed_row(seed: int, seq_len: int) -> Row:
     lengths: list[int] = []
     text = b""
     while len(text) < seq_len:
-        made = story(draw)[: seq_len - len(text)]
-        lengths.append(len(made))
-        text += made
+        part = story(draw)[: seq_len - len(text)]
+        lengths.append(len(part))
+        text += part
     return Row(torch.tensor(list(text)), lengths)

@@ -118,8 +118,8 @@ def masks_of(style: Style, rows: list[Row], mistake: str | None) -> dict[str, ls
         seen["window"] = ls.masks.sliding_window(style.window - 1)  # it counts the tokens before the query
         if mistake == "windows become full":
             seen["window"] = ls.masks.causal()
-    made = {kind: [one & mask for one in documents] for kind, mask in seen.items()}
-    return {kind: masks[0] if len(masks) == 1 else ls.masks.per_row(*masks) for kind, masks in made.items()}
+    by_kind = {kind: [one & mask for one in documents] for kind, mask in seen.items()}
+    return {kind: masks[0] if len(masks) == 1 else ls.masks.per_row(*masks) for kind, masks in by_kind.items()}
 
 
 def sharded_step(style: Style, model: Any, mesh: Mesh, rows: list[Row], mistake: str | None) -> Tensor:
@@ -197,10 +197,10 @@ def family_of(name: str, ranks: Ranks, steps: int, seq_len: int, few: int) -> Fa
     """Run one model on 2 x 2 ranks for all steps, on 1 x 4 and with mistakes for a few."""
 
     def run(count: int, dp: int, cp: int, mistake: str | None = None) -> list[float]:
-        found = ranks.run(on_ranks, name, count, seq_len, dp, cp, mistake)
-        if any(losses != found[0] for losses in found):
-            raise AssertionError(f"ranks report different losses: {[losses[-1] for losses in found]}")
-        return found[0]
+        by_rank = ranks.run(on_ranks, name, count, seq_len, dp, cp, mistake)
+        if any(losses != by_rank[0] for losses in by_rank):
+            raise AssertionError(f"ranks report different losses: {[losses[-1] for losses in by_rank]}")
+        return by_rank[0]
 
     curves = [Curve("one process, plain PyTorch", one_process(name, steps, seq_len))]
     curves.append(Curve("FSDP2, dp 2 x cp 2", run(steps, 2, 2)))
@@ -227,7 +227,7 @@ def judged(family: Family, say: Callable[[str], None] = print) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--picture", help="a PNG to draw")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     began, missed, families = time.perf_counter(), 0, list[Family]()
     print("largest difference of losses from those of one process")
@@ -236,10 +236,10 @@ def main(arguments: list[str] | None = None) -> int:
             families.append(family_of(name, ranks, STEPS, SEQ_LEN, FEW))
             missed += judged(families[-1])
     print(f"{time.perf_counter() - began:.0f} s; {f'{missed} bars missed' if missed else 'every bar met'}")
-    if asked.picture:
+    if args.picture:
         from benchmarks.curve_picture import draw
 
-        draw(families, asked.picture)
+        draw(families, args.picture)
     return int(missed > 0)
 
 

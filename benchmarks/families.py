@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.family_cases import KINDS, Case, cases, class_of, config_of, on_one_device, said
+from benchmarks.family_cases import KINDS, Case, cases, class_of, config_of, on_one_device, one_line
 from benchmarks.family_page import page, summary
 from benchmarks.family_ranks import WORLDS, step_on_ranks
 from benchmarks.ranks import Ranks
@@ -59,13 +59,13 @@ multiple of the error of one device, if that is larger."""
 def examine(case: Case, forms: list[str], pool: list[Any]) -> dict[str, Any]:
     """Return all results of a case."""
     began = time.process_time()
-    found = on_one_device(case)
-    if found["outcome"] in ("runs", "differs"):
-        found["proofs"] = {form: proof_of(case, form) for form in forms}
-        if found["proofs"]["plain"]["ok"] and pool:
-            found["ranks"] = on_ranks(case, pool)
-        found.update(verdict(found))
-    return {**asdict(case), **found, "seconds": round(time.process_time() - began, 2)}
+    examined = on_one_device(case)
+    if examined["outcome"] in ("runs", "differs"):
+        examined["proofs"] = {form: proof_of(case, form) for form in forms}
+        if examined["proofs"]["plain"]["ok"] and pool:
+            examined["ranks"] = on_ranks(case, pool)
+        examined.update(verdict(examined))
+    return {**asdict(case), **examined, "seconds": round(time.process_time() - began, 2)}
 
 
 def proof_of(case: Case, form: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def proof_of(case: Case, form: str) -> dict[str, Any]:
     try:
         proof = prove(class_of(case), config_of(case), Form(**FORMS[form]))
     except Exception as error:  # a check must not raise; if it does, report that as a defect
-        return {"ok": False, "reason": f"the proof itself failed: {said(error)}", "error": None, "seconds": 0.0}
+        return {"ok": False, "reason": f"the proof itself failed: {one_line(error)}", "error": None, "seconds": 0.0}
     return {
         "ok": proof.ok, "reason": proof.reason, "error": proof.error if proof.ok else None,
         "seconds": round(proof.seconds, 2),
@@ -89,7 +89,7 @@ def on_ranks(case: Case, pool: list[Any]) -> dict[int, dict[str, Any]]:
     except Exception as error:
         pool[0].end()
         pool[0] = started()
-        return {max(WORLDS): {"failed": said(error)}}
+        return {max(WORLDS): {"failed": one_line(error)}}
 
 
 def started() -> Ranks:
@@ -100,12 +100,12 @@ def started() -> Ranks:
     return Ranks(max(WORLDS), timeout=PATIENCE / 3)
 
 
-def verdict(found: dict[str, Any]) -> dict[str, Any]:
+def verdict(examined: dict[str, Any]) -> dict[str, Any]:
     """Return exact, wrong (accepted, but off on ranks) or refused, with the reason."""
-    proof = found["proofs"]["plain"]
+    proof = examined["proofs"]["plain"]
     if not proof["ok"]:
         return {"outcome": "refused", "reason": proof["reason"]}
-    for world, ran in found.get("ranks", {}).items():
+    for world, ran in examined.get("ranks", {}).items():
         if "failed" in ran:
             return {"outcome": "wrong", "reason": f"accepted, but on {world} Gloo ranks: {ran['failed']}"}
         bounds = {"float64": EXACT, "float32": max(ROUNDED, TIMES * ran["one device, float32"])}

@@ -78,12 +78,12 @@ def cases(kinds: list[str], only: list[str] | None = None) -> list[Case]:
     """Return all families of these kinds in the installed transformers, by name."""
     from transformers.models.auto import modeling_auto
 
-    found = []
+    known = []
     for kind in kinds:
         for family, model in getattr(modeling_auto, f"MODEL_FOR_{KINDS[kind]}_MAPPING_NAMES").items():
             if not only or family in only:
-                found.append(Case(kind, family, model if isinstance(model, str) else model[0]))
-    return sorted(found, key=lambda case: (list(KINDS).index(case.kind), case.family))
+                known.append(Case(kind, family, model if isinstance(model, str) else model[0]))
+    return sorted(known, key=lambda case: (list(KINDS).index(case.kind), case.family))
 
 
 def config_of(case: Case) -> Any:
@@ -145,17 +145,17 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def difference(found: Step, expected: Step) -> float:
+def difference(outcome: Step, expected: Step) -> float:
     """Return the largest difference of loss, logits and gradients, each relative to the largest of its kind."""
-    if found.grads.keys() != expected.grads.keys():
+    if outcome.grads.keys() != expected.grads.keys():
         return float("inf")
     largest = max((float(g.abs().max()) for g in expected.grads.values()), default=1.0) or 1.0
-    errors = [float((found.grads[name] - grad).abs().max()) / largest for name, grad in expected.grads.items()]
-    errors.append(abs(found.loss - expected.loss) / max(abs(expected.loss), 1e-30))
-    if found.logits is not None and expected.logits is not None:
-        if found.logits.shape != expected.logits.shape:
+    errors = [float((outcome.grads[name] - grad).abs().max()) / largest for name, grad in expected.grads.items()]
+    errors.append(abs(outcome.loss - expected.loss) / max(abs(expected.loss), 1e-30))
+    if outcome.logits is not None and expected.logits is not None:
+        if outcome.logits.shape != expected.logits.shape:
             return float("inf")
-        errors.append(float((found.logits - expected.logits).abs().max() / expected.logits.abs().max()))
+        errors.append(float((outcome.logits - expected.logits).abs().max() / expected.logits.abs().max()))
     return float("inf") if any(math.isnan(error) for error in errors) else max(errors)
 
 
@@ -190,7 +190,7 @@ def on_one_device(case: Case) -> dict[str, Any]:
     except Exception as error:
         return {
             "outcome": "not built",
-            "reason": f"its default configuration is refused by its own code: {said(error)}",
+            "reason": f"its default configuration is refused by its own code: {one_line(error)}",
         }
     if config.is_encoder_decoder:
         return {"outcome": "refused", "reason": "encoder-decoder: queries and keys of two sequences"}
@@ -199,26 +199,26 @@ def on_one_device(case: Case) -> dict[str, Any]:
         tiny._attn_implementation = "eager"
         model: Any = build(class_of(case), tiny)
     except CannotShrinkError as error:
-        return {"outcome": "not built", "reason": said(error)}
+        return {"outcome": "not built", "reason": one_line(error)}
     model.config.use_cache = False
     try:
         batch = batch_of(case, model.config)
         expected = step(model, batch)
     except Exception as error:
-        return {"outcome": "not built", "reason": f"its tiny copy does not run on text alone: {said(error)}"}
+        return {"outcome": "not built", "reason": f"its tiny copy does not run on text alone: {one_line(error)}"}
     try:
         model.set_attn_implementation("longspan")
         with counted() as calls:
-            found = step(model, batch)
+            outcome = step(model, batch)
     except Exception as error:
-        return {"outcome": "refused", "reason": said(error)}
-    error = difference(found, expected)
+        return {"outcome": "refused", "reason": one_line(error)}
+    error = difference(outcome, expected)
     if not error <= LIMIT:
         return {"outcome": "differs", "reason": f"off by {error:.1e} on one device", "error": error}
     return {"outcome": "runs", "error": error, "calls": calls[0]}
 
 
-def said(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Return an exception's message in one line."""
     text = " ".join(str(error).split())
     name = type(error).__name__

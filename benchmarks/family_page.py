@@ -57,19 +57,12 @@ def _counts(results: list[dict[str, Any]]) -> str:
 
 
 def _exact(results: list[dict[str, Any]]) -> str:
-    lines = [
-        "## Exact",
-        "",
-        "| family | model | plain | padded | packed | 2 and 3 ranks, float64 | float32 | one device, float32 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    rows = []
+    heads = ["plain", "padded", "packed", "2 and 3 ranks, float64", "float32", "one device, float32"]
+    cells = []
     for result in _of(results, "exact"):
-        proofs = result["proofs"]
-        forms = [_form(proofs.get(form)) for form in ("plain", "padded", "packed")]
-        ranks = [_worst(result, dtype) for dtype in ("float64", "float32", "one device, float32")]
-        rows.append((result["family"], TITLES[result["kind"]], " | ".join(forms + ranks)))
-    return "\n".join(lines + _merged(rows))
+        forms = [_form(result["proofs"].get(form)) for form in heads[:3]]
+        cells.append(forms + [_worst(result, dtype) for dtype in ("float64", "float32", heads[-1])])
+    return "## Exact\n\n" + _table(heads, _of(results, "exact"), cells)
 
 
 def _form(proof: dict[str, Any] | None) -> str:
@@ -90,32 +83,31 @@ def _worst(result: dict[str, Any], dtype: str) -> str:
 
 
 def _refused(results: list[dict[str, Any]]) -> str:
-    return _table("Not supported", "These models raise this error; nothing is computed.", results, "refused")
+    return _reasons("Not supported", "These models raise this error; nothing is computed.", results, "refused")
 
 
 def _not_built(results: list[dict[str, Any]]) -> str:
     text = (
         "No tiny copy could be built or run here. Over ranks they raise an error, unless `trust_model=True` is passed."
     )
-    return _table("Not built", text, results, "not built")
+    return _reasons("Not built", text, results, "not built")
 
 
-def _table(title: str, text: str, results: list[dict[str, Any]], outcome: str) -> str:
-    lines = [f"## {title}", "", text, "", "| family | model | reason |", "|---|---|---|"]
-    rows = [(one["family"], TITLES[one["kind"]], _cell(one["reason"])) for one in _of(results, outcome)]
-    return "\n".join(lines + _merged(rows))
+def _reasons(title: str, text: str, results: list[dict[str, Any]], outcome: str) -> str:
+    chosen = _of(results, outcome)
+    return f"## {title}\n\n{text}\n\n" + _table(["reason"], chosen, [[_cell(one["reason"])] for one in chosen])
 
 
-def _merged(rows: list[tuple[str, str, str]]) -> list[str]:
-    """Return table rows of (family, kind of model, other cells), with kinds that share all other cells in one row.
-
-    >>> _merged([("a", "causal", "x"), ("a", "masked", "x"), ("a", "image-text", "y")])
-    ['| a | causal, masked | x |', '| a | image-text | y |']
-    """
-    kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for family, kind, cells in rows:
-        kinds[family, cells].append(kind)
-    return [f"| {family} | {', '.join(names)} | {cells} |" for (family, cells), names in kinds.items()]
+def _table(heads: list[str], results: list[dict[str, Any]], cells: list[list[str]]) -> str:
+    """Return a table with one row for all models whose cells are equal, the largest group first."""
+    groups: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for result, row in zip(results, cells, strict=True):
+        groups[tuple(row)][result["family"]].append(TITLES[result["kind"]])
+    lines = [f"| {' | '.join(heads)} | models |", "|---" * len(heads) + "|---|"]
+    for row, families in sorted(groups.items(), key=lambda group: (-len(group[1]), group[0])):
+        models = ", ".join(f"{family} ({', '.join(kinds)})" for family, kinds in families.items())
+        lines.append(f"| {' | '.join(row)} | {models} |")
+    return "\n".join(lines)
 
 
 def _of(results: list[dict[str, Any]], outcome: str) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.family_cases import Case, Step, batch_of, class_of, config_of, difference, gradients, said, step
+from benchmarks.family_cases import Case, Step, batch_of, class_of, config_of, difference, gradients, one_line, step
 
 LAYOUT = "balanced"
 WORLDS = (2, 3)
@@ -28,15 +28,15 @@ def step_on_ranks(case: Case) -> dict[int, dict[str, Any]]:
     try:
         model, batch, narrow, expected = _prepared(case)
     except Exception as error:
-        return {world: {"failed": said(error)} for world in WORLDS}
-    found: dict[int, dict[str, Any]] = {}
+        return {world: {"failed": one_line(error)} for world in WORLDS}
+    result: dict[int, dict[str, Any]] = {}
     for world in WORLDS:
         if dist.get_rank() < world:
             try:
-                found[world] = _compared(copy.deepcopy(model), batch, narrow, expected, groups[world])
+                result[world] = _compared(copy.deepcopy(model), batch, narrow, expected, groups[world])
             except Exception as error:
-                found[world] = {"failed": said(error)}
-    return found
+                result[world] = {"failed": one_line(error)}
+    return result
 
 
 @lru_cache(maxsize=1)

@@ -52,8 +52,8 @@ def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
 
 
 def logprobs(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
-    found = token_logprobs(hidden, labels, head=weight)
-    (found.entropies.mean() - found.logprobs.mean()).backward()
+    result = token_logprobs(hidden, labels, head=weight)
+    (result.entropies.mean() - result.logprobs.mean()).backward()
 
 
 CALLS = {"plain": plain, "loss": loss, "logprobs": logprobs}
@@ -129,9 +129,9 @@ def times(widths: list[int], rounds: int) -> list[str]:
         for dtype in DTYPES:
             given = inputs(TOKENS // FEWER, width, dtype)
             seconds("loss", given)
-            found = [[seconds(what, given) for what in ("plain", "loss", "logprobs")] for _ in range(rounds)]
-            ours, others = (statistics.median(row[i] / row[0] for row in found) for i in (1, 2))
-            took = statistics.median(row[0] for row in found)
+            rows = [[seconds(what, given) for what in ("plain", "loss", "logprobs")] for _ in range(rounds)]
+            ours, others = (statistics.median(row[i] / row[0] for row in rows) for i in (1, 2))
+            took = statistics.median(row[0] for row in rows)
             print(f"  width {width:4} {dtype:9} plain {took:6.2f} s   loss {ours:.2f}   logprobs {others:.2f}")
             if ours > TIME_BAR:
                 missed.append(f"time of loss, width {width}, {dtype}: {ours:.2f}")

@@ -140,10 +140,10 @@ def best(run: Callable[[], Any], rounds: int = ROUNDS) -> float:
 
 def counted(run: Callable[[], Any], device: str) -> Counted:
     before = Launcher.launches
-    with Counted(device) as found:
+    with Counted(device) as counts:
         run()
-    found.launches += Launcher.launches - before
-    return found
+    counts.launches += Launcher.launches - before
+    return counts
 
 
 def measured(case: Case) -> bool:
@@ -208,15 +208,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", metavar="CASE")
     parser.add_argument("--only", metavar="CASE")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    if asked.profile:
+    if args.profile:
         with as_on_a_gpu():
-            profiled(next(case for case in CASES if case.name == asked.profile))
+            profiled(next(case for case in CASES if case.name == args.profile))
         return 0
-    results = [] if asked.only else [fixed()]
+    results = [] if args.only else [fixed()]
     with as_on_a_gpu():
-        results += [measured(case) for case in CASES if asked.only in (None, case.name)]
+        results += [measured(case) for case in CASES if args.only in (None, case.name)]
     return 0 if all(results) else 1
 
 

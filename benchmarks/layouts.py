@@ -58,8 +58,8 @@ def count(layout: Layout, mask: Mask) -> Score:
 def judged(judge: ModuleType, layout: Layout, workload: Workload) -> Score:
     """Return the same, counted by the judge."""
     spans = [[(span.start, span.stop) for span in layout.spans(rank)] for rank in range(layout.world_size)]
-    found = judge.score(spans, judge.document_lengths(workload.kind, workload.seq_len), workload.window)
-    return Score(found["imbalance"], found["tokens"], found["rows_mean"], found["rows_max"])
+    result = judge.score(spans, judge.document_lengths(workload.kind, workload.seq_len), workload.window)
+    return Score(result["imbalance"], result["tokens"], result["rows_mean"], result["rows_max"])
 
 
 def load_judge(path: str) -> ModuleType:

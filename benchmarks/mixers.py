@@ -93,9 +93,9 @@ def packed_alone() -> float:
 
 
 def conv_spread(layout: Callable[[int, int], Layout], documents: list[int] | None = None) -> float:
-    made = layout(TOKENS, dist.get_world_size())
-    plan = ls.conv_plan(documents, made, channels=CHANNELS, width=WIDTH, dtype="float32")
-    x, weight, bias, dout = conv_tensors(made.num_slots(dist.get_rank()))
+    built = layout(TOKENS, dist.get_world_size())
+    plan = ls.conv_plan(documents, built, channels=CHANNELS, width=WIDTH, dtype="float32")
+    x, weight, bias, dout = conv_tensors(built.num_slots(dist.get_rank()))
     group = dist.group.WORLD
     return timed(lambda: ls.causal_conv1d(x, weight, bias, plan=plan, group=group, activation="silu"), dout)
 
@@ -146,9 +146,9 @@ def scan_spread(
     layout: Callable[[int, int], Layout],
     sizes: dict[str, Any],
 ) -> float:
-    made = layout(SCAN_TOKENS, dist.get_world_size())
-    plan = ls.scan_plan(None, made, **sizes)
-    call, dout = make(made.num_slots(dist.get_rank()))
+    built = layout(SCAN_TOKENS, dist.get_world_size())
+    plan = ls.scan_plan(None, built, **sizes)
+    call, dout = make(built.num_slots(dist.get_rank()))
     return timed(lambda: call(plan=plan, group=dist.group.WORLD), dout)
 
 
@@ -194,8 +194,8 @@ def measured(row: Row, ranks: Ranks, rounds: int) -> tuple[float, float, float]:
     pairs: list[tuple[float, float]] = []
     for number in range(rounds + 1):
         order = ("alone", "spread") if number % 2 else ("spread", "alone")
-        found = {way: sum(ranks.run(getattr(row, way))) for way in order}
-        pairs.append((found["alone"], found["spread"]))
+        result = {way: sum(ranks.run(getattr(row, way))) for way in order}
+        pairs.append((result["alone"], result["spread"]))
     alone, spread = zip(*pairs[1:], strict=True)
     ratios = [b / a for a, b in pairs[1:]]
     return statistics.median(alone), statistics.median(spread), statistics.median(ratios)

@@ -112,15 +112,15 @@ Traces = dict[tuple[str, str, str, int], Trace]
 
 def trace(mask: str, documents: dict[int, list[Ints]], schemes: Iterable[str] = SCHEMES) -> Traces:
     """Return the traces of the published systems for the packs of each world size, both directions."""
-    found: Traces = {}
+    result: Traces = {}
     for size, lengths in documents.items():
         for name in schemes:
             run = [runs(name, pack, size) for pack in lengths]
             for direction in DIRECTIONS:
                 legs = [[SYSTEMS[name](one, direction) for one in ranks] for ranks in run]
                 flop = [flop_per_rank(pack, size, direction) for pack in lengths]
-                found[mask, direction, name, size] = Trace.of(legs, flop, direction)
-    return found
+                result[mask, direction, name, size] = Trace.of(legs, flop, direction)
+    return result
 
 
 # -- the fit --------------------------------------------------------------------------------------------------------
@@ -239,8 +239,8 @@ def published_rows(documents: dict[int, list[Ints]], machine: Machine) -> list[R
     for bound in (False, True):
         for direction in DIRECTIONS:
             for name in SCHEMES:
-                made = [traces["documents", direction, name, size] for size in documents]
-                values = [(one.without_overheads() if bound else one).tflops(machine) for one in made]
+                selected = [traces["documents", direction, name, size] for size in documents]
+                values = [(one.without_overheads() if bound else one).tflops(machine) for one in selected]
                 rows.append((direction, f"published {name}{', bound' if bound else ''}", values))
     return rows
 
@@ -289,11 +289,11 @@ def print_constants(machine: Machine) -> list[str]:
     """Print the fitted constants and the preset's, and return those that have drifted."""
     print(f"\n{'constant':15} {'fitted here':>12} {'H100_FITTED':>14} {'drift':>7}")
     wrong: list[str] = []
-    for name, found, preset in zip(CONSTANTS, constants_of(machine), constants_of(H100_FITTED), strict=True):
-        drift = preset / found - 1
-        print(f"{name:15} {found:12.4g} {preset:14.4g} {drift:7.1%}")
+    for name, fitted, preset in zip(CONSTANTS, constants_of(machine), constants_of(H100_FITTED), strict=True):
+        drift = preset / fitted - 1
+        print(f"{name:15} {fitted:12.4g} {preset:14.4g} {drift:7.1%}")
         if abs(drift) > MAX_DRIFT:
-            wrong.append(f"presets.H100_FITTED has {name} = {preset:.4g}, but the fit gives {found:.4g}")
+            wrong.append(f"presets.H100_FITTED has {name} = {preset:.4g}, but the fit gives {fitted:.4g}")
     return wrong
 
 
@@ -336,8 +336,8 @@ def figure(documents: dict[int, list[Ints]], quick: bool) -> None:
     if not quick:
         columns["same documents"] = {size: packs(size, cap=CAP) for size in documents}
     rows: dict[str, list[Row]] = {}
-    for name, made in columns.items():
-        chosen = {size: spread(made[size], count) for size in made}
+    for name, by_size in columns.items():
+        chosen = {size: spread(by_size[size], count) for size in by_size}
         rows[name] = published_rows(chosen, H100_FITTED) + our_rows(chosen, H100_FA3, quick)
     print_figure(rows, count)
 

@@ -58,8 +58,8 @@ def fixed_share() -> float:
     low, high = 0.1, 1.0
     while high - low > 1e-5:
         share = (low + high) / 2
-        found = predict(FIXED, replace(FIXED.machine, matmul_share=share)).time
-        others = sum(line.seconds for line in found.lines if line.name != "attention")
+        result = predict(FIXED, replace(FIXED.machine, matmul_share=share)).time
+        others = sum(line.seconds for line in result.lines if line.name != "attention")
         low, high = (share, high) if others > FIXED_SECONDS else (low, share)
     return low
 
@@ -106,8 +106,8 @@ class Figure:
 
 def figures(run: Run) -> list[Figure]:
     """Return the published figures of a run with ours."""
-    found = predict(run)
-    both = (("time", run.seconds, found.time.seconds), ("memory", run.peak, float(found.memory.peak.size)))
+    result = predict(run)
+    both = (("time", run.seconds, result.time.seconds), ("memory", run.peak, float(result.memory.peak.size)))
     return [Figure(run, what, published, ours) for what, published, ours in both if published is not None]
 
 
@@ -128,8 +128,8 @@ def page() -> str:
 
 def _numbered(source: str) -> list[tuple[bool, tuple[Run, Figure]]]:
     """Return the judged figures of a source, and whether each is its first."""
-    found = [(run, figure) for run in runs() if run.source == source and not run.unjudged for figure in figures(run)]
-    return [(number == 0, one) for number, one in enumerate(found)]
+    judged = [(run, figure) for run in runs() if run.source == source and not run.unjudged for figure in figures(run)]
+    return [(number == 0, one) for number, one in enumerate(judged)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -144,14 +144,14 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"Products in a model: {share:.3f} of an H200's peak, {factor:.3f} of what one alone sustains; in presets:")
     print(f"{OF_SUSTAINED}. Fixed from one step of 8,192 tokens ({STAS}), which is not judged.")
     drifted = abs(factor / OF_SUSTAINED - 1) > MAX_DRIFT
-    found = [(run.source, figure) for run in runs() for figure in figures(run)]
+    sourced = [(run.source, figure) for run in runs() for figure in figures(run)]
     for source, about in SOURCES.items():
         print(f"\n{source}: {about}\n{HEADING}")
-        print("\n".join(figure.text for name, figure in found if name == source))
+        print("\n".join(figure.text for name, figure in sourced if name == source))
     print("\nNot represented:")
     for name, why in NOT_REPRESENTED:
         print(f"- {name}: {why}")
-    judged = [figure for _, figure in found if not figure.run.unjudged]
+    judged = [figure for _, figure in sourced if not figure.run.unjudged]
     outside = sum(figure.outside for figure in judged)
     print(
         f"\n{len(judged)} figures judged, {outside} further off than {MAX_TIME:.0%} (time) or {MAX_MEMORY:.0%} (memory)"

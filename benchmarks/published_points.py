@@ -111,10 +111,10 @@ def packs(world_size: int, count: int = NUM_PACKS, cap: int | None = None) -> li
     ends = np.cumsum(line, dtype=np.int64)
     order = np.arange(int(ends[-1] // total))
     rng.shuffle(order)
-    made: list[Ints] = []
+    packs: list[Ints] = []
     for start in (order[:count] * total).tolist():
         first, last = np.searchsorted(ends, start, side="right"), np.searchsorted(ends, start + total, side="left")
         edges = np.array([start, *ends[first:last].tolist(), start + total], dtype=np.int64)
         sizes: Ints = edges[1:] - edges[:-1]
-        made.append(sizes[sizes > 0])
-    return made
+        packs.append(sizes[sizes > 0])
+    return packs

@@ -42,12 +42,12 @@ NOT_REPRESENTED = (
     ("Llama 3 405B, 131,072 tokens", "tensor and pipeline parallel"),
     ("ALST, Llama 8B to 15M tokens", "its tables of step times were not at hand"),
     ("UPipe, Llama 3 8B to 5M tokens", "its tables were not at hand"),
-    ("USP, LoongTrain, DistFlashAttn", "checkpointing and sharding are not said in what was read"),
+    ("USP, LoongTrain, DistFlashAttn", "checkpointing and sharding are not stated in the sources"),
     ("NeMo Automodel, mixtures of experts", "expert parallel"),
     ("torchtune, Llama 3.1 8B and 70B", "one GPU with 8-bit Adam, or parameters on the host"),
     ("ms-swift, QwQ-32B at 512,000 tokens", "LoRA"),
     ("TRL, Qwen3-30B-A3B and Qwen3-32B: memory", "parameters on the host, or what else is not said"),
-    ("TRL, Qwen3-0.6B at 4M tokens: memory", "not said whether inputs of layers were on the host"),
+    ("TRL, Qwen3-0.6B at 4M tokens: memory", "not stated whether inputs of layers were on the host"),
 )
 
 
@@ -131,11 +131,11 @@ def _stas() -> Iterator[Run]:
     for machine, rates in ((H200_FA3, (141, 324, 391, 420, 422, 419)), (B200_FA4, (167, 524, 719, 836, 852, 852))):
         run = Run(STAS, "llama3-8b", 0, machine, Recipe(), data_parallel=8)
         flops = [6 * 8.03e9 * n + 6 * n * n * 4096 * 32 for n in lengths]
-        found = [
+        result = [
             replace(run, tokens=n, seconds=flop / rate / 1e12)
             for n, flop, rate in zip(lengths, flops, rates, strict=True)
         ]
-        yield from _with_adam_on_the_host(found)
+        yield from _with_adam_on_the_host(result)
 
 
 def _easy() -> Iterator[Run]:

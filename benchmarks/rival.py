@@ -39,18 +39,18 @@ Run = Callable[[nn.Module, str], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Found:
+class CellResult:
     """Result of one cell: relative errors, or a message. `refused`: the message is the library's own, not from code
     below it."""
 
     logits: float = float("nan")
     gradients: float = float("nan")
-    said: str = ""
+    message: str = ""
     refused: bool = False
 
     @property
     def right(self) -> bool:
-        return not self.said and max(self.logits, self.gradients) <= LIMIT
+        return not self.message and max(self.logits, self.gradients) <= LIMIT
 
 
 # -- the two libraries -------------------------------------------------------------------------------------------------
@@ -111,45 +111,45 @@ LIBRARIES: dict[str, tuple[Run, tuple[int, ...]]] = {
 # -- one cell ----------------------------------------------------------------------------------------------------------
 
 
-def cell(library: str, family: str, case: str) -> Found:
+def cell(library: str, family: str, case: str) -> CellResult:
     """Return one library's errors for one model and batch, on this rank, or its message."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return measured(LIBRARIES[library][0], family, case)
         except Exception as error:
-            return _said(error)
+            return _message_of(error)
 
 
-def measured(run: Run, family: str, case: str) -> Found:
+def measured(run: Run, family: str, case: str) -> CellResult:
     """Return the errors of a forward and a backward pass."""
     logits, gradients = truth(family, case)
     model = model_of(family)
     own, places = run(model, case)
     loss_of(own, targets_of(case)[:, places], case).backward()
-    found = gradients_of(model)
-    for gradient in found.values():
+    result = gradients_of(model)
+    for gradient in result.values():
         dist.all_reduce(gradient)
-    off = max(float((found[name] - right).abs().max()) for name, right in gradients.items())
+    off = max(float((result[name] - right).abs().max()) for name, right in gradients.items())
     largest = max(float(right.abs().max()) for right in gradients.values())
-    return Found(float((own.detach() - logits[:, places]).abs().max() / logits.abs().max()), off / largest)
+    return CellResult(float((own.detach() - logits[:, places]).abs().max() / logits.abs().max()), off / largest)
 
 
-def _said(error: Exception) -> Found:
+def _message_of(error: Exception) -> CellResult:
     """Return the first sentence, and whether it is from one of the two libraries."""
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     words = (str(error).splitlines() or [""])[0]
     words = words if len(words) <= 300 else words[:297] + "..."
     refused = any(f"/{name}/" in last for name in ("ringmaster", "longspan"))
-    return Found(said=f"{type(error).__name__}: {words}", refused=refused)
+    return CellResult(message=f"{type(error).__name__}: {words}", refused=refused)
 
 
-def worst(found: list[Found]) -> Found:
+def worst(result: list[CellResult]) -> CellResult:
     """Return the worst of all ranks: the first message, or the largest errors."""
-    for one in found:
-        if one.said:
+    for one in result:
+        if one.message:
             return one
-    return Found(max(one.logits for one in found), max(one.gradients for one in found))
+    return CellResult(max(one.logits for one in result), max(one.gradients for one in result))
 
 
 class Pool:
@@ -159,14 +159,14 @@ class Pool:
         self.world_size = world_size
         self.ranks: Ranks | None = None
 
-    def run(self, *args: str) -> Found:
+    def run(self, *args: str) -> CellResult:
         self.ranks = self.ranks or Ranks(self.world_size, timeout=TIMEOUT)
         try:
             return worst(self.ranks.run(cell, *args))
         except TimeoutError:
             self.ranks.end()
             self.ranks = None
-            return Found(said=f"no answer within {TIMEOUT:.0f} s")
+            return CellResult(message=f"no answer within {TIMEOUT:.0f} s")
 
     def end(self) -> None:
         if self.ranks is not None:
@@ -176,16 +176,16 @@ class Pool:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def shown(found: Found, notes: list[str]) -> str:
+def shown(result: CellResult, notes: list[str]) -> str:
     """Return a cell of the table: errors, bold if wrong, or the number of a note."""
-    if not found.said:
-        if found.logits == found.gradients == 0.0:
+    if not result.message:
+        if result.logits == result.gradients == 0.0:
             return "0"
-        text = f"{found.logits:.0e} / {found.gradients:.0e}"
-        return text if found.right else f"**{found.logits:.2f} / {found.gradients:.2f}**"
-    if found.said not in notes:
-        notes.append(found.said)
-    return f"{'refused' if found.refused else 'fails'} [{notes.index(found.said) + 1}]"
+        text = f"{result.logits:.0e} / {result.gradients:.0e}"
+        return text if result.right else f"**{result.logits:.2f} / {result.gradients:.2f}**"
+    if result.message not in notes:
+        notes.append(result.message)
+    return f"{'refused' if result.refused else 'fails'} [{notes.index(result.message) + 1}]"
 
 
 def versions(here: bool) -> str:
@@ -205,9 +205,9 @@ def main() -> int:
     print(f"| model | batch | {' | '.join(f'{library}, {ranks}' for library, ranks in columns)} |")
     print("|---" * (2 + len(columns)) + "|")
     for (family, (what, _, _)), case in itertools.product(FAMILIES.items(), CASES):
-        found = {column: pools[column].run(column[0], family, case) for column in columns}
-        missed += sum(not (one.right or one.refused) for (library, _), one in found.items() if library == "Longspan")
-        print(f"| {family}: {what} | {case} | {' | '.join(shown(one, notes) for one in found.values())} |", flush=True)
+        result = {column: pools[column].run(column[0], family, case) for column in columns}
+        missed += sum(not (one.right or one.refused) for (library, _), one in result.items() if library == "Longspan")
+        print(f"| {family}: {what} | {case} | {' | '.join(shown(one, notes) for one in result.values())} |", flush=True)
     for pool in pools.values():
         pool.end()
     print("".join(f"\n{number}. `{text}`" for number, text in enumerate(notes, 1)))

@@ -86,8 +86,8 @@ def model_of(family: str) -> nn.Module:
     torch.manual_seed(7)
     _, model_type, changes = FAMILIES[family]
     config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
-    made = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
-    model = made.float().train()
+    built = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    model = built.float().train()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -96,8 +96,8 @@ def model_of(family: str) -> nn.Module:
 
 def batch_of(case: str) -> dict[str, Tensor]:
     """Return the inputs on one device: two rows, or one row of packed documents."""
-    made = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, VOCAB, (1 if case == "packed" else 2, TOKENS), generator=made)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCAB, (1 if case == "packed" else 2, TOKENS), generator=generator)
     if case == "plain":
         return {"input_ids": ids}
     return {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in DOCUMENTS])[None]}

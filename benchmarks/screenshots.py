@@ -37,7 +37,7 @@ FRAME = """<!doctype html><meta charset="utf-8"><meta name="color-scheme" conten
 :root {{ color-scheme: {scheme} }} body {{ margin: 0 }}
 iframe {{ border: 0; width: {width}px; height: {height}px; color-scheme: {scheme} }}
 </style>
-<iframe src="{page}"></iframe><pre id="said"></pre>
+<iframe src="{page}"></iframe><pre id="report"></pre>
 <script>
 document.querySelector("iframe").onload = event => {{
   const page = event.target.contentDocument, root = page.documentElement;
@@ -47,19 +47,19 @@ document.querySelector("iframe").onload = event => {{
     const box = each.getBoundingClientRect();
     return box.right > root.clientWidth + 1 && box.width > 0 && !each.closest("{may_be_wide}");
   }}).map(each => each.tagName + "." + each.className).slice(0, 8);
-  const said = {{ scroll: root.scrollWidth, width: root.clientWidth, wide }};
-  document.querySelector("#said").textContent = JSON.stringify(said);
+  const report = {{ scroll: root.scrollWidth, width: root.clientWidth, wide }};
+  document.querySelector("#report").textContent = JSON.stringify(report);
 }}
 </script>"""
 
 
 def chromium(*words: str) -> str:
     """Return the browser's output, with flags for a machine without a screen."""
-    found = shutil.which("chromium") or shutil.which("google-chrome")
-    if found is None:
-        raise SystemExit("screenshots were asked for, but there is no chromium. Install it: apt-get install chromium.")
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        raise SystemExit("chromium is not installed. Install it: apt-get install chromium.")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--allow-file-access-from-files"]
-    done = subprocess.run([found, *flags, *words], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([browser, *flags, *words], capture_output=True, text=True, timeout=120)
     return done.stdout
 
 
@@ -74,9 +74,9 @@ def shot(page: str, width: int, scheme: str, folder: Path, down: int = 0) -> dic
         dark = ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
         words = [*dark, size, "--virtual-time-budget=6000"]
         chromium(*words, f"--screenshot={folder / name}", frame.as_uri())
-        told = chromium(*words, "--dump-dom", frame.as_uri())
-    said = re.search(r'<pre id="said">(\{.*?\})</pre>', told, re.DOTALL)
-    return {"picture": name, **(json.loads(said[1]) if said else {})}
+        output = chromium(*words, "--dump-dom", frame.as_uri())
+    report = re.search(r'<pre id="report">(\{.*?\})</pre>', output, re.DOTALL)
+    return {"picture": name, **(json.loads(report[1]) if report else {})}
 
 
 def main() -> int:
@@ -87,10 +87,10 @@ def main() -> int:
         name, _, down = page.partition("@")  # tutorial@2000: scrolled down
         for width in WIDTHS:
             for scheme in ("light", "dark"):
-                found = shot(name, width, scheme, folder, int(down or 0))
-                sideways = found.get("scroll", 0) > found.get("width", 0)
-                bad += sideways or "scroll" not in found
-                print(found["picture"], "SCROLLS SIDEWAYS" if sideways else "", found.get("wide", "said nothing"))
+                result = shot(name, width, scheme, folder, int(down or 0))
+                sideways = result.get("scroll", 0) > result.get("width", 0)
+                bad += sideways or "scroll" not in result
+                print(result["picture"], "SCROLLS SIDEWAYS" if sideways else "", result.get("wide", "no report"))
     return int(bad > 0)
 
 

@@ -27,8 +27,8 @@ WORLD, WARM = 4, 700
 
 def resident() -> int:
     """Return this process's resident bytes."""
-    with open("/proc/self/statm") as found:
-        return int(found.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def steps(number: int, seed: int) -> tuple[float, int]:
@@ -82,7 +82,7 @@ def strike(ranks: Ranks, draw: random.Random) -> list[str]:
         if rank == victim:
             continue
         if answer is None or f"rank {victim}" not in answer[0]:
-            wrong.append(f"{how} rank {victim}: rank {rank} said {answer}")
+            wrong.append(f"{how} rank {victim}: rank {rank} reported {answer}")
         elif answer[1] > 1 + seed / 100 + 3.0 + 0.5:  # half a second for the step in progress
             wrong.append(f"{how} rank {victim}: rank {rank} took {answer[1] - 1 - seed / 100:.1f} s")
     return wrong
@@ -93,15 +93,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    draw, end = random.Random(asked.seed), time.time() + 60 * asked.minutes
+    args = parser.parse_args()
+    draw, end = random.Random(args.seed), time.time() + 60 * args.minutes
     rounds, total, wrong, growth, worst = 0, 0, [], [], 0.0
     while time.time() < end:
         rounds += 1
         with Ranks(WORLD) as ranks:
             first = ranks.run(steps, WARM, draw.randrange(1 << 30))
-            later = ranks.run(steps, asked.steps, draw.randrange(1 << 30))
-            total += WARM + asked.steps
+            later = ranks.run(steps, args.steps, draw.randrange(1 << 30))
+            total += WARM + args.steps
             worst = max(worst, *(error for error, _ in first + later))
             growth += [after / before - 1 for (_, before), (_, after) in zip(first, later, strict=True)]
             wrong += strike(ranks, draw)

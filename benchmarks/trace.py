@@ -73,8 +73,8 @@ def main(arguments: list[str]) -> int:
                 errors[name].append(predicted / measured - 1)
                 print(f"{name:12s} {predicted * 1e3:12.0f} {measured * 1e3:12.0f} {errors[name][-1]:+7.0%}", flush=True)
     missed = 0
-    for name, found in errors.items():
-        middle = statistics.median(found)
+    for name, values in errors.items():
+        middle = statistics.median(values)
         missed += abs(middle) > BAR
         print(
             f"{name:12s} median error {middle:+.0%}, to be within {BAR:.0%}{'' if abs(middle) <= BAR else '  MISSED'}"

@@ -163,10 +163,10 @@ def results_of(runs: Sequence[Run], patience: float) -> Iterator[Result]:
     """Run one environment for each PyTorch, with versions of transformers in turn."""
     for torch in dict.fromkeys(run.torch for run in runs):
         with Environment(torch, patience) as environment:
-            made = environment.make()
+            built = environment.make()
             for run in (run for run in runs if run.torch == torch):
                 wanted = [f"transformers=={run.transformers}", *hosts()] if run.transformers else []
-                if made and (not wanted or environment.install(*wanted)):
+                if built and (not wanted or environment.install(*wanted)):
                     yield environment.test(run)
                 else:
                     yield Result(run, had=False)
@@ -174,10 +174,10 @@ def results_of(runs: Sequence[Run], patience: float) -> Iterator[Result]:
 
 def named(words: list[str] | None, known: Sequence[str]) -> list[str]:
     """Return the requested releases, by their number or its first two parts."""
-    found = [release for release in known for word in words or () if word in (release, short(release))]
-    if len(found) < len(words or ()):
-        raise SystemExit(f"{', '.join(words or ())} was asked for; there are {', '.join(known)}.")
-    return found
+    matches = [release for release in known for word in words or () if word in (release, short(release))]
+    if len(matches) < len(words or ()):
+        raise SystemExit(f"versions must be among {', '.join(known)}, but got {', '.join(words or ())}.")
+    return matches
 
 
 def main() -> int:

@@ -57,8 +57,8 @@ def main() -> int:
         step = max(ranks.run(seconds, False, TOKENS, 5))
         for number in range(ROUNDS + 1):
             order = (True, False) if number % 2 else (False, True)
-            found = {watched: max(ranks.run(seconds, watched, FEW, 20)) for watched in order}
-            added.append(found[True] - found[False])
+            result = {watched: max(ranks.run(seconds, watched, FEW, 20)) for watched in order}
+            added.append(result[True] - result[False])
         life = max(ranks.run(idle, True, 5.0)) - min(ranks.run(idle, False, 5.0))  # Gloo's own threads are active, too
     a_step = statistics.median(added[1:])
     low, high = statistics.quantiles(added[1:], n=4)[::2]

@@ -73,7 +73,7 @@ def _draw(kind: str, rng: np.random.Generator) -> float:
     if kind == "mixed":
         return rng.lognormal(7.5, 1.8)
     if kind != "longtail":
-        raise ValueError(f"kinds of documents are one, short, mixed and longtail, but {kind!r} was asked for.")
+        raise ValueError(f"kind must be one, short, mixed or longtail, but got {kind!r}.")
     which = rng.random()
     center, spread = (6.8, 1.0) if which < 0.80 else (9.0, 0.8) if which < 0.97 else (11.5, 0.6)
     return rng.lognormal(center, spread)

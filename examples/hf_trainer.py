@@ -51,12 +51,12 @@ if __name__ == "__main__":
         data = {"train_dataset": documents(64, 1), "eval_dataset": documents(8, 2)}
         trainer = PackedTrainer(model=model, args=args, data_collator=collator, **data)
         trainer.train()
-        found = trainer.evaluate()["eval_loss"]
+        result = trainer.evaluate()["eval_loss"]
     alone = copy.deepcopy(trainer.model).eval()  # one process, whole sequences, transformers' own attention
     alone.set_attn_implementation("eager")
     batch = {
         name: torch.as_tensor(value, device=alone.device) for name, value in collator(data["eval_dataset"]).items()
     }
     expected = alone(**batch).loss.item()
-    print(f"rank {dist.get_rank()}: loss {found:.6f}, off that of one process {abs(found - expected):.1e}")
+    print(f"rank {dist.get_rank()}: loss {result:.6f}, off that of one process {abs(result - expected):.1e}")
     dist.destroy_process_group()

@@ -51,7 +51,7 @@ if __name__ == "__main__":
         optimizer.zero_grad()
     with torch.no_grad():
         inputs = huggingface.shard_inputs(model, packed(10), dist.group.WORLD)
-        found = huggingface.full_loss(model(**inputs).loss, inputs)
+        result = huggingface.full_loss(model(**inputs).loss, inputs)
         expected = alone(model, packed(10))
-    print(f"rank {dist.get_rank()}: loss {found:.4f}, off that of one process {abs(found - expected).item():.1e}")
+    print(f"rank {dist.get_rank()}: loss {result:.4f}, off that of one process {abs(result - expected).item():.1e}")
     dist.destroy_process_group()

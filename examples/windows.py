@@ -41,11 +41,11 @@ if __name__ == "__main__":
     ).square().sum().backward()
     for parameter in model.parameters():  # as DDP or FSDP do
         dist.all_reduce(parameter.grad)
-    found = [parameter.grad.clone() for parameter in model.parameters()]
+    result = [parameter.grad.clone() for parameter in model.parameters()]
 
     model.zero_grad()
     model(x, KINDS).square().sum().backward()
-    error = max(((a - p.grad).norm() / p.grad.norm()).item() for a, p in zip(found, model.parameters(), strict=True))
+    error = max(((a - p.grad).norm() / p.grad.norm()).item() for a, p in zip(result, model.parameters(), strict=True))
     received = {name: plans[mask].bytes_received(rank) for name, mask in (("full", full), ("window", window))}
     print(f"rank {rank}: bytes received {received}, gradients against one process {error:.1e}")
     dist.destroy_process_group()

@@ -148,7 +148,7 @@ def train_over_ranks(loss):
     frozen = copy.deepcopy(model).requires_grad_(requires_grad=False)
     fully_shard(model, mesh=mesh.dp_cp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
+    result = []
     for number in range(STEPS):
         data = rollout(number, frozen)
         check_same(data.batch(), mesh.cp)
@@ -161,8 +161,8 @@ def train_over_ranks(loss):
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
         optimizer.step()
         optimizer.zero_grad()
-        found.append((value.item(), norm.item()))
-    return found
+        result.append((value.item(), norm.item()))
+    return result
 
 
 def train_alone(plain):
@@ -171,26 +171,26 @@ def train_alone(plain):
     model = Model()
     frozen = copy.deepcopy(model).requires_grad_(requires_grad=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
+    result = []
     for number in range(STEPS):
         value = plain(model, frozen, rollout(number, frozen))
         value.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((value.item(), norm.item()))
-    return found
+        result.append((value.item(), norm.item()))
+    return result
 
 
 def train(loss, plain):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    found = train_over_ranks(loss)
+    result = train_over_ranks(loss)
     dist.destroy_process_group()
     if rank:
         return
     expected = train_alone(plain)
-    worst = [max(abs(a[i] - b[i]) for a, b in zip(found, expected, strict=True)) for i in range(2)]
+    worst = [max(abs(a[i] - b[i]) for a, b in zip(result, expected, strict=True)) for i in range(2)]
     print(
         f"loss {expected[0][0]:.5f} to {expected[-1][0]:.5f}, gradient norm {expected[-1][1]:.5f} at the end;", end=" "
     )

@@ -54,9 +54,9 @@ if __name__ == "__main__":
         trainer.train()
     ids = torch.arange(2, 50, device=trainer.model.device)[None]
     with torch.no_grad():  # log-probabilities of 47 tokens, over ranks and on one process
-        found = trainer.model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+        result = trainer.model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
         model.set_attn_implementation("eager")
         logits = model(input_ids=ids).logits[:, :-1].float()
-    error = (found - logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]).abs().max()
+    error = (result - logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]).abs().max()
     print(f"rank {dist.get_rank()}: log-probabilities are off those of one process {error:.1e}")
     dist.destroy_process_group()

@@ -55,10 +55,10 @@ if __name__ == "__main__":
         data = {"train_dataset": texts(256), "eval_dataset": texts(16)}
         trainer = PackedSFT(model=model, args=args, processing_class=tokenizer, **data)
         trainer.train()
-        found = trainer.evaluate()["eval_loss"]
+        result = trainer.evaluate()["eval_loss"]
     batch = trainer.data_collator(list(trainer.eval_dataset))  # one row, with position_ids that restart
     model.set_attn_implementation("eager")
     with torch.no_grad():  # whole sequences, with transformers' own loss
         expected = model.eval()(**trainer._prepare_inputs(batch)).loss.item()
-    print(f"rank {dist.get_rank()}: loss {found:.6f}, off that of one process {abs(found - expected):.1e}")
+    print(f"rank {dist.get_rank()}: loss {result:.6f}, off that of one process {abs(result - expected):.1e}")
     dist.destroy_process_group()

@@ -50,8 +50,8 @@ def whole_log_probs(model, data, group):
     """Return the same on one process, from logits of padded rows."""
     places = (data["attention_mask"].cumsum(1) - 1).clamp(min=0)
     logits = model(data["input_ids"], data["attention_mask"], places).logits[:, :-1].float() / TEMPERATURE
-    found = logits.log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None])[..., 0]
-    return found[:, -data["response_mask"].shape[1] :]
+    result = logits.log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None])[..., 0]
+    return result[:, -data["response_mask"].shape[1] :]
 
 
 def train(score, actor, reference, data, group=None):
@@ -87,9 +87,9 @@ if __name__ == "__main__":
     }
     data["advantages"] = torch.randn(4, 1, generator=draw)
     data = {name: value.to(device) for name, value in data.items()}
-    found = train(log_probs, DistributedDataParallel(actor), reference, data, dist.group.WORLD)
+    result = train(log_probs, DistributedDataParallel(actor), reference, data, dist.group.WORLD)
     for model in alone:
         model.set_attn_implementation("eager")
-    error = (found - train(whole_log_probs, *alone, data)).abs().max()
-    print(f"rank {dist.get_rank()}: loss {found[0]:.4f} to {found[-1]:.4f}, off one process {error:.1e}")
+    error = (result - train(whole_log_probs, *alone, data)).abs().max()
+    print(f"rank {dist.get_rank()}: loss {result[0]:.4f} to {result[-1]:.4f}, off one process {error:.1e}")
     dist.destroy_process_group()
