@@ -15,7 +15,7 @@ FACTS = Path(__file__).with_name("beside.toml")
 MARKS = {
     "Y": "yes",
     "~": "partly",
-    "N": "no, or not supported",
+    "N": "no",
     "!": "accepted, and silently wrong",
     "?": "unknown",
     "-": "does not apply",
@@ -112,10 +112,12 @@ def anchor(heading: str) -> str:
 
 
 def notes(system: dict[str, Any], data: dict[str, Any]) -> str:
-    """Return the section with the notes of a system."""
+    """Return the section with the notes of a system, without cells that the tables show completely."""
     lines = [f"### {system['name']}\n\nSources: {system['read']}.\n"]
     for column, title in data["columns"].items():
         mark, words, *sources = system[column]
+        if not words and len(sources) == 1:
+            continue
         note = f"**{title}: {MARKS[mark]}**" + (f"; {words}" if words else "")
         lines.append(f"- {with_sources(note, sources, data)}")
     return "\n".join(lines)
