@@ -1,8 +1,8 @@
-"""What agreement costs a call that was made before: making its record, and looking it up.
+"""Measure the agreement of a repeated call: building its record and looking it up.
 
     python -m benchmarks.agreement
 
-Fails above 50 microseconds, for any number of documents and for a mask that a function decides.
+Fails above 50 microseconds, for any number of documents and for a mask function.
 """
 
 import statistics
@@ -22,14 +22,14 @@ BAR, ROUNDS, TOKENS = 50e-6, 2000, 65536
 
 
 def job_of(mask: Mask) -> Job:
-    """A rank's job under a plan for two ranks."""
+    """Return a rank's job under a plan for two ranks."""
     layout = ls.layouts.zigzag(TOKENS, 2)
     plan = ls.plan(mask, layout, q_heads=8, kv_heads=8, head_dim=64, dtype="float32", scheme="exchange")
     return Job(plan, 0, kernel_named("reference"), 0.125, torch.float32)
 
 
 def seconds(job: Job) -> float:
-    """Of one repeated call: the median."""
+    """Return the median time of one repeated call."""
     agreed, times = {record_of(job, torch.device("cpu"), True, "", Safety()).digest}, []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
@@ -40,14 +40,14 @@ def seconds(job: Job) -> float:
 
 
 def masks() -> dict[str, Mask]:
-    """Those that are measured; the function counts how often it is asked."""
+    """Return the measured masks; the function counts its calls."""
     ids = torch.arange(TOKENS) // 1000
     documents = {
         f"{n:,} documents": [TOKENS // n] * (n - 1) + [TOKENS - TOKENS // n * (n - 1)] for n in (100, 1000, 10000)
     }
-    found = {name: ls.masks.documents(lengths) & ls.masks.causal() for name, lengths in documents.items()}
+    result = {name: ls.masks.documents(lengths) & ls.masks.causal() for name, lengths in documents.items()}
     function = ls.masks.from_mask_mod(lambda b, h, q, kv: ids[q] == ids[kv], TOKENS, within=ls.masks.causal())
-    return {**found, "a function at 64k": function}
+    return {**result, "a function at 64k": function}
 
 
 def main() -> int:

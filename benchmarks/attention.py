@@ -1,4 +1,4 @@
-"""Attention forward and backward against PyTorch's own, as ratios within one run.
+"""Compare attention forward and backward with PyTorch's own, as ratios within one run.
 
     python -m benchmarks.attention            # exits with 1 when a bar is missed; 15 minutes on two quiet cores
     python -m benchmarks.attention --quick    # what CI runs: fewer rounds and cases, and 5% more room for noise
@@ -29,18 +29,18 @@ from longspan.run.transports import observe
 
 SEQ_LEN = 8192
 FLEX_SEQ_LEN = 4096
-"""Eager flex attention writes all scores out: 2 GB per rank here, 7 GB at 8192."""
+"""Eager flex attention materialises all scores: 2 GB per rank here, 7 GB at 8192."""
 BYTES_SEQ_LEN = 32768
 SCHEDULES = ("exchange", "ring", "all_gather", "all_to_all")
 OURS = "exchange"
-"""The scheme that is held to the bars. `plan` would choose by wall-clock time on its model of a machine; what is
-measured here is processor time, of which messages take a part on CPUs, and an exchange sends the least."""
+"""The scheme that the limits apply to. `plan` would choose by wall-clock time on its model of a machine; this benchmark
+measures processor time, of which messages take a part on CPUs, and an exchange sends the least."""
 BARE = Entry("bare", c.bare)
 
 
 @dataclass
 class Report:
-    """Prints comparisons and counts the bars that are missed."""
+    """Print comparisons and count missed limits."""
 
     noise: float
     missed: int = 0
@@ -50,14 +50,14 @@ class Report:
         print(f"  {'':44s} {left:>9s} {right:>9s} {'pairs':>7s} {'minima':>7s}   bar", flush=True)
 
     def at_most(self, name: str, ours: list[float], theirs: list[float], bar: float | None) -> None:
-        """Ours over theirs, to be `bar` or less; without a bar it is only shown."""
+        """Compare ours over theirs with `bar`, an upper limit; without a bar it is only shown."""
         pairs = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
         minima = min(ours) / min(theirs)
         met = bar is None or min(pairs, minima) <= bar * self.noise
         self._line(name, ours, theirs, pairs, minima, "" if bar is None else f"<= {bar:.2f}", met)
 
     def at_least(self, name: str, ours: list[float], theirs: list[float], bar: float) -> None:
-        """Theirs over ours, to be `bar` or more."""
+        """Compare theirs over ours with `bar`, a lower limit."""
         pairs = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
         minima = min(theirs) / min(ours)
         self._line(name, ours, theirs, pairs, minima, f">= {bar:.2f}", max(pairs, minima) >= bar / self.noise)
@@ -73,7 +73,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds by round for each entry: processor time of all ranks, and from the first start to the last end."""
+    """Return seconds by round for each entry: processor time of all ranks, and from the first start to the last end."""
 
     cpu: dict[str, list[float]]
     wall: dict[str, list[float]]
@@ -85,9 +85,9 @@ class Times:
         wall: dict[str, list[float]] = {entry.name: [] for entry in entries}
         for number in range(num_rounds):
             for at, entry in enumerate(entries):
-                found = [t for t in (rounds[number][at] for rounds in by_rank) if t is not None]
-                cpu[entry.name].append(sum(t.cpu for t in found))
-                wall[entry.name].append(max(t.stop for t in found) - min(t.start for t in found))
+                times = [t for t in (rounds[number][at] for rounds in by_rank) if t is not None]
+                cpu[entry.name].append(sum(t.cpu for t in times))
+                wall[entry.name].append(max(t.stop for t in times) - min(t.start for t in times))
         return Times(cpu, wall)
 
 
@@ -166,14 +166,14 @@ def against_flex(report: Report, sizes: tuple[int, ...]) -> None:
 
 
 def sent_forward(work: Work, layout: str, scheme: str) -> tuple[int, int, int]:
-    """Runs on every rank: the bytes that it really sent, and what the plan says it sends and receives."""
+    """Return the bytes that this rank sends, and the plan's figures for sent and received bytes."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    made = c.plan_of(work, c.layout_of(work, layout, size), scheme)
-    q, k, v = (made.layout.shard(t, rank, 2) for t in work.tensors()[:3])
+    plan = c.plan_of(work, c.layout_of(work, layout, size), scheme)
+    q, k, v = (plan.layout.shard(t, rank, 2) for t in work.tensors()[:3])
     with observe() as traffic, torch.no_grad():
-        c.ls.attention(q, k, v, made, group=dist.group.WORLD)
-    planned = sum(t.piece.num_bytes(made.sizes) for step in made.steps(rank) for t in step.transfers if t.src == rank)
-    return traffic.sent(rank), planned, made.bytes_received(rank)
+        c.ls.attention(q, k, v, plan, group=dist.group.WORLD)
+    planned = sum(t.piece.num_bytes(plan.sizes) for step in plan.steps(rank) for t in step.transfers if t.src == rank)
+    return traffic.sent(rank), planned, plan.bytes_received(rank)
 
 
 def bytes_sent(report: Report) -> None:
@@ -182,9 +182,9 @@ def bytes_sent(report: Report) -> None:
     totals: dict[str, int] = {}
     with Ranks(4) as ranks:
         for scheme in ("exchange", "all_gather"):
-            found = ranks.run(sent_forward, work, "balanced", scheme)
-            sent, planned, received = (sum(figures) for figures in zip(*found, strict=True))
-            exact = all(really == wanted for really, wanted, _ in found) and sent == planned == received
+            counts = ranks.run(sent_forward, work, "balanced", scheme)
+            sent, planned, received = (sum(figures) for figures in zip(*counts, strict=True))
+            exact = all(really == wanted for really, wanted, _ in counts) and sent == planned == received
             report.missed += not exact
             totals[scheme] = sent
             verdict = "exactly as planned" if exact else f"planned {received / 2**20:.2f}  MISSED"

@@ -1,12 +1,12 @@
-"""What other libraries do on CPUs with what Longspan promises: refused, right, or wrong by how much.
+"""Run probes of other libraries on CPUs: refused, right, or wrong by how much.
 
-    python -m benchmarks.beside                 # what is installed is asked, the rest is named; minutes
-    python -m benchmarks.beside --only flex     # probes whose names begin so
+    python -m benchmarks.beside                 # installed libraries; others are listed as missing; minutes
+    python -m benchmarks.beside --only flex     # probes with this prefix
 
-docs/comparison.md has the answers of one run, and says how to get the other libraries. Errors are the largest
-difference from one device, of outputs (or of logits and gradients of tiny models), relative to the largest right
-number. "Right" is below 1e-4; rounding is 1e-6. Exits with 1 when an answer is not of the kind that the page has:
-others change, and the page has to follow.
+docs/comparison.md has the results of one run, and the commands to install the other libraries. Errors are the largest
+difference from one device, of outputs (or of logits and gradients of tiny models), relative to the largest reference
+value. "Right" is below 1e-4; rounding is 1e-6. Exits with 1 if the kind of a result differs from the page, which then
+has to be updated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.ranks import Ranks
 
 LIMIT, TIMEOUT = 1e-4, 300.0
 PACKAGES = {"deepspeed": "deepspeed", "fla": "fla-core"}
-"""Names on a package index, where they differ from the import's or are worth a version."""
+"""Package names on PyPI that differ from the import names or whose versions are printed."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,22 @@ class Answer:
         return f"{self.kind}: {self.text}" if self.text else self.kind
 
 
-def asked(name: str) -> Answer:
-    """The answer on this rank."""
+def run_probe(name: str) -> Answer:
+    """Run a probe on this rank and return its result."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = PROBES[name].function()
+            result = PROBES[name].function()
         except Exception as error:
             words = (str(error).splitlines() or [""])[0]
             return Answer("refused", f"{type(error).__name__}: {words if len(words) <= 200 else words[:197] + '...'}")
-    if isinstance(found, str):
-        return Answer("says", found)
-    return Answer("right", f"{found:.0e}") if found <= LIMIT else Answer("wrong", f"off by {found:.2f}")
+    if isinstance(result, str):
+        return Answer("says", result)
+    return Answer("right", f"{result:.0e}") if result <= LIMIT else Answer("wrong", f"off by {result:.2f}")
 
 
 def worst(answers: list[Answer]) -> Answer:
-    """Of all ranks: a refusal before an error, the largest error before a smaller one.
+    """Return the worst result of all ranks: a refusal before an error, the largest error before a smaller one.
 
     >>> str(worst([Answer("right", "3e-07"), Answer("wrong", "off by 0.20")]))
     'wrong: off by 0.20'
@@ -64,7 +64,7 @@ def worst(answers: list[Answer]) -> Answer:
 
 
 def answered(name: str) -> Answer:
-    """A probe on new ranks, because libraries leave things behind in a process."""
+    """Run a probe on new ranks, because libraries leave state behind in a process."""
     probe = PROBES[name]
     missing = [package for package in probe.needs if importlib.util.find_spec(package) is None]
     if missing:
@@ -73,7 +73,7 @@ def answered(name: str) -> Answer:
     ranks = Ranks(probe.ranks, timeout=TIMEOUT)
     try:
         with ranks:
-            return worst(ranks.run(asked, name))
+            return worst(ranks.run(run_probe, name))
     except TimeoutError:
         ranks.end()
         return Answer("refused", f"no answer within {TIMEOUT:.0f} s")
@@ -81,25 +81,25 @@ def answered(name: str) -> Answer:
 
 def versions() -> str:
     names = ["torch", "transformers", "accelerate", "torchtitan", *PACKAGES.values()]
-    found = {dist.metadata["Name"] for dist in importlib.metadata.distributions()}
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names if name in found)
+    installed = {dist.metadata["Name"] for dist in importlib.metadata.distributions()}
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names if name in installed)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.beside")
-    parser.add_argument("--only", default="", help="only probes whose names begin so")
+    parser.add_argument("--only", default="", help="run only probes with this prefix")
     only = parser.parse_args(arguments).only
     page, changed = recorded(), 0
-    print(versions() + "\n\n| probe | who | asked | answer |\n|---|---|---|---|")
+    print(versions() + "\n\n| probe | system | request | result |\n|---|---|---|---|")
     for name, probe in PROBES.items():
         if not name.startswith(only):
             continue
         answer = answered(name)
         new = answer.kind not in ("missing", page.get(name, (None, ""))[0])
         changed += new
-        note = " (not what docs/comparison.md has)" if new else ""
+        note = " (differs from docs/comparison.md)" if new else ""
         print(f"| {name} | {probe.system} | {probe.asks} | {answer}{note} |", flush=True)
-    print(f"\n{changed} answers are not those of docs/comparison.md" if changed else "\nas docs/comparison.md has it")
+    print(f"\n{changed} results differ from docs/comparison.md" if changed else "\nas in docs/comparison.md")
     return int(changed > 0)
 
 

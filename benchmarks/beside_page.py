@@ -1,4 +1,4 @@
-"""docs/comparison.md from benchmarks/beside.toml: every cell with its source.
+"""Generate docs/comparison.md from benchmarks/beside.toml.
 
 python -m benchmarks.beside_page > docs/comparison.md
 """
@@ -15,13 +15,13 @@ FACTS = Path(__file__).with_name("beside.toml")
 MARKS = {
     "Y": "yes",
     "~": "partly",
-    "N": "no, or refused",
+    "N": "no",
     "!": "accepted, and silently wrong",
-    "?": "not found out",
+    "?": "unknown",
     "-": "does not apply",
 }
-RUNS = "what-the-runs-said"
-"""The section of the page that has answers of `benchmarks.beside`."""
+RUNS = "results-of-the-runs"
+"""The section of the page with results of `benchmarks.beside`."""
 
 
 def facts() -> dict[str, Any]:
@@ -29,17 +29,17 @@ def facts() -> dict[str, Any]:
 
 
 def recorded() -> dict[str, tuple[str, str]]:
-    """What the page says that each probe answered: kind and text."""
+    """Return the recorded result of each probe: kind and text."""
     return {name: (kind, text) for name, (kind, text) in facts()["runs"]["answers"].items()}
 
 
 def address(source: str, repositories: dict[str, str]) -> str:
-    """Where a source is.
+    """Return the address of a source.
 
     >>> address("te#12", {"te": "NVIDIA/TransformerEngine"})
     'https://github.com/NVIDIA/TransformerEngine/issues/12'
     >>> address("wheel:fla-core/0.6.0", {}), address("page:rival.md", {}), address("run:fla-cpu", {})
-    ('https://pypi.org/project/fla-core/0.6.0/', 'rival.md', '#what-the-runs-said')
+    ('https://pypi.org/project/fla-core/0.6.0/', 'rival.md', '#results-of-the-runs')
     """
     kind, _, rest = source.partition(":")
     if source.startswith("https://"):
@@ -57,12 +57,12 @@ def address(source: str, repositories: dict[str, str]) -> str:
 
 
 def command(source: str) -> bool:
-    """Whether a source is a command in this repository."""
+    """Return whether a source is a command in this repository."""
     return source.startswith(("python -m ", "pytest "))
 
 
 def named(source: str, repositories: dict[str, str]) -> str:
-    """A source as a link with a short name."""
+    """Return a source as a link with a short name."""
     where = address(source, repositories)
     if command(source):
         return f"`{source}`"
@@ -75,7 +75,7 @@ def named(source: str, repositories: dict[str, str]) -> str:
 
 
 def linked(cell: list[str], repositories: dict[str, str]) -> str:
-    """A cell of a table: the mark, leading to its first source that is not a command, with the words as a title."""
+    """Return a table cell: the mark, linked to its first source that is not a command, with the note as a title."""
     mark, words, *sources = cell
     first = next((source for source in sources if not command(source)), sources[0])
     title = words.replace("`", "").replace('"', "'")
@@ -92,7 +92,7 @@ def table(rows: list[str], columns: list[str], data: dict[str, Any], names: dict
 
 
 def short_table() -> str:
-    """The first table with bare marks, for a page that links to the whole."""
+    """Return the first table with bare marks, for a page that links to the full one."""
     data = facts()
     columns, names = data["short"]["columns"], data["short"]["names"]
     lines = [f"| | {' | '.join(names[column] for column in columns)} |", "|---" * (1 + len(columns)) + "|"]
@@ -103,7 +103,7 @@ def short_table() -> str:
 
 
 def anchor(heading: str) -> str:
-    """As Sphinx and GitHub make it.
+    """Return the anchor of a heading as Sphinx and GitHub generate it.
 
     >>> anchor("PyTorch 2.13, SDPA"), anchor("USP (yunchang 0.6.4)")
     ('pytorch-213-sdpa', 'usp-yunchang-064')
@@ -112,12 +112,14 @@ def anchor(heading: str) -> str:
 
 
 def notes(system: dict[str, Any], data: dict[str, Any]) -> str:
-    """A system's cells in words."""
-    lines = [f"### {system['name']}\n\nRead: {system['read']}.\n"]
+    """Return the section with the notes of a system, without cells that the tables show completely."""
+    lines = [f"### {system['name']}\n\nSources: {system['read']}.\n"]
     for column, title in data["columns"].items():
         mark, words, *sources = system[column]
-        said = f"**{title}: {MARKS[mark]}**" + (f"; {words}" if words else "")
-        lines.append(f"- {with_sources(said, sources, data)}")
+        if not words and len(sources) == 1:
+            continue
+        note = f"**{title}: {MARKS[mark]}**" + (f"; {words}" if words else "")
+        lines.append(f"- {with_sources(note, sources, data)}")
     return "\n".join(lines)
 
 
@@ -126,8 +128,8 @@ def with_sources(words: str, sources: list[str], data: dict[str, Any]) -> str:
 
 
 def theirs(data: dict[str, Any]) -> str:
-    """What others have that Longspan has not."""
-    lines = ["| what | who | Longspan |", "|---|---|---|"]
+    """Return the table of features that only other systems have."""
+    lines = ["| feature | available in | Longspan |", "|---|---|---|"]
     for row in data["theirs"]:
         cells = (with_sources(words, sources, data) for words, *sources in (row["who"], row["longspan"]))
         lines.append(f"| {row['what']} | {' | '.join(cells)} |")
@@ -135,13 +137,14 @@ def theirs(data: dict[str, Any]) -> str:
 
 
 def runs(data: dict[str, Any]) -> str:
-    """What probes answered."""
+    """Return the table of probe results."""
     from benchmarks.beside_probes import PROBES
 
-    lines = ["| probe | who | asked | answer |", "|---|---|---|---|"]
+    lines = ["| probe | system | request | result |", "|---|---|---|---|"]
     for name, (kind, text) in recorded().items():
-        said = f"**{kind}**, {text}" if kind == "wrong" else f"{kind}: {f'`` {text} ``' if kind == 'refused' else text}"
-        lines.append(f"| `{name}` | {PROBES[name].system} | {PROBES[name].asks} | {said} |")
+        shown = f"`` {text} ``" if kind == "refused" else text
+        result = f"**{kind}**, {text}" if kind == "wrong" else f"{kind}: {shown}"
+        lines.append(f"| `{name}` | {PROBES[name].system} | {PROBES[name].asks} | {result} |")
     return f"{data['runs']['versions']}\n\n" + "\n".join(lines)
 
 
@@ -150,15 +153,15 @@ def page() -> str:
     short, systems = data["short"], data["systems"]
     parts = [
         data["text"]["top"].strip(),
-        "## In short",
+        "## Summary",
         data["text"]["marks"].strip(),
         table(short["rows"], short["columns"], data, short["names"]),
     ]
     for one in data["tables"]:
         parts += [f"## {one['title']}", table(list(systems), one["columns"], data, data["columns"])]
-    parts += ["## What they have and Longspan has not", theirs(data)]
-    parts += ["## What the runs said", data["text"]["runs"].strip(), runs(data)]
-    parts += ["## Every cell in words", *(notes(system, data) for system in systems.values())]
+    parts += ["## Not implemented in Longspan", theirs(data)]
+    parts += ["## Results of the runs", data["text"]["runs"].strip(), runs(data)]
+    parts += ["## Details by system", *(notes(system, data) for system in systems.values())]
     parts += ["## Commands", data["text"]["commands"].strip()]
     return "\n\n".join(parts) + "\n"
 

@@ -1,5 +1,5 @@
-"""What `benchmarks.beside` asks other libraries on CPUs. Every probe returns an error, relative to the largest right
-number, or lets the library say what it says."""
+"""Probes of `benchmarks.beside`. Every probe returns an error relative to the largest reference value, or a text, or
+raises the library's exception."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from benchmarks import rival, rival_models
 
 WORLD, HEADS, KV_HEADS, DIM, VALUES, TOKENS, WINDOW = 2, 4, 2, 16, 8, 256, 40
 CAP = 0.7
-"""Small beside the scores of random inputs, so that a cap that is lost is seen."""
+"""Small compared with the scores of random inputs, so that a lost cap is visible."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One question: to whom, what, the function that asks it, and the packages it needs beside PyTorch."""
+    """One probe: the system, the request, its function, and the packages it needs in addition to PyTorch."""
 
     system: str
     asks: str
@@ -36,7 +36,7 @@ class Probe:
 
 
 def sdpa_causal() -> float:
-    """Causal attention in PyTorch's `context_parallel`."""
+    """Run causal attention in PyTorch's `context_parallel`."""
     from benchmarks.torch_matrix import by_pytorch, cells
 
     return by_pytorch(next(cell for cell in cells() if (cell.kind, cell.mask) == ("context", "causal")))
@@ -47,7 +47,7 @@ def _mesh() -> DeviceMesh:
 
 
 def _flex(mask_mod: Any, score_mod: Any = None, tokens: int = TOKENS, backward: bool = False) -> float:
-    """PyTorch's flex context parallelism without a balancer, against attention written out."""
+    """Compare PyTorch's flex context parallelism without a balancer with dense attention."""
     from torch.distributed.tensor.experimental import _attention as theirs
     from torch.distributed.tensor.parallel import parallelize_module
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -67,8 +67,8 @@ def _flex(mask_mod: Any, score_mod: Any = None, tokens: int = TOKENS, backward: 
     out = module(*leaves, part)
     if backward:
         out.sum().backward()
-    (found,) = theirs.context_parallel_unshard(mesh, [out.detach()], [2], None)
-    return float((found - right).abs().max() / right.abs().max())
+    (result,) = theirs.context_parallel_unshard(mesh, [out.detach()], [2], None)
+    return float((result - right).abs().max() / right.abs().max())
 
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, mask_mod: Any, score_mod: Any) -> Tensor:
@@ -109,7 +109,7 @@ def flex_any_mask() -> float:
 
 
 def flex_by_distance() -> float:
-    """A bias that grows with the square of the distance: shifting all positions of a rank changes it."""
+    """Use a bias that grows with the squared distance: shifting all positions of a rank changes it."""
     return _flex(_causal, lambda s, b, h, i, j: s - ((i - j) / TOKENS) ** 2 * 4)
 
 
@@ -129,7 +129,7 @@ def flex_backward() -> float:
 
 
 def _titan(kind: str, **arguments: Any) -> float:
-    """torchtitan's context parallelism around a bare attention module of its own."""
+    """Run torchtitan's context parallelism around one of its attention modules."""
     from torchtitan.distributed.context_parallel import apply_cp_to_forward
     from torchtitan.models.common import attention
 
@@ -161,15 +161,15 @@ def accelerate_windows() -> float:
 
 
 def accelerate_packed() -> float:
-    """What its hooks make of packed documents, on one device: the mask is taken away before the attention is called."""
+    """Run its hooks with packed documents on one device: the mask is removed before attention is called."""
     from accelerate.big_modeling import _attach_context_parallel_hooks
 
     model = rival_models.model_of("Llama")
     model.set_attn_implementation("sdpa")  # pyright: ignore[reportCallIssue]
     _attach_context_parallel_hooks(model)
     right, _ = rival_models.truth("Llama", "packed")
-    found = model(**rival_models.batch_of("packed"), use_cache=False).logits
-    return float((found - right).abs().max() / right.abs().max())
+    result = model(**rival_models.batch_of("packed"), use_cache=False).logits
+    return float((result - right).abs().max() / right.abs().max())
 
 
 def accelerate_recurrent() -> float:
@@ -180,12 +180,12 @@ def accelerate_recurrent() -> float:
 
 
 def transformers_families() -> str:
-    """How many causal families of transformers say that they can be trained with its context parallelism."""
+    """Count the causal families of transformers that declare support for its context parallelism."""
     from transformers import PreTrainedModel
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    asked, fine = 0, 0
+    total, fine = 0, 0
     read: Any = PreTrainedModel.supports_context_parallel
     for name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
@@ -194,15 +194,15 @@ def transformers_families() -> str:
             fine += bool(read.fget(SimpleNamespace(_supports_context_parallel=flag, config=config)))
         except Exception:
             continue
-        asked += 1
-    return f"{fine} of {asked} causal families say yes"
+        total += 1
+    return f"{fine} of {total} causal families say yes"
 
 
 # -- DeepSpeed's Ulysses, as accelerate calls it -----------------------------------------------------------------------
 
 
 def _ulysses(model: Any, case: str) -> tuple[Tensor, Tensor]:
-    """Around "sdpa": flash attention, which it is made for, needs a GPU. Ranks hold neighbouring tokens."""
+    """Run Ulysses around "sdpa", since flash attention needs a GPU. Ranks hold contiguous tokens."""
     import deepspeed.comm  # pyright: ignore[reportMissingImports]
     import deepspeed.ops  # pyright: ignore[reportMissingImports]
     from deepspeed.runtime.sequence_parallel import parallel_state_sp as state  # pyright: ignore[reportMissingImports]
@@ -211,7 +211,7 @@ def _ulysses(model: Any, case: str) -> tuple[Tensor, Tensor]:
     )
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it would take minutes
     if not deepspeed.comm.is_initialized():
         deepspeed.comm.init_distributed("gloo")
     state._SEQUENCE_PARALLEL_GROUP = state._SEQUENCE_DATA_PARALLEL_GROUP = None  # of the last model
@@ -230,8 +230,8 @@ def _ulysses(model: Any, case: str) -> tuple[Tensor, Tensor]:
 
 
 def _by_ulysses(family: str, case: str) -> float:
-    found = rival.measured(_ulysses, family, case)
-    return max(found.logits, found.gradients)
+    result = rival.measured(_ulysses, family, case)
+    return max(result.logits, result.gradients)
 
 
 def ulysses_plain() -> float:
@@ -265,7 +265,7 @@ def fla_on_cpu() -> float:
 
 
 def fla_length() -> float:
-    """101 tokens on two ranks."""
+    """Run 101 tokens on two ranks."""
     from fla.ops.cp import build_cp_context  # pyright: ignore[reportMissingImports]
 
     with warnings.catch_warnings():

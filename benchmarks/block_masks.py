@@ -1,9 +1,9 @@
-"""How long a rank's BlockMask takes on one core, from the mask's bands and never from its pairs.
+"""Measure how long a rank's BlockMask takes on one core, built from the mask's bands and never from its pairs.
 
     python -m benchmarks.block_masks         # exits with 1 when a bar is missed
 
-The bar is for the fastest of several runs of the slowest rank, because machines are shared. PyTorch's own way, which
-asks about every pair, is timed for a sequence that fits into memory.
+The limit applies to the fastest of several runs of the slowest rank, because machines are shared. PyTorch's own
+function, which evaluates every pair, is timed for a sequence that fits into memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def cases(seq_len: int) -> dict[str, Mask]:
 
 
 def fresh(mask: Mask, layout: Layout, rank: int) -> object:
-    """A BlockMask without what is remembered of earlier calls."""
+    """Build a BlockMask without cached results."""
     flex._built.cache_clear()
     return flex.block_mask(mask, layout, rank)
 
@@ -45,7 +45,7 @@ def slowest_rank_ms(mask: Mask, layout: Layout) -> float:
 
 
 def written_out(seq_len: int) -> dict[str, MaskMod]:
-    """The same masks as functions, as one writes them for PyTorch."""
+    """Return the same masks as functions for PyTorch."""
     lengths = torch.as_tensor(document_lengths("longtail", seq_len))
     ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     return {

@@ -1,8 +1,8 @@
-"""What `benchmarks.attention` lets run against each other: forward and backward of one attention, on one rank of many.
+"""Contenders of `benchmarks.attention`: forward and backward of one attention, on one rank of many.
 
-Everybody gets the same tokens. A contender's results are compared with the bare kernel's before anything is timed.
+All contenders get the same tokens. Their results are compared with the bare kernel's before anything is timed.
 PyTorch's ring and its flex context parallelism are driven through private names, because neither runs on CPUs as
-shipped: the ring has no CPU dispatch, and flex refuses a backward on CPUs in a check (`_validate_device`) that is
+shipped: the ring has no CPU dispatch, and flex rejects a backward on CPUs in a check (`_validate_device`) that is
 bypassed here.
 """
 
@@ -41,12 +41,12 @@ class Work:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Start and stop of every document."""
+        """Return start and stop of every document."""
         stops = np.cumsum(self.lengths or (self.seq_len,)).tolist()
         return list(zip([0, *stops[:-1]], stops, strict=True))
 
     def tensors(self) -> Results:
-        """q, k, v and the gradient of the output, the same on every rank."""
+        """Return q, k, v and the gradient of the output, the same on every rank."""
         chance = torch.Generator().manual_seed(0)
         shape = (1, HEADS, self.seq_len, DIM)
         return tuple(torch.randn(shape, generator=chance).to(getattr(torch, self.dtype)) for _ in range(4))
@@ -57,7 +57,7 @@ class Work:
 
 
 def documents(seq_len: int, mean: int, seed: int = 0) -> tuple[int, ...]:
-    """Uneven lengths of that mean.
+    """Return uneven lengths with that mean.
 
     >>> len(documents(8192, 1024)), sum(documents(8192, 1024))
     (8, 8192)
@@ -72,25 +72,25 @@ Call = Callable[[], Results]
 
 
 def bare(work: Work) -> Call:
-    """The fused kernel in one process, called once per document."""
+    """Run the fused kernel in one process, once per document."""
     q, k, v, dout = work.tensors()
     parts = [[t[:, :, start:stop].contiguous() for t in (q, k, v, dout)] for start, stop in work.spans]
 
     def call() -> Results:
-        found = [_through_autograd(partial(F.scaled_dot_product_attention, is_causal=True), *part) for part in parts]
-        return found[0] if len(found) == 1 else tuple(torch.cat(each, 2) for each in zip(*found, strict=True))
+        result = [_through_autograd(partial(F.scaled_dot_product_attention, is_causal=True), *part) for part in parts]
+        return result[0] if len(result) == 1 else tuple(torch.cat(each, 2) for each in zip(*result, strict=True))
 
     return call
 
 
 def dense(work: Work) -> Call:
-    """The fused kernel with the whole mask as a boolean matrix."""
+    """Run the fused kernel with the whole mask as a boolean matrix."""
     tensors, mask = work.tensors(), work.dense_mask()
     return lambda: _through_autograd(partial(F.scaled_dot_product_attention, attn_mask=mask), *tensors)
 
 
 def one_device(work: Work) -> Call:
-    """Longspan on one device."""
+    """Run Longspan on one device."""
     tensors = work.tensors()
     return lambda: _through_autograd(lambda q, k, v: ls.attention(q, k, v, work.mask), *tensors)
 
@@ -109,15 +109,15 @@ def layout_of(work: Work, name: str, world_size: int) -> ls.layouts.Layout:
 
 
 def longspan(work: Work, layout: str, scheme: str) -> Call:
-    """This rank's part of a plan."""
+    """Run this rank's part of a plan."""
     group = dist.group.WORLD
-    made = plan_of(work, layout_of(work, layout, dist.get_world_size()), scheme)
-    tensors = [made.layout.shard(t, dist.get_rank(), 2) for t in work.tensors()]
-    return lambda: _through_autograd(lambda q, k, v: ls.attention(q, k, v, made, group=group), *tensors)
+    plan = plan_of(work, layout_of(work, layout, dist.get_world_size()), scheme)
+    tensors = [plan.layout.shard(t, dist.get_rank(), 2) for t in work.tensors()]
+    return lambda: _through_autograd(lambda q, k, v: ls.attention(q, k, v, plan, group=group), *tensors)
 
 
 def torch_ring(work: Work, rotate: str) -> Call:
-    """PyTorch's ring over head-tail shards, called with the CPU kernels; no autograd around it."""
+    """Run PyTorch's ring over head-tail shards with the CPU kernels, without autograd."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as private
 
     group, op = dist.group.WORLD, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -139,12 +139,12 @@ def torch_ring(work: Work, rotate: str) -> Call:
 
 
 def torch_flex(work: Work) -> Call:
-    """PyTorch's flex context parallelism over head-tail shards, eager (compiled flex has no backward on CPUs)."""
+    """Run PyTorch's flex context parallelism over head-tail shards, eager (compiled flex has no backward on CPUs)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental._context_parallel import _attention as private
     from torch.nn.attention import flex_attention as flex
 
-    flex._validate_device = lambda *_: None  # it forbids what works: gradients on CPUs
+    flex._validate_device = lambda *_: None  # its check forbids gradients on CPUs, which work
     private._compiled_create_block_mask = flex.create_block_mask  # compiling it takes 20 s and is not timed anyway
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
@@ -157,9 +157,9 @@ def torch_flex(work: Work) -> Call:
     gather = torch.ops.cplib.flex_cp_allgather  # registered by the module above
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = flex.flex_attention(q, *gather(k, v, 2, mesh.get_group().group_name), block_mask=block_mask)
-        assert isinstance(found, Tensor)
-        return found
+        result = flex.flex_attention(q, *gather(k, v, 2, mesh.get_group().group_name), block_mask=block_mask)
+        assert isinstance(result, Tensor)
+        return result
 
     return lambda: _through_autograd(run, *tensors)
 
@@ -183,7 +183,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Timing:
-    """One call on one rank: seconds of processor time of the whole process, and when it began and ended."""
+    """Return the processor seconds of one call in the whole process, and when it began and ended."""
 
     cpu: float
     start: float
@@ -191,7 +191,7 @@ class Timing:
 
 
 def timed_rounds(work: Work, entries: tuple[Entry, ...], num_rounds: int) -> list[list[Timing | None]]:
-    """Runs on every rank: rounds in which every entry has a turn, each begun together; times by round and entry."""
+    """Run rounds in which every entry has a turn, started together on all ranks; return times by round and entry."""
     alone = dist.get_world_size() == 1
     calls = [entry.make(work, *entry.args) if entry.layout or dist.get_rank() == 0 else None for entry in entries]
     _check(work, entries, calls)
@@ -212,19 +212,19 @@ def timed_rounds(work: Work, entries: tuple[Entry, ...], num_rounds: int) -> lis
 
 
 def _turns(count: int, number: int) -> list[int]:
-    """A different one begins every round, so that nobody always follows the same one."""
+    """Rotate the first entry with every round, so that no entry always follows the same one."""
     return [(number + i) % count for i in range(count)]
 
 
 def _check(work: Work, entries: tuple[Entry, ...], calls: list[Call | None]) -> None:
-    """Every entry once, untimed: its results must be the bare kernel's."""
+    """Run every entry once, untimed, and compare its results with the bare kernel's."""
     wanted = bare(work)()
     for entry, call in zip(entries, calls, strict=True):
         if call is None:
             continue
         world_size = dist.get_world_size()
         layout = layout_of(work, entry.layout or "balanced", world_size if entry.layout else 1)
-        for name, found, whole in zip(SHOWN, call(), wanted, strict=True):
+        for name, result, whole in zip(SHOWN, call(), wanted, strict=True):
             mine = layout.shard(whole, dist.get_rank() if entry.layout else 0, 2).float()
-            error = ((found.float() - mine).norm() / mine.norm()).item()
+            error = ((result.float() - mine).norm() / mine.norm()).item()
             assert error < (1e-4 if work.dtype == "float32" else 2e-2), f"{entry.name}: {name} is off by {error:.1e}"

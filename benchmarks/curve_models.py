@@ -1,8 +1,8 @@
-"""Two small language models in plain PyTorch, one in the style of Llama, one in that of Gemma.
+"""Two small language models in plain PyTorch, in the style of Llama and of Gemma.
 
-They know nothing of ranks: attention is handed in, as a function of q, k, v and the kind of layer. Both have RMS norms,
-rotary embeddings and query heads that share key/value heads. Llama: gated SiLU, full attention. Gemma: gated GELU,
-norms before and after, scaled embeddings, windows in every other layer, soft caps on scores and on logits.
+They are independent of ranks: attention is passed in, as a function of q, k, v and the kind of layer. Both have RMS
+norms, rotary embeddings and grouped query heads. Llama: gated SiLU, full attention. Gemma: gated GELU, norms before and
+after, scaled embeddings, windows in every other layer, soft caps on scores and on logits.
 
 Shapes: B rows, T tokens of this rank, D features, H heads, F features of a head.
 """
@@ -22,7 +22,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 
 @dataclass(frozen=True)
 class Style:
-    """What a model looks like."""
+    """Sizes and options of a model."""
 
     name: str
     kinds: tuple[str, ...]
@@ -41,11 +41,11 @@ class Style:
 
 LLAMA = Style("llama", ("full", "full"))
 GEMMA = Style("gemma", ("window", "full", "window"), gemma=True, window=48, softcap=5.0, logit_cap=12.0)
-"""Caps are low, so that they bite in a model as small as this; window and full layers alternate."""
+"""Caps are low, so that they have an effect in a small model; window and full layers alternate."""
 
 
 def rotated(x_BHTF: Tensor, positions_BT: Tensor) -> Tensor:
-    """Rotary embedding: pairs of features turn by an angle that grows with the position."""
+    """Apply rotary embeddings: rotate pairs of features by an angle that grows with the position."""
     half = x_BHTF.shape[-1] // 2
     speeds = 10_000.0 ** (-torch.arange(half, device=x_BHTF.device) / half)
     angles = (positions_BT[:, None, :, None] * speeds).to(x_BHTF.dtype)
@@ -55,7 +55,7 @@ def rotated(x_BHTF: Tensor, positions_BT: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """Attention and a gated feed-forward network, each around a residual."""
+    """Attention and a gated feed-forward network, each with a residual connection."""
 
     def __init__(self, style: Style, kind: str) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Logits of the next token."""
+    """Return logits of the next token."""
 
     def __init__(self, style: Style) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Training curves as a picture: losses above, differences from one process below. Needs matplotlib."""
+"""Draw training curves: losses above, differences from one process below. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TITLES = {
 
 
 def draw(families: list[Family], path: str) -> None:
-    """Writes the PNG."""
+    """Write the PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -51,7 +51,7 @@ def _losses(axes: Any, family: Family) -> None:
 
 def _differences(axes: Any, family: Family) -> None:
     right, wrong = iter((RANKS, FOUR)), iter(WRONG)
-    floor = 1e-8  # equal to the last bit has no logarithm
+    floor = 1e-8  # a difference of 0 has no logarithm
     for curve in family.curves[1:]:
         values = [max(value, floor) for value in family.difference(curve)]
         if curve.mistake:

@@ -1,7 +1,7 @@
-"""Text made here for training curves: short stories as bytes, packed into rows. A seed gives the same text anywhere.
+"""Generate text for training curves: short stories as bytes, packed into rows. A seed always gives the same text.
 
-Every story has a hero, a town and numbers of its own, named over and over: to predict them, a token must look back in
-its own document, and looking into another one misleads.
+Every story repeats its own hero, town and numbers: to predict them, a token must look back in its own document, and
+looking into another one misleads.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def story(draw: random.Random) -> bytes:
 
 
 def packed_row(seed: int, seq_len: int) -> Row:
-    """Stories one after another until the row is full; the last one is cut, as packing does."""
+    """Return stories until the row is full; the last one is truncated, as packing does."""
     draw = random.Random(seed)
     lengths: list[int] = []
     text = b""
     while len(text) < seq_len:
-        made = story(draw)[: seq_len - len(text)]
-        lengths.append(len(made))
-        text += made
+        part = story(draw)[: seq_len - len(text)]
+        lengths.append(len(part))
+        text += part
     return Row(torch.tensor(list(text)), lengths)

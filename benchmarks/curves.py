@@ -1,11 +1,11 @@
-"""Training curves: FSDP2 and split sequences on four Gloo ranks against one process of plain PyTorch.
+"""Compare training curves: FSDP2 and sharded sequences on four Gloo ranks against one process of plain PyTorch.
 
     python -m benchmarks.curves                                    # exits with 1 when a bar is missed; 3 minutes
     python -m benchmarks.curves --picture docs/images/curves.png   # also draws them (needs matplotlib)
 
-The one process knows nothing of Longspan: dense masks, scores written out, its own labels and cross-entropy. The ranks
-train as `docs/training.md` says. Text is packed, and every step has other documents. Runs with a commonplace mistake
-must depart from the curve, or the comparison could not fail.
+The one process does not use Longspan: dense masks, explicit scores, its own labels and cross-entropy. The ranks train
+as in `docs/training.md`. Text is packed, with different documents in every step. Runs with common mistakes must differ
+from the curve, otherwise the comparison could not fail.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from longspan.training import Mesh, check_same, make_mesh, shard_batch, token_lo
 SEQ_LEN, ROWS, STEPS = 512, 2, 200
 RATE, WARMUP, CLIP = 3e-3, 20, 1.0
 FEW = 30
-"""Steps of runs that need not go on for long."""
+"""Steps of the short runs."""
 BAR, MISTAKE_BAR = 1e-4, 1e-3
 LATE_LABELS = "labels shifted after sharding"
 STYLES = {style.name: style for style in (LLAMA, GEMMA)}
 
 
 def batch_of(step: int, seq_len: int) -> list[Row]:
-    """The rows of a step: the same on every rank, other documents in each."""
+    """Return the rows of a step: the same on every rank, with different documents in each."""
     return [packed_row(ROWS * step + row, seq_len) for row in range(ROWS)]
 
 
@@ -48,7 +48,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def rate_at(step: int) -> float:
-    """Warm-up, then down along a cosine to a tenth."""
+    """Return the learning rate: warm-up, then a cosine down to a tenth."""
     if step < WARMUP:
         return RATE * (step + 1) / WARMUP
     return RATE * (0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - WARMUP) / (STEPS - WARMUP))))
@@ -67,7 +67,7 @@ def updated(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Tens
 
 
 def dense_attend(style: Style, document_BS: Tensor) -> Attend:
-    """Attention with every score written out."""
+    """Compute attention with explicit scores."""
     place = torch.arange(document_BS.shape[1])
     distance = place[:, None] - place
     seen = (document_BS[:, :, None] == document_BS[:, None, :]) & (distance >= 0)
@@ -86,7 +86,7 @@ def dense_attend(style: Style, document_BS: Tensor) -> Attend:
 
 
 def one_process(name: str, steps: int, seq_len: int) -> list[float]:
-    """Losses by step."""
+    """Return the losses by step."""
     style = STYLES[name]
     torch.manual_seed(0)
     model = Decoder(style)
@@ -109,21 +109,21 @@ def one_process(name: str, steps: int, seq_len: int) -> list[float]:
 
 
 def masks_of(style: Style, rows: list[Row], mistake: str | None) -> dict[str, ls.masks.Mask]:
-    """The mask of each kind of layer, in global positions."""
+    """Return the mask of each kind of layer, in global positions."""
     documents = [ls.masks.documents(row.lengths) for row in rows]
     if mistake == "documents see each other":
         documents = [ls.masks.full(sum(row.lengths)) for row in rows]
     seen = {"full": ls.masks.causal()}
     if style.window is not None:
-        seen["window"] = ls.masks.sliding_window(style.window - 1)  # it counts tokens before the own one
+        seen["window"] = ls.masks.sliding_window(style.window - 1)  # it counts the tokens before the query
         if mistake == "windows become full":
             seen["window"] = ls.masks.causal()
-    made = {kind: [one & mask for one in documents] for kind, mask in seen.items()}
-    return {kind: masks[0] if len(masks) == 1 else ls.masks.per_row(*masks) for kind, masks in made.items()}
+    by_kind = {kind: [one & mask for one in documents] for kind, mask in seen.items()}
+    return {kind: masks[0] if len(masks) == 1 else ls.masks.per_row(*masks) for kind, masks in by_kind.items()}
 
 
 def sharded_step(style: Style, model: Any, mesh: Mesh, rows: list[Row], mistake: str | None) -> Tensor:
-    """The loss of one step on this rank's part of its rows."""
+    """Return the loss of one step on this rank's shard of its rows."""
     rank, world_size = mesh.cp.get_local_rank(), mesh.cp.size()
     ids, lengths = torch.stack([row.ids for row in rows]), [row.lengths for row in rows]
     batch = {"input_ids": ids, "labels": ids}
@@ -150,7 +150,7 @@ def sharded_step(style: Style, model: Any, mesh: Mesh, rows: list[Row], mistake:
 
 
 def on_ranks(name: str, steps: int, seq_len: int, dp: int, cp: int, mistake: str | None = None) -> list[float]:
-    """Losses by step, of a rank among dp * cp: FSDP2 over all, sequences over cp."""
+    """Return the losses by step on one of dp * cp ranks: FSDP2 over all, sequences over cp."""
     style, mesh = STYLES[name], make_mesh(dp=dp, cp=cp, device_type="cpu")
     torch.manual_seed(0)
     model = Decoder(style)
@@ -186,7 +186,7 @@ class Family:
     curves: list[Curve]
 
     def difference(self, curve: Curve) -> list[float]:
-        """By step, from one process."""
+        """Return the differences from one process by step."""
         return [abs(a - b) for a, b in zip(curve.losses, self.curves[0].losses, strict=False)]
 
 
@@ -194,13 +194,13 @@ MISTAKES = {"llama": ("documents see each other", LATE_LABELS), "gemma": ("windo
 
 
 def family_of(name: str, ranks: Ranks, steps: int, seq_len: int, few: int) -> Family:
-    """Runs one model every way: on 2 x 2 ranks for all steps, on 1 x 4 and with mistakes for a few."""
+    """Run one model on 2 x 2 ranks for all steps, on 1 x 4 and with mistakes for a few."""
 
     def run(count: int, dp: int, cp: int, mistake: str | None = None) -> list[float]:
-        found = ranks.run(on_ranks, name, count, seq_len, dp, cp, mistake)
-        if any(losses != found[0] for losses in found):
-            raise AssertionError(f"ranks report different losses: {[losses[-1] for losses in found]}")
-        return found[0]
+        by_rank = ranks.run(on_ranks, name, count, seq_len, dp, cp, mistake)
+        if any(losses != by_rank[0] for losses in by_rank):
+            raise AssertionError(f"ranks report different losses: {[losses[-1] for losses in by_rank]}")
+        return by_rank[0]
 
     curves = [Curve("one process, plain PyTorch", one_process(name, steps, seq_len))]
     curves.append(Curve("FSDP2, dp 2 x cp 2", run(steps, 2, 2)))
@@ -210,7 +210,7 @@ def family_of(name: str, ranks: Ranks, steps: int, seq_len: int, few: int) -> Fa
 
 
 def judged(family: Family, say: Callable[[str], None] = print) -> int:
-    """Prints a line per run; how many of them miss their bar."""
+    """Print a line per run; return how many miss their limit."""
     first, last = family.curves[0].losses[0], sum(family.curves[0].losses[-10:]) / 10
     missed = int(last > 0.5 * first)
     verdict = "  MISSED: it must fall by half" if missed else ""
@@ -227,7 +227,7 @@ def judged(family: Family, say: Callable[[str], None] = print) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--picture", help="a PNG to draw")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     began, missed, families = time.perf_counter(), 0, list[Family]()
     print("largest difference of losses from those of one process")
@@ -236,10 +236,10 @@ def main(arguments: list[str] | None = None) -> int:
             families.append(family_of(name, ranks, STEPS, SEQ_LEN, FEW))
             missed += judged(families[-1])
     print(f"{time.perf_counter() - began:.0f} s; {f'{missed} bars missed' if missed else 'every bar met'}")
-    if asked.picture:
+    if args.picture:
         from benchmarks.curve_picture import draw
 
-        draw(families, asked.picture)
+        draw(families, args.picture)
     return int(missed > 0)
 
 

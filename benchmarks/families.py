@@ -1,14 +1,14 @@
-"""Every causal, masked, classifying and image-text family of the installed transformers, tiny, on one device and over
-ranks: which are exact, which are refused and why, which could not be built.
+"""Check every causal, masked, classification and image-text family of the installed transformers, as a tiny copy, on
+one device and over ranks: which are exact, which are not supported and why, which could not be built.
 
     python -m benchmarks.families                                  # writes docs/models.md; about half an hour
     python -m benchmarks.families --only llama,mistral --kinds causal --out -
 
-A family is *accepted* where its proof (`longspan.huggingface.check`) says that it is exact. Those run
-once more on 2 and 3 Gloo processes, with another batch and layout, against transformers' own attention on one device.
-Exits with 1 when an accepted family is wrong there, or when fewer than 120 families are accepted in a whole sweep.
+A family is *accepted* if the check at first use (`longspan.huggingface.check`) passes. Accepted families run again on 2
+and 3 Gloo processes, with another batch and layout, against transformers' own attention on one device. Exits with 1 if
+an accepted family is wrong there, or if fewer than 120 families are accepted in a whole sweep.
 
-Families run in processes of their own, a batch of them each: one that hangs or dies costs itself alone.
+Families run in worker processes, a batch of them each: a case that hangs or dies does not affect the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.family_cases import KINDS, Case, cases, class_of, config_of, on_one_device, said
+from benchmarks.family_cases import KINDS, Case, cases, class_of, config_of, on_one_device, one_line
 from benchmarks.family_page import page, summary
 from benchmarks.family_ranks import WORLDS, step_on_ranks
 from benchmarks.ranks import Ranks
@@ -42,30 +42,30 @@ LEAST = 120
 BATCH = 48
 """Cases that share a process: transformers takes seconds to load."""
 PATIENCE = 300.0
-"""Seconds for one case, and for a worker to start on a machine that others use."""
+"""Seconds for one case, and for a worker to start on a busy machine."""
 FORMS = {
     "plain": {},
     "padded": {"padding": "right"},
     "packed": {"packed": "position_ids", "positions": True},
 }
 EXACT, ROUNDED, TIMES = 1e-10, 1e-6, 4
-"""How far a step on Gloo ranks may be off, of the largest gradient: in float64; in float32; and in float32 where one
-device itself is off by more, so many times as much as that."""
+"""Tolerance of a step on Gloo ranks, relative to the largest gradient: in float64; in float32; and in float32 as a
+multiple of the error of one device, if that is larger."""
 
 
 # -- one case, in a worker ---------------------------------------------------------------------------------------------
 
 
 def examine(case: Case, forms: list[str], pool: list[Any]) -> dict[str, Any]:
-    """Everything that is found out about a case."""
+    """Return all results of a case."""
     began = time.process_time()
-    found = on_one_device(case)
-    if found["outcome"] in ("runs", "differs"):
-        found["proofs"] = {form: proof_of(case, form) for form in forms}
-        if found["proofs"]["plain"]["ok"] and pool:
-            found["ranks"] = on_ranks(case, pool)
-        found.update(verdict(found))
-    return {**asdict(case), **found, "seconds": round(time.process_time() - began, 2)}
+    examined = on_one_device(case)
+    if examined["outcome"] in ("runs", "differs"):
+        examined["proofs"] = {form: proof_of(case, form) for form in forms}
+        if examined["proofs"]["plain"]["ok"] and pool:
+            examined["ranks"] = on_ranks(case, pool)
+        examined.update(verdict(examined))
+    return {**asdict(case), **examined, "seconds": round(time.process_time() - began, 2)}
 
 
 def proof_of(case: Case, form: str) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def proof_of(case: Case, form: str) -> dict[str, Any]:
 
     try:
         proof = prove(class_of(case), config_of(case), Form(**FORMS[form]))
-    except Exception as error:  # a proof answers; if it does not, that is a defect, and shown as one
-        return {"ok": False, "reason": f"the proof itself failed: {said(error)}", "error": None, "seconds": 0.0}
+    except Exception as error:  # a check must not raise; if it does, report that as a defect
+        return {"ok": False, "reason": f"the proof itself failed: {one_line(error)}", "error": None, "seconds": 0.0}
     return {
         "ok": proof.ok, "reason": proof.reason, "error": proof.error if proof.ok else None,
         "seconds": round(proof.seconds, 2),
@@ -83,29 +83,29 @@ def proof_of(case: Case, form: str) -> dict[str, Any]:
 
 
 def on_ranks(case: Case, pool: list[Any]) -> dict[int, dict[str, Any]]:
-    """What rank 0 found; a pool in which something went wrong is replaced."""
+    """Return the result of rank 0; replace the pool after an error."""
     try:
         return pool[0].run(step_on_ranks, case)[0]
     except Exception as error:
         pool[0].end()
         pool[0] = started()
-        return {max(WORLDS): {"failed": said(error)}}
+        return {max(WORLDS): {"failed": one_line(error)}}
 
 
 def started() -> Ranks:
-    """Ranks that have transformers loaded: the server that they are forked from loads it, once."""
+    """Return ranks with transformers loaded: the server that they are forked from loads it once."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.family_ranks", "transformers.modeling_utils"])
     forkserver.ensure_running()
     return Ranks(max(WORLDS), timeout=PATIENCE / 3)
 
 
-def verdict(found: dict[str, Any]) -> dict[str, Any]:
-    """exact, wrong (accepted, and off on ranks) or refused, with the reason."""
-    proof = found["proofs"]["plain"]
+def verdict(examined: dict[str, Any]) -> dict[str, Any]:
+    """Return exact, wrong (accepted, but off on ranks) or refused, with the reason."""
+    proof = examined["proofs"]["plain"]
     if not proof["ok"]:
         return {"outcome": "refused", "reason": proof["reason"]}
-    for world, ran in found.get("ranks", {}).items():
+    for world, ran in examined.get("ranks", {}).items():
         if "failed" in ran:
             return {"outcome": "wrong", "reason": f"accepted, but on {world} Gloo ranks: {ran['failed']}"}
         bounds = {"float64": EXACT, "float32": max(ROUNDED, TIMES * ran["one device, float32"])}
@@ -117,7 +117,7 @@ def verdict(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def work(names: list[str], forms: list[str], with_ranks: bool) -> None:
-    """A worker: examines cases and prints what it found, a line of JSON each, after a mark."""
+    """Run cases in a worker and print a line of JSON for each, after a marker."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -135,9 +135,9 @@ MARK = "@@"
 
 
 def sweep(todo: list[Case], forms: list[str], with_ranks: bool) -> Iterator[dict[str, Any]]:
-    """Results in order, from workers that are started anew whenever one ends or takes too long."""
+    """Return results in order, from workers that are restarted when one ends or takes too long."""
     left = list(todo)
-    with tempfile.TemporaryDirectory() as folder:  # proofs that earlier sweeps remembered are not asked
+    with tempfile.TemporaryDirectory() as folder:  # ignore cached checks of earlier sweeps
         while left:
             batch, got = left[:BATCH], 0
             for line, why in _lines(batch, forms, with_ranks, folder):
@@ -147,7 +147,7 @@ def sweep(todo: list[Case], forms: list[str], with_ranks: bool) -> Iterator[dict
 
 
 def _lines(batch: list[Case], forms: list[str], with_ranks: bool, folder: str) -> Iterator[tuple[str, str]]:
-    """A line for each case; (\"\", why) for the one that a worker did not survive, which is then the last."""
+    """Yield a line for each case; (\"\", reason) for the one that ended the worker, which is then the last."""
     command = [sys.executable, "-m", "benchmarks.families", "--worker", *map(str, batch), "--forms", ",".join(forms)]
     command += [] if with_ranks else ["--no-ranks"]
     quiet = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "XDG_CACHE_HOME": folder}
@@ -175,7 +175,7 @@ def _lines(batch: list[Case], forms: list[str], with_ranks: bool, folder: str) -
 
 
 def status(results: list[dict[str, Any]], is_whole: bool) -> int:
-    """1 when an accepted family is wrong, or too few are accepted."""
+    """Return 1 if an accepted family is wrong, or too few are accepted."""
     wrong = [r for r in results if r["outcome"] == "wrong"]
     accepted = {r["family"] for r in results if r["outcome"] == "exact"}
     for result in wrong:
@@ -187,7 +187,7 @@ def status(results: list[dict[str, Any]], is_whole: bool) -> int:
 
 
 def known_before(path: str | None) -> list[dict[str, Any]]:
-    """Results of a sweep that was interrupted."""
+    """Return the results of an interrupted sweep."""
     if path is None or not Path(path).exists():
         return []
     return [json.loads(line) for line in Path(path).read_text().splitlines()]

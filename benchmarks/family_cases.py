@@ -1,5 +1,4 @@
-"""Families of transformers' language models, the configurations that they are tried with, and a step of each on one
-device."""
+"""Model families of transformers, their test configurations, and a step of each on one device."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ KINDS = {
     "image": "IMAGE_TEXT_TO_TEXT",
 }
 TOKENS = 52
-"""Not what proofs use, so that the two cannot be wrong in the same way by chance."""
+"""Different from the values of the check at first use, so that both cannot be wrong in the same way by chance."""
 LIMIT = 1e-5
-"""How far attention by Longspan may be off from transformers' own on one device: models compute parts in float32."""
+"""Tolerance of Longspan's attention against transformers' own on one device: models compute parts in float32."""
 
 HYBRID = ["linear_attention"] * 3 + ["full_attention"]
 NESTED = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [24, 20, 20]}
@@ -60,7 +59,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "step3p7": {"text_config": {"sliding_window": 512}},
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
-"""Set where a default does not run or lacks a kind of layer: like published ones, but not checked against them."""
+"""Values for defaults that do not run or lack a kind of layer: similar to published ones, not compared with them."""
 
 
 @dataclass(frozen=True)
@@ -76,19 +75,19 @@ class Case:
 
 
 def cases(kinds: list[str], only: list[str] | None = None) -> list[Case]:
-    """All families of these kinds that the installed transformers has, by name."""
+    """Return all families of these kinds in the installed transformers, by name."""
     from transformers.models.auto import modeling_auto
 
-    found = []
+    known = []
     for kind in kinds:
         for family, model in getattr(modeling_auto, f"MODEL_FOR_{KINDS[kind]}_MAPPING_NAMES").items():
             if not only or family in only:
-                found.append(Case(kind, family, model if isinstance(model, str) else model[0]))
-    return sorted(found, key=lambda case: (list(KINDS).index(case.kind), case.family))
+                known.append(Case(kind, family, model if isinstance(model, str) else model[0]))
+    return sorted(known, key=lambda case: (list(KINDS).index(case.kind), case.family))
 
 
 def config_of(case: Case) -> Any:
-    """The family's default configuration, with what published ones set; classifiers know what padding is."""
+    """Return the family's default configuration, with values of published ones; classifiers get a padding token."""
     from transformers import CONFIG_MAPPING
 
     given = PUBLISHED.get(str(case), PUBLISHED.get(case.family, {}))
@@ -107,7 +106,7 @@ def class_of(case: Case) -> type:
 
 
 def batch_of(case: Case, config: Any, rows: int = 2, seed: int = 5) -> dict[str, Any]:
-    """A random batch without special tokens, with labels for the head."""
+    """Return a random batch without special tokens, with labels for the head."""
     from longspan.huggingface.tiny import special_tokens
 
     draw = torch.Generator().manual_seed(seed)
@@ -123,16 +122,16 @@ def batch_of(case: Case, config: Any, rows: int = 2, seed: int = 5) -> dict[str,
 
 @dataclass(frozen=True)
 class Step:
-    """What a step gave."""
+    """Results of a step."""
 
     loss: float
     logits: Tensor | None
-    """None where they are spread over ranks."""
+    """None if they are sharded over ranks."""
     grads: dict[str, Tensor]
 
 
 def step(model: Any, batch: dict[str, Any]) -> Step:
-    """Forward and backward on one device."""
+    """Run forward and backward on one device."""
     model.zero_grad()
     out = model(**batch)
     if out.loss is None:
@@ -142,27 +141,27 @@ def step(model: Any, batch: dict[str, Any]) -> Step:
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    """Of every parameter that takes part."""
+    """Return the gradient of every parameter that takes part."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def difference(found: Step, expected: Step) -> float:
-    """The largest difference of loss, logits and gradients, each of the largest of its kind."""
-    if found.grads.keys() != expected.grads.keys():
+def difference(outcome: Step, expected: Step) -> float:
+    """Return the largest difference of loss, logits and gradients, each relative to the largest of its kind."""
+    if outcome.grads.keys() != expected.grads.keys():
         return float("inf")
     largest = max((float(g.abs().max()) for g in expected.grads.values()), default=1.0) or 1.0
-    errors = [float((found.grads[name] - grad).abs().max()) / largest for name, grad in expected.grads.items()]
-    errors.append(abs(found.loss - expected.loss) / max(abs(expected.loss), 1e-30))
-    if found.logits is not None and expected.logits is not None:
-        if found.logits.shape != expected.logits.shape:
+    errors = [float((outcome.grads[name] - grad).abs().max()) / largest for name, grad in expected.grads.items()]
+    errors.append(abs(outcome.loss - expected.loss) / max(abs(expected.loss), 1e-30))
+    if outcome.logits is not None and expected.logits is not None:
+        if outcome.logits.shape != expected.logits.shape:
             return float("inf")
-        errors.append(float((found.logits - expected.logits).abs().max() / expected.logits.abs().max()))
+        errors.append(float((outcome.logits - expected.logits).abs().max() / expected.logits.abs().max()))
     return float("inf") if any(math.isnan(error) for error in errors) else max(errors)
 
 
 @contextlib.contextmanager
 def counted() -> Any:
-    """How often Longspan's attention was called inside, in a list of one number."""
+    """Count the calls of Longspan's attention inside, in a list of one number."""
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -181,7 +180,7 @@ def counted() -> Any:
 
 
 def on_one_device(case: Case) -> dict[str, Any]:
-    """Whether the family builds and runs, and whether attention by Longspan is what its own is."""
+    """Check whether the family builds and runs, and whether Longspan's attention equals its own."""
     from longspan import huggingface
     from longspan.huggingface.tiny import CannotShrinkError, build, tiny_config
 
@@ -191,7 +190,7 @@ def on_one_device(case: Case) -> dict[str, Any]:
     except Exception as error:
         return {
             "outcome": "not built",
-            "reason": f"its default configuration is refused by its own code: {said(error)}",
+            "reason": f"its default configuration is refused by its own code: {one_line(error)}",
         }
     if config.is_encoder_decoder:
         return {"outcome": "refused", "reason": "encoder-decoder: queries and keys of two sequences"}
@@ -200,27 +199,27 @@ def on_one_device(case: Case) -> dict[str, Any]:
         tiny._attn_implementation = "eager"
         model: Any = build(class_of(case), tiny)
     except CannotShrinkError as error:
-        return {"outcome": "not built", "reason": said(error)}
+        return {"outcome": "not built", "reason": one_line(error)}
     model.config.use_cache = False
     try:
         batch = batch_of(case, model.config)
         expected = step(model, batch)
     except Exception as error:
-        return {"outcome": "not built", "reason": f"its tiny copy does not run on text alone: {said(error)}"}
+        return {"outcome": "not built", "reason": f"its tiny copy does not run on text alone: {one_line(error)}"}
     try:
         model.set_attn_implementation("longspan")
         with counted() as calls:
-            found = step(model, batch)
+            outcome = step(model, batch)
     except Exception as error:
-        return {"outcome": "refused", "reason": said(error)}
-    error = difference(found, expected)
+        return {"outcome": "refused", "reason": one_line(error)}
+    error = difference(outcome, expected)
     if not error <= LIMIT:
         return {"outcome": "differs", "reason": f"off by {error:.1e} on one device", "error": error}
     return {"outcome": "runs", "error": error, "calls": calls[0]}
 
 
-def said(error: BaseException) -> str:
-    """What an exception says, in one line."""
+def one_line(error: BaseException) -> str:
+    """Return an exception's message in one line."""
     text = " ".join(str(error).split())
     name = type(error).__name__
     return text[:300] if "longspan" in type(error).__module__ else f"{name}: {text}"[:300]

@@ -1,5 +1,5 @@
-"""A whole step of a tiny model on Gloo ranks, beside transformers' own attention on one device: what a proof says, once
-more with processes, another batch and another layout."""
+"""Compare a whole step of a tiny model on Gloo ranks with transformers' own attention on one device: the check at first
+use again, with processes, another batch and another layout."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.family_cases import Case, Step, batch_of, class_of, config_of, difference, gradients, said, step
+from benchmarks.family_cases import Case, Step, batch_of, class_of, config_of, difference, gradients, one_line, step
 
 LAYOUT = "balanced"
 WORLDS = (2, 3)
 
 
 def step_on_ranks(case: Case) -> dict[int, dict[str, Any]]:
-    """By number of ranks, how far a step over them is off from one device in float64: computed in float64 and in
-    float32, and one device's own in float32 beside it. Or why there is none."""
+    """Return, by number of ranks, the error of a step against one device in float64: computed in float64, in float32,
+    and by one device in float32. Or the reason why there is none."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     groups = _groups()
     try:
         model, batch, narrow, expected = _prepared(case)
     except Exception as error:
-        return {world: {"failed": said(error)} for world in WORLDS}
-    found: dict[int, dict[str, Any]] = {}
+        return {world: {"failed": one_line(error)} for world in WORLDS}
+    result: dict[int, dict[str, Any]] = {}
     for world in WORLDS:
         if dist.get_rank() < world:
             try:
-                found[world] = _compared(copy.deepcopy(model), batch, narrow, expected, groups[world])
+                result[world] = _compared(copy.deepcopy(model), batch, narrow, expected, groups[world])
             except Exception as error:
-                found[world] = {"failed": said(error)}
-    return found
+                result[world] = {"failed": one_line(error)}
+    return result
 
 
 @lru_cache(maxsize=1)
 def _groups() -> dict[int, Any]:
-    """The first ranks, as many as are asked for."""
+    """Return groups of the first ranks, by their number."""
     return {world: dist.new_group(list(range(world))) for world in WORLDS}
 
 
 def _prepared(case: Case) -> tuple[Any, dict[str, Any], Step, Step]:
-    """The model with weights that both precisions have, a batch, and a step on one device in both."""
+    """Return the model with weights that are exact in both precisions, a batch, and a step on one device in both."""
     from longspan import huggingface
     from longspan.huggingface.tiny import build, tiny_config
     from longspan.huggingface.trial import Wide
@@ -59,7 +59,7 @@ def _prepared(case: Case) -> tuple[Any, dict[str, Any], Step, Step]:
     batch = batch_of(case, model.config, seed=11)
     narrow = step(model, batch)
     model.double()
-    with Wide():  # what models compute in float32 would hide differences
+    with Wide():  # parts that models compute in float32 would hide differences
         expected = step(model, batch)
     model.set_attn_implementation("longspan")
     return model, batch, narrow, expected
@@ -86,7 +86,7 @@ def _over_ranks(model: Any, batch: dict[str, Any], group: Any) -> Step:
     loss = huggingface.full_loss(out.loss, inputs)
     loss.backward()
     own, grads = gradients(model), {}
-    for name, weight in model.named_parameters():  # experts may have had no token on this rank
+    for name, weight in model.named_parameters():  # experts may have no token on this rank
         used = torch.tensor(float(name in own))
         dist.all_reduce(used, group=group)
         if used:

@@ -1,11 +1,11 @@
-"""Flex attention on one device: against PyTorch's eager one (forward and backward) and its compiled one (forward).
+"""Compare flex attention on one device with PyTorch's eager (forward and backward) and compiled (forward) versions.
 
     python -m benchmarks.flex            # exits with 1 when a bar is missed; about 10 minutes, 8 GB
     python -m benchmarks.flex --quick    # S = 4096
 
-H = 8, D = 64, bfloat16, one thread. PyTorch's flex attention refuses a backward on CPUs; its check is bypassed here,
-and what it then computes is right. Every measurement runs in a process of its own: CPU seconds, and the peak of
-resident memory above what the inputs and gradients take.
+H = 8, D = 64, bfloat16, one thread. PyTorch's flex attention rejects a backward on CPUs; the check is bypassed here,
+and its results are then right. Every measurement runs in its own process: CPU seconds, and the peak of resident memory
+above inputs and gradients.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def memory(what: str) -> float:
 
 
 def measure(who: str, kind: str, score: str, seq_len: int, backward: bool, repeats: int) -> tuple[float, float]:
-    """(CPU seconds, MB above what was there before) of one contender, best of several."""
+    """Return (CPU seconds, MB above the memory before) of one contender, best of several."""
     import torch
 
     torch.set_num_threads(1)
@@ -84,7 +84,7 @@ def measure(who: str, kind: str, score: str, seq_len: int, backward: bool, repea
     else:
         from torch.nn.attention import flex_attention as flex
 
-        flex._validate_device = lambda *_: None  # it refuses a backward on CPUs
+        flex._validate_device = lambda *_: None  # its check rejects a backward on CPUs
         where, call = block_mask_of(kind, seq_len), flex.flex_attention
         if who == "compiled":
             call = torch.compile(call)

@@ -1,16 +1,16 @@
-"""Losses without logits: memory and processor time beside the plain head and cross-entropy.
+"""Compare losses without logits with the plain head and cross-entropy: memory and processor time.
 
     python -m benchmarks.head                     # all, with their bars
     python -m benchmarks.head --part memory --width 128
 
-Memory: 8,192 tokens x 128,256 words, forward and backward, each in a process of its own: the most that was resident
-during the call, beyond what was resident before (inputs included) and beyond gradients, that of the head in float32, as
-it is summed. Bars: a twentieth of logits of all tokens in float32, and 1.2 of one slab. The plain head is measured with
-an eighth of the tokens, since it takes three times the logits.
+Memory: 8,192 tokens x a vocabulary of 128,256, forward and backward, each in its own process: the peak resident memory
+during the call, minus the memory before (inputs included) and minus gradients, that of the head in float32, as it is
+summed. Limits: a twentieth of all logits in float32, and 1.2 of one slab. The plain head is measured with an eighth of
+the tokens, since it takes three times the logits.
 
-Time: processor time of one thread, forward and backward, in turns with the plain head, the median of the ratios, 1,024
-tokens x 128,256 words. Bar for the loss: 1.15. Log-probabilities compute logits a second time in backward, which no bar
-is for.
+Time: processor time of one thread, forward and backward, alternating with the plain head, the median of the ratios,
+1,024 tokens x a vocabulary of 128,256. Limit for the loss: 1.15. Log-probabilities compute logits a second time in
+backward and have no limit.
 """
 
 import argparse
@@ -36,7 +36,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def inputs(tokens: int, width: int, dtype: str, *, words: int = WORDS) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states and a head that want gradients, and labels."""
+    """Return hidden states and a head that require gradients, and labels."""
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, width, generator=draw).to(getattr(torch, dtype))
     weight = torch.randn(words, width, generator=draw).div_(width**0.5).to(hidden.dtype)
@@ -52,8 +52,8 @@ def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
 
 
 def logprobs(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
-    found = token_logprobs(hidden, labels, head=weight)
-    (found.entropies.mean() - found.logprobs.mean()).backward()
+    result = token_logprobs(hidden, labels, head=weight)
+    (result.entropies.mean() - result.logprobs.mean()).backward()
 
 
 CALLS = {"plain": plain, "loss": loss, "logprobs": logprobs}
@@ -73,12 +73,12 @@ def most_resident() -> int:
 
 
 def peak(what: str, tokens: int, width: int, dtype: str) -> int:
-    """Bytes beyond inputs and gradients, in this process, which has done nothing else."""
+    """Return the bytes beyond inputs and gradients, in a fresh process."""
     torch.set_num_threads(1)
     CALLS[what](*inputs(4, width, dtype, words=64))  # libraries are loaded and have their own memory
     given = inputs(tokens, width, dtype)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the most from here on
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = resident()
     CALLS[what](*given)
     hidden, weight, _ = given
@@ -91,7 +91,7 @@ def apart(*args: Any) -> int:
 
 
 def memory(width: int) -> list[str]:
-    """Bars that were missed."""
+    """Return the number of missed limits."""
     logits, missed = TOKENS * WORDS * 4, []
     slab = head.rows_for(TOKENS, WORDS, 4) * WORDS * 4
     print(f"memory of {TOKENS:,} tokens x {WORDS:,} words, width {width}, beyond inputs and gradients")
@@ -121,7 +121,7 @@ def seconds(what: str, given: tuple[Tensor, Tensor, Tensor]) -> float:
 
 
 def times(widths: list[int], rounds: int) -> list[str]:
-    """Bars that were missed."""
+    """Return the number of missed limits."""
     missed = []
     torch.set_num_threads(1)
     print(f"processor time of {TOKENS // FEWER:,} tokens x {WORDS:,} words, in that of the plain head; {rounds} rounds")
@@ -129,9 +129,9 @@ def times(widths: list[int], rounds: int) -> list[str]:
         for dtype in DTYPES:
             given = inputs(TOKENS // FEWER, width, dtype)
             seconds("loss", given)
-            found = [[seconds(what, given) for what in ("plain", "loss", "logprobs")] for _ in range(rounds)]
-            ours, others = (statistics.median(row[i] / row[0] for row in found) for i in (1, 2))
-            took = statistics.median(row[0] for row in found)
+            rows = [[seconds(what, given) for what in ("plain", "loss", "logprobs")] for _ in range(rounds)]
+            ours, others = (statistics.median(row[i] / row[0] for row in rows) for i in (1, 2))
+            took = statistics.median(row[0] for row in rows)
             print(f"  width {width:4} {dtype:9} plain {took:6.2f} s   loss {ours:.2f}   logprobs {others:.2f}")
             if ours > TIME_BAR:
                 missed.append(f"time of loss, width {width}, {dtype}: {ours:.2f}")

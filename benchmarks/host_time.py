@@ -1,12 +1,12 @@
-"""What a warm call costs the host, before any kernel: on a GPU this is the time in which nothing may be queued.
+"""Measure the host time of a warm call, before any kernel: on a GPU nothing may be queued during that time.
 
     python -m benchmarks.host_time            # all cases, with their bars
     python -m benchmarks.host_time --profile "64 longtail"
 
-One rank's real forward and backward with a kernel that computes nothing and messages that never travel, 1M tokens,
-32 query heads, 8 key heads, 128 features, bfloat16. Time is this thread's processor time, the best of many, with 1/512
-of the tokens, 8 query heads and 8 features: the plan has the same scheme, and hardly a byte is moved. Launches are
-counted on tensors without data at full size: whatever is neither a view nor an allocation, Triton's kernels included.
+One rank's real forward and backward with a kernel that computes nothing and messages that are not sent, 1M tokens, 32
+query heads, 8 key heads, 128 features, bfloat16. Time is this thread's processor time, the best of many, with 1/512 of
+the tokens, 8 query heads and 8 features: the plan has the same scheme, and hardly a byte is moved. Launches are counted
+on tensors without data at full size: everything that is neither a view nor an allocation, Triton's kernels included.
 The worst of three ranks counts.
 """
 
@@ -36,14 +36,14 @@ from longspan.run.moves import Memory
 SEQ, HEADS, KV_HEADS, DIM = 1 << 20, 32, 8, 128
 SMALLER, FEW, ROUNDS = 512, 8, 15
 LAUNCHER = 8_000
-"""Nanoseconds that Triton's launcher is taken to need, for want of a GPU to measure it on."""
+"""Assumed nanoseconds of Triton's launcher, without a GPU to measure it on."""
 FIXED = 0.15
 """Milliseconds of `longspan.attention` itself, 16 tokens on one device."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Documents on some ranks, and what a call over them may cost: milliseconds and launches, forward and backward."""
+    """Documents on some ranks, and the limits of a call over them: milliseconds and launches, forward and backward."""
 
     name: str
     ranks: int
@@ -66,7 +66,7 @@ CASES = (
 
 
 class Launcher:
-    """In the place of a Triton kernel: counts its launches, and takes the time that Triton's launcher takes."""
+    """Replacement of a Triton kernel that counts its launches and takes the time of Triton's launcher."""
 
     launches = 0
 
@@ -82,7 +82,7 @@ class Launcher:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Rows are moved by tables and by Triton's kernels, as on GPUs, wherever the tensors are."""
+    """Move rows by tables and Triton's kernels, as on GPUs, for tensors on any device."""
     names = ("merge_kernel", "rows_kernel", "two_rows_kernel")
     kept = walk.memory_for, fused.is_fused
     from longspan.run import triton_kernels
@@ -113,13 +113,13 @@ def plan_of(case: Case, smaller: int = 1, scheme: str = "auto") -> ls.Plan:
 
 
 def both_plans(case: Case) -> tuple[ls.Plan, ls.Plan]:
-    """The plan, and one of the same scheme for fewer tokens and features."""
+    """Return the plan, and one of the same scheme for fewer tokens and features."""
     whole = plan_of(case)
     return whole, plan_of(case, SMALLER, whole.scheme.name)
 
 
 def passes(plan: ls.Plan, rank: int, device: str) -> tuple[Callable[[], Any], ...]:
-    """One rank's forward and backward, warm, its messages left as they are in memory."""
+    """Run one rank's forward and backward, warm, with messages left in memory."""
     programs = pretended(plan, rank, device)
     return tuple(partial(_run, programs, way) for way in DIRECTIONS)
 
@@ -129,7 +129,7 @@ def _run(programs: RankPrograms, way: str) -> Any:
 
 
 def best(run: Callable[[], Any], rounds: int = ROUNDS) -> float:
-    """Milliseconds of this thread."""
+    """Return milliseconds of this thread."""
     times: list[float] = []
     for _ in range(rounds):
         begin = time.thread_time()
@@ -140,14 +140,14 @@ def best(run: Callable[[], Any], rounds: int = ROUNDS) -> float:
 
 def counted(run: Callable[[], Any], device: str) -> Counted:
     before = Launcher.launches
-    with Counted(device) as found:
+    with Counted(device) as counts:
         run()
-    found.launches += Launcher.launches - before
-    return found
+    counts.launches += Launcher.launches - before
+    return counts
 
 
 def measured(case: Case) -> bool:
-    """Prints what the case costs; whether it is within its bars."""
+    """Print the cost of the case; return whether it is within its limits."""
     ranks = sorted({0, case.ranks // 2, case.ranks - 1})
     whole, small = both_plans(case)
     figures: list[tuple[float, int, int]] = []
@@ -174,7 +174,7 @@ def measured(case: Case) -> bool:
 
 
 def fixed() -> bool:
-    """The cost of `longspan.attention` around the kernel: what it takes longer than PyTorch's own call, each way."""
+    """Measure `longspan.attention` around the kernel: its time beyond PyTorch's own call, each way."""
     q, k, v = (torch.randn(1, 4, 16, 16, requires_grad=True) for _ in range(3))
     mask = ls.masks.causal(16)
     out = ls.attention(q, k, v, mask)
@@ -208,15 +208,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", metavar="CASE")
     parser.add_argument("--only", metavar="CASE")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    if asked.profile:
+    if args.profile:
         with as_on_a_gpu():
-            profiled(next(case for case in CASES if case.name == asked.profile))
+            profiled(next(case for case in CASES if case.name == args.profile))
         return 0
-    results = [] if asked.only else [fixed()]
+    results = [] if args.only else [fixed()]
     with as_on_a_gpu():
-        results += [measured(case) for case in CASES if asked.only in (None, case.name)]
+        results += [measured(case) for case in CASES if args.only in (None, case.name)]
     return 0 if all(results) else 1
 
 

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.kernels`: the published speed of bare kernels against the machines that are named after them.
+"""`python -m benchmarks.kernels`: compare the published speed of bare kernels with the machine presets.
 
-Nothing ran on a GPU here: figures are read from what `longspan.planning.presets` names as its sources, all
-bfloat16 or float16, heads of 128. The command fails where the model is more than 15% off at 8,192 tokens or more,
-which is where context parallelism begins. Shorter ones are shown: the model has one time for the beginning and end of a
-tile, forward and backward, and is too quick for short backwards.
+Nothing ran on a GPU here: figures are read from the sources that `longspan.planning.presets` names, all bfloat16 or
+float16, heads of 128. The command fails if the model is more than 15% off at 8,192 tokens or more, where context
+parallelism begins. Shorter ones are only shown: the model has one time for the beginning and end of a tile, forward and
+backward, and is too fast for short backward passes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class KernelPoint:
     tflops: float
 
     def predicted(self) -> float:
-        """TFLOP/s of the model's kernel alone: no copies, no launches."""
+        """Return TFLOP/s of the model's kernel alone: no copies, no launches."""
         band = np.array([[0, self.tokens, 0, self.tokens, 0 if self.causal else -LIMIT, LIMIT]], dtype=np.int64)
         one = tile_work(band, *self.heads, 2 * DIM, self.machine, self.direction)
         work = Work(self.batch * one.flop, self.batch * one.slots)

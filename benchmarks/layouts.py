@@ -1,9 +1,9 @@
-"""How balanced are layouts, and how many keys must travel: balanced() beside three simple ones.
+"""Measure the balance of layouts and their remote keys: balanced() compared with three simple ones.
 
     python -m benchmarks.layouts                  # counted by the library in closed form
     python -m benchmarks.layouts --judge PATH     # counted by another file's score()
 
-Exits with 1 when balanced() misses a figure of `benchmarks.workloads`.
+Exits with 1 if balanced() misses a target of `benchmarks.workloads`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_TOKENS = 1.01
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Largest rank / mean of work and of tokens; remote rows of a rank as a share of the sequence."""
+    """Largest rank / mean of work and of tokens; remote rows of a rank as a fraction of the sequence."""
 
     imbalance: float
     tokens: float
@@ -41,7 +41,7 @@ class Score:
 
 
 def count(layout: Layout, mask: Mask) -> Score:
-    """The score of a layout under a mask, in closed form."""
+    """Return the score of a layout under a mask, in closed form."""
     seq_len, world_size = layout.seq_len, layout.world_size
     view = View.of(mask, seq_len)
     pairs = profile_of(view.bands, seq_len, view.weights).of_spans(layout.table[:, :2])
@@ -56,10 +56,10 @@ def count(layout: Layout, mask: Mask) -> Score:
 
 
 def judged(judge: ModuleType, layout: Layout, workload: Workload) -> Score:
-    """The same by the judge's own count."""
+    """Return the same, counted by the judge."""
     spans = [[(span.start, span.stop) for span in layout.spans(rank)] for rank in range(layout.world_size)]
-    found = judge.score(spans, judge.document_lengths(workload.kind, workload.seq_len), workload.window)
-    return Score(found["imbalance"], found["tokens"], found["rows_mean"], found["rows_max"])
+    result = judge.score(spans, judge.document_lengths(workload.kind, workload.seq_len), workload.window)
+    return Score(result["imbalance"], result["tokens"], result["rows_mean"], result["rows_max"])
 
 
 def load_judge(path: str) -> ModuleType:
@@ -72,7 +72,7 @@ def load_judge(path: str) -> ModuleType:
 
 
 def heaviest_first(mask: Mask, world_size: int, block: int = 512) -> Layout:
-    """Blocks from heaviest to lightest, each to the rank with least work that has not its number of blocks yet."""
+    """Assign blocks from heaviest to lightest, each to the least loaded rank that has a free slot."""
     seq_len = mask.length()
     view = View.of(mask, seq_len)
     starts = np.arange(0, seq_len, block, dtype=np.int64)
@@ -90,13 +90,13 @@ def heaviest_first(mask: Mask, world_size: int, block: int = 512) -> Layout:
 
 
 def fresh(mask: Mask, world_size: int) -> Layout:
-    """balanced() without what it remembers of earlier calls."""
+    """Build balanced() without cached results."""
     solved.cache_clear()
     return balanced(mask, world_size=world_size)
 
 
 def best_ms(work: Callable[[], object], repeats: int = 7) -> float:
-    """The fastest of several runs, in milliseconds of processor time: other programs may have the cores, too."""
+    """Return the fastest of several runs, in milliseconds of processor time, since other programs may use the cores."""
     times: list[float] = []
     for _ in range(repeats):
         begin = time.process_time()

@@ -1,4 +1,4 @@
-"""How much code there is and how many of its functions a warm call runs. Informs; nothing is capped.
+"""Count the code and the functions that a warm call runs. For information; there are no limits.
 
     python -m benchmarks.lightness
 

@@ -1,12 +1,11 @@
-"""Processor time of convolutions and recurrences on two ranks, against one device's algorithm for the whole sequence.
+"""Compare the processor time of convolutions and recurrences on two ranks with one device's algorithm.
 
     python -m benchmarks.mixers                 # all rows, with their bars
     python -m benchmarks.mixers --rounds 3 convolution
 
-Forward and backward in float32, one thread a rank, Gloo on loopback. All ranks' processor time is added up: what is
-above 1 is what spreading costs, not what waiting takes. Runs come in pairs in the same processes, one device first and
-then the ranks, and each other time the other way round; medians of the pairs' ratios count. Fails when a row is above
-its bar.
+Forward and backward in float32, one thread a rank, Gloo on loopback. Processor time is summed over ranks: a ratio above
+1 is the cost of sharding, without waiting. Runs come in pairs in the same processes, one device first and then the
+ranks, alternating the order; medians of the pairs' ratios count. Fails if a row is above its limit.
 """
 
 import argparse
@@ -31,8 +30,7 @@ from longspan.mixers.convolution import depthwise
 
 @dataclass(frozen=True)
 class Row:
-    """What is measured: a function that one process runs alone, one that every rank runs, and how much more the ranks
-    may take together."""
+    """A measurement: a function that one process runs alone, one that every rank runs, and the limit of their ratio."""
 
     name: str
     alone: Callable[[], float]
@@ -41,7 +39,7 @@ class Row:
 
 
 def timed(run: Callable[[], Tensor], dout: Tensor) -> float:
-    """This process's processor time for forward and backward, all threads of it."""
+    """Return this process's processor time for forward and backward, all threads included."""
     dist.barrier()
     before = time.process_time()
     run().backward(dout)
@@ -67,18 +65,18 @@ def conv_alone(convolve: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
 
 
 def by_conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """As models call it: rows are convolved with zeros on both sides, then cut."""
+    """Convolve as models do: rows with zeros on both sides, then truncated."""
     out = functional.conv1d(x.mT, weight.unsqueeze(1), bias, padding=WIDTH - 1, groups=CHANNELS)
     return out[..., :TOKENS].mT
 
 
 def by_the_same_kernel(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """PyTorch's convolution that Longspan calls, with zeros in front and nothing else."""
+    """Run the PyTorch convolution that Longspan calls, with zeros in front."""
     return depthwise(functional.pad(x, (0, 0, WIDTH - 1, 0)), weight, bias)
 
 
 def by_documents(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The same for packed documents, one after the other."""
+    """Run the same for packed documents, one after the other."""
     return torch.cat([by_the_same_kernel(part, weight, bias) for part in x.split(LENGTHS, 1)], 1)
 
 
@@ -95,9 +93,9 @@ def packed_alone() -> float:
 
 
 def conv_spread(layout: Callable[[int, int], Layout], documents: list[int] | None = None) -> float:
-    made = layout(TOKENS, dist.get_world_size())
-    plan = ls.conv_plan(documents, made, channels=CHANNELS, width=WIDTH, dtype="float32")
-    x, weight, bias, dout = conv_tensors(made.num_slots(dist.get_rank()))
+    built = layout(TOKENS, dist.get_world_size())
+    plan = ls.conv_plan(documents, built, channels=CHANNELS, width=WIDTH, dtype="float32")
+    x, weight, bias, dout = conv_tensors(built.num_slots(dist.get_rank()))
     group = dist.group.WORLD
     return timed(lambda: ls.causal_conv1d(x, weight, bias, plan=plan, group=group, activation="silu"), dout)
 
@@ -120,7 +118,7 @@ SSD = {"heads": 8, "keys": 128, "values": 64, "maps": "scalar"}
 
 
 def gdn_call(tokens: int) -> tuple[Callable[..., Tensor], Tensor]:
-    """The gated delta rule with 4 heads of 128 x 128, and a gradient of its output."""
+    """Return the gated delta rule with 4 heads of 128 x 128, and a gradient of its output."""
     q, k, v = (torch.randn(1, tokens, 4, 128).requires_grad_() for _ in range(3))
     g, beta = (-torch.rand(1, tokens, 4)).requires_grad_(), torch.rand(1, tokens, 4).requires_grad_()
     call = partial(ls.gated_delta_rule, q, k, v, g, beta, l2norm=True, kernel="reference")
@@ -128,7 +126,7 @@ def gdn_call(tokens: int) -> tuple[Callable[..., Tensor], Tensor]:
 
 
 def ssd_call(tokens: int) -> tuple[Callable[..., Tensor], Tensor]:
-    """Mamba-2 with 8 heads of 128 x 64."""
+    """Return Mamba-2 with 8 heads of 128 x 64."""
     x, dt = torch.randn(1, tokens, 8, 64).requires_grad_(), torch.rand(1, tokens, 8).requires_grad_()
     b, c = (torch.randn(1, tokens, 1, 128).requires_grad_() for _ in range(2))
     a, d = (-torch.rand(8)).requires_grad_(), torch.randn(8).requires_grad_()
@@ -148,9 +146,9 @@ def scan_spread(
     layout: Callable[[int, int], Layout],
     sizes: dict[str, Any],
 ) -> float:
-    made = layout(SCAN_TOKENS, dist.get_world_size())
-    plan = ls.scan_plan(None, made, **sizes)
-    call, dout = make(made.num_slots(dist.get_rank()))
+    built = layout(SCAN_TOKENS, dist.get_world_size())
+    plan = ls.scan_plan(None, built, **sizes)
+    call, dout = make(built.num_slots(dist.get_rank()))
     return timed(lambda: call(plan=plan, group=dist.group.WORLD), dout)
 
 
@@ -191,13 +189,13 @@ ROWS = (
 
 
 def measured(row: Row, ranks: Ranks, rounds: int) -> tuple[float, float, float]:
-    """Medians: seconds of one device, of all ranks together, and their ratio in a pair. The first pair is not counted:
-    plans, programs and connections are made there."""
+    """Return medians: seconds of one device, of all ranks together, and their ratio in a pair. The first pair is not
+    counted, because plans, programs and connections are created there."""
     pairs: list[tuple[float, float]] = []
     for number in range(rounds + 1):
         order = ("alone", "spread") if number % 2 else ("spread", "alone")
-        found = {way: sum(ranks.run(getattr(row, way))) for way in order}
-        pairs.append((found["alone"], found["spread"]))
+        result = {way: sum(ranks.run(getattr(row, way))) for way in order}
+        pairs.append((result["alone"], result["spread"]))
     alone, spread = zip(*pairs[1:], strict=True)
     ratios = [b / a for a, b in pairs[1:]]
     return statistics.median(alone), statistics.median(spread), statistics.median(ratios)

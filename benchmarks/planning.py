@@ -1,9 +1,9 @@
-"""How long planning takes on one core, and that it does not grow with the square of the sequence.
+"""Measure planning on one core, and check that it does not grow with the square of the sequence.
 
     python -m benchmarks.planning            # exits with 1 when a bar is missed
 
-Timed is what one rank does for one batch: the mask from document lengths, the balanced layout, and the rank's own
-forward and backward steps of an exchange. Bars are for the fastest of several runs, because machines are shared.
+Timed is the work of one rank for one batch: the mask from document lengths, the balanced layout, and the rank's own
+forward and backward steps of an exchange. Limits apply to the fastest of several runs, because machines are shared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CASES = [  # name, documents, tokens, ranks, most milliseconds
 ]
 REPEATED_MS = 1.0
 GROWTH = 2.0
-"""Ten times the tokens in as many documents may cost this much more: a term in S squared would cost a hundred times."""
+"""Limit of the ratio for ten times the tokens in as many documents: quadratic growth would be a hundred."""
 
 
 def lengths_of(kind: str, seq_len: int) -> np.ndarray:
@@ -41,7 +41,7 @@ def lengths_of(kind: str, seq_len: int) -> np.ndarray:
 
 
 def rank_plan(lengths: np.ndarray, world_size: int, rank: int) -> int:
-    """What one rank does for one batch; returns the number of its transfers."""
+    """Plan one batch on one rank; return the number of its transfers."""
     solved.cache_clear()
     mask = ls.masks.documents(lengths) & ls.masks.causal()
     layout = ls.layouts.balanced(mask, world_size=world_size)
@@ -51,7 +51,7 @@ def rank_plan(lengths: np.ndarray, world_size: int, rank: int) -> int:
 
 
 def repeated(lengths: np.ndarray, layout: ls.layouts.Layout) -> ls.Plan:
-    """The plan of an equal mask that was planned before."""
+    """Plan an equal mask again."""
     mask = ls.masks.documents(lengths) & ls.masks.causal()
     return ls.plan(mask, layout, q_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", scheme="exchange")
 
@@ -65,7 +65,7 @@ def main() -> int:
         layout = ls.layouts.balanced(ls.masks.documents(lengths) & ls.masks.causal(), world_size=world_size)
         repeated(lengths, layout)
         again = best_ms(lambda a=lengths, b=layout: repeated(a, b), repeats=30)
-        few = len(lengths) <= 2000  # the bar is for about a thousand documents; more are printed
+        few = len(lengths) <= 2000  # the limit is for about a thousand documents; more are printed
         missed += (took > bar) + (few and again > REPEATED_MS)
         print(f"{name:44s} {len(lengths):9d} {took:9.1f} {bar:7.0f} {again:9.2f} {REPEATED_MS if few else '':>6}")
     print("\n1,000 documents on 64 ranks, longer and longer:")

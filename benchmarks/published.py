@@ -1,4 +1,4 @@
-"""`python -m benchmarks.published [--quick]`: published throughput against our cost model, and what that says of ours.
+"""`python -m benchmarks.published [--quick]`: compare published throughput with the cost model, and predict ours.
 
 Every figure printed here that is not marked published is SIMULATED; nothing ran on a GPU. Six constants are fitted to
 the published points at 8 and 32 devices; those at 16 and 64 are predicted. The command fails unless every held-out
@@ -46,13 +46,13 @@ Floats = NDArray[np.float64]
 MAX_ERROR = 0.20
 MIN_RANKED = 0.90
 TIE = 0.03
-"""Published figures this close to one another are a tie: charts cannot be read any better."""
+"""Published figures this close to one another are a tie: charts cannot be read more precisely."""
 MAX_DRIFT = 0.10
 FIGURE_PACKS = 3
 
 CONSTANTS = ("forward_share", "backward_share", "slot_seconds", "copy_share", "wire_share", "op_seconds")
 START = (0.6, 0.6, 1e-6, 0.5, 0.8, 1e-5)
-"""Where the fit begins: round numbers, not the answer."""
+"""Start of the fit: round numbers."""
 
 
 # -- what a trace of steps costs ------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class Trace:
 
     direction: str
     flop: Floats
-    """FLOP per rank that the published throughput counts, for each pack."""
+    """FLOP per rank of the published throughput, for each pack."""
     work: Work
     near: Floats
     far: Floats
@@ -73,23 +73,23 @@ class Trace:
 
     @staticmethod
     def of(legs: list[list[list[Leg]]], flop: list[float], direction: str) -> Trace:
-        """The trace of legs by pack, rank and step."""
+        """Build the trace from legs by pack, rank and step."""
         columns = np.zeros((8, len(legs), len(legs[0]), max(len(steps) for ranks in legs for steps in ranks)))
         for i, ranks in enumerate(legs):
             for j, steps in enumerate(ranks):
                 for k, leg in enumerate(steps):
                     work = (leg.work.flop, leg.work.slots, leg.work.copied, leg.work.ops)
                     columns[:, i, j, k] = (*work, leg.near, leg.far, leg.matmul, leg.exposed)
-        work_of: Callable[..., Work] = Work  # its arithmetic serves arrays as well as numbers
+        work_of: Callable[..., Work] = Work  # its arithmetic works on arrays as well as numbers
         return Trace(direction, np.array(flop), work_of(*columns[:4]), *columns[4:])
 
     def without_overheads(self) -> Trace:
-        """The bound of the scheme: kernels and wire alone, no copies, launches or matmuls."""
+        """Return the bound of the scheme: kernels and wire alone, no copies, launches or matmuls."""
         nothing: Any = np.zeros_like(self.near)
         return replace(self, work=replace(self.work, copied=nothing, ops=nothing), matmul=nothing)
 
     def seconds(self, machine: Machine) -> Floats:
-        """The time of each pack: the steps of its slowest rank."""
+        """Return the time of each pack: the steps of its slowest rank."""
         work: Any = self.work.seconds(machine, self.direction)
         work = work + self.matmul / (machine.flops * machine.forward_share)
         near, far = machine.links
@@ -97,12 +97,12 @@ class Trace:
         return np.where(self.exposed > 0, work + move, np.maximum(work, move)).sum(axis=2).max(axis=1)
 
     def tflops(self, machine: Machine) -> float:
-        """TFLOP/s per device, the mean over packs, as the published benchmark takes it."""
+        """Return TFLOP/s per device, the mean over packs, as in the published benchmark."""
         return float((self.flop / self.seconds(machine)).mean()) / 1e12
 
 
 def _wire(size: Floats, link: Link) -> Floats:
-    """How long many steps keep a link, as `machine.rank_seconds` counts it."""
+    """Return how long many steps occupy a link, as `machine.rank_seconds` counts it."""
     return np.where(size > 0, link.latency + size / link.bandwidth, 0.0)
 
 
@@ -111,23 +111,23 @@ Traces = dict[tuple[str, str, str, int], Trace]
 
 
 def trace(mask: str, documents: dict[int, list[Ints]], schemes: Iterable[str] = SCHEMES) -> Traces:
-    """How the published systems run the packs of each world size, both directions."""
-    found: Traces = {}
+    """Return the traces of the published systems for the packs of each world size, both directions."""
+    result: Traces = {}
     for size, lengths in documents.items():
         for name in schemes:
             run = [runs(name, pack, size) for pack in lengths]
             for direction in DIRECTIONS:
                 legs = [[SYSTEMS[name](one, direction) for one in ranks] for ranks in run]
                 flop = [flop_per_rank(pack, size, direction) for pack in lengths]
-                found[mask, direction, name, size] = Trace.of(legs, flop, direction)
-    return found
+                result[mask, direction, name, size] = Trace.of(legs, flop, direction)
+    return result
 
 
 # -- the fit --------------------------------------------------------------------------------------------------------
 
 
 def machine_with(constants: Iterable[float]) -> Machine:
-    """An H100 with these six constants, in the order of CONSTANTS."""
+    """Return an H100 with these six constants, in the order of CONSTANTS."""
     forward, backward, slot, copy, wire, op = (float(value) for value in constants)
     near, far = (
         replace(link, bandwidth=rate * wire) for link, rate in zip(H100_FITTED.links, (NVLINK, CARD), strict=True)
@@ -144,7 +144,7 @@ def machine_with(constants: Iterable[float]) -> Machine:
 
 
 def constants_of(machine: Machine) -> tuple[float, ...]:
-    """The six constants of a machine."""
+    """Return the six constants of a machine."""
     m = machine
     wire = m.links[-1].bandwidth / CARD
     return (m.forward_share, m.backward_share, m.slot_seconds, m.copy_bandwidth / HBM, wire, m.op_seconds)
@@ -155,7 +155,7 @@ def predict(point: Point, traces: Traces, machine: Machine) -> float:
 
 
 def fit(traces: Traces, chosen: list[Point]) -> Machine:
-    """The constants with the least squared log errors on the chosen points: damped Gauss-Newton in their logs."""
+    """Fit the constants with the least squared log errors on the chosen points by damped Gauss-Newton in their logs."""
 
     def errors(x: Floats) -> Floats:
         machine = machine_with(np.exp(x))
@@ -183,7 +183,7 @@ def fit(traces: Traces, chosen: list[Point]) -> Machine:
 
 
 def ranked(chosen: list[Point], value: Callable[[Point], float]) -> tuple[int, int]:
-    """How many pairs of schemes, at the same mask, direction and size, are in the published order; and of how many."""
+    """Count pairs of schemes, at the same mask, direction and size, in the published order; and all pairs."""
     right = pairs = 0
     for a, b in combinations(chosen, 2):
         same = (a.mask, a.direction, a.world_size) == (b.mask, b.direction, b.world_size)
@@ -204,19 +204,19 @@ OURS = (
     ("exchange, two-level", "exchange", NODE),
     ("hybrid(8, exchange)", "hybrid(8, exchange)", NODE),
 )
-"""Row, scheme, and ranks per node that the planner is told of (None: all links alike)."""
+"""Row, scheme, and ranks per node for the planner (None: all links equal)."""
 CAP = 16384
-"""The document cap at 8 devices. Kept for all sizes in the second column, so that documents are the same everywhere."""
+"""The document cap at 8 devices. Used for all sizes in the second column, so that documents are the same everywhere."""
 
 
 def spread(documents: list[Ints], count: int) -> list[Ints]:
-    """`count` packs that stand for all: from the middles of equal parts of them, sorted by work."""
+    """Return `count` representative packs: from the middles of equal parts, sorted by work."""
     order = sorted(documents, key=lambda pack: flop_per_rank(pack, 1, "forward"))
     return [order[(2 * i + 1) * len(order) // (2 * count)] for i in range(count)]
 
 
 def our_tflops(name: str, node: int | None, pack: Ints, size: int, machine: Machine) -> tuple[float, float]:
-    """TFLOP/s per device of one of our schedules, forward and backward, all ranks simulated."""
+    """Return TFLOP/s per device of one of our schedules, forward and backward, all ranks simulated."""
     mask = masks.documents(pack) & masks.causal()
     layout = layouts.balanced(mask, world_size=size)
     forward = scheme(name, Problem.make(mask, layout, SIZES, node=node)).schedule()
@@ -229,24 +229,24 @@ def our_tflops(name: str, node: int | None, pack: Ints, size: int, machine: Mach
 
 
 Row = tuple[str, str, list[float]]
-"""Direction, what ran, and TFLOP/s at each world size."""
+"""Direction, system, and TFLOP/s at each world size."""
 
 
 def published_rows(documents: dict[int, list[Ints]], machine: Machine) -> list[Row]:
-    """The published systems as they are, and their bounds: kernels and wire without copies and launches."""
+    """Return the published systems, and their bounds: kernels and wire without copies and launches."""
     traces = trace("documents", documents)
     rows: list[Row] = []
     for bound in (False, True):
         for direction in DIRECTIONS:
             for name in SCHEMES:
-                made = [traces["documents", direction, name, size] for size in documents]
-                values = [(one.without_overheads() if bound else one).tflops(machine) for one in made]
+                selected = [traces["documents", direction, name, size] for size in documents]
+                values = [(one.without_overheads() if bound else one).tflops(machine) for one in selected]
                 rows.append((direction, f"published {name}{', bound' if bound else ''}", values))
     return rows
 
 
 def our_rows(documents: dict[int, list[Ints]], machine: Machine, quick: bool) -> list[Row]:
-    """Our schedules over our layout; quickly, only those that are quick to write out for 64 ranks."""
+    """Return our schedules over our layout; with `quick`, only those that are fast to build for 64 ranks."""
     rows: list[Row] = []
     for label, name, node in OURS[3:] if quick else OURS:
         values = [
@@ -261,7 +261,7 @@ def our_rows(documents: dict[int, list[Ints]], machine: Machine, quick: bool) ->
 
 
 def print_points(traces: Traces, machine: Machine) -> list[str]:
-    """Prints every point and returns what is wrong."""
+    """Print every point and return the errors."""
     print("\nTFLOP/s per device, published against SIMULATED (H100, 8,192 tokens per device, 64:8 heads of 128, bf16)")
     print(f"{'mask':10} {'direction':9} {'scheme':11} {'devices':>7} {'published':>9} {'simulated':>9} {'error':>8}")
     held = [point for point in points() if not point.fitted]
@@ -286,14 +286,14 @@ def print_points(traces: Traces, machine: Machine) -> list[str]:
 
 
 def print_constants(machine: Machine) -> list[str]:
-    """Prints the fitted constants beside the preset's and returns those that have drifted."""
+    """Print the fitted constants and the preset's, and return those that have drifted."""
     print(f"\n{'constant':15} {'fitted here':>12} {'H100_FITTED':>14} {'drift':>7}")
     wrong: list[str] = []
-    for name, found, preset in zip(CONSTANTS, constants_of(machine), constants_of(H100_FITTED), strict=True):
-        drift = preset / found - 1
-        print(f"{name:15} {found:12.4g} {preset:14.4g} {drift:7.1%}")
+    for name, fitted, preset in zip(CONSTANTS, constants_of(machine), constants_of(H100_FITTED), strict=True):
+        drift = preset / fitted - 1
+        print(f"{name:15} {fitted:12.4g} {preset:14.4g} {drift:7.1%}")
         if abs(drift) > MAX_DRIFT:
-            wrong.append(f"presets.H100_FITTED has {name} = {preset:.4g}, but the fit gives {found:.4g}")
+            wrong.append(f"presets.H100_FITTED has {name} = {preset:.4g}, but the fit gives {fitted:.4g}")
     return wrong
 
 
@@ -309,7 +309,7 @@ All of it is SIMULATED, on H100_FITTED and ours on H100_FA3, but rows marked mea
 
 
 def print_figure(columns: dict[str, list[Row]], count: int) -> None:
-    """Prints document-causal throughput at every size, and at 64 devices as a share of 8."""
+    """Print document-causal throughput at every size, and at 64 devices as a fraction of 8."""
     print(f"\nDocument-causal TFLOP/s per device, SIMULATED; mean of {count} of the 20 packs, spread by work")
     print(f"{'':40}" + "".join(f"{name:>34}" for name in columns))
     sizes = " ".join(f"{size:4}" for size in WORLD_SIZES)
@@ -330,20 +330,20 @@ def _cell(values: list[float]) -> str:
 
 
 def figure(documents: dict[int, list[Ints]], quick: bool) -> None:
-    """Works out and prints what the schemes keep of their throughput from 8 to 64 devices."""
+    """Compute and print how much throughput the schemes keep from 8 to 64 devices."""
     count = 1 if quick else FIGURE_PACKS
     columns = {"published packs": documents}
     if not quick:
         columns["same documents"] = {size: packs(size, cap=CAP) for size in documents}
     rows: dict[str, list[Row]] = {}
-    for name, made in columns.items():
-        chosen = {size: spread(made[size], count) for size in made}
+    for name, by_size in columns.items():
+        chosen = {size: spread(by_size[size], count) for size in by_size}
         rows[name] = published_rows(chosen, H100_FITTED) + our_rows(chosen, H100_FA3, quick)
     print_figure(rows, count)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints everything; 1 if a prediction or a constant is too far off."""
+    """Print everything; return 1 if a prediction or a constant is too far off."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="draw the figure from one pack and fewer schemes")
     quick = parser.parse_args(arguments).quick

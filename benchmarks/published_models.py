@@ -1,4 +1,4 @@
-"""`python -m benchmarks.published_models [--page]`: what `longspan plan --model` says, beside published training runs.
+"""`python -m benchmarks.published_models [--page]`: compare `longspan plan --model` with published training runs.
 
 Everything printed here that is not marked published is SIMULATED; nothing ran on a GPU. One constant, the speed of
 matrix products inside of a model, is fixed from one step that is not judged. The command fails if a step's time is more
@@ -30,19 +30,19 @@ from longspan.sizing.time import PlanOptions, attention_plans, attention_seconds
 
 MAX_TIME, MAX_MEMORY, MAX_DRIFT = 0.25, 0.15, 0.02
 OF_SUSTAINED = 0.66
-"""In `presets`: what products inside of a model reach of what one product alone sustains."""
+"""In `presets`: the speed of products inside of a model relative to one product alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What Longspan says of a run."""
+    """Longspan's prediction of a run."""
 
     time: StepTime
     memory: StepMemory
 
 
 def predict(run: Run, machine: Machine | None = None) -> Predicted:
-    """The run on its machine, or on another."""
+    """Predict the run on its machine, or on another."""
     machine, sizes = machine or run.machine, sizes_of(CONFIGS[run.model])
     mask = masks.causal()
     layout = layouts.contiguous(run.tokens, 1) if run.ranks == 1 else layouts.zigzag(run.tokens, run.ranks)
@@ -53,12 +53,13 @@ def predict(run: Run, machine: Machine | None = None) -> Predicted:
 
 
 def fixed_share() -> float:
-    """The share of peak at which matrix products make the step of `FIXED` as long as it was, attention aside."""
+    """Return the share of peak of matrix products at which the step of `FIXED` takes its measured time, without
+    attention."""
     low, high = 0.1, 1.0
     while high - low > 1e-5:
         share = (low + high) / 2
-        found = predict(FIXED, replace(FIXED.machine, matmul_share=share)).time
-        others = sum(line.seconds for line in found.lines if line.name != "attention")
+        result = predict(FIXED, replace(FIXED.machine, matmul_share=share)).time
+        others = sum(line.seconds for line in result.lines if line.name != "attention")
         low, high = (share, high) if others > FIXED_SECONDS else (low, share)
     return low
 
@@ -78,12 +79,12 @@ class Figure:
 
     @property
     def outside(self) -> bool:
-        """Whether it is judged, and further off than it may be."""
+        """Return whether it is judged, and outside its tolerance."""
         return not self.run.unjudged and abs(self.ratio - 1) > (MAX_TIME if self.what == "time" else MAX_MEMORY)
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Model, tokens, GPUs, recipe, published, ours, ratio."""
+        """Return model, tokens, GPUs, recipe, published, ours, ratio."""
         run = self.run
         sequences = run.batch * run.data_parallel
         tokens = f"{sequences} x " * (sequences > 1) + f"{run.tokens:,}"
@@ -96,7 +97,7 @@ class Figure:
 
     @property
     def text(self) -> str:
-        """Its row."""
+        """Return its row."""
         model, tokens, gpus, words, published, ours, ratio = self.cells
         why = self.run.unjudged
         verdict = f"  not judged: {why}" if why else "  WRONG" if self.outside else ""
@@ -104,9 +105,9 @@ class Figure:
 
 
 def figures(run: Run) -> list[Figure]:
-    """What is published of a run, beside ours."""
-    found = predict(run)
-    both = (("time", run.seconds, found.time.seconds), ("memory", run.peak, float(found.memory.peak.size)))
+    """Return the published figures of a run with ours."""
+    result = predict(run)
+    both = (("time", run.seconds, result.time.seconds), ("memory", run.peak, float(result.memory.peak.size)))
     return [Figure(run, what, published, ours) for what, published, ours in both if published is not None]
 
 
@@ -114,7 +115,7 @@ HEADING = f"{'model':13} {'tokens':>11} {'GPUs':>13}  {'with':39} {'published':>
 
 
 def page() -> str:
-    """The judged figures as docs/memory.md shows them."""
+    """Print the judged figures as in docs/memory.md."""
     rows = [
         (run.source if first else "", *figure.cells)
         for source in SOURCES
@@ -126,13 +127,13 @@ def page() -> str:
 
 
 def _numbered(source: str) -> list[tuple[bool, tuple[Run, Figure]]]:
-    """The judged figures of a source, and whether each is its first."""
-    found = [(run, figure) for run in runs() if run.source == source and not run.unjudged for figure in figures(run)]
-    return [(number == 0, one) for number, one in enumerate(found)]
+    """Return the judged figures of a source, and whether each is its first."""
+    judged = [(run, figure) for run in runs() if run.source == source and not run.unjudged for figure in figures(run)]
+    return [(number == 0, one) for number, one in enumerate(judged)]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints every run; 1 if a judged one is too far off."""
+    """Print every run; return 1 if a judged one is too far off."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published_models", description=__doc__)
     parser.add_argument("--page", action="store_true", help="print the table of docs/memory.md, and nothing else")
     if parser.parse_args(arguments).page:
@@ -143,14 +144,14 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"Products in a model: {share:.3f} of an H200's peak, {factor:.3f} of what one alone sustains; in presets:")
     print(f"{OF_SUSTAINED}. Fixed from one step of 8,192 tokens ({STAS}), which is not judged.")
     drifted = abs(factor / OF_SUSTAINED - 1) > MAX_DRIFT
-    found = [(run.source, figure) for run in runs() for figure in figures(run)]
+    sourced = [(run.source, figure) for run in runs() for figure in figures(run)]
     for source, about in SOURCES.items():
         print(f"\n{source}: {about}\n{HEADING}")
-        print("\n".join(figure.text for name, figure in found if name == source))
+        print("\n".join(figure.text for name, figure in sourced if name == source))
     print("\nNot represented:")
     for name, why in NOT_REPRESENTED:
         print(f"- {name}: {why}")
-    judged = [figure for _, figure in found if not figure.run.unjudged]
+    judged = [figure for _, figure in sourced if not figure.run.unjudged]
     outside = sum(figure.outside for figure in judged)
     print(
         f"\n{len(judged)} figures judged, {outside} further off than {MAX_TIME:.0%} (time) or {MAX_MEMORY:.0%} (memory)"

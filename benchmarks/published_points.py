@@ -1,4 +1,4 @@
-"""Facts about published runs of context-parallel attention on H100s: what ran, on which documents, how fast.
+"""Facts about published runs of context-parallel attention on H100s: systems, documents, speed.
 
 Throughputs were read off the charts of the MagiAttention v1.1 benchmark (SandAI-org/MagiAttention,
 docs/source/blog/cp_benchmark.md at be3dd55), about 3% either way; how they were taken is in its exps/dist_attn. None
@@ -58,7 +58,7 @@ class Point:
 
 
 def points() -> Iterator[Point]:
-    """All 48 points."""
+    """Return all 48 points."""
     for (mask, direction), table in _TFLOPS.items():
         for scheme, row in zip(SCHEMES, table, strict=True):
             for size, tflops in zip(WORLD_SIZES, row, strict=True):
@@ -66,7 +66,7 @@ def points() -> Iterator[Point]:
 
 
 def flop_per_rank(lengths: Ints, world_size: int, direction: str) -> float:
-    """FLOP that the published throughput counts: causal pairs of every document; backward is 2.5 times forward."""
+    """Return the FLOP of the published throughput: causal pairs of every document; backward is 2.5 times forward."""
     docs = np.asarray(lengths, dtype=np.float64)
     pairs = float((docs * (docs + 1) / 2).sum())
     return pairs * 4 * SIZES.q_heads * SIZES.head_dim / world_size * (2.5 if direction == "backward" else 1.0)
@@ -95,10 +95,10 @@ _BINS = np.array(
 
 
 def packs(world_size: int, count: int = NUM_PACKS, cap: int | None = None) -> list[Ints]:
-    """The first `count` packs of document lengths, re-made as the benchmark's utils.py makes them.
+    """Return the first `count` packs of document lengths, generated as in the benchmark's utils.py.
 
-    Every document has the middle length of its bin; documents beyond the cap (a quarter of the sequence unless given)
-    are cut; all are shuffled with numpy's seed 42 and laid end to end, and the sequences cut from that are shuffled.
+    Every document has the middle length of its bin; documents beyond the cap (by default a quarter of the sequence) are
+    truncated; all are shuffled with numpy's seed 42 and concatenated, and the sequences split from that are shuffled.
     """
     total = TOKENS_PER_RANK * world_size
     cap = total // 4 if cap is None else cap
@@ -111,10 +111,10 @@ def packs(world_size: int, count: int = NUM_PACKS, cap: int | None = None) -> li
     ends = np.cumsum(line, dtype=np.int64)
     order = np.arange(int(ends[-1] // total))
     rng.shuffle(order)
-    made: list[Ints] = []
+    packs: list[Ints] = []
     for start in (order[:count] * total).tolist():
         first, last = np.searchsorted(ends, start, side="right"), np.searchsorted(ends, start + total, side="left")
         edges = np.array([start, *ends[first:last].tolist(), start + total], dtype=np.int64)
         sizes: Ints = edges[1:] - edges[:-1]
-        made.append(sizes[sizes > 0])
-    return made
+        packs.append(sizes[sizes > 0])
+    return packs

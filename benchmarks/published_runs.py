@@ -1,11 +1,11 @@
-"""Facts about published training runs of whole models: what ran, on what, how long a step took, how much memory.
+"""Facts about published training runs of whole models: system, hardware, step time, memory.
 
 Chosen before anything was predicted, by these rules: bfloat16, full fine-tuning or pre-training, FSDP or ZeRO-3, with a
 ring or Ulysses or without context parallelism, every layer checkpointed or none; model, tokens, GPUs and attention's
-kernel are said, or follow from what is said. None was measured by us.
+kernel are stated, or follow from the source. None was measured by us.
 
-A run whose optimizer works on the host is judged only where its source's shortest step is at most a tenth of it: so
-much may the host have taken, which is not modelled. Its memory is not judged.
+A run whose optimizer works on the host is judged only if its source's shortest step is at most a tenth of it, since the
+host's time is not modelled. Its memory is not judged.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ NOT_REPRESENTED = (
     ("Llama 3 405B, 131,072 tokens", "tensor and pipeline parallel"),
     ("ALST, Llama 8B to 15M tokens", "its tables of step times were not at hand"),
     ("UPipe, Llama 3 8B to 5M tokens", "its tables were not at hand"),
-    ("USP, LoongTrain, DistFlashAttn", "checkpointing and sharding are not said in what was read"),
+    ("USP, LoongTrain, DistFlashAttn", "checkpointing and sharding are not stated in the sources"),
     ("NeMo Automodel, mixtures of experts", "expert parallel"),
     ("torchtune, Llama 3.1 8B and 70B", "one GPU with 8-bit Adam, or parameters on the host"),
     ("ms-swift, QwQ-32B at 512,000 tokens", "LoRA"),
     ("TRL, Qwen3-30B-A3B and Qwen3-32B: memory", "parameters on the host, or what else is not said"),
-    ("TRL, Qwen3-0.6B at 4M tokens: memory", "not said whether inputs of layers were on the host"),
+    ("TRL, Qwen3-0.6B at 4M tokens: memory", "not stated whether inputs of layers were on the host"),
 )
 
 
@@ -69,7 +69,7 @@ CONFIGS = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A published run: `ranks` share a sequence, `data_parallel` such groups run side by side."""
+    """A published run: `ranks` share a sequence, with `data_parallel` such groups."""
 
     source: str
     model: str
@@ -80,11 +80,11 @@ class Run:
     data_parallel: int = 1
     batch: int = 1
     seconds: float | None = None
-    """Of a step."""
+    """Seconds of a step."""
     peak: float | None = None
     """Bytes of a GPU."""
     unjudged: str = ""
-    """Why it is only shown."""
+    """Why it is not judged."""
 
 
 def _trl() -> Iterator[Run]:
@@ -119,23 +119,23 @@ HOST = "the host's optimizer may be over a tenth of it"
 
 
 def _with_adam_on_the_host(runs: list[Run]) -> Iterator[Run]:
-    """The runs of one source, each judged where its shortest step is at most a tenth of it."""
+    """Return the runs of one source, each judged if its shortest step is at most a tenth of it."""
     shortest = min(run.seconds for run in runs if run.seconds is not None)
     for run in runs:
         yield run if run.seconds is not None and 10 * shortest <= run.seconds else replace(run, unjudged=HOST)
 
 
 def _stas() -> Iterator[Run]:
-    """TFLOP/s of 6 operations for a token and parameter, and 6 for a pair of tokens below the diagonal."""
+    """Return TFLOP/s of 6 operations for a token and parameter, and 6 for a pair of tokens below the diagonal."""
     lengths = [8 * K, 32 * K, 64 * K, 128 * K, 192 * K, 256 * K]
     for machine, rates in ((H200_FA3, (141, 324, 391, 420, 422, 419)), (B200_FA4, (167, 524, 719, 836, 852, 852))):
         run = Run(STAS, "llama3-8b", 0, machine, Recipe(), data_parallel=8)
         flops = [6 * 8.03e9 * n + 6 * n * n * 4096 * 32 for n in lengths]
-        found = [
+        result = [
             replace(run, tokens=n, seconds=flop / rate / 1e12)
             for n, flop, rate in zip(lengths, flops, rates, strict=True)
         ]
-        yield from _with_adam_on_the_host(found)
+        yield from _with_adam_on_the_host(result)
 
 
 def _easy() -> Iterator[Run]:
@@ -147,13 +147,13 @@ def _easy() -> Iterator[Run]:
 
 
 def runs() -> list[Run]:
-    """All of them."""
+    """Return all runs."""
     return [*_trl(), *_titan(), *_stas(), *_easy()]
 
 
 FIXED = Run(STAS, "llama3-8b", 8 * K, H200_FA3, Recipe(checkpointing=False, logits=True), data_parallel=8)
 FIXED_SECONDS = 6 * 8.03e9 * 8192 / 463e12
-"""What the share of matrix products is fixed from: the same source's step of 8K tokens without checkpointing, taken
-apart; everything but attention ran at 463 TFLOP/s. It is not judged."""
+"""Source of the share of matrix products: the same source's step of 8K tokens without checkpointing; everything but
+attention ran at 463 TFLOP/s. It is not judged."""
 SUSTAINED = 755e12
 """FLOP/s that one product alone sustains on these SMs, by the same author."""

@@ -1,9 +1,9 @@
-"""How the published systems run, step by step, on top of our own schedules.
+"""Model how the published systems run, step by step, on top of our own schedules.
 
-Which pairs a step computes and which rows cross which link come from our planners, given the layout those systems use.
-What they do beside that, and our schedules do not, is added here as counted work: nothing in this file is fitted. The
-counts were read from public code: exps/dist_attn of SandAI-org/MagiAttention (ring_attn.py, ulysess.py, utils_cp.py,
-run_benchmark.py) and hopper/ of Dao-AILab/flash-attention (tile_size.h, flash_bwd_launch_template.h).
+The pairs of a step and the rows on each link come from our planners, with the layout of those systems. Additional work
+of these systems is added here as counted work: nothing in this file is fitted. The counts were read from public code:
+exps/dist_attn of SandAI-org/MagiAttention (ring_attn.py, ulysess.py, utils_cp.py, run_benchmark.py) and hopper/ of
+Dao-AILab/flash-attention (tile_size.h, flash_bwd_launch_template.h).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ WEIGHT_GRADIENTS = 2.0 * TOKENS_PER_RANK * (SIZES.q_heads + 2 * SIZES.kv_heads) 
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """What one step asks of one rank: device work, plain matmul FLOP, bytes over NVLink and over the card."""
+    """Work of one step on one rank: device work, plain matmul FLOP, bytes over NVLink and over the card."""
 
     work: Work
     near: float = 0.0
     far: float = 0.0
     matmul: float = 0.0
     exposed: bool = False
-    """Whether the bytes move before or after the work, instead of beside it."""
+    """Whether the bytes move before or after the work, instead of concurrently."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the variable-length kernel: one band for each document that has pairs in it."""
+    """One call of the variable-length kernel: one band for each document with pairs in it."""
 
     bands: Ints
     num_docs: int
@@ -71,9 +71,9 @@ class Call:
 
 
 def padded_problem(lengths: Ints, world_size: int) -> Problem:
-    """Documents padded to 2 * world_size equal chunks, chunk c and its mirror image on rank c (utils_cp.py).
+    """Documents padded to 2 * world_size equal chunks, chunk c and its mirror on rank c (utils_cp.py).
 
-    Padding has positions but no pairs: it travels and is copied, while the kernels never see it.
+    Padding has positions but no pairs: it is sent and copied, but not computed.
     """
     num = 2 * world_size
     chunk = -(-np.asarray(lengths, dtype=np.int64) // num)
@@ -91,7 +91,7 @@ def padded_problem(lengths: Ints, world_size: int) -> Problem:
 
 
 def plain_problem(lengths: Ints, world_size: int) -> Problem:
-    """Documents end to end, a stretch for each rank."""
+    """Concatenated documents, one run for each rank."""
     stops = np.cumsum(np.asarray(lengths, dtype=np.int64))
     starts, zero = stops - lengths, np.zeros_like(stops)
     bands = np.stack((starts, stops, starts, stops, zero, zero + bd.LIMIT), axis=1)
@@ -100,20 +100,21 @@ def plain_problem(lengths: Ints, world_size: int) -> Problem:
 
 
 def kernel_calls(bands: Ints, stretches: Ints, heads: tuple[int, int], count: int = 1) -> tuple[Call, ...]:
-    """The bands of computes as `count` calls of a variable-length kernel, with so many query and key/value heads.
+    """Return the bands of computes as `count` calls of a variable-length kernel, with so many query and key/value
+    heads.
 
-    `stretches` lists (start, stop) query rows, `count` for each document, one for each call; pieces of a document that
-    one call sees lie side by side in it.
+    `stretches` lists (start, stop) query rows, `count` for each document, one for each call; pieces of a document in
+    one call are adjacent.
     """
     bands, at = in_rows(bands, stretches)
-    bands = bd.tighten(bands)  # a cut in queries leaves keys that nobody sees
+    bands = bd.tighten(bands)  # splitting queries leaves keys that no query sees
     num_docs = len(stretches) // count
     mine = [at % count == number for number in range(count)]
     return tuple(Call(_side_by_side(bands[m], at[m] // count, num_docs), num_docs, *heads) for m in mine)
 
 
 def _side_by_side(bands: Ints, doc: Ints, num_docs: int) -> Ints:
-    """One band per document: its query and key rows closed up, the last query on the last key where it is causal."""
+    """Return one band per document: its query and key rows closed up, the last query on the last key if causal."""
     limit = int(bands[:, [bd.Q1, bd.K1]].max(initial=0))
     q, kv = (_lengths(bands[:, columns], doc, num_docs, limit) for columns in (slice(0, 2), slice(2, 4)))
     pairs = np.zeros(num_docs, dtype=np.int64)
@@ -125,7 +126,7 @@ def _side_by_side(bands: Ints, doc: Ints, num_docs: int) -> Ints:
 
 
 def _lengths(spans: Ints, doc: Ints, num_docs: int, limit: int) -> Ints:
-    """How many different rows each document has in the spans."""
+    """Count the different rows of each document in the spans."""
     rows = by_taker(np.column_stack((spans, doc)), limit)
     sizes = np.zeros(num_docs, dtype=np.int64)
     np.add.at(sizes, rows[:, 2], rows[:, 1] - rows[:, 0])
@@ -133,7 +134,7 @@ def _lengths(spans: Ints, doc: Ints, num_docs: int, limit: int) -> Ints:
 
 
 def link_bytes(step: Step, rank: int) -> tuple[float, float]:
-    """Bytes over NVLink and over the card, in or out, whichever is more; everything in bf16 and without row sums."""
+    """Return bytes over NVLink and over the card, the larger of in and out; everything in bf16 and without row sums."""
     sums = np.zeros((2, 2))
     for t in step.transfers:
         tensors = 2 if t.piece.role in (Role.KV, Role.DKV) else 1
@@ -147,7 +148,7 @@ def link_bytes(step: Step, rank: int) -> tuple[float, float]:
 
 
 def kernel_work(call: Call, direction: str) -> Work:
-    """FlashAttention-3's variable-length kernel on one call."""
+    """Estimate FlashAttention-3's variable-length kernel on one call."""
     tiles = tile_work(call.bands, call.q_heads, call.kv_heads, 2 * SIZES.head_dim, H100_FITTED, direction)
     if direction == "forward" or not len(call.bands):
         return tiles
@@ -170,7 +171,7 @@ def kernel_work(call: Call, direction: str) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a rank of a published system computes and moves, before its own overheads."""
+    """Computation and messages of a rank of a published system, without its overheads."""
 
     rank: int
     tokens: float
@@ -183,7 +184,7 @@ class Run:
 
 
 def runs(name: str, lengths: Ints, world_size: int) -> list[Run]:
-    """The runs of the ranks among which the slowest is: ends and middle; in an all-to-all all ranks do the same."""
+    """Return the runs of the candidates for the slowest rank: ends and middle; in an all-to-all all ranks are equal."""
     problem = (plain_problem if name == "all_to_all" else padded_problem)(lengths, world_size)
     ranks = (0,) if name == "all_to_all" else (0, world_size // 2, world_size - 1)
     if name == "ring":
@@ -193,7 +194,7 @@ def runs(name: str, lengths: Ints, world_size: int) -> list[Run]:
 
 
 def planned_run(problem: Problem, rank: int, steps: Sequence[Step], in_two: bool) -> Run:
-    """The run of the steps that our planner made: all their computes in one kernel call, or in two (head and tail)."""
+    """Return the run of our planner's steps: all their computes in one kernel call, or in two (head and tail)."""
     computes = [compute for step in steps for compute in step.computes]
     bands = bd.as_array(tuple(band for compute in computes for band in compute.bands))
     heads = (len(computes[0].q.heads), len(computes[0].kv.heads))
@@ -209,10 +210,10 @@ def planned_run(problem: Problem, rank: int, steps: Sequence[Step], in_two: bool
 
 
 def ring_run(problem: Problem, rank: int) -> Run:
-    """The run of a ring, one call per step, straight from the problem.
+    """Return the run of a ring, one call per step, straight from the problem.
 
     With every document on every rank our planner takes a second for the steps of three ranks of 64, and a benchmark
-    needs eighty such packs. A test holds this against the planner's own steps.
+    needs eighty such packs. A test compares this with the planner's own steps.
     """
     layout, size, docs = problem.layout, problem.layout.world_size, _documents(problem)
     bands = problem.rank_bands(problem.lanes[0].parts[0], rank)[0]
@@ -230,7 +231,7 @@ def ring_run(problem: Problem, rank: int) -> Run:
 
 
 def _documents(problem: Problem) -> Ints:
-    """(start, stop) of every document, without its padding."""
+    """Return (start, stop) of every document, without its padding."""
     return problem.lanes[0].parts[0].plane.sure[:, :2]
 
 
@@ -238,7 +239,7 @@ def _documents(problem: Problem) -> Ints:
 
 
 def ring(run: Run, direction: str) -> list[Leg]:
-    """P steps; each takes its halves, unpads, calls the kernel, pads and merges, while K and V hop on."""
+    """Model P steps; each takes its halves, unpads, calls the kernel, pads and merges, while K and V are sent on."""
     legs: list[Leg] = []
     before = (0.0, 0.0)
     for i, (call, hop) in enumerate(zip(run.calls, run.moved, strict=True)):
@@ -254,20 +255,21 @@ def ring(run: Run, direction: str) -> list[Leg]:
 
 
 def _ring_copies(call: Call, tokens: float, q_half: float, kv_half: float, direction: str) -> Work:
-    """Bytes read and written around one call, and the operations issued (counted in ring_attn.py)."""
+    """Return bytes read and written around one call, and the operations issued (counted in ring_attn.py)."""
     q, kv = call.num_q * Q_ROW, 2 * call.num_kv * K_ROW
     q_padded, kv_padded = tokens * q_half * Q_ROW, 2 * tokens * kv_half * K_ROW
     tensors = 1 if direction == "forward" else 3  # q; or q, out and dout
     copied = (2 * tensors * q_padded if q_half < 1 else 0.0) + (2 * kv_padded if kv_half < 1 else 0.0)
-    copied += 2 * tensors * q + 2 * kv  # taken out of their padding
-    copied += q_padded + 2 * q + 3 * q_padded  # out, or dq: cleared, filled in, added to what is there
+    copied += 2 * tensors * q + 2 * kv  # removed from their padding
+    copied += q_padded + 2 * q + 3 * q_padded  # out, or dq: cleared, written, accumulated
     if direction == "backward":
-        copied += kv_padded + 2 * kv + 5 * kv_padded  # dk, dv: the same, and laid beside the travelling sum
+        copied += kv_padded + 2 * kv + 5 * kv_padded  # dk, dv: the same, and added to the travelling sum
     return Work(copied=copied, ops=20 if direction == "forward" else 26)
 
 
 def all_gather(run: Run, direction: str) -> list[Leg]:
-    """K and V of the whole sequence first, nothing beside; then one call for the head and one for the tail chunks."""
+    """Model a gather of K and V of the whole sequence first, not overlapped; then one call for the head and one for the
+    tail chunks."""
     whole = run.whole * K_ROW  # all of K; V is as large
     near, far = (sum(part) for part in zip(*run.moved, strict=True))
     legs = [Leg(Work(copied=4.0 * whole, ops=4), near, far, exposed=True)]  # gathered, then put in order
@@ -281,7 +283,8 @@ def all_gather(run: Run, direction: str) -> list[Leg]:
 
 
 def _gather_copies(call: Call, half: float, whole: float, direction: str) -> Work:
-    """Bytes and operations around one of the two calls; they run on two streams, so each counts half the operations."""
+    """Return bytes and operations around one of the two calls; they run on two streams, so each counts half the
+    operations."""
     q, kv = call.num_q * Q_ROW, 2 * call.num_kv * K_ROW
     if direction == "forward":  # q taken twice (half, unpadded); k, v unpadded; out padded and placed
         return Work(copied=4 * q + 2 * kv + half + 2 * q + 2 * half, ops=11 / 2)
@@ -292,7 +295,7 @@ def _gather_copies(call: Call, half: float, whole: float, direction: str) -> Wor
 
 
 def all_to_all(run: Run, direction: str) -> list[Leg]:
-    """Tokens are swapped for heads, one call sees whole documents, and heads are swapped for tokens again.
+    """Model an exchange of tokens for heads, one call on whole documents, and an exchange of heads for tokens.
 
     Beyond 8 ranks K and V are repeated to one head per rank (run_benchmark.py), which is what our planner sends too:
     a head that several ranks need goes to each of them.
@@ -301,13 +304,13 @@ def all_to_all(run: Run, direction: str) -> list[Leg]:
     repeats = max(SIZES.kv_heads, world_size) / SIZES.kv_heads
     q, kv = run.tokens * Q_ROW, 2 * run.tokens * K_ROW * repeats
     (call,) = run.calls
-    # Every tensor is permuted, exchanged and permuted back, with nothing beside.
+    # Every tensor is permuted, exchanged and permuted back, not overlapped.
     inward = Leg(Work(copied=4 * (q + kv), ops=9), *run.moved[0], exposed=True)
     outward = Leg(Work(copied=4 * q, ops=3), *run.moved[-1], exposed=True)
     work = kernel_work(call, direction)
-    if direction == "forward":  # q, k, v made contiguous; out cleared, written, moved
+    if direction == "forward":  # contiguous copies of q, k, v; out cleared, written, moved
         return [inward, Leg(work + Work(copied=2 * q + 2 * kv + 3 * q, ops=9)), outward]
-    # q, out, dout and k, v made contiguous; dq, dk, dv cleared, written, moved
+    # contiguous copies of q, out, dout and k, v; dq, dk, dv cleared, written, moved
     body = work + Work(copied=6 * q + 2 * kv + 3 * q + 3 * kv, ops=19)
     legs = [outward, Leg(body, matmul=WEIGHT_GRADIENTS), inward]
     if repeats > 1:  # gradients of the repeated heads are summed

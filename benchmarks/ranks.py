@@ -1,4 +1,4 @@
-"""Ranks as processes that stay alive between calls: forkserver with torch preloaded, Gloo on loopback, one thread."""
+"""Ranks as processes that are reused between calls: forkserver with torch preloaded, Gloo on loopback, one thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     from longspan.run.group import Safety, safely
 
-    with safely(Safety(patience=30.0)):  # many ranks may share few cores: a slow one is not a dead one
+    with safely(Safety(patience=30.0)):  # many ranks may share few cores, so a slow one is not dead
         while (call := pipe.recv()) is not None:
             function, args = call
             try:
@@ -46,7 +46,7 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "longspan"])
         self._timeout = timeout
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun holds it
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as with torchrun
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(world_size):
@@ -57,7 +57,7 @@ class Ranks:
             self._pipes.append(here)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """function(*args) on every rank at once; results by rank. The function must be importable by name."""
+        """Run function(*args) on every rank and return the results by rank. The function must be importable by name."""
         for pipe in self._pipes:
             pipe.send((function, args))
         results: list[Any] = []
@@ -71,7 +71,7 @@ class Ranks:
         return results
 
     def run_some(self, function: Callable[..., Any], *args: Any, without: int, timeout: float = 60.0) -> list[Any]:
-        """As `run`, where one rank may never answer; None for who did not, or raised."""
+        """Run as `run` does, where a rank may never answer; its result is None, as after an exception."""
         for pipe in self._pipes:
             pipe.send((function, args))
         results: list[Any] = []
@@ -82,7 +82,7 @@ class Ranks:
         return results
 
     def end(self) -> None:
-        """Ends all processes at once, whatever they do."""
+        """End all processes at once."""
         for process in self._processes:
             process.kill()
             process.join(10)

@@ -1,15 +1,15 @@
-"""Longspan beside axolotl-ringmaster 0.2.7: the same tiny models, weights and batches over 2 and 3 Gloo ranks.
+"""Compare Longspan with axolotl-ringmaster 0.2.7: the same tiny models, weights and batches over 2 and 3 Gloo ranks.
 
     python -m venv rival && rival/bin/pip install torch==2.13.0 && rival/bin/pip install transformers==5.22.2
     rival/bin/pip install --no-deps axolotl-ringmaster==0.2.7
     PYTHONPATH=src:. rival/bin/python -m benchmarks.rival    # the table of docs/rival.md, two minutes
 
 Each cell has the largest error of logits / of gradients, relative to the largest logit / gradient of "eager" on one
-device, or what was said instead. Without ringmaster its columns are left out. Exits with 1 if Longspan computed
-something wrong; a refusal is an answer.
+device, or the error message. Without ringmaster its columns are omitted. Exits with 1 if a result of Longspan is wrong;
+an error message is accepted.
 
-Ringmaster is called as its README says for plain PyTorch, with what runs on CPUs: Ulysses around "sdpa", and the ring
-that rotates (its default gathers, with kernels of GPUs). The loss is made from logits here, the same for both.
+Ringmaster is called as in its README for plain PyTorch, with the parts that run on CPUs: Ulysses around "sdpa", and the
+ring that rotates (its default gathers, with GPU kernels). The loss is computed from logits here, the same for both.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ LIMIT = 1e-4
 """Rounding in float32 is 1e-6 for most and up to 3e-5 for Qwen3-Next; the smallest mistake here is 1e-2."""
 TIMEOUT = 90.0
 Run = Callable[[nn.Module, str], tuple[Tensor, Tensor]]
-"""A library's forward pass on this rank: its logits, and the places of their tokens."""
+"""Return type of a library's forward pass on this rank: its logits, and the positions of their tokens."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """Of one cell: relative errors, or what was said. `refused`: said by the library itself, not by something below."""
+class CellResult:
+    """Result of one cell: relative errors, or a message. `refused`: the message is the library's own, not from code
+    below it."""
 
     logits: float = float("nan")
     gradients: float = float("nan")
-    said: str = ""
+    message: str = ""
     refused: bool = False
 
     @property
     def right(self) -> bool:
-        return not self.said and max(self.logits, self.gradients) <= LIMIT
+        return not self.message and max(self.logits, self.gradients) <= LIMIT
 
 
 # -- the two libraries -------------------------------------------------------------------------------------------------
 
 
 def longspan(model: Any, case: str) -> tuple[Tensor, Tensor]:
-    """`shard_inputs` and the model, as in docs/huggingface.md."""
+    """Run `shard_inputs` and the model, as in docs/huggingface.md."""
     from longspan import huggingface
 
     huggingface.register()
@@ -67,7 +68,7 @@ def longspan(model: Any, case: str) -> tuple[Tensor, Tensor]:
 
 
 def transformers(model: Any, case: str) -> tuple[Tensor, Tensor]:
-    """The model as it is, on one device."""
+    """Run the unmodified model on one device."""
     return model(**batch_of(case), use_cache=False).logits, torch.arange(targets_of(case).shape[1])
 
 
@@ -104,68 +105,68 @@ LIBRARIES: dict[str, tuple[Run, tuple[int, ...]]] = {
     "ringmaster, ring": (ring, (2, 3)),
     "Longspan": (longspan, (2, 3)),
 }
-"""Each with the numbers of ranks it runs on."""
+"""Libraries with the numbers of ranks they run on."""
 
 
 # -- one cell ----------------------------------------------------------------------------------------------------------
 
 
-def cell(library: str, family: str, case: str) -> Found:
-    """One library's errors for one model and batch, on this rank, or what it said."""
+def cell(library: str, family: str, case: str) -> CellResult:
+    """Return one library's errors for one model and batch, on this rank, or its message."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return measured(LIBRARIES[library][0], family, case)
         except Exception as error:
-            return _said(error)
+            return _message_of(error)
 
 
-def measured(run: Run, family: str, case: str) -> Found:
-    """The errors of a forward and a backward pass."""
+def measured(run: Run, family: str, case: str) -> CellResult:
+    """Return the errors of a forward and a backward pass."""
     logits, gradients = truth(family, case)
     model = model_of(family)
     own, places = run(model, case)
     loss_of(own, targets_of(case)[:, places], case).backward()
-    found = gradients_of(model)
-    for gradient in found.values():
+    result = gradients_of(model)
+    for gradient in result.values():
         dist.all_reduce(gradient)
-    off = max(float((found[name] - right).abs().max()) for name, right in gradients.items())
+    off = max(float((result[name] - right).abs().max()) for name, right in gradients.items())
     largest = max(float(right.abs().max()) for right in gradients.values())
-    return Found(float((own.detach() - logits[:, places]).abs().max() / logits.abs().max()), off / largest)
+    return CellResult(float((own.detach() - logits[:, places]).abs().max() / logits.abs().max()), off / largest)
 
 
-def _said(error: Exception) -> Found:
-    """The first sentence, and whether one of the two libraries said it."""
+def _message_of(error: Exception) -> CellResult:
+    """Return the first sentence, and whether it is from one of the two libraries."""
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     words = (str(error).splitlines() or [""])[0]
     words = words if len(words) <= 300 else words[:297] + "..."
     refused = any(f"/{name}/" in last for name in ("ringmaster", "longspan"))
-    return Found(said=f"{type(error).__name__}: {words}", refused=refused)
+    return CellResult(message=f"{type(error).__name__}: {words}", refused=refused)
 
 
-def worst(found: list[Found]) -> Found:
-    """Of all ranks: the first that says something, or the largest errors."""
-    for one in found:
-        if one.said:
+def worst(result: list[CellResult]) -> CellResult:
+    """Return the worst of all ranks: the first message, or the largest errors."""
+    for one in result:
+        if one.message:
             return one
-    return Found(max(one.logits for one in found), max(one.gradients for one in found))
+    return CellResult(max(one.logits for one in result), max(one.gradients for one in result))
 
 
 class Pool:
-    """Ranks for one library, made anew after a hang."""
+    """Ranks for one library, recreated after a hang."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.ranks: Ranks | None = None
 
-    def run(self, *args: str) -> Found:
+    def run(self, *args: str) -> CellResult:
         self.ranks = self.ranks or Ranks(self.world_size, timeout=TIMEOUT)
         try:
             return worst(self.ranks.run(cell, *args))
         except TimeoutError:
             self.ranks.end()
             self.ranks = None
-            return Found(said=f"no answer within {TIMEOUT:.0f} s")
+            return CellResult(message=f"no answer within {TIMEOUT:.0f} s")
 
     def end(self) -> None:
         if self.ranks is not None:
@@ -175,16 +176,16 @@ class Pool:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def shown(found: Found, notes: list[str]) -> str:
-    """A cell of the table: errors, bold if wrong, or the number of a note."""
-    if not found.said:
-        if found.logits == found.gradients == 0.0:
+def shown(result: CellResult, notes: list[str]) -> str:
+    """Return a cell of the table: errors, bold if wrong, or the number of a note."""
+    if not result.message:
+        if result.logits == result.gradients == 0.0:
             return "0"
-        text = f"{found.logits:.0e} / {found.gradients:.0e}"
-        return text if found.right else f"**{found.logits:.2f} / {found.gradients:.2f}**"
-    if found.said not in notes:
-        notes.append(found.said)
-    return f"{'refused' if found.refused else 'fails'} [{notes.index(found.said) + 1}]"
+        text = f"{result.logits:.0e} / {result.gradients:.0e}"
+        return text if result.right else f"**{result.logits:.2f} / {result.gradients:.2f}**"
+    if result.message not in notes:
+        notes.append(result.message)
+    return f"{'refused' if result.refused else 'fails'} [{notes.index(result.message) + 1}]"
 
 
 def versions(here: bool) -> str:
@@ -204,9 +205,9 @@ def main() -> int:
     print(f"| model | batch | {' | '.join(f'{library}, {ranks}' for library, ranks in columns)} |")
     print("|---" * (2 + len(columns)) + "|")
     for (family, (what, _, _)), case in itertools.product(FAMILIES.items(), CASES):
-        found = {column: pools[column].run(column[0], family, case) for column in columns}
-        missed += sum(not (one.right or one.refused) for (library, _), one in found.items() if library == "Longspan")
-        print(f"| {family}: {what} | {case} | {' | '.join(shown(one, notes) for one in found.values())} |", flush=True)
+        result = {column: pools[column].run(column[0], family, case) for column in columns}
+        missed += sum(not (one.right or one.refused) for (library, _), one in result.items() if library == "Longspan")
+        print(f"| {family}: {what} | {case} | {' | '.join(shown(one, notes) for one in result.values())} |", flush=True)
     for pool in pools.values():
         pool.end()
     print("".join(f"\n{number}. `{text}`" for number, text in enumerate(notes, 1)))

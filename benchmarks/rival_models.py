@@ -1,6 +1,6 @@
-"""What `benchmarks.rival` lets both libraries compute: tiny models of transformers, batches, and what is right.
+"""Models, batches and references of `benchmarks.rival`: tiny models of transformers.
 
-Right is "eager" on one device. Where transformers lets packed documents meet, right is every document alone.
+The reference is "eager" on one device. Where transformers mixes packed documents, it is every document alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 VOCAB, TOKENS, WINDOW = 48, 48, 7
-"""Tokens are a multiple of two and of three, so that nobody pads."""
+"""Tokens are a multiple of two and of three, so that nothing is padded."""
 DOCUMENTS = (11, 3, 20, 14)
 CASES = ("plain", "packed")
 SIZES: dict[str, Any] = {
@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 6, "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.1,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
-"""Six heads of keys: Ulysses gives every one of two or three ranks as many."""
+"""Six heads of keys, which two and three ranks divide."""
 TURNS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -73,21 +73,21 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**EXPERTS, "num_experts_per_tok": 1, "router_hidden_size": 16},
     ),
 }  # fmt: skip
-"""By the name in the table: what is special about it, transformers' model type, changes of its configuration."""
+"""By the name in the table: its special feature, transformers' model type, changes of its configuration."""
 MIXING = ("GPT-OSS", "Bamba", "LFM2", "Qwen3-Next", "Zaya")
-"""Their packed documents meet in transformers on one device."""
+"""Families whose packed documents are mixed by transformers on one device."""
 
 
 def model_of(family: str) -> nn.Module:
-    """The same weights in every process, none of them zero."""
+    """Initialise the same weights in every process, none of them zero."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(7)
     _, model_type, changes = FAMILIES[family]
     config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
-    made = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
-    model = made.float().train()
+    built = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    model = built.float().train()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -95,16 +95,16 @@ def model_of(family: str) -> nn.Module:
 
 
 def batch_of(case: str) -> dict[str, Tensor]:
-    """What a model gets on one device: two rows, or one row of packed documents."""
-    made = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, VOCAB, (1 if case == "packed" else 2, TOKENS), generator=made)
+    """Return the inputs on one device: two rows, or one row of packed documents."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCAB, (1 if case == "packed" else 2, TOKENS), generator=generator)
     if case == "plain":
         return {"input_ids": ids}
     return {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in DOCUMENTS])[None]}
 
 
 def targets_of(case: str) -> Tensor:
-    """The token that follows, -100 at the end of a document."""
+    """Return the next tokens, -100 at the end of a document."""
     ids = batch_of(case)["input_ids"]
     targets = F.pad(ids[:, 1:], (0, 1), value=-100)
     if case == "packed":
@@ -113,18 +113,18 @@ def targets_of(case: str) -> Tensor:
 
 
 def loss_of(logits: Tensor, targets: Tensor, case: str) -> Tensor:
-    """These tokens' share of the batch's loss: shares add up, and so do gradients."""
+    """Return these tokens' part of the batch's loss: parts add up, and so do gradients."""
     count = (targets_of(case) != -100).sum()
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") / count
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter's; zeros for experts that got no token."""
+    """Return the gradient of every parameter; zeros for experts without tokens."""
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
 def truth(family: str, case: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits and gradients on one device."""
+    """Return logits and gradients on one device."""
     model, batch = model_of(family), batch_of(case)
     parts = [batch]
     if case == "packed" and family in MIXING:

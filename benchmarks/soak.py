@@ -1,10 +1,10 @@
-"""A soak: four processes, random kills, stops and errors, restarts, for as long as one asks; memory must not grow.
+"""Soak test: four processes, random kills, stops and errors, restarts, for a given time; memory must not grow.
 
     python -m benchmarks.soak --minutes 20
 
-Every round starts a job of four ranks, runs right steps that are compared with one device, and then strikes one rank at
-random. Every survivor must name it within three seconds. Before the strike a job runs `--steps` steps, and its resident
-memory after them must not be more than 1% above what it was after its first 700 steps, when caches are full.
+Every round starts a job of four ranks, runs steps that are compared with one device, and then injects a fault into one
+rank at random. Every survivor must name it within three seconds. Before the fault a job runs `--steps` steps, and its
+resident memory after them must not be more than 1% above that after its first 700 steps, when caches are full.
 """
 
 import argparse
@@ -26,13 +26,13 @@ WORLD, WARM = 4, 700
 
 
 def resident() -> int:
-    """This process's resident bytes."""
-    with open("/proc/self/statm") as found:
-        return int(found.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Return this process's resident bytes."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def steps(number: int, seed: int) -> tuple[float, int]:
-    """Right steps on new masks; the worst error against one device, and resident bytes afterwards."""
+    """Run steps on new masks; return the worst error against one device, and resident bytes afterwards."""
     rank, worst = dist.get_rank(), 0.0
     draw = random.Random(seed)
     with training.watch(dist.group.WORLD) as watching:
@@ -54,7 +54,7 @@ def steps(number: int, seed: int) -> tuple[float, int]:
 
 
 def struck(victim: int, how: str, seed: int) -> tuple[str, float]:
-    """Steps without end, until the victim is struck; what a survivor says, and when."""
+    """Run steps until the fault; return a survivor's error, and when it was raised."""
     begin = time.time()
     try:
         with training.watch(dist.group.WORLD):
@@ -74,7 +74,7 @@ def struck(victim: int, how: str, seed: int) -> tuple[str, float]:
 
 
 def strike(ranks: Ranks, draw: random.Random) -> list[str]:
-    """Strikes one rank; what went wrong with how the others saw it."""
+    """Inject a fault into one rank; return what the others reported wrongly."""
     victim, how = draw.randrange(WORLD), draw.choice(["kill", "stop", "raise"])
     seed = draw.randrange(100)
     wrong = []
@@ -82,8 +82,8 @@ def strike(ranks: Ranks, draw: random.Random) -> list[str]:
         if rank == victim:
             continue
         if answer is None or f"rank {victim}" not in answer[0]:
-            wrong.append(f"{how} rank {victim}: rank {rank} said {answer}")
-        elif answer[1] > 1 + seed / 100 + 3.0 + 0.5:  # half a second for the step that was under way
+            wrong.append(f"{how} rank {victim}: rank {rank} reported {answer}")
+        elif answer[1] > 1 + seed / 100 + 3.0 + 0.5:  # half a second for the step in progress
             wrong.append(f"{how} rank {victim}: rank {rank} took {answer[1] - 1 - seed / 100:.1f} s")
     return wrong
 
@@ -93,15 +93,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    draw, end = random.Random(asked.seed), time.time() + 60 * asked.minutes
+    args = parser.parse_args()
+    draw, end = random.Random(args.seed), time.time() + 60 * args.minutes
     rounds, total, wrong, growth, worst = 0, 0, [], [], 0.0
     while time.time() < end:
         rounds += 1
         with Ranks(WORLD) as ranks:
             first = ranks.run(steps, WARM, draw.randrange(1 << 30))
-            later = ranks.run(steps, asked.steps, draw.randrange(1 << 30))
-            total += WARM + asked.steps
+            later = ranks.run(steps, args.steps, draw.randrange(1 << 30))
+            total += WARM + args.steps
             worst = max(worst, *(error for error, _ in first + later))
             growth += [after / before - 1 for (_, before), (_, after) in zip(first, later, strict=True)]
             wrong += strike(ranks, draw)

@@ -1,4 +1,4 @@
-"""PyTorch's own matrix of context-parallel tests on two Gloo ranks: which cells PyTorch runs on CPUs, which Longspan.
+"""Run PyTorch's own matrix of context-parallel tests on two Gloo ranks, with PyTorch and with Longspan.
 
     python -m benchmarks.torch_matrix    # exits with 1 when a cell of Longspan is off or refused; some minutes
 
@@ -32,12 +32,12 @@ from longspan.testing import dense_gradients
 
 WORLD, ROWS, HEADS, DIM = 2, 2, 2, 16
 SDPA_LEN, FLEX_LEN = 64, 256
-"""PyTorch's flex context parallelism takes multiples of 128 tokens a rank only."""
+"""PyTorch's flex context parallelism accepts only multiples of 128 tokens a rank."""
 DOCUMENTS = [64, 24, 120, 48]
 PER_ROW = [DOCUMENTS, [148, 108]]
-"""Multiples of 2 * WORLD, as PyTorch's per-document balancer demands."""
+"""Multiples of 2 * WORLD, as PyTorch's per-document balancer needs."""
 TIMEOUT = 600.0
-"""PyTorch thinks for minutes about how to place full attention on CPUs, once per process."""
+"""PyTorch takes minutes to place full attention on CPUs, once per process."""
 LIMIT = 2e-5
 
 
@@ -57,8 +57,8 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """Those that PyTorch's tests have: SDPA without causality is not balanced there, flex has one rotation."""
-    found = [
+    """Return the cells of PyTorch's tests: SDPA without causality is not balanced there, flex has one rotation."""
+    matrix = [
         Cell(kind, mask, balancer, rotation, backward)
         for kind, mask, balancer, rotation, backward in itertools.product(
             ("context", "wrapper"), ("causal", "full"), ("head-tail", "none"), ("allgather", "alltoall"), (False, True)
@@ -70,8 +70,8 @@ def cells() -> list[Cell]:
         ("none", "head-tail", "per-document", "round-robin"),
         (False, True),
     ):
-        found.append(Cell("flex", mask, balancer, "allgather", backward))
-    return found
+        matrix.append(Cell("flex", mask, balancer, "allgather", backward))
+    return matrix
 
 
 def mesh_of_all() -> DeviceMesh:
@@ -79,13 +79,13 @@ def mesh_of_all() -> DeviceMesh:
 
 
 def whole(seq_len: int) -> list[Tensor]:
-    """q, k, v and a gradient of the output, the same on every rank."""
+    """Return q, k, v and a gradient of the output, the same on every rank."""
     draw = torch.Generator().manual_seed(0)
     return [torch.randn(ROWS, HEADS, seq_len, DIM, generator=draw) for _ in range(4)]
 
 
 def mask_of(cell: Cell) -> ls.masks.Mask:
-    """What the cell's mask means."""
+    """Return the mask of the cell."""
     causal = ls.masks.causal()
     if cell.mask == "full":
         return ls.masks.full()
@@ -96,11 +96,11 @@ def mask_of(cell: Cell) -> ls.masks.Mask:
     return causal
 
 
-def error_of(cell: Cell, tensors: list[Tensor], found: list[Tensor]) -> float:
+def error_of(cell: Cell, tensors: list[Tensor], outputs: list[Tensor]) -> float:
     q, k, v, dout = tensors
     out, _, *gradients = dense_gradients(q, k, v, mask_of(cell).resized(q.shape[2]), DIM**-0.5, dout)
     right = [out, *gradients] if cell.backward else [out]
-    return max(float((a.double() - b).abs().max()) for a, b in zip(found, right, strict=True))
+    return max(float((a.double() - b).abs().max()) for a, b in zip(outputs, right, strict=True))
 
 
 class Sdpa(nn.Module):
@@ -118,7 +118,7 @@ class Flex(nn.Module):
 
 
 def results(cell: Cell, run: Callable[..., Tensor], leaves: list[Tensor], dout: Tensor, *args: Any) -> list[Tensor]:
-    """Shards of the output and, with backward, of the gradients."""
+    """Return shards of the output and, with backward, of the gradients."""
     if not cell.backward:
         with torch.no_grad():
             return [run(*leaves, *args)]
@@ -134,7 +134,7 @@ def results(cell: Cell, run: Callable[..., Tensor], leaves: list[Tensor], dout: 
 
 
 def block_mask_of(cell: Cell) -> BlockMask:
-    """The cell's mask as PyTorch's users write it."""
+    """Return the cell's mask as a PyTorch BlockMask."""
     rows = PER_ROW if cell.mask == "documents per row" else [DOCUMENTS] * ROWS
     if cell.mask == "causal":
         rows = [[FLEX_LEN]] * ROWS
@@ -148,7 +148,7 @@ def block_mask_of(cell: Cell) -> BlockMask:
 
 
 def by_pytorch(cell: Cell) -> float:
-    """The error of PyTorch's own context parallelism."""
+    """Return the error of PyTorch's own context parallelism."""
     mesh = mesh_of_all()
     theirs.set_rotate_method(cell.rotation)
     theirs._cp_options.enable_load_balance = cell.balancer != "none"
@@ -157,8 +157,8 @@ def by_pytorch(cell: Cell) -> float:
         q, k, v, dout = (t.clone() for t in tensors)
         with theirs.context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2] * 4):
             run = F.scaled_dot_product_attention
-            found = results(cell, lambda *x: run(*x, is_causal=cell.mask == "causal"), [q, k, v], dout)
-            return error_of(cell, tensors, theirs.context_parallel_unshard(mesh, found, [2] * len(found)))
+            outputs = results(cell, lambda *x: run(*x, is_causal=cell.mask == "causal"), [q, k, v], dout)
+            return error_of(cell, tensors, theirs.context_parallel_unshard(mesh, outputs, [2] * len(outputs)))
     if cell.kind == "flex":
         blocks = block_mask_of(cell)
         balancer = _their_balancer(cell, blocks)
@@ -172,11 +172,11 @@ def by_pytorch(cell: Cell) -> float:
         style = theirs._ContextParallel(2, theirs._ContextParallel.AttentionType.SDPA)
         module, args = parallelize_module(Sdpa(), mesh, style), (cell.mask == "causal",)
     try:
-        found = results(cell, module, leaves, dout, *args)
+        outputs = results(cell, module, leaves, dout, *args)
     finally:
         if cell.kind == "wrapper":
             theirs._disable_context_parallel_dispatcher()
-    return error_of(cell, tensors, theirs.context_parallel_unshard(mesh, found, [2] * len(found), balancer))
+    return error_of(cell, tensors, theirs.context_parallel_unshard(mesh, outputs, [2] * len(outputs), balancer))
 
 
 def _their_shards(mesh: DeviceMesh, whole: list[Any], balancer: Any) -> list[Any]:
@@ -199,7 +199,7 @@ def _their_balancer(cell: Cell, blocks: Any) -> Any:
 
 
 def by_longspan(cell: Cell) -> float:
-    """The error of the same call after changing the import."""
+    """Return the error of the same call after changing the import."""
     mesh, balancer = mesh_of_all(), _our_balancer(cell)
     tensors = whole(FLEX_LEN if cell.kind == "flex" else SDPA_LEN)
     causal = cell.mask == "causal"
@@ -207,14 +207,14 @@ def by_longspan(cell: Cell) -> float:
         if cell.kind == "context":
             q, k, v, dout = (t.clone() for t in tensors)
             with ours.context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2] * 4, load_balancer=balancer):
-                found = results(cell, Sdpa(), [t.clone() for t in (q, k, v)], dout, causal)
+                outputs = results(cell, Sdpa(), [t.clone() for t in (q, k, v)], dout, causal)
         else:
             *leaves, dout = ours.context_parallel_shard(mesh, tensors, [2] * 4, balancer)
             flex = cell.kind == "flex"
             style = ours.ContextParallel(2, "flex" if flex else "sdpa", load_balancer=balancer)
             module = parallelize_module(Flex(ours.flex_attention) if flex else Sdpa(), mesh, style)
-            found = results(cell, module, leaves, dout, block_mask_of(cell) if flex else causal)
-    return error_of(cell, tensors, ours.context_parallel_unshard(mesh, found, [2] * len(found), balancer))
+            outputs = results(cell, module, leaves, dout, block_mask_of(cell) if flex else causal)
+    return error_of(cell, tensors, ours.context_parallel_unshard(mesh, outputs, [2] * len(outputs), balancer))
 
 
 def _our_balancer(cell: Cell) -> Any:
@@ -231,7 +231,7 @@ def _our_balancer(cell: Cell) -> Any:
 
 
 def outcome(function: Callable[[Cell], float], cell: Cell) -> tuple[float | None, str]:
-    """The error, or what was said instead."""
+    """Return the error, or the exception's message."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -241,12 +241,12 @@ def outcome(function: Callable[[Cell], float], cell: Cell) -> tuple[float | None
 
 
 def all_by_longspan() -> list[tuple[Cell, float | None, str]]:
-    """Every cell on this rank, for tests that have ranks of their own."""
+    """Run every cell on this rank, for tests with their own ranks."""
     return [(cell, *outcome(by_longspan, cell)) for cell in cells()]
 
 
 class Pair:
-    """Two ranks, made anew after a hang."""
+    """Two ranks, recreated after a hang."""
 
     def __init__(self) -> None:
         self.ranks: Ranks | None = None
@@ -255,12 +255,12 @@ class Pair:
         if self.ranks is None:
             self.ranks = Ranks(WORLD, timeout=TIMEOUT)
         try:
-            found = self.ranks.run(outcome, function, cell)
+            by_rank = self.ranks.run(outcome, function, cell)
         except TimeoutError as error:
             self.end(error)
             return None, f"hangs (more than {TIMEOUT:.0f} s)"
-        said = next((text for error, text in found if error is None), "")
-        return (None, said) if said else (max(error for error, _ in found if error is not None), "")
+        message = next((text for error, text in by_rank if error is None), "")
+        return (None, message) if message else (max(error for error, _ in by_rank if error is not None), "")
 
     def end(self, error: BaseException | None = None) -> None:
         if self.ranks is not None:
@@ -272,14 +272,14 @@ def main() -> int:
     pair, missed, run_by_pytorch, shown = Pair(), 0, [0, 0], list[str]()
     print(f"{'':68s} {'PyTorch ' + torch.__version__:>18s} {'Longspan':>10s}")
     for cell in cells():
-        error, said = pair.run(by_pytorch, cell)
+        error, message = pair.run(by_pytorch, cell)
         own, refused = pair.run(by_longspan, cell)
         fine = own is not None and own <= LIMIT
         missed += not fine
         run_by_pytorch[cell.backward] += error is not None and error <= LIMIT
-        if said and said not in shown:
-            shown.append(said)
-        left = f"[{shown.index(said) + 1}]" if said else f"{error:.1e}"
+        if message and message not in shown:
+            shown.append(message)
+        left = f"[{shown.index(message) + 1}]" if message else f"{error:.1e}"
         print(f"{cell!s:68s} {left:>18s} {refused or f'{own:.1e}':>10s}{'' if fine else '  MISSED'}", flush=True)
     pair.end()
     for number, text in enumerate(shown, 1):

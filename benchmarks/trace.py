@@ -1,9 +1,9 @@
-"""Is the planned timeline that of a real run? Calibrates this machine, predicts, runs, and compares.
+"""Compare planned and measured timelines: calibrate this machine, predict, run.
 
     python -m benchmarks.trace            # exits with 1 when a total is off by more than 25%
 
-Four ranks on Gloo, one thread each, whatever cores there are: `longspan calibrate` measures with all of them at work,
-so that the machine knows what they share. Prediction and run alternate with calibration, because machines are shared,
+Four ranks on Gloo, one thread each, on any number of cores: `longspan calibrate` measures with all of them running, so
+that shared cores are taken into account. Prediction and run alternate with calibration, because machines are shared,
 and each workload is judged by the median of its rounds. Traces of the last round are kept with --out FOLDER.
 """
 
@@ -31,7 +31,7 @@ WORKLOADS = (  # name, arguments
 
 
 def command(*words: str, ranks: int = 1) -> dict[str, Any]:
-    """The JSON that a command of longspan prints, under torchrun if there are several ranks."""
+    """Return the JSON of a longspan command, run under torchrun if there are several ranks."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     launch = [*launch, "--nproc-per-node", str(ranks)] if ranks > 1 else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -45,7 +45,7 @@ def command(*words: str, ranks: int = 1) -> dict[str, Any]:
 
 
 def compared(name: str, words: tuple[str, ...], machine: Path, folder: Path) -> tuple[float, float]:
-    """Predicted and measured seconds of one workload, forward and backward together; both traces are written."""
+    """Return predicted and measured seconds of one workload, forward and backward together, and write both traces."""
     words = (*words, *HEADS, "--machine", str(machine))
     planned, ran = folder / f"{name}-planned.json", folder / f"{name}-measured.json"
     predicted = command("trace", *words, "--ranks", str(RANKS), "--out", str(planned))
@@ -73,8 +73,8 @@ def main(arguments: list[str]) -> int:
                 errors[name].append(predicted / measured - 1)
                 print(f"{name:12s} {predicted * 1e3:12.0f} {measured * 1e3:12.0f} {errors[name][-1]:+7.0%}", flush=True)
     missed = 0
-    for name, found in errors.items():
-        middle = statistics.median(found)
+    for name, values in errors.items():
+        middle = statistics.median(values)
         missed += abs(middle) > BAR
         print(
             f"{name:12s} median error {middle:+.0%}, to be within {BAR:.0%}{'' if abs(middle) <= BAR else '  MISSED'}"

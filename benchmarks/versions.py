@@ -1,16 +1,16 @@
-"""The tests on every version that `longspan.versions` names, each in an environment of its own: a table of counts.
+"""Run the tests on every version in `longspan.versions`, each in its own environment, and print a table of counts.
 
     python -m benchmarks.versions                             # everything: hours, and one environment at a time
     python -m benchmarks.versions --torch 2.11 --torch 2.15   # some of it
     python -m benchmarks.versions --transformers 5.9
     python -m benchmarks.versions --oldest                    # the oldest pair, a few tests: what CI does
 
-PyTorch: the quick tests, and those over Gloo ranks but for what measures seconds, with those of the flex kernel and of
-PyTorch's own words, which depend on its version most. transformers: the tests of the Hugging Face
-integration, with the pinned PyTorch; and both ends of the two tables together. Builds with CUDA run here, on CPUs, and
-take 5 GB, so an environment is deleted before the next is made.
+PyTorch: the quick tests, and those over Gloo ranks except for timings, with those of the flex kernel and of
+`torch_api`, which depend on its version most. transformers: the tests of the Hugging Face integration, with the pinned
+PyTorch; and both ends of the two tables together. Builds with CUDA run here, on CPUs, and take 5 GB, so an environment
+is deleted before the next is created.
 
-Exits with 1 when a test failed, with 3 when a version could not be installed.
+Exits with 1 if a test failed, with 3 if a version could not be installed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of it. No counts: the versions could not be installed."""
+    """Result of a run. No counts: the versions could not be installed."""
 
     run: Run
     passed: int = 0
@@ -84,7 +84,7 @@ HEADER = "| torch | transformers | tests | passed | failed | skipped | minutes |
 
 
 def runs_of(torch: Sequence[str], transformers: Sequence[str]) -> list[Run]:
-    """What there is to run for these versions, in the order of environments.
+    """Return the runs for these versions, in the order of environments.
 
     >>> [(run.torch, run.transformers) for run in runs_of(["2.11.0"], ["5.9.0"])]
     [('2.11.0', None), ('2.11.0', None), ('2.11.0', '5.9.0'), ('2.13.0', '5.9.0')]
@@ -112,7 +112,7 @@ class Environment:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def make(self) -> bool:
-        """Whether Longspan and what its tests need could be installed beside this PyTorch."""
+        """Install Longspan and the requirements of its tests with this PyTorch; return whether it worked."""
         subprocess.run([sys.executable, "-m", "venv", str(self.folder)], check=True)
         needed = ("--upgrade", "pip>=25.1"), (f"torch=={self.torch}",), ("--group", "test", "-e", ".[viz]")
         return all(self.install(*words) for words in needed)
@@ -129,7 +129,7 @@ class Environment:
         report, begin = self.folder / "report.xml", time.monotonic()
         report.unlink(missing_ok=True)
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        environment.pop("PYTHONPATH", None)  # the environment's own packages, and no others
+        environment.pop("PYTHONPATH", None)  # only the environment's own packages
         done = subprocess.run(
             [self.python, "-m", "pytest", *TWO, "-p", "no:cacheprovider", f"--junitxml={report}", *SUITES[run.suite]],
             cwd=ROOT, env=environment,
@@ -140,7 +140,7 @@ class Environment:
 
 
 def counts(report: str) -> tuple[int, int, int]:
-    """Tests that passed, failed and were skipped, of what pytest wrote.
+    """Return the numbers of passed, failed and skipped tests in pytest's report.
 
     >>> counts('<testsuites><testsuite tests="9" failures="2" errors="1" skipped="3"/></testsuites>')
     (3, 3, 3)
@@ -153,31 +153,31 @@ def counts(report: str) -> tuple[int, int, int]:
 
 
 def hosts() -> list[str]:
-    """accelerate and TRL, as the tests of the Hugging Face integration pin them."""
+    """Return accelerate and TRL as pinned by the tests of the Hugging Face integration."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         pinned = tomllib.load(file)["dependency-groups"]["hosts"]
     return [line for line in pinned if line.startswith(("accelerate", "trl"))]
 
 
 def results_of(runs: Sequence[Run], patience: float) -> Iterator[Result]:
-    """One environment for each PyTorch, in which versions of transformers follow each other."""
+    """Run one environment for each PyTorch, with versions of transformers in turn."""
     for torch in dict.fromkeys(run.torch for run in runs):
         with Environment(torch, patience) as environment:
-            made = environment.make()
+            built = environment.make()
             for run in (run for run in runs if run.torch == torch):
                 wanted = [f"transformers=={run.transformers}", *hosts()] if run.transformers else []
-                if made and (not wanted or environment.install(*wanted)):
+                if built and (not wanted or environment.install(*wanted)):
                     yield environment.test(run)
                 else:
                     yield Result(run, had=False)
 
 
 def named(words: list[str] | None, known: Sequence[str]) -> list[str]:
-    """Releases that were asked for, by their number or its first two parts."""
-    found = [release for release in known for word in words or () if word in (release, short(release))]
-    if len(found) < len(words or ()):
-        raise SystemExit(f"{', '.join(words or ())} was asked for; there are {', '.join(known)}.")
-    return found
+    """Return the requested releases, by their number or its first two parts."""
+    matches = [release for release in known for word in words or () if word in (release, short(release))]
+    if len(matches) < len(words or ()):
+        raise SystemExit(f"versions must be among {', '.join(known)}, but got {', '.join(words or ())}.")
+    return matches
 
 
 def main() -> int:

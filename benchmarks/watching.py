@@ -1,10 +1,10 @@
-"""What watching and agreement cost on two ranks, as a share of a step.
+"""Measure the cost of failure detection and agreement on two ranks, as a fraction of a step.
 
     python -m benchmarks.watching
 
-Fails when it is above 1%. Steps of 4,096 tokens vary by 10% from one to the next on shared cores, so the cost is
-measured where it shows: in steps of the same schedule with hardly any tokens, with and without watching, in pairs in
-the same processes. What watching adds does not depend on the tokens; signs of life come on top, by the second.
+Fails above 1%. Steps of 4,096 tokens vary by 10% on shared cores, so the cost is measured in steps of the same schedule
+with hardly any tokens, with and without failure detection, in pairs in the same processes. The added time does not
+depend on the tokens; heartbeats are added per second.
 """
 
 import resource
@@ -23,7 +23,7 @@ BAR, ROUNDS, FEW, TOKENS = 0.01, 40, 128, 4096
 
 
 def seconds(enabled: bool, tokens: int, steps: int) -> float:
-    """The median of one rank's steps, after one that is not counted. The group ends here, and with it its watch."""
+    """Return the median of one rank's steps, without the first. The group ends here, and with it its watch."""
     world_size = dist.get_world_size()
     torch.manual_seed(dist.get_rank())
     layout = ls.layouts.zigzag(tokens, world_size)
@@ -41,7 +41,7 @@ def seconds(enabled: bool, tokens: int, steps: int) -> float:
 
 
 def idle(enabled: bool, wait: float) -> float:
-    """Processor time that a second takes while nothing is asked for."""
+    """Return the processor time of an idle second."""
     group = dist.new_group()
     with training.watch(group, enabled=enabled):
         before = resource.getrusage(resource.RUSAGE_SELF)
@@ -57,9 +57,9 @@ def main() -> int:
         step = max(ranks.run(seconds, False, TOKENS, 5))
         for number in range(ROUNDS + 1):
             order = (True, False) if number % 2 else (False, True)
-            found = {watched: max(ranks.run(seconds, watched, FEW, 20)) for watched in order}
-            added.append(found[True] - found[False])
-        life = max(ranks.run(idle, True, 5.0)) - min(ranks.run(idle, False, 5.0))  # Gloo's own threads are awake, too
+            result = {watched: max(ranks.run(seconds, watched, FEW, 20)) for watched in order}
+            added.append(result[True] - result[False])
+        life = max(ranks.run(idle, True, 5.0)) - min(ranks.run(idle, False, 5.0))  # Gloo's own threads are active, too
     a_step = statistics.median(added[1:])
     low, high = statistics.quantiles(added[1:], n=4)[::2]
     share = a_step / step + life

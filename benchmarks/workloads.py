@@ -1,4 +1,4 @@
-"""Packed sequences to measure layouts and schedules on: document lengths by kind, and the figures to reach."""
+"""Packed sequences to measure layouts and schedules on: document lengths by kind, and target figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longspan.masks import Mask, causal, documents, sliding_window
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One packed sequence on so many ranks, and the largest imbalance and remote rows a good layout has there."""
+    """One packed sequence on so many ranks, and the largest imbalance and remote rows of a good layout."""
 
     name: str
     kind: str
@@ -26,7 +26,8 @@ class Workload:
         return document_lengths(self.kind, self.seq_len, seed)
 
     def mask(self, seed: int = 0) -> Mask:
-        """Causal inside documents; with a window, a token sees itself and the `window - 1` tokens before it."""
+        """Return the mask, causal inside documents; with a window, a token sees itself and the `window - 1` tokens
+        before it."""
         within = documents(self.lengths(seed)) & causal()
         return within if self.window is None else within & sliding_window(self.window - 1)
 
@@ -49,7 +50,8 @@ WORKLOADS = (
 
 
 def document_lengths(kind: str, seq_len: int, seed: int = 0) -> NDArray[np.int64]:
-    """Lengths that add up to `seq_len`: of one document, of short ones, of a wide mix, or of many short and few long.
+    """Return lengths that add up to `seq_len`: of one document, of short ones, of a wide mix, or of many short and few
+    long.
 
     >>> int(document_lengths("mixed", 1000).sum())
     1000
@@ -71,7 +73,7 @@ def _draw(kind: str, rng: np.random.Generator) -> float:
     if kind == "mixed":
         return rng.lognormal(7.5, 1.8)
     if kind != "longtail":
-        raise ValueError(f"kinds of documents are one, short, mixed and longtail, but {kind!r} was asked for.")
+        raise ValueError(f"kind must be one, short, mixed or longtail, but got {kind!r}.")
     which = rng.random()
     center, spread = (6.8, 1.0) if which < 0.80 else (9.0, 0.8) if which < 0.97 else (11.5, 0.6)
     return rng.lognormal(center, spread)

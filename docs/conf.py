@@ -35,9 +35,11 @@ html_show_sourcelink = False
 html_copy_source = False
 
 myst_heading_anchors = 3
-nb_execution_mode = "off"  # tests/house/test_notebooks.py runs them; here they are shown with what is stored
+nb_execution_mode = (
+    "off"  # tests/house/test_notebooks.py runs them; here the stored output is shown
+)
 
-# Copied without what is not typed: a shell's prompt, Python's, and lines of output between them.
+# The copy button omits prompts of the shell and of Python, and lines of output between them.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"
@@ -52,7 +54,7 @@ copybutton_selector = ", ".join(
     )
 )
 
-# Names of other packages, where their pages are. Kept here, so that building needs no network; a name that is in
+# Inventories of other packages' pages. Stored here, so that building needs no network; a name that is in
 # neither these lists nor our own pages is a warning.
 intersphinx_mapping = {
     "torch": ("https://docs.pytorch.org/docs/stable/", "inventories/torch.inv"),
@@ -60,16 +62,16 @@ intersphinx_mapping = {
     "python": ("https://docs.python.org/3/", "inventories/python.inv"),
 }
 
-# Docstrings say `name` for code, as Markdown does; to reStructuredText that is the default role.
+# Docstrings use `name` for code, as in Markdown; in reStructuredText that is the default role.
 default_role = "code"
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
-# By these names, not by all that they stand for, in three lines.
+# Print these aliases by name instead of expanding them.
 autodoc_type_aliases = {
     "ArrayLike": "numpy.typing.ArrayLike",
     **{name: name for name in ("Documents", "Group", "ScoreMod")},
 }
-# Types that are imported for type checkers alone come without their module; these have pages elsewhere.
+# Types that are imported only for type checkers come without their module; these have pages elsewhere.
 FULL_NAMES = {
     "Tensor": "torch.Tensor",
     **{
@@ -81,7 +83,7 @@ autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
-# Classes that annotations mention but that are not public, and names for several types at once.
+# Private classes in annotations, and aliases of several types.
 nitpick_ignore_regex = [
     ("py:class", "Documents|Group|ScoreMod|Options|Table|ConvPlan|ScanPlan"),
     ("py:class", r"longspan\.layouts\.layout\.X|numpy\._typing\..*"),
@@ -94,13 +96,13 @@ nitpick_ignore_regex = [
 
 
 def lists_of_arguments(app, what, name, obj, options, lines):  # noqa: ARG001 - Sphinx's own signature
-    """`Args:` and `Returns:` as lists. Functions only: napoleon takes "word: text" of an attribute for its type."""
+    """Format `Args:` and `Returns:` as lists. Functions only: napoleon reads "word: text" of attributes as a type."""
     if what in ("function", "method"):
         lines[:] = GoogleDocstring(lines).lines()
 
 
 def plain_aliases(app, what, name, obj, options, signature, returned):  # noqa: ARG001 - Sphinx's own signature
-    """In a union Sphinx prints an alias as its own object, `TypeAliasForwardRef('x')`; here it is x again."""
+    """Replace `TypeAliasForwardRef('x')`, which Sphinx prints for an alias in a union, by x."""
     return tuple(
         text and re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"\1", text)
         for text in (signature, returned)
@@ -108,7 +110,7 @@ def plain_aliases(app, what, name, obj, options, signature, returned):  # noqa: 
 
 
 def full_names(app, env, node, contnode):  # noqa: ARG001 - Sphinx's own signature
-    """Before intersphinx looks for a name: it knows whole ones."""
+    """Complete a name for intersphinx, which only knows qualified names."""
     node["reftarget"] = FULL_NAMES.get(node.get("reftarget"), node.get("reftarget"))
 
 

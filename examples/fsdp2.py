@@ -1,4 +1,4 @@
-"""Packed documents, FSDP2 and split sequences in plain PyTorch: torchrun --nproc-per-node 2 examples/fsdp2.py"""
+"""Train with FSDP2 and sharded, packed sequences in plain PyTorch: torchrun --nproc-per-node 2 examples/fsdp2.py"""
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ class Model(nn.Module):
 
 
 def packed_batch(step):
-    """The lengths of a step's documents, and their tokens: each document counts up from somewhere."""
+    """Return the document lengths of a step, and their tokens: each document counts up from a random start."""
     draw = torch.Generator().manual_seed(step)
     lengths = torch.tensor([0, *torch.randint(1, SEQ_LEN, (3,), generator=draw).unique(), SEQ_LEN]).diff()
     offsets = torch.randint(0, VOCAB, lengths.shape, generator=draw).repeat_interleave(lengths)
@@ -40,8 +40,8 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     mesh = make_mesh(cp=dist.get_world_size(), device_type="cpu")
     torch.manual_seed(0)
-    model = Model(ls.attention)  # the same weights on every rank, until they are sharded
-    fully_shard(model, mesh=mesh.dp_cp)  # a large model: first every layer
+    model = Model(ls.attention)  # the same weights on every rank before sharding
+    fully_shard(model, mesh=mesh.dp_cp)  # for a large model: every layer first
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         lengths, batch = packed_batch(step)
@@ -51,7 +51,7 @@ if __name__ == "__main__":
         plan = ls.plan(mask, layout, q_heads=HEADS, kv_heads=HEADS, head_dim=DIM // HEADS, dtype="float32")
         mine = shard_batch(batch, layout, mesh.cp.get_local_rank(), documents=lengths, positions="document")
         logits = model(mine["input_ids"], mine["position_ids"], plan, group=mesh.cp)
-        loss = token_loss(logits, mine["shift_labels"], group=mesh.dp_cp, gradients="average")  # as FSDP does
+        loss = token_loss(logits, mine["shift_labels"], group=mesh.dp_cp, gradients="average")  # FSDP averages
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,7 +1,7 @@
-"""Hugging Face's Trainer on packed documents, each sequence split over all ranks.
+"""Train with Hugging Face's Trainer on packed documents, with each sequence sharded over all ranks.
 
 On two CPU processes, with a tiny model:  torchrun --nproc-per-node 2 examples/hf_trainer.py
-On 8 GPUs, with a model of yours:         torchrun --nproc-per-node 8 examples/hf_trainer.py Qwen/Qwen3-8B
+On 8 GPUs, with your own model:           torchrun --nproc-per-node 8 examples/hf_trainer.py Qwen/Qwen3-8B
 """
 
 import copy
@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Qwen3
 from longspan.huggingface.trainer import ContextParallelTrainer
 
 
-class PackedTrainer(ContextParallelTrainer, Trainer):  # the whole change, with attn_implementation below
+class PackedTrainer(ContextParallelTrainer, Trainer):  # the only change, with attn_implementation below
     pass
 
 
 def documents(number, seed):
-    """Sequences of many lengths that count up, each by a step of its own."""
+    """Return sequences of different lengths that count up, each by its own step."""
     draw = torch.Generator().manual_seed(seed)
     ids = [torch.arange(int(torch.randint(20, 90, (1,), generator=draw))) * (i % 3 + 1) % 64 for i in range(number)]
     return [{"input_ids": each.tolist(), "labels": each.tolist()} for each in ids]
@@ -51,12 +51,12 @@ if __name__ == "__main__":
         data = {"train_dataset": documents(64, 1), "eval_dataset": documents(8, 2)}
         trainer = PackedTrainer(model=model, args=args, data_collator=collator, **data)
         trainer.train()
-        found = trainer.evaluate()["eval_loss"]
+        result = trainer.evaluate()["eval_loss"]
     alone = copy.deepcopy(trainer.model).eval()  # one process, whole sequences, transformers' own attention
     alone.set_attn_implementation("eager")
     batch = {
         name: torch.as_tensor(value, device=alone.device) for name, value in collator(data["eval_dataset"]).items()
     }
     expected = alone(**batch).loss.item()
-    print(f"rank {dist.get_rank()}: loss {found:.6f}, off that of one process {abs(found - expected):.1e}")
+    print(f"rank {dist.get_rank()}: loss {result:.6f}, off that of one process {abs(result - expected):.1e}")
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A hybrid model, packed documents, split sequences: torchrun --nproc-per-node 2 examples/hybrid.py
+"""Train a hybrid model on packed documents and sharded sequences: torchrun --nproc-per-node 2 examples/hybrid.py
 
 Mamba-2, short convolutions and attention of an unmodified model of transformers; ten steps of training with DDP.
 """
@@ -14,17 +14,17 @@ VOCAB, LENGTHS = 64, (70, 41, 17)
 
 
 def packed(step):
-    """Three documents in a row that count up, each by a step of its own: the same on every rank."""
+    """Return a row of three documents that count up, each by its own step: the same on every rank."""
     draw = torch.Generator().manual_seed(step)
     rows = [torch.arange(n) * int(torch.randint(1, 4, (1,), generator=draw)) % VOCAB for n in LENGTHS]
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     ids = torch.cat(rows)
-    labels = ids.masked_fill(positions == 0, -100)  # no document is asked to foresee the next
+    labels = ids.masked_fill(positions == 0, -100)  # no document predicts the next one
     return {"input_ids": ids[None], "labels": labels[None], "position_ids": positions[None]}
 
 
 def alone(model, batch):
-    """The loss by transformers itself, which is given every document by itself: in one row it would mix them."""
+    """Return the loss of transformers itself, document by document: in one row it would mix them."""
     model.set_attn_implementation("sdpa")
     parts = batch["input_ids"].split(LENGTHS, 1)
     losses = [model(input_ids=part, labels=part, use_cache=False).loss * (part.shape[1] - 1) for part in parts]
@@ -45,13 +45,13 @@ if __name__ == "__main__":
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(10):
         inputs = huggingface.shard_inputs(trained, packed(step), dist.group.WORLD)
-        loss = huggingface.full_loss(trained(**inputs).loss, inputs, gradients="average")  # as DDP averages
+        loss = huggingface.full_loss(trained(**inputs).loss, inputs, gradients="average")  # DDP averages
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
         inputs = huggingface.shard_inputs(model, packed(10), dist.group.WORLD)
-        found = huggingface.full_loss(model(**inputs).loss, inputs)
+        result = huggingface.full_loss(model(**inputs).loss, inputs)
         expected = alone(model, packed(10))
-    print(f"rank {dist.get_rank()}: loss {found:.4f}, off that of one process {abs(found - expected).item():.1e}")
+    print(f"rank {dist.get_rank()}: loss {result:.4f}, off that of one process {abs(result - expected).item():.1e}")
     dist.destroy_process_group()

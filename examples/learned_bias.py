@@ -1,4 +1,4 @@
-"""A research mask and a learned bias as two small functions: torchrun --nproc-per-node 2 examples/learned_bias.py"""
+"""Train a learned bias with a custom mask: torchrun --nproc-per-node 2 examples/learned_bias.py"""
 
 import torch
 import torch.distributed as dist
@@ -12,19 +12,19 @@ depth = torch.log2(torch.arange(SEQ_LEN) + 1.0).long()
 
 
 def sees(b, h, i, j):
-    """A token sees itself, its parent, and every token of the three levels above it."""
+    """Allow a token to see itself, its parent, and every token of the three levels above it."""
     return (j == i) | (j == tree[i]) | ((depth[i] - depth[j] > 0) & (depth[i] - depth[j] <= 3))
 
 
 def data(step):
     draw = torch.Generator().manual_seed(step)
     q, k, v = (torch.randn(1, HEADS, SEQ_LEN, DIM, generator=draw) for _ in range(3))
-    return q, k, v, v[:, :, tree.clamp(min=0)]  # a token is to find its parent's value
+    return q, k, v, v[:, :, tree.clamp(min=0)]  # the target of a token is its parent's value
 
 
 def train(attend, shard):
-    """The bias learns where parents are; returns the losses of this rank's tokens."""
-    bias = torch.zeros(16, HEADS, requires_grad=True)  # by levels between two tokens, and head
+    """Train the bias to locate parents; return the losses of this rank's tokens."""
+    bias = torch.zeros(16, HEADS, requires_grad=True)  # by level difference and head
 
     def biased(score, b, h, i, j):
         return score + bias[(depth[i] - depth[j]).abs(), h]
@@ -33,7 +33,7 @@ def train(attend, shard):
     for step in range(STEPS):
         q, k, v, target = map(shard, data(step % 2))
         loss = (attend(q, k, v, biased) - target).square().sum() / (SEQ_LEN * HEADS * DIM)
-        loss.backward()  # gradients of the bias come summed over all ranks
+        loss.backward()  # gradients of the bias are summed over all ranks
         with torch.no_grad():
             bias -= 50.0 * bias.grad
         bias.grad = None

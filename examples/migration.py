@@ -1,4 +1,4 @@
-"""PyTorch's context parallelism: change the import. torchrun --nproc-per-node 2 examples/migration.py"""
+"""Replace PyTorch's context parallelism by changing the import: torchrun --nproc-per-node 2 examples/migration.py"""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ import longspan as ls
 # from torch.distributed.tensor.experimental import context_parallel
 from longspan.torch_api import context_parallel
 
-SEQ_LEN, HEADS, DIM = 121, 4, 16  # no length is too odd
+SEQ_LEN, HEADS, DIM = 121, 4, 16  # any length
 
 
 def attend(x, weight, **options):
@@ -25,12 +25,12 @@ if __name__ == "__main__":
     x = torch.randn(1, SEQ_LEN, HEADS * DIM)
     weight = (torch.randn(HEADS * DIM, 3 * HEADS * DIM) * 0.1).requires_grad_()
 
-    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):  # x is a shard in here
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):  # x is a shard inside
         attend(x, weight, is_causal=True).square().sum().backward()
     dist.all_reduce(weight.grad)
     causal, weight.grad = weight.grad, None
 
-    packed = ls.masks.documents([70, 51]) & ls.masks.causal()  # what PyTorch's own has no way to say
+    packed = ls.masks.documents([70, 51]) & ls.masks.causal()  # not supported by PyTorch's own
     with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], mask=packed):
         attend(x, weight).square().sum().backward()
     dist.all_reduce(weight.grad)

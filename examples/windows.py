@@ -1,4 +1,4 @@
-"""Layers with a window and layers without, over one layout: torchrun --nproc-per-node 2 examples/windows.py"""
+"""Train layers with and without a sliding window over one layout: torchrun --nproc-per-node 2 examples/windows.py"""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ LENGTHS, HEADS, DIM, WINDOW = [400, 60, 90], 4, 32, 24
 documents = ls.masks.documents(LENGTHS)
 full = documents & ls.masks.causal()
 window = documents & ls.masks.sliding_window(WINDOW)
-KINDS = [window, window, full, window]  # layer by layer
+KINDS = [window, window, full, window]  # one per layer
 
 
 class Model(nn.Module):
@@ -30,7 +30,7 @@ class Model(nn.Module):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    layout = ls.layouts.balanced(full, window, world_size=size)  # good for both kinds of layers
+    layout = ls.layouts.balanced(full, window, world_size=size)  # balanced for both kinds of layers
     sizes = {"q_heads": HEADS, "kv_heads": HEADS, "head_dim": DIM // HEADS, "dtype": "float32", "scheme": "exchange"}
     plans = {mask: ls.plan(mask, layout, **sizes) for mask in (full, window)}
     torch.manual_seed(0)
@@ -39,13 +39,13 @@ if __name__ == "__main__":
     model(
         layout.shard(x, rank, dim=1), [plans[kind] for kind in KINDS], group=dist.group.WORLD
     ).square().sum().backward()
-    for parameter in model.parameters():  # what DDP or FSDP do
+    for parameter in model.parameters():  # as DDP or FSDP do
         dist.all_reduce(parameter.grad)
-    found = [parameter.grad.clone() for parameter in model.parameters()]
+    result = [parameter.grad.clone() for parameter in model.parameters()]
 
     model.zero_grad()
     model(x, KINDS).square().sum().backward()
-    error = max(((a - p.grad).norm() / p.grad.norm()).item() for a, p in zip(found, model.parameters(), strict=True))
+    error = max(((a - p.grad).norm() / p.grad.norm()).item() for a, p in zip(result, model.parameters(), strict=True))
     received = {name: plans[mask].bytes_received(rank) for name, mask in (("full", full), ("window", window))}
     print(f"rank {rank}: bytes received {received}, gradients against one process {error:.1e}")
     dist.destroy_process_group()

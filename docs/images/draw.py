@@ -1,4 +1,4 @@
-"""Draws every picture of the documentation, as SVG, the small ones as PNG too.
+"""Draw every picture of the documentation, as SVG, the small ones as PNG too.
 
 python docs/images/draw.py
 """
@@ -35,12 +35,12 @@ RANKS = (4, 8, 16, 32, 64)
 STATES = {"heads": 32, "keys": 128, "values": 128, "maps": "matrix", "machine": "h100"}
 
 
-STORIES = [230, 40, 150, 92]  # those of the tutorial
+STORIES = [230, 40, 150, 92]  # from the tutorial
 SMALL = {"q_heads": 8, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
 
 
 def tutorial() -> dict[str, Scene]:
-    """What the tutorial runs: 512 tokens on two ranks, then packed stories on eight, then 512 times as many tokens."""
+    """Return the pictures of the tutorial: 512 tokens on two ranks, packed stories on eight, then 512 times as many."""
     causal, two = ls.masks.causal(512), ls.layouts.zigzag(512, 2)
     packed = ls.masks.documents(STORIES) & ls.masks.causal()
     eight = ls.layouts.balanced(packed, world_size=8)
@@ -60,7 +60,7 @@ def tutorial() -> dict[str, Scene]:
 
 
 def pictures() -> dict[str, Scene]:
-    """Every picture by its name: a small batch on four ranks, and a long one on up to 64."""
+    """Return every picture by its name: a small batch on four ranks, and a long one on up to 64."""
     mask = ls.masks.documents(LENGTHS) & ls.masks.causal()
     layout = ls.layouts.balanced(mask, world_size=4)
     plan = ls.plan(mask, layout, **SIZES, scheme="exchange")
@@ -71,7 +71,7 @@ def pictures() -> dict[str, Scene]:
         None, ls.layouts.contiguous(32768, 8), **STATES, scheme="doubling"
     )
     points = scaling_points(long, RANKS, **SIZES)
-    said = "H100s with FA2, 32 query and 8 key/value heads of 128, bfloat16, balanced layouts. Simulated, not run."
+    caption = "H100s with FA2, 32 query and 8 key/value heads of 128, bfloat16, balanced layouts. Simulated, not run."
     return {
         "mask": mask_picture(mask, layout),
         "layout": layout_picture(layout, mask),
@@ -88,7 +88,7 @@ def pictures() -> dict[str, Scene]:
         "traffic-64": traffic_picture(wide),
         "memory-64": memory_picture(wide),
         "scaling": scaling_picture(
-            points, title="1,048,576 tokens in 140 documents, causal", remark=said
+            points, title="1,048,576 tokens in 140 documents, causal", remark=caption
         ),
     }
 

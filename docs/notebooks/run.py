@@ -1,4 +1,4 @@
-"""Runs every notebook of this folder and stores what it shows.
+"""Run every notebook of this folder and store its output.
 
 python docs/notebooks/run.py
 """
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 def ran(path: Path, folder: str | Path) -> nbformat.NotebookNode:
-    """The notebook with new outputs, run in a folder of its own. Raises where a cell does."""
+    """Return the notebook with new outputs, run in its own folder. Raises if a cell does."""
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
         notebook, timeout=240, kernel_name="python3", record_timing=False

@@ -1,4 +1,4 @@
-"""What the losses beside this file share: a model, packed rollouts, training over ranks, and the same in one process.
+"""Shared code of the example losses: a model, packed rollouts, training over ranks and in one process.
 
 `train(loss, plain)` trains 20 steps over the ranks of torchrun with FSDP2 and `loss`, then on rank 0 alone with
 `plain`, where every document runs by itself, without packing, masks or Longspan. Losses and gradient norms must agree.
@@ -22,7 +22,7 @@ SEQ_LEN, VOCAB, DIM, HEADS, LAYERS, STEPS, GROUPS, LIMIT = 96, 19, 16, 2, 2, 20,
 
 
 class Scores(NamedTuple):
-    """What a model says of each place: of its label, of the distribution it comes from, of the state, and logits."""
+    """Outputs of a model at each position: log-probability of the label, entropy, value of the state, and logits."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -39,7 +39,7 @@ class Model(nn.Module):
         self.head, self.value = nn.Linear(DIM, VOCAB), nn.Linear(DIM, 1)
 
     def forward(self, ids, positions, labels, plan=None, group=None) -> Scores:
-        """Over ranks with a plan; without one, whole documents by PyTorch alone."""
+        """Run over ranks with a plan; without one, on whole documents with plain PyTorch."""
         x = self.tokens(ids) + self.places(positions)
         for qkv, mlp in zip(self.qkv, self.mlp, strict=True):
             q, k, v = qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
@@ -49,20 +49,20 @@ class Model(nn.Module):
                 out = ls.attention(q, k, v, plan, group=group)
             x = x + mlp(out.transpose(1, 2).flatten(2))
         logits, values = self.head(x), self.value(x).sum(-1)
-        if plan is not None:  # a real model does without logits, and asks for what it needs: see docs/rl.md
-            found = *token_logprobs(x, labels, head=self.head), values, logits
-            return Scores(*(y.clone() for y in found))  # FSDP2 warns of views
+        if plan is not None:  # a real model would not compute logits: see docs/rl.md
+            outputs = *token_logprobs(x, labels, head=self.head), values, logits
+            return Scores(*(y.clone() for y in outputs))  # FSDP2 warns of views
         logs = logits.log_softmax(-1)
         logprobs = logs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
         return Scores(logprobs, -(logs * logs.exp()).sum(-1), values, logits)
 
 
 class Document(NamedTuple):
-    """One response with its prompt. Place t of `scores` is about token t + 1, so tensors of tokens lose their first."""
+    """One response with its prompt. Position t of `scores` is for token t + 1; other tensors omit the first token."""
 
     scores: Scores
     response: Tensor
-    """Which tokens after the first belong to the response."""
+    """Whether each token after the first belongs to the response."""
     old: Tensor
     reference: Tensor
     reward: Tensor
@@ -70,8 +70,8 @@ class Document(NamedTuple):
 
 @dataclass
 class Rollout:
-    """A packed row of documents, with what samplers, reference models and rewards say: (1, tokens), each number in the
-    place of the token that it is about; and one reward per document."""
+    """A packed row of documents with log-probabilities of sampler and reference model, (1, tokens), each value at the
+    position of its token; and one reward per document."""
 
     lengths: list[int]
     ids: Tensor
@@ -82,7 +82,7 @@ class Rollout:
 
     @property
     def advantages(self) -> Tensor:
-        """Rewards of a document beside those of its group, four at a time."""
+        """Rewards normalised within groups of four documents."""
         groups = self.rewards.view(-1, GROUPS)
         return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
 
@@ -90,7 +90,7 @@ class Rollout:
         return {"input_ids": self.ids, "labels": self.ids, "loss_mask": self.response}
 
     def documents(self, model) -> list[Document]:
-        """Each document run by itself."""
+        """Run each document by itself."""
         parts = zip(
             *(x[0].split(self.lengths) for x in (self.ids, self.response, self.old, self.reference)), strict=True
         )
@@ -101,13 +101,13 @@ class Rollout:
 
 
 def run_alone(model, ids) -> Scores:
-    """What a model says of one document's places but the last, without ranks and without packing."""
+    """Return the outputs at all positions of one document but the last, without ranks and without packing."""
     scores = model(ids[None], torch.arange(len(ids))[None], ids.roll(-1)[None])
     return Scores(*(x[0, :-1] for x in scores))
 
 
 def rollout(step, frozen) -> Rollout:
-    """Eight documents that count up from somewhere, of any lengths; the sampler is the frozen model with some noise."""
+    """Return eight documents of random lengths that count up; the sampler is the frozen model with some noise."""
     draw = torch.Generator().manual_seed(step)
     lengths = (torch.rand(2 * GROUPS, generator=draw) * (SEQ_LEN / GROUPS / 2 - 4)).long() + 4
     lengths[-1] += SEQ_LEN - lengths.sum()
@@ -123,7 +123,7 @@ def rollout(step, frozen) -> Rollout:
 
 @dataclass
 class Step:
-    """One rank's part of a rollout."""
+    """One rank's shard of a rollout."""
 
     data: Rollout
     mine: Batch
@@ -132,7 +132,7 @@ class Step:
 
     @property
     def counts(self) -> Tensor:
-        """This rank's places whose label is a token of a response."""
+        """Whether the label of each local position is a token of a response."""
         return self.mine["shift_labels"] != -100
 
     def run(self, model) -> Scores:
@@ -141,14 +141,14 @@ class Step:
 
 
 def train_over_ranks(loss):
-    """(loss, gradient norm) of every step, with FSDP2 over the ranks of the sequence."""
+    """Return (loss, gradient norm) of every step, with FSDP2 over the ranks of the sequence."""
     mesh = make_mesh(cp=dist.get_world_size(), device_type="cpu")
     torch.manual_seed(0)
-    model = Model()  # the same weights on every rank, until they are sharded
+    model = Model()  # the same weights on every rank before sharding
     frozen = copy.deepcopy(model).requires_grad_(requires_grad=False)
     fully_shard(model, mesh=mesh.dp_cp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
+    result = []
     for number in range(STEPS):
         data = rollout(number, frozen)
         check_same(data.batch(), mesh.cp)
@@ -161,36 +161,36 @@ def train_over_ranks(loss):
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
         optimizer.step()
         optimizer.zero_grad()
-        found.append((value.item(), norm.item()))
-    return found
+        result.append((value.item(), norm.item()))
+    return result
 
 
 def train_alone(plain):
-    """The same in one process."""
+    """Return the same in one process."""
     torch.manual_seed(0)
     model = Model()
     frozen = copy.deepcopy(model).requires_grad_(requires_grad=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
+    result = []
     for number in range(STEPS):
         value = plain(model, frozen, rollout(number, frozen))
         value.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((value.item(), norm.item()))
-    return found
+        result.append((value.item(), norm.item()))
+    return result
 
 
 def train(loss, plain):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    found = train_over_ranks(loss)
+    result = train_over_ranks(loss)
     dist.destroy_process_group()
     if rank:
         return
     expected = train_alone(plain)
-    worst = [max(abs(a[i] - b[i]) for a, b in zip(found, expected, strict=True)) for i in range(2)]
+    worst = [max(abs(a[i] - b[i]) for a, b in zip(result, expected, strict=True)) for i in range(2)]
     print(
         f"loss {expected[0][0]:.5f} to {expected[-1][0]:.5f}, gradient norm {expected[-1][1]:.5f} at the end;", end=" "
     )

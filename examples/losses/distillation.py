@@ -12,20 +12,20 @@ teacher = Model().requires_grad_(requires_grad=False)
 
 
 def divergence(student, taught):
-    """KL(teacher || student) of each place, at a temperature."""
+    """Return KL(teacher || student) at each position, at a temperature."""
     logs = [F.log_softmax(logits / TEMPERATURE, dim=-1) for logits in (student, taught)]
     return TEMPERATURE**2 * (logs[1].exp() * (logs[1] - logs[0])).sum(-1)
 
 
 def distillation(model, frozen, step):
-    scores, taught = step.run(model), step.run(teacher)  # by the same plan: both see the same tokens
+    scores, taught = step.run(model), step.run(teacher)  # with the same plan, so both have the same tokens
     terms = MIXED * divergence(scores.logits, taught.logits) - (1 - MIXED) * scores.logprobs
     sums = per_sequence(terms, step.mine, step.group, mask=step.counts, gradients="average")
     return sums.sum() / step.data.response.sum()  # the mean over tokens, the same on every rank
 
 
 def plain(model, frozen, data):
-    """In one process, document by document."""
+    """Compute the loss in one process, document by document."""
     terms = []
     for d, t in zip(data.documents(model), data.documents(teacher), strict=True):
         mixed = MIXED * divergence(d.scores.logits, t.scores.logits) - (1 - MIXED) * d.scores.logprobs

@@ -13,7 +13,7 @@ BETA = 0.3
 
 
 def dpo(model, frozen, step):
-    reference = shard_like(step.data.reference, step.mine, shift=1)  # known of tokens, so they move with the labels
+    reference = shard_like(step.data.reference, step.mine, shift=1)  # one per token, shifted with the labels
     gained = step.run(model).logprobs - reference
     sums = per_sequence(gained, step.mine, step.group, mask=step.counts, gradients="average")  # FSDP averages
     chosen, rejected = sums[::2], sums[1::2]  # the same on every rank
@@ -21,7 +21,7 @@ def dpo(model, frozen, step):
 
 
 def plain(model, frozen, data):
-    """In one process, document by document."""
+    """Compute the loss in one process, document by document."""
     sums = [(d.scores.logprobs - d.reference)[d.response].sum() for d in data.documents(model)]
     return torch.stack([-F.logsigmoid(BETA * (a - b)) for a, b in zip(sums[::2], sums[1::2], strict=True)]).mean()
 

@@ -11,7 +11,7 @@ CLIP, BETA = 0.2, 0.04
 def grpo(model, frozen, step):
     data, mine, group = step.data, step.mine, step.group
     logprobs = step.run(model).logprobs
-    old = shard_like(data.old, mine, shift=1)  # the sampler's, known of tokens: they move with the labels
+    old = shard_like(data.old, mine, shift=1)  # the sampler's, one per token, shifted with the labels
     reference = shard_like(data.reference, mine, shift=1)
     advantages = per_token(data.advantages, mine, group)  # one per document
     ratio, gap = (logprobs - old).exp(), reference - logprobs
@@ -22,7 +22,7 @@ def grpo(model, frozen, step):
 
 
 def plain(model, frozen, data):
-    """In one process, document by document."""
+    """Compute the loss in one process, document by document."""
     losses = []
     for d, advantage in zip(data.documents(model), data.advantages, strict=True):
         ratio = (d.scores.logprobs - d.old).exp()

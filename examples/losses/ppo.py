@@ -1,7 +1,7 @@
 """Proximal policy optimisation with values: torchrun --nproc-per-node 2 examples/losses/ppo.py
 
-The value of a state belongs to its place, the reward and the sampler's log-probability to the token that is predicted
-there. Advantages run back through every response, whichever ranks hold it.
+The value of a state belongs to its position, reward and sampler's log-probability to the token that is predicted
+there. Advantages accumulate backwards through every response, on any number of ranks.
 """
 
 import torch
@@ -13,7 +13,7 @@ CLIP, GAMMA, LAMBDA, VALUE, ENTROPY = 0.2, 0.99, 0.9, 0.5, 0.01
 
 
 def discounted(deltas):
-    """sum_k (gamma lambda)^k delta_{t + k}, for one response."""
+    """Return sum_k (gamma lambda)^k delta_{t + k}, for one response."""
     total, sums = deltas.new_zeros(()), []
     for delta in deltas.flip(0):
         total = delta + GAMMA * LAMBDA * total
@@ -27,12 +27,12 @@ def ppo(model, frozen, step):
     old = shard_like(data.old, mine, shift=1)
     last = torch.tensor(data.lengths).cumsum(0) - 1
     rewards = shard_like(torch.zeros_like(data.old).index_copy(1, last, data.rewards[None]), mine, shift=1)
-    with torch.no_grad():  # the old values; the next place's is 0 where the document ends
+    with torch.no_grad():  # the old values; the next one is 0 where the document ends
         before = step.run(frozen).values * step.counts
         after = shard_like(gather_tokens(before, mine, group), mine, shift=1)
         deltas = gather_tokens((rewards + GAMMA * after - before) * step.counts, mine, group)
         advantages = torch.cat([discounted(x) for x in deltas[0].split(data.lengths)])[None]
-        advantages = shard_like(advantages, mine, shift=0)  # of places already
+        advantages = shard_like(advantages, mine, shift=0)  # already at positions
     ratio = (scores.logprobs - old).exp()
     gained = torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
     missed = (scores.values - before - advantages).square()
@@ -41,7 +41,7 @@ def ppo(model, frozen, step):
 
 
 def plain(model, frozen, data):
-    """In one process, document by document."""
+    """Compute the loss in one process, document by document."""
     losses = []
     for d, f in zip(data.documents(model), data.documents(frozen), strict=True):
         kept = d.response

@@ -12,7 +12,7 @@ def sft(model, frozen, step):
 
 
 def plain(model, frozen, data):
-    """In one process: the mean over all tokens of responses."""
+    """Compute the mean over all tokens of responses in one process."""
     logprobs = [document.scores.logprobs[document.response] for document in data.documents(model)]
     return -torch.cat(logprobs).mean()
 

@@ -1,7 +1,7 @@
-"""A loop of one's own with accelerate, padded batches, each sequence split over all ranks.
+"""Train in your own loop with accelerate on padded batches, with each sequence sharded over all ranks.
 
 On two CPU processes, with a tiny model:  torchrun --nproc-per-node 2 examples/trainers/accelerate_loop.py
-On 8 GPUs, with a model of yours:         torchrun --nproc-per-node 8 examples/trainers/accelerate_loop.py Qwen/Qwen3-8B
+On 8 GPUs, with your own model:           torchrun --nproc-per-node 8 examples/trainers/accelerate_loop.py Qwen/Qwen3-8B
 """
 
 import copy
@@ -31,7 +31,7 @@ def load():
 
 
 def padded(rows):
-    """Rows of different lengths as one batch."""
+    """Pad rows of different lengths into one batch."""
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
@@ -39,7 +39,7 @@ def padded(rows):
 
 if __name__ == "__main__":
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    ranks = split_sequences(accelerator)  # before prepare(): loaders then feed all ranks of a sequence the same batches
+    ranks = split_sequences(accelerator)  # before prepare(): loaders then give all ranks of a sequence the same batches
     model = load()
     alone = copy.deepcopy(model).to(accelerator.device)  # one process, whole sequences, transformers' own attention
     alone.set_attn_implementation("eager")
@@ -50,7 +50,7 @@ if __name__ == "__main__":
     errors = []
     for batch in loader:
         inputs = huggingface.shard_inputs(accelerator.unwrap_model(model), batch, ranks.cp)
-        loss = huggingface.full_loss(model(**inputs).loss, inputs, gradients="average")  # as DDP and FSDP2 do
+        loss = huggingface.full_loss(model(**inputs).loss, inputs, gradients="average")  # DDP and FSDP2 average
         accelerator.backward(loss)
         expected = alone(**batch).loss
         expected.backward()

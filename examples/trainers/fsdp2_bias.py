@@ -1,4 +1,4 @@
-"""FSDP2, split sequences, packed documents, and a bias that is learned by distance and head, in a loop of one's own.
+"""Train a bias by distance and head with FSDP2, sharded sequences and packed documents, in your own loop.
 
 On two CPU processes:  torchrun --nproc-per-node 2 examples/trainers/fsdp2_bias.py
 On 8 GPUs:             torchrun --nproc-per-node 8 examples/trainers/fsdp2_bias.py
@@ -23,9 +23,9 @@ class Model(nn.Module):
         self.qkv, self.bias = nn.Linear(DIM, 3 * DIM), nn.Parameter(torch.zeros(sum(LENGTHS), HEADS))
 
     def forward(self, ids, mask, **options):
-        x, table = self.tokens(ids), self.bias  # read inside of forward: FSDP2 has gathered it here
+        x, table = self.tokens(ids), self.bias  # read inside of forward, where FSDP2 has gathered it
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        # A share of the bias's gradient stays on each rank: FSDP2 adds shares up, as for all parameters.
+        # Each rank keeps its partial gradient of the bias: FSDP2 reduces it, as for all parameters.
         seen = ls.flex_attention(
             q, k, v, lambda s, b, h, i, j: s + table[i - j, h], mask, captured_grads="share", **options
         )
@@ -33,12 +33,12 @@ class Model(nn.Module):
 
 
 def train(device, mesh=None):
-    """The losses of all steps: over the ranks of a mesh, or of whole sequences on one device."""
+    """Return the losses of all steps: over the ranks of a mesh, or of whole sequences on one device."""
     torch.manual_seed(0)
     model, group, size, rank, mask, options = Model().to(device), None, 1, 0, MASK, {}
     if mesh is not None:
         group, size, rank, mask = mesh.dp_cp, mesh.cp.size(), mesh.cp.get_local_rank(), None
-        fully_shard(model, mesh=group)  # a large model: first every layer
+        fully_shard(model, mesh=group)  # for a large model: every layer first
     layout = ls.layouts.balanced(MASK, world_size=size)
     if mesh is not None:
         plan = ls.plan(MASK, layout, q_heads=HEADS, kv_heads=HEADS, head_dim=DIM // HEADS, dtype="float32")
@@ -48,7 +48,7 @@ def train(device, mesh=None):
         ids = (torch.arange(sum(LENGTHS), device=device) * (1 + step % 3) % VOCAB)[None]
         mine = shard_batch({"input_ids": ids, "labels": ids}, layout, rank, documents=LENGTHS, positions="document")
         logits = model(mine["input_ids"], mask, **options)
-        loss = token_loss(logits, mine["shift_labels"], group=group, gradients="average")  # as FSDP2 does
+        loss = token_loss(logits, mine["shift_labels"], group=group, gradients="average")  # FSDP2 averages
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -60,7 +60,7 @@ if __name__ == "__main__":
     on_gpus = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpus else "gloo")
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if on_gpus else torch.device("cpu")
-    found = train(device, make_mesh(cp=dist.get_world_size(), device_type=device.type))
-    error = (found - train(device)).abs().max()
-    print(f"rank {dist.get_rank()}: loss {found[0]:.4f} to {found[-1]:.4f}, off one process {error:.1e}")
+    result = train(device, make_mesh(cp=dist.get_world_size(), device_type=device.type))
+    error = (result - train(device)).abs().max()
+    print(f"rank {dist.get_rank()}: loss {result[0]:.4f} to {result[-1]:.4f}, off one process {error:.1e}")
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer, prompts with their completions split over all ranks once they are generated.
+"""Train with TRL's GRPOTrainer, with prompts and completions sharded over all ranks after generation.
 
 On two CPU processes, with a tiny model:  torchrun --nproc-per-node 2 examples/trainers/trl_grpo.py
-On 8 GPUs, with a model of yours:         torchrun --nproc-per-node 8 examples/trainers/trl_grpo.py Qwen/Qwen3-8B
+On 8 GPUs, with your own model:           torchrun --nproc-per-node 8 examples/trainers/trl_grpo.py Qwen/Qwen3-8B
 """
 
 import sys
@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 from longspan.huggingface.trainer import ContextParallelTrainer
 
 
-class LongGRPO(ContextParallelTrainer, GRPOTrainer):  # the whole change, with attn_implementation below
+class LongGRPO(ContextParallelTrainer, GRPOTrainer):  # the only change, with attn_implementation below
     pass
 
 
@@ -36,7 +36,7 @@ def load():
 
 
 def variety(completion_ids, **_):
-    """The reward: how many different tokens a completion has."""
+    """Return the reward: the number of different tokens in a completion."""
     return [float(len(set(ids))) for ids in completion_ids]
 
 
@@ -53,10 +53,10 @@ if __name__ == "__main__":
         trainer = LongGRPO(model, variety, args, train_dataset=prompts, processing_class=tokenizer)
         trainer.train()
     ids = torch.arange(2, 50, device=trainer.model.device)[None]
-    with torch.no_grad():  # log-probabilities of 47 tokens: over ranks, and of whole sequences on one
-        found = trainer.model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+    with torch.no_grad():  # log-probabilities of 47 tokens, over ranks and on one process
+        result = trainer.model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
         model.set_attn_implementation("eager")
         logits = model(input_ids=ids).logits[:, :-1].float()
-    error = (found - logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]).abs().max()
+    error = (result - logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]).abs().max()
     print(f"rank {dist.get_rank()}: log-probabilities are off those of one process {error:.1e}")
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""TRL's SFTTrainer with packing, each packed row split over all ranks.
+"""Train with TRL's SFTTrainer and packing, with each packed row sharded over all ranks.
 
 On two CPU processes, with a tiny model:  torchrun --nproc-per-node 2 examples/trainers/trl_sft.py
-On 8 GPUs, with a model of yours:         torchrun --nproc-per-node 8 examples/trainers/trl_sft.py Qwen/Qwen3-8B
+On 8 GPUs, with your own model:           torchrun --nproc-per-node 8 examples/trainers/trl_sft.py Qwen/Qwen3-8B
 """
 
 import sys
@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from longspan.huggingface.trainer import ContextParallelTrainer
 
 
-class PackedSFT(ContextParallelTrainer, SFTTrainer):  # the whole change, with attn_implementation below
+class PackedSFT(ContextParallelTrainer, SFTTrainer):  # the only change, with attn_implementation below
     pass
 
 
@@ -36,7 +36,7 @@ def load():
 
 
 def texts(number):
-    """Texts of many lengths that count up."""
+    """Return texts of different lengths that count up."""
     return Dataset.from_list(
         [{"text": " ".join(f"w{2 + n % 62}" for n in range(5 + 7 * i % 40))} for i in range(number)]
     )
@@ -55,10 +55,10 @@ if __name__ == "__main__":
         data = {"train_dataset": texts(256), "eval_dataset": texts(16)}
         trainer = PackedSFT(model=model, args=args, processing_class=tokenizer, **data)
         trainer.train()
-        found = trainer.evaluate()["eval_loss"]
-    batch = trainer.data_collator(list(trainer.eval_dataset))  # one row, with position_ids that start again
+        result = trainer.evaluate()["eval_loss"]
+    batch = trainer.data_collator(list(trainer.eval_dataset))  # one row, with position_ids that restart
     model.set_attn_implementation("eager")
-    with torch.no_grad():  # whole sequences, and transformers' own loss
+    with torch.no_grad():  # whole sequences, with transformers' own loss
         expected = model.eval()(**trainer._prepare_inputs(batch)).loss.item()
-    print(f"rank {dist.get_rank()}: loss {found:.6f}, off that of one process {abs(found - expected):.1e}")
+    print(f"rank {dist.get_rank()}: loss {result:.6f}, off that of one process {abs(result - expected):.1e}")
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""verl's two calls, without verl: log-probabilities of responses and the update of the actor, packed and over ranks.
+"""Run verl's two calls without verl: log-probabilities of responses and the actor update, packed and over ranks.
 
 On two CPU processes, with a tiny model:  torchrun --nproc-per-node 2 examples/trainers/verl_style.py
-On 8 GPUs, with a model of yours:         torchrun --nproc-per-node 8 examples/trainers/verl_style.py Qwen/Qwen3-8B
+On 8 GPUs, with your own model:           torchrun --nproc-per-node 8 examples/trainers/verl_style.py Qwen/Qwen3-8B
 """
 
 import copy
@@ -30,32 +30,32 @@ def load(device):
 
 
 def log_probs(model, data, group):
-    """(rows, response) log-probabilities of responses, on every rank; gradients are those of the rank's own tokens.
+    """Return (rows, response) log-probabilities on every rank; gradients are those of the rank's own tokens.
 
-    `data` is verl's: input_ids with prompts padded in front and responses behind, attention_mask, response_mask."""
+    `data` is verl's: input_ids with left-padded prompts and right-padded responses, attention_mask, response_mask."""
     ids, real = data["input_ids"], data["attention_mask"].bool()
     scored = torch.zeros_like(real)
     scored[:, -data["response_mask"].shape[1] :] = data["response_mask"].bool()
     places = data["attention_mask"].cumsum(1) - 1
     batch = {"input_ids": ids[real], "position_ids": places[real], "labels": ids.masked_fill(~scored, -100)[real]}
-    batch = {name: value[None] for name, value in batch.items()}  # all rows as documents of one: no padding
+    batch = {name: value[None] for name, value in batch.items()}  # all rows as documents of one row: no padding
     part = huggingface.shard_for_logprobs(model, batch, group, temperature=TEMPERATURE)
     mine = model(**part).logits.logprobs
-    whole = gather_tokens(mine, part["longspan"].layout, group, 1, gradients="average")  # as DDP does
+    whole = gather_tokens(mine, part["longspan"].layout, group, 1, gradients="average")  # DDP averages
     padded = torch.zeros(ids.shape, device=ids.device).masked_scatter(real, whole[0])
-    return padded[:, -data["response_mask"].shape[1] - 1 : -1]  # each place has the next token's
+    return padded[:, -data["response_mask"].shape[1] - 1 : -1]  # each position has the next token's
 
 
 def whole_log_probs(model, data, group):
-    """The same on one process, from logits of padded rows."""
+    """Return the same on one process, from logits of padded rows."""
     places = (data["attention_mask"].cumsum(1) - 1).clamp(min=0)
     logits = model(data["input_ids"], data["attention_mask"], places).logits[:, :-1].float() / TEMPERATURE
-    found = logits.log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None])[..., 0]
-    return found[:, -data["response_mask"].shape[1] :]
+    result = logits.log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None])[..., 0]
+    return result[:, -data["response_mask"].shape[1] :]
 
 
 def train(score, actor, reference, data, group=None):
-    """Losses of five updates on one batch of rollouts: PPO's clipped ratio, and a penalty for leaving the reference."""
+    """Return the losses of five updates on one batch: PPO's clipped ratio, and a KL penalty to the reference."""
     with torch.no_grad():
         old, there = score(actor, data, group), score(reference, data, group)
     optimizer, losses, mask = torch.optim.SGD(actor.parameters(), lr=0.5), [], data["response_mask"]
@@ -78,7 +78,7 @@ if __name__ == "__main__":
     reference = copy.deepcopy(actor)
     alone = [copy.deepcopy(actor), copy.deepcopy(actor)]
     draw = torch.Generator().manual_seed(1)
-    mask = (torch.arange(60) >= torch.randint(0, 20, (4, 1), generator=draw)).long()  # prompts, padded in front
+    mask = (torch.arange(60) >= torch.randint(0, 20, (4, 1), generator=draw)).long()  # prompts, padded on the left
     mask[:, 30:] = (torch.arange(30) < torch.randint(9, 30, (4, 1), generator=draw)).long()  # responses
     data = {
         "input_ids": torch.randint(0, 64, (4, 60), generator=draw),
@@ -87,9 +87,9 @@ if __name__ == "__main__":
     }
     data["advantages"] = torch.randn(4, 1, generator=draw)
     data = {name: value.to(device) for name, value in data.items()}
-    found = train(log_probs, DistributedDataParallel(actor), reference, data, dist.group.WORLD)
+    result = train(log_probs, DistributedDataParallel(actor), reference, data, dist.group.WORLD)
     for model in alone:
         model.set_attn_implementation("eager")
-    error = (found - train(whole_log_probs, *alone, data)).abs().max()
-    print(f"rank {dist.get_rank()}: loss {found[0]:.4f} to {found[-1]:.4f}, off one process {error:.1e}")
+    error = (result - train(whole_log_probs, *alone, data)).abs().max()
+    print(f"rank {dist.get_rank()}: loss {result[0]:.4f} to {result[-1]:.4f}, off one process {error:.1e}")
     dist.destroy_process_group()

@@ -37,7 +37,7 @@ def test_a_cell_is_right_and_a_wrong_one_is_noticed():
     found = rival.worst(pool(2).run(rival.cell, "Longspan", "Gemma 2", "packed", timeout=100.0))
     assert found.right, found
     off = rival.worst(pool(2).run(_with_local_positions, timeout=100.0))
-    assert not off.said
+    assert not off.message
     assert not off.right
     assert rival.shown(off, []).startswith("**")
 
@@ -73,7 +73,7 @@ class _Ranks:
         return self
 
     def run(self, library, family, case):
-        return self.answer if library == "Longspan" else rival.Found(0.0, 0.0)
+        return self.answer if library == "Longspan" else rival.CellResult(0.0, 0.0)
 
     def end(self):
         pass
@@ -82,11 +82,11 @@ class _Ranks:
 @pytest.mark.parametrize(
     ("answer", "status"),
     [
-        (rival.Found(1e-7, 1e-6), 0),
-        (rival.Found(said="BatchError: no", refused=True), 0),
-        (rival.Found(1e-7, 1e-2), 1),
-        (rival.Found(said="TypeError: oh"), 1),
-        (rival.Found(float("nan"), 1e-7), 1),
+        (rival.CellResult(1e-7, 1e-6), 0),
+        (rival.CellResult(message="BatchError: no", refused=True), 0),
+        (rival.CellResult(1e-7, 1e-2), 1),
+        (rival.CellResult(message="TypeError: oh"), 1),
+        (rival.CellResult(float("nan"), 1e-7), 1),
     ],
 )
 def test_the_exit_status(answer, status, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """The page of error messages: each one that it quotes is in the source, with its words in their order."""
 
 import ast
+import difflib
 import re
 from functools import cache
 
@@ -36,11 +37,22 @@ def is_printed(quoted):
     return any(pattern.match(text) for text in texts())
 
 
+def nearest(quoted):
+    """Return the beginning of the most similar message in the source, as the page would quote it.
+
+    >>> nearest("... has no truthful value").startswith("... has no truth value")
+    True
+    """
+    shown = (" ".join(text.replace("\0", " ... ").split())[: len(quoted) + 8] for text in texts() if len(text) > 12)
+    return difflib.get_close_matches(quoted, shown, 1, 0.0)[0].rstrip(" .,:")
+
+
 def test_every_quoted_message_is_in_the_source():
     quoted = QUOTED.findall(PAGE.read_text())
     assert len(quoted) >= 30
     assert len(set(quoted)) == len(quoted)
-    assert not [each for each in quoted if not is_printed(each)]
+    gone = [f"{each}\n  nearest in the source: {nearest(each)}" for each in quoted if not is_printed(each)]
+    assert not gone, "\n".join(gone)
 
 
 def test_what_is_not_in_the_source_is_found():

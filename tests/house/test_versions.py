@@ -87,5 +87,5 @@ def test_a_run_that_breaks_off_has_failed(monkeypatch):
 
 def test_what_is_not_in_the_table_is_refused():
     assert matrix.named(["2.11", "2.15.0"], TORCH) == ["2.11.0", "2.15.0"]
-    with pytest.raises(SystemExit, match=r"9\.9 was asked for; there are 2\.11\.0"):
+    with pytest.raises(SystemExit, match=r"must be among 2\.11\.0, .* but got 9\.9"):
         matrix.named(["9.9"], TORCH)
