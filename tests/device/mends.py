@@ -13,7 +13,6 @@ from longspan.kernels import panels
 from longspan.layouts import layout
 from longspan.masks import captures
 from longspan.run import transports
-from longspan.scoring import captured
 from longspan.training import head, loss
 from longspan.verification import compare, reference
 from tests.device import acceptance_work, attention_work, training_work
@@ -99,9 +98,6 @@ MENDS = {
         compare._Work.meaning, "self.tensors[0]", "self.inputs[0]", SCORE, "cuda"
     ),
     "score functions are tried without a wait": OtherFunction(
-        captured, "call_on_pair", _call, (attention_waits, "score_mod")
-    ),
-    "what score functions read is found without a wait": OtherFunction(
         captures, "call_on_pair", _call, (attention_waits, "score_mod")
     ),
     "rows that a mask function leaves blind are not counted": Mend(

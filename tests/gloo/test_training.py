@@ -150,7 +150,7 @@ IDS = torch.arange(8).view(1, 8)
         (
             {"labels": IDS},
             {"documents": ls.masks.from_mask_mod(lambda b, h, q, k: q >= k, 8), "positions": "document"},
-            "Give the lengths",
+            "Pass the lengths",
         ),
     ],
 )

@@ -430,7 +430,7 @@ def test_what_cannot_be_verified_is_refused():
         ((call, (q, q), plan), {}, "(q, k, v) of whole sequences"),
         ((call, (q, q, q), plan), {}, "k is torch.float32 of shape (1, 4, 64, 8), but whole tensors of the plan are"),
         ((call, None, plan), {"captured_grads": "all"}, "captured_grads = 'all'"),
-        ((call, None, plan), {"dropout": 0.5}, "without a seed"),
+        ((call, None, plan), {"dropout": 0.5}, "needs a seed"),
         ((call, None, large), {}, "Make a plan of the same kind for fewer tokens"),
         ((call, None, plan), {"group": "world"}, "needs a process group"),
     ):

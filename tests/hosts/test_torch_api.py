@@ -111,18 +111,18 @@ def test_dtensors_copies_and_shards_of_any_length():
 
 SAYS = {
     "mesh": "Pass one, as in mesh['cp']",
-    "dims": "Give one dim for each",
+    "dims": "Pass one dim for each",
     "twice": "List it once",
     "lengths": "Cut all to one length",
     "grad": "Shard it with context_parallel_shard",
     "subset": "List the same tensor objects",
     "mask": "Make them for the same sequence",
     "kind of mask": "in global positions",
-    "balancer": "Use Contiguous(), HeadTail()",
-    "documents": "load_balancer says 7",
+    "balancer": "must be Contiguous(), HeadTail()",
+    "documents": "load_balancer has 7",
     "padding": "has padding",
-    "rotation": "Choose 'allgather' or 'alltoall'",
-    "type": "Choose 'sdpa' or 'flex'",
+    "rotation": "must be 'allgather' or 'alltoall'",
+    "type": "must be 'sdpa' or 'flex'",
     "no attention": "Apply it to the module that calls attention",
     "unshard": "Pass the balancer that cut these tensors",
     "placement": "Redistribute it",
@@ -136,7 +136,7 @@ SAYS = {
     "varlen": "mask=longspan.masks.documents(lengths)",
     "flex": "call longspan.torch_api.flex_attention",
     "local blocks": "Make it for the whole sequence",
-    "kernel": "none of these will do",
+    "kernel": "none of these can run",
 }
 
 

@@ -90,10 +90,10 @@ def _arguments():
         yield bad(f"kernel {value!r}", lambda v=value: call(kernel=v), KernelError, *says)
     yield bad("call name", lambda: call(name=3), PlanError, "name = 3", "a str")
     for value in ("fast", "", "Auto", "cpu_flash "):
-        says = f"kernel {value!r} was asked for, but there is none of that name", "Use one of sdpa, auto"
+        says = "kernel must be one of sdpa, auto", f"but got {value!r}"
         yield bad(f"kernel {value!r}", lambda v=value: call(kernel=v), KernelError, *says)
     for value in ("flash", "cudnn", "efficient", "varlen"):
-        says = f"kernel '{value}' was asked for, but it runs on GPUs", "on cpu. Use 'cpu_flash' or 'reference'"
+        says = f"kernel '{value}' cannot run: it runs on GPUs", "on cpu. Use 'cpu_flash' or 'reference'"
         yield bad(f"kernel {value}", lambda v=value: call(kernel=v), KernelError, *says)
     for value in ("mean", None, True, []):
         says = f"captured_grads = {value!r}", "'sum' adds", "'share' leaves"
@@ -107,7 +107,7 @@ def _arguments():
         says = "plan_or_mask must be", type(value).__name__
         yield bad(f"what {name}", lambda v=value: ls.attention(Q, K, V, v), PlanError, *says)
     nans = torch.full((8, 8), NAN)
-    yield bad("what nan mask", lambda: ls.attention(Q, K, V, nans), MaskError, "a dense mask of dtype float32")
+    yield bad("what nan mask", lambda: ls.attention(Q, K, V, nans), MaskError, "a dense mask must be True", "float32")
 
 
 def _extras():
@@ -116,7 +116,7 @@ def _extras():
     for word in ("sinks", "alibi"):
         for value in (0.5, "a", [0.1, 0.2], np.zeros(2), zeros(2, dtype=torch.int64)):
             kind = f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
-            says = f"{word} must be a floating-point tensor (heads), but {kind} was given", "Convert it first"
+            says = f"{word} must be a floating-point tensor (heads), but got {kind}", "Convert it first"
             yield bad(f"{word} {kind}", lambda w=word, v=value: call(**{w: v}), KernelError, *says)
         for shape in ((3,), (2, 1), (), (1,)):
             says = f"{word} has shape {shape}, but (heads = 2) is needed", "all query heads"
@@ -155,12 +155,12 @@ def _extras():
         1.0,
     ):
         kind = str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
-        says = "bias must be a floating-point tensor", f"but {kind} was given", "To hide pairs use a mask"
+        says = "bias must be a floating-point tensor", f"but got {kind}", "To hide pairs use a mask"
         yield bad(f"bias {kind}", lambda v=value: call(bias=v), KernelError, *says)
     for value in (-0.1, 1.0, 2, NAN, INF, "a", True, [0.1]):
         says = f"dropout = {value}", "a probability, 0 or more and below 1"
         yield bad(f"dropout {value!r}", lambda v=value: call(dropout=v, seed=1), KernelError, *says)
-    yield bad("no seed", lambda: call(dropout=0.5), KernelError, "without a seed", "pass seed=")
+    yield bad("no seed", lambda: call(dropout=0.5), KernelError, "needs a seed", "pass seed=")
     for value in (-1, 1 << 63, 2.5, "a", True, torch.tensor(3), [1]):
         says = f"seed = {value!r}", "a whole number from 0 to 2**63 - 1"
         yield bad(f"seed {value!r}", lambda v=value: call(dropout=0.5, seed=v), KernelError, *says)
@@ -187,7 +187,7 @@ def _functions():
         yield bad(f"score {name}", lambda f=function: call(score_mod=f), KernelError, *says)
         yield bad(f"flex score {name}", lambda f=function: flex(f), KernelError, *says)
     for value in (3, "softcap", [], zeros(1)):
-        says = "score_mod is a function (score, b, h, q_idx, kv_idx) -> score", type(value).__name__
+        says = "score_mod must be a function (score, b, h, q_idx, kv_idx) -> score", type(value).__name__
         yield bad(f"score_mod {type(value).__name__}", lambda v=value: call(score_mod=v), KernelError, *says)
     for name, function in {"two": lambda s, b: s, "none": lambda: 0, "six": lambda s, b, h, q, kv, x: s}.items():
         says = "score_mod is called as score_mod(score, b, h, q_idx, kv_idx)", "Give it these 5 arguments"

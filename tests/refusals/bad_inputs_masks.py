@@ -115,7 +115,7 @@ def _combinations():
     two, three = masks.per_head(masks.causal(), masks.full()), masks.per_head(*[masks.causal()] * 3)
     for value in (None, 3, "causal", lambda b, h, q, kv: q > kv, torch.ones(3, 3)):
         kind = type(value).__name__
-        says = f"& joins two masks, but <mask documents(1), 3 tokens> & {kind}", "masks.from_mask_mod"
+        says = f"& joins two masks, but got <mask documents(1), 3 tokens> & {kind}", "masks.from_mask_mod"
         yield bad(f"mask & {kind}", lambda v=value: a & v, MaskError, *says)
         yield bad(f"mask | {kind}", lambda v=value: a | v, MaskError, says[0].replace("&", "|"), says[1])
         for make, name in ((masks.per_head, "per_head"), (masks.per_row, "per_row")):
@@ -123,7 +123,7 @@ def _combinations():
             yield bad(f"{name}(mask, {kind})", lambda v=value, m=make: m(a, v), MaskError, *says_)
     for make, name in ((masks.per_head, "per_head"), (masks.per_row, "per_row")):
         yield bad(f"{name}()", make, MaskError, f"{name}() needs at least one mask")
-        lengths = f"{name}() joins masks of one sequence length, but lengths [3, 4]"
+        lengths = f"{name}() joins masks of one sequence length, but got lengths [3, 4]"
         yield bad(f"{name} lengths", lambda m=make: m(a, masks.documents([4])), MaskError, lengths, "Pad the shorter")
     yield bad("lengths differ", lambda: a & masks.documents([4]), MaskError, "3 tokens", "4", "same length")
     yield bad("heads differ", lambda: two & three, MaskError, "2 heads", "over 3", "same number")
@@ -140,12 +140,10 @@ def _questions():
     a, two = masks.documents([3]), masks.per_head(masks.causal(), masks.full())
     for name, value in {"floats": [0.5], "a text": "a", "nan": NAN, "a bool": True, "None": None}.items():
         says = "Positions are whole numbers"
-        yield bad(f"allows q {name}", lambda v=value: a.allows(v, 0), MaskError, "allows() was given q", says)
-        yield bad(f"allows kv {name}", lambda v=value: a.allows(0, v), MaskError, "allows() was given kv", says)
+        yield bad(f"allows q {name}", lambda v=value: a.allows(v, 0), MaskError, "allows() got q", says)
+        yield bad(f"allows kv {name}", lambda v=value: a.allows(0, v), MaskError, "allows() got kv", says)
     for head in (2, -1):
-        yield bad(
-            f"head {head}", lambda h=head: two.allows(0, 0, head=h), MaskError, f"asked for head {head}", "0 to 1"
-        )
+        yield bad(f"head {head}", lambda h=head: two.allows(0, 0, head=h), MaskError, "head of", f"but got {head}")
     yield bad("head 0.5", lambda: two.plane(0, 0.5), MaskError, "head = 0.5", "whole number")
     yield bad("head 'a'", lambda: two.plane(0, "a"), MaskError, "head = 'a'", "whole number")
     yield bad("no length", lambda: masks.causal().area(), MaskError, "has no length of its own", "Pass seq_len=")

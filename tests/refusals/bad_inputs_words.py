@@ -28,11 +28,11 @@ def function(b, h, q_idx, kv_idx):
 def _words():
     yield bad("no mask", lambda: attend(), PlanError, "called without a mask", *NAMED, "longspan.plan(mask, layout")
     for value in (True, False):
-        says = f"is_causal={value} was given to attention", "masks.causal()", "masks.full()"
+        says = f"attention() does not take is_causal={value}", "masks.causal()", "masks.full()"
         yield bad(f"is_causal {value}", lambda v=value: attend(is_causal=v), PlanError, *says)
         yield bad(f"mask and is_causal {value}", lambda v=value: attend(masks.full(), is_causal=v), PlanError, *says)
     for word in ("attn_mask", "attention_mask", "key_padding_mask", "mask"):
-        says = f"{word}=... was given", *NAMED, "masks.from_dense"
+        says = f"does not take {word}=...", *NAMED, "masks.from_dense"
         yield bad(word, lambda w=word: attend(**{w: TABLE}), PlanError, *says)
     others = {
         "dropout_p": (0.1, "dropout= here"), "enable_gqa": (True, "Leave it out"),
@@ -44,7 +44,7 @@ def _words():
     }  # fmt: skip
     for word, (value, say) in others.items():
         given = lambda w=word, v=value: attend(masks.causal(), **{w: v})  # noqa: E731
-        yield bad(word, given, PlanError, f"{word}=", "was given to attention", say)
+        yield bad(word, given, PlanError, f"attention() does not take {word}=", say)
 
 
 def _instead_of_masks():
@@ -53,18 +53,20 @@ def _instead_of_masks():
     yield bad("True", lambda: attend(True), PlanError, f"{fourth} bool", *NAMED)
     yield bad("uncalled", lambda: attend(masks.causal), PlanError, f"{fourth} function", "as in masks.causal(...)")
     yield bad("function", lambda: attend(function), PlanError, "masks.from_mask_mod(function)")
-    yield bad("layout", lambda: attend(layouts.zigzag(24, 2)), PlanError, "who holds which tokens", "longspan.plan")
+    yield bad(
+        "layout", lambda: attend(layouts.zigzag(24, 2)), PlanError, "which rank holds which tokens", "longspan.plan"
+    )
     block = create_block_mask(function, None, None, 128, 128, device="cpu")
     yield bad("BlockMask", lambda: attend(block), PlanError, f"{fourth} BlockMask", "longspan.flex_attention")
     random = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) > 0.5
     for name, call in {"attention": attend, "plan": lambda m: ls.plan(m, layouts.zigzag(TOKENS, 2), **SIZES)}.items():
-        says = "has no structure", "masks.from_mask_mod(function)", "masks.documents(lengths)"
+        says = "must have structure", "masks.from_mask_mod(function)", "masks.documents(lengths)"
         yield bad(f"{name} random table", lambda c=call: c(random), MaskError, *says)
-        says = "of dtype float32", "mask == 0", "bias="
+        says = "got dtype float32", "mask == 0", "bias="
         yield bad(f"{name} added table", lambda c=call: c(torch.zeros(24, 24)), MaskError, *says)
-        yield bad(f"{name} ints", lambda c=call: c(TABLE.long()), MaskError, "of dtype int64", "mask.bool()")
+        yield bad(f"{name} ints", lambda c=call: c(TABLE.long()), MaskError, "got dtype int64", "mask.bool()")
         for shape in ((2, 24), (24, 23), (4, 24, 24), (2, 1, 1, 24)):
-            says = f"of shape {shape}", "(batch, heads, tokens, tokens)"
+            says = f"got shape {shape}", "(batch, heads, tokens, tokens)"
             yield bad(f"{name} {shape}", lambda c=call, s=shape: c(torch.ones(s).bool()), MaskError, *says)
         away = torch.ones(24, 24, dtype=torch.bool, device="meta")
         yield bad(f"{name} device", lambda c=call, a=away: c(a), MaskError, "on meta", "masks.from_dense(mask.cpu())")

@@ -143,7 +143,7 @@ class Case:
                 shards.append([plan.layout.shard(t, rank, 2) for t in whole])
         self.is_chained = s.head_dim == s.v_head_dim
         flash = Flash(op=self.operators.forward, backward_op=self.operators.backward)
-        self.kernel = Guarded(flash, Reference(), looks=False)
+        self.kernel = Guarded(flash, Reference(), checks_finite=False)
 
     def __str__(self):
         plan = self.plans[0]

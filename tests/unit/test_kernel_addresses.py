@@ -311,7 +311,9 @@ def test_whole_calls_by_address(name, scheme, monkeypatch):
     """What reaches operators from plans: rows of messages, merged outputs, outputs made up from delta."""
     shrink_blocks(monkeypatch)
     monkeypatch.setattr(loopback, "choose_kernel", lambda *_: name)
-    monkeypatch.setattr(loopback, "kernel_named", lambda name: Guarded(KERNELS[name], KERNELS[name], looks=False))
+    monkeypatch.setattr(
+        loopback, "kernel_named", lambda name: Guarded(KERNELS[name], KERNELS[name], checks_finite=False)
+    )
     for number, (kind, make) in enumerate(PLANS.items()):
         mask = make()
         if not mask.is_structured and not KERNELS[name].honours.mask_function:

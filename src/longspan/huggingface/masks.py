@@ -20,7 +20,7 @@ from torch import Tensor
 from longspan.errors import MaskError
 from longspan.masks import Mask, causal, documents, from_mask_mod, full, per_row, sliding_window
 from longspan.masks.bands import LIMIT, rectangles
-from longspan.masks.builders import diagonal
+from longspan.masks.causal_and_window import diagonal
 from longspan.spans import Ints, run_table, true_runs
 from longspan.versions import TRANSFORMERS, short
 

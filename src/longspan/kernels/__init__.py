@@ -21,7 +21,7 @@ __all__ = ["Features", "Kernel", "Tile", "choose_kernel", "kernel_named", "why_n
 
 _FUSED = (CpuFlash(), Flash("varlen", grouped=True), Efficient(), Flash("flash", False), Cudnn(), Flex())
 _KERNELS: dict[str, Kernel] = {
-    **{kernel.name: Guarded(kernel, Reference(), looks=kernel.name == "cpu_flash") for kernel in _FUSED},
+    **{kernel.name: Guarded(kernel, Reference(), checks_finite=kernel.name == "cpu_flash") for kernel in _FUSED},
     "reference": Reference(),
 }
 
@@ -34,18 +34,18 @@ _CHOICES = {
 
 
 _cpu_choices: set[tuple[str, torch.dtype, Features]] = set()
-"""Requests that `cpu_flash` was chosen for: it takes any shape, so that the answer is the same every time."""
+"""Arguments for which `cpu_flash` was chosen: it takes any shape, so the choice is the same every time."""
 
 
 def kernel_named(name: str) -> Kernel:
-    """The kernel of that name.
+    """Return the kernel of that name.
 
     >>> kernel_named("reference").name
     'reference'
     """
     if not isinstance(name, str) or name not in _KERNELS:
         names = ", ".join((*_CHOICES, *_KERNELS))
-        raise KernelError(f"kernel {name!r} was asked for, but there is none of that name. Use one of {names}.")
+        raise KernelError(f"kernel must be one of {names}, but got {name!r}.")
     return _KERNELS[name]
 
 
@@ -54,28 +54,27 @@ def choose_kernel(
     q_BHQD: Tensor,
     k_BGKD: Tensor,
     v_BGKE: Tensor,
-    asked: Features = PLAIN,
+    features: Features = PLAIN,
     why_not_inside: Callable[[], str | None] = lambda: None,
 ) -> str:
-    """The name of the kernel to use: the one asked for, or the first candidate that can do this for these tensors.
+    """Return the name of the kernel to use: `name`, or the first candidate that takes these tensors and features.
 
-    `why_not_inside` says why functions cannot run inside a kernel, or None; it is asked where one would be chosen.
+    `why_not_inside` returns why functions cannot run inside a kernel, or None; it is called if `flex` would be chosen.
     """
-
     on_cpu = q_BHQD.device.type == "cpu"
-    if on_cpu and (name, q_BHQD.dtype, asked) in _cpu_choices:
+    if on_cpu and (name, q_BHQD.dtype, features) in _cpu_choices:
         return "cpu_flash"
 
     def refusal(kernel: Kernel) -> str | None:
         if kernel.name == "flex" != name and on_cpu:  # it writes out all scores there
-            return "on CPUs it runs when it is named"
-        return asked.beyond(kernel.honours) or kernel.refuses(q_BHQD, k_BGKD, v_BGKE)
+            return "on CPUs it runs only by name"
+        return features.beyond(kernel.honours) or kernel.refuses(q_BHQD, k_BGKD, v_BGKE)
 
     def passed_over(kernel: Kernel) -> str | None:
         if kernel.name != "flex" or name == "flex":
             return None
-        if not (asked.mask_function or asked.score_function):
-            return "it is compiled anew for other shapes, and there is no function that it would have to run"
+        if not (features.mask_function or features.score_function):
+            return "it is compiled again for other shapes, and there is no function to run inside it"
         return why_not_inside()
 
     whys: list[str] = []
@@ -84,8 +83,8 @@ def choose_kernel(
         why = refusal(kernel) or passed_over(kernel)
         if why is None:
             if candidate == "cpu_flash":
-                _cpu_choices.add((name, q_BHQD.dtype, asked))
+                _cpu_choices.add((name, q_BHQD.dtype, features))
             return candidate
         whys.append(f"{candidate}: {why}" if name in _CHOICES else why)
     fit = [repr(other) for other, kernel in _KERNELS.items() if refusal(kernel) is None]
-    raise KernelError(f"kernel {name!r} was asked for, but {'; '.join(whys)}. Use {' or '.join(fit)}, or 'auto'.")
+    raise KernelError(f"kernel {name!r} cannot run: {'; '.join(whys)}. Use {' or '.join(fit)}, or 'auto'.")

@@ -7,101 +7,41 @@ q or k counts the rows of one tile.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from longspan import _torch
-from longspan.spans import Span
 from longspan.tile import Features, Tile
 
 if TYPE_CHECKING:
-    from longspan.masks import Predicate
-    from longspan.scoring.captured import Totals
-    from longspan.scoring.pipeline import Scoring, TilePositions
+    from longspan.scoring.pipeline import TilePairs
 
 
 AMPERE = (8, 0)
 """The compute capability from which GPUs have bfloat16, and flash attention."""
 
 
-class Pairs(Protocol):
-    """The pairs of one compute, for kernels that honour functions of positions; q and k count the rows of a tile.
-
-    `where`, `scoring`, `predicate`, `totals` and `known` are for kernels that take functions themselves instead of
-    asking here.
-    """
-
-    @property
-    def features(self) -> Features: ...
-
-    @property
-    def where(self) -> TilePositions:
-        """Batch rows, heads and positions that local numbers stand for."""
-        ...
-
-    @property
-    def scoring(self) -> Scoring | None:
-        """What happens to scores."""
-        ...
-
-    @property
-    def predicate(self) -> Predicate | None:
-        """What decides on the pairs of tiles that ask."""
-        ...
-
-    @property
-    def totals(self) -> Totals:
-        """Values of captured tensors, and where their gradients are summed up."""
-        ...
-
-    @property
-    def known(self) -> dict[Any, Any]:
-        """What was worked out from the mask's functions, and is kept as long as they read the same."""
-        ...
-
-    def part(self, batch: Span, heads: Span) -> Pairs:
-        """Those of some batch rows and heads, counted from the first."""
-        ...
-
-    def allowed(self, tile: Tile) -> Tensor:
-        """(q, k) booleans: what the mask's function says about a tile that asks; bands are not in it."""
-        ...
-
-    def change(self, scores_BHqk: Tensor, tile: Tile) -> Tensor:
-        """Scaled scores after the score function."""
-        ...
-
-    def pull(self, scores_BHqk: Tensor, tile: Tile) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """`change`, and what turns a gradient of its result into one of the scores, summing up those of captured
-        tensors on the way."""
-        ...
-
-    def factor(self, tile: Tile, dtype: torch.dtype) -> Tensor | None:
-        """(B, H, q, k) factors of probabilities: dropout. None where there is none."""
-        ...
-
-
 @dataclass(eq=False, slots=True)  # frozen ones take three times as long to make
 class TileWork:
-    """What a kernel is given: tight tiles, and the tensors whose rows they count."""
+    """Input of a kernel: tight tiles, and the tensors whose rows they count."""
 
     q_BHQD: Tensor
     k_BGKD: Tensor
     v_BGKE: Tensor
     tiles: Sequence[Tile]
     scale: float
-    pairs: Pairs | None = None
-    """None where nothing but bands matters."""
+    pairs: TilePairs | None = None
+    """None if there are only bands."""
 
 
 @dataclass(eq=False, slots=True)
 class Upstream:
-    """What backward begins with. `out` and `lse` are global, merged over all tiles and ranks."""
+    """Input of backward. `out` and `lse` are global, merged over all tiles and ranks."""
 
     dout_BHQE: Tensor
     out_BHQE: Tensor
@@ -111,7 +51,7 @@ class Upstream:
 
 
 Group = tuple[Tile, ...]
-"""Tiles whose results a kernel gives as one: the rows of the first, then those of the second, and so on."""
+"""Tiles whose results a kernel returns as one: the rows of the first, then those of the second, and so on."""
 
 
 class Kernel(Protocol):
@@ -122,20 +62,19 @@ class Kernel(Protocol):
 
     @property
     def honours(self) -> Features:
-        """What it can do beside plain attention over bands."""
+        """Features besides plain attention over bands."""
         ...
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:
-        """Why it cannot take these tensors, or None."""
+        """Return why the kernel cannot take these tensors, or None."""
         ...
 
     def groups(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> Sequence[Group]:
-        """What the results of these tiles will be, for as many query and key rows. Known before anything is computed:
-        where rows end up is worked out once for a plan, not in every call."""
+        """Return the groups of these tiles, which do not depend on values: a plan computes once where rows go."""
         ...
 
     def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
-        """(out_BHqE, lse_BHq) of every group.
+        """Yield (out_BHqE, lse_BHq) of every group.
 
         `out` is normalised within the tile, in the inputs' dtype or a wider one. `lse` is a natural logarithm in
         float32 (float64 for float64), -inf exactly where the tile's geometry, or the mask's function, leaves a row
@@ -144,7 +83,7 @@ class Kernel(Protocol):
         ...
 
     def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(dq_BHqD, dk_BGkD, dv_BGkE) of every group: what its tiles add to the gradients.
+        """Yield (dq_BHqD, dk_BGkD, dv_BGkE) of every group, to be added to the gradients.
 
         Rows whose global lse is -inf add exact zeros.
         """
@@ -152,16 +91,16 @@ class Kernel(Protocol):
 
 
 def one_by_one(tiles: Sequence[Tile]) -> Sequence[Group]:
-    """Groups of a kernel that gives a result for each tile."""
+    """Return one group for each tile."""
     return [(tile,) for tile in tiles]
 
 
 def gpu_refusal(like: Tensor, least: tuple[int, int]) -> str | None:
-    """Why a kernel that needs an NVIDIA GPU of at least this compute capability cannot run where the tensor is."""
+    """Return why a kernel that needs an NVIDIA GPU of this compute capability cannot run on the tensor's device."""
     if like.device.type != "cuda":
         return f"it runs on GPUs, and the tensors are on {like.device}"
     if (rocm := _torch.rocm()) is not None:
-        return f"it was written for CUDA, and this PyTorch is built for ROCm {rocm}, on which nobody has tried it"
+        return f"it was written for CUDA, and this PyTorch is built for ROCm {rocm}, which is untested"
     capability = _torch.capability(like.device)
     if capability is not None and capability < least:
         have, need = ("{}.{}".format(*pair) for pair in (capability, least))
@@ -170,8 +109,8 @@ def gpu_refusal(like: Tensor, least: tuple[int, int]) -> str | None:
 
 
 def in_vectors(x: Tensor, width: int, multiple: int) -> Tensor:
-    """Last dim padded with zeros to `width`, which is a multiple of `multiple`, and contiguous; every row begins at a
-    multiple of `multiple` numbers. Operators that read that many at once take all this for granted without looking.
+    """Pad the last dim with zeros to `width`, a multiple of `multiple`; the result has a contiguous last dim, and every
+    row begins at a multiple of `multiple` numbers. Operators that read that many at once assume this unchecked.
 
     >>> in_vectors(torch.ones(1, 1, 4, 6), 8, 8).stride()
     (32, 32, 8, 1)
@@ -180,11 +119,11 @@ def in_vectors(x: Tensor, width: int, multiple: int) -> Tensor:
     ((36, 36, 9, 1), (32, 32, 8, 1), True)
     """
     if x.shape[-1] < width:
-        return torch.nn.functional.pad(x, (0, width - x.shape[-1])).contiguous()  # alone, it may keep heads innermost
+        return torch.nn.functional.pad(x, (0, width - x.shape[-1])).contiguous()  # pad alone may keep heads innermost
     strides = x.stride()
     if strides[-1] == 1 and (multiple == 1 or _begin_at(x.storage_offset(), strides, x.shape, multiple)):
         return x
-    return x.clone(memory_format=torch.contiguous_format)  # contiguous() would leave one that begins at an odd place
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() would keep an unaligned start
 
 
 @lru_cache(maxsize=4096)
@@ -194,7 +133,7 @@ def _begin_at(offset: int, strides: tuple[int, ...], shape: tuple[int, ...], mul
 
 
 def finite(x: Tensor) -> bool:
-    """Whether all numbers are finite. A sum that is finite says so; one that is not may have left the range.
+    """Return whether all numbers are finite. If their sum is finite, they are; otherwise it may have overflowed.
 
     >>> finite(torch.tensor([3e38, 3e38])), finite(torch.tensor([torch.inf, -torch.inf]))
     (True, False)

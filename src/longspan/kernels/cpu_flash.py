@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from longspan import _torch
-from longspan.kernels.contract import TileWork, finite
-from longspan.kernels.panels import BackwardOp, ForwardOp, PanelKernel, run_forward
+from longspan.kernels.contract import finite
+from longspan.kernels.panels import BackwardOp, ForwardOp, PanelKernel
 from longspan.tile import MASKS_IN_CHUNKS, Features, as_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -21,21 +20,14 @@ rows, 3x at 128, 1.1x at 700 (H=8, D=64, causal), 0.8x at 1024. The operator tak
 dims above 64 gain only in tiles of less than SHORT_WIDE rows and keys. Of float16 all gain, 1.2x still at 2048."""
 SHORT_WIDE = (192, 512)
 HUGE = 8192.0
-"""Beyond this lse, backward of bfloat16 stays in bfloat16: float32 sums a product in another order than forward did,
-and what rounds a score of 1e5 by 0.01 changes its probability by 1%."""
-
-
-def _in_float32(q_BHQD: Tensor, k_BGKD: Tensor) -> bool:
-    rows, cols = q_BHQD.shape[2], k_BGKD.shape[2]
-    if q_BHQD.dtype == torch.bfloat16:
-        return rows < SHORT if q_BHQD.shape[3] <= 64 else rows < SHORT_WIDE[0] and cols < SHORT_WIDE[1]
-    return q_BHQD.dtype == torch.float16
+"""Above this lse, backward of bfloat16 stays in bfloat16: float32 sums a product in another order than forward did,
+and rounding a score of 1e5 by 0.01 changes its probability by 1%."""
 
 
 def forward_op(
     q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of one piece. Where all scores of a row are nan, the operator says 0 for both; here it is nan."""
+    """Return (out, lse) of one piece; nan for a row whose scores are all nan, where the operator returns 0."""
     out, lse = _torch.cpu_flash(q_BHQD, k_BGKD, v_BGKD, 0.0, causal, attn_mask=bias, scale=scale)
     if not lse.all() and not (finite(q_BHQD) and finite(k_BGKD)):
         zero = lse == 0
@@ -43,30 +35,27 @@ def forward_op(
     return out, lse
 
 
-def _huge(lse_BHQ: Tensor, dtype: torch.dtype) -> bool:
-    """Whether scores are so large that rounding them differently from forward would show. +inf: saw nothing."""
-    if dtype != torch.bfloat16 or not lse_BHQ.numel():
+def _is_faster_in_float32(q_BHQD: Tensor, k_BGKD: Tensor, lse_BHQ: Tensor) -> bool:
+    """Return whether backward should run in float32: see SHORT, and HUGE for scores that forbid it."""
+    if q_BHQD.dtype != torch.bfloat16:
+        return q_BHQD.dtype == torch.float16
+    rows, cols = q_BHQD.shape[2], k_BGKD.shape[2]
+    if not (rows < SHORT if q_BHQD.shape[3] <= 64 else rows < SHORT_WIDE[0] and cols < SHORT_WIDE[1]):
         return False
+    if not lse_BHQ.numel():
+        return True
     low, high = (float(bound) for bound in lse_BHQ.aminmax())
-    if high == torch.inf:
+    if high == torch.inf:  # a row that saw nothing
         high = float(lse_BHQ.masked_fill(lse_BHQ == torch.inf, 0.0).amax())
-    return max(-low, high) > HUGE
+    return max(-low, high) <= HUGE
 
 
 def backward_op(
-    dout_BHQD: Tensor,
-    q_BHQD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKD: Tensor,
-    out_BHQD: Tensor,
-    lse_BHQ: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-    /,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of one piece, in the inputs' dtype or float32, whichever is faster."""
-    dtype = torch.float32 if _in_float32(q_BHQD, k_BGKD) and not _huge(lse_BHQ, q_BHQD.dtype) else q_BHQD.dtype
+    dout_BHQD: Tensor, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, out_BHQD: Tensor, lse_BHQ: Tensor,
+    bias: Tensor | None, causal: bool, scale: float, /,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (dq, dk, dv) of one piece, in the inputs' dtype or float32, whichever is faster."""
+    dtype = torch.float32 if _is_faster_in_float32(q_BHQD, k_BGKD, lse_BHQ) else q_BHQD.dtype
     return _torch.cpu_flash_backward(
         as_dtype(dout_BHQD, dtype),
         as_dtype(q_BHQD, dtype),
@@ -88,9 +77,6 @@ class CpuFlash(PanelKernel):
     op: ForwardOp = forward_op
     backward_op: BackwardOp = backward_op
     honours: Features = MASKS_IN_CHUNKS
-
-    def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
-        return run_forward(self.op, work, self.multiple)
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
         if q_BHQD.device.type != "cpu":

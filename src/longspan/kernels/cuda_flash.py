@@ -10,11 +10,10 @@ hi + shift and right = -lo - shift, neither of which can be negative when no row
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 import torch.nn.attention
@@ -28,50 +27,28 @@ MULTIPLE = 8
 WIDEST = 256
 
 Window = tuple[int, int]
+Starts = Tensor | None
+FlashOp = Callable[
+    [Tensor, Tensor, Tensor, Starts, Starts, tuple[int, int], Window, float],
+    tuple[Tensor, Tensor],
+]
+"""(q, k, v, starts_q, starts_k, longest, window, scale) -> (out, lse)."""
+FlashBackwardOp = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Starts, Starts, tuple[int, int], Window, float],
+    tuple[Tensor, Tensor, Tensor],
+]
+"""(dout, q, k, v, out, lse, starts_q, starts_k, longest, window, scale) -> (dq, dk, dv)."""
 
 
 def implementation() -> str:
-    """Whose flash attention PyTorch's operator runs on GPUs: its own FA2, or what the user has activated by
-    `torch.nn.attention.activate_flash_attention_impl`, which takes the operator's place.
+    """Return which flash attention PyTorch's operator runs on GPUs: its own FA2, or the one activated by
+    `torch.nn.attention.activate_flash_attention_impl`, which replaces the operator.
 
     >>> implementation()
     'FA2'
     """
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # not in older versions of PyTorch
     return (current and current()) or "FA2"
-
-
-class FlashOp(Protocol):
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts_q: Tensor | None,
-        starts_k: Tensor | None,
-        longest: tuple[int, int],
-        window: Window,
-        scale: float,
-        /,
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class FlashBackwardOp(Protocol):
-    def __call__(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        starts_q: Tensor | None,
-        starts_k: Tensor | None,
-        longest: tuple[int, int],
-        window: Window,
-        scale: float,
-        /,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -98,39 +75,24 @@ class Flash:
         return [tuple(launch.tiles) for launch in self._launches(tiles, num_q, num_k)]
 
     def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
-        width, e = _width(work), work.v_BGKE.shape[3]
+        width, b, e = _width(work), work.q_BHQD.shape[0], work.v_BGKE.shape[3]
         q, k, v = (in_vectors(x, width, MULTIPLE) for x in (work.q_BHQD, work.k_BGKD, work.v_BGKE))
         for launch in self._launches(work.tiles, q.shape[2], k.shape[2]):
-            out, lse = self.op(
-                launch.queries(q),
-                launch.keys(k),
-                launch.keys(v),
-                *launch.starts(q),
-                launch.longest,
-                launch.window,
-                work.scale,
-            )
-            yield launch.unpacked(out, q.shape[0], e), launch.unpacked_lse(lse, q.shape[0])
+            operands = launch.queries(q), launch.keys(k), launch.keys(v)
+            out, lse = self.op(*operands, *launch.starts(q), launch.longest, launch.window, work.scale)
+            yield launch.unpacked(out, b, e), launch.unpacked_lse(lse, b)
 
     def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         width, dtype, b = _width(work), work.q_BHQD.dtype, work.q_BHQD.shape[0]
         d, e = work.q_BHQD.shape[3], work.v_BGKE.shape[3]
         dout, out = (in_vectors(x.to(dtype), width, MULTIPLE) for x in (upstream.dout_BHQE, upstream.out_BHQE))
         q, k, v = (in_vectors(x, width, MULTIPLE) for x in (work.q_BHQD, work.k_BGKD, work.v_BGKE))
-        # +inf is what the operator itself writes into rows that are not there: they add exact zeros
+        # the operator itself writes +inf for rows that are not there: they add exact zeros
         lse = upstream.lse_BHQ.float().masked_fill(upstream.lse_BHQ.isneginf(), torch.inf)
         for launch in self._launches(work.tiles, q.shape[2], k.shape[2]):
+            operands = launch.queries(dout), launch.queries(q), launch.keys(k), launch.keys(v), launch.queries(out)
             dq, dk, dv = self.backward_op(
-                launch.queries(dout),
-                launch.queries(q),
-                launch.keys(k),
-                launch.keys(v),
-                launch.queries(out),
-                launch.lse(lse),
-                *launch.starts(q),
-                launch.longest,
-                launch.window,
-                work.scale,
+                *operands, launch.lse(lse), *launch.starts(q), launch.longest, launch.window, work.scale
             )
             yield launch.unpacked(dq, b, d), launch.unpacked(dk, b, d), launch.unpacked(dv, b, e)
 
@@ -141,9 +103,9 @@ class Flash:
 
 @dataclass(eq=False)
 class Launch:
-    """Tight tiles of one window, packed batch row by batch row; alone, a tile keeps its batch dim.
+    """Tight tiles of one window, packed batch row by batch row; a single tile keeps its batch dim.
 
-    What a launch needs to know beside the tensors is worked out once: nothing is copied to a GPU in a warm call.
+    Index tensors are computed once: nothing is copied to a GPU in a warm call.
     """
 
     window: Window
@@ -169,18 +131,18 @@ class Launch:
         return self._packed(x_BGKD, self.cols)
 
     def lse(self, x_BHQ: Tensor) -> Tensor:
-        """(B, H, q) for a tile alone, (H, T) for many."""
+        """Return (B, H, q) for one tile, (H, T) for many."""
         picked = self._picked(x_BHQ, 2, self.rows)
         return (picked if len(self.tiles) == 1 else picked.transpose(0, 1).flatten(1)).contiguous()
 
     def _packed(self, x_BHTD: Tensor, side: Side) -> Tensor:
-        """(B, t, H, D) for a tile alone, (T, H, D) for many."""
-        # Rows are packed token by token, with all heads of a token together: a copy that is made should lie so at once.
+        """Return (B, t, H, D) for one tile, (T, H, D) for many. Rows are packed token by token, with all heads of a
+        token together, so that a copy has the right layout at once."""
         picked = self._picked(x_BHTD.transpose(1, 2), 1, side)
         return picked if len(self.tiles) == 1 else picked.flatten(0, 1)
 
     def _picked(self, x: Tensor, dim: int, side: Side) -> Tensor:
-        """The rows of all tiles, one tile after the other."""
+        """Return the rows of all tiles, one tile after the other."""
         if side.is_one_run:  # neighbours in memory: nothing to copy
             return x if side.total == x.shape[dim] else x.narrow(dim, side.runs[0][0], side.total)
         key = side.name, x.device
@@ -189,31 +151,26 @@ class Launch:
         return x.index_select(dim, self.known[key])
 
     def starts(self, like_BHQD: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Where each slice starts among the packed queries and keys, and where the last one ends."""
+        """Return where each slice starts among the packed queries and keys, and where the last one ends."""
         if len(self.tiles) == 1:
             return None, None
         b, device = like_BHQD.shape[0], like_BHQD.device
-        return self._starts(self.rows, b, device), self._starts(self.cols, b, device)
-
-    def _starts(self, side: Side, b: int, device: torch.device) -> Tensor:
-        key = side.name, b, device
-        if key not in self.known:
-            ends = torch.tensor([0, *(n for _ in range(b) for _, n in side.runs)]).cumsum(0)
-            self.known[key] = ends.to(device=device, dtype=torch.int32)
-        return self.known[key]
+        for side in (self.rows, self.cols):
+            if (side.name, b, device) not in self.known:
+                ends = torch.tensor([0, *(n for _ in range(b) for _, n in side.runs)]).cumsum(0)
+                self.known[side.name, b, device] = ends.to(device=device, dtype=torch.int32)
+        return self.known[self.rows.name, b, device], self.known[self.cols.name, b, device]
 
     def unpacked(self, x: Tensor, b: int, dim: int) -> Tensor:
-        """A result as (B, H, t, dim)."""
-        x = (x if x.dim() == 4 else _apart(x, 0, b)).transpose(1, 2)
+        """Return a result as (B, H, t, dim)."""
+        x = (x if x.dim() == 4 else _unflattened(x, 0, b)).transpose(1, 2)
         return x if x.shape[3] == dim else x.narrow(3, 0, dim)
 
     def unpacked_lse(self, lse: Tensor, b: int) -> Tensor:
-        """(B, H, t)."""
-        return lse if lse.dim() == 3 else _apart(lse, 1, b).transpose(0, 1)
+        return lse if lse.dim() == 3 else _unflattened(lse, 1, b).transpose(0, 1)
 
 
-def _apart(x: Tensor, dim: int, b: int) -> Tensor:
-    """Rows of many batch rows in one dim, in two."""
+def _unflattened(x: Tensor, dim: int, b: int) -> Tensor:
     return x.unsqueeze(dim) if b == 1 else x.unflatten(dim, (b, -1))
 
 
@@ -234,9 +191,9 @@ class Side:
 
 
 def launches(tiles: Sequence[Tile], max_rows: int, max_cols: int) -> list[Launch]:
-    """Tiles of equal windows put together, in order; a launch takes no further tile when it would pack more rows or
-    keys than there are, so that overlapping tiles cost at most one copy of the tensors."""
-    made: list[Launch] = []
+    """Group tiles of equal windows, in order. A launch takes no further tile if it would pack more rows or keys than
+    there are, so that overlapping tiles cost at most one copy of the tensors."""
+    result: list[Launch] = []
     open_at: dict[Window, tuple[Launch, int, int]] = {}
     for tile in tiles:
         window = window_of(tile)
@@ -244,14 +201,14 @@ def launches(tiles: Sequence[Tile], max_rows: int, max_cols: int) -> list[Launch
         rows, cols = rows + tile.rows, cols + tile.cols
         if launch is None or rows > max_rows or cols > max_cols:
             launch, rows, cols = Launch(window, []), tile.rows, tile.cols
-            made.append(launch)
+            result.append(launch)
         launch.tiles.append(tile)
         open_at[window] = launch, rows, cols
-    return made
+    return result
 
 
 def window_of(tight: Tile) -> Window:
-    """Keys left and right of a diagonal that ends in the bottom-right corner; -1 is open.
+    """Return the number of keys left and right of a diagonal that ends in the bottom-right corner; -1 is open.
 
     >>> window_of(Tile(0, 4, 0, 6, lo=-2)), window_of(Tile(0, 4, 0, 4, lo=0, hi=1))
     ((-1, 0), (1, 0))

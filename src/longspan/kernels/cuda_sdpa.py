@@ -43,32 +43,14 @@ class Efficient(PanelKernel):
         return out, lse_BHR.narrow(2, 0, q.shape[2])
 
     def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        bias: Tensor | None,
-        causal: bool,
-        scale: float,
-        /,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
+        causal: bool, scale: float, /,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         heads, groups, rows = q.shape[1], k.shape[1], q.shape[2]
         room = -rows % LSE_MULTIPLE
         lse_BHR = torch.nn.functional.pad(lse, (0, room), value=torch.inf).contiguous()
-        dq, dk, dv = self.backward_op(
-            dout.to(q.dtype),
-            q,
-            _spread(k, heads),
-            _spread(v, heads),
-            _rows_first(out.to(q.dtype)),
-            lse_BHR,
-            _expanded(bias, q),
-            causal,
-            scale,
-        )
+        k, v, out = _spread(k, heads), _spread(v, heads), _rows_first(out.to(q.dtype))
+        dq, dk, dv = self.backward_op(dout.to(q.dtype), q, k, v, out, lse_BHR, _expanded(bias, q), causal, scale)
         return dq, _gathered(dk, groups), _gathered(dv, groups)
 
 
@@ -97,20 +79,11 @@ class Cudnn(PanelKernel):
         return out, lse_BHQ1.squeeze(3)
 
     def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        bias: Tensor | None,
-        causal: bool,
-        scale: float,
-        /,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        # cuDNN takes lse for densely packed whatever its strides say, and gradients go wrong without a word. It finds
-        # what it has built for other calls by q, k, v and bias: dout and out must always be laid out alike.
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
+        causal: bool, scale: float, /,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        # cuDNN takes lse for densely packed whatever its strides are, and gradients are silently wrong. It finds
+        # the plan of an earlier call by q, k, v and bias: dout and out must always have the same layout.
         lse, dout, out, keys = _dense(lse).unsqueeze(3), _dense(dout.to(q.dtype)), _dense(out.to(q.dtype)), k.shape[2]
         if keys == 1:
             k, v, bias, causal = *_with_hidden_key(q, k, v, bias), False
@@ -128,12 +101,12 @@ def _refuses(q: Tensor, dtypes: tuple[torch.dtype, ...], least: tuple[int, int])
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Contiguous, with the strides that its shape alone gives: dims of size 1 may have any."""
+    """Return x contiguous, with strides given by its shape alone: contiguous tensors may have any in dims of size 1."""
     return x.contiguous().view(-1).view(x.shape)
 
 
 def _with_hidden_key(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """One key and its value, each with a row of zeros behind it that the bias hides: cuDNN takes no single key."""
+    """Append a row of zeros, hidden by the bias, to one key and its value: cuDNN takes no single key."""
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1)).contiguous() for x in (k, v))
     both = additive(q.shape[2], 2, None, None, like=q)
     both.select(1, 1).fill_(-torch.inf)
@@ -141,10 +114,10 @@ def _with_hidden_key(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tu
 
 
 def _rows_first(x_BHQE: Tensor) -> Tensor:
-    """The same numbers, in memory as (B, Q, H, E).
+    """Return x with the memory layout (B, Q, H, E).
 
-    In half precision, memory-efficient backward takes rows of `out` for H * E apart, whatever its strides say, and does
-    not copy it as it does `dout`: in another layout dq and dk would be made from other rows and heads.
+    In half precision, memory-efficient backward assumes that rows of `out` are H * E apart, whatever its strides, and
+    does not copy it as it does `dout`: in another layout dq and dk would be computed from other rows and heads.
     """
     return x_BHQE.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -154,7 +127,7 @@ def _expanded(bias: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _spread(x_BGKD: Tensor, heads: int) -> Tensor:
-    """One copy of each key/value head per query head: the operator knows no groups."""
+    """Copy each key/value head for every query head: the operator has no groups."""
     b, groups, rows, dim = x_BGKD.shape
     if groups == heads:
         return x_BGKD
@@ -162,7 +135,7 @@ def _spread(x_BGKD: Tensor, heads: int) -> Tensor:
 
 
 def _gathered(dx_BHKD: Tensor, groups: int) -> Tensor:
-    """Gradients of the copies summed, in float32."""
+    """Sum the gradients of the copies, in float32."""
     if dx_BHKD.shape[1] == groups:
         return dx_BHKD
     return dx_BHKD.unflatten(1, (groups, -1)).sum(2, dtype=torch.float32)

@@ -27,13 +27,13 @@ from torch.nn.functional import pad
 
 from longspan import _torch
 from longspan.errors import KernelError
-from longspan.kernels.contract import Group, Pairs, TileWork, Upstream, gpu_refusal
+from longspan.kernels.contract import Group, TileWork, Upstream, gpu_refusal
 from longspan.masks import Mask, Predicate
 from longspan.masks.captures import ByIdentity
 from longspan.masks.functions import device_of
 from longspan.masks.mask_mods import predicate_mod
 from longspan.masks.tiles import KeySpans, key_spans, listed_first, most_spans, pairs_per_block, span_table
-from longspan.scoring.pipeline import Scoring
+from longspan.scoring.pipeline import Scoring, TilePairs
 from longspan.scoring.traced import Program, key_of, program
 from longspan.spans import LIMIT
 from longspan.tile import Features, Tile
@@ -50,7 +50,7 @@ MAX_COMPILED = 256
 
 
 class Flex:
-    """One call for all tiles: what comes back is one result over all rows (and keys) from the first to the last."""
+    """One call for all tiles, with one result over all rows (and keys) from the first to the last."""
 
     name = "flex"
     honours = Features(mask_function=True, score_function=True)
@@ -79,7 +79,7 @@ class Flex:
         inputs = [call.rows(work.q_BHQD), call.keys(work.k_BGKD), call.keys(work.v_BGKE)]
         inputs += [*call.blocks.tensors, *call.score_values, *call.mask_values]
         with torch.no_grad():
-            out, lse = _run(call.forward_key, call.forward_graph, inputs)
+            out, lse = call.run_forward(inputs)
         cover = call.blocks.cover
         yield out.narrow(2, cover.q0, cover.rows), lse.narrow(2, cover.q0, cover.rows).mul_(LN2)
 
@@ -90,26 +90,29 @@ class Flex:
         dout, lse = call.rows(upstream.dout_BHQE), call.rows(upstream.lse_BHQ, -torch.inf)
         # exp(score - inf) is 0 for a row that saw nothing
         lse = lse.masked_fill(lse.isneginf(), torch.inf).div_(LN2).contiguous()
-        # The operator works out rowsum(dout * out) - dlse / log(2). With `out` of zeros this is any delta we like, in
-        # full precision, and the output of rows from other ranks need not be known.
+        # The operator computes rowsum(dout * out) - dlse / log(2). With `out` of zeros, dlse alone gives delta, in full
+        # precision and without the output of rows from other ranks.
         nothing, dlse = dout.new_zeros(()).expand(dout.shape), (call.rows(upstream.delta_BHQ) * -LN2).contiguous()
         three = call.rows(work.q_BHQD), call.keys(work.k_BGKD), call.keys(work.v_BGKE)
         buffers = *call.blocks.tensors, *call.score.marked(call.score_values), *call.mask_values
         with torch.no_grad():
             inputs = [*three, nothing, lse, dout, dlse, *buffers]
-            dq, dk, dv, *rest = _run(call.backward_key, call.backward_graph, inputs)
-        call.add_gradients(rest)
+            dq, dk, dv, *rest = call.run_backward(inputs)
+        for number, gradient in call.score.captured(rest):
+            assert work.pairs is not None
+            totals = work.pairs.totals
+            totals.add(number, None, gradient.view(totals.values[number].shape))
         cover = call.blocks.cover
         dk, dv = (x.narrow(2, cover.k0, cover.cols) for x in (dk, dv))
         yield dq.narrow(2, cover.q0, cover.rows), dk, dv
 
 
 def why_not_inside(mask: Mask, scoring: Scoring | None, like: Tensor) -> str | None:
-    """Why functions of a call cannot run inside the kernel: what tracing them says. None if they can."""
-    asking = [plane.predicate for plane in mask.distinct_planes() if plane.predicate is not None]
+    """Return why functions of a call cannot run inside the kernel (the error of tracing them), or None."""
+    predicates = [plane.predicate for plane in mask.distinct_planes() if plane.predicate is not None]
     length = mask.length(None)
     try:
-        whys = [_asking_program(predicate, (1, 1), length, like.device, mask.known).why_not for predicate in asking]
+        whys = [_asking_program(predicate, (1, 1), length, like.device, mask.known).why_not for predicate in predicates]
     except KernelError as error:
         return str(error)
     if scoring is not None:
@@ -118,13 +121,12 @@ def why_not_inside(mask: Mask, scoring: Scoring | None, like: Tensor) -> str | N
 
 
 def has_triton() -> bool:
-    """Whether PyTorch's compiler has what it needs for GPUs."""
     return find_spec("triton") is not None
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """What one launch computes: which pairs, and what happens to their scores."""
+    """One launch: its pairs, and the programs for scores and the mask."""
 
     blocks: _Blocks
     scale: float
@@ -132,7 +134,6 @@ class _Call:
     score_values: list[Tensor]
     mask: Program
     mask_values: list[Tensor]
-    pairs: Pairs | None
 
     @staticmethod
     def of(work: TileWork) -> _Call:
@@ -151,23 +152,24 @@ class _Call:
         values = () if pairs is None else pairs.totals.values
         score_values = score.values(() if scoring is None else local, values)
         mask_values = mask.values((*blocks.tables, *(() if predicate is None else local[2:])), ())
-        return _Call(blocks, work.scale, score, score_values, mask, mask_values, pairs)
+        return _Call(blocks, work.scale, score, score_values, mask, mask_values)
+
+    def run_forward(self, inputs: list[Tensor]) -> Sequence[Any]:
+        key, counts = ("forward", self.scale, self.score.key, self.mask.key), self._counts
+        return _run(key, lambda: _torch.flex_graph(self.score.graph, self.mask.graph, self.scale, *counts), inputs)
+
+    def run_backward(self, inputs: list[Tensor]) -> Sequence[Any]:
+        score, mask, counts = self.score, self.mask, self._counts
+        key = "backward", self.scale, score.key, key_of(score.gradient), mask.key
+        return _run(
+            key,
+            lambda: _torch.flex_backward_graph(score.graph, score.gradient, mask.graph, self.scale, *counts),
+            inputs,
+        )
 
     @property
-    def forward_key(self) -> tuple[object, ...]:
-        return "forward", self.scale, self.score.key, self.mask.key
-
-    @property
-    def backward_key(self) -> tuple[object, ...]:
-        return "backward", self.scale, self.score.key, key_of(self.score.gradient), self.mask.key
-
-    def forward_graph(self) -> GraphModule:
-        counts = len(self.score_values), len(self.mask_values)
-        return _torch.flex_graph(self.score.graph, self.mask.graph, self.scale, *counts)
-
-    def backward_graph(self) -> GraphModule:
-        counts, score = (len(self.score_values), len(self.mask_values)), self.score
-        return _torch.flex_backward_graph(score.graph, score.gradient, self.mask.graph, self.scale, *counts)
+    def _counts(self) -> tuple[int, int]:
+        return len(self.score_values), len(self.mask_values)
 
     def rows(self, x: Tensor, value: float = 0.0) -> Tensor:
         return _filled(x, self.blocks.rows, value)
@@ -175,17 +177,10 @@ class _Call:
     def keys(self, x: Tensor) -> Tensor:
         return _filled(x, self.blocks.cols, 0.0)
 
-    def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Adds the gradients of buffers to the totals of the captured tensors they stand for."""
-        for number, gradient in self.score.captured(gradients):
-            assert self.pairs is not None
-            totals = self.pairs.totals
-            totals.add(number, None, gradient.view(totals.values[number].shape))
-
 
 def bucket(size: int) -> int:
-    """A number of rows or keys, rounded up to a power of two, at least a block. It costs memory, no time: blocks in
-    which nothing is seen are not looked at.
+    """Round a number of rows or keys up to a power of two, at least a block. It costs memory but no time: empty blocks
+    are skipped.
 
     >>> [bucket(n) for n in (1, 128, 129, 500, 600)]
     [128, 128, 256, 512, 1024]
@@ -194,14 +189,14 @@ def bucket(size: int) -> int:
 
 
 def _filled(x: Tensor, size: int, value: float) -> Tensor:
-    """Contiguous, with rows of this value up to the size: strides are part of what is compiled for, too."""
+    """Pad rows with a value up to a size, and make the result contiguous: kernels are compiled for strides, too."""
     more = size - x.shape[2]
     return (pad(x, (0, 0) * (x.ndim - 3) + (0, more), value=value) if more else x).contiguous()
 
 
-def _positions(blocks: _Blocks, pairs: Pairs | None, device: torch.device) -> tuple[Tensor, ...]:
-    """First batch row, first head, position of every query row and of every key; those beyond the real ones have some
-    real position, so that functions find it in their tables."""
+def _positions(blocks: _Blocks, pairs: TilePairs | None, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the first batch row, the first head, and the position of every query row and key. Padding has a real
+    position, so that functions find it in their tables."""
     assert pairs is not None
     where = pairs.where
     first = (torch.full((), start, device=device) for start in (where.batch.start, where.heads.start))
@@ -213,38 +208,35 @@ def _on(device: torch.device, array: NDArray[Any]) -> Tensor:
     return torch.tensor(array, device=device)  # a copy: positions are kept elsewhere, too
 
 
-def _length(pairs: Pairs | None) -> int:
-    """A power of two above all positions: lengths are shapes, and other shapes have to be compiled again."""
-    assert pairs is not None
+def _length(pairs: TilePairs) -> int:
+    """Return a power of two above all positions: lengths are shapes, and new shapes mean compiling."""
     return 1 << int(max(pairs.where.q.max(), pairs.where.kv.max())).bit_length()
 
 
 # -- Running graphs: eagerly on CPUs, compiled on GPUs -----------------------------------------------------------------
 
 _compiled: dict[tuple[object, ...], Callable[..., Sequence[Tensor]]] = {}
-"""By code and by shapes. A cache: it changes no result. The oldest of very many are forgotten."""
+"""A cache by code and shapes; drops the oldest of more than MAX_COMPILED."""
 
 
 def _run(key: tuple[object, ...], graph: Callable[[], GraphModule], inputs: list[Tensor]) -> Sequence[Any]:
     if inputs[0].device.type == "cpu":
         return graph()(*inputs)
-    known = compiled_for(key, inputs)
-    if known not in _compiled:
+    key = compiled_for(key, inputs)
+    if key not in _compiled:
         while len(_compiled) >= MAX_COMPILED:
             del _compiled[next(iter(_compiled))]
-        _compiled[known] = _torch.compiled(graph(), inputs)
-    return _compiled[known](*inputs)
+        _compiled[key] = _torch.compiled(graph(), inputs)
+    return _compiled[key](*inputs)
 
 
 def compiled_for(key: tuple[object, ...], inputs: Sequence[Tensor]) -> tuple[object, ...]:
-    """Calls with equal ones share what was compiled: the code, and the form of all tensors."""
-    forms = ((x.shape, _strides(x), x.dtype, x.device, x.requires_grad) for x in inputs)
-    return *key, *forms
+    """Return the key of compiled code: the graph's key, and shape, strides, dtype and device of all tensors."""
 
+    def strides(x: Tensor) -> tuple[int, ...]:  # those of dims of size 1 do not matter
+        return tuple(stride if size > 1 else 0 for stride, size in zip(x.stride(), x.shape, strict=True))
 
-def _strides(x: Tensor) -> tuple[int, ...]:
-    """Strides that matter."""
-    return tuple(stride if size > 1 else 0 for stride, size in zip(x.stride(), x.shape, strict=True))
+    return *key, *((x.shape, strides(x), x.dtype, x.device, x.requires_grad) for x in inputs)
 
 
 def _zeros(device: torch.device | str, num: int) -> tuple[Tensor, ...]:
@@ -258,12 +250,12 @@ def _unchanged(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Ten
 _UNCHANGED = Program(_unchanged, (torch.zeros(()), *_zeros("cpu", 4)), 0, ())
 
 _scores: WeakKeyDictionary[Scoring, dict[tuple[torch.device, torch.dtype], Program]] = WeakKeyDictionary()
-"""Traced before: a scoring runs in every compute, forward and backward. A cache: it changes no result."""
+"""Traced programs: a scoring runs in every compute, forward and backward."""
 
 
 def _score_program(scoring: Scoring, device: torch.device, dtype: torch.dtype) -> Program:
-    """(score, b, h, local row, local key; first batch row, first head, positions of rows and keys)."""
-    functions = Scoring(scoring.functions)  # without what is captured and without a way back to the cache
+    """Return the program (score, b, h, local row, local key; first batch row, first head, positions)."""
+    functions = Scoring(scoring.functions)  # a copy that does not refer to the cache's key
 
     def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *where: Tensor) -> Tensor:
         b0, h0, q, kv = where
@@ -281,7 +273,7 @@ def _score_program(scoring: Scoring, device: torch.device, dtype: torch.dtype) -
 
 
 def _seen(i: Tensor, j: Tensor, start: Tensor, stop: Tensor, depth: int) -> Tensor:
-    """Whether key j is in one of the `depth` spans of row i."""
+    """Return whether key j is in one of the `depth` spans of row i."""
     inside = j < 0
     for k in range(depth):
         at = i * depth + k
@@ -291,7 +283,7 @@ def _seen(i: Tensor, j: Tensor, start: Tensor, stop: Tensor, depth: int) -> Tens
 
 @cache
 def _bands_program(depth: int) -> Program:
-    """(b, h, local row, local key; tables of spans, and of spans that ask, which are empty)."""
+    """Return the program (b, h, local row, local key; tables of spans, and of spans that ask, which are empty)."""
 
     def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor, start: Tensor, stop: Tensor, *_: Tensor) -> Tensor:  # noqa: ARG001
         return _seen(i, j, start, stop, depth)
@@ -303,30 +295,27 @@ def _bands_program(depth: int) -> Program:
 def _asking_program(
     predicate: Predicate, depths: tuple[int, int], length: int, device: torch.device, known: dict[Any, Any]
 ) -> Program:
-    """(b, h, local row, local key; the tables, positions of rows and keys); remembered with the mask."""
+    """Return the program (b, h, local row, local key; the tables, positions); cached with the mask."""
     key = ("flex", ByIdentity(predicate), depths, length, device)
-    if key not in known:
-        known[key] = _made_asking_program(predicate, depths, length, device)
-    return known[key]
-
-
-def _made_asking_program(predicate: Predicate, depths: tuple[int, int], length: int, device: torch.device) -> Program:
+    if key in known:
+        return known[key]
     decide = predicate_mod(predicate, length)
 
     def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor, *rest: Tensor) -> Tensor:  # noqa: ARG001
         start, stop, ask_start, ask_stop, q, kv = rest
-        asked = _seen(i, j, ask_start, ask_stop, depths[1])
-        zero = torch.full_like(i, 0)  # a predicate is of one batch row and head, or does not look at them
-        return _seen(i, j, start, stop, depths[0]) | (asked & decide(None, zero, zero, q[i], kv[j]))
+        maybe = _seen(i, j, ask_start, ask_stop, depths[1])
+        zero = torch.full_like(i, 0)  # a predicate is for one batch row and head, or does not use them
+        return _seen(i, j, start, stop, depths[0]) | (maybe & decide(None, zero, zero, q[i], kv[j]))
 
     def arguments(device: torch.device | str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         lines = [torch.zeros(depth, dtype=torch.int32, device=device) for depth in depths for _ in range(2)]
         positions = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)]
         return _zeros(device, 4), (*lines, *positions)
 
-    # called where masks are called otherwise; tensors they use are copied to the device
-    numbers, given = arguments(device_of(predicate))
-    return program(mask, *arguments(device), (), (*numbers, *given))
+    # tried on the device where masks are called otherwise; tensors they use are copied to this one
+    numbers, tables = arguments(device_of(predicate))
+    known[key] = program(mask, *arguments(device), (), (*numbers, *tables))
+    return known[key]
 
 
 # -- Tiles as tables of spans and as blocks ----------------------------------------------------------------------------
@@ -337,26 +326,25 @@ class _Blocks:
     """All tiles of one launch."""
 
     cover: Tile
-    """From the first row and the first key of any tile to the last ones."""
     rows: int
     cols: int
-    """Those of the tensors, rounded up to a bucket."""
+    """Rows and keys of the tensors, rounded up to a bucket."""
     depths: tuple[int, int]
-    """How many spans of keys a row has at most, rounded up: of those that all may see, and of those that ask."""
+    """The largest number of spans of a row, rounded up: of plain spans, and of spans that ask."""
     tables: tuple[Tensor, Tensor, Tensor, Tensor]
     tensors: tuple[Tensor, ...]
-    """Which blocks are partial and which full."""
+    """Partial and full blocks."""
 
 
 def _cover(tiles: Sequence[Tile]) -> Tile:
-    """From the first row and the first key of any tile to the last ones."""
+    """Return the tile from the first row and the first key of any tile to the last ones."""
     sides = np.array([(t.q0, t.q1, t.k0, t.k1) for t in tiles])
     return Tile(int(sides[:, 0].min()), int(sides[:, 1].max()), int(sides[:, 2].min()), int(sides[:, 3].max()))
 
 
 @lru_cache(maxsize=64)
 def _blocks_of(tiles: tuple[Tile, ...], shape: tuple[int, int], device: torch.device) -> _Blocks:
-    """Remembered: the same tiles come again in every layer and step."""
+    """Cached: the same tiles come again in every layer and step."""
     from torch.nn.attention.flex_attention import BlockMask
 
     cover, rows, cols = _cover(tiles), bucket(shape[0]), bucket(shape[1])
@@ -367,18 +355,12 @@ def _blocks_of(tiles: tuple[Tile, ...], shape: tuple[int, int], device: torch.de
         *_listed(((sure > 0) | (maybe > 0)) & ~full), *_listed(full), BLOCK_SIZE=BLOCK
     ).as_tuple()
     tables, depths = zip(*(_tables(spans, rows, device) for spans in (plain, asking)), strict=True)
-    return _Blocks(
-        cover,
-        rows,
-        cols,
-        (max(depths[0], 1), depths[1]),
-        (*tables[0], *tables[1]),
-        tuple(x.to(device) for x in fields[2:10]),
-    )
+    tensors = tuple(x.to(device) for x in fields[2:10])
+    return _Blocks(cover, rows, cols, (max(depths[0], 1), depths[1]), (*tables[0], *tables[1]), tensors)
 
 
 def _spans(tiles: Sequence[Tile], num_rows: int) -> KeySpans:
-    """What every row sees. A tile counts rows and keys from its own corner, a band from that of the tensors."""
+    """Return the spans that every row sees. Tiles count rows and keys from their own corner, bands from 0."""
     rows: list[tuple[int, ...]] = []
     for t in tiles:
         shift = t.q0 - t.k0
@@ -388,9 +370,9 @@ def _spans(tiles: Sequence[Tile], num_rows: int) -> KeySpans:
 
 
 def _tables(spans: KeySpans, num_rows: int, device: torch.device) -> tuple[tuple[Tensor, Tensor], int]:
-    """First key and the key after the last of the k-th span of row i at i * depth + k, and the depth.
+    """Return start and stop of the k-th span of row i at i * depth + k, and the depth.
 
-    The depth is 0, 1, 2, 4, ...: it is part of the code, and other code has to be compiled again.
+    The depth is 0, 1, 2, 4, ...: it is part of the code, and new code means compiling.
     """
     most = most_spans(spans)
     depth = 1 << (most - 1).bit_length() if most else 0
@@ -399,6 +381,6 @@ def _tables(spans: KeySpans, num_rows: int, device: torch.device) -> tuple[tuple
 
 
 def _listed(blocks: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
-    """Blocks for all batch rows and heads: (1, 1, rows) and (1, 1, rows, columns)."""
+    """Return blocks for all batch rows and heads: (1, 1, rows) and (1, 1, rows, columns)."""
     counts, order = listed_first(blocks[None, None])
     return torch.tensor(counts), torch.tensor(order)

@@ -1,4 +1,4 @@
-"""Run tiles on fused operators without bands, with a fallback for values that they cannot handle.
+"""Run tiles on fused operators that have no bands, with a fallback for values that they cannot handle.
 
 Tiles are cut into the shapes that such an operator supports (full, top-left causal, additive bias), and the results are
 merged. Shapes: see contract.py.
@@ -27,33 +27,32 @@ Turning the far border into a causal triangle by reversing rows was not faster (
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from longspan.kernels.contract import Group, Kernel, Pairs, TileWork, Upstream, finite, in_vectors, one_by_one
+from longspan.kernels.contract import Group, Kernel, TileWork, Upstream, finite, in_vectors, one_by_one
+from longspan.scoring.pipeline import TilePairs
 from longspan.tile import Features, Tile, as_dtype, once
 from longspan.tile import wide as widened
 
-# -- Fallback: scales that are not above 0, and values that are not finite ---------------------------------------------
+# -- Fallback: scales that are not positive, and values that are not finite --------------------------------------------
 
 
 @dataclass(frozen=True)
 class Guarded:
-    """A kernel whose operators hide pairs by adding -inf, and multiply probabilities of 0 with whatever is there.
+    """A kernel whose operators hide pairs by adding -inf, and multiply hidden values by probabilities of 0.
 
-    They take a scale above 0 only: some multiply the -inf by it. The sign belongs to q as well, and so does a 0.
-    Where a tile's result is not finite, `careful` computes it again: there hidden pairs contribute nothing, whatever
-    their numbers. Looking at results costs a pass over them, on CPUs; on GPUs it would make the host wait, and is left.
+    They take a positive scale only, because some multiply the -inf by it; the sign, or a 0, goes to q. If a tile's
+    result is not finite, `fallback` computes it again: there hidden pairs contribute nothing, whatever their values.
+    The check is a pass over the results, on CPUs; on GPUs it would make the host wait, and is left out.
     """
 
     kernel: Kernel
-    careful: Kernel
-    looks: bool
-    """Whether results are looked at."""
+    fallback: Kernel
+    checks_finite: bool
 
     @property
     def name(self) -> str:
@@ -70,40 +69,30 @@ class Guarded:
         return self.kernel.groups(tiles, num_q, num_k)
 
     def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
-        above = work if work.scale > 0.0 else _above(work)[1]
-        for number, (out, lse) in enumerate(self.kernel.forward(above)):
-            if self.looks and not finite(out):
-                yield from self.careful.forward(replace(work, tiles=self._groups(work)[number]))
+        positive = work if work.scale > 0.0 else _with_positive_scale(work)[1]
+        for number, (out, lse) in enumerate(self.kernel.forward(positive)):
+            if self.checks_finite and not finite(out):
+                yield from self.fallback.forward(self._group(work, number))
             else:
                 yield out, lse
 
     def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        sign, above = (1.0, work) if work.scale > 0.0 else _above(work)
-        for number, (dq, dk, dv) in enumerate(self.kernel.backward(above, upstream)):
-            if self.looks and not (finite(dq) and finite(dk) and finite(dv)):
-                yield from self.careful.backward(replace(work, tiles=self._groups(work)[number]), upstream)
+        sign, positive = (1.0, work) if work.scale > 0.0 else _with_positive_scale(work)
+        for number, (dq, dk, dv) in enumerate(self.kernel.backward(positive, upstream)):
+            if self.checks_finite and not (finite(dq) and finite(dk) and finite(dv)):
+                yield from self.fallback.backward(self._group(work, number), upstream)
             else:
                 yield dq if sign == 1.0 else dq * sign, dk, dv
 
-    def _groups(self, work: TileWork) -> Sequence[Group]:
-        return self.kernel.groups(work.tiles, work.q_BHQD.shape[2], work.k_BGKD.shape[2])
+    def _group(self, work: TileWork, number: int) -> TileWork:
+        groups = self.kernel.groups(work.tiles, work.q_BHQD.shape[2], work.k_BGKD.shape[2])
+        return replace(work, tiles=groups[number])
 
 
-def _above(work: TileWork) -> tuple[float, TileWork]:
-    """A factor of q, and the same work with q so multiplied and a scale above 0."""
-    sign, scale = signed(work.scale)
-    return sign, work if sign == 1.0 else replace(work, q_BHQD=work.q_BHQD * sign, scale=scale)
-
-
-def signed(scale: float) -> tuple[float, float]:
-    """A factor of q (1, -1 or 0) and a scale above 0 that together are the scale.
-
-    >>> signed(0.5), signed(-0.5), signed(0.0)
-    ((1.0, 0.5), (-1.0, 0.5), (0.0, 1.0))
-    """
-    if scale == 0.0:
-        return 0.0, 1.0
-    return (1.0, scale) if scale > 0.0 else (-1.0, -scale)
+def _with_positive_scale(work: TileWork) -> tuple[float, TileWork]:
+    """Return 1, -1 or 0, and the work with q multiplied by it and a positive scale."""
+    sign = float((work.scale > 0.0) - (work.scale < 0.0))
+    return sign, replace(work, q_BHQD=work.q_BHQD * sign, scale=abs(work.scale) or 1.0)
 
 
 # -- Panels ------------------------------------------------------------------------------------------------------------
@@ -115,80 +104,16 @@ NARROW_ROWS = 256
 WIDE_ROWS = 1024  # <= NARROW, or the borders would overlap; also bounds the bias, a triangle of that size
 
 
-class ForwardOp(Protocol):
-    """(out, lse) of one piece; `bias` is None or an additive (q, k) mask in the inputs' dtype."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class BackwardOp(Protocol):
-    """(dq, dk, dv) of one piece from dout, q, k, v, out, lse; the first and the fifth may come in another dtype."""
-
-    def __call__(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        bias: Tensor | None,
-        causal: bool,
-        scale: float,
-        /,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-@dataclass(frozen=True)
-class PanelKernel(ABC):
-    """A kernel made of a fused operator that knows full, causal and biased attention, and no band."""
-
-    name: str
-    op: ForwardOp
-    backward_op: BackwardOp
-    honours: Features
-    multiple: int = 1
-    """Head dims are padded to a multiple of this."""
-
-    @abstractmethod
-    def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None: ...
-
-    def groups(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> Sequence[Group]:  # noqa: ARG002
-        return one_by_one(tiles)
-
-    def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
-        return run_forward(self.run, work, self.multiple)
-
-    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        return run_backward(self.run_backward, work, upstream, self.multiple)
-
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of one piece."""
-        return self.op(q, k, v, bias, causal, scale)
-
-    def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        bias: Tensor | None,
-        causal: bool,
-        scale: float,
-        /,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of one piece."""
-        return self.backward_op(dout, q, k, v, out, lse, bias, causal, scale)
+ForwardOp = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor]]
+"""(q, k, v, bias, causal, scale) -> (out, lse) of one piece; bias is None or an additive (q, k) mask in q's dtype."""
+BackwardOp = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor, Tensor]
+]
+"""(dout, q, k, v, out, lse, bias, causal, scale) -> (dq, dk, dv); dout and out may have another dtype."""
 
 
 def split(tile: Tile) -> Iterator[Tile]:
-    """Disjoint tight tiles with the same pairs, each of them full, causal (lo == 0) or small enough for a bias.
+    """Yield disjoint tight tiles with the same pairs, each full, causal (lo == 0) or small enough for a bias.
 
     >>> [(piece.k0, piece.k1, piece.lo) for piece in split(Tile(0, 4096, 0, 5120, lo=-1024))]
     [(0, 1024, None), (1024, 5120, 0)]
@@ -198,7 +123,11 @@ def split(tile: Tile) -> Iterator[Tile]:
         return
     lo, hi = tight.lo, tight.hi
     if tight.asks:
-        yield from _blocks(tight)
+        for panel in _panels(tight, SMALL[0]):
+            for k0 in range(panel.k0, panel.k1, SMALL[1]):
+                block = panel.part(panel.q0, panel.q1, k0, min(k0 + SMALL[1], panel.k1))
+                if block is not None:
+                    yield block
     elif (hi is None and lo in (None, 0)) or (tight.rows <= SMALL[0] and tight.cols <= SMALL[1]):
         yield tight
     elif hi is None:
@@ -212,15 +141,6 @@ def split(tile: Tile) -> Iterator[Tile]:
             yield from _borders(panel)
 
 
-def _blocks(tile: Tile) -> Iterator[Tile]:
-    """Blocks that one bias serves each."""
-    for panel in _panels(tile, SMALL[0]):
-        for k0 in range(panel.k0, panel.k1, SMALL[1]):
-            block = panel.part(panel.q0, panel.q1, k0, min(k0 + SMALL[1], panel.k1))
-            if block is not None:
-                yield block
-
-
 def _panels(tile: Tile, rows: int) -> Iterator[Tile]:
     for q0 in range(tile.q0, tile.q1, rows):
         panel = tile.part(q0, min(q0 + rows, tile.q1), tile.k0, tile.k1)
@@ -229,7 +149,7 @@ def _panels(tile: Tile, rows: int) -> Iterator[Tile]:
 
 
 def _borders(tile: Tile) -> Iterator[Tile]:
-    """Columns that all rows see, then the triangle at the diagonal, then the far border of a window."""
+    """Yield the columns that all rows see, the triangle at the diagonal, and the far border of a window."""
     far = 0 if tile.hi is None else min(max(tile.rows - 1 - tile.hi, 0), tile.cols)
     near = tile.cols if tile.lo is None else -tile.lo
     assert far <= near, f"the borders of {tile} overlap"
@@ -248,16 +168,15 @@ def _borders(tile: Tile) -> Iterator[Tile]:
 class _Biases:
     """Additive masks; only the last is kept, because the panels of one window follow each other and share it."""
 
-    def __init__(self, like: Tensor, pairs: Pairs | None) -> None:
+    def __init__(self, like: Tensor, pairs: TilePairs | None) -> None:
         self._like, self._pairs = like, pairs
         self._shape: tuple[int, int, int | None, int | None] | None = None
         self._bias: Tensor | None = None
         self.blind: Tensor | None = None
-        """(q, 1) rows of the last piece that see none of its keys, where a function decided; None if the host knows
-        that there are none."""
+        """(q, 1) rows of the last piece that see none of its keys, if a function decided; None if known to be none."""
 
     def of(self, piece: Tile) -> tuple[Tensor | None, bool]:
-        """(bias, causal) that say which pairs of the piece may meet."""
+        """Return (bias, causal) for the pairs of a piece."""
         self.blind = None
         if piece.asks:
             return self._answers(piece), False
@@ -279,7 +198,7 @@ class _Biases:
 
 
 def additive(rows: int, cols: int, lo: int | None, hi: int | None, like: Tensor) -> Tensor:
-    """0 where row i and column j may meet, -inf elsewhere, in the dtype of `like`."""
+    """Return 0 where row i may attend to column j, -inf elsewhere, in the dtype of `like`."""
     # Memory-efficient attention on GPUs reads the bias in runs of 16, so every row has room for whole runs.
     room = -(-cols // 16) * 16
     bias = like.new_full((rows, room), -torch.inf) if lo is not None else like.new_zeros((rows, room))
@@ -290,74 +209,128 @@ def additive(rows: int, cols: int, lo: int | None, hi: int | None, like: Tensor)
     return bias.narrow(1, 0, cols)
 
 
-def run_forward(op: ForwardOp, work: TileWork, multiple: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Kernel.forward by pieces. Head dims are padded with zeros to the larger of the two and to a `multiple`."""
-    q_BHQD, k_BGKD, v_BGKE = work.q_BHQD, work.k_BGKD, work.v_BGKE
-    biases, e = _Biases(q_BHQD, work.pairs), v_BGKE.shape[3]
-    width = -(-max(q_BHQD.shape[3], e) // multiple) * multiple
-    for tile, pieces in once(work.tiles, _pieces):
-        state: tuple[Tensor, Tensor] | None = None
-        seen: list[Tile] = []
-        for piece in pieces:
-            rows, keys = (piece.q0, piece.q1), (piece.k0, piece.k1)
-            part, part_lse = op(
-                _operand(q_BHQD, *rows, width, multiple),
-                _operand(k_BGKD, *keys, width, multiple),
-                _operand(v_BGKE, *keys, width, multiple),
-                *biases.of(piece),
-                work.scale,
-            )
-            part = part if width == e else part.narrow(3, 0, e)
-            if biases.blind is not None:  # operators write finite numbers there
-                part, part_lse = (
-                    part.masked_fill(biases.blind, 0.0),
-                    part_lse.masked_fill(biases.blind[:, 0], -torch.inf),
+@dataclass(frozen=True)
+class PanelKernel(ABC):
+    """A kernel on a fused operator with full, causal and biased attention, and without bands.
+
+    Head dims are padded with zeros to the larger of the two, and to a multiple of `multiple`.
+    """
+
+    name: str
+    op: ForwardOp
+    backward_op: BackwardOp
+    honours: Features
+    multiple: int = 1
+
+    @abstractmethod
+    def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None: ...
+
+    def groups(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> Sequence[Group]:  # noqa: ARG002
+        return one_by_one(tiles)
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
+    ) -> tuple[Tensor, Tensor]:
+        return self.op(q, k, v, bias, causal, scale)
+
+    def run_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
+        causal: bool, scale: float, /,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return self.backward_op(dout, q, k, v, out, lse, bias, causal, scale)
+
+    def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
+        q_BHQD, k_BGKD, v_BGKE, multiple = work.q_BHQD, work.k_BGKD, work.v_BGKE, self.multiple
+        biases, e = _Biases(q_BHQD, work.pairs), v_BGKE.shape[3]
+        width = -(-max(q_BHQD.shape[3], e) // multiple) * multiple
+        for tile, pieces in once(work.tiles, _pieces):
+            out = lse = None
+            for number, piece in enumerate(pieces):
+                part, part_lse = self.run(
+                    _operand(q_BHQD, piece.q0, piece.q1, width, multiple),
+                    _operand(k_BGKD, piece.k0, piece.k1, width, multiple),
+                    _operand(v_BGKE, piece.k0, piece.k1, width, multiple),
+                    *biases.of(piece),
+                    work.scale,
                 )
-            if state is None and piece.rows == tile.rows:
-                state = part, part_lse
-            else:
-                state = (
-                    _nothing(tile.rows, part, part_lse) if state is None else (state[0].to(part_lse.dtype), state[1])
+                part = part if width == e else part.narrow(3, 0, e)
+                if biases.blind is not None:  # operators write finite numbers there
+                    part = part.masked_fill(biases.blind, 0.0)
+                    part_lse = part_lse.masked_fill(biases.blind[:, 0], -torch.inf)
+                if lse is None or out is None:
+                    if piece.rows == tile.rows:
+                        out, lse = part, part_lse
+                        continue
+                    b, h = part.shape[:2]
+                    out = part.new_zeros((b, h, tile.rows, e), dtype=part_lse.dtype)
+                    lse = part_lse.new_full((b, h, tile.rows), -torch.inf)
+                out = out.to(lse.dtype)
+                rows = (2, piece.q0 - tile.q0, piece.rows)
+                if all(piece.q0 >= other.q1 or other.q0 >= piece.q1 for other in pieces[:number]):  # rows not seen yet
+                    out.narrow(*rows).copy_(part)
+                    lse.narrow(*rows).copy_(part_lse)
+                else:
+                    merge(out.narrow(*rows), lse.narrow(*rows), part, part_lse)
+            assert out is not None, f"{tile} has no pair"
+            assert lse is not None
+            yield out, lse
+
+    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Gradients of pieces are summed in float32 (float64 for float64)."""
+        q_BHQD, k_BGKD, v_BGKE, lse_BHQ = work.q_BHQD, work.k_BGKD, work.v_BGKE, upstream.lse_BHQ
+        wide, d, e, multiple = widened(q_BHQD.dtype), q_BHQD.shape[3], v_BGKE.shape[3], self.multiple
+        biases, width = _Biases(q_BHQD, work.pairs), -(-max(d, e) // multiple) * multiple
+        # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for all its keys
+        lse_BHQ = as_dtype(lse_BHQ, wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
+        for tile, pieces in once(work.tiles, _pieces):
+            sums: tuple[Tensor, ...] | None = None
+            for piece in pieces:
+                rows, keys = (piece.q0, piece.q1), (piece.k0, piece.k1)
+                gradients = self.run_backward(
+                    _operand(upstream.dout_BHQE, *rows, width, multiple),
+                    _operand(q_BHQD, *rows, width, multiple),
+                    _operand(k_BGKD, *keys, width, multiple),
+                    _operand(v_BGKE, *keys, width, multiple),
+                    _operand(upstream.out_BHQE, *rows, width, multiple),
+                    lse_BHQ if piece.rows == lse_BHQ.shape[2] else lse_BHQ.narrow(2, piece.q0, piece.rows),
+                    *biases.of(piece),
+                    work.scale,
                 )
-                at = (2, piece.q0 - tile.q0, piece.rows)
-                fresh = all(piece.q0 >= other.q1 or other.q0 >= piece.q1 for other in seen)
-                (_write if fresh else merge)(state[0].narrow(*at), state[1].narrow(*at), part, part_lse)
-            seen.append(piece)
-        assert state is not None, f"{tile} has no pair"
-        yield state
+                sides = zip(gradients, (d, d, e), strict=True)
+                gradients = tuple(x if x.shape[3] == dim else x.narrow(3, 0, dim) for x, dim in sides)
+                if sums is None:
+                    if (piece.rows, piece.cols) == (tile.rows, tile.cols):
+                        sums = gradients
+                        continue
+                    sizes = zip((q_BHQD, k_BGKD, v_BGKE), (tile.rows, tile.cols, tile.cols), strict=True)
+                    sums = tuple(x.new_zeros((*x.shape[:2], size, x.shape[3]), dtype=wide) for x, size in sizes)
+                starts = piece.q0 - tile.q0, piece.k0 - tile.k0, piece.k0 - tile.k0
+                for total, start, part in zip(sums, starts, gradients, strict=True):
+                    total.narrow(2, start, part.shape[2]).add_(part)
+            assert sums is not None, f"{tile} has no pair"
+            dq, dk, dv = sums
+            yield dq, dk, dv
 
 
 def _pieces(tiles: Sequence[Tile]) -> list[tuple[Tile, tuple[Tile, ...]]]:
-    """Every tile with its pieces."""
     return [(tile, tuple(split(tile))) for tile in tiles]
 
 
 def _operand(x: Tensor, start: int, stop: int, width: int, multiple: int) -> Tensor:
-    """Rows of a tensor, with last dims padded to `width`, as operators can read them (see `in_vectors`)."""
+    """Return rows of a tensor, with last dims padded to `width`, as operators can read them (see `in_vectors`)."""
     rows = x if stop - start == x.shape[2] else x.narrow(2, start, stop - start)
     if multiple == 1 and rows.shape[3] == width and rows.stride(3) == 1:
         return rows
     return in_vectors(rows, width, multiple)
 
 
-def _nothing(rows: int, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Wide (0, -inf) for all rows of a tile."""
-    b, h, _, e = part.shape
-    return part.new_zeros((b, h, rows, e), dtype=part_lse.dtype), part_lse.new_full((b, h, rows), -torch.inf)
-
-
-def _write(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    out.copy_(part)
-    lse.copy_(part_lse)
-
-
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Folds a partial result over other keys into (out, lse), in place.
+    """Merge a partial result over other keys into (out, lse), in place.
 
-    The two weights are made to sum to one by dividing, not by subtracting a rounded lse: with |lse| of 1e4 that keeps
+    The two weights sum to one by dividing, not by subtracting a rounded lse: with |lse| of 1e4 that keeps
     three more digits. A row that neither has seen stays (0, -inf).
 
-    Not `run.merge.merge`, which has a third tensor for the sum and divides at the end: a row of a tile meets two or
+    Not `run.merge.merge`, which has a third tensor for the sum and divides at the end: a row of a tile is in two or
     three pieces, the first is the operator's own output in its own dtype, and most tiles are one piece and merge none.
     """
     top = torch.maximum(lse, part_lse)
@@ -367,48 +340,3 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.copy_(top + total.log())
     total.clamp_(min=0.5)  # at least 1 wherever something was seen
     out.mul_((mine / total).unsqueeze(-1)).add_(part * (other / total).unsqueeze(-1))
-
-
-def run_backward(
-    op: BackwardOp, work: TileWork, upstream: Upstream, multiple: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Kernel.backward by pieces, whose gradients are summed in float32 (float64 for float64)."""
-    q_BHQD, k_BGKD, v_BGKE, lse_BHQ = work.q_BHQD, work.k_BGKD, work.v_BGKE, upstream.lse_BHQ
-    wide, d, e = widened(q_BHQD.dtype), q_BHQD.shape[3], v_BGKE.shape[3]
-    biases, width = _Biases(q_BHQD, work.pairs), -(-max(d, e) // multiple) * multiple
-    # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for everybody it meets
-    lse_BHQ = as_dtype(lse_BHQ, wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
-    for tile, pieces in once(work.tiles, _pieces):
-        sums: tuple[Tensor, Tensor, Tensor] | None = None
-        for piece in pieces:
-            rows, keys = (piece.q0, piece.q1), (piece.k0, piece.k1)
-            dq, dk, dv = op(
-                _operand(upstream.dout_BHQE, *rows, width, multiple),
-                _operand(q_BHQD, *rows, width, multiple),
-                _operand(k_BGKD, *keys, width, multiple),
-                _operand(v_BGKE, *keys, width, multiple),
-                _operand(upstream.out_BHQE, *rows, width, multiple),
-                lse_BHQ if piece.rows == lse_BHQ.shape[2] else lse_BHQ.narrow(2, piece.q0, piece.rows),
-                *biases.of(piece),
-                work.scale,
-            )
-            gradients = _cut(dq, d), _cut(dk, d), _cut(dv, e)
-            if sums is None and (piece.rows, piece.cols) == (tile.rows, tile.cols):
-                sums = gradients
-                continue
-            if sums is None:
-                sums = _zeros(q_BHQD, tile.rows, wide), _zeros(k_BGKD, tile.cols, wide), _zeros(v_BGKE, tile.cols, wide)
-            starts = piece.q0 - tile.q0, piece.k0 - tile.k0, piece.k0 - tile.k0
-            for total, start, part in zip(sums, starts, gradients, strict=True):
-                total.narrow(2, start, part.shape[2]).add_(part)
-        assert sums is not None, f"{tile} has no pair"
-        yield sums
-
-
-def _zeros(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    b, heads, _, dim = like.shape
-    return like.new_zeros((b, heads, rows, dim), dtype=dtype)
-
-
-def _cut(x: Tensor, dim: int) -> Tensor:
-    return x if x.shape[3] == dim else x.narrow(3, 0, dim)

@@ -1,7 +1,7 @@
 """`reference`: plain tensor math. Any dtype, any device, any score function; memory is bounded by blocks.
 
-If inputs are not finite, it takes care that a hidden pair contributes nothing, where 0 * nan would give nan. This is
-checked on CPUs only; on GPUs the host would have to wait.
+If inputs are not finite, hidden pairs still contribute nothing, where 0 * nan would give nan. This is checked on CPUs
+only; on GPUs the host would have to wait.
 
 Shapes: see contract.py; R = H // G query heads share one key/value head, b is the rows of one block.
 """
@@ -16,15 +16,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from longspan.kernels.contract import Group, Pairs, TileWork, Upstream, finite, one_by_one
+from longspan.kernels.contract import Group, TileWork, Upstream, finite, one_by_one
+from longspan.scoring.pipeline import TilePairs
 from longspan.spans import Span
 from longspan.tile import ALL, Tile
 from longspan.tile import wide as widened
 
 ROWS, COLS = 256, 512
 CACHED = 1 << 20
-"""Scores that are worked on at once on a CPU. Parts of 1 << 17 or 1 << 18, which would fit a core's cache, were
-10-30% slower when measured: there are more calls."""
+"""Scores that are computed at once on a CPU. Parts of 1 << 17 or 1 << 18, which would fit a core's cache, were 10-30%
+slower when measured: there are more calls."""
 
 
 class Reference:
@@ -42,37 +43,38 @@ class Reference:
     def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
         q_BHQD, v_BGKE = work.q_BHQD, work.v_BGKE
         b, h, e = q_BHQD.shape[0], q_BHQD.shape[1], v_BGKE.shape[3]
-        careful = _strange(q_BHQD, work.k_BGKD, v_BGKE)
+        careful = _has_nonfinite(q_BHQD, work.k_BGKD, v_BGKE)
         for tile in work.tiles:
             out = q_BHQD.new_zeros((b, h, tile.rows, e), dtype=widened(q_BHQD.dtype))
             lse = out.new_full((b, h, tile.rows), -torch.inf)
-            for rows in _row_blocks(tile):
-                at = slice(rows.q0 - tile.q0, rows.q1 - tile.q0)
-                for here, heads, panel in _panels(rows, work, careful):
-                    out[here, heads, at], lse[here, heads, at] = _softmax(panel)
+            for panel in _panels(tile, work, careful):
+                at = panel.batch, panel.heads, slice(panel.rows.q0 - tile.q0, panel.rows.q1 - tile.q0)
+                out[at], lse[at] = _softmax(panel)
             yield out, lse
 
     def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         q_BHQD, k_BGKD, v_BGKE, lse_BHQ = work.q_BHQD, work.k_BGKD, work.v_BGKE, upstream.lse_BHQ
         wide, group = widened(q_BHQD.dtype), q_BHQD.shape[1] // k_BGKD.shape[1]
-        # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for everybody it meets
+        # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for all its keys
         lse_BHQ = lse_BHQ.to(wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
-        careful = _strange(q_BHQD, k_BGKD, v_BGKE, upstream.dout_BHQE, upstream.delta_BHQ)
+        careful = _has_nonfinite(q_BHQD, k_BGKD, v_BGKE, upstream.dout_BHQE, upstream.delta_BHQ)
         for tile in work.tiles:
             dq = torch.zeros_like(q_BHQD[:, :, tile.q0 : tile.q1], dtype=wide)
             dk = torch.zeros_like(k_BGKD[:, :, tile.k0 : tile.k1], dtype=wide)
             dv = torch.zeros_like(v_BGKE[:, :, tile.k0 : tile.k1], dtype=wide)
-            for rows in _row_blocks(tile):
-                for here, heads, panel in _panels(rows, work, careful):
-                    at, groups = (here, heads, slice(rows.q0, rows.q1)), panel.k_BGKD.shape[1]
-                    lse, delta = (_by_group(x[at].to(wide), groups) for x in (lse_BHQ, upstream.delta_BHQ))
-                    dout = _grouped(upstream.dout_BHQE[at], groups)
-                    keys = slice(heads.start // group, heads.stop // group)
-                    for block, dq_part, dk_part, dv_part in _gradients(panel, dout, lse, delta):
-                        cols = slice(block.k0 - tile.k0, block.k1 - tile.k0)
-                        dq[here, heads, rows.q0 - tile.q0 : rows.q1 - tile.q0] += dq_part
-                        dk[here, keys, cols] += dk_part
-                        dv[here, keys, cols] += dv_part
+            for panel in _panels(tile, work, careful):
+                batch, heads, rows, groups = panel.batch, panel.heads, panel.rows, panel.k_BGKD.shape[1]
+                at = batch, heads, slice(rows.q0, rows.q1)
+                lse, delta = (
+                    x[at].to(wide).unflatten(1, (groups, -1)).unsqueeze(-1) for x in (lse_BHQ, upstream.delta_BHQ)
+                )
+                dout = _grouped(upstream.dout_BHQE[at], groups)
+                keys = slice(heads.start // group, heads.stop // group)
+                for block, dq_part, dk_part, dv_part in _gradients(panel, dout, lse, delta):
+                    cols = slice(block.k0 - tile.k0, block.k1 - tile.k0)
+                    dq[batch, heads, rows.q0 - tile.q0 : rows.q1 - tile.q0] += dq_part
+                    dk[batch, keys, cols] += dk_part
+                    dv[batch, keys, cols] += dv_part
             yield dq, dk, dv
 
 
@@ -84,7 +86,7 @@ def _row_blocks(tile: Tile) -> Iterator[Tile]:
 
 
 def _col_blocks(rows: Tile) -> Iterator[Tile]:
-    """Blocks of keys, cut where all rows begin and cease to see every key, so that blocks in between hide nothing."""
+    """Yield blocks of keys, cut where all rows begin and cease to see every key: blocks in between hide nothing."""
     far = 0 if rows.hi is None else min(max(rows.rows - 1 - rows.hi, 0), rows.cols)
     near = rows.cols if rows.lo is None else min(max(-rows.lo, far), rows.cols)
     for first, last in ((0, far), (far, near), (near, rows.cols)):
@@ -96,48 +98,50 @@ def _col_blocks(rows: Tile) -> Iterator[Tile]:
 
 @dataclass(frozen=True, eq=False)
 class _Panel:
-    """Some rows of a tile, for some batch rows and heads: what is worked on at once."""
+    """Some rows of a tile, for some batch rows and query heads: what is computed at once."""
 
+    batch: slice
+    heads: slice
     q_BHQD: Tensor
     k_BGKD: Tensor
     v_BGKE: Tensor
     rows: Tile
     scale: float
-    pairs: Pairs | None
+    pairs: TilePairs | None
     careful: bool
     """Whether some number is not finite."""
 
     @property
     def q(self) -> Tensor:
-        """Its queries beside the key/value head they share."""
+        """The rows' queries, grouped by key/value head."""
         return _grouped(self.q_BHQD[:, :, self.rows.q0 : self.rows.q1], self.k_BGKD.shape[1])
 
-    def beside(self, block: Tile) -> Tile:
-        """All its rows with one block of keys."""
+    def with_all_rows(self, block: Tile) -> Tile:
         return replace(block, q0=self.rows.q0, q1=self.rows.q1)
 
 
-def _panels(rows: Tile, work: TileWork, careful: bool) -> Iterator[tuple[slice, slice, _Panel]]:
-    """Batch rows and query heads in parts that bound memory, with their tensors and pairs."""
+def _panels(tile: Tile, work: TileWork, careful: bool) -> Iterator[_Panel]:
+    """Yield blocks of rows, for batch rows and query heads in parts that bound memory."""
     q_BHQD, k_BGKD, v_BGKE, pairs = work.q_BHQD, work.k_BGKD, work.v_BGKE, work.pairs
     batch, heads, groups = q_BHQD.shape[0], q_BHQD.shape[1], k_BGKD.shape[1]
     group = heads // groups
-    room = max(CACHED // (rows.rows * min(rows.cols, COLS)), 1) if q_BHQD.device.type == "cpu" else batch * heads
-    step = min(max(room // group, 1), groups)
-    step_b = min(max(room // heads, 1), batch)
-    for b in range(0, batch, step_b):
-        for g in range(0, groups, step):
-            here, keys = slice(b, min(b + step_b, batch)), slice(g, min(g + step, groups))
-            mine = slice(keys.start * group, keys.stop * group)
-            asked = None if pairs is None else pairs.part(Span(here.start, here.stop), Span(mine.start, mine.stop))
-            tensors = q_BHQD[here, mine], k_BGKD[here, keys], v_BGKE[here, keys]
-            yield here, mine, _Panel(*tensors, rows, work.scale, asked, careful)
+    for rows in _row_blocks(tile):
+        room = max(CACHED // (rows.rows * min(rows.cols, COLS)), 1) if q_BHQD.device.type == "cpu" else batch * heads
+        step = min(max(room // group, 1), groups)
+        step_b = min(max(room // heads, 1), batch)
+        for b in range(0, batch, step_b):
+            for g in range(0, groups, step):
+                here, keys = slice(b, min(b + step_b, batch)), slice(g, min(g + step, groups))
+                mine = slice(keys.start * group, keys.stop * group)
+                part = None if pairs is None else pairs.part(Span(here.start, here.stop), Span(mine.start, mine.stop))
+                tensors = q_BHQD[here, mine], k_BGKD[here, keys], v_BGKE[here, keys]
+                yield _Panel(here, mine, *tensors, rows, work.scale, part, careful)
 
 
 def _gradients(
     panel: _Panel, dout: Tensor, lse: Tensor, delta: Tensor
 ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
-    """(block, dq, dk, dv) of a panel of rows with one block of keys after another."""
+    """Yield (block, dq, dk, dv) of a panel for one block of keys after another."""
     q = panel.q
     for block in _col_blocks(panel.rows):
         k, v = _keys(panel.k_BGKD, block), _keys(panel.v_BGKE, block)
@@ -151,13 +155,13 @@ def _gradients(
         yield block, dq.flatten(1, 2), _product(ds.mT, q, back).sum(2), _product(used.mT, dout, back).sum(2)
 
 
-def _strange(*tensors: Tensor) -> bool:
-    """Whether some number is not finite, as far as one may look."""
+def _has_nonfinite(*tensors: Tensor) -> bool:
+    """Return whether some number is not finite; not checked on GPUs."""
     return tensors[0].device.type == "cpu" and not all(map(finite, tensors))
 
 
 def _product(weights: Tensor, x: Tensor, apart: Tensor | None) -> Tensor:
-    """weights @ x, without the pairs that may not meet, whose weights are 0, also where x is not finite.
+    """Return weights @ x without hidden pairs (`apart`), whose weights are 0, even if x is not finite.
 
     >>> _product(torch.tensor([[0.0, 2.0]]), torch.tensor([[torch.nan], [3.0]]), torch.tensor([[True, False]]))
     tensor([[6.]])
@@ -171,15 +175,11 @@ def _product(weights: Tensor, x: Tensor, apart: Tensor | None) -> Tensor:
 
 
 def _grouped(x_BHbD: Tensor, groups: int) -> Tensor:
-    """Query heads beside the key/value head they share: (B, G, R, b, D), widened.
+    """Return queries grouped by key/value head, (B, G, R, b, D), widened.
 
-    Contiguous, as keys are, or the product that runs, and with it the bits, would depend on where rows came from.
+    Contiguous, as keys are: otherwise the matmul that runs, and its rounding, would depend on the memory layout.
     """
     return x_BHbD.to(widened(x_BHbD.dtype)).contiguous().unflatten(1, (groups, -1))
-
-
-def _by_group(x_BHb: Tensor, groups: int) -> Tensor:
-    return x_BHb.unflatten(1, (groups, -1)).unsqueeze(-1)
 
 
 def _keys(x_BGKD: Tensor, block: Tile) -> Tensor:
@@ -189,14 +189,14 @@ def _keys(x_BGKD: Tensor, block: Tile) -> Tensor:
 def _score_gradient(
     panel: _Panel, block: Tile, raw: Tensor, lse: Tensor, dp: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of q @ k from the scaled scores, and the probabilities by which values were weighted."""
+    """Return the gradient of q @ k from the scaled scores, and the probabilities by which values were weighted."""
     pairs, scale = panel.pairs, panel.scale
     apart = _apart(raw, block, panel)
     if pairs is None or not pairs.features.score_function:
         p = _exp(_hide(raw.sub_(lse), apart, -torch.inf))
         return dp.sub_(delta).mul_(p).mul_(scale), p
-    whole = panel.beside(block)
-    raw = _hide(raw, apart, 0.0)  # of what is hidden only the place matters: it may not be finite
+    whole = panel.with_all_rows(block)
+    raw = _hide(raw, apart, 0.0)  # hidden scores may not be finite
     scores, pull = pairs.pull(raw.flatten(1, 2), whole)
     p = _exp(_hide(scores.detach().unflatten(1, raw.shape[1:3]) - lse, apart, -torch.inf))
     factor = pairs.factor(whole, p.dtype)
@@ -205,16 +205,16 @@ def _score_gradient(
         factor = factor.view_as(p)
         dp, used = dp * factor, p * factor
     ds = pull(_hide(dp.sub_(delta).mul_(p), apart, 0.0).flatten(1, 2)).view_as(p) * scale
-    return _hide(ds, apart, 0.0), used  # a function may have no derivative where nobody looks
+    return _hide(ds, apart, 0.0), used  # a function may have no derivative at hidden pairs
 
 
 def _hide(x: Tensor, apart: Tensor | None, value: float) -> Tensor:
-    """In place: another value where a pair may not meet."""
+    """Write a value to hidden pairs, in place."""
     return x if apart is None else x.masked_fill_(apart, value)
 
 
 def _apart(scores: Tensor, block: Tile, panel: _Panel) -> Tensor | None:
-    """Which pairs of a panel's rows with one block of keys may not meet; None if all may."""
+    """Return which pairs of a panel's rows with one block of keys are hidden; None if none are."""
     rows, first = scores.shape[-2], block.q0 - panel.rows.q0
     apart = None
     if block.rows != rows or block.lo is not None or block.hi is not None:
@@ -233,7 +233,7 @@ def _apart(scores: Tensor, block: Tile, panel: _Panel) -> Tensor | None:
 def _outside(
     rows: int, first: int, num: int, cols: int, lo: int | None, hi: int | None, device: torch.device
 ) -> Tensor:
-    """(rows, cols) pairs outside a band over some of the rows. Remembered: a dozen shapes serve a long mask."""
+    """Return (rows, cols) pairs outside a band over some of the rows. Cached: a long mask has a dozen shapes."""
     i = torch.arange(-first, rows - first, device=device)[:, None]
     j = torch.arange(cols, device=device)
     apart = ((i < 0) | (i >= num)).expand(rows, cols)
@@ -245,26 +245,25 @@ def _outside(
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp in place, exactly 0 where it would be a denormal number or nearly: beside a sum of 1 those are below any
-    rounding. They are what far keys under ALiBi come to, and exp takes a hundred times as long over them (0.5 ns
-    an element; 45-65 ns where the result is denormal, 4-10 ns at -inf)."""
+    """Compute exp in place, with 0 for results that are denormal or nearly so, which are below the rounding of a sum
+    of 1. Distant keys under ALiBi give such results, and exp takes a hundred times longer for them (0.5 ns an element;
+    45-65 ns if the result is denormal, 4-10 ns at -inf)."""
     tiny = torch.finfo(x.dtype).tiny
     return torch.threshold_(x.clamp_(min=math.log(2 * tiny)).exp_(), 3 * tiny, 0.0)
 
 
 def _scores(panel: _Panel, q: Tensor, block: Tile) -> Tensor:
-    """Scores of a panel's rows with one block of keys after all functions, -inf where a pair may not meet."""
+    """Return scores of a panel's rows with one block of keys after all functions, -inf for hidden pairs."""
     scores = (q @ _keys(panel.k_BGKD, block).mT).mul_(panel.scale)
     apart = _apart(scores, block, panel)
     if panel.pairs is not None and panel.pairs.features.score_function:
-        changed = panel.pairs.change(scores.flatten(1, 2), panel.beside(block))
+        changed = panel.pairs.change(scores.flatten(1, 2), panel.with_all_rows(block))
         changed = changed.unflatten(1, scores.shape[1:3])
-        return changed if apart is None else changed.masked_fill(apart, -torch.inf)  # it may be the user's own tensor
+        return changed if apart is None else changed.masked_fill(apart, -torch.inf)  # it may be a tensor of the user
     return scores if apart is None else scores.masked_fill_(apart, -torch.inf)
 
 
 def _softmax(panel: _Panel) -> tuple[Tensor, Tensor]:
-    """(out, lse) of one panel of rows."""
     q, pairs = panel.q, panel.pairs
     top = q.new_full((*q.shape[:-1], 1), -torch.inf)
     total = torch.zeros_like(top)
@@ -275,7 +274,7 @@ def _softmax(panel: _Panel) -> tuple[Tensor, Tensor]:
         base = new_top.masked_fill(new_top.isneginf(), 0.0)  # -inf minus -inf is nan, not "nothing yet"
         p, shrink = _exp(scores - base), (top - base).exp_()
         total = total * shrink + p.sum(-1, keepdim=True)
-        factor = None if pairs is None else pairs.factor(panel.beside(block), p.dtype)
+        factor = None if pairs is None else pairs.factor(panel.with_all_rows(block), p.dtype)
         p = p if factor is None else p.mul_(factor.view_as(p))
         v = _keys(panel.v_BGKE, block)
         acc = acc * shrink + (_product(p, v, _apart(p, block, panel)) if panel.careful else p @ v)
@@ -285,11 +284,13 @@ def _softmax(panel: _Panel) -> tuple[Tensor, Tensor]:
 
 
 def highest(work: TileWork) -> Tensor:
-    """The highest score of every row of the one tile, (B, H, q); -inf for rows that see nothing."""
+    """Return the highest score of every row of the one tile, (B, H, q); -inf for rows that see nothing."""
     (tile,), q_BHQD = work.tiles, work.q_BHQD
     top = q_BHQD.new_full((*q_BHQD.shape[:2], tile.rows), -torch.inf, dtype=widened(q_BHQD.dtype))
     for rows in _row_blocks(tile):
-        panel = _Panel(q_BHQD, work.k_BGKD, work.v_BGKE, rows, work.scale, work.pairs, careful=False)
+        panel = _Panel(
+            slice(None), slice(None), q_BHQD, work.k_BGKD, work.v_BGKE, rows, work.scale, work.pairs, careful=False
+        )  # fmt: skip
         q, at = panel.q, top[:, :, rows.q0 - tile.q0 : rows.q1 - tile.q0]
         for block in _col_blocks(rows):
             at.copy_(torch.maximum(at, _scores(panel, q, block).amax(-1).flatten(1, 2)))

@@ -13,7 +13,7 @@ from longspan.errors import LayoutError
 from longspan.layouts.balance import profile_of
 from longspan.layouts.layout import Layout, check_masks, check_sizes
 from longspan.masks import Mask
-from longspan.masks.builders import document_edges
+from longspan.masks.document_rows import document_edges
 from longspan.spans import Ints, whole
 
 

@@ -43,7 +43,7 @@ class Band:
 
     @staticmethod
     def parse(text: str) -> Band:
-        """The band that `repr` wrote.
+        """Return the band of a `repr`.
 
         >>> Band.parse("0:4x0:9/-2..")
         0:4x0:9/-2..
@@ -51,40 +51,35 @@ class Band:
         place, _, bounds = text.partition("/")
         q, _, kv = place.partition("x")
         lo, _, hi = bounds.partition("..")
-        return Band(Span.parse(q), Span.parse(kv), _bound(lo, text), _bound(hi, text))
 
+        def parse_bound(bound: str) -> int | None:
+            digits = bound.removeprefix("-")
+            form = "a band is written Q x KV / LO..HI without blanks, as in 0:4x0:9/-2..3"
+            return parsed_number(digits, form, text, MaskError) * (1 if digits == bound else -1) if bound else None
 
-def _bound(text: str, within: str) -> int | None:
-    """A bound of a difference as it was written; nothing is an open one."""
-    if not text:
-        return None
-    digits = text.removeprefix("-")
-    form = "a band is written Q x KV / LO..HI without blanks, as in 0:4x0:9/-2..3"
-    return parsed_number(digits, form, within, MaskError) * (1 if digits == text else -1)
+        return Band(Span.parse(q), Span.parse(kv), parse_bound(lo), parse_bound(hi))
 
 
 def as_positions(value: ArrayLike, name: str) -> Ints:
-    """Positions as int64; refuses anything but whole numbers."""
+    """Return positions as int64; raise for anything but integers."""
     positions = np.asarray(value)
     if positions.size and not np.issubdtype(positions.dtype, np.integer):
         raise MaskError(
-            f"allows() was given {name} = {shortened(value)} of type {positions.dtype}. Positions are whole numbers."
+            f"allows() got {name} = {shortened(value)} of type {positions.dtype}. Positions are whole numbers."
         )
     return positions.astype(np.int64)
 
 
 def length_or_none(seq_len: object, where: str) -> int | None:
-    """A sequence length that may be left open."""
     return None if seq_len is None else whole(seq_len, "seq_len", where, MaskError)
 
 
 def empty() -> Ints:
-    """No band at all."""
     return np.empty((0, 6), dtype=np.int64)
 
 
 def rectangles(q0: ArrayLike, q1: ArrayLike, k0: ArrayLike, k1: ArrayLike) -> Ints:
-    """A band without bounds for each rectangle of queries q0 to q1 and keys k0 to k1; a number serves all of them.
+    """Return a band without bounds for each rectangle of queries q0 to q1 and keys k0 to k1; arguments broadcast.
 
     >>> as_bands(rectangles(0, 4, [0, 6], [2, 9]))
     (0:4x0:2, 0:4x6:9)
@@ -93,7 +88,7 @@ def rectangles(q0: ArrayLike, q1: ArrayLike, k0: ArrayLike, k1: ArrayLike) -> In
 
 
 def as_array(bands: tuple[Band, ...]) -> Ints:
-    """Objects as rows; an open bound becomes +-LIMIT."""
+    """Return bands as rows; an open bound becomes +-LIMIT."""
     rows = [
         (b.q.start, b.q.stop, b.kv.start, b.kv.stop, -LIMIT if b.lo is None else b.lo, LIMIT if b.hi is None else b.hi)
         for b in bands
@@ -102,7 +97,7 @@ def as_array(bands: tuple[Band, ...]) -> Ints:
 
 
 def as_bands(rows: Ints) -> tuple[Band, ...]:
-    """Rows as objects; a bound that excludes nothing becomes None, so that equal bands read equally."""
+    """Return rows as bands; a bound that excludes nothing becomes None, so that equal bands have equal reprs."""
     lo_open = rows[:, LO] <= rows[:, Q0] - rows[:, K1] + 1
     hi_open = rows[:, HI] >= rows[:, Q1] - 1 - rows[:, K0]
     return tuple(
@@ -114,16 +109,16 @@ def as_bands(rows: Ints) -> tuple[Band, ...]:
 
 
 def occupied(rows: Ints) -> Ints:
-    """The rows that allow at least one pair: both spans non-empty and some difference q - kv within the bounds."""
+    """Return the rows that allow a pair: both spans are non-empty and some difference q - kv is within the bounds."""
     low = np.maximum(rows[:, LO], rows[:, Q0] - rows[:, K1] + 1)
     high = np.minimum(rows[:, HI], rows[:, Q1] - 1 - rows[:, K0])
     return rows[(rows[:, Q1] > rows[:, Q0]) & (rows[:, K1] > rows[:, K0]) & (low <= high)]
 
 
 def tighten(rows: Ints) -> Ints:
-    """The same pairs with spans shrunk to the queries and keys that are really touched."""
+    """Return the same pairs with spans shrunk to the queries and keys that occur in them."""
     rows = occupied(rows).copy()
-    for _ in range(2):  # shrinking one side can loosen nothing but may shrink the other once more
+    for _ in range(2):  # shrinking one side may shrink the other once more
         rows[:, K0] = np.maximum(rows[:, K0], rows[:, Q0] - rows[:, HI])
         rows[:, K1] = np.minimum(rows[:, K1], rows[:, Q1] - rows[:, LO])
         rows[:, Q0] = np.maximum(rows[:, Q0], rows[:, K0] + rows[:, LO])
@@ -132,13 +127,13 @@ def tighten(rows: Ints) -> Ints:
 
 
 def _half(x: NDArray[np.int64]) -> Ints:
-    """0 + 1 + ... + x, and 0 below zero; halves before multiplying so that wrap-around stays exact mod 2**64."""
+    """Return 0 + 1 + ... + x, and 0 below zero; halves before multiplying, which stays exact modulo 2**64."""
     x = np.maximum(x, 0)
     return np.where(x & 1, x * ((x + 1) >> 1), (x >> 1) * (x + 1))
 
 
 def borders(rows: Ints) -> tuple[Bools, Bools]:
-    """Whether each band's near diagonal (`lo`: no key that is later) and its far one (`hi`) cut through its rectangle.
+    """Return whether each band's near diagonal (`lo`: no later key) and far diagonal (`hi`) cut through its rectangle.
 
     >>> borders(as_array([Band.parse(text) for text in ("0:9x0:9", "0:9x0:9/0..", "0:9x0:9/0..3")]))
     (array([False,  True,  True]), array([False, False,  True]))
@@ -147,7 +142,7 @@ def borders(rows: Ints) -> tuple[Bools, Bools]:
 
 
 def area(rows: Ints) -> Ints:
-    """The number of allowed pairs of each band (exact below 2**63, else modulo 2**64).
+    """Return the number of allowed pairs of each band (exact below 2**63, else modulo 2**64).
 
     Pairs with q - kv <= d are counted column by column: column kv holds clamp(kv + d + 1 - q0, 0, num_q) of them, a
     ramp whose sum is a difference of triangular numbers.
@@ -166,7 +161,7 @@ def area(rows: Ints) -> Ints:
 
 
 def row_counts(rows: Ints, q: Ints) -> Ints:
-    """How many keys each query position `q` may see."""
+    """Return how many keys each query position `q` may see."""
     first = np.maximum(rows[:, K0], q[:, None] - rows[:, HI])
     last = np.minimum(rows[:, K1], q[:, None] - rows[:, LO] + 1)
     inside = (q[:, None] >= rows[:, Q0]) & (q[:, None] < rows[:, Q1])
@@ -174,57 +169,52 @@ def row_counts(rows: Ints, q: Ints) -> Ints:
 
 
 def cut(rows: Ints, q: tuple[int, int], kv: tuple[int, int]) -> Ints:
-    """The bands inside a rectangle."""
+    """Return the bands inside a rectangle."""
     return intersect(rows, np.array([[*q, *kv, -LIMIT, LIMIT]], dtype=np.int64))
 
 
 def intersect(a: Ints, b: Ints) -> Ints:
-    """Pairs allowed by both: the pairwise meets, which are disjoint because each side is."""
+    """Return the pairs allowed by both: pairwise intersections, which are disjoint because each side is."""
     if len(a) == 1:
         a, b = b, a
     if len(b) == 1:
         i, j = np.arange(len(a)), np.zeros(len(a), dtype=np.int64)
     else:
-        i, j = _meeting(a, b)
+        # Index pairs of bands whose query spans overlap, slab by slab, so that distant bands are never compared.
+        slabs = slabs_of(a, b)
+        a_band, a_slab = join(a[:, :2], slabs)
+        b_band, first, count = by_slab(b, slabs)
+        first, count = first[a_slab], count[a_slab]
+        pairs = np.stack((np.repeat(a_band, count), b_band[np.repeat(first, count) + steps_within(count)]), axis=1)
+        i, j = np.unique(pairs, axis=0).T
     a, b = a[i], b[j]
     meet = np.maximum(a, b)
     meet[:, [Q1, K1, HI]] = np.minimum(a, b)[:, [Q1, K1, HI]]
     return occupied(meet)
 
 
-def _meeting(a: Ints, b: Ints) -> tuple[Ints, Ints]:
-    """Index pairs of bands whose query spans overlap, found slab by slab so that far-apart bands are never compared."""
-    slabs = slabs_of(a, b)
-    a_band, a_slab = join(a[:, :2], slabs)
-    b_band, first, count = by_slab(b, slabs)
-    first, count = first[a_slab], count[a_slab]
-    i = np.repeat(a_band, count)
-    pairs = np.unique(np.stack((i, b_band[np.repeat(first, count) + steps_within(count)]), axis=1), axis=0)
-    return pairs[:, 0], pairs[:, 1]
-
-
 def slabs_of(*sets: Ints) -> Ints:
-    """The rows between neighbouring query edges, as spans: within one of them every band spans all rows or none."""
+    """Return the spans between neighbouring query edges: within such a slab every band spans all rows or none."""
     edges = np.unique(np.concatenate([rows[:, :2].ravel() for rows in sets]))
     return np.stack((edges[:-1], edges[1:]), axis=1)
 
 
 def by_slab(rows: Ints, slabs: Ints) -> tuple[Ints, Ints, Ints]:
-    """Band indices grouped by slab, and where each slab's group begins and how long it is."""
+    """Return band indices grouped by slab, and the start and the size of each group."""
     band, slab = join(rows[:, :2], slabs)
     count = np.bincount(slab, minlength=len(slabs))
     return band[np.argsort(slab, kind="stable")], np.cumsum(count) - count, count
 
 
 def subtract(a: Ints, b: Ints) -> Ints:
-    """Pairs allowed by `a` and not by `b`.
+    """Return the pairs allowed by `a` and not by `b`.
 
     All bands are cut at all query edges, so that inside one slab every band spans all rows; then the k-th band of
     `b` in a slab is taken from every piece of that slab at once, for k = 0, 1, ... The loop runs as often as bands of
-    `b` overlap in one row, which is a handful for any mask people write.
+    `b` overlap in one row, which is a handful in practice.
     """
     slabs = slabs_of(a, b) if len(a) and len(b) else empty()
-    if not len(slabs):  # there is nothing to take away, or nowhere to take it from
+    if not len(slabs):
         return a
     a_band, slab = join(a[:, :2], slabs)
     b_band, first, count = by_slab(b, slabs)
@@ -240,7 +230,7 @@ def subtract(a: Ints, b: Ints) -> Ints:
 
 
 def _minus(pieces: Ints, slab: Ints, band: Ints) -> tuple[Ints, Ints]:
-    """Piece i without band i, both over the same rows: what lies left, right, below and above it."""
+    """Return piece i without band i, both over the same rows: the parts left, right, below and above it."""
     k0, k1 = np.maximum(pieces[:, K0], band[:, K0]), np.minimum(pieces[:, K1], band[:, K1])
     low = np.maximum.reduce((pieces[:, LO], band[:, LO], pieces[:, Q0] - k1 + 1))
     high = np.minimum.reduce((pieces[:, HI], band[:, HI], pieces[:, Q1] - 1 - k0))
@@ -262,14 +252,14 @@ def _minus(pieces: Ints, slab: Ints, band: Ints) -> tuple[Ints, Ints]:
 
 
 def unite(a: Ints, b: Ints) -> Ints:
-    """Pairs allowed by either."""
+    """Return the pairs allowed by either."""
     if not len(a) or not len(b):
         return a if len(a) else b
     return coalesce(np.concatenate((a, subtract(b, a))))
 
 
 def coalesce(rows: Ints) -> Ints:
-    """The same pairs in fewer bands where neighbours differ in one span only, sorted by query then key."""
+    """Join neighbouring bands that differ in one span only; the result is sorted by query, then key."""
     for start, stop in ((Q0, Q1), (K0, K1)):
         if len(rows) < 2:
             return rows
@@ -284,7 +274,7 @@ def coalesce(rows: Ints) -> Ints:
 
 
 def contains(rows: Ints, q: Ints, kv: Ints) -> NDArray[np.bool_]:
-    """Whether each pair of two equally shaped arrays is allowed."""
+    """Return whether each pair of two equally shaped arrays is allowed."""
     flat_q, flat_kv = q.ravel(), kv.ravel()
     allowed = np.zeros(flat_q.shape, dtype=np.bool_)
     slabs = slabs_of(rows) if len(rows) else empty()

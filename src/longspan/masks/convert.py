@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from longspan._compile import untraced
 from longspan.errors import LongspanError, MaskError, PlanError
 from longspan.masks.bands import LIMIT, occupied
 from longspan.masks.mask import Mask
@@ -31,11 +32,12 @@ ALTERNATIVES = (
 )
 
 
+@untraced
 def from_dense(allowed: ArrayLike) -> Mask:
-    """The mask that a table says, True where a query (row) may attend to a key (column), if few bands make it up.
+    """Convert a table, True where a query (row) may attend to a key (column), if it consists of few bands.
 
     (tokens, tokens), or (batch or 1, heads or 1, tokens, tokens). The result is exact; tables without structure, such
-    as random ones, are refused.
+    as random ones, raise `MaskError`.
 
     >>> from longspan.masks import causal, documents
     >>> table = np.tril(np.ones((6, 6), dtype=bool))
@@ -45,56 +47,57 @@ def from_dense(allowed: ArrayLike) -> Mask:
     >>> from_dense(table) == documents([3, 3]) & causal()
     True
     """
-    table = _table(allowed)
-    for axis in (0, 1):  # expanded tables say the same for every row or head
+    table = _as_table(allowed)
+    for axis in (0, 1):  # expanded tables are equal for every row or head
         first = table[:1] if axis == 0 else table[:, :1]
         table = first if table.shape[axis] == 1 or bool((table == first).all()) else table
-    seen: dict[bytes, Plane] = {}
-    grid = tuple(tuple(_plane(one, seen) for one in row) for row in table)
+    planes: dict[bytes, Plane] = {}
+    for one in table.reshape(-1, *table.shape[2:]):
+        key = np.packbits(one).tobytes()
+        if key not in planes:
+            planes[key] = Plane(occupied(_bands(one)))
+    grid = tuple(tuple(planes[np.packbits(one).tobytes()] for one in row) for row in table)
     return Mask(grid, table.shape[-1], "from_dense()")
 
 
-def _table(allowed: Any) -> NDArray[np.bool_]:
-    """The table as (rows, heads, tokens, tokens), or a refusal."""
+def _as_table(allowed: Any) -> NDArray[np.bool_]:
+    """Return the table as (rows, heads, tokens, tokens), or raise."""
     device = str(getattr(allowed, "device", "cpu"))
     if device != "cpu":
         raise MaskError(
-            f"a dense mask on {device} was given, and reading it would make the host wait for the device in every call."
-            f" Convert it once: masks.from_dense(mask.cpu()), and pass the result. {ALTERNATIVES}."
+            f"a dense mask must be on the CPU, but got one on {device}: reading it would make the host wait for the"
+            f" device in every call. Convert it once, with masks.from_dense(mask.cpu()). {ALTERNATIVES}."
         )
     table = np.asarray(allowed)
     sides = table.shape[-2:]
     if table.ndim not in (2, 4) or sides[0] != sides[1] or not table.size:
         raise MaskError(
-            f"a dense mask of shape {table.shape} was given. It is (tokens, tokens) or (batch, heads, tokens, tokens),"
-            f" queries by keys, with 1 where batch rows or heads do not differ. What a tokenizer calls attention_mask,"
-            f" (batch, tokens), says where padding is: tokens and padding are documents, masks.documents([tokens,"
-            f" padding])."
+            f"a dense mask must be (tokens, tokens) or (batch, heads, tokens, tokens), queries by keys, with 1 where"
+            f" batch rows or heads do not differ, but got shape {table.shape}. A tokenizer's attention_mask, (batch,"
+            f" tokens), says where padding is: tokens and padding are documents, masks.documents([tokens, padding])."
         )
     if table.dtype != np.bool_:
         raise MaskError(
-            f"a dense mask of dtype {table.dtype} was given. It is True where a query may attend to a key, and False"
-            f" elsewhere: use mask.bool() if 1 means that, mask == 0 if it is added to scores and hides by -inf; other"
-            f" numbers that are added to scores go to attention(..., bias=)."
+            f"a dense mask must be True where a query may attend to a key, and False elsewhere, but got dtype"
+            f" {table.dtype}. Use mask.bool() if 1 means that, mask == 0 if it is added to scores and hides by -inf;"
+            f" other numbers that are added to scores go to attention(..., bias=)."
         )
     return table.reshape(1, 1, *sides) if table.ndim == 2 else table
 
 
-def _plane(table: NDArray[np.bool_], seen: dict[bytes, Plane]) -> Plane:
-    key = np.packbits(table).tobytes()
-    if key not in seen:
-        seen[key] = Plane(occupied(_bands(table)))
-    return seen[key]
-
-
 def _bands(table: NDArray[np.bool_]) -> Ints:
-    """The bands of a table, which are proved to give the table's spans again."""
+    """Return the bands of a table; checks that they give its spans again."""
     tokens = len(table)
-    spans = _spans(table)
-    bands = _grouped(*spans, tokens)
+    padded = np.zeros((tokens, tokens + 2), dtype=np.bool_)  # a hidden key at both ends, so that spans end in their row
+    padded[:, 1:-1] = table
+    flat = padded.reshape(-1)
+    ends = np.flatnonzero(flat[1:] != flat[:-1])
+    row, start = np.divmod(ends[::2], tokens + 2)
+    spans = row, start, ends[1::2] % (tokens + 2)
+    bands = _joined(*spans, tokens)
     if len(bands) > tokens + 16:
         raise MaskError(
-            f"a dense mask of {tokens} tokens was given that has no structure: it takes {len(bands)} bands."
+            f"a dense mask must have structure, but this one of {tokens} tokens takes {len(bands)} bands."
             f" {ALTERNATIVES}, which may look things up in a tensor."
         )
     again = key_spans(bands, np.arange(tokens, dtype=np.int64))
@@ -103,26 +106,15 @@ def _bands(table: NDArray[np.bool_]) -> Ints:
     return bands
 
 
-def _spans(table: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
-    """Row, first key and the key after the last one, of all that rows see."""
-    wide = len(table) + 2  # a hidden key before and after each row, so that all spans begin and end in it
-    around = np.zeros((len(table), wide), dtype=np.bool_)
-    around[:, 1:-1] = table
-    flat = around.reshape(-1)
-    ends = np.flatnonzero(flat[1:] != flat[:-1])
-    row, start = np.divmod(ends[::2], wide)
-    return row, start, ends[1::2] % wide
-
-
-def _grouped(row: Ints, start: Ints, stop: Ints, tokens: int) -> Ints:
-    """Spans of one place among their row's spans, of neighbouring rows, whose ends move alike: one band each."""
+def _joined(row: Ints, start: Ints, stop: Ints, tokens: int) -> Ints:
+    """Join the k-th spans of neighbouring rows into one band as long as each of their ends stays or moves by one."""
     if not len(row):
         return np.empty((0, 6), dtype=np.int64)
-    place = steps_within(np.bincount(row, minlength=tokens))
-    order = np.lexsort((row, place))
-    row, start, stop, place = row[order], start[order], stop[order], place[order]
+    number = steps_within(np.bincount(row, minlength=tokens))
+    order = np.lexsort((row, number))
+    row, start, stop, number = row[order], start[order], stop[order], number[order]
     left, right = np.diff(start), np.diff(stop)
-    goes_on = (np.diff(place) == 0) & (np.diff(row) == 1) & (left >= 0) & (left <= 1) & (right >= 0) & (right <= 1)
+    goes_on = (np.diff(number) == 0) & (np.diff(row) == 1) & (left >= 0) & (left <= 1) & (right >= 0) & (right <= 1)
     turns = np.append(False, goes_on[1:] & goes_on[:-1] & ((left[1:] != left[:-1]) | (right[1:] != right[:-1])))
     first, after = run_table(~goes_on | turns, len(row)).T
     moves = after - first > 1
@@ -134,13 +126,12 @@ def _grouped(row: Ints, start: Ints, stop: Ints, tokens: int) -> Ints:
 
 # -- Arguments of PyTorch and flash-attn -------------------------------------------------------------------------------
 
-
 MASKS = (
     "masks.causal(), masks.full(), masks.sliding_window(left), masks.documents(lengths) & masks.causal() for packed"
     " documents, or masks.from_mask_mod(function)"
 )
 SMALL = 2048
-"""Tokens of a dense mask that `attention` and `plan` convert by themselves; that takes some 20 ms, in every call."""
+"""Tokens of a dense mask up to which `attention` and `plan` convert it, which takes some 20 ms in every call."""
 
 _CAUSAL = "Pass masks.causal() as the fourth argument, or masks.full() where every token sees every token."
 _TABLE = f"Pass a mask as the fourth argument: {MASKS}; a table of True and False goes through masks.from_dense(table)."
@@ -174,16 +165,16 @@ _WORDS = {
 
 
 def check_words(call: str, unknown: dict[str, Any], known: tuple[str, ...]) -> None:
-    """Refuses arguments that a function does not have, in words that help.
+    """Raise for keyword arguments that a function does not have, with the argument to use instead.
 
     >>> check_words("attention", {"softmax_scale": 0.5}, ())
     Traceback (most recent call last):
-    longspan.errors.PlanError: softmax_scale=0.5 was given to attention, which does not know it. It is scale= here.
+    longspan.errors.PlanError: attention() does not take softmax_scale=0.5. It is scale= here.
     """
     for name, value in unknown.items():
         if name in _WORDS:
             text = repr(value) if isinstance(value, bool | int | float | str | None) else "..."
-            raise PlanError(f"{name}={text} was given to {call}, which does not know it. {_WORDS[name]}")
+            raise PlanError(f"{call}() does not take {name}={text}. {_WORDS[name]}")
         near = get_close_matches(name, known, 1)
         raise TypeError(
             f"{call}() got an unexpected keyword argument {name!r}."
@@ -192,7 +183,7 @@ def check_words(call: str, unknown: dict[str, Any], known: tuple[str, ...]) -> N
 
 
 def mask_of(value: Any) -> Any:
-    """A small dense mask as the mask that it is; everything else as it was given."""
+    """Convert a small dense mask; return everything else unchanged."""
     return from_dense(value) if _is_table(value) and value.shape[-1] <= SMALL else value
 
 
@@ -201,24 +192,26 @@ def _is_table(value: Any) -> bool:
 
 
 def advice(value: Any) -> str:
-    """How something that is no mask is said as one.
+    """Return how to express a value that is no mask as one.
 
     >>> advice(None)[:63]
     'Say what may attend to what, by longspan.masks: masks.causal(),'
     >>> advice(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
-    'A function (b, h, q_idx, kv_idx) is made a mask by longspan.masks.from_mask_mod(function).'
+    'Convert a function (b, h, q_idx, kv_idx) with longspan.masks.from_mask_mod(function).'
     """
     name, module = getattr(value, "__name__", ""), getattr(value, "__module__", "")
     if value is None:
         return f"Say what may attend to what, by longspan.masks: {MASKS}."
     if type(value).__name__ == "BlockMask":
-        return "longspan.flex_attention takes a BlockMask; masks.from_mask_mod(block_mask.mask_mod) makes a mask of it."
+        return "longspan.flex_attention takes a BlockMask; masks.from_mask_mod(block_mask.mask_mod) converts it."
     if type(value).__name__ == "Layout":
-        return "A layout says who holds which tokens: make a plan, longspan.plan(mask, layout, ...), and pass that."
+        return (
+            "A layout says which rank holds which tokens: make a plan, longspan.plan(mask, layout, ...), and pass that."
+        )
     if _is_table(value):
-        return f"A table of True and False is read once, by masks.from_dense(table). {ALTERNATIVES}."
+        return f"Convert a table of True and False once, with masks.from_dense(table). {ALTERNATIVES}."
     if callable(value) and str(module).startswith("longspan.masks") and str(name).isidentifier():
-        return f"masks.{name} makes masks when it is called, as in masks.{name}(...)."
+        return f"Call it to make a mask, as in masks.{name}(...)."
     if callable(value):
-        return "A function (b, h, q_idx, kv_idx) is made a mask by longspan.masks.from_mask_mod(function)."
-    return f"Masks are made by longspan.masks: {MASKS}."
+        return "Convert a function (b, h, q_idx, kv_idx) with longspan.masks.from_mask_mod(function)."
+    return f"Use a mask of longspan.masks: {MASKS}."

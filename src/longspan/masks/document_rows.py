@@ -1,23 +1,111 @@
-"""Document numbers per position of packed sequences, from lengths or from a mask.
+"""Masks of packed documents, and document numbers per position, from lengths or from a mask.
 
 Shapes: R batch rows (1 if all rows are equal), S tokens.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
+from longspan._compile import untraced
 from longspan.errors import LongspanError, MaskError
 from longspan.masks import bands as bd
-from longspan.masks.builders import document_edges
+from longspan.masks.bands import LIMIT, rectangles
 from longspan.masks.mask import Mask
-from longspan.spans import Ints, shortened
+from longspan.spans import Ints, shortened, whole
 
 Documents: TypeAlias = Mask | ArrayLike | None
-"""Documents as users give them: lengths, a list of lengths per batch row, a mask; None is one document."""
+"""Lengths, a list of lengths per batch row, a mask, or None for one document."""
+MAX_CHUNKS = 1 << 24
+
+# -- Masks of documents and chunks -------------------------------------------------------------------------------------
+
+
+def flat_array(values: ArrayLike, form: str) -> NDArray[Any]:
+    """Return the values as an array of any type; raise for lists of different lengths."""
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, OverflowError) as error:  # numpy's message for ragged lists does not help
+        raise MaskError(f"{form}, but got {shortened(values)}.") from error
+
+
+def document_edges(lengths: ArrayLike) -> Ints:
+    """Return 0 and the end of each document; raise unless `lengths` is a list of token counts."""
+    form = "document lengths are a flat list of whole numbers"
+    counts = flat_array(lengths, form)
+    if counts.ndim != 1 or (counts.size and not np.issubdtype(counts.dtype, np.integer)):
+        raise MaskError(f"{form}, but got an array of shape {counts.shape} and type {counts.dtype}.")
+    if counts.size and int(counts.min()) < 0:
+        where = int(np.argmax(counts < 0))
+        raise MaskError(f"document {where} has length {int(counts[where])}. A document has 0 tokens or more.")
+    total = sum(counts.tolist())  # Python's integers do not overflow
+    if total > LIMIT:
+        raise MaskError(f"documents have {total} tokens together; {LIMIT} is the limit.")
+    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)))
+
+
+@lru_cache(maxsize=64)
+def _blocks(edges: bytes, name: str) -> Mask:
+    """Return the mask of blocks on the diagonal. The same edges give the same object: every layer asks again."""
+    array = np.frombuffer(edges, dtype=np.int64)
+    starts, stops = array[:-1], array[1:]
+    return Mask.of_bands(rectangles(starts, stops, starts, stops), int(array[-1]), name)
+
+
+@untraced
+def documents(lengths: ArrayLike) -> Mask:
+    """Every token sees all of its own document; lengths add up to the sequence.
+
+    >>> print((documents([3, 1, 2])).draw(width=6))
+    ███···
+    ███···
+    ███···
+    ···█··
+    ····██
+    ····██
+    """
+    edges = document_edges(lengths)
+    return _blocks(edges.tobytes(), f"documents({len(edges) - 1})")
+
+
+@untraced
+def from_cu_seqlens(cu_seqlens: ArrayLike) -> Mask:
+    """`documents` from cumulative lengths 0, end of the first, end of the second, ... as varlen kernels take them.
+
+    >>> from_cu_seqlens([0, 3, 4, 6]) == documents([3, 1, 2])
+    True
+    """
+    form = "cu_seqlens starts with 0 and then lists where each document ends, in whole numbers"
+    edges = flat_array(cu_seqlens, form)
+    is_flat = edges.ndim == 1 and edges.size and np.issubdtype(edges.dtype, np.integer)
+    if not is_flat or int(edges[0]) != 0:
+        raise MaskError(f"{form}, but got {shortened(edges.tolist())}.")
+    return documents(np.diff(edges))
+
+
+@untraced
+def chunked(size: int, seq_len: int) -> Mask:
+    """Every token sees all of its own chunk of `size` tokens; the last chunk may be shorter.
+
+    >>> chunked(2, 5) == documents([2, 2, 1])
+    True
+    """
+    size = whole(size, "size", "chunked()", MaskError, low=1)
+    seq_len = whole(seq_len, "seq_len", "chunked()", MaskError)
+    if seq_len > size * MAX_CHUNKS:
+        raise MaskError(
+            f"chunked(size={size}, seq_len={seq_len}) makes {-(-seq_len // size)} chunks; {MAX_CHUNKS} is the limit."
+            f" Use larger chunks."
+        )
+    edges = np.append(np.arange(0, seq_len, size, dtype=np.int64), seq_len)
+    return _blocks(edges.tobytes(), f"chunked({size})")
+
+
+# -- Document numbers --------------------------------------------------------------------------------------------------
 
 
 def document_rows(documents: Any, seq_len: int, error: type[LongspanError] = MaskError) -> Ints:
@@ -30,8 +118,8 @@ def document_rows(documents: Any, seq_len: int, error: type[LongspanError] = Mas
     - no token sees a token of another document;
     - a document's tokens are seen by all later ones of it or, after a prefix, by those within one distance.
 
-    `chunked` is a mask of documents, too: for chunks of attention inside documents, give lengths. Other masks are
-    refused, with the kind of error `error`.
+    `chunked` is a mask of documents, too: for chunks of attention inside documents, pass lengths. Other masks raise
+    `error`.
 
     >>> document_rows([2, 3], 5).tolist()
     [[0, 0, 1, 1, 1]]
@@ -44,49 +132,47 @@ def document_rows(documents: Any, seq_len: int, error: type[LongspanError] = Mas
         return np.zeros((1, seq_len), dtype=np.int64)
     if isinstance(documents, Mask):
         return _of_mask(documents, seq_len, error)
-    if hasattr(documents, "tolist"):  # an array or a tensor, on whatever device
+    if hasattr(documents, "tolist"):  # an array, or a tensor on any device
         documents = documents.tolist()
     if isinstance(documents, str | bytes) or not hasattr(documents, "__len__"):
         raise error(
-            f"documents = {shortened(documents)} was given. It is a list of lengths, a list of lengths per batch row,"
-            f" or a mask."
+            f"`documents` must be a list of lengths, a list of lengths per batch row, or a mask, but got documents ="
+            f" {shortened(documents)}."
         )
-    nested = len(documents) and np.ndim(documents[0]) == 1
-    return np.stack([_of_lengths(lengths, seq_len, error) for lengths in (documents if nested else [documents])])
-
-
-def _of_lengths(lengths: Any, seq_len: int, error: type[LongspanError]) -> Ints:
-    edges = document_edges(np.asarray(lengths, dtype=None if len(lengths) else np.int64))
-    if int(edges[-1]) != seq_len:
-        raise error(
-            f"document lengths add up to {int(edges[-1])}, but the sequence has {seq_len} tokens. Lengths cover all of"
-            f" it: count padding at the end as one more document, which in training is kept out of the loss with"
-            f" loss_mask."
-        )
-    return np.repeat(np.arange(len(edges) - 1, dtype=np.int64), np.diff(edges))
+    is_nested = len(documents) and np.ndim(documents[0]) == 1
+    rows: list[Ints] = []
+    for lengths in documents if is_nested else [documents]:
+        edges = document_edges(np.asarray(lengths, dtype=None if len(lengths) else np.int64))
+        if int(edges[-1]) != seq_len:
+            raise error(
+                f"document lengths add up to {int(edges[-1])}, but the sequence has {seq_len} tokens. Lengths cover all"
+                f" of it: count padding at the end as one more document, which in training is kept out of the loss with"
+                f" loss_mask."
+            )
+        rows.append(np.repeat(np.arange(len(edges) - 1, dtype=np.int64), np.diff(edges)))
+    return np.stack(rows)
 
 
 def _of_mask(mask: Mask, seq_len: int, error: type[LongspanError]) -> Ints:
     if not mask.is_structured:
         raise error(
-            f"documents cannot be read from {mask}, because a function decides there who sees whom. Give the lengths of"
-            f" the documents instead."
+            f"documents cannot be read from {mask}, because a function decides which pairs it allows. Pass the lengths"
+            f" of the documents instead."
         )
     key = "documents", seq_len
-    if key in mask.known:  # every layer asks
-        return mask.known[key]
-    found: dict[int, Ints] = {}
-    rows: list[Ints] = []
-    for planes in mask.resized(seq_len).grid:
-        for head, plane in enumerate(planes):
-            if id(plane) not in found:
-                found[id(plane)], problem = _of_bands(bd.tighten(plane.region), seq_len)
-                if problem is not None:
-                    raise _not_documents(mask, problem, error)
-            if not np.array_equal(found[id(plane)], found[id(planes[0])]):
-                raise _not_documents(mask, f"heads 0 and {head} have different documents", error)
-        rows.append(found[id(planes[0])])
-    mask.known[key] = np.stack(rows)
+    if key not in mask.known:  # every layer asks
+        by_plane: dict[int, Ints] = {}
+        rows: list[Ints] = []
+        for planes in mask.resized(seq_len).grid:
+            for head, plane in enumerate(planes):
+                if id(plane) not in by_plane:
+                    by_plane[id(plane)], problem = _of_bands(bd.tighten(plane.region), seq_len)
+                    if problem is not None:
+                        raise _not_documents(mask, problem, error)
+                if not np.array_equal(by_plane[id(plane)], by_plane[id(planes[0])]):
+                    raise _not_documents(mask, f"heads 0 and {head} have different documents", error)
+            rows.append(by_plane[id(planes[0])])
+        mask.known[key] = np.stack(rows)
     return mask.known[key]
 
 
@@ -121,11 +207,11 @@ def _of_bands(bands: Ints, seq_len: int) -> tuple[Ints, str | None]:
     before = np.zeros(seq_len, dtype=np.int64)  # tokens with a window, up to each one, in its document
     before[windowed] = 1
     before = np.cumsum(before) - np.append(0, np.cumsum(before))[first][numbers]
-    strange = (seen < left) & (seen != window)
-    strange |= (seen < left) & (_counts_by_key(bands, seq_len, window) > 0)
-    strange |= (seen == left) & (left > window) & (before > 0)
-    if strange.any():
-        other = int(np.argmax(strange))
+    irregular = (seen < left) & (seen != window)
+    irregular |= (seen < left) & (_counts_by_key(bands, seq_len, window) > 0)
+    irregular |= (seen == left) & (left > window) & (before > 0)
+    if irregular.any():
+        other = int(np.argmax(irregular))
         return numbers, f"tokens {key} and {other} are not seen by all later tokens of a document, nor in one window"
     return numbers, None
 

@@ -1,4 +1,4 @@
-"""Mask: which query position may attend to which key position, with text pictures and cache keys.
+"""Mask: which query position may attend to which key position.
 
 A mask is a grid of planes (batch rows x heads; a side of length 1 holds for all). A plane is two disjoint lists of
 bands, `sure` and `maybe`, and a predicate that decides the pairs inside `maybe`. A structured mask has no `maybe`; an
@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,46 +21,39 @@ from longspan._compile import Handled, sealed, untraced
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.bands import LIMIT, Band
-from longspan.masks.captures import ByIdentity, Memo, Reads
+from longspan.masks.captures import ByIdentity, Knowledge, Memo, Reads
 from longspan.masks.functions import readers_of
 from longspan.masks.plane import Bools, Plane
 from longspan.masks.tiles import classifier
 from longspan.spans import Ints, Span, whole
 
-# -- Text pictures: queries go down, keys go right ---------------------------------------------------------------------
-
-
-_OPAQUE_LIMIT = 4096
+_MAX_DRAWN = 4096
+"""Tokens up to which a mask with a function is drawn."""
 
 
 def draw(plane: Plane, seq_len: int, width: int) -> str:
-    """One character per square of pairs: all allowed, some allowed, none allowed."""
+    """Return one character per square of pairs: all, some or none allowed. Queries go down, keys go right."""
     width = whole(width, "width", "draw()", MaskError, low=1, high=4096)
     edges = np.linspace(0, seq_len, min(width, max(seq_len, 1)) + 1).astype(np.int64)
     sizes = np.diff(edges)
-    counts = _counts(plane, seq_len, edges)
-    cells = np.where(counts == 0, "·", np.where(counts == sizes[:, None] * sizes, "█", "▒"))
-    return "\n".join("".join(line) for line in cells.tolist())
-
-
-def _counts(plane: Plane, seq_len: int, edges: Ints) -> Ints:
-    num = len(edges) - 1
     if plane.predicate is not None:
-        if seq_len > _OPAQUE_LIMIT:
+        if seq_len > _MAX_DRAWN:
             raise MaskError(
-                f"drawing an opaque mask asks its function about every pair, and {seq_len} tokens are more than"
-                f" {_OPAQUE_LIMIT}. Draw a shorter stretch, or classify() the tiles you want to see."
+                f"drawing an opaque mask calls its function for every pair, and {seq_len} tokens are more than"
+                f" {_MAX_DRAWN}. Draw a shorter stretch, or classify() the tiles you want to see."
             )
         position = np.arange(seq_len, dtype=np.int64)
         allowed = plane.allows(position[:, None], position[None, :]).astype(np.int64)
-        return np.add.reduceat(np.add.reduceat(allowed, edges[:-1], axis=0), edges[:-1], axis=1)
-    # Every strip of rows is cut once, then every square of it from the strip: work follows the bands that are there.
-    counts = np.zeros((num, num), dtype=np.int64)
-    for i in range(num):
-        strip = bd.tighten(bd.cut(plane.sure, (int(edges[i]), int(edges[i + 1])), (0, seq_len)))
-        for j in range(num):
-            counts[i, j] = bd.area(bd.cut(strip, (0, seq_len), (int(edges[j]), int(edges[j + 1])))).sum()
-    return counts
+        counts = np.add.reduceat(np.add.reduceat(allowed, edges[:-1], axis=0), edges[:-1], axis=1)
+    else:
+        # Cut every strip of rows once, then every square from its strip: the work depends on the bands in the strip.
+        spans = list(pairwise(edges.tolist()))
+        counts = np.zeros((len(spans), len(spans)), dtype=np.int64)
+        for i, rows in enumerate(spans):
+            strip = bd.tighten(bd.cut(plane.sure, rows, (0, seq_len)))
+            counts[i] = [bd.area(bd.cut(strip, (0, seq_len), columns)).sum() for columns in spans]
+    cells = np.where(counts == 0, "·", np.where(counts == sizes[:, None] * sizes, "█", "▒"))
+    return "\n".join("".join(line) for line in cells.tolist())
 
 
 # -- Mask --------------------------------------------------------------------------------------------------------------
@@ -77,25 +71,25 @@ class Mask(Handled):
     seq_len: int | None
     name: str
     _hash: list[int] = field(default_factory=list[int], init=False)
-    """The hash, once it was asked for: a cache of plans asks again and again."""
+    """The hash, once computed: a cache of plans needs it in every call."""
     _memo: Memo = field(default_factory=Memo, init=False)
-    """What was worked out for it, where functions decide: let go with the mask."""
+    """Caches that end with the mask."""
 
     @staticmethod
     def of_bands(rows: Ints, seq_len: int | None, name: str) -> Mask:
-        """The structured mask of these disjoint bands."""
+        """Return the structured mask of disjoint bands."""
         return Mask(((Plane(bd.occupied(rows)),),), seq_len, name)
 
     # -- Shape ---------------------------------------------------------------------------------------------------------
 
     @property
     def num_rows(self) -> int:
-        """Batch rows that differ; 1 means that one plane serves every row."""
+        """The number of batch rows that differ; 1: one plane serves every row."""
         return len(self.grid)
 
     @property
     def num_heads(self) -> int:
-        """Heads that differ; 1 means that one plane serves every head."""
+        """The number of heads that differ; 1: one plane serves every head."""
         return len(self.grid[0])
 
     @property
@@ -107,40 +101,40 @@ class Mask(Handled):
         return (plane for row in self.grid for plane in row)
 
     def plane(self, row: int = 0, head: int = 0) -> Plane:
-        """The plane of one batch row and head."""
+        """Return the plane of one batch row and head."""
         for axis, index, size in (("row", row, self.num_rows), ("head", head, self.num_heads)):
             if size > 1 and not (type(index) is int and 0 <= index < size):
                 whole(index, axis, f"{self}", MaskError, -LIMIT)  # numpy's numbers pass, but not outside the range
             if size > 1 and not 0 <= index < size:
-                raise MaskError(f"{self} has {size} {axis}s and was asked for {axis} {index}. Ask for 0 to {size - 1}.")
+                raise MaskError(f"{axis} of {self} must be in [0, {size}), but got {index}.")
         return self.grid[row if self.num_rows > 1 else 0][head if self.num_heads > 1 else 0]
 
     def distinct_planes(self) -> tuple[Plane, ...]:
-        """Every plane once, in the order of first appearance."""
+        """Return every plane once, in the order of first appearance."""
         by_id: dict[int, Plane] = {id(plane): plane for plane in self._planes()}
         return tuple(by_id.values())
 
     def length(self, seq_len: int | None = None) -> int:
-        """The sequence length, from the mask or from the argument; refuses when neither or both disagree."""
+        """Return the sequence length, from the mask or the argument; raise if there is none or they differ."""
         if seq_len is not None and not (type(seq_len) is int and 0 <= seq_len <= LIMIT):
             seq_len = whole(seq_len, "seq_len", f"{self}", MaskError)
         if self.seq_len is not None and seq_len is not None and seq_len != self.seq_len:
             raise MaskError(
-                f"{self} is for {self.seq_len} tokens, but seq_len = {seq_len} was asked for. Build the mask for the"
-                f" length you use, or leave seq_len out."
+                f"{self} is for {self.seq_len} tokens, but seq_len = {seq_len}. Build the mask for the length you use,"
+                f" or leave seq_len out."
             )
         length = self.seq_len if self.seq_len is not None else seq_len
         if length is None:
             raise MaskError(
-                f"{self} has no length of its own, and this question needs one. Pass seq_len=, or combine it with a"
-                f" mask that has a length, as in masks.documents(lengths) & masks.causal()."
+                f"{self} has no length of its own, but one is needed here. Pass seq_len=, or combine it with a mask"
+                f" that has a length, as in masks.documents(lengths) & masks.causal()."
             )
         return length
 
     # -- Queries -------------------------------------------------------------------------------------------------------
 
     def allows(self, q: ArrayLike, kv: ArrayLike, *, row: int = 0, head: int = 0) -> Bools:
-        """Whether query position `q` may attend to key position `kv`; arrays broadcast.
+        """Return whether query position `q` may attend to key position `kv`; arrays broadcast.
 
         >>> from longspan import masks
         >>> masks.causal().allows([0, 5], [3, 3]).tolist()
@@ -149,7 +143,7 @@ class Mask(Handled):
         return self.plane(row, head).allows(bd.as_positions(q, "q"), bd.as_positions(kv, "kv"))
 
     def bands(self, seq_len: int | None = None, *, row: int = 0, head: int = 0) -> tuple[Band, ...]:
-        """The disjoint bands of one plane; refuses an opaque mask, which has none."""
+        """Return the disjoint bands of one plane; raises for an opaque mask, which has none."""
         plane, length = self.plane(row, head), self.length(seq_len)
         if plane.predicate is not None:
             raise MaskError(
@@ -159,12 +153,12 @@ class Mask(Handled):
         return bd.as_bands(bd.tighten(bd.cut(plane.sure, (0, length), (0, length))))
 
     def regions(self, seq_len: int | None = None) -> list[Ints]:
-        """For each distinct plane, the `(n, 6)` array of bands outside which nothing is allowed."""
+        """Return, for each distinct plane, the `(n, 6)` array of bands that hold all allowed pairs."""
         length = self.length(seq_len)
         return [bd.cut(plane.region, (0, length), (0, length)) for plane in self.distinct_planes()]
 
     def area(self, seq_len: int | None = None, *, row: int = 0, head: int = 0) -> int:
-        """How many pairs one plane allows.
+        """Return how many pairs one plane allows.
 
         >>> from longspan import masks
         >>> masks.causal().area(10_000_000)
@@ -181,9 +175,9 @@ class Mask(Handled):
     def classify(
         self, q: Span, kv: Span, *, tile: int = 128, seq_len: int | None = None, row: int = 0, head: int = 0
     ) -> NDArray[np.int8]:
-        """0 (empty), 1 (partial) or 2 (full) for every tile that two spans touch, on a global grid of tiles.
+        """Return 0 (empty), 1 (partial) or 2 (full) for every tile that two spans touch, on a global grid of tiles.
 
-        Only these tiles are asked about, and what was seen is remembered.
+        Only these tiles are evaluated, and the results are cached.
 
         >>> from longspan import masks, Span
         >>> masks.causal(6).classify(Span(2, 6), Span(0, 6), tile=2).tolist()
@@ -193,7 +187,7 @@ class Mask(Handled):
         return classifier(self.plane(row, head), self.length(seq_len), tile, self.known).classify(q, kv)
 
     def resized(self, seq_len: int) -> Mask:
-        """The same mask for a sequence of this length; refuses when the mask has another length of its own."""
+        """Return the mask for a sequence of this length; raises if the mask has another length."""
         if self.length(seq_len) == self.seq_len:
             return self
         seq_len = whole(seq_len, "seq_len", "resized()", MaskError)
@@ -204,38 +198,33 @@ class Mask(Handled):
 
     @property
     def known(self) -> dict[Any, Any]:
-        """What was worked out from answers of the mask's functions, until what they read changes."""
+        """Results that depend on the mask's functions; dropped when what they read changes."""
         return self._memo.state.known
 
     @property
     def last_reads(self) -> tuple[Reads, ...]:
-        """What its functions read when they were last looked at; () where none decides."""
+        """The last snapshots of what its functions read; () for a structured mask."""
         return self._memo.state.reads
 
     @property
     def plans(self) -> dict[Any, Any]:
-        """Plans that were made for this very mask, where functions decide."""
+        """Plans for this mask object, if it has functions."""
         return self._memo.plans
 
     def read_anew(self) -> tuple[Reads, ...]:
-        """What its functions read, looked at now; where that has changed, what was worked out before is forgotten.
+        """Take snapshots of what its functions read, and drop cached results if they have changed.
 
-        The same object comes back as long as nothing changes, and at once where no function decides.
+        Returns the same object as long as nothing changes, and () at once for a structured mask.
         """
-        state = self._memo.state
-        if state.readers is None:
-            self._find_readers()
+        state = self._find_readers()
         return state.read_anew() if state.readers else ()
 
     def settled_reads(self) -> tuple[Reads, ...]:
-        """What its functions have read in the forward pass that has just run."""
-        state = self._memo.state
-        return state.settled() if state.readers else state.reads
+        return self.last_reads
 
-    def check_as_read(self, reads: tuple[Reads, ...] | None = None) -> None:
-        """Refuses when what its functions read has changed since a forward pass (None: since every one of late)."""
-        self._find_readers()
-        change = self._memo.state.change_since(reads)
+    def check_as_read(self, reads: tuple[Reads, ...]) -> None:
+        """Raise if what the functions read has changed since these snapshots were taken in forward."""
+        change = self._find_readers().change_since(reads)
         if change is not None:
             raise MaskError(
                 f"what a function of {self} reads has changed between forward and backward, which calls it again:"
@@ -243,13 +232,14 @@ class Mask(Handled):
                 f" the function a copy of what it reads."
             )
 
-    def _find_readers(self) -> None:
+    def _find_readers(self) -> Knowledge:
         state = self._memo.state
         if state.readers is None:
             state.readers = readers_of(self.distinct_planes())
+        return state
 
     def twin(self) -> Mask:
-        """An equal mask that shares what is known, but not the plans: a plan that holds it does not hold itself."""
+        """Return an equal mask that shares cached results, but not plans: a plan that holds it does not hold itself."""
         twin = Mask(self.grid, self.seq_len, self.name)
         twin._memo.state = self._memo.state
         return twin
@@ -276,10 +266,10 @@ class Mask(Handled):
     def _combine(self, other: object, sign: str) -> Mask:
         if not isinstance(other, Mask):
             raise MaskError(
-                f"{sign} joins two masks, but {self} {sign} {type(other).__name__} was asked for. Wrap a function"
-                f" mask_mod(b, h, q, kv) with masks.from_mask_mod first, a table with masks.from_dense."
+                f"{sign} joins two masks, but got {self} {sign} {type(other).__name__}. Wrap a function mask_mod(b, h,"
+                f" q, kv) with masks.from_mask_mod first, a table with masks.from_dense."
             )
-        # Functions are not remembered: they may hold on to large tensors.
+        # Masks with functions are not cached: they may hold large tensors.
         combine = _combined if self.is_structured and other.is_structured else _combined.__wrapped__
         return combine(ByIdentity(self), ByIdentity(other), sign)
 
@@ -300,8 +290,7 @@ class Mask(Handled):
         return all(a == b for a, b in zip(self._planes(), other._planes(), strict=True))
 
     def __hash__(self) -> int:
-        # Only what does not depend on how the mask is cut into bands: the pair count, and the key counts of a few fixed
-        # rows.
+        # From numbers that do not depend on how the mask is cut into bands: pairs, and keys of a few fixed rows.
         if self._hash:
             return self._hash[0]
         probes = np.arange(1, 5, dtype=np.int64) * 0x9E3779B1 % (self.seq_len or 4096)
@@ -311,8 +300,8 @@ class Mask(Handled):
 
     @property
     def fingerprint(self) -> str:
-        """A hex digest that ranks compare: the same bands and functions give the same digest in every process."""
-        if "fingerprint" in self.known:  # forgotten once a function reads other data
+        """A hex digest for ranks to compare: equal bands and functions give equal digests in every process."""
+        if "fingerprint" in self.known:  # dropped when a function reads other data
             return self.known["fingerprint"]
         structured = self.is_structured
         if not structured and not self.last_reads:
@@ -331,12 +320,12 @@ class Mask(Handled):
     # -- Conversions ---------------------------------------------------------------------------------------------------
 
     def draw(self, seq_len: int | None = None, *, width: int = 32, row: int = 0, head: int = 0) -> str:
-        """A text picture: one character per square of pairs, filled, partly filled or empty."""
+        """Return a text picture: one character per square of pairs, filled, partly filled or empty."""
         return draw(self.plane(row, head), self.length(seq_len), width)
 
     def to_mask_mod(self, seq_len: int | None = None) -> Callable[[object, object, object, object], object]:
-        """A function (b, h, q_idx, kv_idx) on torch tensors, as FlexAttention takes it."""
-        from longspan.masks.mask_mods import Place, to_mask_mod  # not needed for planning, which starts quickly
+        """Return a function (b, h, q_idx, kv_idx) on torch tensors, as FlexAttention takes it."""
+        from longspan.masks.mask_mods import Place, to_mask_mod  # planning does not need it
 
         mask = self.resized(self.length(seq_len))
         return to_mask_mod(mask.grid, Place(mask.length()))
@@ -344,56 +333,45 @@ class Mask(Handled):
 
 @lru_cache(maxsize=256)
 def _combined(these: ByIdentity[Mask], those: ByIdentity[Mask], sign: str) -> Mask:
-    """Two masks joined; the same two objects give the same object."""
+    """Combine two masks plane by plane; a side of length 1 serves all. The same two objects give the same object."""
     a, b = these.value, those.value
-    meet = Plane.__and__ if sign == "&" else Plane.__or__
     lengths = {length for length in (a.seq_len, b.seq_len) if length is not None}
     if len(lengths) > 1:
         raise MaskError(
             f"{a} is for {a.seq_len} tokens and {b} for {b.seq_len}. Masks that are combined"
             f" describe one sequence: build both for the same length."
         )
-    name = f"({a.name} {sign} {b.name})"
-    if not lengths:
-        return Mask(_grid_meet(a, b, meet), None, name)
-    length = lengths.pop()
-    return Mask(_grid_meet(a.resized(length), b.resized(length), meet), length, name)
-
-
-def _grid_meet(a: Mask, b: Mask, meet: Callable[[Plane, Plane], Plane]) -> Grid:
-    """Plane by plane, a side of length 1 serving all of the other's; equal inputs are met once."""
-    shape: list[int] = []
+    name, length = f"({a.name} {sign} {b.name})", next(iter(lengths), None)
+    if length is not None:
+        a, b = a.resized(length), b.resized(length)
     for axis, size_a, size_b in (("row", a.num_rows, b.num_rows), ("head", a.num_heads, b.num_heads)):
         if size_a != size_b and 1 not in (size_a, size_b):
             raise MaskError(
                 f"{a} differs over {size_a} {axis}s and {b} over {size_b}. Give both the same number of {axis}s, or"
                 f" let one of them serve all."
             )
-        shape.append(max(size_a, size_b))
-    met: dict[tuple[int, int], Plane] = {}
-    rows: list[tuple[Plane, ...]] = []
-    for row in range(shape[0]):
-        line: list[Plane] = []
-        for head in range(shape[1]):
+    combine = Plane.__and__ if sign == "&" else Plane.__or__
+    planes: dict[tuple[int, int], Plane] = {}
+    grid: list[list[Plane]] = []
+    for row in range(max(a.num_rows, b.num_rows)):
+        grid.append([])
+        for head in range(max(a.num_heads, b.num_heads)):
             pair = a.plane(row, head), b.plane(row, head)
             key = id(pair[0]), id(pair[1])
-            if key not in met:
-                met[key] = meet(*pair)
-            line.append(met[key])
-        rows.append(tuple(line))
-    return tuple(rows)
+            if key not in planes:
+                planes[key] = combine(*pair)
+            grid[-1].append(planes[key])
+    return Mask(tuple(map(tuple, grid)), length, name)
 
 
 # -- Masks as cache keys -----------------------------------------------------------------------------------------------
 
 
 class MaskKey:
-    """A mask in a cache: by its bands when it is structured, by identity when a function decides.
+    """A mask as a cache key: by its bands if it is structured, by identity if it has functions, which do not compare.
 
-    Masks of the same pairs that are cut into other bands are different keys: ranks compare fingerprints, which depend
-    on bands, and what a cache still holds differs from rank to rank.
-
-    Two functions cannot be compared. What a function reads may change; `Mask.read_anew` looks.
+    Equal masks that are cut into other bands are different keys: ranks compare fingerprints, which depend on bands,
+    and caches of two ranks may hold different masks.
 
     >>> from longspan.masks import causal, from_mask_mod
     >>> MaskKey(causal(8)) == MaskKey(causal().resized(8))

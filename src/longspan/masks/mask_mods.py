@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.functions import Function, MaskMod
-from longspan.masks.plane import Bools, Both, Either, Neither, Plane, Predicate
+from longspan.masks.plane import Bools, Combined, Plane, Predicate
 from longspan.masks.tiles import key_spans, most_spans, span_table
 from longspan.spans import Ints
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """What a function counts: the whole sequence, asked about on any device, or the rows of one rank."""
+    """What row and key numbers mean: positions in the whole sequence, on any device, or rows of one rank."""
 
     seq_len: int
     rows: Ints | None = None
@@ -42,8 +42,7 @@ class Place:
     """The positions of its keys, -1 for padding; None: all keys in order."""
     device: Any = "cpu"
     least: int = 1
-    """Room for at least this many planes: batch rows that happen to agree this time must not make tables of another
-    shape."""
+    """The least number of planes in tables, so that batch rows that happen to agree do not change their shape."""
 
     def tensor(self, array: ArrayLike) -> Tensor:
         import torch
@@ -51,11 +50,11 @@ class Place:
         return torch.tensor(array, device=self.device)  # a copy: tensors that share memory look different to compilers
 
     def room(self, count: int, least: int = 1) -> int:
-        """Sizes of a rank's tables are powers of two, 1 or more: new shapes mean compiling."""
+        """Return a table size; a rank's are powers of two, because new shapes mean compiling."""
         return count if self.rows is None else 1 << (max(count, least) - 1).bit_length()
 
     def is_for_one(self, num_planes: int) -> bool:
-        """Whether planes need no numbers. For a rank they always have them: the next batch may have more of them."""
+        """Return whether planes need no numbers. A rank's always have them: the next batch may have more planes."""
         return self.rows is None and num_planes == 1
 
 
@@ -72,14 +71,14 @@ _NOTHING = _Member(Plane(bd.empty()))
 
 
 def numbered(grid: Sequence[Sequence[Plane]]) -> tuple[tuple[Plane, ...], Ints]:
-    """Every plane of a grid once, and the number of the plane that each batch row and head has."""
+    """Return every plane of a grid once, and the number of the plane of each batch row and head."""
     planes = {id(plane): plane for line in grid for plane in line}
     number = {name: i for i, name in enumerate(planes)}
     return tuple(planes.values()), np.array([[number[id(plane)] for plane in line] for line in grid])
 
 
 def to_mask_mod(grid: Sequence[Sequence[Plane]], place: Place) -> MaskMod:
-    """The function (b, h, query row, column) of a grid with a plane for every batch row and head that differ."""
+    """Return the function (b, h, query row, column) of a grid with a plane for every batch row and head."""
     planes, which = numbered(grid)
     members = [_Member(plane, *_only(which == i)) for i, plane in enumerate(planes)]
     decide, numbers = _decider(members, place), place.tensor(which.squeeze())
@@ -89,26 +88,26 @@ def to_mask_mod(grid: Sequence[Sequence[Plane]], place: Place) -> MaskMod:
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         key = kv_idx if positions is None else positions[kv_idx]
-        at = (*((b,) if many_rows else ()), *((h,) if many_heads else ()))  # a side of 1 serves all: not looked at
-        plane = _beside(numbers, q_idx)[at] if at else _beside(numbers, q_idx)
+        at = (*((b,) if many_rows else ()), *((h,) if many_heads else ()))  # a side of 1 serves all
+        plane = _on_device_of(numbers, q_idx)[at] if at else _on_device_of(numbers, q_idx)
         return decide(None if alone else plane, b, h, q_idx, key)
 
     return mask_mod
 
 
 def predicate_mod(predicate: Predicate, seq_len: int) -> Decide:
-    """What a predicate says of the whole sequence, as a function of (None, b, h, q_idx, kv_idx)."""
-    anywhere = np.zeros((1, 6), dtype=np.int64)  # where it is asked is not looked at
+    """Return a predicate of the whole sequence as a function of (None, b, h, q_idx, kv_idx)."""
+    anywhere = np.zeros((1, 6), dtype=np.int64)  # the bands are not used
     return _predicate_mod([_Member(Plane(bd.empty(), anywhere, predicate))], Place(seq_len))
 
 
-def _beside(table: Tensor, q: Tensor) -> Tensor:
-    """The table on the device of the indices; where it is there already, nothing that compilers would see."""
+def _on_device_of(table: Tensor, q: Tensor) -> Tensor:
+    """Return the table on the device of `q`, without an operation that compilers would see if it is there."""
     return table if table.device == q.device else table.to(q.device)
 
 
 def _only(used: Bools) -> tuple[int | None, int | None]:
-    """The one batch row and the one head of a grid that are used, where the grid has several of them."""
+    """Return the only batch row and the only head that are used, each None if the grid has one or uses several."""
     lines = np.flatnonzero(used.any(axis=1)), np.flatnonzero(used.any(axis=0))
     row, head = (
         int(line[0]) if size > 1 and len(line) == 1 else None for line, size in zip(lines, used.shape, strict=True)
@@ -117,26 +116,25 @@ def _only(used: Bools) -> tuple[int | None, int | None]:
 
 
 def _decider(members: Sequence[_Member], place: Place) -> Decide:
-    """Decides for the i-th of these planes. Planes that ask the same function share one call of it."""
+    """Return a function that decides for the i-th plane. Planes with the same function share one call of it."""
     sure = _tables([member.plane.sure for member in members], place)
     groups: dict[object, list[int]] = {}
     for i, member in enumerate(members):
         if member.plane.predicate is not None:
-            groups.setdefault(_question(member), []).append(i)
-    asked: list[tuple[Tensor, Tables, Decide]] = []
+            groups.setdefault(_group_key(member), []).append(i)
+    opaque: list[tuple[Tensor, Tables, Decide]] = []
     for group in groups.values():
         others = [_NOTHING] * (len(group) < len(members))  # number 0 stands for all planes outside the group
-        askers = [*others, *(members[i] for i in group)]
+        users = [*others, *(members[i] for i in group)]
         slot = np.zeros(place.room(len(members), place.least), dtype=np.int64)
-        slot[group] = np.arange(len(others), len(askers))
-        maybe = _tables([member.plane.maybe for member in askers], place)
-        asked.append((place.tensor(slot), maybe, _predicate_mod(askers, place)))
-    open_questions = tuple(asked)
+        slot[group] = np.arange(len(others), len(users))
+        maybe = _tables([member.plane.maybe for member in users], place)
+        opaque.append((place.tensor(slot), maybe, _predicate_mod(users, place)))
 
     def decide(plane: Tensor | None, b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
         allowed = _seen(sure, plane, q, key)
-        for slot, maybe, predicate in open_questions:
-            inner = None if plane is None else _beside(slot, q)[plane]
+        for slot, maybe, predicate in opaque:
+            inner = None if plane is None else _on_device_of(slot, q)[plane]
             allowed = allowed | (_seen(maybe, inner, q, key) & predicate(inner, b, h, q, key))
         return allowed
 
@@ -145,7 +143,7 @@ def _decider(members: Sequence[_Member], place: Place) -> Decide:
 
 def _seen(tables: Tables, plane: Tensor | None, q: Tensor, key: Tensor) -> Tensor:
     at = q if plane is None else (plane, q)
-    spans = [(key >= _beside(start, q)[at]) & (key < _beside(stop, q)[at]) for start, stop in tables]
+    spans = [(key >= _on_device_of(start, q)[at]) & (key < _on_device_of(stop, q)[at]) for start, stop in tables]
     inside = spans[0] if spans else (q < 0) & (key < 0)  # nothing: rows are counted from 0
     for span in spans[1:]:
         inside = inside | span
@@ -153,7 +151,6 @@ def _seen(tables: Tables, plane: Tensor | None, q: Tensor, key: Tensor) -> Tenso
 
 
 def _tables(bands: Sequence[Ints], place: Place) -> Tables:
-    """Every plane's spans by row."""
     rows, whole = np.arange(place.seq_len) if place.rows is None else place.rows, (0, place.seq_len)
     spans = [key_spans(bd.cut(plane_bands, whole, whole), rows) for plane_bands in bands]
     depth = place.room(max(map(most_spans, spans)))
@@ -166,14 +163,14 @@ def _tables(bands: Sequence[Ints], place: Place) -> Tables:
     return tuple((place.tensor(start), place.tensor(stop)) for start, stop in tables)
 
 
-def _question(member: _Member) -> object:
-    """What planes must agree on to be decided by one call: the kind of predicate, or the function and what it is given.
+def _group_key(member: _Member) -> object:
+    """Return a key that is equal for planes that one call decides: the operation, or the function and its b and h.
 
-    A function gets the b and h that the kernel has, unless its plane serves others than the row and head it is for.
+    A function gets the b and h of the kernel, unless its plane serves others than the row and head it is for.
     """
     predicate = member.plane.predicate
     if not isinstance(predicate, Function):
-        return type(predicate)
+        return getattr(predicate, "sign", type(predicate))
     return id(predicate.mask_mod), *_fixed(member, predicate)
 
 
@@ -183,35 +180,36 @@ def _fixed(member: _Member, predicate: Function) -> tuple[int | None, int | None
 
 
 def _predicate_mod(members: Sequence[_Member], place: Place) -> Decide:
-    """Decides by the predicates of planes which all ask the same question; what it says of no plane is ignored."""
+    """Return the function of planes with equal group keys; its result for number 0, no plane, is ignored."""
     predicate = members[-1].plane.predicate
     if isinstance(predicate, Function):
         return _function_mod(predicate.call, *_fixed(members[-1], predicate), place)
-    if isinstance(predicate, Neither):
-        inner = _decider(_inside(members, "a"), place)
-        return lambda i, b, h, q, key: ~inner(i, b, h, q, key)
-    if isinstance(predicate, Both | Either):
-        one, other = _decider(_inside(members, "a"), place), _decider(_inside(members, "b"), place)
-        if isinstance(predicate, Both):
-            return lambda i, b, h, q, key: one(i, b, h, q, key) & other(i, b, h, q, key)
-        return lambda i, b, h, q, key: one(i, b, h, q, key) | other(i, b, h, q, key)
-    raise MaskError(
-        f"a predicate of type {type(predicate).__name__} has no mask function. Give it one in masks/mask_mods.py."
-    )
+    if not isinstance(predicate, Combined):
+        raise MaskError(
+            f"a predicate of type {type(predicate).__name__} has no mask function. Give it one in masks/mask_mods.py."
+        )
 
+    def decider(side: str) -> Decide:
+        inner = [m if m is _NOTHING else _Member(getattr(m.plane.predicate, side), m.row, m.head) for m in members]
+        return _decider(inner, place)
 
-def _inside(members: Sequence[_Member], side: str) -> list[_Member]:
-    return [m if m is _NOTHING else _Member(getattr(m.plane.predicate, side), m.row, m.head) for m in members]
+    one = decider("a")
+    if predicate.sign == "~":
+        return lambda i, b, h, q, key: ~one(i, b, h, q, key)
+    other = decider("b")
+    if predicate.sign == "&":
+        return lambda i, b, h, q, key: one(i, b, h, q, key) & other(i, b, h, q, key)
+    return lambda i, b, h, q, key: one(i, b, h, q, key) | other(i, b, h, q, key)
 
 
 def _function_mod(mask_mod: MaskMod, row: int | None, head: int | None, place: Place) -> Decide:
-    # Padding is asked about at position 0 and its answer is not used, so that no function reads outside its tensors.
+    # Padding gets position 0, so that no function reads outside its tensors; the result is not used.
     positions = None if place.rows is None else place.tensor(np.maximum(place.rows, 0))
     only_b, only_h = (None if fixed is None else place.tensor(fixed) for fixed in (row, head))
     padded = place.columns is not None
 
-    def ask(_: Tensor | None, b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
-        b, h = b if only_b is None else _beside(only_b, q), h if only_h is None else _beside(only_h, q)
+    def call(_: Tensor | None, b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
+        b, h = b if only_b is None else _on_device_of(only_b, q), h if only_h is None else _on_device_of(only_h, q)
         return mask_mod(b, h, q if positions is None else positions[q], key.clamp(min=0) if padded else key)
 
-    return ask
+    return call

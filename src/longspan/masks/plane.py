@@ -23,44 +23,21 @@ class Predicate(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Both:
-    """Allowed by both planes."""
+class Combined:
+    """The predicate of planes that were combined by `&` or `|`, or inverted by `~` (then `b` is `a`)."""
 
+    sign: str
     a: Plane
     b: Plane
 
     def allows(self, q: Ints, kv: Ints) -> Bools:
-        return self.a.allows(q, kv) & self.b.allows(q, kv)
+        a = self.a.allows(q, kv)
+        if self.sign == "~":
+            return ~a
+        return a & self.b.allows(q, kv) if self.sign == "&" else a | self.b.allows(q, kv)
 
     def key(self) -> str:
-        return f"({self.a.key()}&{self.b.key()})"
-
-
-@dataclass(frozen=True, slots=True)
-class Either:
-    """Allowed by either plane."""
-
-    a: Plane
-    b: Plane
-
-    def allows(self, q: Ints, kv: Ints) -> Bools:
-        return self.a.allows(q, kv) | self.b.allows(q, kv)
-
-    def key(self) -> str:
-        return f"({self.a.key()}|{self.b.key()})"
-
-
-@dataclass(frozen=True, slots=True)
-class Neither:
-    """Allowed where the plane does not."""
-
-    a: Plane
-
-    def allows(self, q: Ints, kv: Ints) -> Bools:
-        return ~self.a.allows(q, kv)
-
-    def key(self) -> str:
-        return f"~{self.a.key()}"
+        return f"~{self.a.key()}" if self.sign == "~" else f"({self.a.key()}{self.sign}{self.b.key()})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,33 +56,32 @@ class Plane:
 
     @property
     def region(self) -> Ints:
-        """Bands outside which nothing is allowed: all of the mask when it is structured."""
+        """Return bands that hold all allowed pairs; exactly these if the mask is structured."""
         return np.concatenate((self.sure, self.maybe)) if len(self.maybe) else self.sure
 
     def allows(self, q: Ints, kv: Ints) -> Bools:
-        """Whether each pair is allowed; `q` and `kv` broadcast against each other."""
+        """Return whether each pair is allowed; `q` and `kv` broadcast against each other."""
         wide_q, wide_kv = np.broadcast_arrays(q, kv)
         allowed = bd.contains(self.sure, wide_q, wide_kv)
         if self.predicate is not None:
-            # A function is asked about nothing outside its bands: its tables may end there.
+            # Clip positions to the function's bands: its tables may end there.
             low, high = self.maybe[:, [bd.Q0, bd.K0]].min(axis=0), self.maybe[:, [bd.Q1, bd.K1]].max(axis=0) - 1
             near = np.clip(q, low[0], high[0]), np.clip(kv, low[1], high[1])
             allowed |= bd.contains(self.maybe, wide_q, wide_kv) & self.predicate.allows(*near)
         return allowed
 
     def cut(self, q: tuple[int, int], kv: tuple[int, int]) -> Plane:
-        """The part inside a rectangle."""
         return Plane(bd.cut(self.sure, q, kv), bd.cut(self.maybe, q, kv), self.predicate)
 
     def key(self) -> str:
-        """A text that differs when the plane does (as far as a predicate can be told apart)."""
+        """Return a digest of the bands and of the predicate's key."""
         digest = hashlib.sha256(bd.coalesce(self.sure).tobytes() + b"?" + bd.coalesce(self.maybe).tobytes())
         if self.predicate is not None:
             digest.update(self.predicate.key().encode())
         return digest.hexdigest()[:32]
 
     def sample(self, seq_len: int | None) -> str:
-        """A digest of an opaque plane's answers to fixed pairs: functions that captured other tensors differ there."""
+        """Return a digest of an opaque plane's answers for fixed pairs, which differ between functions."""
         side = 4096 if seq_len is None else seq_len
         if self.predicate is None or side == 0:
             return ""
@@ -125,25 +101,25 @@ class Plane:
         return _same_pairs(self.sure, other.sure) and _same_pairs(self.maybe, other.maybe)
 
     def __hash__(self) -> int:
-        return int(bd.area(self.sure).sum())  # no cutting into bands changes it
+        return int(bd.area(self.sure).sum())  # does not depend on how pairs are cut into bands
 
     def __and__(self, other: Plane) -> Plane:
         sure = bd.intersect(self.sure, other.sure)
         if self.predicate is None and other.predicate is None:
             return Plane(sure)
         maybe = bd.subtract(bd.intersect(self.region, other.region), sure)
-        return Plane(sure, maybe, Both(self, other))
+        return Plane(sure, maybe, Combined("&", self, other))
 
     def __or__(self, other: Plane) -> Plane:
         sure = bd.unite(self.sure, other.sure)
         if self.predicate is None and other.predicate is None:
             return Plane(sure)
         maybe = bd.subtract(bd.unite(self.maybe, other.maybe), sure)
-        return Plane(sure, maybe, Either(self, other))
+        return Plane(sure, maybe, Combined("|", self, other))
 
     def minus_from(self, domain: Ints) -> Plane:
         sure = bd.subtract(domain, self.region)
-        return Plane(sure, self.maybe, None if self.predicate is None else Neither(self))
+        return Plane(sure, self.maybe, None if self.predicate is None else Combined("~", self, self))
 
 
 def _same_pairs(a: Ints, b: Ints) -> bool:

@@ -13,15 +13,11 @@ from longspan.masks.captures import ByIdentity
 from longspan.masks.plane import Bools, Plane
 from longspan.spans import Ints, Span, run_table, steps_within, true_runs, union, whole
 
-# -- Tile classes ------------------------------------------------------------------------------------------------------
-# A mask function is evaluated once, on the tiles that closed form does not decide.
-
-
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 def classifier(plane: Plane, seq_len: int, tile: int, known: dict[Any, Any]) -> Classifier:
-    """The classifier of a plane, remembered in `known`, which belongs to its mask and ends with it."""
+    """Return the classifier of a plane, cached in `known`, which belongs to its mask."""
     key = (ByIdentity(plane), seq_len, tile)
     if key not in known:
         known[key] = Classifier(plane, seq_len, tile)
@@ -29,7 +25,7 @@ def classifier(plane: Plane, seq_len: int, tile: int, known: dict[Any, Any]) -> 
 
 
 class Classifier:
-    """Which tiles of a plane are empty, partial or full, asked lazily and remembered.
+    """Which tiles of a plane are empty, partial or full; computed when needed, and cached.
 
     >>> from longspan.masks import from_mask_mod
     >>> classifier = Classifier(from_mask_mod(lambda b, h, q, kv: q >= kv).plane(), seq_len=6, tile=2)
@@ -38,14 +34,12 @@ class Classifier:
     """
 
     def __init__(self, plane: Plane, seq_len: int, tile: int = 128) -> None:
-        tile = whole(tile, "tile", "classify()", MaskError, low=1)
-        self.plane = plane
-        self.seq_len = seq_len
-        self.tile = tile
+        self.plane, self.seq_len = plane, seq_len
+        self.tile = whole(tile, "tile", "classify()", MaskError, low=1)
         self._seen: dict[int, NDArray[np.int8]] = {}  # by tile row; -1 is not yet known
 
     def classify(self, q: Span, kv: Span) -> NDArray[np.int8]:
-        """EMPTY, PARTIAL or FULL for every tile that the two spans touch; tiles lie on a global grid."""
+        """Return EMPTY, PARTIAL or FULL for every tile that the two spans touch; tiles lie on a global grid."""
         tile = self.tile
         stop = min(q.stop, self.seq_len), min(kv.stop, self.seq_len)
         first, last = kv.start // tile, -(-stop[1] // tile)
@@ -66,41 +60,30 @@ class Classifier:
                 touched[start // tile - first : -(-stop // tile) - first] = True
             known[first:last][unknown & ~touched] = EMPTY
             for start, stop in runs_of(unknown & touched):
-                self._evaluate(q, first + start, first + stop, known)
+                for at in range(first + start, first + stop, 64):  # 64 tiles at a time: a temporary of one megabyte
+                    end = min(at + 64, first + stop)
+                    allowed = self._allowed(q, (at * tile, min(end * tile, self.seq_len)))
+                    edges = np.arange(0, int(allowed.shape[1]), tile, dtype=np.int64)
+                    any_allowed = np.logical_or.reduceat(allowed.any(axis=0), edges)
+                    all_allowed = np.logical_and.reduceat(allowed.all(axis=0), edges)
+                    known[at:end] = np.where(all_allowed, FULL, np.where(any_allowed, PARTIAL, EMPTY))
         return known[first:last].copy()
 
-    def _evaluate(self, rows: tuple[int, int], first: int, last: int, known: NDArray[np.int8]) -> None:
-        tile = self.tile
-        q = np.arange(*rows, dtype=np.int64)
-        for start in range(first, last, 64):  # 64 tiles at a time keeps the temporary at one megabyte
-            stop = min(start + 64, last)
-            kv = np.arange(start * tile, min(stop * tile, self.seq_len), dtype=np.int64)
-            allowed = self._allowed(q, kv)
-            edges = np.arange(0, len(kv), tile)
-            any_allowed = np.logical_or.reduceat(allowed.any(axis=0), edges)
-            all_allowed = np.logical_and.reduceat(allowed.all(axis=0), edges)
-            known[start:stop] = np.where(all_allowed, FULL, np.where(any_allowed, PARTIAL, EMPTY))
-
-    def _allowed(self, q: Ints, kv: Ints) -> Bools:
-        """The pairs of a rectangle. Where the function alone decides, it alone is asked: bands cost ten times more."""
+    def _allowed(self, q: tuple[int, int], kv: tuple[int, int]) -> Bools:
+        """Return the pairs of a rectangle. If one band of `maybe` holds them all, only the function is called: looking
+        at bands takes ten times longer."""
         plane = self.plane
-        sides = (int(q[0]), int(q[-1]) + 1), (int(kv[0]), int(kv[-1]) + 1)
-        if plane.predicate is not None and _fills(bd.cut(plane.maybe, *sides), q, kv):
-            return plane.predicate.allows(q[:, None], kv[None, :])
-        return plane.allows(q[:, None], kv[None, :])
-
-
-def _fills(bands: Ints, q: Ints, kv: Ints) -> bool:
-    """Whether one band holds every pair of a rectangle."""
-    if len(bands) != 1:
-        return False
-    q0, q1, k0, k1, lo, hi = bands[0].tolist()
-    rows, cols = (int(q[0]), int(q[-1]) + 1), (int(kv[0]), int(kv[-1]) + 1)
-    return (q0, q1, k0, k1) == (*rows, *cols) and lo <= rows[0] - cols[1] + 1 and hi >= rows[1] - 1 - cols[0]
+        rows, cols = np.arange(*q, dtype=np.int64)[:, None], np.arange(*kv, dtype=np.int64)[None, :]
+        maybe = bd.cut(plane.maybe, q, kv)
+        if plane.predicate is not None and len(maybe) == 1:
+            *sides, lo, hi = maybe[0].tolist()
+            if sides == [*q, *kv] and lo <= q[0] - kv[1] + 1 and hi >= q[1] - 1 - kv[0]:
+                return plane.predicate.allows(rows, cols)
+        return plane.allows(rows, cols)
 
 
 def runs_of(flags: Bools) -> list[tuple[int, int]]:
-    """(start, stop) of every run of true flags.
+    """Return (start, stop) of every run of true flags.
 
     >>> runs_of(np.array([True, False, True, True]))
     [(0, 1), (2, 4)]
@@ -113,13 +96,13 @@ def runs_of(flags: Bools) -> list[tuple[int, int]]:
 
 
 KeySpans = tuple[Ints, Ints, Ints]
-"""Row, first key and the key after the last one, of everything that rows see: by row, then by key."""
+"""Row, first key and the key after the last one of every span that rows see: by row, then by key."""
 
 
 def key_spans(bands: Ints, positions: Ints) -> KeySpans:
-    """The spans of keys that each row (a position, or -1) sees; neighbours that touch are one span.
+    """Return the spans of keys that each row (a position, or -1) sees; spans that touch are joined.
 
-    A window of two keys before each query, over tokens 2 and 3, beside the first token, which all may see:
+    A window of two keys over tokens 2 and 3, and the first token, which all may see:
 
     >>> window, first = bd.Band.parse("2:4x1:4/0..1"), bd.Band.parse("2:4x0:1")
     >>> row, start, stop = key_spans(bd.as_array((window, first)), np.array([3, 2]))
@@ -146,12 +129,12 @@ def key_spans(bands: Ints, positions: Ints) -> KeySpans:
 
 
 def most_spans(spans: KeySpans) -> int:
-    """How many spans a row has at most."""
+    """Return the largest number of spans of a row."""
     return int(np.bincount(spans[0]).max(initial=0))
 
 
 def span_table(spans: KeySpans, depth: int, num_rows: int) -> Ints:
-    """Where the k-th span of every row starts and stops: (depth, 2, rows). What a row has no span for is empty.
+    """Return where the k-th span of every row starts and stops, (depth, 2, rows); missing spans are empty.
 
     >>> span_table((np.array([0, 0, 2]), np.array([0, 5, 1]), np.array([2, 6, 4])), 2, 3).tolist()
     [[[0, 0, 1], [2, 0, 4]], [[5, 0, 0], [6, 0, 0]]]
@@ -164,7 +147,7 @@ def span_table(spans: KeySpans, depth: int, num_rows: int) -> Ints:
 
 
 def pairs_per_block(spans: KeySpans, num_rows: int, keys: Ints, size: int) -> Ints:
-    """How many pairs of every block the spans hold; `keys` are the positions of the columns, padding (-1) last.
+    """Return how many pairs of every block the spans hold; `keys` are the columns' positions, padding (-1) last.
 
     A row whose keys end at column c of block t has `size` keys in each block before t and c - t * size in t itself;
     what begins at a column is taken off in the same way. So only the blocks of the ends are written to.
@@ -175,9 +158,12 @@ def pairs_per_block(spans: KeySpans, num_rows: int, keys: Ints, size: int) -> In
     row, start, stop = spans
     height, width = -(-num_rows // size), -(-len(keys) // size) + 1
     ends, rest = np.zeros(height * width), np.zeros(height * width)
-    for offset, chain in _chains(keys):
+    # Columns as stretches of ascending positions: a span of keys is one span in each stretch.
+    real = keys[keys >= 0]
+    cuts = np.flatnonzero(real[1:] < real[:-1]) + 1
+    for offset, stretch in zip([0, *cuts.tolist()], np.split(real, cuts), strict=True):
         for edge, sign in ((start, -1), (stop, 1)):
-            column = offset + np.searchsorted(chain, edge)
+            column = offset + np.searchsorted(stretch, edge)
             place = row // size * width + column // size
             ends += sign * np.bincount(place, minlength=height * width)
             rest += sign * np.bincount(place, weights=column % size, minlength=height * width)
@@ -185,15 +171,8 @@ def pairs_per_block(spans: KeySpans, num_rows: int, keys: Ints, size: int) -> In
     return (rest.reshape(height, width) - size * before)[:, :-1].astype(np.int64)
 
 
-def _chains(keys: Ints) -> list[tuple[int, Ints]]:
-    """The columns as stretches of ascending positions, each with its first column: a span of keys is one in each."""
-    real = keys[keys >= 0]
-    cuts = np.flatnonzero(real[1:] < real[:-1]) + 1
-    return list(zip([0, *cuts.tolist()], np.split(real, cuts), strict=True))
-
-
 def listed_first(chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """How many blocks of every row of blocks (the last dim) are chosen, and all blocks with those first.
+    """Return the number of chosen blocks in every row of blocks (the last dim), and all blocks, chosen ones first.
 
     >>> [part.tolist() for part in listed_first(np.array([[False, True, True]]))]
     [[2], [[1, 2, 0]]]

@@ -1,7 +1,7 @@
-"""Named options of `longspan.attention` as score functions: soft cap, ALiBi, relative bias, bias tensor.
+"""Options of `longspan.attention` as score functions: soft cap, ALiBi, relative bias, bias tensor.
 
-Each takes (score, b, h, q_idx, kv_idx) with indices of four dims that broadcast, and gets global positions. Sinks are
-checked here and applied in `run/passes.py`; dropout is in `pipeline.py`.
+Each takes (score, b, h, q_idx, kv_idx) with indices of four dims that broadcast, in global positions. Sinks are checked
+here and applied in `run/passes.py`; dropout is in `pipeline.py`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from torch import Tensor
 
 from longspan.errors import KernelError
 from longspan.planning.plan import Plan
-from longspan.scoring.pipeline import Dropout, ScoreFunction, ScoreMod, Scoring, dropout_of
+from longspan.scoring.pipeline import ScoreFunction, ScoreMod, Scoring, dropout_of
 from longspan.scoring.recorded import Recorded, record
-from longspan.spans import whole as whole_number
+from longspan.spans import whole
 from longspan.tile import wide
 from longspan.validate import check_plain, is_number
 
 
 def soft_cap(cap: float) -> ScoreMod:
-    """cap * tanh(score / cap): scores stay between -cap and cap."""
+    """Return the function cap * tanh(score / cap)."""
     if isinstance(cap, Tensor) or not is_number(cap) or cap <= 0:
-        raise KernelError(f"softcap = {cap!r} was asked for. It is a bound on scores, above 0; leave it out for none.")
-
+        raise KernelError(f"softcap must be a finite number above 0, but got softcap = {cap!r}. Leave it out for none.")
     cap = float(cap)
 
     def softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG001
@@ -35,20 +34,20 @@ def soft_cap(cap: float) -> ScoreMod:
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """The slopes of the ALiBi paper: powers of 2 ** (-8 / heads), with those between filled in.
+    """Return the slopes of the ALiBi paper: powers of 2 ** (-8 / heads), interleaved if heads is no power of two.
 
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
-    num_heads = whole_number(num_heads, "num_heads", "alibi_slopes()", KernelError, low=1, high=1 << 16)
-    whole = 1 << (num_heads.bit_length() - 1)
-    slopes = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
-    slopes += [2 ** (-4 * (2 * i + 1) / whole) for i in range(num_heads - whole)]
+    num_heads = whole(num_heads, "num_heads", "alibi_slopes()", KernelError, low=1, high=1 << 16)
+    base = 1 << (num_heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (i + 1) / base) for i in range(base)]
+    slopes += [2 ** (-4 * (2 * i + 1) / base) for i in range(num_heads - base)]
     return torch.tensor(slopes)
 
 
 def alibi(slopes: Tensor, heads: int) -> ScoreMod:
-    """score - slope of the head * distance."""
+    """Return the function score - slopes[head] * distance."""
     _check_shape("alibi", slopes, {"heads": heads})
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG001
@@ -71,9 +70,9 @@ class RelativeBias:
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, Tensor) or self.table.ndim != 2:
-            given = tuple(self.table.shape) if isinstance(self.table, Tensor) else type(self.table).__name__
-            raise KernelError(f"RelativeBias takes a table (buckets, heads), but {given} was given.")
-        whole_number(self.max_distance, "max_distance", "RelativeBias()", KernelError, low=1)
+            kind = tuple(self.table.shape) if isinstance(self.table, Tensor) else type(self.table).__name__
+            raise KernelError(f"RelativeBias takes a table (buckets, heads), but got {kind}.")
+        whole(self.max_distance, "max_distance", "RelativeBias()", KernelError, low=1)
         buckets = self.table.shape[0] // 2 if self.bidirectional else self.table.shape[0]
         if buckets < 2 or self.max_distance <= buckets // 2:
             raise KernelError(
@@ -83,7 +82,7 @@ class RelativeBias:
             )
 
     def bucket(self, q: Tensor, kv: Tensor) -> Tensor:
-        """The bucket of each pair.
+        """Return the bucket of each pair.
 
         >>> position = torch.arange(4)
         >>> RelativeBias(torch.zeros(8, 1), max_distance=16).bucket(position[:, None], position).tolist()
@@ -103,11 +102,11 @@ class RelativeBias:
 
 
 def relative_bias(bias: RelativeBias, heads: int) -> ScoreMod:
-    """score + the table's entry for the distance and the head."""
+    """Return the function score + the table's entry for the distance and the head."""
     if not isinstance(bias, RelativeBias):
         raise KernelError(
-            f"relative_bias takes longspan.scores.RelativeBias(table, bidirectional=, max_distance=), which says how"
-            f" distances become buckets, but {type(bias).__name__} was given."
+            f"relative_bias takes longspan.scores.RelativeBias(table, bidirectional=, max_distance=), which maps"
+            f" distances to buckets, but got {type(bias).__name__}."
         )
     _check_shape("RelativeBias.table", bias.table, {"buckets": None, "heads": heads})
 
@@ -118,13 +117,13 @@ def relative_bias(bias: RelativeBias, heads: int) -> ScoreMod:
 
 
 def check_bias(bias: Tensor, batch: int, heads: int, seq_len: int | None) -> None:
-    """Refuses a bias that does not broadcast to all pairs; without a length, its last two dims are not looked at."""
+    """Raise unless the bias broadcasts to all pairs; without a length, its last two dims are not checked."""
     wanted = (batch, heads, seq_len, seq_len)
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
-        given = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        kind = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise KernelError(
-            f"bias must be a floating-point tensor (batch, heads, queries, keys) that is added to scores, but {given}"
-            f" was given. To hide pairs use a mask."
+            f"bias must be a floating-point tensor (batch, heads, queries, keys) that is added to scores, but got"
+            f" {kind}. To hide pairs use a mask."
         )
     shape = tuple(bias.shape)
     if len(shape) != 4 or any(b is not None and a not in (1, b) for a, b in zip(shape, wanted, strict=True)):
@@ -135,7 +134,7 @@ def check_bias(bias: Tensor, batch: int, heads: int, seq_len: int | None) -> Non
 
 
 def additive_bias(bias: Tensor) -> ScoreMod:
-    """score + bias[b, h, q, kv] in global positions; dims of 1 serve all."""
+    """Return the function score + bias[b, h, q, kv]; dims of 1 serve all."""
     shape = tuple(bias.shape)
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -147,7 +146,7 @@ def additive_bias(bias: Tensor) -> ScoreMod:
 
 @dataclass(frozen=True, eq=False)
 class Extras:
-    """What a caller asked for beside the mask, checked when it is put together."""
+    """Options of a call besides the mask, checked when they are combined."""
 
     score_mod: ScoreMod | None = None
     softcap: float | None = None
@@ -158,41 +157,45 @@ class Extras:
     seed: int | None = None
 
     def any(self) -> bool:
-        """Whether anything was asked for."""
+        """Return whether any option is set."""
         options = (self.score_mod, self.softcap, self.alibi, self.relative_bias, self.bias, self.seed)
         return self.dropout != 0.0 or any(value is not None for value in options)
 
     def scoring(self, like: Tensor, plan: Plan) -> Scoring | None:
-        """All that happens to scores in this plan's calls."""
+        """Check the options and build the scoring for a plan's calls."""
         functions = self._functions(like, plan.sizes.batch, plan.sizes.q_heads, plan.layout.seq_len)
         if self.score_mod is not None:
             functions.append(ScoreFunction(self.score_mod))
-        dropout = self._dropout()
-        # Functions are asked about the first pair, which a sequence of no tokens does not have.
+        seed = self._checked_seed()
+        dropout = None if seed is None else dropout_of(self.dropout, seed)
+        # Functions are tried on the first pair, which an empty sequence does not have.
         return None if plan.layout.seq_len == 0 else Scoring.of(functions, dropout, like)
 
     def recorded(self, q: Tensor, k: Tensor) -> Recorded:
-        """The same in compiled code, as text. What depends on the plan is checked when the operator runs."""
+        """Record the options as text, for compiled code. The operator checks what depends on the plan."""
         functions = self._functions(q, q.shape[0], q.shape[1], None)
         if self.score_mod is not None:
             functions.append(self.score_mod)
-        found = record(functions, (q if q.requires_grad else k).sum().to(wide(q.dtype)))
-        if self.bias is not None and found.why == "":
-            found.text = f"bias({found.name_of(self.bias)})\n{found.text}"
-        if self._has_seed():
-            found.numbers.append(self.seed)  # type: ignore[arg-type]
-            found.reals.append(float(self.dropout))
-            found.text = f"dropout(f{len(found.reals) - 1}, i{len(found.numbers) - 1})\n{found.text}"
-        return found
+        recorded = record(functions, (q if q.requires_grad else k).sum().to(wide(q.dtype)))
+        if self.bias is not None and recorded.why == "":
+            recorded.text = f"bias({recorded.name_of(self.bias)})\n{recorded.text}"
+        seed = self._checked_seed()
+        if seed is not None:
+            recorded.numbers.append(seed)
+            recorded.reals.append(float(self.dropout))
+            recorded.text = f"dropout(f{len(recorded.reals) - 1}, i{len(recorded.numbers) - 1})\n{recorded.text}"
+        return recorded
 
     def _functions(self, like: Tensor, batch: int, heads: int, seq_len: int | None) -> list[ScoreMod]:
-        """Those with names of their own, in their order; see `scores`."""
+        """Return the named options as functions, in the order of `pipeline`."""
         functions: list[ScoreMod] = []
         if self.softcap is not None:
             functions.append(soft_cap(self.softcap))
-        for name, tensor in (("alibi", self.alibi), ("bias", self.bias)):
-            _check_device(name, tensor, like)
-        _check_device("RelativeBias.table", getattr(self.relative_bias, "table", None), like)
+        table = getattr(self.relative_bias, "table", None)
+        for name, tensor in (("alibi", self.alibi), ("bias", self.bias), ("RelativeBias.table", table)):
+            check_plain(name, tensor)
+            if isinstance(tensor, Tensor) and tensor.device != like.device:
+                raise KernelError(f"{name} is on {tensor.device}, but q is on {like.device}. Move it there.")
         if self.alibi is not None:
             functions.append(alibi(self.alibi, heads))
         if self.relative_bias is not None:
@@ -202,36 +205,26 @@ class Extras:
             functions.append(additive_bias(self.bias))
         return functions
 
-    def _has_seed(self) -> bool:
-        """Whether there is a seed, without which no pair can be dropped."""
+    def _checked_seed(self) -> int | None:
         if self.dropout != 0.0 and self.seed is None:
             raise KernelError(
-                f"dropout = {self.dropout} was asked for without a seed. What is dropped is a function of the seed and"
-                f" of global positions: pass seed=, the same on every rank and another one in every step and layer."
+                f"dropout = {self.dropout} needs a seed. Dropped pairs are a function of the seed and of global"
+                f" positions: pass seed=, the same on every rank and another one in every step and layer."
             )
-        return self.seed is not None
-
-    def _dropout(self) -> Dropout | None:
-        return dropout_of(self.dropout, self.seed) if self._has_seed() else None  # type: ignore[arg-type]
-
-
-def _check_device(name: str, tensor: object, like: Tensor) -> None:
-    check_plain(name, tensor)
-    if isinstance(tensor, Tensor) and tensor.device != like.device:
-        raise KernelError(f"{name} is on {tensor.device}, but q is on {like.device}. Move it there.")
+        return self.seed
 
 
 def check_sinks(sinks: Tensor, heads: int) -> None:
-    """Refuses sinks that are not one number per head."""
+    """Raise unless sinks are one number per head."""
     check_plain("sinks", sinks)
     _check_shape("sinks", sinks, {"heads": heads})
 
 
 def _check_shape(name: str, tensor: Tensor, dims: dict[str, int | None]) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        given = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        kind = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise KernelError(
-            f"{name} must be a floating-point tensor ({', '.join(dims)}), but {given} was given. Convert it first."
+            f"{name} must be a floating-point tensor ({', '.join(dims)}), but got {kind}. Convert it first."
         )
     wanted = tuple(dims.values())
     if tensor.ndim != len(wanted) or any(b not in (None, a) for a, b in zip(tensor.shape, wanted, strict=True)):

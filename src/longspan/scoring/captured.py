@@ -1,8 +1,8 @@
 """Tensors that a score function captures: find them, and give them gradients.
 
 The function runs once on one pair under a torch-function mode: a tensor that it uses, that needs a gradient and that
-was not created inside the call is captured, wherever it is stored (closure, global, module). The same kind of mode puts
-leaves in their place when tiles run, so that no tile's graph reaches outside its own call.
+was not created inside the call is captured, wherever it is stored (closure, global, module). When tiles run, a mode
+replaces captured tensors by leaves, so that no tile's graph reaches outside its own call.
 """
 
 from __future__ import annotations
@@ -14,63 +14,33 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from longspan._torch import tree_map, version
-from longspan.masks.captures import call_on_pair
+from longspan._torch import tree_map
+from longspan.masks.captures import tracer_class
 from longspan.tile import wide
 
-Seen = tuple[Tensor, int]
-"""A tensor, and how often it had been changed in place."""
 
-
-def found_in(call: Callable[[TorchFunctionMode], object]) -> tuple[tuple[Tensor, ...], tuple[Seen, ...]]:
-    """The tensors that are captured by what a call does under a mode and that need a gradient, by first use; and all
-    that it used, with their versions.
+def find_captured(call: Callable[[TorchFunctionMode], object]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Return the tensors from outside that a call under a mode uses and that need a gradient, by first use; and all.
 
     >>> slopes, table = torch.ones(3, requires_grad=True), torch.ones(3)
     >>> def call(mode):
     ...     with mode:
     ...         return slopes[0] * table[1] + slopes.sum()
-    >>> [t is slopes for t in found_in(call)[0]]
+    >>> [t is slopes for t in find_captured(call)[0]]
     [True]
     """
-    finder = _Finder()
+    tracer = tracer_class()(())
     with torch.enable_grad():
-        call(finder)
-    return tuple(finder.found), tuple(finder.seen.values())
-
-
-class _Finder(TorchFunctionMode):
-    """Notes tensors that need a gradient and come from outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Tensor] = []
-        self.seen: dict[int, Seen] = {}
-        self._made: dict[int, Tensor] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tree_map(self._note, (args, kwargs))
-        result = call_on_pair(func, args, kwargs)
-        tree_map(self._own, result)
-        return result
-
-    def _note(self, value: Any) -> None:
-        if isinstance(value, Tensor) and id(value) not in self._made:
-            self.seen[id(value)] = value, version(value)
-        if isinstance(value, Tensor) and value.requires_grad and id(value) not in self._made:
-            self._made[id(value)] = value  # noted once
-            self.found.append(value)
-
-    def _own(self, value: Any) -> None:
-        if isinstance(value, Tensor):
-            self._made[id(value)] = value  # kept, so that its id is not used again
+        call(tracer)
+    used = [tensor for noted in tracer.tensors if (tensor := noted.tensor()) is not None]
+    return tuple(tensor for tensor in used if tensor.requires_grad), used
 
 
 class Swap(TorchFunctionMode):
-    """Runs functions with leaves of their own in place of the captured tensors.
+    """Runs functions with leaves in place of the captured tensors.
 
     Elements taken out of a captured tensor by integer indices become leaves too: their gradient is added to the total
-    element by element, where autograd would write out a zero tensor of full size for every tile.
+    element by element, where autograd would allocate a zero tensor of full size for every tile.
     """
 
     def __init__(self, captured: Sequence[Tensor], values: Sequence[Tensor], *, by_element: bool) -> None:
@@ -104,7 +74,7 @@ Index = tuple[Tensor, ...]
 
 
 def _integers(index: Any, ndim: int) -> Index | None:
-    """An index of whole numbers and tensors of them, as tensors; None for any other."""
+    """Return an index of integers and integer tensors as tensors; None for any other index."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(i, int | Tensor) and not isinstance(i, bool) for i in parts) or len(parts) > ndim:
         return None
@@ -124,7 +94,7 @@ class Totals:
         ]
 
     def add(self, number: int, index: Index | None, gradient: Tensor) -> None:
-        """Adds a gradient of all of a captured tensor, or of the elements taken with an index."""
+        """Add a gradient of a whole captured tensor, or of the elements taken with an index."""
         total = self.sums[number]
         gradient = gradient.to(total.dtype)
         if index is None:
@@ -138,4 +108,3 @@ class Totals:
 
 
 NO_TOTALS = Totals(())
-"""Where nothing is captured."""

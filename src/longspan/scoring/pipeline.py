@@ -1,4 +1,4 @@
-"""Scoring: what happens to scores between the product and the softmax, and to probabilities after it.
+"""Changes to scores between the product and the softmax, and to probabilities after it.
 
 A score goes through the soft cap, then ALiBi, the relative bias and the bias tensor, then `score_mod`; the mask hides
 pairs after that, and dropout acts on probabilities at the end. All of them get global positions.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -21,9 +20,9 @@ from longspan import _torch
 from longspan.errors import KernelError
 from longspan.layouts.layout import to_device
 from longspan.masks import Predicate
-from longspan.masks.captures import Reads, exclude_arguments, frozen
-from longspan.masks.functions import Elementwise, check_signature, elementwise
-from longspan.scoring.captured import Seen, Swap, Totals, found_in
+from longspan.masks.captures import Reads, difference, frozen
+from longspan.masks.functions import Elementwise, check_signature
+from longspan.scoring.captured import Swap, Totals, find_captured
 from longspan.spans import Ints, Span
 from longspan.tile import Features, Tile, wide
 from longspan.validate import check_no_tangent
@@ -48,14 +47,16 @@ class Dropout:
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, bool) or not isinstance(self.seed, Integral) or not 0 <= self.seed < 1 << 63:
-            raise KernelError(f"dropout was given seed = {self.seed!r}. It is a whole number from 0 to 2**63 - 1.")
+            raise KernelError(
+                f"dropout needs a whole number from 0 to 2**63 - 1 as seed, but got seed = {self.seed!r}."
+            )
         if isinstance(self.p, bool) or not isinstance(self.p, Real) or not 0.0 <= self.p < 1.0:
-            raise KernelError(f"dropout = {self.p} was asked for. It is a probability, 0 or more and below 1.")
-        object.__setattr__(self, "p", float(self.p))  # numpy's numbers mean the same, and are written alike
+            raise KernelError(f"dropout must be a probability, 0 or more and below 1, but got dropout = {self.p}.")
+        object.__setattr__(self, "p", float(self.p))  # numpy's numbers have another repr
         object.__setattr__(self, "seed", int(self.seed))
 
     def keeps(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        """Which pairs stay.
+        """Return which pairs are kept.
 
         >>> position = torch.arange(200)
         >>> kept = Dropout(0.25, seed=7).keeps(torch.tensor(0), torch.tensor(3), position[:, None], position)
@@ -67,18 +68,18 @@ class Dropout:
         return drawn & ((1 << _BITS) - 1) >= round(self.p * (1 << _BITS))
 
     def factor(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, dtype: torch.dtype) -> Tensor:
-        """What each pair's probability is multiplied by."""
+        """Return the factor of each pair's probability."""
         return self.keeps(b, h, q, kv).to(dtype).div_(1.0 - self.p)
 
 
 def dropout_of(p: float, seed: int) -> Dropout | None:
-    """Dropout with this probability and seed, both of which must make sense; None where nothing is dropped."""
+    """Return a checked `Dropout`, or None if p is 0."""
     dropout = Dropout(p, seed)
     return None if dropout.p == 0.0 else dropout
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Every bit of the result depends on every bit of the input (int64, wrapping)."""
+    """Hash int64 numbers (splitmix64): every bit of the result depends on every bit of the input."""
     x = x + _GOLDEN
     x ^= (x >> 30) & ((1 << 34) - 1)  # >> keeps the sign: cut off what it brings in
     x *= _FIRST
@@ -98,62 +99,51 @@ PLAIN = nullcontext()
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """All that happens to scores and probabilities in one call."""
+    """All changes to scores and probabilities in one call."""
 
     functions: tuple[ScoreMod, ...]
     captured: tuple[Tensor, ...] = ()
     """Tensors that the functions use and that need a gradient, in the order of first use."""
     dropout: Dropout | None = None
-    seen: tuple[Seen, ...] = ()
-    """All tensors that the functions read, as far as one pair shows them."""
     reads: tuple[Reads, ...] = ()
-    """What each of the functions reads."""
+    """Snapshots of what each function reads, taken in forward."""
     like: Tensor | None = None
     """A score."""
 
     @staticmethod
     def of(functions: Sequence[ScoreMod], dropout: Dropout | None, like: Tensor) -> Scoring | None:
-        """The functions in order; None if there is nothing to do."""
+        """Build the scoring of functions in order; None if there is nothing to do."""
         if not functions and dropout is None:
             return None
         score = torch.zeros((), dtype=wide(like.dtype), device=like.device)
         scoring = Scoring(tuple(functions), (), dropout, like=score)
-        captured, seen = found_in(lambda mode: scoring.apply(score, *scoring._pair(), mode))
-        for tensor, _ in seen:
+        captured, used = find_captured(lambda mode: scoring.apply(score, *scoring._pair(), mode))
+        for tensor in used:
             check_no_tangent(**{f"a tensor of shape {tuple(tensor.shape)} that changes scores": tensor})
-        return Scoring(scoring.functions, captured, dropout, seen, scoring._now(), score)
+        return Scoring(scoring.functions, captured, dropout, scoring._read(), score)
 
     def _pair(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(b, h, q_idx, kv_idx) of the first pair."""
+        """Return (b, h, q_idx, kv_idx) of the first pair."""
         assert self.like is not None
         index = torch.zeros((), dtype=torch.int64, device=self.like.device)
         return index, index, index, index
 
-    def _now(self) -> tuple[Reads, ...]:
-        """What each of the functions reads now."""
-        before = self.reads or (None,) * len(self.functions)
-        return tuple(
-            Reads.of(_called(function), partial(self._run, function), known)
-            for function, known in zip(self.functions, before, strict=True)
-        )
-
-    def _run(self, function: ScoreMod, finder: Any) -> None:
+    def _read(self) -> tuple[Reads, ...]:
+        """Take snapshots of what each function reads."""
         assert self.like is not None
-        arguments = self.like.clone(), *self._pair()
-        exclude_arguments(finder, *arguments)
-        with finder:
-            function(*arguments)
+        snapshots: list[Reads] = []
+        for number, function in enumerate(self.functions):
+            call = function.elementwise.function if isinstance(function, ScoreFunction) else function
+            before = self.reads[number] if self.reads else None
+            snapshots.append(Reads.of(call, (self.like.clone(), *self._pair()), before))  # it may work in place
+        return tuple(snapshots)
 
     def settle(self) -> None:
-        """After forward: what functions changed themselves is no reason to refuse backward."""
-        pairs = zip(self.reads, self.functions, strict=False)
-        object.__setattr__(self, "reads", tuple(reads.settled(_called(function)) for reads, function in pairs))
+        pass
 
     def check_unchanged(self) -> None:
-        """Refuses when what the functions read has changed since forward: backward calls them again."""
-        change = next(
-            (change for a, b in zip(self.reads, self._now(), strict=True) if (change := a.difference(b))), None
-        )
+        """Raise if what the functions read has changed since forward: backward calls them again."""
+        change = difference(self.reads, self._read())
         if change is not None:
             raise KernelError(
                 f"what a score function reads has changed between forward and backward, which calls it again: {change}."
@@ -162,7 +152,7 @@ class Scoring:
             )
 
     def settled(self, score: Tensor, *index: Tensor) -> Scoring:
-        """Itself, after finding out on a real tile how the user's functions want to be called."""
+        """Find out on a tile whether the user's functions take tiles; return self."""
         for function in self.functions:
             if isinstance(function, ScoreFunction):
                 with torch.no_grad():
@@ -171,52 +161,49 @@ class Scoring:
 
     @property
     def broadcasts(self) -> bool:
-        """Whether every function takes whole tiles."""
+        """Whether every function takes tiles."""
         return all(f.elementwise.broadcasts is not False for f in self.functions if isinstance(f, ScoreFunction))
 
     def apply(
         self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, mode: AbstractContextManager[Any] = PLAIN
     ) -> Tensor:
-        """Scores after every function, each called under `mode`."""
+        """Return scores after every function, each called under `mode`."""
         for function in self.functions:
             with mode:
                 result = function(score, b, h, q, kv)
-            if not isinstance(result, Tensor) or not result.is_floating_point() or not _fits(result, score):
-                kind = (
-                    f"{result.dtype} of shape {tuple(result.shape)}"
-                    if isinstance(result, Tensor)
-                    else type(result).__name__
-                )
+            if not isinstance(result, Tensor) or not result.is_floating_point() or not _broadcasts(result, score):
+                is_tensor = isinstance(result, Tensor)
+                kind = f"{result.dtype} of shape {tuple(result.shape)}" if is_tensor else type(result).__name__
                 raise KernelError(
                     f"score_mod got scores of shape {tuple(score.shape)} and returned {kind}. It must return a"
                     f" floating-point tensor with a score for every pair. To hide pairs use a mask."
                 )
-            with mode:  # what is handed on was made here, not captured
+            with mode:  # so that the mode knows the result as created inside
                 score = result.expand(score.shape).to(score.dtype)
         return score
 
 
-def _called(function: ScoreMod) -> Any:
-    """The function itself, with the variables that it had when it was given."""
-    return function.elementwise.function if isinstance(function, ScoreFunction) else function
-
-
-def _fits(result: Tensor, score: Tensor) -> bool:
+def _broadcasts(result: Tensor, score: Tensor) -> bool:
     pairs = zip(reversed(result.shape), reversed(score.shape), strict=False)
     return result.ndim <= score.ndim and all(a in (1, b) for a, b in pairs)
 
 
 class ScoreFunction:
-    """A user's score_mod, called on tiles; mapped over single pairs where tiles would be misread."""
+    """A user's score_mod, called on tiles, or mapped over single pairs if it does not take tiles.
 
-    def __init__(self, function: ScoreMod) -> None:
-        if not callable(function):
-            raise KernelError(
-                f"score_mod is a function (score, b, h, q_idx, kv_idx) -> score, but {type(function).__name__} was"
-                f" given."
-            )
-        check_signature(function, ("score", "b", "h", "q_idx", "kv_idx"), "score_mod", KernelError)
-        self.elementwise: Elementwise = elementwise(function, frozen(function))
+    `call` is called in its place: of a recorded function, whether it takes tiles is remembered for its text.
+    """
+
+    def __init__(self, function: Any, call: ScoreMod | None = None) -> None:
+        if call is None:
+            if not callable(function):
+                raise KernelError(
+                    f"score_mod must be a function (score, b, h, q_idx, kv_idx) -> score, but got"
+                    f" {type(function).__name__}."
+                )
+            check_signature(function, ("score", "b", "h", "q_idx", "kv_idx"), "score_mod", KernelError)
+            call = frozen(function)
+        self.elementwise = Elementwise(function, call)
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return self.elementwise(score, b, h, q, kv)
@@ -226,8 +213,8 @@ class ScoreFunction:
 # Kernels count local rows; here they become global positions.
 
 
-REMEMBERED = 32
-"""Answers of a mask's function that are kept: a kernel asks again about the same tiles for the next heads."""
+MAX_CACHED = 32
+"""Cached results of a mask's function: a kernel needs the same tiles again for the next heads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,37 +226,35 @@ class TilePositions:
     q: Ints
     kv: Ints
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
-    """The same four as tensors of four dims that broadcast."""
+    """b, h, q and kv as tensors of four dims that broadcast."""
 
     @staticmethod
     def of(batch: Span, heads: Span, q: Ints, kv: Ints, device: torch.device) -> TilePositions:
-        numbers = _counted(batch), _counted(heads), q, kv
-        b, h, q_idx, kv_idx = (torch.as_tensor(n, device=device) for n in numbers)
+        rows, columns = (np.arange(span.start, span.stop, dtype=np.int64) for span in (batch, heads))
+        b, h, q_idx, kv_idx = (torch.as_tensor(n, device=device) for n in (rows, columns, q, kv))
         tensors = b[:, None, None, None], h[None, :, None, None], q_idx[None, None, :, None], kv_idx[None, None, None]
         return TilePositions(batch, heads, q, kv, tensors)
 
     def part(self, batch: Span, heads: Span) -> TilePositions:
-        """Some of the batch rows and heads, counted from the first."""
+        """Return the positions of some batch rows and heads, counted from the first."""
         b, h, q, kv = self.tensors
         tensors = b[batch.start : batch.stop], h[:, heads.start : heads.stop], q, kv
-        return TilePositions(_inner(self.batch, batch), _inner(self.heads, heads), self.q, self.kv, tensors)
+        rows = Span(self.batch.start + batch.start, self.batch.start + batch.stop)
+        columns = Span(self.heads.start + heads.start, self.heads.start + heads.stop)
+        return TilePositions(rows, columns, self.q, self.kv, tensors)
 
     def index(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(b, h, q_idx, kv_idx) of a tile's pairs, each of four dims, broadcasting."""
+        """Return (b, h, q_idx, kv_idx) of a tile's pairs, each of four dims that broadcast."""
         b, h, q, kv = self.tensors
         return b, h, q[:, :, tile.q0 : tile.q1], kv[..., tile.k0 : tile.k1]
 
 
-def _inner(span: Span, part: Span) -> Span:
-    return Span(span.start + part.start, span.start + part.stop)
-
-
-def _counted(span: Span) -> Ints:
-    return np.arange(span.start, span.stop, dtype=np.int64)
-
-
 class TilePairs:
-    """`Pairs` of one compute: knows where its rows lie in the sequence."""
+    """The pairs of one compute, for kernels that honour functions of positions.
+
+    Most kernels call `allowed`, `change`, `pull` and `factor`; `flex` runs the functions itself. `known` holds results
+    that depend on the mask's functions.
+    """
 
     def __init__(
         self,
@@ -283,25 +268,26 @@ class TilePairs:
         self.known: dict[Any, Any] = {} if known is None else known
         dropout = scoring is not None and scoring.dropout is not None
         self.features = Features(predicate is not None, scoring is not None, dropout)
-        self._answers: dict[Tile, Tensor] = {}
+        self._allowed: dict[Tile, Tensor] = {}
 
     def part(self, batch: Span, heads: Span) -> TilePairs:
-        """Some of the batch rows and heads, counted from the first."""
         part = TilePairs(self.where.part(batch, heads), self.scoring, self.predicate, self.totals, self.known)
-        part._answers = self._answers  # of one plane, whatever the head
+        part._allowed = self._allowed  # of one plane, for all heads
         return part
 
     def allowed(self, tile: Tile) -> Tensor:
+        """Return (q, k) booleans: the result of the mask's function for a tile that asks, without bands."""
         assert self.predicate is not None, "only tiles of an opaque plane ask"
-        if tile not in self._answers:
+        if tile not in self._allowed:
             q, kv = self.where.q[tile.q0 : tile.q1], self.where.kv[tile.k0 : tile.k1]
-            answers = torch.from_numpy(np.array(self.predicate.allows(q[:, None], kv[None, :])))
-            if len(self._answers) >= REMEMBERED:
-                self._answers.pop(next(iter(self._answers)))
-            self._answers[tile] = to_device(answers, self.where.tensors[0].device)
-        return self._answers[tile]
+            allowed = torch.from_numpy(np.array(self.predicate.allows(q[:, None], kv[None, :])))
+            if len(self._allowed) >= MAX_CACHED:
+                self._allowed.pop(next(iter(self._allowed)))
+            self._allowed[tile] = to_device(allowed, self.where.tensors[0].device)
+        return self._allowed[tile]
 
     def change(self, scores_BHqk: Tensor, tile: Tile) -> Tensor:
+        """Return scaled scores after the score functions."""
         assert self.scoring is not None
         index = self.where.index(tile)
         scoring = self.scoring.settled(scores_BHqk, *index)
@@ -309,6 +295,7 @@ class TilePairs:
             return scoring.apply(scores_BHqk, *index)
 
     def pull(self, scores_BHqk: Tensor, tile: Tile) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return the result of `change` and its backward, which also adds gradients of captured tensors to `totals`."""
         assert self.scoring is not None
         index = self.where.index(tile)
         scoring = self.scoring.settled(scores_BHqk, *index)
@@ -331,5 +318,6 @@ class TilePairs:
         return changed, pulled
 
     def factor(self, tile: Tile, dtype: torch.dtype) -> Tensor | None:
+        """Return (B, H, q, k) factors of probabilities for dropout, or None."""
         dropout = None if self.scoring is None else self.scoring.dropout
         return None if dropout is None else dropout.factor(*self.where.index(tile), dtype)

@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from longspan._torch import higher_order_calls, inside_of_call, whole_graph
 from longspan.errors import KernelError
-from longspan.masks.functions import elementwise
 from longspan.scoring.pipeline import ScoreFunction, Scoring, dropout_of
 from longspan.tile import wide
 
@@ -39,15 +38,14 @@ from longspan.tile import wide
 
 
 SPACES: dict[str, Any] = {"Tensor": Tensor, "torch": torch, "functional": functional, "special": torch.special}
-"""Where operations are found by name."""
-NUM_ARGUMENTS = 5
+"""Namespaces of operations."""
 Values = dict[str, Any]
 Get = Callable[[Values], Any]
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What a text reads: tensors that get gradients, other tensors, whole numbers and other numbers."""
+    """The operands of a text: tensors that get gradients, other tensors, integers and other numbers."""
 
     captured: Sequence[Tensor] = ()
     constants: Sequence[Tensor] = ()
@@ -61,17 +59,17 @@ class Operands:
 
 @dataclass(frozen=True, eq=False)
 class ScoreText:
-    """A text that was read: its operations in order, and what else it asks for."""
+    """A parsed text: its operations in order, dropout, and a bias."""
 
     lines: tuple[tuple[tuple[str, ...], Get], ...]
-    """The names of an operation's results, and what works them out."""
+    """The names of an operation's results, and the function that computes them."""
     result: Get
     dropout: Get | None
     bias: str | None
     """The name of a tensor that must be as long as the sequence."""
 
     def function(self, operands: Operands) -> Callable[..., Tensor]:
-        """The score function with these operands.
+        """Return the score function with these operands.
 
         >>> text = parsed("t5 = Tensor.__getitem__(c0, t2)\\nt6 = Tensor.mul(t0, t5)\\nreturn t6")
         >>> scaled = text.function(Operands(captured=[torch.tensor([2.0, 3.0])]))
@@ -83,49 +81,39 @@ class ScoreText:
 
         def run(*arguments: Tensor) -> Tensor:
             values = known | {f"t{i}": argument for i, argument in enumerate(arguments)}
-            for names, work_out in self.lines:
-                found = work_out(values)
-                results = found if isinstance(found, tuple | list) else (found,)
+            for names, compute in self.lines:
+                result = compute(values)
+                results = result if isinstance(result, tuple | list) else (result,)
                 if len(results) != len(names):  # on a tile, unlike on a pair
-                    raise RuntimeError(f"{len(names)} results were expected, and there are {len(results)}")
+                    raise RuntimeError(f"expected {len(names)} results, but got {len(results)}")
                 values.update(zip(names, results, strict=True))
             return self.result(values)
 
         return run
 
-    def scoring(self, operands: Operands, like: Tensor) -> Scoring:
-        """All that happens to scores, for a call with tensors like this one."""
-        dropout = None if self.dropout is None else dropout_of(*self.dropout(operands.named()))
-        score = torch.zeros((), dtype=wide(like.dtype), device=like.device)
-        return Scoring((_OfText(self, operands),), tuple(operands.captured), dropout, like=score)
-
-
-class _OfText(ScoreFunction):
-    """A score function that was a text. What is known about it belongs to the text, which calls share."""
-
-    def __init__(self, text: ScoreText, operands: Operands) -> None:
-        self.text, self.operands = text, operands
-        self.elementwise = elementwise(text, text.function(operands))  # type: ignore[arg-type]
-
 
 def scoring_of(text: str, operands: Operands, like: Tensor) -> Scoring:
-    """What happens to scores, said by a text and its operands."""
-    return _read(text, operands).scoring(operands, like)
+    """Return the scoring of a text and its operands, for a call with tensors like this one."""
+    score_text = _parse(text, operands)
+    dropout = None if score_text.dropout is None else dropout_of(*score_text.dropout(operands.named()))
+    score = torch.zeros((), dtype=wide(like.dtype), device=like.device)
+    function = ScoreFunction(score_text, score_text.function(operands))
+    return Scoring((function,), tuple(operands.captured), dropout, like=score)
 
 
 def bias_in(text: str, operands: Operands) -> Tensor | None:
-    """The tensor that must be as long as the sequence; None without one."""
-    name = _read(text, operands).bias
+    """Return the bias tensor, which must be as long as the sequence, or None."""
+    name = _parse(text, operands).bias
     return None if name is None else operands.named()[name]
 
 
-def _read(text: str, operands: Operands) -> ScoreText:
+def _parse(text: str, operands: Operands) -> ScoreText:
     return parsed(text, tuple(t.ndim for t in (*operands.captured, *operands.constants)))
 
 
 @lru_cache(maxsize=256)
 def parsed(text: str, dims: tuple[int, ...] = ()) -> ScoreText:  # noqa: ARG001
-    """The text, read. Texts of tensors with other dims are others: how one is called on tiles may depend on them.
+    """Parse a text. `dims` are part of the cache key: whether a function takes tiles may depend on them.
 
     >>> parsed("dropout(f0, i0)\\nreturn t0").dropout({"f0": 0.5, "i0": 7})
     (0.5, 7)
@@ -148,7 +136,7 @@ def parsed(text: str, dims: tuple[int, ...] = ()) -> ScoreText:  # noqa: ARG001
 
 
 def _getter(node: Any) -> Get:
-    """What an expression stands for, given the values of its names. Nothing but what `record` writes is known."""
+    """Return the function from values of names to the value of an expression that `record` has written."""
     match node:
         case ast.Constant(value):
             return lambda _: value
@@ -171,10 +159,10 @@ def _getter(node: Any) -> Get:
             return lambda _: device
         case ast.Call(ast.Attribute(ast.Name(space), name), args, keywords):
             run = getattr(SPACES[space], name)
-            given = [_getter(part) for part in args]
+            positional = [_getter(part) for part in args]
             named = {str(keyword.arg): _getter(keyword.value) for keyword in keywords}
             return lambda values: run(
-                *[part(values) for part in given], **{key: part(values) for key, part in named.items()}
+                *[part(values) for part in positional], **{key: part(values) for key, part in named.items()}
             )
     raise AssertionError(f"no part of a score function's text: {ast.dump(node)}")
 
@@ -184,14 +172,14 @@ def _getter(node: Any) -> Get:
 
 RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "normal", "multinomial", "poisson", "dropout", "rrelu")
 VALUES = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose")
-"""Operations that tell what is in a tensor, which code then goes by."""
+"""Operations that return values of a tensor, on which code may branch."""
 METADATA = ("dim", "ndimension", "numel", "nelement", "size", "is_floating_point", "is_complex", "element_size")
-"""Operations that tell what a tensor is like, not what is in it."""
+"""Operations that return metadata of a tensor."""
 
 
 @dataclass
 class Recorded:
-    """A score function as text and what it reads; see `ScoreText`."""
+    """A score function as text, and its operands; see `ScoreText`."""
 
     text: str = ""
     captured: list[Tensor] = field(default_factory=list)
@@ -202,29 +190,29 @@ class Recorded:
     """Why it cannot be compiled; "" if it can."""
 
     def name_of(self, tensor: Tensor) -> str:
-        """A tensor that it reads, as the text has it."""
+        """Return the name of an operand in the text."""
         for letter, tensors in (("c", self.captured), ("k", self.constants)):
             for at, other in enumerate(tensors):
                 if other is tensor:
                     return f"{letter}{at}"
-        raise AssertionError("no tensor of this function")
+        raise AssertionError("not an operand of this function")
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down what happens to tensors that depend on the pair."""
+    """Records operations on tensors that depend on the pair."""
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
         super().__init__()
         self.inside = {argument: f"t{i}" for i, argument in enumerate(arguments)}
         """Tensors that depend on the pair, and their names."""
         self.outside: dict[Tensor, str] = {}
-        """Tensors that do not, and that operations on the pair read."""
-        self.made: dict[Tensor, bool] = {}
-        """Tensors that do not, and that operations inside have made."""
+        """Tensors that do not, and that operations on the pair read, and their names."""
+        self.created: dict[Tensor, bool] = {}
+        """Tensors that do not, and that operations inside have created."""
         self.num_tensors = len(arguments)
         self.roots: list[Tensor] = []
-        """Tensors that nothing inside was seen to make."""
-        self.found = Recorded()
+        """Tensors that no recorded operation has created."""
+        self.result = Recorded()
         self.lines: list[str] = []
         self.learns, self.compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
 
@@ -244,7 +232,7 @@ class _Recorder(TorchFunctionMode):
             self._note_roots(list(kwargs.values()))
             result = func(*args, **kwargs)
             for tensor in _tensors(result):
-                self.made[tensor] = True
+                self.created[tensor] = True
             return result
         where = _place_of(func)
         if where == "":
@@ -252,14 +240,14 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if _in_place(func) and not self._depends(args[:1]):
             self.refuse(f"it changes a tensor that it captured in place, by {name}")
-        given = [self.written(value) for value in args]
-        given += [f"{key}={self.written(value)}" for key, value in kwargs.items()]
+        operands = [self.written(value) for value in args]
+        operands += [f"{key}={self.written(value)}" for key, value in kwargs.items()]
         result = _example(name, func, args, kwargs)
-        self._note(f"{where}({', '.join(given)})", name, result)
+        self._note(f"{where}({', '.join(operands)})", name, result)
         return result
 
     def refuse(self, why: str) -> None:
-        self.found.why = self.found.why or why
+        self.result.why = self.result.why or why
 
     def _note(self, call: str, name: str, result: Any) -> None:
         results = _tensors(result)
@@ -279,20 +267,20 @@ class _Recorder(TorchFunctionMode):
         return any(tensor in self.inside for tensor in _tensors(values))
 
     def _note_roots(self, values: Any) -> None:
-        self.roots.extend([tensor for tensor in _tensors(values) if tensor not in self.made])
+        self.roots.extend([tensor for tensor in _tensors(values) if tensor not in self.created])
 
     def written(self, value: Any) -> str:
-        """A value as the text has it."""
+        """Return a value as it is written in the text."""
         if isinstance(value, Tensor):
             return self._tensor(value)
         if value is None or value is Ellipsis or isinstance(value, bool):
             return "..." if value is Ellipsis else str(value)
         if isinstance(value, int):
-            self.found.numbers.append(value)
-            return f"i{len(self.found.numbers) - 1}"
+            self.result.numbers.append(value)
+            return f"i{len(self.result.numbers) - 1}"
         if isinstance(value, float):
-            self.found.reals.append(value)
-            return f"f{len(self.found.reals) - 1}"
+            self.result.reals.append(value)
+            return f"f{len(self.result.reals) - 1}"
         if isinstance(value, tuple | list):
             parts = ", ".join([self.written(part) for part in value])
             return f"({parts}{',' if len(value) == 1 else ''})" if isinstance(value, tuple) else f"[{parts}]"
@@ -312,21 +300,21 @@ class _Recorder(TorchFunctionMode):
             return self.inside[tensor]
         if tensor not in self.outside:
             self._note_roots(tensor)
-            kept = self.found.captured if tensor.requires_grad else self.found.constants
+            kept = self.result.captured if tensor.requires_grad else self.result.constants
             self.outside[tensor] = f"{'c' if tensor.requires_grad else 'k'}{len(kept)}"
             kept.append(tensor)
         return self.outside[tensor]
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Tensors in nested values."""
+    """Return the tensors in nested values."""
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     if isinstance(value, tuple | list):
         for part in value:
-            found.extend(_tensors(part))
-    return found
+            tensors.extend(_tensors(part))
+    return tensors
 
 
 # Facts about an operation are constants of the graph.
@@ -352,7 +340,7 @@ def _in_place(func: Any) -> bool:
 
 @torch.compiler.assume_constant_result
 def _place_of(func: Any) -> str:
-    """Where the operation is found, "" if nowhere. What `**` calls is named like the method that it wraps.
+    """Return the name of an operation with its namespace, or "". The function that `**` calls has its method's name.
 
     >>> _place_of(torch.where), _place_of(Tensor.where), _place_of(Tensor.__pow__), _place_of(len)
     ('torch.where', 'Tensor.where', 'Tensor.__pow__', '')
@@ -365,7 +353,7 @@ def _place_of(func: Any) -> str:
 
 
 def _example(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation's result for one pair, whichever: PyTorch would look at the number to index by it."""
+    """Return the operation's result for any one pair, indexing by 0: PyTorch would look at the index's value."""
     if name != "__getitem__":
         return func(*args, **kwargs)
     at = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -380,18 +368,18 @@ ScoreMods = Sequence[Callable[..., Any]]
 
 
 def record(functions: ScoreMods, score: Tensor) -> Recorded:
-    """The functions, one after the other, as a text, and what they read. `score` is any one score; it needs a gradient
-    where scores do, by which PyTorch tells whether a backward of the user's own matters.
+    """Record functions that run one after the other as a text, and what they read. `score` is any one score; it needs
+    a gradient if scores do, so that PyTorch knows whether a custom backward matters.
 
     >>> slopes = torch.tensor([0.5, 0.25], requires_grad=True)
-    >>> found = record([lambda s, b, h, q, kv: s - slopes.exp()[h] * (q - kv)], torch.tensor(1.0))
-    >>> print(found.text)
+    >>> recorded = record([lambda s, b, h, q, kv: s - slopes.exp()[h] * (q - kv)], torch.tensor(1.0))
+    >>> print(recorded.text)
     t5 = Tensor.__getitem__(c0, t2)
     t6 = Tensor.sub(t3, t4)
     t7 = Tensor.mul(t5, t6)
     t8 = Tensor.sub(t0, t7)
     return t8
-    >>> found.captured[0].equal(slopes.exp())
+    >>> recorded.captured[0].equal(slopes.exp())
     True
     """
     if inside_of_call():
@@ -399,15 +387,15 @@ def record(functions: ScoreMods, score: Tensor) -> Recorded:
             why="it is inside of a call that takes a function, such as torch.utils.checkpoint, where PyTorch's compiler"
             " allows no torch-function mode: let the checkpoint be around the compiled part"
         )
-    # as the operator runs them; a graph that ended inside would be recorded in part
+    # Without autocast, as the operator runs them; with a graph break inside, only a part would be recorded.
     with torch.autocast(score.device.type, enabled=False), whole_graph():
         first, second = _recorded(functions, score), _recorded(functions, score)
-    if first.found.why == "" and not _same_reads(first, second):
+    if first.result.why == "" and not _same_reads(first, second):
         first.refuse(
-            "it reads something that is made anew in every call in a way that is not seen (an attribute like x.T, a"
-            " loop over a tensor, torch.vmap), or does not do the same in every call"
+            "it reads something that every call creates without a recorded operation (an attribute like x.T, a loop"
+            " over a tensor, torch.vmap), or does not do the same in every call"
         )
-    return first.found
+    return first.result
 
 
 def _recorded(functions: ScoreMods, score: Tensor) -> _Recorder:
@@ -420,22 +408,24 @@ def _recorded(functions: ScoreMods, score: Tensor) -> _Recorder:
             if not isinstance(result, Tensor) or not result.is_floating_point() or result.ndim != 0:
                 kind = f"{result.dtype}" if isinstance(result, Tensor) else type(result).__name__
                 raise KernelError(
-                    f"score_mod was called on one pair and returned {kind}. It must return a floating-point tensor of"
-                    f" no dims: a score. To hide pairs use a mask."
+                    f"score_mod must return a floating-point tensor without dims for one pair, but it returned {kind}."
+                    f" To hide pairs use a mask."
                 )
             score = result if result.dtype == dtype else result.to(dtype)
     if higher_order_calls() != calls:
         recorder.refuse("it uses an autograd.Function, torch.cond or the like")
     recorder.lines.append(f"return {recorder.written(score)}")
-    recorder.found.text = "\n".join(recorder.lines)
+    recorder.result.text = "\n".join(recorder.lines)
     return recorder
 
 
 def _same_reads(first: _Recorder, second: _Recorder) -> bool:
-    """Whether all that comes from outside is the same in both runs. What is new in every run, and nothing was seen to
-    make, may depend on the pair without having been written down."""
-    if first.found.text != second.found.text or len(first.roots) != len(second.roots):
+    """Return whether both runs read the same values from outside. A tensor that is new in every run, without a
+    recorded operation that created it, may depend on the pair."""
+    if first.result.text != second.result.text or len(first.roots) != len(second.roots):
         return False
-    numbers = zip([*first.found.numbers, *first.found.reals], [*second.found.numbers, *second.found.reals], strict=True)
+    numbers = zip(
+        [*first.result.numbers, *first.result.reals], [*second.result.numbers, *second.result.reals], strict=True
+    )
     pairs = zip(first.roots, second.roots, strict=True)
     return all(a == b or a != a for a, b in numbers) and all(a is b for a, b in pairs)

@@ -21,7 +21,7 @@ from longspan.errors import KernelError
 
 
 def key_of(graph: GraphModule) -> tuple[object, ...]:
-    """Graphs with equal keys do the same: the code, and the constants in it."""
+    """Return the code of a graph and its constants; graphs with equal keys are equal."""
     constants = [(name, getattr(graph, name)) for name in sorted(vars(graph)) if name.startswith("_tensor_constant")]
     constants += sorted(graph.named_buffers(), key=lambda item: item[0])
     return graph.code, *((name, str(value.dtype), str(value.tolist())) for name, value in constants)
@@ -29,14 +29,14 @@ def key_of(graph: GraphModule) -> tuple[object, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A function of single numbers as a graph (numbers, given tensors, tensors that it uses)."""
+    """A function of single numbers as a graph of (numbers, given tensors, tensors that it uses)."""
 
     function: Callable[..., Tensor]
     examples: tuple[Tensor, ...]
     """An example of every argument of the graph."""
     num_given: int
     used: tuple[Tensor | int, ...]
-    """Tensors that come from outside; of those that were captured, the number."""
+    """Tensors from outside; for captured ones, their number."""
 
     @cached_property
     def graph(self) -> GraphModule:
@@ -48,7 +48,7 @@ class Program:
 
     @cached_property
     def gradient(self) -> GraphModule:
-        """(score, b, h, i, j, gradient, buffers) -> their gradients; captured tensors by index only."""
+        """The graph (score, b, h, i, j, gradient, buffers) -> gradients; those of captured tensors by index only."""
         graph = _trace_or_refuse(lambda: _torch.traced_gradient(self.function, self.examples, 4))
         if False in _torch.adds_by_index(graph):
             raise KernelError(
@@ -60,33 +60,33 @@ class Program:
 
     @cached_property
     def why_not(self) -> str | None:
-        """What tracing says if it fails, None if it does not."""
+        """The error of tracing, or None."""
         return _refusal_of(lambda: self.graph)
 
     @cached_property
     def why_no_gradient(self) -> str | None:
-        """The same, for the gradient too."""
+        """The error of tracing the function or its gradient, or None."""
         return self.why_not or _refusal_of(lambda: self.gradient)
 
     def values(self, given: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Tensor]:
-        """What the graph takes after the numbers."""
+        """Return the arguments of the graph after the numbers."""
         assert len(given) == self.num_given
         return [*given, *(_element(captured[use]) if isinstance(use, int) else use for use in self.used)]
 
     def marked(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The same, with those marked that get a gradient."""
+        """Return these arguments, with requires_grad set for those that get a gradient."""
         kinds = _torch.adds_by_index(self.gradient)
         return [x if kind is None else x.detach().requires_grad_() for x, kind in zip(values, kinds, strict=True)]
 
     def captured(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
-        """(number of a captured tensor, gradient), from the gradients of all that the graph takes after the numbers."""
+        """Yield (number of a captured tensor, gradient) from the gradients of all arguments after the numbers."""
         for use, gradient in zip(self.used, gradients[self.num_given :], strict=True):
             if isinstance(use, int) and gradient is not None:
                 yield use, gradient
 
 
 def _element(captured: Tensor) -> Tensor:
-    """Single numbers as element 0 of a tensor: gradients are added up by index."""
+    """Return a tensor without dims as one of one element: gradients are added by index."""
     return captured.detach().view(1) if captured.ndim == 0 else captured.detach()
 
 
@@ -120,32 +120,31 @@ def program(
     captured: Sequence[Tensor] = (),
     trial: tuple[Tensor, ...] | None = None,
 ) -> Program:
-    """A function (numbers, given tensors) as a program; `trial` are arguments to find out which tensors it uses."""
+    """Return the program of a function (numbers, given tensors); `trial` are arguments to find the tensors it uses."""
     device, order = (*numbers, *given)[0].device, {id(t): i for i, t in enumerate(captured)}
     trial = (*numbers, *given) if trial is None else trial
     finder = Outside(trial, None, order)
-    found = finder.used  # kept: tracing tells these tensors by identity
     try:
         with torch.no_grad(), _torch.indexing(), finder:
             function(*trial)
     except KernelError:
         raise
-    except Exception:  # noqa: S110  # tracing meets it again, and says what to do
+    except Exception:  # noqa: S110  # tracing raises it again, with advice
         pass
-    used = tuple(order[id(t)] if id(t) in order else t.detach().to(device) for t in found)
+    used = tuple(order[id(t)] if id(t) in order else t.detach().to(device) for t in finder.used)
     examples = tuple(_element(captured[use]).requires_grad_() if isinstance(use, int) else use for use in used)
     size = len(numbers) + len(given)
 
     def swapped(*arguments: Tensor) -> Tensor:
-        with _torch.indexing(), Outside(arguments[:size], list(zip(found, arguments[size:], strict=True)), order):
+        with _torch.indexing(), Outside(arguments[:size], list(zip(finder.used, arguments[size:], strict=True)), order):
             return function(*arguments[:size])
 
     return Program(swapped, (*numbers, *given, *examples), len(given), used)
 
 
 def _plain(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-    """A call by operations that kernels have for single numbers: none that writes tensors into the code, or that only
-    repeats a number."""
+    """Call an operation in a form that kernels have for single numbers: without constant tensors in the code, and
+    without expanding a number."""
     if func is torch.tensor and isinstance(args[0], bool | int | float):
         dtype = kwargs.get("dtype") or torch.tensor(args[0]).dtype
         return torch.full((), args[0], dtype=dtype, device=kwargs.get("device") or device)
@@ -159,10 +158,10 @@ def _plain(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
 
 
 class Outside(TorchFunctionMode):
-    """Notes the tensors from outside that a function uses, or puts others in their place: `others` are pairs of both.
+    """Finds the tensors from outside that a function uses, or replaces them: `others` are pairs of both.
 
-    Every use of a captured tensor counts as another one: PyTorch takes gradients of one index for each. A tensor that
-    has no other stays; where one was moved to a device and not looked at, the trial on another device did not see it.
+    Every use of a captured tensor counts as another one: PyTorch takes gradients of one index for each. A tensor
+    without a replacement stays: the trial on another device did not see it if it was only moved to a device.
     """
 
     def __init__(
@@ -179,13 +178,13 @@ class Outside(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "__get__" and not isinstance(value := func(*args, **kwargs), Tensor):
-            return value  # a shape or the like: the tensor's numbers are not used
+            return value  # a shape or the like: its values are not used
         args, kwargs = _torch.tree_map(self._take, (args, kwargs))
         result = _plain(func, args, kwargs, self._device)
-        _torch.tree_map(self._note_made, result)
+        _torch.tree_map(self._add_inside, result)
         return result
 
-    def _note_made(self, value: Any) -> None:
+    def _add_inside(self, value: Any) -> None:
         if isinstance(value, Tensor):
             self._inside[id(value)] = value
 

@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from contextvars import Token
 from typing import Any
 
 import torch
@@ -81,8 +80,8 @@ __all__ = [
 UNSEEN = (
     "buffers were sharded in a context of Longspan and results were computed in it, but no attention was routed. If"
     " there was any, it attended to the tokens of this rank alone: calls inside TorchScript, in other threads and of"
-    " kernels of other packages are not seen. Call torch.nn.functional.scaled_dot_product_attention from Python, in"
-    " this thread."
+    " other packages' kernels are not seen. Call torch.nn.functional.scaled_dot_product_attention from Python, in this"
+    " thread."
 )
 _SCHEDULES = {"allgather": "all_gather", "alltoall": "ring"}
 
@@ -98,19 +97,18 @@ def context_parallel(
     mask: Mask | None = None,
     seq_len: int | None = None,
 ) -> Iterator[None]:
-    """In here `buffers` are this rank's shards, and attention is that of the whole sequence.
+    """Shard `buffers` in place, and run attention over the whole sequence, until the context exits.
 
-    Buffers are the same tensors as before, with other contents and another length; on the way out, also by an
-    exception, they get their memory back, except those in `no_restore_buffers`. Shards need not be equally long. The
-    default balancer is `HeadTail()`. `mask` is in global positions; a call with `is_causal=True` sees what `mask` and
-    causality both allow. A context in a context over the same mesh has its balancer and its mask, unless it says
-    otherwise.
+    Buffers stay the same tensor objects, with other contents and another length; at exit, also by an exception, they
+    get their storage back, except those in `no_restore_buffers`. Shards need not be equally long. The default balancer
+    is `HeadTail()`. `mask` is in global positions; a call with `is_causal=True` combines it with causality. A nested
+    context over the same mesh inherits balancer and mask.
 
-    Without buffers, the inputs of attention were sharded elsewhere. Without a balancer their layout is then found as
-    `context_parallel_unshard` finds it; if nothing was ever sharded over the ranks of the mesh, it is `HeadTail()`.
-    `load_balancer` and `seq_len` together save a small message.
+    Without buffers, the inputs of attention are shards already. Without a balancer, `context_parallel_unshard`
+    describes how their layout is inferred; if nothing was sharded over the ranks of the mesh before, it is
+    `HeadTail()`. Passing both `load_balancer` and `seq_len` saves a small message.
 
-    Backward belongs inside: afterwards buffers are whole again, so autograd refuses where it saved one of them, and
+    Call backward inside: after exit buffers are whole again, so autograd raises if it saved one of them, and
     checkpoints cannot run forward again.
     """
     tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
@@ -133,28 +131,26 @@ def context_parallel(
 
 
 def _common_length(tensors: list[Tensor], dims: list[int], seq_len: int | None) -> int | None:
-    """The one length of all buffers along their sequence dims."""
+    """Return the one length of all buffers along their sequence dims; raise if buffers cannot be sharded in place."""
     _check_counts(tensors, dims)
     if len({id(t) for t in tensors}) != len(tensors):
         raise PlanError("a buffer is listed twice, and would be sharded twice. List it once.")
     lengths: set[int] = set() if seq_len is None else {seq_len}
     for tensor, dim in zip(tensors, dims, strict=True):
-        _length(tensor, dim)
+        lengths.add(_length(tensor, dim))
         if tensor.requires_grad:
             raise PlanError(
                 f"a buffer of shape {tuple(tensor.shape)} requires grad: changing it in place would leave its gradient"
                 f" in another shape. Shard it with context_parallel_shard, which autograd can follow, or detach it."
             )
-        lengths.add(_length(tensor, dim))
     if len(lengths) > 1:
         raise PlanError(f"buffers have {sorted(lengths)} tokens along their sequence dims. Cut all to one length.")
     return next(iter(lengths), None)
 
 
 def _length(tensor: Any, dim: Any) -> int:
-    """How many tokens a buffer has along its sequence dim."""
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
-        raise PlanError(f"a buffer is a plain tensor, but {type(tensor).__name__} was given. Convert it first.")
+        raise PlanError(f"a buffer must be a plain tensor, but got {type(tensor).__name__}. Convert it first.")
     dim = whole(dim, "a sequence dim", "context parallelism", PlanError, low=-64, high=64)
     if not -tensor.ndim <= dim < tensor.ndim:
         raise PlanError(f"a buffer of shape {tuple(tensor.shape)} has no dim {dim} to hold the sequence.")
@@ -163,36 +159,36 @@ def _length(tensor: Any, dim: Any) -> int:
 
 def _check_counts(buffers: Sequence[Tensor], dims: Sequence[int]) -> None:
     if len(buffers) != len(dims):
-        raise PlanError(f"there are {len(buffers)} buffers, but {len(dims)} sequence dims. Give one dim for each.")
+        raise PlanError(f"there are {len(buffers)} buffers, but {len(dims)} sequence dims. Pass one dim for each.")
 
 
 @torch.no_grad()
 def _shard_in_place(
     stack: ExitStack, tensors: list[Tensor], dims: list[int], keep: set[int], layout: Layout, rank: int
 ) -> None:
-    """Tensors get other memory, not other contents in theirs: inputs and labels are often views of one batch, and
-    what the one writes must not reach the other. So restoring is exact and copies nothing."""
+    """Give tensors other storage instead of writing to theirs: inputs and labels are often views of one batch. So
+    restoring is exact and copies nothing."""
     if layout.local_len is not None and layout.local_len * layout.world_size != layout.seq_len:
         raise LayoutError(
-            f"{layout} has padding, and what to fill labels or masks with is not known here. Use a layout without"
+            f"{layout} has padding, and the fill value for labels or masks is not known here. Use a layout without"
             f" equal_tokens (shards need not be equally long), or shard by layout.shard(x, rank, dim, fill=...)."
         )
     shards = [layout.shard(tensor, rank, dim) for tensor, dim in zip(tensors, dims, strict=True)]
     for tensor, shard, dim in zip(tensors, shards, dims, strict=True):
         if id(tensor) not in keep:
-            stack.callback(_set, tensor, _memory_of(tensor))
-        _set(tensor, _memory_of(shard))
+            stack.callback(_set_storage, tensor, *_storage(tensor))
+        _set_storage(tensor, *_storage(shard))
         if id(tensor) in keep:
             remember(tensor, layout, dim % tensor.ndim, version(tensor))
 
 
-def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+def _storage(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 @torch.no_grad()
-def _set(tensor: Tensor, memory: tuple[Any, ...]) -> None:
-    tensor.set_(*memory)
+def _set_storage(tensor: Tensor, *storage: Any) -> None:
+    tensor.set_(*storage)
 
 
 def context_parallel_shard(
@@ -201,10 +197,10 @@ def context_parallel_shard(
     seq_dims: Sequence[int],
     load_balancer: Balancer | Layout | None = None,
 ) -> list[Tensor]:
-    """This rank's shards of whole tensors, as new tensors.
+    """Return this rank's shards of whole tensors, as new tensors.
 
-    Without a balancer, the layout is that of the context over `mesh` and a sequence of this length that we are in, or
-    else stretches of the sequence. The layout is recorded for the mesh: see `context_parallel_unshard`.
+    Without a balancer, the layout is that of the active context over `mesh`, if its sequence has this length, or else
+    `Contiguous()`. The layout is recorded for the mesh: see `context_parallel_unshard`.
     """
     route = current(check_mesh(mesh))
     _check_counts(buffers, seq_dims)
@@ -216,9 +212,11 @@ def context_parallel_shard(
     return shards
 
 
-def _layout_to_shard(route: Route | None, asked: Balancer | Layout | None, length: int, world_size: int) -> Layout:
-    if asked is not None:
-        return balancer_of(asked).layout(length, world_size)
+def _layout_to_shard(
+    route: Route | None, load_balancer: Balancer | Layout | None, length: int, world_size: int
+) -> Layout:
+    if load_balancer is not None:
+        return balancer_of(load_balancer).layout(length, world_size)
     if route is None or isinstance(route.balancer, Inferred):
         return Contiguous().layout(length, world_size)
     if route.layout is None:
@@ -233,12 +231,12 @@ def context_parallel_unshard(
     seq_dims: Sequence[int],
     load_balancer: Balancer | Layout | None = None,
 ) -> list[Tensor]:
-    """Whole tensors, in order and without padding, on every rank; not differentiable, as in PyTorch.
+    """Return whole tensors, in order and without padding, on every rank; not differentiable, as in PyTorch.
 
     Without a balancer, the layout is the first of these that is known: the one that cut the buffer itself, if it came
-    straight from a shard; that of the context over `mesh` we are in; the one that cut sequences with as many tokens per
-    rank over the ranks of `mesh` before, by `context_parallel_shard`, a context or attention. If two layouts did, or
-    none, the call is refused. A balancer that is passed must be the one that cut the buffer.
+    straight from a shard; that of the active context over `mesh`; the one by which `context_parallel_shard`, a context
+    or attention cut sequences with as many tokens per rank over the ranks of `mesh` before. If there are two such
+    layouts, or none, the call raises `LayoutError`. A balancer that is passed must be the one that cut the buffer.
     """
     _check_counts(buffers, seq_dims)
     route = current(check_mesh(mesh))
@@ -253,31 +251,31 @@ def context_parallel_unshard(
 
 
 def _agreed_layout(
-    mesh: DeviceMesh, asked: Balancer | Layout | None, tensor: Tensor, dim: int, lengths: list[int]
+    mesh: DeviceMesh, load_balancer: Balancer | Layout | None, tensor: Tensor, dim: int, lengths: list[int]
 ) -> Layout:
-    """Return the layout to unshard by, if all ranks found the same; otherwise raise on all of them."""
+    """Return the layout to unshard by, if it is the same on all ranks; otherwise raise on all of them."""
     layout: Layout | Exception
     try:
-        layout = _layout_to_unshard(mesh, asked, tensor, dim, lengths)
-    except Exception as error:  # the other ranks wait for an answer
+        layout = _layout_to_unshard(mesh, load_balancer, tensor, dim, lengths)
+    except Exception as error:  # the other ranks wait for the message below
         layout = error
     digests = gather_ints(mesh, 0 if isinstance(layout, Exception) else digest_of(layout), tensor.device)
     if isinstance(layout, Exception):
         raise layout
     if len(set(digests)) > 1:
         raise LayoutError(
-            f"all ranks must unshard by one layout, but rank {mesh.get_local_rank()} found {layout}, and others found"
+            f"all ranks must unshard by one layout, but rank {mesh.get_local_rank()} has {layout}, and others have"
             f" another or none. Pass the same load_balancer on all ranks."
         )
     return layout
 
 
 def _layout_to_unshard(
-    mesh: DeviceMesh, asked: Balancer | Layout | None, tensor: Tensor, dim: int, lengths: list[int]
+    mesh: DeviceMesh, load_balancer: Balancer | Layout | None, tensor: Tensor, dim: int, lengths: list[int]
 ) -> Layout:
     route, known = current(mesh), carried_layout(tensor, dim, lengths)
-    if asked is not None:
-        balancer = balancer_of(asked)
+    if load_balancer is not None:
+        balancer = balancer_of(load_balancer)
         layout = layout_of_shards(balancer, lengths, known_length(balancer, None))
         if known is not None and other_tokens(known, layout):
             raise LayoutError(
@@ -296,8 +294,8 @@ def _layout_to_unshard(
 
 
 def _gather(mesh: DeviceMesh, tensor: Tensor, dim: int, lengths: list[int]) -> list[Tensor]:
-    """Every rank's shard. As bytes, because backends differ in the dtypes they carry, and padded, because they gather
-    equal messages only."""
+    """Gather every rank's shard: as bytes, because backends differ in the dtypes they support, and padded to equal
+    lengths."""
     shape = list(tensor.shape)
     shape[dim] = max(lengths)
     padded = tensor.new_zeros(shape)
@@ -309,30 +307,22 @@ def _gather(mesh: DeviceMesh, tensor: Tensor, dim: int, lengths: list[int]) -> l
     return [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
 
 
-class _Rotation(AbstractContextManager["_Rotation"]):
-    """What `set_rotate_method` gives back: as a context manager it ends the choice."""
+def set_rotate_method(rotate_method: str) -> AbstractContextManager[object]:
+    """Choose how keys and values travel from here on in this thread: "allgather" at once, "alltoall" around a ring.
 
-    def __init__(self, before: Token[str | None]) -> None:
-        self.before = before
-
-    def __exit__(self, *_: object) -> None:
-        rotation.reset(self.before)
-
-
-def set_rotate_method(rotate_method: str) -> _Rotation:
-    """How keys and values travel from here on in this thread: "allgather" at once, "alltoall" around a ring.
-
-    Until it is called, the plan chooses ("auto"). `with set_rotate_method("alltoall"):` ends the choice again.
+    Until it is called, the plan chooses ("auto"). `with set_rotate_method("alltoall"):` ends the choice at exit.
 
     >>> with set_rotate_method("alltoall"):
     ...     pass
     """
     if rotate_method not in _SCHEDULES:
         raise PlanError(
-            f"rotate method {rotate_method!r} was asked for. Choose {' or '.join(map(repr, _SCHEDULES))}; other"
-            f" schemes are named in longspan.plan(..., scheme=)."
+            f"rotate method must be {' or '.join(map(repr, _SCHEDULES))}, but got {rotate_method!r}. Other schemes are"
+            f" named in longspan.plan(..., scheme=)."
         )
-    return _Rotation(rotation.set(_SCHEDULES[rotate_method]))
+    stack = ExitStack()
+    stack.callback(rotation.reset, rotation.set(_SCHEDULES[rotate_method]))
+    return stack
 
 
 @torch.compiler.disable(reason="functions of scores are called tile by tile, outside compiled graphs")
@@ -352,8 +342,8 @@ def flex_attention(
 ) -> Any:
     """PyTorch's `flex_attention`: over the whole sequence inside a context or a wrapped module, on one device outside.
 
-    `block_mask` is the one for the whole sequence, a BlockMask of PyTorch or a mask of longspan.masks, and both it and
-    the mask of the context hold. Functions get global positions. Where FSDP or DDP reduces gradients over the mesh, say
+    `block_mask` is for the whole sequence, a BlockMask of PyTorch or a mask of longspan.masks, and is combined with the
+    mask of the context. Functions get global positions. If FSDP or DDP reduces gradients over the mesh, pass
     `captured_grads="share"`, or those of captured tensors are summed twice.
     """
     route = current()
@@ -376,8 +366,8 @@ def _mask_of(block_mask: Any, query: Tensor, route: Route) -> Mask | None:
         return block_mask
     if not isinstance(block_mask, BlockMask):
         raise PlanError(
-            f"block_mask is a BlockMask of PyTorch or a mask of longspan.masks, but {type(block_mask).__name__} was"
-            f" given."
+            f"`block_mask` must be a BlockMask of PyTorch or a mask of longspan.masks, but got"
+            f" {type(block_mask).__name__}."
         )
     total = route.layout_of(query).seq_len
     check_lengths(block_mask, (total, total), "block_mask", PlanError)
@@ -385,14 +375,13 @@ def _mask_of(block_mask: Any, query: Tensor, route: Route) -> Mask | None:
 
 
 class ContextParallel(ParallelStyle):
-    """For `parallelize_module`: attention in the module's forward is that of the whole sequence.
+    """For `parallelize_module`: run attention in the module's forward over the whole sequence.
 
     Inputs are shards along `seq_dim` already (see `context_parallel_shard`), plain or DTensors. Without a balancer
-    their layout is found as `context_parallel_unshard` finds it, in each forward; if nothing was ever sharded over the
-    ranks of the mesh, they are stretches of the sequence. A balancer together with whatever says the length (`seq_len`,
-    a mask or balancer made for one) saves a small message per forward. `attention_type` is what the module must call:
-    "sdpa", or "flex" for `flex_attention` of this module; one that does not is refused, as it would have attended to
-    this rank's tokens alone.
+    their layout is inferred in each forward, as in `context_parallel_unshard`; if nothing was sharded over the ranks of
+    the mesh before, it is `Contiguous()`. A balancer together with a length (`seq_len`, or a mask or balancer for one)
+    saves a small message per forward. `attention_type` is the attention that the module must call: "sdpa", or "flex"
+    for `flex_attention` of this module; forward raises if it does not, since attention would have been local.
     """
 
     def __init__(
@@ -406,7 +395,7 @@ class ContextParallel(ParallelStyle):
     ) -> None:
         super().__init__()
         if attention_type not in ("sdpa", "flex"):
-            raise PlanError(f"attention_type = {attention_type!r} was asked for. Choose 'sdpa' or 'flex'.")
+            raise PlanError(f"`attention_type` must be 'sdpa' or 'flex', but got {attention_type!r}.")
         self.seq_dim, self.attention_type = seq_dim, attention_type
         self.mask, self.seq_len = mask, seq_len
         self.load_balancer = None if load_balancer is None else balancer_of(load_balancer)
@@ -420,14 +409,14 @@ class ContextParallel(ParallelStyle):
 
 
 class _Hooks:
-    """A module's forward inside a route. Each thread has its own stack, for modules that call themselves."""
+    """Hooks that run a module's forward inside a route. Each thread has a stack, for modules that call themselves."""
 
     def __init__(self, style: ContextParallel, mesh: DeviceMesh) -> None:
         self.style, self.mesh, self.open = style, mesh, threading.local()
         self.default = Inferred(check_mesh(mesh), Contiguous())
         balancer = self.default if style.load_balancer is None else style.load_balancer
         route = Route(mesh, balancer, style.mask, style.seq_len)
-        self.layout = route.layout  # made once, if balancer and length are known
+        self.layout = route.layout  # built once, if balancer and length are known
 
     def __deepcopy__(self, memo: Any) -> _Hooks:
         return _Hooks(self.style, self.mesh)  # copies of a module run on the same ranks
@@ -436,7 +425,7 @@ class _Hooks:
         if not hasattr(self.open, "stack"):
             self.open.stack = []
         scope = ExitStack()
-        self.open.stack.append((None, scope))  # there must be something to leave, also after a refusal
+        self.open.stack.append((None, scope))  # `leave` also runs after an error below
         style = self.style
         for value in (*args, *kwargs.values()):
             if isinstance(value, DTensor) and tuple(value.placements) != (Shard(style.seq_dim),):
@@ -453,9 +442,9 @@ class _Hooks:
         if not route.calls[self.style.attention_type]:
             name = {"sdpa": "torch.nn.functional.scaled_dot_product_attention", "flex": "torch_api.flex_attention"}
             raise PlanError(
-                f"{type(module).__name__} was given ContextParallel(attention_type={self.style.attention_type!r}), but"
-                f" its forward never called {name[self.style.attention_type]}, so its attention, if any, saw the tokens"
-                f" of this rank alone. Apply it to the module that calls attention, or name the other type."
+                f"{type(module).__name__} has ContextParallel(attention_type={self.style.attention_type!r}), but its"
+                f" forward never called {name[self.style.attention_type]}, so its attention, if any, saw the tokens of"
+                f" this rank alone. Apply it to the module that calls attention, or pass the other type."
             )
 
     def leave(self, *_: Any) -> None:

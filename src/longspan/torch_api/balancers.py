@@ -19,13 +19,9 @@ from longspan.layouts import Layout, balanced, per_document, round_robin_by_work
 from longspan.layouts.layout import carried, other_tokens
 from longspan.masks import Mask
 
-# -- Balancers: small values that name a layout ------------------------------------------------------------------------
-# Any object with a method `layout(seq_len, world_size)` that returns a `Layout` is a balancer, and so is a `Layout`
-# itself.
-
 
 class Balancer(Protocol):
-    """Says who holds which tokens of a sequence."""
+    """Any object with this method is a balancer; a `Layout` is accepted as one."""
 
     def layout(self, seq_len: int, world_size: int) -> Layout: ...
 
@@ -106,7 +102,7 @@ class RoundRobin:
 
 
 class Balanced:
-    """Equal work under every one of the masks, and few rows that travel: `longspan.layouts.balanced`."""
+    """Equal work under every mask, and few rows to send: `longspan.layouts.balanced`."""
 
     def __init__(self, *masks: Mask) -> None:
         self.masks = masks
@@ -119,54 +115,54 @@ class Balanced:
         return balanced(*self.masks, world_size=world_size, seq_len=seq_len)
 
 
-class _Given:
-    """A layout that somebody made."""
+class _Fixed:
+    """A layout as a balancer."""
 
     def __init__(self, layout: Layout) -> None:
-        self.given, self.seq_len = layout, layout.seq_len
+        self.fixed, self.seq_len = layout, layout.seq_len
 
     def layout(self, seq_len: int, world_size: int) -> Layout:
-        if (seq_len, world_size) != (self.given.seq_len, self.given.world_size):
+        if (seq_len, world_size) != (self.fixed.seq_len, self.fixed.world_size):
             raise LayoutError(
-                f"load_balancer is {self.given}, but there are {seq_len} tokens on {world_size} ranks. Make the layout"
+                f"load_balancer is {self.fixed}, but there are {seq_len} tokens on {world_size} ranks. Make the layout"
                 f" for these."
             )
-        return self.given
+        return self.fixed
 
 
-def balancer_of(asked: Any) -> Balancer:
-    """What was given as `load_balancer`, as a balancer."""
-    if isinstance(asked, Layout):
-        return _Given(asked)
-    if isinstance(asked, type) or not hasattr(asked, "layout"):
+def balancer_of(load_balancer: Any) -> Balancer:
+    """Return the argument `load_balancer` as a balancer."""
+    if isinstance(load_balancer, Layout):
+        return _Fixed(load_balancer)
+    if isinstance(load_balancer, type) or not hasattr(load_balancer, "layout"):
         raise LayoutError(
-            f"load_balancer = {asked!r} was given. Use Contiguous(), HeadTail(), PerDocument(lengths),"
-            f" RoundRobin(mask) or Balanced(mask) of longspan.torch_api, or a layout of longspan.layouts."
+            f"`load_balancer` must be Contiguous(), HeadTail(), PerDocument(lengths), RoundRobin(mask) or"
+            f" Balanced(mask) of longspan.torch_api, or a layout of longspan.layouts, but got {load_balancer!r}."
         )
-    return asked
+    return load_balancer
 
 
-def known_length(balancer: Balancer, mask: Mask | None, asked: int | None = None) -> int | None:
-    """The length of the whole sequence, if argument, balancer or mask says it; they must not differ."""
+def known_length(balancer: Balancer, mask: Mask | None, seq_len: int | None = None) -> int | None:
+    """Return the length of the whole sequence if it is known; raise if argument, balancer and mask differ."""
     lengths = {
-        "seq_len": asked,
+        "seq_len": seq_len,
         "load_balancer": getattr(balancer, "seq_len", None),
         "mask": None if mask is None else mask.seq_len,
     }
     known = {name: length for name, length in lengths.items() if length is not None}
     if len(set(known.values())) > 1:
-        claims = ", ".join(f"{name} says {length}" for name, length in known.items())
-        raise LayoutError(f"the sequence has one length, but {claims} tokens. Make them for the same sequence.")
+        claims = ", ".join(f"{name} has {length}" for name, length in known.items())
+        raise LayoutError(f"the sequence must have one length, but {claims} tokens. Make them for the same sequence.")
     return next(iter(known.values()), None)
 
 
 def slots(layout: Layout) -> list[int]:
-    """How long the shard of every rank is."""
+    """Return the shard length of every rank."""
     return [layout.num_slots(rank) for rank in range(layout.world_size)]
 
 
 def layout_of_shards(balancer: Balancer, lengths: list[int], seq_len: int | None) -> Layout:
-    """The layout of shards that are this long on each rank; balancers that would have cut otherwise are refused."""
+    """Return the layout of shards of these lengths; raise if the balancer does not give such lengths."""
     if isinstance(balancer, Contiguous):
         layout = balancer.of_lengths(lengths)
         if seq_len not in (None, layout.seq_len):
@@ -197,7 +193,7 @@ _DEFAULTS = (Contiguous(), HeadTail())
 
 
 class LayoutRecord:
-    """The layouts that cut sequences over one list of ranks. All ranks make the same calls, so theirs are equal.
+    """The layouts that cut sequences over one list of ranks; equal on all ranks, which make the same calls.
 
     Old layouts are dropped, since every batch may have its own. Digests are kept, one for each list of lengths.
     """
@@ -280,7 +276,7 @@ class Inferred:
         self.mesh, self.default = mesh, default
 
     def layout(self, seq_len: int, world_size: int) -> Layout:
-        """Return the layout of the default (or of `Contiguous()`), for callers that only ask how long shards are."""
+        """Return the layout of the default (or of `Contiguous()`), for callers that only need shard lengths."""
         return (self.default or Contiguous()).layout(seq_len, world_size)
 
     def of_shard(self, tensor: Tensor, dim: int, lengths: list[int], seq_len: int | None = None) -> Layout:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from longspan import _torch
 from longspan._torch import function_modes, run_without_compiling
 from longspan.api import attention
-from longspan.api import plan as made_plan
+from longspan.api import plan as build_plan
 from longspan.errors import KernelError, LayoutError, PlanError
 from longspan.kernels import Features, choose_kernel
 from longspan.layouts import Layout
@@ -60,13 +60,13 @@ class Route:
         self.buffers: set[int] = set()
         """Tensors that the context sharded."""
         self.results = False
-        """Whether anything but a buffer was differentiated or gathered in here."""
+        """Whether anything but a buffer was differentiated or gathered inside."""
         self.planned = False
-        """Whether attention was called that needs no route."""
+        """Whether attention was called with a plan, which needs no route."""
 
     @property
     def local_len(self) -> int:
-        """How many tokens this rank has; 0 if that is not known or it has them all."""
+        """The number of tokens of this rank; 0 if it is unknown or there is one rank."""
         layout = self.layout
         if layout is None and self.seq_len is not None:
             layout = self.balancer.layout(self.seq_len, self.mesh.size())
@@ -75,7 +75,7 @@ class Route:
         return layout.num_slots(self.mesh.get_local_rank())
 
     def layout_of(self, query: Tensor) -> Layout:
-        """The layout. If the length or the balancer was not passed, the first call gathers lengths from all ranks."""
+        """Return the layout. If length or balancer are unknown, the first call gathers lengths from all ranks."""
         local_len = _local(query).shape[SEQ_DIM]
         if self.layout is None:
             lengths = gather_ints(self.mesh, local_len, query.device)
@@ -84,8 +84,8 @@ class Route:
         if local_len != expected:
             raise LayoutError(
                 f"query must have {expected} tokens on rank {self.mesh.get_local_rank()} of {self.layout}, but got"
-                f" {local_len}. Shard inputs as the context shards its buffers, or pass load_balancer= and seq_len="
-                f" that say how they were sharded."
+                f" {local_len}. Shard inputs as the context shards its buffers, or pass the load_balancer= and"
+                f" seq_len= by which they were sharded."
             )
         record_of(self.mesh).add(self.layout)
         return self.layout
@@ -97,13 +97,13 @@ class Route:
         return layout_of_shards(self.balancer, lengths, self.seq_len)
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Plan:
-        """The plan for shards of these shapes; `mask` and that of the route both hold."""
+        """Build the plan for shards of these shapes, under `mask` and the mask of the route."""
         for name, tensor in (("query", q), ("key", k), ("value", v)):
             if tensor.is_nested or tensor.ndim != 4:
                 raise PlanError(
-                    f"{name} is {'nested' if tensor.is_nested else f'of shape {tuple(tensor.shape)}'}, but attention"
-                    f" over ranks takes (batch, heads, tokens, features). Reshape it; packed documents are a mask:"
-                    f" mask=longspan.masks.documents(lengths)."
+                    f"{name} must be (batch, heads, tokens, features), but it is"
+                    f" {'nested' if tensor.is_nested else f'of shape {tuple(tensor.shape)}'}. Reshape it; packed"
+                    f" documents are a mask: mask=longspan.masks.documents(lengths)."
                 )
         if q.shape[2] != k.shape[2]:
             raise PlanError(
@@ -112,14 +112,14 @@ class Route:
             )
         layout = self.layout_of(q)
         both = [m for m in (self.mask, mask) if m is not None]
-        meant = full() if not both else both[0] if len(both) == 1 else both[0] & both[1]
-        return made_plan(
-            meant, layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], v_head_dim=v.shape[3],
+        combined = full() if not both else both[0] if len(both) == 1 else both[0] & both[1]
+        return build_plan(
+            combined, layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], v_head_dim=v.shape[3],
             batch=q.shape[0], dtype=q.dtype, scheme=rotation.get() or self.scheme,
         )  # fmt: skip
 
     def count(self, kind: str) -> None:
-        """Notes a call, for modules that wonder whether there was any."""
+        """Count a call in all active routes: wrapped modules check that there was one."""
         self.calls[kind] += 1
         for route in routes():
             if route is not self:
@@ -139,15 +139,15 @@ class Route:
         """`torch.nn.functional.scaled_dot_product_attention` of shards."""
         if attn_mask is not None:
             raise PlanError(
-                f"attn_mask of shape {tuple(attn_mask.shape)} was given: it is about the rows of this rank, but keys of"
-                f" all ranks are seen. Say what may attend to what in global positions: context_parallel(..., mask=)"
-                f" with a mask of longspan.masks, or longspan.attention with a plan."
+                f"attn_mask must be None, but got attn_mask of shape {tuple(attn_mask.shape)}: it is about the rows of"
+                f" this rank, but keys of all ranks are seen. Say what may attend to what in global positions:"
+                f" context_parallel(..., mask=) with a mask of longspan.masks, or longspan.attention with a plan."
             )
         if dropout_p:
             raise PlanError(
-                f"dropout_p = {dropout_p} was given: the random state of each rank would decide, so no other number of"
-                f" ranks could repeat it. Call longspan.attention(..., dropout={dropout_p}, seed=...), which drops by"
-                f" global positions, or pass 0.0."
+                f"dropout_p must be 0.0, but got dropout_p = {dropout_p}: the random state of each rank would decide,"
+                f" and no other number of ranks could repeat it. Call longspan.attention(..., dropout={dropout_p},"
+                f" seed=...), which drops by global positions, or pass 0.0."
             )
         query, key, value = (as_autocast(t) for t in (query, key, value))
         check_heads(query, key, enable_gqa)
@@ -160,15 +160,15 @@ class Route:
 def check_mesh(mesh: Any) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         kind = f"a mesh of axes {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-        raise PlanError(f"a mesh of one axis holds the sequence, but {kind} was given. Pass one, as in mesh['cp'].")
+        raise PlanError(f"`mesh` must be a mesh of one axis, but got {kind}. Pass one, as in mesh['cp'].")
     return mesh
 
 
 def check_mask(mask: Any) -> Mask | None:
     if mask is not None and not isinstance(mask, Mask):
         raise PlanError(
-            f"mask = {type(mask).__name__} was given. It is a mask of longspan.masks, in global positions; a BlockMask"
-            f" goes to torch_api.flex_attention(..., block_mask=)."
+            f"`mask` must be a mask of longspan.masks, in global positions, but got {type(mask).__name__}. Pass a"
+            f" BlockMask to torch_api.flex_attention(..., block_mask=)."
         )
     return mask
 
@@ -182,7 +182,7 @@ def check_heads(q: Tensor, k: Tensor, enable_gqa: bool) -> None:
 
 
 def gather_ints(mesh: DeviceMesh, value: int, device: torch.device) -> list[int]:
-    """Return the value of every rank of the mesh, as the number of its tokens."""
+    """Return the value of every rank of the mesh."""
     mine = torch.tensor([value], dtype=torch.int64, device=device)
     values = [torch.empty_like(mine) for _ in range(mesh.size())]
     dist.all_gather(values, mine, group=mesh.get_group())
@@ -194,7 +194,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, opaque: bool) -> str:
-    """ "auto", unless `torch.nn.attention.sdpa_kernel` left only some: then the first of those that can."""
+    """Return "auto", or the first suitable kernel of those that `torch.nn.attention.sdpa_kernel` has enabled."""
     enabled = {
         "flash": torch.backends.cuda.flash_sdp_enabled(),
         "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
@@ -212,12 +212,12 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, opaque: bool) -> str:
             return choose_kernel(named, _local(q), _local(k), _local(v), Features(opaque, False, False))
         except KernelError as error:
             why = str(error)
-    raise KernelError(f"sdpa_kernel allows {', '.join(names) or 'nothing'}, but none of these will do: {why}")
+    raise KernelError(f"sdpa_kernel allows {', '.join(names) or 'nothing'}, but none of these can run: {why}")
 
 
 class _Mark(torch.autograd.Function):
-    """Saves one empty tensor more than PyTorch's attention would. A checkpoint that is recomputed after the context
-    has ended would compute attention of this rank alone; as it counts what is saved, it notices."""
+    """Saves one empty tensor more than PyTorch's attention would. A checkpoint that is recomputed after the context has
+    ended would compute attention of this rank alone; it counts saved tensors, so it raises."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class _Mark(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        _ = ctx.saved_tensors  # makes a checkpoint look
+        _ = ctx.saved_tensors  # makes a checkpoint check
         return gradients[0]
 
 
@@ -263,14 +263,14 @@ _FUSED = (
     "_efficient_attention_forward",
     "_cudnn_attention_forward",
 )
-"""What `scaled_dot_product_attention` is made of; `_for_cpu.default` and the like are the same by another name."""
+"""The operators below `scaled_dot_product_attention`; overloads such as `_for_cpu.default` have the same name."""
 _SPECIAL = frozenset((*_SDPA, *_UNROUTED, *_FUSED, "backward", "grad"))
 _SOFTMAX = frozenset(("softmax", "_softmax", "_safe_softmax", "special_softmax"))
 _FLEX_FILE, _FLEX_NAME = flex_attention.__code__.co_filename, flex_attention.__code__.co_name
 
 
 class Router(TorchFunctionMode):
-    """Hands attention to a route, lets everything else pass."""
+    """Passes attention to a route, and runs everything else unchanged."""
 
     def __init__(self, route: Route) -> None:
         super().__init__()
@@ -281,18 +281,18 @@ class Router(TorchFunctionMode):
         name = getattr(func, "__name__", "").partition(".")[0]
         if not torch.compiler.is_compiling() and _is_in_flex(sys._getframe(1)):
             raise PlanError(_unrouted("flex_attention"))
-        if name in _SPECIAL:  # all that compilers see of this, for most calls
+        if name in _SPECIAL:
             if name == "flex_attention" and torch.compiler.is_dynamo_compiling():
-                raise PlanError(_unrouted(name))  # ends the graph; the call runs again without one, and meets the above
+                raise PlanError(_unrouted(name))  # a graph break: the call runs again eagerly, and raises above
             return self._special(func, name, args, kwargs or {})
-        if name in _SOFTMAX and self._of_own_scores(args):
+        if name in _SOFTMAX and self._is_over_local_scores(args):
             _refuse_written_out(self.local_len)
-        if name == "attention":  # Longspan's own operator, over a plan of the caller's
+        if name == "attention":  # Longspan's operator, with a plan of the caller
             self.route.planned = True
         return func(*args, **(kwargs or {}))
 
-    def _of_own_scores(self, args: tuple[Any, ...]) -> bool:
-        """Whether a softmax is over scores of this rank's tokens with each other: attention that is written out."""
+    def _is_over_local_scores(self, args: tuple[Any, ...]) -> bool:
+        """Return whether a softmax is over scores of this rank's tokens with each other: attention written out."""
         x, size = args[0] if args else None, self.local_len
         return size > 1 and isinstance(x, Tensor) and x.ndim >= 3 and x.shape[-1] == size and x.shape[-2] == size
 
@@ -304,7 +304,7 @@ class Router(TorchFunctionMode):
         if name in _SDPA:
             return self.route.sdpa(*args, **kwargs)
         if name in _FUSED:
-            if not _is_ours():
+            if not _is_called_by_longspan():
                 raise PlanError(
                     f"torch.ops.aten.{name} was called inside a context of Longspan, where it would attend to the"
                     f" tokens of this rank alone. Call torch.nn.functional.scaled_dot_product_attention, which is"
@@ -316,18 +316,19 @@ class Router(TorchFunctionMode):
         return self._differentiate(func, args, kwargs)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Backward with this mode on: checkpoints run forward again in there, and PyTorch switches a mode off for what
-        its handler calls. Edges instead of tensors, because functions of tensors would come back here."""
+        """Run backward with this mode on, in which checkpoints run forward again: PyTorch disables a mode inside its
+        handler. Pass edges instead of tensors, because functions of tensors would come back here."""
         self.route.results = True
         if func is Tensor.backward:
             tensor, *rest = args
+            kwargs = {"grad_tensors" if name == "gradient" else name: value for name, value in kwargs.items()}
             with self:
-                return torch.autograd.backward(tensor, *rest, **_renamed(kwargs))
+                return torch.autograd.backward(tensor, *rest, **kwargs)
         inputs = args[1] if func is torch.autograd.grad else kwargs.get("inputs")
-        inputs = (inputs,) if isinstance(inputs, Tensor) else inputs  # before 2.13, backward hands on what it was given
+        inputs = (inputs,) if isinstance(inputs, Tensor) else inputs  # before 2.13, backward passes it unchanged
         known = func in (torch.autograd.backward, torch.autograd.grad)
         if not known or any(isinstance(t, Tensor) and not t.requires_grad for t in (*args[0], *(inputs or ()))):
-            return func(*args, **kwargs)  # which says what is wrong
+            return func(*args, **kwargs)  # which raises
         roots, edges = _edges(args[0]), None if inputs is None else _edges(inputs)
         name = "grad_outputs" if func is torch.autograd.grad else "grad_tensors"
         kwargs = kwargs | {name: _root_gradients(args[0], kwargs.get(name))}
@@ -347,7 +348,7 @@ class Router(TorchFunctionMode):
             return func(roots, **(kwargs | {"inputs": edges}))
 
 
-run_without_compiling(Router.__torch_function__)  # as a frame of its own; inside of others it is traced
+run_without_compiling(Router.__torch_function__)  # as a frame; inside other frames it is traced
 
 
 def _unrouted(name: str) -> str:
@@ -355,9 +356,9 @@ def _unrouted(name: str) -> str:
 
 
 def _is_in_flex(frame: FrameType) -> bool:
-    """Whether PyTorch's flex attention, or a function that it calls, is this frame. It looks at its arguments before it
-    computes, and would refuse a block mask of the whole sequence with other advice. By name, because what the compiler
-    leaves over of it after a graph break is other code, named after it."""
+    """Return whether this frame is PyTorch's flex attention or a function that it calls. It checks its arguments before
+    it computes, and would raise for a block mask of the whole sequence with other advice. Compared by name: after a
+    graph break the compiler runs other code, named after it."""
     caller = frame.f_back
     return _is_flex(frame.f_code) or (caller is not None and _is_flex(caller.f_code))
 
@@ -369,14 +370,14 @@ def _is_flex(code: CodeType) -> bool:
 @torch.compiler.disable(reason="it refuses the call")
 def _refuse_written_out(size: int) -> None:
     raise PlanError(
-        f"attention was written out inside a context of Longspan: a softmax over scores of {size} x {size} tokens,"
-        f" those of this rank alone. Call torch.nn.functional.scaled_dot_product_attention, which is routed (in"
+        f"attention was written out inside a context of Longspan: a softmax over scores of {size} x {size} tokens"
+        f" of this rank alone. Call torch.nn.functional.scaled_dot_product_attention, which is routed (in"
         f" Hugging Face models, attn_implementation='sdpa'), or longspan.attention with a plan."
     )
 
 
-def _is_ours() -> bool:
-    """Whether a kernel of Longspan is calling."""
+def _is_called_by_longspan() -> bool:
+    """Return whether a kernel of Longspan is calling."""
     frame = sys._getframe(1)
     for _ in range(8):
         if frame is None:
@@ -387,21 +388,17 @@ def _is_ours() -> bool:
     return False
 
 
-def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {"grad_tensors" if name == "gradient" else name: value for name, value in kwargs.items()}
-
-
 def _edges(tensors: Any) -> tuple[GradientEdge, ...]:
     return tuple(t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in tensors)
 
 
 def _root_gradients(roots: Any, gradients: Any) -> tuple[Any, ...]:
-    """Fill in the gradients that autograd would make of scalar roots. Of an edge it would make a plain tensor, also
-    where the root is a DTensor."""
+    """Fill in the gradients that autograd would create for scalar roots. For an edge it would create a plain tensor,
+    even if the root is a DTensor."""
     gradients = (None,) * len(roots) if gradients is None else gradients
     gradients = (gradients,) if isinstance(gradients, Tensor) else tuple(gradients)
     if len(gradients) != len(roots):
-        return gradients  # autograd says what is wrong
+        return gradients  # autograd raises
     return tuple(
         torch.ones_like(root, memory_format=torch.preserve_format)
         if gradient is None and isinstance(root, Tensor) and root.numel() == 1 and root.dtype.is_floating_point
@@ -411,31 +408,31 @@ def _root_gradients(roots: Any, gradients: Any) -> tuple[Any, ...]:
 
 
 def routes() -> list[Route]:
-    """Those of the contexts and wrapped modules we are in, innermost last."""
+    """Return the routes of active contexts and wrapped modules, innermost last."""
     return [mode.route for mode in function_modes() if isinstance(mode, Router)]
 
 
 def current(mesh: DeviceMesh | None = None) -> Route | None:
-    """The innermost route, or the innermost over this mesh."""
+    """Return the innermost route, or the innermost over this mesh."""
     return next((route for route in reversed(routes()) if mesh is None or route.mesh == mesh), None)
 
 
 def route_for(
     mesh: DeviceMesh,
-    asked: Any,
+    load_balancer: Any,
     default: Balancer,
     mask: Mask | None,
     seq_len: int | None,
     layout: Layout | None = None,
 ) -> Route:
-    """The route that was asked for. What was not said is as in the route over the same mesh and sequence we are in, so
-    that a wrapped module or an inner context does not take the shards of an outer one for something else."""
+    """Build a route. Arguments that are None are taken from the active route over the same mesh and sequence, so that
+    a wrapped module or an inner context does not misread the shards of an outer one."""
     outer = current(check_mesh(mesh))
     if outer is not None:
         length = outer.seq_len if outer.layout is None else outer.layout.seq_len
         if seq_len is None or length in (None, seq_len):
             mask = outer.mask if mask is None else mask
-            cuts = not isinstance(default, Inferred)  # then a layout that is not known yet is of no use
-            if asked is None and not (cuts and outer.layout is None and isinstance(outer.balancer, Inferred)):
-                asked, layout = outer.balancer if outer.layout is None else outer.layout, None
-    return Route(mesh, default if asked is None else balancer_of(asked), mask, seq_len, layout)
+            shards = not isinstance(default, Inferred)  # then a layout that is not known yet is of no use
+            if load_balancer is None and not (shards and outer.layout is None and isinstance(outer.balancer, Inferred)):
+                load_balancer, layout = outer.balancer if outer.layout is None else outer.layout, None
+    return Route(mesh, default if load_balancer is None else balancer_of(load_balancer), mask, seq_len, layout)
