@@ -132,23 +132,22 @@ class ModelAdapter:
     def layer_kinds(self, config: Any) -> list[Kind]:
         """Return the kinds of attention layers, as transformers makes masks for them; full attention if it makes none
         before there are tokens."""
-        from transformers.masking_utils import create_causal_mask
-
         if self._kinds is not None and self._kinds[0] == vars(config):
             return self._kinds[1]
+        from transformers.masking_utils import create_causal_mask
+
         before = dict(vars(config))
+        masks: Any = None
         try:
             masks = masks_by_kind(config)
             if not masks:  # there are layers of a kind that generate() knows no mask for, or none with attention
                 masks = [create_causal_mask(config, torch.empty(1, 2, 0), None, None, None)]
         except Exception:  # transformers needs a value that this model does not have, or has for single layers
-            masks = None
-        if masks is None:
             kinds: list[Kind] = [("full",)]
-        elif all(isinstance(mask, LayerMask) for mask in masks):
-            kinds = sorted({mask.kind or ("full",) for mask in masks}, key=repr)
         else:
-            raise BatchError("transformers made masks for this model that are not Longspan's. Call register() first.")
+            if not all(isinstance(mask, LayerMask) for mask in masks):
+                raise BatchError("transformers' masks for this model must be Longspan's. Call register() first.")
+            kinds = sorted({mask.kind or ("full",) for mask in masks}, key=repr)
         self._kinds = before, kinds
         return kinds
 

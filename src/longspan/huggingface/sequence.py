@@ -141,7 +141,7 @@ class ShardedSequence:
         self.note("attention")
         if getattr(module, "attn_temperature_tuning", False):
             q = with_temperature(module, q, self.layout, self.rank)
-        kind = mask if mask.is_whole else accepted[1]
+        kind: Any = mask if mask.is_whole else accepted[1]
         plans = self._own_plans if mask.is_whole else self.plans
         key = (kind, q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype)
         plan = plans.get(key)

@@ -362,7 +362,8 @@ def _geometry(adapter: ModelAdapter, read: Reading, kinds: Any, world_size: int,
         key = read.rows, read.seq_len, options.layout, world_size, options.scheme, tuple(kinds)
         if key in adapter.geometries:
             return adapter.geometries[key]
-    seq_len, layout = read.seq_len, options.layout
+    seq_len = read.seq_len
+    layout: Any = options.layout
     whole = Whole(read.rows, seq_len, padding, read.documents)
     if layout == "balanced":
         masks = [whole.mask(kind).resized(seq_len) for kind in kinds]
@@ -421,7 +422,9 @@ def _prepare_head(
 
 def _check_predicted(inner: Any, labels: Tensor, sequence: ShardedSequence) -> None:
     """Raise for labels of predictions at padding, which differ between one device and ranks."""
-    wrong = (labels != IGNORE).cpu().numpy() & ~sequence.whole.padding
+    padding = sequence.whole.padding
+    assert padding is not None
+    wrong = (labels != IGNORE).cpu().numpy() & ~padding
     if wrong.any():
         row, place = (int(x[0]) for x in np.nonzero(wrong))
         later = "" if sequence.rules.loss == IN_PLACE else ": the token after it is to be predicted from it"

@@ -237,8 +237,9 @@ def _shows_positions(kind: type) -> bool:
 
     builders = {name for name in names_in(nodes) if re.fullmatch(r"create_(?!bidirectional)\w*mask\w*", name)}
     for node in nodes:  # make = create_causal_mask if ... else create_sliding_window_causal_mask
-        is_alias = isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.IfExp)
-        if is_alias and names_in(ast.walk(node.value)) & builders:
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Name | ast.IfExp):
+            continue
+        if names_in(ast.walk(node.value)) & builders:
             builders |= names_in(node.targets)
     calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") in builders]
     keys = {getattr(key, "value", "") for node in nodes if isinstance(node, ast.Dict) for key in node.keys}
