@@ -34,6 +34,7 @@ from longspan.versions import minor
 
 _aten = torch.ops.aten
 num_users = torch._C._storage_Use_Count  # of a storage, which is named by its address
+children_of = operator.attrgetter("_modules")  # of a module, a dict
 hooks_of = operator.attrgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )  # of modules

@@ -179,8 +179,8 @@ CHANGING = {  # how it is put on, and what the refusal names
         lambda m: m.register_forward_pre_hook(shift_ids, with_kwargs=True, prepend=True),
         "the model (LlamaForCausalLM)",
     ),
-    "in place": (lambda m: _mlp(m).register_forward_hook(write), "changed what it was given in place"),
-    "in place, uncounted": (lambda m: _mlp(m).register_forward_hook(write_data), "changed what it was given in place"),
+    "in place": (lambda m: _mlp(m).register_forward_hook(write), "changed its arguments in place"),
+    "in place, uncounted": (lambda m: _mlp(m).register_forward_hook(write_data), "changed its arguments in place"),
     "pre-hook": (lambda m: _mlp(m).register_forward_pre_hook(lambda _, args: shift(args[0])), "forward pre-hook"),
     "pre-hook with kwargs": (
         lambda m: _attention(m).register_forward_pre_hook(shift_keywords, with_kwargs=True),
@@ -188,7 +188,7 @@ CHANGING = {  # how it is put on, and what the refusal names
     ),
     "keywords in place": (
         lambda m: _attention(m).register_forward_pre_hook(write_keywords, with_kwargs=True),
-        "changed what it was given in place",
+        "changed its arguments in place",
     ),
     "for all modules": (lambda _: GLOBAL.register_module_forward_hook(of_llama_mlp), "on all modules"),
     "before all modules": (lambda _: GLOBAL.register_module_forward_pre_hook(of_llama_mlp_before), "on all modules"),

@@ -21,7 +21,7 @@ CAUSAL_PADDING = ("left", "both", "left, labels everywhere", "right, labels ever
 REFUSED = {
     "is padding, and it has a label": {(family, mode) for family in work.HYBRIDS for mode in CAUSAL_PADDING},
     "padding between real tokens": {(family, mode) for family in work.HYBRIDS for mode in ("hole", "left and hole")},
-    "does not show them to transformers' masks": {
+    "does not pass them to transformers' masks": {
         (family, mode) for family in ("opt", "biogpt", *work.ENCODERS) for mode in work.PACKED
     },
 }

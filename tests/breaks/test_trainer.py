@@ -65,7 +65,7 @@ def test_packed_documents_of_hybrids_are_apart_without_a_group(tries):
 
 
 @pytest.mark.parametrize(("family", "attention", "reason"), [
-    ("bamba", "sdpa", "the model's attention is 'sdpa'"), ("jamba", "longspan", "calls mamba_selective_scan"),
+    ("bamba", "sdpa", "attention must be 'longspan'"), ("jamba", "longspan", "calls mamba_selective_scan"),
 ])  # fmt: skip
 def test_what_cannot_be_kept_apart_is_said_once(family, attention, reason):
     """The documents leak, as they do in transformers: the test above can fail."""

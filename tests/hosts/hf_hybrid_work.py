@@ -224,7 +224,7 @@ REFUSED = {
     "recurrent_gemma": "RecurrentGemma",
     "inkling_text": "position_bias",
     "zaya": "conv_qk",
-    "rwkv": "attention is 'eager'",
+    "rwkv": "but got 'eager'",
     "xlstm": "xLSTM",
 }
 """Model types that are refused, and what the refusal speaks of if any model is asked for."""

@@ -65,7 +65,7 @@ def train(folder, what, kind, cp_size=None):
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-        way = getattr(trainer.compute_loss_func, "way", None)
+        way = getattr(trainer.compute_loss_func, "alignment", None)
         hooks = len(model.get_input_embeddings()._forward_hooks)
         return {"curve": curve(trainer), "way": way, "hooks": hooks, "eval": trainer.evaluate()["eval_loss"]}
 

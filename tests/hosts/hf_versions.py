@@ -14,7 +14,7 @@ TRAINS_SHARDED = installed() >= (5, 19)
 NO_HYBRIDS = (
     "hybrid models go over ranks from transformers 5.15 on, Falcon-H1 and Nemotron-H from 5.17, LFM2 from 5.21 on"
 )
-REFUSED_BEFORE = "whose layers do not let Longspan in there. Those hybrid models that go over ranks need transformers"
+REFUSED_BEFORE = "has a convolution over tokens, which Longspan can replace in transformers"
 
 
 def has_hybrid(model_type):

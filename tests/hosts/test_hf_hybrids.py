@@ -21,7 +21,7 @@ EXACT = 1e-13
 """Of models that compute in float64 throughout."""
 WIDE = 1e-10
 """Of models whose float32 parts are made float64; gradients that cancel to 1e-5 of others' keep eleven digits."""
-OLD = () if hf_versions.HAS_HYBRIDS else (hf_versions.REFUSED_BEFORE, "attention is 'eager'")
+OLD = () if hf_versions.HAS_HYBRIDS else (hf_versions.REFUSED_BEFORE, "but got 'eager'")
 """What else refusals may say before transformers 5.15."""
 LAYOUTS = ("contiguous", "zigzag", "balanced")
 _judged = {}

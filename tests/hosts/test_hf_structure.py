@@ -61,11 +61,11 @@ CHANGED = {
     "another forward": "it has model.layers.0.mlp (LlamaMLP), whose forward was replaced",
 }
 BESIDE = {
-    "labels": "labels= was given to the model beside the inputs that shard_inputs has made",
-    "shift_labels": "shift_labels= was given to the model beside",
-    "seq_idx": "seq_idx= was given to the model beside",
-    "logits_to_keep": "logits_to_keep = 1 was asked for over ranks",
-    "output_attentions": "output_attentions was asked for over ranks",
+    "labels": "labels= must be in the batch of shard_inputs",
+    "shift_labels": "shift_labels= must be in the batch",
+    "seq_idx": "seq_idx= must be in the batch",
+    "logits_to_keep": "logits_to_keep must be 0",
+    "output_attentions": "output_attentions is not supported",
     "hidden states": "",
     "all logits": "",
     "labels of sequences": "",
@@ -94,11 +94,11 @@ MESSAGES = {
     ),
     "recurrent layers": ("RecurrentGemmaForCausalLM cannot be used over ranks", "attention in code of its own"),
     "trigrams": ("mobilebert.embeddings (MobileBertEmbeddings)",),
-    "layers left out": ("layerdrop = 0.1 leaves layers out at random", "Set it to 0"),
-    "packed opt": ("OPTForCausalLM does not show them to transformers' masks", "seq_idx"),
-    "packed afmoe": ("AfmoeForCausalLM does not show them",),
-    "packed bert": ("BertLMHeadModel does not show them",),
-    "packed both ways": ("LlamaForCausalLM does not show them",),
+    "layers left out": ("layerdrop must be 0 over ranks, but got 0.1",),
+    "packed opt": ("OPTForCausalLM does not pass them to", "seq_idx"),
+    "packed afmoe": ("AfmoeForCausalLM does not pass them",),
+    "packed bert": ("BertLMHeadModel does not pass them",),
+    "packed both ways": ("LlamaForCausalLM does not pass them",),
 }
 
 

@@ -191,18 +191,18 @@ def test_predictions_have_a_loss_where_all_labels_are_there(names, has_loss):
 
 
 REFUSALS = {
-    "eager": ("the model's attention is 'eager'", "attn_implementation='longspan'", "called register() already"),
-    "cp_size": ("cp_size = 3 was asked for, but 2 ranks", "Choose a divisor"),
+    "eager": ("attention must be 'longspan', but got 'eager'", "attn_implementation='longspan'"),
+    "cp_size": ("cp_size must divide the number of ranks, 2, but got 3", "Choose a divisor"),
     "batches": ("must be fed the same batch", "'input_ids' on ranks [1]", "leave data loaders to it"),
     "stream": ("must be fed the same batch", "'dispatch_batches': False"),
     "own loss": (
-        "compute_loss of OwnLoss was asked for, with sequences split over 2 ranks",
+        "compute_loss of OwnLoss is not supported with sequences split over 2 ranks",
         "own_loss_takes_shards = True",
     ),
     "tokens": ("average_tokens_across_devices = False", "Leave it at True"),
     "objects": ("eval_use_gather_object = True", "Leave it out"),
     "collator": ("packs without position_ids", "return_position_ids=True"),
-    "no labels": ("counted no labels", "Give 'labels' in every batch"),
+    "no labels": ("counted no labels", "every batch must have 'labels'"),
 }
 
 

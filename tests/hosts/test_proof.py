@@ -66,7 +66,7 @@ def test_padded_and_packed_batches_have_proofs_of_their_own():
     assert opt.ok, opt.reason
     assert opt.rules.positions == "real tokens"
     assert opt.rules.exact_at_padding
-    assert "does not show them to transformers' masks" in proved("OPTForCausalLM", form).reason
+    assert "does not pass them to transformers' masks" in proved("OPTForCausalLM", form).reason
 
 
 WRONG = {

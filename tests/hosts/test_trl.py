@@ -102,7 +102,7 @@ def test_on_one_process_it_is_the_plain_trainer(folder):
 
 def test_refusals(folder):
     for rank, found in enumerate(pool(2).run(work.refused, folder, timeout=TIMEOUT)):
-        assert "KTOTrainer of TRL has a loss of its own" in found["kto"]
+        assert "but got KTOTrainer" in found["kto"]
         assert "GRPOTrainer" in found["kto"]
         assert "generation_batch_size is 3: ranks of one sequence" in found["groups"]
         assert "2 ranks count as 1" in found["groups"]
@@ -120,7 +120,7 @@ def test_each_sequence_is_gathered_once():
 
 
 def test_completions_that_cannot_be_sent_are_refused():
-    with pytest.raises(BatchError, match="must train on the same completions, and these cannot be sent"):
+    with pytest.raises(BatchError, match="completions must be lists"):
         _shared(([[1, 2]], [object()]), None)
 
 

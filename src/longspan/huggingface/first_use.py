@@ -11,18 +11,18 @@ import json
 import os
 import secrets
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 
-from longspan._torch import global_hooks, hooks_of
+from longspan.huggingface.adapter import ModelAdapter, adapter_of
 from longspan.huggingface.batches import Reading
 from longspan.huggingface.hooks import towers
 from longspan.huggingface.mixers import mixes, text_part
@@ -44,17 +44,21 @@ class Known:
         self.rules: dict[tuple[Form, str, bool], Rules] = {}
         self.names: set[str] = set()
         """Classes of modules, and hooks, that were checked or do no harm."""
-        self.parts: list[tuple[Any, ...]] = []
-        self.code = Snapshot(())
+        self.adapter: Callable[[], ModelAdapter | None] | None = None
+        """The adapter when the model was last accepted; another one belongs to a model that has changed."""
+        self.code: Snapshot | None = None
 
     def accept(self, model: Any, names: Iterable[str] = ()) -> None:
         self.names |= {*names, *classes_of(model)}
         check_hooks(model, self.names, towers(model))
-        self.parts, self.code = _parts(model), Snapshot({type(module) for module in model.modules()})
+        adapter = adapter_of(model)
+        self.adapter, self.code = ref(adapter), Snapshot({type(module) for module in model.modules()})
 
     def check(self, model: Any) -> None:
-        """Refuses what somebody has put into the model since. Looked at in every step, less than a millisecond for 400
-        modules; on this rank alone, since only one may have been changed, and nobody would answer it."""
+        """Raise if the model has other modules or code since. In every step, and without messages to other ranks, which
+        may have been changed or not."""
+        assert self.adapter is not None
+        assert self.code is not None
         replaced = self.code.find_replaced()
         if replaced is not None:
             raise BatchError(
@@ -62,7 +66,7 @@ class Known:
                 f" was checked. Replace it before the model is first used, or compare the model with one device"
                 f" (longspan.verification.verify_model) and pass trust_model=True if it is right."
             )
-        if _parts(model) == self.parts:
+        if self.adapter() is adapter_of(model):
             return
         other = put_in(model, self.names, towers(model))
         if other is not None:
@@ -70,28 +74,19 @@ class Known:
         self.accept(model)
 
 
-def _parts(model: Any) -> list[tuple[Any, ...]]:
-    """Return each module's class, and its own forward and hooks by their addresses: a method would keep the model
-    alive. Last come hooks for all modules."""
-    parts: list[tuple[Any, ...]] = []
-    for module in model.modules():
-        own, kinds = vars(module), hooks_of(module)
-        hooks = [id(hook) for kind in kinds for hook in kind.values()] if any(kinds) else ()
-        parts.append((type(module), id(own.get("forward")), *hooks))
-    return [*parts, tuple(id(hook) for kind in global_hooks(torch.nn.modules.module) for hook in kind.values())]
-
-
 def rules_of(model: Any, read: Reading, group: Any, trust_model: bool) -> Rules:
     """How the model is to be treated, after its proof; a model that would be wrong is refused on all ranks."""
     config = model.config
     form = form_of(read, config.get_text_config())
-    known = _KNOWN.setdefault(model, Known())
+    known = _KNOWN.get(model)
+    if known is None:
+        known = _KNOWN[model] = Known()
     key = form, getattr(group, "group_name", ""), trust_model  # every group tells its own ranks
     if trust_model:
         if key not in known.rules:
             known.rules[key] = _trusted(model)
     else:
-        if known.parts:  # also before a new form: what was replaced is replaced for the others too
+        if known.adapter is not None:  # also before a new form: what was replaced is replaced for the others too
             known.check(model)
         if key not in known.rules:
             answer = _agreed(model, form, group)

@@ -1,4 +1,4 @@
-"""Hooks of a model that runs over ranks: what layers must see, rotary embeddings, losses, and where sequences are cut.
+"""Hooks of a model that runs over ranks: the running sequence, rotary embeddings, losses, and sharding inside of it.
 
 Some models receive whole sequences and are sharded inside: heads that pool, and models with images. The inputs of the
 backbone (the part with the layers) become this rank's rows; behind it, rows of all ranks are gathered for the head.
@@ -9,8 +9,7 @@ backbone (the part with the layers) become this rank's rows; behind it, rows of 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial, update_wrapper
 from typing import Any
 
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 
 from longspan.huggingface.attention import NAME
 from longspan.huggingface.batches import LABELS, PACKED, check_arguments
-from longspan.huggingface.head import ended, replaced
-from longspan.huggingface.masks import LAST_FORWARD, LayerMask, current, enter, leave
+from longspan.huggingface.head import replaced
+from longspan.huggingface.masks import LAST_FORWARD, current, enter, leave
 from longspan.huggingface.mixers import text_part
 from longspan.huggingface.sequence import ShardedSequence
 from longspan.huggingface.structure import IN_PLACE, MASK, OWN, POOLED, SHIFTED, has_hook
@@ -30,30 +29,36 @@ from longspan.training import BatchError
 from longspan.training.groups import all_summed
 from longspan.training.tokens import gather_outputs
 
-# Rotary embeddings whose frequencies depend on the largest position ("dynamic", "longrope"): it is that of the
-# sequence, not of a rank's part.
-# Transformers looks for it among the positions that it is given. So one more is given, the sequence's largest, and what
-# comes out for it is dropped again.
+
+def _register(
+    module: nn.Module, pre: Callable[..., Any] | None, post: Callable[..., Any] | None, **options: Any
+) -> None:
+    """Register a forward pre-hook with keywords and a forward hook, unless the module has them already."""
+    name = pre or post
+    if name is None or has_hook(module, getattr(name, "func", name)):
+        return
+    if pre is not None:
+        module.register_forward_pre_hook(pre, with_kwargs=True)
+    if post is not None:
+        module.register_forward_hook(post, **options)
 
 
-def moving(model: nn.Module) -> list[nn.Module]:
-    """The model's rotary embeddings that depend on the largest position."""
-    return [module for module in model.modules() if _is_moving(getattr(module, "rope_type", None))]
-
-
-def _is_moving(kind: Any) -> bool:
-    kinds = kind.values() if isinstance(kind, dict) else [kind]
-    return any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in kinds)
+# -- Rotary embeddings -------------------------------------------------------------------------------------------------
+# Some depend on the largest position ("dynamic", "longrope"): it is that of the sequence, not of a rank's part.
+# Transformers takes the largest of the positions in the call. So one more is added, the sequence's largest, and its
+# output is dropped again.
 
 
 def watch_rotary(model: nn.Module) -> bool:
-    """Whether there are any; from now on they are told the largest position of the sequence."""
-    found = moving(model)
-    for module in found:
-        if not has_hook(module, _add_largest):
-            module.register_forward_pre_hook(_add_largest, with_kwargs=True)  # type: ignore[arg-type]
-            module.register_forward_hook(_drop_largest)  # type: ignore[arg-type]
-    return bool(found)
+    """Return whether rotary embeddings of the model depend on the largest position, and register hooks on those."""
+    depends = False
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        kinds = kind.values() if isinstance(kind, dict) else [kind]
+        if any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in kinds):
+            depends = True
+            _register(module, _add_largest, _drop_largest)
+    return depends
 
 
 @torch.compiler.disable
@@ -64,8 +69,8 @@ def _add_largest(module: nn.Module, args: Any, kwargs: Any) -> Any:
     ids = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
     if not isinstance(ids, Tensor) or sequence.largest is None:
         raise BatchError(
-            f"{type(module).__name__} depends on the largest position, and it was called without position_ids. Use a"
-            f" fixed rope_type (default, linear, yarn, llama3)."
+            f"{type(module).__name__} depends on the largest position, but got no position_ids. Use a fixed rope_type"
+            f" (default, linear, yarn, llama3)."
         )
     column = torch.as_tensor(sequence.largest, device=ids.device, dtype=ids.dtype).expand(*ids.shape[:-1], 1)
     more = torch.cat((ids, column), dim=-1)
@@ -83,12 +88,13 @@ def _drop_largest(module: nn.Module, args: Any, output: Any) -> Any:  # noqa: AR
     return tuple(part[..., :-1, :] for part in output)
 
 
-# Losses that a model does not compute right on a rank's part: they are computed here, as shares that add up.
-# - Most models divide by the labels of all ranks, which they are told. Those that take a mean of their own labels are
-#   given none: cross-entropy of their logits is divided by all labels.
+# -- Losses ------------------------------------------------------------------------------------------------------------
+# Losses that a model does not compute right on a rank's part are computed here, as shares that add up.
+# - Most models divide by the labels of all ranks, which are an argument. Those that take a mean of their own labels
+#   receive none: cross-entropy of their logits is divided by all labels.
 # - A loss of whole sequences (classes, answers) is the same on all ranks, and each keeps one part in as many of it.
 # - A loss that balances experts is a product of means over all tokens, f_e * p_e for every expert. Counts f_e have no
-#   gradient, so it is linear in what does: with f_e of all ranks, each rank's share is f_e times its own part of p_e.
+#   gradient, so it is linear in p_e: with f_e of all ranks, each rank's share is f_e times its own part of p_e.
 #   Two ranks, two experts, f = (3/4, 1/4) of four tokens: rank 0 with probabilities (.9, .1), (.8, .2) has the share
 #   2 * (3/4 * 1.7/4 + 1/4 * .3/4), and rank 1 that of its own two tokens.
 
@@ -97,41 +103,35 @@ BALANCING = "load_balancing_loss_func"
 
 
 def with_loss(output: Any, sequence: Any) -> Any:
-    """The model's output, with this rank's share of the loss; None where it has that already."""
-    rule, work = sequence.rules.loss, sequence.at_head
-    if work is not None:
-        done = ended(output, work, rule == OWN)
+    """Return the model's output with this rank's share of the loss, or None if it has that already."""
+    rule, task, labels = sequence.rules.loss, sequence.at_head, sequence.labels
+    if task is not None:
+        done = task.finish(output, rule == OWN)
         if done is not None:
             return done
-    if rule == POOLED:
-        loss = _item(output, "loss")
-        return None if loss is None else replaced(output, loss=loss / sequence.group.size())
-    if rule not in (SHIFTED, IN_PLACE) or sequence.labels is None:
+    if rule != POOLED and (rule not in (SHIFTED, IN_PLACE) or labels is None):
         return None
-    logits = _item(output, "logits")
-    if not isinstance(logits, Tensor) or logits.shape[:2] != sequence.labels.shape:
+    if isinstance(output, tuple):
+        raise BatchError("the model's output must have names, but got a tuple. Leave out return_dict=False.")
+    if rule == POOLED:
+        loss = getattr(output, "loss", None)
+        return None if loss is None else replaced(output, loss=loss / sequence.group.size())
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
         raise BatchError(
-            f"labels of shape {tuple(sequence.labels.shape)} were given, but the model returned no logits for them"
-            f" ({type(output).__name__}). Take labels out of the batch, or use a model with a head for tokens."
+            f"the model must return logits for labels of shape {tuple(labels.shape)}, but got none in"
+            f" {type(output).__name__}. Take labels out of the batch, or use a model with a head for tokens."
         )
     total = torch.nn.functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).to(wide(logits.dtype)),
-        sequence.labels.reshape(-1).to(logits.device),
+        labels.reshape(-1).to(logits.device),
         reduction="sum",
     )
     return replaced(output, loss=total / sequence.num_items.to(total.device))
 
 
-def _item(output: Any, name: str) -> Any:
-    if isinstance(output, tuple):
-        raise BatchError(
-            f"the model returned a tuple, in which its {name} cannot be found. Leave out return_dict=False."
-        )
-    return getattr(output, name, None)
-
-
 class BalancingLoss:
-    """`load_balancing_loss_func` of a modeling file, over all tokens where a model is running on a part of them."""
+    """`load_balancing_loss_func` of a modeling file, over all tokens if a model is running on a part of them."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -142,35 +142,36 @@ class BalancingLoss:
         return self.original(*args, **kwargs) if sequence is None else balancing_loss(sequence, *args, **kwargs)
 
 
-def route_losses(model: nn.Module) -> None:
-    """Replaces, once, the functions that balance experts where the model's classes call them by name."""
-    for module in {sys.modules[type(part).__module__] for part in model.modules()}:
+def route_losses(modules: Iterable[Any]) -> None:
+    """Replace, once, the function that balances experts in modeling files."""
+    for module in modules:
         original = vars(module).get(BALANCING)
-        if original is not None and not isinstance(original, BalancingLoss) and _is_known(original):
+        if original is None or isinstance(original, BalancingLoss):
+            continue
+        if list(inspect.signature(original).parameters) == ["gate_logits", "num_experts", "top_k", "attention_mask"]:
             setattr(module, BALANCING, BalancingLoss(original))
-
-
-def route_balancing() -> None:
-    """The same for Mixtral's function, which TRL calls for models of all kinds."""
-    from transformers.models.mixtral import modeling_mixtral
-
-    original = vars(modeling_mixtral)[BALANCING]
-    if not isinstance(original, BalancingLoss) and _is_known(original):
-        setattr(modeling_mixtral, BALANCING, BalancingLoss(original))
-
-
-def _is_known(function: Any) -> bool:
-    return list(inspect.signature(function).parameters) == ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 def balancing_loss(
     sequence: Any, gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Tensor | None = None
 ) -> Any:
-    """This rank's share of `load_balancing_loss_func`: one all-reduce of counts."""
+    """Return this rank's share of `load_balancing_loss_func`: one all-reduce of counts."""
     if gate_logits is None or not isinstance(gate_logits, tuple):
         return 0
-    device = gate_logits[0].device
-    weights = _weights(sequence, attention_mask, gate_logits[0].shape[0], device)
+    device, num_rows = gate_logits[0].device, gate_logits[0].shape[0]
+    # 1 for real tokens of this rank, 0 for padding and for slots without a token
+    sequences = sequence.whole
+    if attention_mask is not None and tuple(attention_mask.shape) != (sequences.batch, sequences.seq_len):
+        raise BatchError(
+            f"the mask of a router's loss must have shape {(sequences.batch, sequences.seq_len)}, but got"
+            f" {tuple(attention_mask.shape)}."
+        )
+    real = torch.ones(sequences.batch, sequences.seq_len)
+    if sequences.padding is not None:
+        real = torch.from_numpy(sequences.padding).float()
+    weights = sequence.layout.shard(real, sequence.rank, 1).reshape(-1).to(device)
+    if weights.shape[0] != num_rows:
+        raise BatchError(f"a router's loss must have {weights.shape[0]} tokens on this rank, but got {num_rows}.")
     counts = torch.zeros(int(num_experts) + 1, dtype=torch.float64, device=device)
     shares = torch.zeros(int(num_experts), dtype=wide(gate_logits[0].dtype), device=device)
     for logits in gate_logits:
@@ -184,28 +185,15 @@ def balancing_loss(
     return ((counts[:-1] / tokens / tokens).to(shares.dtype) * shares).sum() * num_experts
 
 
-def _weights(sequence: Any, attention_mask: Tensor | None, rows: int, device: Any) -> Tensor:
-    """1 for real tokens of this rank, 0 for padding; what pads a rank's part has no token."""
-    whole, layout, rank = sequence.whole, sequence.layout, sequence.rank
-    real = torch.ones(whole.batch, whole.seq_len)
-    if whole.padding is not None:
-        real = torch.from_numpy(whole.padding).float()
-    if attention_mask is not None and tuple(attention_mask.shape) != (whole.batch, whole.seq_len):
-        raise BatchError(f"a router's loss was given a mask of shape {tuple(attention_mask.shape)} on a rank's part.")
-    weights = layout.shard(real, rank, 1).reshape(-1).to(device)
-    if weights.shape[0] != rows:
-        raise BatchError(f"a router's loss was given {rows} tokens, but this rank holds {weights.shape[0]}.")
-    return weights
-
-
-# Hooks on models that were given `longspan=`: they know which sequence is running, and every layer must have seen it.
-# A model that does not hand it down attends to each rank's own tokens, and nothing of ours is called. So the model is
-# asked itself, after every forward pass, in whatever loop it runs.
+# -- The running sequence ----------------------------------------------------------------------------------------------
+# Hooks on models that receive `longspan=`: they set the running sequence, and every layer must have seen it. A model
+# that does not pass it down attends to each rank's own tokens, and calls none of our code. So the model itself is
+# checked after every forward pass, in whatever loop it runs.
 
 
 @lru_cache(maxsize=1024)
 def takes(kind: type, name: str) -> bool:
-    """Whether forward of these modules takes an argument of this name, among keywords at least."""
+    """Return whether forward of this class accepts an argument of this name, or any keyword."""
     return _accepts(kind.forward, name)
 
 
@@ -214,23 +202,10 @@ def _accepts(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _accepts_sequence(module: nn.Module) -> bool:
-    """Return whether the module's forward accepts `longspan=`.
-
-    A module may have a forward of its own that is not its class's: `torch.compile(model)` is such a module, and the
-    forward of its class, which is never called, takes no keywords.
-    """
-    own = vars(module).get("forward")
-    return takes(type(module), NAME) if own is None else _accepts(own, NAME)
-
-
 def listen_to_layers(model: nn.Module, names: Iterable[str]) -> None:
-    """Lets the sequence know which of these layers is running, so that what was not seen can be named."""
+    """Register hooks that record which of these layers is running, so that an error can name it."""
     for name in names:
-        layer = model.get_submodule(name)
-        if not has_hook(layer, _enter):
-            layer.register_forward_pre_hook(partial(_enter, name), with_kwargs=True)  # type: ignore[arg-type]
-            layer.register_forward_hook(_leave, with_kwargs=True, always_call=True)  # type: ignore[arg-type]
+        _register(model.get_submodule(name), partial(_enter, name), _leave, with_kwargs=True, always_call=True)
 
 
 @torch.compiler.disable
@@ -248,7 +223,7 @@ def _leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # n
 
 
 def listen(*modules: Any) -> None:
-    """Checks these modules' forward passes from now on. Several of one model: wrappers call one or another of them."""
+    """Register the hooks that check forward passes. Several modules of one model: wrappers call one or another."""
     for module in modules:
         if isinstance(module, nn.Module) and not has_hook(module, _begin):
             module.register_forward_pre_hook(_begin, prepend=True, with_kwargs=True)  # type: ignore[arg-type]
@@ -268,27 +243,26 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return None
     if sequence.depth == 0:
         check_arguments(kwargs)
-        _check_beside(kwargs, sequence)
+        labels = LABELS if sequence.rules.joined is None else ()  # labels of a model that joins are of whole sequences
+        for name in (*PACKED, *labels):
+            if kwargs.get(name) is not None and name not in sequence.arguments:
+                raise BatchError(
+                    f"{name}= must be in the batch of shard_inputs, for whole sequences, but it was passed to the model"
+                    f" next to the inputs of shard_inputs, and would apply to this rank's tokens alone."
+                )
         sequence.is_cut, sequence.is_joined = sequence.rules.body is None, False
         if sequence.at_head is not None:
-            sequence.at_head.values = None  # of a forward pass that did not come to its end
+            sequence.at_head.values = None  # of a forward pass that raised
     sequence.calls_before[id(module)] = sequence.calls
     sequence.depth += 1
     sequence.seen.clear()
-    if sequence.rules.handed == MASK or not _accepts_sequence(module):
+    # A module may have a forward of its own: `torch.compile(model)` does, and the forward of its class, which is never
+    # called, takes no keywords.
+    forward = vars(module).get("forward")
+    accepts = takes(type(module), NAME) if forward is None else _accepts(forward, NAME)
+    if sequence.rules.handed == MASK or not accepts:
         return args, {name: value for name, value in kwargs.items() if name != NAME}
     return None
-
-
-def _check_beside(given: Mapping[str, Any], sequence: ShardedSequence) -> None:
-    """Refuses what `shard_inputs` reads out of whole sequences, if it was not given to it."""
-    labels = LABELS if sequence.rules.joined is None else ()  # behind whole tokens they are of whole sequences, too
-    for name in (*PACKED, *labels):
-        if given.get(name) is not None and name not in sequence.arguments:
-            raise BatchError(
-                f"{name}= was given to the model beside the inputs that shard_inputs has made, and would be about this"
-                f" rank's tokens alone. Put it, for whole sequences, into the batch that shard_inputs is given."
-            )
 
 
 @torch.compiler.disable
@@ -308,31 +282,11 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
         sequence.depth -= 1
 
 
-# -- Backbones ---------------------------------------------------------------------------------------------------------
-
-
-POOLER = "pooler"
-"""A module of this name is given all tokens; any other gives all tokens on."""
-PLACED = ("visual_pos_masks", "deepstack_visual_embeds")
-
-
-def watch_body(model: nn.Module, body: str, joined: str | None) -> None:
-    """From now on the body is given a rank's rows, and what leaves `joined` (or enters a pooler) is whole."""
-    module = model.get_submodule(body)
-    if not has_hook(module, _cut):
-        module.register_forward_pre_hook(_cut, with_kwargs=True)  # type: ignore[arg-type]
-    if joined is None:
-        return
-    module = model.get_submodule(joined)
-    if joined.endswith(POOLER):
-        if not has_hook(module, _join_before):
-            module.register_forward_pre_hook(_join_before)  # type: ignore[arg-type]
-    elif not has_hook(module, _join):
-        module.register_forward_hook(_join)  # type: ignore[arg-type]
+# -- Vision encoders and backbones -------------------------------------------------------------------------------------
 
 
 def towers(model: nn.Module) -> list[nn.Module]:
-    """Models for images and sound inside of this one, and models inside of those."""
+    """Return the models for images and sound inside of this one, and models inside of those."""
     from transformers import PreTrainedModel
 
     text = text_part(model)
@@ -341,13 +295,10 @@ def towers(model: nn.Module) -> list[nn.Module]:
     return [module for module in models if not any(part is text for part in module.modules())]
 
 
-def shield(model: nn.Module) -> None:
-    """From now on models for images and sound inside of this one do not hear of other ranks: each sees all it is given,
-    on every rank."""
-    for module in towers(model):
-        if not has_hook(module, _hide):
-            module.register_forward_pre_hook(_hide, with_kwargs=True)  # type: ignore[arg-type]
-            module.register_forward_hook(_show, always_call=True)  # type: ignore[arg-type]
+def hide_sequence(encoders: Iterable[nn.Module]) -> None:
+    """Register hooks that hide the sequence from encoders of images and sound: each rank runs them whole."""
+    for module in encoders:
+        _register(module, _hide, _show, always_call=True)
 
 
 @torch.compiler.disable
@@ -361,49 +312,62 @@ def _show(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
     leave()
 
 
+POOLER = "pooler"
+"""Tokens are gathered before a module of this name, and after any other."""
+PLACED = ("visual_pos_masks", "deepstack_visual_embeds")
+
+
+def watch_body(model: nn.Module, body: str, joined: str | None) -> None:
+    """Register the hooks that shard the inputs of the backbone, and gather the outputs of `joined` (or the inputs of a
+    pooler)."""
+    _register(model.get_submodule(body), _cut, None)
+    if joined is None:
+        return
+    if joined.endswith(POOLER):
+        _register(model.get_submodule(joined), _join_before, None)
+    else:
+        _register(model.get_submodule(joined), None, _join)
+
+
 @torch.compiler.disable
 def _cut(module: nn.Module, args: Any, kwargs: Any) -> Any:
     sequence = current()
     if sequence is None or sequence.is_cut:
         return None
     names = list(inspect.signature(module.forward).parameters)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    visual = given.get(PLACED[0])
-    part = {name: _part_of(name, value, sequence) for name, value in given.items() if name not in PLACED}
-    if isinstance(visual, Tensor):
-        part.update(_visual(visual, given.get(PLACED[1]), sequence))
+    inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+    part = {name: _shard_input(name, value, sequence) for name, value in inputs.items() if name not in PLACED}
+    places, embeds = (inputs.get(name) for name in PLACED)
+    if isinstance(places, Tensor):  # which tokens are of images, and what early layers add to them (Qwen3-VL)
+        number = torch.cumsum(places.reshape(-1).long(), 0).reshape(places.shape) - 1
+        mine = sequence.layout.shard(places, sequence.rank, 1)
+        rows = sequence.layout.shard(number, sequence.rank, 1)[mine]
+        part[PLACED[0]] = mine
+        part[PLACED[1]] = None if embeds is None else [e[rows.to(e.device)] for e in embeds]
     if "position_ids" in names and part.get("position_ids") is None and sequence.position_ids is not None:
         part["position_ids"] = sequence.position_ids
-    if isinstance(part.get("position_ids"), Tensor) and isinstance(given.get("position_ids"), Tensor):
-        sequence.largest = given["position_ids"].max()
+    if isinstance(part.get("position_ids"), Tensor) and isinstance(inputs.get("position_ids"), Tensor):
+        sequence.largest = inputs["position_ids"].max()
     sequence.is_cut = True
     return (), part
 
 
-def _part_of(name: str, value: Any, sequence: Any) -> Any:
-    """This rank's rows of an argument of the body."""
-    if name == "attention_mask" and isinstance(value, Tensor):
-        return None  # padding is known to the sequence
-    if isinstance(value, LayerMask | dict) or name == NAME or not isinstance(value, Tensor):
+def _shard_input(name: str, value: Any, sequence: Any) -> Any:
+    """Return this rank's rows of an argument of the backbone."""
+    if not isinstance(value, Tensor):
         return value
+    if name == "attention_mask":
+        return None  # the sequence has the padding
     dims = {(known, ndim): dim for known, ndim, dim in sequence.rules.cuts}
     dim = dims.get((name, value.ndim))
     if dim is not None:
         return sequence.layout.shard(value, sequence.rank, dim)
     if sequence.whole.seq_len in value.shape and dims:
         raise BatchError(
-            f"the body of the model was given {name} of shape {tuple(value.shape)}, which was not there when the model"
-            f" was proved, and it may be about tokens. Leave it out, or use one device."
+            f"{name} of shape {tuple(value.shape)} reached the model's backbone, may have a dim of tokens, and was not"
+            f" there when the model was checked. Leave it out, or use one device."
         )
     return value
-
-
-def _visual(places: Tensor, embeds: Any, sequence: Any) -> dict[str, Any]:
-    """Which of the rank's tokens are of images, and what the vision tower adds to them in early layers (Qwen3-VL)."""
-    number = torch.cumsum(places.reshape(-1).long(), 0).reshape(places.shape) - 1
-    mine = sequence.layout.shard(places, sequence.rank, 1)
-    rows = sequence.layout.shard(number, sequence.rank, 1)[mine]
-    return {PLACED[0]: mine, PLACED[1]: None if embeds is None else [e[rows.to(e.device)] for e in embeds]}
 
 
 @torch.compiler.disable
@@ -411,25 +375,24 @@ def _join(module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG001
     sequence = current()
     if sequence is None or not sequence.is_cut or sequence.is_joined or sequence.rules.joined is None:
         return None
-    sequence.is_joined = True  # it stays cut: layers that are computed again in backward are
+    sequence.is_joined = True  # is_cut stays: layers that are recomputed in backward are sharded
     if isinstance(output, Tensor):
         return joined(output, sequence)
     if isinstance(output, tuple):
         return (joined(output[0], sequence), *output[1:])
-    hidden = joined(output.last_hidden_state, sequence)
-    return type(output)(**{**output, "last_hidden_state": hidden})
+    return replaced(output, last_hidden_state=joined(output.last_hidden_state, sequence))
 
 
 @torch.compiler.disable
-def _join_before(module: nn.Module, args: Any) -> Any:  # noqa: ARG001
+def _join_before(module: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ARG001
     sequence = current()
     if sequence is None or not sequence.is_cut:
         return None
-    return (joined(args[0], sequence), *args[1:])
+    return (joined(args[0], sequence), *args[1:]), kwargs
 
 
 def joined(x: Tensor, sequence: Any) -> Tensor:
-    """Rows of all ranks, (B, S, features), on every rank; gradients of all ranks come back."""
+    """Return rows of all ranks, (B, S, features), on every rank; backward sums the gradients of all ranks."""
     layout, group = sequence.layout, sequence.group
     if isinstance(group, SimulatedRank):
         return group.meet("joining tokens", x, lambda parts: [layout.unshard(parts, 1)] * len(parts))

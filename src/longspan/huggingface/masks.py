@@ -1,16 +1,21 @@
-"""Masks that Longspan passes to transformers: objects with the request in them, not tensors.
+"""The masks that Longspan passes to transformers: objects that describe the request, not tensors.
 
-transformers asks for a mask once per kind of layer and forward pass, and passes it to all layers of that kind.
+transformers requests a mask once per kind of layer and forward pass, and passes it to all layers of that kind. Its mask
+functions are closures of `transformers.masking_utils`, which are parsed, not called: a closure is known by its code
+object, so a function of the same name elsewhere is not mistaken for it. Known closures become bands; any other stays a
+function, exact and slower. No S x S tensor is made.
+
+Shapes: B batch rows, S tokens. Positions count from the first token that the layer knows of (its cache included).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,23 +29,14 @@ from longspan.masks.causal_and_window import diagonal
 from longspan.spans import Ints, run_table, true_runs
 from longspan.versions import TRANSFORMERS, short
 
-# Transformers' masks as Longspan masks: closures of `transformers.masking_utils` are read, not called.
-# A closure is known by its code object, so that a function of the same name elsewhere is not mistaken for it. What is
-# known becomes bands; what is not stays a function, exact and slower. No S x S tensor is made anywhere.
-#
-# Shapes: B batch rows, S tokens. Positions count tokens from the first one that the layer knows of (its cache
-# included).
-
-
 Kind = tuple[Any, ...]
+"""A mask without what a batch adds to it (packing, padding, where chunks begin): layers of one kind share a mask."""
+_contents, _names, _outlines = attrgetter("cell_contents"), attrgetter("names"), attrgetter("outline")
 
 
 class Snapshot:
-    """The numbers of a tensor as they are now: the caller may write into it before backward asks again.
-
-    They are copied to the host when they are first used, which waits for the device. Over ranks they are not: there
-    the mask of the whole sequence is known before.
-    """
+    """A copy of a tensor, since the caller may write into it before backward. It goes to the host on first use, which
+    waits for the device; over ranks it is never used, because the mask of the whole sequence is known before."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach().clone()
@@ -50,15 +46,49 @@ class Snapshot:
         return self._tensor.cpu().numpy()
 
 
-@dataclass(frozen=True, eq=False)
 class Term:
-    """One closure: what it is called here, the number in it (window, chunk), the table in it, or what it joins."""
+    """One mask function of transformers, or several of them joined by "and" or "or".
 
-    name: str
-    size: int = 0
-    table: NDArray[Any] | Snapshot | None = None
-    parts: tuple[Term, ...] = ()
-    function: Callable[..., Any] | None = field(default=None, repr=False)
+    Args:
+        name: our name of the function ("causal", "window", ...), or "function" for an unknown one.
+        size: the window or chunk size.
+        table: the table that the function looks up, as an array or a `Snapshot`.
+        parts: the terms that "and" or "or" joins.
+        function: the unknown function.
+
+    Attributes:
+        names: the names of this term and of all terms inside of it.
+        window: the sliding window inside of it, or None.
+        outline: all names and sizes, without tables.
+        kind: the `Kind`, or None if it depends on the batch (unknown functions, blocks of tokens).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: int = 0,
+        table: NDArray[Any] | Snapshot | None = None,
+        parts: tuple[Term, ...] = (),
+        function: Callable[..., Any] | None = None,
+    ) -> None:
+        self.name, self.size, self.table, self.parts, self.function = name, size, table, parts, function
+        self.names = frozenset((name,)).union(*map(_names, parts))
+        self.outline: tuple[Any, ...] = name, size, tuple(map(_outlines, parts))
+        self.window: int | None = size if name in ("window", "around") else None
+        self.kind: Kind | None = (name, size) if size else (name,)
+        if name in ("function", "blocks"):
+            self.kind = None
+        elif name in ("and", "or"):
+            kinds: list[Any] = []
+            for part in parts:
+                if self.window is None:
+                    self.window = part.window
+                if part.name not in ("packed", "padding"):
+                    kinds.append(part.kind)
+            if None in kinds:
+                self.kind = None
+            else:
+                self.kind = kinds[0] if len(kinds) == 1 else (name, *sorted(kinds, key=repr))
 
     @property
     def array(self) -> NDArray[Any] | None:
@@ -87,16 +117,16 @@ def _known() -> dict[CodeType, tuple[str, str]]:
     return {function.__code__: (name, variable) for name, (function, variable) in functions.items()}
 
 
-def term_of(function: Callable[..., Any]) -> Term:
-    """The closure as a term; a function that is not transformers' own is the term "function"."""
+def parse_mask_function(function: Callable[..., Any]) -> Term:
+    """Return the term of a mask function; one that is not transformers' own becomes the term "function"."""
     code = getattr(function, "__code__", None)
     name, variable = _known().get(code, ("function", "")) if code is not None else ("function", "")
     cells = getattr(function, "__closure__", None) or ()
-    contents = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if code else {}
+    contents = dict(zip(code.co_freevars, map(_contents, cells), strict=True)) if code and variable else {}
     if name == "function" or (variable and variable not in contents):
         return Term("function", function=function)
     if name in ("and", "or"):
-        return Term(name, parts=tuple(term_of(part) for part in contents[variable]))
+        return Term(name, parts=tuple(map(parse_mask_function, contents[variable])))
     if name in ("window", "around"):
         return Term(name, size=int(contents[variable]))
     if name == "chunk":
@@ -104,24 +134,8 @@ def term_of(function: Callable[..., Any]) -> Term:
     return Term(name, table=Snapshot(contents[variable]) if variable else None)
 
 
-def kind_of(term: Term) -> Kind | None:
-    """The term without what a batch brings (packing, padding, where chunks begin): which layers share a mask.
-
-    None for what only this batch could tell: functions, and blocks of tokens.
-    """
-    if term.name in ("function", "blocks"):
-        return None
-    if term.name in ("and", "or"):
-        kinds = [kind_of(part) for part in term.parts if part.name not in ("packed", "padding")]
-        if None in kinds:
-            return None
-        kept = [part for part in kinds if part is not None]
-        return kept[0] if len(kept) == 1 else (term.name, *sorted(kept, key=repr))
-    return (term.name, term.size) if term.size else (term.name,)
-
-
 def term_of_kind(kind: Kind, left_padding: NDArray[Any]) -> Term:
-    """The term of a kind, with chunks that begin after each batch row's padding.
+    """Return the term of a kind, with chunks that begin after each batch row's padding.
 
     >>> term_of_kind(("and", ("causal",), ("window", 7)), np.zeros(1, dtype=int)).parts[1].size
     7
@@ -132,30 +146,24 @@ def term_of_kind(kind: Kind, left_padding: NDArray[Any]) -> Term:
     return Term(name, size=rest[0] if rest else 0, table=left_padding if name == "chunk" else None)
 
 
-def has(term: Term, name: str) -> bool:
-    """Whether such a term is anywhere inside."""
-    return term.name == name or any(has(part, name) for part in term.parts)
+# -- From terms to masks -----------------------------------------------------------------------------------------------
 
 
-# -- terms as masks ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """Positions from `base` on, `length` of them; tables of a term are looked up at base + position."""
 
     base: int
     length: int
 
 
-def mask_of(term: Term, frame: Frame, batch: int) -> Mask:
-    """The mask of a term, with a plane per batch row where its tables have rows."""
+def build_mask(term: Term, frame: Frame, batch: int) -> Mask:
+    """Return the mask of a term, with a plane per batch row where its tables have rows."""
     if term.name in ("and", "or"):
-        parts = [mask_of(part, frame, batch) for part in term.parts]
-        whole = full(frame.length) if term.name == "and" else ~full(frame.length)
-        for part in parts:
-            whole = whole & part if term.name == "and" else whole | part
-        return whole
+        mask = full(frame.length) if term.name == "and" else ~full(frame.length)
+        for part in term.parts:
+            other = build_mask(part, frame, batch)
+            mask = mask & other if term.name == "and" else mask | other
+        return mask
     if term.name == "causal":
         return causal(frame.length)
     if term.name == "full":
@@ -164,43 +172,34 @@ def mask_of(term: Term, frame: Frame, batch: int) -> Mask:
         return diagonal(-LIMIT, term.size - 1, frame.length, f"window({term.size})")
     if term.name == "around":
         return sliding_window(term.size, term.size, frame.length)
-    if term.name == "function" or (values := term.array) is None:
-        return _of_function(term, frame, batch)
+    if term.name == "function" or (table := term.array) is None:
+        function, base = term.function, frame.base
+        if function is None:
+            raise MaskError(f"a mask term must have a table or a function, but {term.name!r} has neither.")
+
+        def shifted(b: Tensor, h: Any, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG001
+            return function(b, torch.zeros_like(b), q + base, kv + base)  # transformers passes head 0 for every head
+
+        name = getattr(function, "__qualname__", type(function).__name__)
+        return from_mask_mod(shifted, frame.length, rows=batch, name=name)
     if term.name == "chunk":
-        return _per_row([chunks(term.size, int(left) - frame.base, frame.length) for left in values], batch)
-    table = _window_of(values, frame, {"padding": False, "packed": -1, "blocks": -1}[term.name])
-    make = {"padding": visible, "packed": alike, "blocks": blocks}[term.name]
-    return _per_row([make(row) for row in table], batch)
+        return _join_rows([chunk_mask(term.size, int(left) - frame.base, frame.length) for left in table], batch)
+    build, fill = {"padding": (padding_mask, False), "packed": (group_mask, -1), "blocks": (block_mask, -1)}[term.name]
+    part = table[:, frame.base : frame.base + frame.length]
+    missing = frame.length - part.shape[1]
+    if missing:
+        part = np.pad(part, ((0, 0), (0, missing)), constant_values=fill)
+    return _join_rows([build(row) for row in part], batch)
 
 
-def _of_function(term: Term, frame: Frame, batch: int) -> Mask:
-    """A function that only its author understands, called on pairs; transformers shows every head as head 0."""
-    function, base = term.function, frame.base
-    if function is None:
-        raise MaskError(f"a mask term {term.name!r} has neither a table nor a function.")
-
-    def asked(b: Tensor, h: Any, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG001
-        return function(b, torch.zeros_like(b), q + base, kv + base)
-
-    name = getattr(function, "__qualname__", type(function).__name__)
-    return from_mask_mod(asked, frame.length, rows=batch, name=name)
-
-
-def _per_row(rows: list[Mask], batch: int) -> Mask:
+def _join_rows(rows: list[Mask], batch: int) -> Mask:
     if len(rows) not in (1, batch):
-        raise MaskError(f"a mask table has {len(rows)} rows, but the batch has {batch}. Give one row for each.")
+        raise MaskError(f"a mask table must have 1 or {batch} rows, as the batch, but got {len(rows)}.")
     return rows[0] if all(row is rows[0] for row in rows) else per_row(*rows)
 
 
-def _window_of(table: NDArray[Any], frame: Frame, fill: Any) -> NDArray[Any]:
-    """The table's columns of the frame; what lies beyond its end is `fill`."""
-    part = table[:, frame.base : frame.base + frame.length]
-    missing = frame.length - part.shape[1]
-    return np.pad(part, ((0, 0), (0, missing)), constant_values=fill) if missing else part
-
-
 def runs(row: NDArray[Any]) -> tuple[Ints, NDArray[Any]]:
-    """Edges of the stretches of equal values, and the value of each.
+    """Return the edges of the runs of equal values, and the value of each run.
 
     >>> runs(np.array([7, 7, 3]))
     (array([0, 2, 3]), array([7, 3]))
@@ -209,91 +208,78 @@ def runs(row: NDArray[Any]) -> tuple[Ints, NDArray[Any]]:
     return np.append(0, after), row[first]
 
 
-def alike(row: NDArray[Any]) -> Mask:
-    """Tokens with the same number see each other; documents where every number comes in one stretch.
+def group_mask(row: NDArray[Any]) -> Mask:
+    """Return the mask in which tokens with the same number see each other; documents if every number is one run.
 
-    >>> alike(np.array([0, 0, 1])) == documents([2, 1])
+    >>> group_mask(np.array([0, 0, 1])) == documents([2, 1])
     True
     """
     edges, values = runs(row)
     if len(np.unique(values)) == len(values):
         return documents(np.diff(edges))
-    return _of_groups(edges, values, np.unique(values), len(row))
+    return _groups(edges, values, np.unique(values), len(row))
 
 
-def per_row_alike(numbers: NDArray[Any]) -> Mask:
-    """`alike` of every batch row; one row serves all."""
-    return _per_row([alike(row) for row in numbers], len(numbers))
+def document_mask(numbers: NDArray[Any]) -> Mask:
+    """Return `group_mask` of every batch row of document numbers (rows, S)."""
+    return _join_rows([group_mask(row) for row in numbers], len(numbers))
 
 
-def blocks(row: NDArray[Any]) -> Mask:
-    """Tokens with the same number see each other, unless it is negative."""
+def block_mask(row: NDArray[Any]) -> Mask:
+    """Return the mask in which tokens with the same number see each other, unless it is negative."""
     edges, values = runs(row)
-    return _of_groups(edges, values, np.unique(values[values >= 0]), len(row))
+    return _groups(edges, values, np.unique(values[values >= 0]), len(row))
 
 
-def _of_groups(edges: Ints, values: NDArray[Any], wanted: NDArray[Any], length: int) -> Mask:
+def _groups(edges: Ints, values: NDArray[Any], numbers: NDArray[Any], length: int) -> Mask:
     bands = [
         (edges[q], edges[q + 1], edges[kv], edges[kv + 1], -LIMIT, LIMIT)
-        for value in wanted
-        for q in np.flatnonzero(values == value)
-        for kv in np.flatnonzero(values == value)
+        for number in numbers
+        for q in np.flatnonzero(values == number)
+        for kv in np.flatnonzero(values == number)
     ]
-    return Mask.of_bands(np.array(bands, dtype=np.int64).reshape(-1, 6), length, f"groups({len(wanted)})")
+    return Mask.of_bands(np.array(bands, dtype=np.int64).reshape(-1, 6), length, f"groups({len(numbers)})")
 
 
-def visible(row: NDArray[Any]) -> Mask:
-    """Every token sees the keys that the row marks, padding or not."""
+def padding_mask(row: NDArray[Any]) -> Mask:
+    """Return the mask in which every token, padding or not, sees the keys that the row marks."""
     if row.all():
         return full(len(row))
     _, start, stop = true_runs(row[None].astype(bool)).T
     return Mask.of_bands(rectangles(0, len(row), start, stop), len(row), "padding")
 
 
-def chunks(size: int, first: int, length: int) -> Mask:
-    """Every token sees its own chunk of `size`, one of which begins at position `first`.
+def chunk_mask(size: int, first: int, length: int) -> Mask:
+    """Return the mask in which every token sees its own chunk of `size`, one of which begins at position `first`.
 
-    >>> chunks(4, 1, 6) == documents([1, 4, 1])
+    >>> chunk_mask(4, 1, 6) == documents([1, 4, 1])
     True
     """
     edges = np.arange(first % size, length, size, dtype=np.int64)
-    edges = np.unique(np.concatenate(([0], edges, [length])))
-    return documents(np.diff(edges))
+    return documents(np.diff(np.unique(np.concatenate(([0], edges, [length])))))
 
 
-def rectangle(q: tuple[int, int], kv: tuple[int, int], length: int) -> Mask:
-    """Queries of one span see keys of another."""
-    return Mask.of_bands(rectangles(*q, *kv), length, "cached")
-
-
-def window_in(term: Term) -> int | None:
-    """The sliding window of a term, if it has one."""
-    if term.name in ("window", "around"):
-        return term.size
-    return next((window for part in term.parts if (window := window_in(part)) is not None), None)
-
-
-# -- The sequence that a model is running on in this thread, while its forward pass lasts ------------------------------
-# It is for what models call without keywords: masks, rotary embeddings, losses of routers. Layers that may be computed
-# again in backward, when no forward pass is on, must not ask here; masks carry the sequence to them.
+# -- The running sequence ----------------------------------------------------------------------------------------------
+# The sequence that a model runs on in this thread, for code that models call without keywords: masks, rotary
+# embeddings, losses of routers. Layers that are recomputed in backward, outside of any forward pass, must not use it;
+# their masks carry the sequence instead.
 
 
 _RUNNING: ContextVar[tuple[Any, ...]] = ContextVar("longspan_sequences", default=())
 
 
-@dataclass
 class LastForward:
-    """What is known of the forward pass that began last, in any thread: backward runs in threads of its own."""
+    """State of the last forward pass in any thread: backward runs in threads of its own."""
 
-    checks_hooks: bool = False
-    """Whether it is over ranks, of a model that is checked: hooks of users may then change nothing."""
+    checks_hooks = False
+    """Whether it ran over ranks with a checked model, so that hooks of users must not change anything."""
 
 
 LAST_FORWARD = LastForward()
 
 
 def current() -> Any:
-    """The sequence of the innermost model that is running, or None."""
+    """Return the sequence of the innermost running model, or None."""
     running = _RUNNING.get()
     return running[-1] if running else None
 
@@ -320,14 +306,14 @@ _NO_TENSOR = (
 
 
 class _NoTensorError(MaskError, AttributeError):
-    """So that `hasattr` says no."""
+    """An AttributeError too, so that `hasattr` returns False."""
 
 
 class LayerMask:
-    """What transformers asked for one kind of layer, as values; layers of that kind are all handed this object.
+    """The mask of one kind of layer, as transformers requested it; all layers of that kind receive this object.
 
-    No dataclass: wrappers of modules take those apart to look for tensors. `generate()` with a static cache makes masks
-    ahead and handles them as it would a tensor; `ndim`, `shape` and `contiguous` are for it.
+    Not a dataclass, because wrappers of modules take those apart to find tensors. `generate()` with a static cache
+    makes masks ahead of time and treats them as tensors; `ndim`, `shape` and `contiguous` exist for it.
     """
 
     ndim = 4
@@ -338,16 +324,19 @@ class LayerMask:
         self.batch = batch
         self.q_offset, self.q_len = q
         self.kv_offset, self.kv_len = kv
-        self.term = term
-        self.padding = padding
+        self.is_square = q == kv
+        """Whether queries and keys are the same tokens: no cache, no cross attention."""
+        self.term, self.kind, self.padding = term, term.kind, padding
         self.documents: tuple[Any, Any] | None = None
-        """The position_ids that were last looked at for documents, and what was found: the same for all layers."""
+        """The position_ids that were last searched for documents, and the result: the same for all layers."""
+        self.accepted: Any = None
+        """The window and kind of the layer that was last checked over ranks: most layers repeat them."""
         self._separated: dict[bytes, Mask] = {}
         self.sequence: Any = current()
-        """The sequence over ranks that a model was running on when it asked for this mask, or None. So layers get to
-        know of it that are given nothing else, also when they are computed again in backward."""
+        """The sequence over ranks that a model was running on when it requested this mask, or None. It reaches layers
+        that receive nothing else, also when they are recomputed in backward."""
         self.is_whole = self.sequence is not None and not self.sequence.is_cut
-        """Whether this is about the whole sequence although there are ranks."""
+        """Whether this is the mask of the whole sequence although there are ranks."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -368,15 +357,6 @@ class LayerMask:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise MaskError(_NO_TENSOR)
 
-    @property
-    def is_square(self) -> bool:
-        """Whether queries and keys are the same tokens: no cache, no cross attention."""
-        return (self.q_offset, self.q_len) == (self.kv_offset, self.kv_len)
-
-    @cached_property
-    def kind(self) -> Kind | None:
-        return kind_of(self.term)
-
     @cached_property
     def frame(self) -> Frame:
         base = min(self.q_offset, self.kv_offset)
@@ -384,30 +364,31 @@ class LayerMask:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Where in the frame queries and keys begin."""
+        """The first query and the first key, counted from the start of the frame."""
         return self.q_offset - self.frame.base, self.kv_offset - self.frame.base
 
     @cached_property
     def rule(self) -> Mask:
-        """What the closures say, before padding and beyond the queries and keys that there are."""
-        return mask_of(self.term, self.frame, self.batch)
+        """The mask of the term alone, without padding and without limits to the queries and keys that exist."""
+        return build_mask(self.term, self.frame, self.batch)
 
     @cached_property
     def mask(self) -> Mask:
         """The mask of the frame."""
         frame, (q, kv) = self.frame, self.rows
-        whole = self.rule
+        mask = self.rule
         if self.padding is not None:
-            whole = whole & mask_of(Term("padding", table=self.padding), frame, self.batch)
+            mask = mask & build_mask(Term("padding", table=self.padding), frame, self.batch)
         if not self.is_square:
-            whole = whole & rectangle((q, q + self.q_len), (kv, kv + self.kv_len), frame.length)
-        return whole
+            cached = rectangles(q, q + self.q_len, kv, kv + self.kv_len)
+            mask = mask & Mask.of_bands(cached, frame.length, "cached")
+        return mask
 
-    def separated(self, numbers: NDArray[Any]) -> Mask:
-        """The mask, with documents apart: `numbers` (rows, S) says which document each token belongs to."""
+    def separate(self, numbers: NDArray[Any]) -> Mask:
+        """Return the mask with separate documents; `numbers` (rows, S) are the document of each token."""
         key = numbers.tobytes()
         if key not in self._separated:
-            self._separated[key] = self.mask & per_row_alike(numbers)
+            self._separated[key] = self.mask & document_mask(numbers)
         return self._separated[key]
 
 
@@ -421,51 +402,47 @@ def layer_mask(
     attention_mask: Tensor | LayerMask | None = None,
     **_: Any,
 ) -> LayerMask:
-    """What `AttentionMaskInterface` calls. Other arguments say how a tensor would be made: none is."""
+    """Return a `LayerMask`; `AttentionMaskInterface` calls this. Other arguments describe the tensor to be made, which
+    is not made."""
     if mask_function is None:
         from transformers.masking_utils import causal_mask_function as mask_function
-    if isinstance(attention_mask, LayerMask):
-        return _reuse(attention_mask, (batch_size, 1, q_length, kv_length), mask_function)
+    term = parse_mask_function(mask_function)
+    if isinstance(attention_mask, LayerMask):  # a mask that comes back
+        shape = (batch_size, 1, q_length, kv_length)
+        if attention_mask.shape != shape or attention_mask.kind != term.kind:
+            raise MaskError(
+                f"attention_mask must be a mask of shape {shape} and kind {term.kind} for this model, but got shape"
+                f" {attention_mask.shape} and kind {attention_mask.kind}. Pass the 2-D mask of padding instead."
+            )
+        return attention_mask
     if attention_mask is not None and attention_mask.ndim != 2:
         raise MaskError(
-            f"attention_mask of shape {tuple(attention_mask.shape)} was given. Longspan takes the mask of padding,"
-            f" (batch, tokens); pass other masks as a function: or_mask_function=, and_mask_function=."
+            f"attention_mask must be the mask of padding, (batch, tokens), but got shape"
+            f" {tuple(attention_mask.shape)}. Pass other masks as functions: or_mask_function=, and_mask_function=."
         )
     padding = None if attention_mask is None else Snapshot(attention_mask).array.astype(bool)
     q, kv = (int(q_offset), int(q_length)), (int(kv_offset), int(kv_length))
-    mask = LayerMask(int(batch_size), q, kv, term_of(mask_function), padding)
+    mask = LayerMask(int(batch_size), q, kv, term, padding)
     _check_reading(mask, mask_function)
     return mask
 
 
-def _reuse(mask: LayerMask, shape: tuple[int, ...], mask_function: Callable[..., Any]) -> LayerMask:
-    """A mask that comes back through attention_mask=, if it is the one that is asked for."""
-    kind = kind_of(term_of(mask_function))
-    if mask.shape != shape or mask.kind != kind:
-        raise MaskError(
-            f"a mask of shape {mask.shape} and kind {mask.kind} was passed as attention_mask=, but the model needs one"
-            f" of shape {shape} and kind {kind}. Pass the 2-D mask of padding instead."
-        )
-    return mask
-
-
 def _check_reading(mask: LayerMask, mask_function: Callable[..., Any]) -> None:
-    """Asks transformers' function about a few pairs: another version may mean something else by the same closures.
+    """Compare the parsed mask with transformers' function at a few pairs: in another version the same closures may
+    have another meaning.
 
-    Once for closures of one kind and shape, since what they mean is a matter of the version: asking about tables on a
-    device waits for it.
+    This runs once for closures of one outline and shape, since calling functions that read tables on a device waits.
     """
-    if has(mask.term, "function") or not (mask.batch and mask.q_len and mask.kv_len):
-        return
-    about = _outline(mask.term), mask.shape, mask.q_offset, mask.kv_offset
+    about = mask.term.outline, mask.batch, mask.q_len, mask.kv_len, mask.q_offset, mask.kv_offset
     if about in _checked:
+        return
+    if "function" in mask.term.names or not (mask.batch and mask.q_len and mask.kv_len):
         return
     step = np.arange(_SAMPLES, dtype=np.int64)
     b, q = step * 5 % mask.batch, step * 0x9E3779B1 % mask.q_len + mask.q_offset
     kv = mask.kv_offset + np.where(step % 2, step * 0x85EBCA6B, q - mask.kv_offset - step // 8) % mask.kv_len
     device = next(_tables(mask_function), torch.zeros(0)).device
-    asked = [torch.as_tensor(x, device=device) for x in (b, np.zeros_like(b), q, kv)]
-    answers = mask_function(*asked).cpu().numpy()
+    answers = mask_function(*(torch.as_tensor(x, device=device) for x in (b, np.zeros_like(b), q, kv))).cpu().numpy()
     reading, base = np.zeros(len(b), dtype=bool), mask.frame.base
     for row in range(mask.batch):
         here = b == row
@@ -474,9 +451,9 @@ def _check_reading(mask: LayerMask, mask_function: Callable[..., Any]) -> None:
     if len(wrong):
         at = int(wrong[0])
         raise MaskError(
-            f"transformers' mask says {not reading[at]} about query {q[at]} and key {kv[at]} of row {b[at]}, and"
-            f" Longspan read {reading[at]} out of it. This version of transformers has masks that Longspan does not"
-            f" know: use one that was tested ({', '.join(map(short, TRANSFORMERS))}), or another attn_implementation."
+            f"transformers' mask is {not reading[at]} at query {q[at]} and key {kv[at]} of row {b[at]}, but Longspan"
+            f" parsed it as {reading[at]}: this version of transformers has masks that Longspan does not know. Use one"
+            f" that was tested ({', '.join(map(short, TRANSFORMERS))}), or another attn_implementation."
         )
     while len(_checked) >= _MOST_CHECKED:
         del _checked[next(iter(_checked))]
@@ -484,16 +461,11 @@ def _check_reading(mask: LayerMask, mask_function: Callable[..., Any]) -> None:
 
 
 _checked: dict[Any, None] = {}
-"""Kinds of closures whose reading was right, by shape; the oldest of very many are forgotten."""
-
-
-def _outline(term: Term) -> tuple[Any, ...]:
-    """The closures that a term was read from, without the numbers in their tables."""
-    return term.name, term.size, tuple(map(_outline, term.parts))
+"""Outlines and shapes whose reading was right; the oldest are dropped."""
 
 
 def _tables(function: Callable[..., Any]) -> Any:
-    """Tensors that a closure holds."""
+    """Yield the tensors that a closure holds."""
     for cell in getattr(function, "__closure__", None) or ():
         content = cell.cell_contents
         if isinstance(content, Tensor):

@@ -1,18 +1,17 @@
-"""Token mixers of transformers beside attention: convolutions and recurrences, which modeling files call by name.
+"""Token mixers of transformers other than attention: convolutions and recurrences, which modeling files call by name.
 
 A modeling file calls functions of its own module (`causal_conv1d_fn`, `mamba2_chunk_scan`, ...), by bare name and with
-the keywords that `model(...)` was given. So the function of that name is replaced, once, by one that looks for the
-keyword `longspan`: with it the call goes over ranks, without it to what was there before.
+the keywords of `model(...)`. So the function of that name is replaced, once, by one that looks for the keyword
+`longspan`: with it the call runs over ranks, without it the original function runs.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, update_wrapper
-from types import CodeType, ModuleType
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,17 +31,16 @@ ATTENTION, CONVOLUTION, RECURRENCE = "attention", "convolution", "recurrence"
 STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states")
 
 
-@dataclass(frozen=True, eq=False)
-class Mixer:
+class Mixer(NamedTuple):
     """A function that modeling files call by name."""
 
     kind: str | None
-    """What must be seen of a layer that calls it; None where another function may take its place."""
+    """The kind of mixer that must run in a layer that calls it; None if another function may be called instead."""
     run: Callable[..., Any] | None
-    """What it computes over ranks, given the sequence; None where that is not known."""
+    """The function over ranks, whose first argument is the sequence; None if there is none."""
 
 
-# -- what is computed over ranks ---------------------------------------------------------------------------------------
+# -- Functions over ranks ----------------------------------------------------------------------------------------------
 
 
 def _convolution(
@@ -53,11 +51,13 @@ def _convolution(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """`causal_conv1d_fn` of (B, D, S): in the dtype of weights, any activation after it."""
+    """Compute `causal_conv1d_fn` of (B, D, S): in the dtype of weights, any activation after it."""
     from transformers.activations import ACT2FN
 
     x = hidden_states.transpose(1, 2).to(weight.dtype)
-    dtype = _autocast_dtype(x)
+    dtype, device = x.dtype, x.device.type
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
     key = (CONVOLUTION, x.shape[2], weight.shape[1], dtype)
     plan = sequence.plan_of(
         key, lambda: conv_plan(document_lengths(sequence), sequence.layout, channels=x.shape[2], width=weight.shape[1],
@@ -65,11 +65,6 @@ def _convolution(
     )  # fmt: skip
     out = causal_conv1d(x, weight, bias, plan=plan, group=sequence.group).transpose(1, 2)
     return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype)
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
 
 
 def _delta_rule(
@@ -82,7 +77,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention` of (B, S, H, D)."""
+    """Compute `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention` of (B, S, H, D)."""
     tokens = query, key, value, g, beta
     plan = _scan_plan(sequence, (value.shape[2], key.shape[3], value.shape[3]), "matrix", tokens)
     out = gated_delta_rule(*tokens, plan=plan, group=sequence.group, l2norm=use_qk_l2norm_in_kernel)
@@ -98,9 +93,9 @@ def _ssd(
     C: Tensor,
     **options: Any,
 ) -> Tensor:
-    """`mamba2_chunk_scan` of (B, S, H, P)."""
+    """Compute `mamba2_chunk_scan` of (B, S, H, P)."""
     if options.get("z") is not None:
-        raise KernelError("mamba2_chunk_scan was called with z=, a gate that Longspan does not compute over ranks.")
+        raise KernelError("mamba2_chunk_scan over ranks does not support z=, a gate. Use this model on one device.")
     plan = _scan_plan(sequence, (hidden_states.shape[2], B.shape[3], hidden_states.shape[3]), "scalar",
                       (hidden_states, dt, B, C))  # fmt: skip
     out = ssd(
@@ -112,7 +107,7 @@ def _ssd(
 
 
 def _not_fused(sequence: ShardedSequence, *_: Any, **__: Any) -> None:
-    """`mamba2_split_conv1d_scan_combined`: None says that convolution and recurrence are to be called apart."""
+    """Return None from `mamba2_split_conv1d_scan_combined`: layers then call convolution and recurrence separately."""
 
 
 MIXERS: Mapping[str, Mixer] = {
@@ -128,8 +123,8 @@ MIXERS: Mapping[str, Mixer] = {
 
 
 def document_lengths(sequence: ShardedSequence) -> list[NDArray[Any]]:
-    """Lengths of the documents of every batch row, or of all rows where they are alike. Padding is a document of its
-    own: nothing enters a row's first token, and nothing leaves its last one."""
+    """Return the lengths of the documents of every batch row, or of all rows if they are equal. Padding is a document
+    of its own: nothing enters a row's first token, and nothing leaves its last one."""
     numbers, padding = sequence.whole.documents, sequence.whole.padding
     rows = np.zeros((1, sequence.whole.seq_len), dtype=np.int64) if numbers is None else np.asarray(numbers)
     if padding is not None:
@@ -140,20 +135,20 @@ def document_lengths(sequence: ShardedSequence) -> list[NDArray[Any]]:
 def _scan_plan(sequence: ShardedSequence, state: tuple[int, int, int], maps: str, tokens: tuple[Tensor, ...]) -> Any:
     dtype = "float64" if any(t.dtype == torch.float64 for t in tokens) else "float32"
     heads, keys, values = state
-    inside = sum(t[:1, :1].numel() * t.element_size() for t in tokens)
-    weight = inside + heads * values * tokens[0].element_size()
+    token_bytes = sum(t[:1, :1].numel() * t.element_size() for t in tokens)
+    token_bytes += heads * values * tokens[0].element_size()
     return sequence.plan_of(
-        (RECURRENCE, state, maps, dtype),
+        (RECURRENCE, state, maps, dtype, token_bytes),
         lambda: scan_plan(document_lengths(sequence), sequence.layout, heads=heads, keys=keys, values=values, maps=maps,
-                          dtype=dtype, batch=sequence.whole.batch, token_bytes=weight),
+                          dtype=dtype, batch=sequence.whole.batch, token_bytes=token_bytes),
     )  # fmt: skip
 
 
-# -- where functions are replaced --------------------------------------------------------------------------------------
+# -- Replacing functions of modeling files -----------------------------------------------------------------------------
 
 
 class Routed:
-    """A function of a modeling file, which goes over ranks where `longspan=` comes along."""
+    """A function of a modeling file, which runs over ranks if it receives `longspan=`."""
 
     def __init__(self, name: str, original: Any, mixer: Mixer) -> None:
         self.name, self.original, self.mixer = name, original, mixer
@@ -163,84 +158,72 @@ class Routed:
         sequence = kwargs.pop(NAME, None)
         if sequence is None:
             return self.original(*args, **kwargs)
-        assert self.mixer.run is not None
-        return _over_ranks(self.name, self.mixer, sequence, args, kwargs)
+        return _run_over_ranks(self.name, self.mixer, sequence, args, kwargs)
 
 
 @torch.compiler.disable(reason="convolutions and recurrences over ranks run between compiled graphs")
-def _over_ranks(name: str, mixer: Mixer, sequence: ShardedSequence, args: Any, kwargs: dict[str, Any]) -> Any:
-    assert mixer.run is not None
+def _run_over_ranks(name: str, mixer: Mixer, sequence: ShardedSequence, args: Any, kwargs: dict[str, Any]) -> Any:
     states = [key for key in STATES if kwargs.pop(key, None) not in (None, False)]
     if states:
         raise KernelError(
-            f"{name} was called with {', '.join(states)}=, which belongs to a cache. Over ranks there is none: pass"
-            f" use_cache=False, and generate on one device."
+            f"{name} does not support {', '.join(states)}= over ranks, where there is no cache. Pass use_cache=False,"
+            f" and generate on one device."
         )
     if mixer.kind is not None:
         sequence.note(mixer.kind)
+    assert mixer.run is not None
     return mixer.run(sequence, *args, **kwargs)
 
 
 def route(model: nn.Module) -> None:
-    """Replaces, once, the functions that the model's classes call by name."""
+    """Replace, once, the functions that the model's classes call by name."""
     for module in {sys.modules[type(part).__module__] for part in model.modules()}:
-        for name in _names_in(module):
-            original, mixer = getattr(module, name), MIXERS[name]
-            if mixer.run is not None and not isinstance(original, Routed):
-                setattr(module, name, Routed(name, original, mixer))
+        if not module.__name__.startswith("transformers.models."):
+            continue
+        for name, mixer in MIXERS.items():
+            if mixer.run is not None and hasattr(module, name) and not isinstance(getattr(module, name), Routed):
+                setattr(module, name, Routed(name, getattr(module, name), mixer))
 
 
-def _names_in(module: ModuleType) -> list[str]:
-    """Known functions among a modeling file's own."""
-    is_modeling = module.__name__.startswith("transformers.models.")
-    return [name for name in MIXERS if is_modeling and hasattr(module, name)]
+# -- Mixers of a model -------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1024)
 def mixes(kind: type) -> frozenset[str]:
-    """Names of `MIXERS` that the methods of a class of a modeling file mention."""
-    found: set[str] = set()
+    """Return the names of `MIXERS` that the methods of a class of a modeling file mention."""
+
+    def mentioned(code: CodeType) -> set[str]:
+        inner = [mentioned(const) for const in code.co_consts if isinstance(const, CodeType)]
+        return set(code.co_names).intersection(MIXERS).union(*inner)
+
+    names: set[str] = set()
     for part in kind.__mro__:
         if part.__module__.startswith("transformers.models."):
             for method in vars(part).values():
                 code = method_code(method)
-                found |= set() if code is None else _mentioned(code)
-    return frozenset(found)
-
-
-def _mentioned(code: CodeType) -> set[str]:
-    inner = [_mentioned(const) for const in code.co_consts if isinstance(const, CodeType)]
-    return set(code.co_names).intersection(MIXERS).union(*inner)
+                names |= set() if code is None else mentioned(code)
+    return frozenset(names)
 
 
 def is_hybrid(model: nn.Module) -> bool:
-    """Whether any layer calls more than attention."""
-    return _are_hybrid(frozenset(map(type, model.modules())))
-
-
-@lru_cache(maxsize=64)
-def _are_hybrid(kinds: frozenset[type[nn.Module]]) -> bool:
-    return any(mixes(kind) - {"ALL_ATTENTION_FUNCTIONS"} for kind in kinds)
-
-
-@lru_cache(maxsize=1024)
-def _not_computed(kind: type) -> list[str]:
-    return sorted(n for n in mixes(kind) if MIXERS[n].run is None and MIXERS[n].kind != ATTENTION)
+    """Return whether any layer calls other mixers than attention."""
+    return any(mixes(kind) - {"ALL_ATTENTION_FUNCTIONS"} for kind in set(map(type, model.modules())))
 
 
 def check_mixers(model: nn.Module) -> None:
-    """Refuses layers that call functions which are not computed over ranks."""
+    """Raise for layers that call functions which Longspan does not compute over ranks."""
     check_hybrid(model)
     for name, part in model.named_modules():
-        if unknown := _not_computed(type(part)):
+        unknown = [n for n in sorted(mixes(type(part))) if MIXERS[n].run is None and MIXERS[n].kind != ATTENTION]
+        if unknown:
             raise BatchError(
                 f"{name} ({type(part).__name__}) calls {', '.join(unknown)}, a recurrence that Longspan does not"
-                f" compute over ranks: each would start from nothing on its own tokens. Use this model on one device."
+                f" compute over ranks: each rank would start from an empty state. Use this model on one device."
             )
 
 
 def text_part(model: Any) -> nn.Module:
-    """The part of a model that holds its layers of text."""
+    """Return the part of a model that holds its layers of text."""
     part = model.get_decoder() if hasattr(model, "get_decoder") else None
     if isinstance(part, nn.Module) and any(mixes(type(module)) for module in part.modules()):
         return part
@@ -248,14 +231,12 @@ def text_part(model: Any) -> nn.Module:
 
 
 def needs(model: nn.Module) -> dict[str, tuple[str, frozenset[str]]]:
-    """For every layer that mixes tokens, by name: its class, and what of it must be seen in a forward pass. Towers for
-    images mix none."""
-    found: dict[str, tuple[str, frozenset[str]]] = {}
+    """Return, for every layer of text that mixes tokens, by name: its class, and the kinds of mixers that must run in a
+    forward pass."""
+    layers: dict[str, tuple[str, frozenset[str]]] = {}
     text = {id(part) for part in text_part(model).modules()}
     for name, part in model.named_modules():
-        if id(part) not in text:
-            continue
         kinds = frozenset(kind for n in mixes(type(part)) if (kind := MIXERS[n].kind) is not None)
-        if kinds:
-            found[name] = type(part).__name__, kinds
-    return found
+        if kinds and id(part) in text:
+            layers[name] = type(part).__name__, kinds
+    return layers

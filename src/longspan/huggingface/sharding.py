@@ -1,4 +1,11 @@
-"""Turn a whole batch into one rank's arguments of `model(...)`, by the rules that the check of the model found."""
+"""`attn_implementation="longspan"` for models of Hugging Face transformers, on one device and over ranks.
+
+`register()` once; then models that use transformers' attention interface take the name. On one device nothing else
+changes: masks, windows, packing, soft caps, sinks, caches and `generate()` mean the same as with "eager". Over ranks,
+`shard_inputs` turns a whole batch into this rank's arguments of `model(...)`, by the rules that the check of the model
+found. Attention is exact for any model; the rest of the model decides whether it can run over ranks: layers that mix
+tokens by other means, positions that a rank counts from its own first token, losses that are no sum over tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +18,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan import layouts
+from longspan.errors import renamed
+from longspan.huggingface.adapter import ModelAdapter, adapter_of
 from longspan.huggingface.attention import BLIND, NAME, longspan_attention
 from longspan.huggingface.batches import (
     BY_TOKEN,
@@ -25,196 +34,347 @@ from longspan.huggingface.batches import (
     check_others,
     is_between,
     positions_of,
+    read_batch,
     shifted_labels,
 )
-from longspan.huggingface.head import LOGITS, LOSS, SCORES, at_head, watch_head, why_logits
-from longspan.huggingface.hooks import listen, listen_to_layers, route_losses, shield, takes, watch_body, watch_rotary
-from longspan.huggingface.masks import Kind, LayerMask, layer_mask
-from longspan.huggingface.mixers import check_mixers, is_hybrid, needs, route
+from longspan.huggingface.head import LOGITS, LOSS, SCORES, HeadTask
+from longspan.huggingface.masks import LayerMask, layer_mask
 from longspan.huggingface.sequence import ShardedSequence, Whole
 from longspan.huggingface.structure import (
     AFTER_PADDING,
+    COUNT,
     IN_PLACE,
     NO_POSITIONS,
     OWN,
     POOLED,
     SHIFTED,
     Rules,
-    check_packing,
     check_structure,
-    masks_by_kind,
-    num_layers,
-    padding_id,
     text_model,
 )
 from longspan.layouts import Layout
 from longspan.layouts.layout import to_device
-from longspan.training import BatchError, shard_batch
+from longspan.training import Batch, BatchError
+from longspan.training.batch import BatchCut
+from longspan.training.groups import all_summed, process_group
 from longspan.training.head import start_copy
+from longspan.training.loss import Reported
+from longspan.validate import Group
 
-# Which of transformers' models may be spread over ranks, and which kinds of attention layers they have.
-# Attention is exact for any of them. What a model does beside attention decides: layers that mix tokens by other means,
-# positions that a rank counts from its own first token, losses that are no sum over tokens.
-
-
-def check_model(model: Any, batch: Mapping[str, Any]) -> Any:
-    """The model of transformers inside of `model`; what cannot be had over ranks whatever the model is refused."""
-    inner = text_model(model)
-    config = getattr(model if inner is None else inner, "config", model)
-    if not hasattr(config, "get_text_config"):
-        raise BatchError(f"shard_inputs takes a model of transformers, but {type(model).__name__} was given.")
-    text = config.get_text_config()
-    implementation = text._attn_implementation
-    if implementation != NAME:
-        raise BatchError(
-            f"the model's attention is {implementation!r}, which knows nothing of other ranks. Call register(), and"
-            f" model.set_attn_implementation({NAME!r}) or from_pretrained(..., attn_implementation={NAME!r})."
-        )
-    check_arguments(batch)
-    if inner is None:
-        raise BatchError(
-            f"{type(model).__name__} was given without its model. What a model does beside attention is looked at, and"
-            f" its layers are counted: pass the model itself."
-        )
-    check_mixers(inner)
-    check_structure(inner, text)
-    return inner
-
-
-def layer_kinds(config: Any) -> list[Kind]:
-    """The kinds of attention layers of a model, as transformers makes masks for them; full attention where it makes
-    none that can be told before there are tokens."""
-    from transformers.masking_utils import create_causal_mask
-
-    try:
-        masks = masks_by_kind(config)
-        if not masks:  # there are layers of a kind that generate() knows no mask for, or none with attention
-            masks = [create_causal_mask(config, torch.empty(1, 2, 0), None, None, None)]
-    except Exception:  # transformers asks for what this model has not, or has for single layers
-        return [("full",)]
-    ours = [mask for mask in masks if isinstance(mask, LayerMask)]
-    if len(ours) != len(masks):
-        raise BatchError("transformers made masks for this model that are not Longspan's. Call register() first.")
-    return sorted({mask.kind or ("full",) for mask in ours}, key=repr)
-
-
-# -- Sharding ----------------------------------------------------------------------------------------------------------
-
+__all__ = ["NAME", "LayerMask", "ShardedSequence", "full_loss", "register", "shard_for_logprobs", "shard_inputs"]
 
 STATE_KEYS = 2048
-"""What a state that goes from span to span weighs, in keys and values: 6 MiB of a layer of Qwen3-Next against 2 KiB."""
-
+"""The weight of a state that goes from span to span, in keys and values: 6 MiB in Qwen3-Next against 2 KiB."""
 SAID_BYTES = 2**30
-"""From here on it is said that logits are computed: they and what a loss makes of them take 12 bytes a number."""
+"""The size from which a warning says that logits are computed: they and their loss take 12 bytes a number."""
+MOST_GEOMETRIES = 4
+"""Batch sizes whose layouts and plans a model keeps."""
 _LOG = logging.getLogger("longspan")
-_TOLD: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-_HOOKED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_WARNED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def register() -> str:
-    """The name under which transformers now knows Longspan's attention, "longspan". May be called again.
+    """Register Longspan's attention with transformers, and return its name, "longspan". May be called again.
 
     >>> register()
     'longspan'
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    # Masks and plans are values, not tensors: compiled code stops before them and goes on after.
+    # Masks and plans are values, not tensors: graph breaks around them.
     AttentionInterface.register(NAME, torch.compiler.disable(longspan_attention))
     AttentionMaskInterface.register(NAME, torch.compiler.disable(layer_mask))
     return NAME
 
 
+@renamed(schedule="scheme")
+def shard_inputs(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    group: Group,
+    *,
+    layout: str | Layout = "balanced",
+    positions: str | None = None,
+    scheme: str = "auto",
+    dropout_seed: int | None = None,
+    logits: bool = False,
+    trust_model: bool = False,
+) -> dict[str, Any]:
+    """Return this rank's arguments: `model(**shard_inputs(model, batch, mesh["cp"]))`.
+
+    A model is checked when it is first used: rank 0 makes a tiny copy of its configuration, runs it whole and split
+    over simulated ranks, and compares loss and gradients. That takes seconds, once: the result is stored on disk, and
+    broadcast to the other ranks. A model that would compute something else over ranks is refused.
+
+    Documents are found as transformers finds them: in `position_ids` that do not go on by one (without an
+    `attention_mask`), in `cu_seq_lens_q`, or in `seq_idx`. `loss` of the model's output is this rank's share: shares
+    add up to the loss, and gradients to gradients; `full_loss` returns the whole.
+
+    Args:
+        model: the model, wrapped or not.
+        batch: the arguments of the model on one device, the same on every rank.
+        group: the ranks of the sequence: a process group or a mesh of one axis.
+        layout: a `Layout`, or the name of one.
+        positions: "sequence" or "document": how tokens are counted if documents come from `cu_seq_lens_q` or `seq_idx`
+            and there are no `position_ids`.
+        scheme: see `longspan.plan`.
+        dropout_seed: decides which pairs attention dropout drops.
+        logits: with labels in the batch, the loss is computed without logits if the model's head is a plain linear
+            layer: they would be the largest tensor of all. True has the model compute them as well. Without labels
+            logits are always computed.
+        trust_model: skip the check. A layer that mixes tokens by other means than attention, or counts positions
+            itself, would be wrong without an error.
+
+    Returns:
+        Arguments for the model.
+
+        - `input_ids` (or `inputs_embeds`) and `position_ids` of this rank's tokens;
+        - `shift_labels`, shifted while the sequence was whole, and `num_items_in_batch`, all labels of the batch unless
+          it is in the batch (with gradient accumulation). `labels` is empty: transformers only checks whether it is
+          there, and a loss that would shift labels of this rank alone fails on it. Models whose loss is a mean of their
+          own labels receive none; their loss is computed from their logits. A model that ignores `num_items_in_batch`
+          on one device (BERT) ignores it here, too; one whose forward does not take it is refused with it;
+        - `longspan`, a `ShardedSequence`; `use_cache=False`; and all other arguments of the batch that have no dim of
+          tokens.
+
+        Models that pool (classes of sequences), or that see images, receive whole sequences, which are sharded inside.
+    """
+    options = Sharding(layout, positions, scheme, dropout_seed, LOGITS if logits else LOSS)
+    return _shard(model, batch, process_group(group, "shard_inputs"), options, trust_model)
+
+
+def shard_for_logprobs(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    group: Group,
+    *,
+    temperature: float = 1.0,
+    layout: str | Layout = "balanced",
+    dropout_seed: int | None = None,
+    trust_model: bool = False,
+) -> dict[str, Any]:
+    """Like `shard_inputs`, for log-probabilities: `logits` of the model's output are `TokenLogprobs` instead, the
+    log-probability of each of this rank's labels and the entropy of each prediction, (batch, this rank's tokens).
+
+    Labels are those of the batch, or its `input_ids` if there are none (without padding); they are shifted here. Logits
+    are divided by `temperature`, and computed only if the head needs it. Reinforcement learning uses this with and
+    without gradients: of the policy, of a reference, of a teacher. `part["longspan"].layout` is an argument of
+    `longspan.training.gather_tokens` and `shard_like`.
+    """
+    if not temperature > 0:
+        raise BatchError(f"temperature must be above 0, but got {temperature}. Logits are divided by it.")
+    if batch.get("labels") is None and batch.get("shift_labels") is None:
+        labels, mask = batch.get("input_ids"), batch.get("attention_mask")
+        if labels is None:
+            raise BatchError("log-probabilities need labels or input_ids, but the batch has neither. Add labels.")
+        batch = {**batch, "labels": labels if mask is None else labels.masked_fill(mask == 0, IGNORE)}
+    options = Sharding(layout, None, "auto", dropout_seed, SCORES, float(temperature))
+    part = _shard(model, batch, process_group(group, "shard_for_logprobs"), options, trust_model)
+    if part[NAME].at_head is None:
+        raise BatchError(
+            f"log-probabilities of tokens need a language model's head, but {type(model).__name__} predicts no tokens."
+        )
+    return part
+
+
+def full_loss(loss: Tensor, inputs: Mapping[str, Any], *, gradients: str = "sum") -> Tensor:
+    """Return the loss of whole sequences, the same on every rank, from this rank's share; backward is the share's.
+
+    `gradients` is what happens to parameters' gradients over the group afterwards, as in `training.token_loss`: "sum"
+    if they are added up, "average" if they are averaged, as FSDP and DDP do (shares are then multiplied by the number
+    of ranks).
+    """
+    sequence = inputs.get(NAME)
+    if not isinstance(sequence, ShardedSequence) or gradients not in ("sum", "average"):
+        raise BatchError(
+            f"full_loss takes a loss, the dict of shard_inputs that it was computed from, and gradients='sum' or"
+            f" 'average', but got {type(sequence).__name__} under {NAME!r}, and gradients = {gradients!r}."
+        )
+    sequence.check_seen("the model")
+    value = all_summed(loss.detach().clone(), sequence.group)
+    share = loss * sequence.group.size() if gradients == "average" else loss
+    return Reported.apply(share, value)  # type: ignore[return-value]
+
+
+def check_model(model: Any, batch: Mapping[str, Any]) -> Any:
+    """Return the model of transformers inside of `model`; raise for what no model supports over ranks."""
+    inner = text_model(model)
+    config = getattr(model if inner is None else inner, "config", model)
+    if not hasattr(config, "get_text_config"):
+        raise BatchError(f"shard_inputs takes a model of transformers, but got {type(model).__name__}.")
+    text = config.get_text_config()
+    if text._attn_implementation != NAME:
+        raise BatchError(
+            f"the model's attention must be {NAME!r}, but got {text._attn_implementation!r}, which ignores other ranks."
+            f" Call register(), and model.set_attn_implementation({NAME!r}) or from_pretrained(...,"
+            f" attn_implementation={NAME!r})."
+        )
+    check_arguments(batch)
+    if inner is None:
+        raise BatchError(
+            f"shard_inputs takes the model itself, whose layers are checked and counted, but got {type(model).__name__}"
+            f" without its model."
+        )
+    adapter_of(inner).check_mixers()
+    check_structure(inner, text)
+    return inner
+
+
+def check_padding(inner: Any, read: Reading) -> None:
+    """Raise for padding that a recurrence would carry its state across."""
+    if read.padding is not None and is_between(read.padding) and adapter_of(inner, compare=False).is_hybrid:
+        raise BatchError(
+            "attention_mask must not have padding between real tokens for this model, whose recurrences would carry"
+            " their state across it. Move padding to the front or the end of each row."
+        )
+
+
+def _shard(model: Any, batch: Mapping[str, Any], group: Any, options: Sharding, trust_model: bool) -> dict[str, Any]:
+    from longspan.huggingface.first_use import rules_of
+
+    inner = check_model(model, batch)
+    read = read_batch(batch)
+    if read.padding is not None:
+        check_padding(inner, read)
+    rules = rules_of(inner, read, group, trust_model)
+    part = sharded(inner, read, group, rules, options, model)
+    part[NAME].checks_hooks = not trust_model
+    return part
+
+
 @dataclass(frozen=True)
 class Sharding:
-    """What `shard_inputs` was asked for beside model and batch."""
+    """The options of `shard_inputs`."""
 
     layout: Any = "balanced"
     positions: str | None = None
     scheme: str = "auto"
     dropout_seed: int | None = None
     wants: str = LOSS
-    """Whether the loss is enough, or logits are wanted, or log-probabilities."""
+    """Whether the model must return its loss, logits, or log-probabilities."""
     temperature: float = 1.0
     """Of log-probabilities."""
 
 
 def sharded(
-    inner: Any, read: Reading, members: Any, rules: Rules, asked: Sharding, wrapped: Any = None
+    inner: Any, read: Reading, members: Any, rules: Rules, options: Sharding, wrapped: Any = None
 ) -> dict[str, Any]:
-    """This rank's arguments of a model that is treated by these rules."""
-    config = inner.config.get_text_config()
+    """Return this rank's arguments of a model that runs by these rules."""
+    batch, config, adapter = read.batch, inner.config.get_text_config(), adapter_of(inner, compare=False)
     if rules.body is None:
         check_others(read)
-    kinds = layer_kinds(config)
-    _check_packed(inner, read, kinds)
-    whole = Whole(read.rows, read.seq_len, read.padding, read.documents)
-    dealt = _layout(asked.layout, whole, kinds, members.size(), STATE_KEYS if is_hybrid(inner) else 0)
-    sequence = ShardedSequence(whole, dealt, members, asked.scheme, asked.dropout_seed, rules)
-    sequence.num_layers = num_layers(inner, config)
-    part = _arguments(inner, read.batch, sequence, _positions(inner, read, rules, asked), asked)
-    part[NAME], sequence.arguments = sequence, frozenset(part)
-    _prepare(inner, sequence)
-    listen(wrapped, inner, inner.base_model)
+    kinds = adapter.layer_kinds(config)
+    if read.documents is not None:
+        _check_packing(inner, adapter, read, kinds, config)
+    whole, layout, plans, local_positions = _geometry(adapter, read, kinds, members.size(), options)
+    sequence = ShardedSequence(whole, layout, members, options.scheme, options.dropout_seed, rules, plans)
+    sequence.num_layers, rank = adapter.num_layers, sequence.rank
+    sequence.needed = adapter.mixers if adapter.is_hybrid else {}
+    adapter.install_hooks(rules, wrapped)
+
+    # Tokens, and arguments without a dim of tokens
+    part: dict[str, Any] = Batch(cut=BatchCut(layout, rank)) if rules.body is None else {}
+    if rules.body is None:
+        for name, value in batch.items():
+            if value is None or name in USED:
+                continue
+            is_token = name in ("input_ids", "inputs_embeds", *BY_TOKEN)
+            part[name] = layout.shard(value, rank, 1) if is_token else value
+        if rules.loss in (SHIFTED, IN_PLACE):
+            part.pop("num_items_in_batch", None)
+    else:
+        kept = ("labels", "num_items_in_batch") if rules.loss == POOLED else ()
+        dropped = {"labels", "shift_labels", "num_items_in_batch", *PACKED, "max_length_q", "max_length_k"} - {*kept}
+        part.update({name: value for name, value in batch.items() if name not in dropped and value is not None})
+
+    # Positions
+    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    position_ids = batch.get("position_ids")
+    if rules.body is None:
+        is_counted = position_ids is None and options.positions is None and rules.positions in (COUNT, NO_POSITIONS)
+        if is_counted and read.documents is None and not adapter.depends_on_largest:
+            if tokens.device not in local_positions:
+                counted = torch.arange(read.seq_len, device="cpu").expand(read.rows, -1)
+                local_positions[tokens.device] = to_device(layout.shard(counted, rank, 1), tokens.device)
+            position_ids = local_positions[tokens.device].clone()
+        else:
+            position_ids = _positions(adapter, read, rules, options, sequence)
+            position_ids = to_device(layout.shard(position_ids, rank, 1), tokens.device)
+    elif isinstance(position_ids, Tensor) and position_ids.ndim == 3:  # of images and video: sharded in the backbone
+        sequence.largest = position_ids.max() if adapter.depends_on_largest else None
+    else:
+        counted = _positions(adapter, read, rules, options, sequence)
+        if position_ids is None:
+            sequence.position_ids = layout.shard(counted, rank, 1)
+    part.pop("position_ids", None)
+    if position_ids is not None and rules.positions != NO_POSITIONS and adapter.accepts("position_ids"):
+        part["position_ids"] = position_ids if position_ids.device == tokens.device else position_ids.to(tokens.device)
+    part.pop("use_cache", None)
+    if adapter.accepts("use_cache"):
+        part["use_cache"] = False
+
+    # Labels
+    labels = batch.get("labels") if rules.loss == IN_PLACE else shifted_labels(batch)
+    if labels is not None and rules.loss in (OWN, SHIFTED, IN_PLACE):
+        if whole.padding is not None and (adapter.is_hybrid or not rules.exact_at_padding):
+            _check_predicted(inner, labels, sequence)
+        count = batch.get("num_items_in_batch")
+        if count is not None and not adapter.accepts("num_items_in_batch"):
+            raise BatchError(
+                f"the batch must not have `num_items_in_batch`, but got {int(count)}: {type(inner).__name__}.forward"
+                f" does not take it. Take it out of the batch, and scale the loss yourself."
+            )
+        if count is None or not rules.obeys_count:
+            count = (labels != IGNORE).sum().clamp(min=1)
+        count, mine = torch.as_tensor(count), layout.shard(labels, rank, 1, IGNORE)
+        start_copy(mine)
+        if options.wants != LOGITS:
+            _prepare_head(adapter, config, sequence, mine, count, options)
+        if options.wants == SCORES:
+            pass  # no loss
+        elif rules.loss == OWN:
+            part.update(shift_labels=mine, labels=labels[:, :0], num_items_in_batch=count)
+        else:
+            sequence.labels, sequence.num_items = mine, count
+    sequence.arguments = frozenset(part)
+    part[NAME] = sequence
     return part
 
 
-def _positions(inner: Any, read: Reading, rules: Rules, asked: Sharding) -> Tensor | None:
-    given = read.batch.get("position_ids")
-    if rules.body is not None and isinstance(given, Tensor) and given.ndim == 3:
-        return given  # of images and video: the body's door cuts them
-    skipped = padding_id(inner) if rules.positions == AFTER_PADDING else None
-    return positions_of(read, asked.positions, rules.positions, skipped)
-
-
-def _check_packed(inner: Any, read: Reading, kinds: list[Kind]) -> None:
-    stated = any(read.batch.get(name) is not None for name in PACKED)
-    model_type = inner.config.get_text_config().model_type
-    if read.documents is not None and not stated and model_type not in BLIND and not is_hybrid(inner):
-        check_packing(inner, all("causal" in repr(kind) for kind in kinds))
-
-
-def check_padding(inner: Any, read: Reading) -> None:
-    """Refuses padding that a recurrence would carry its state across."""
-    if is_between(read.padding) and is_hybrid(inner):
+def _check_packing(inner: Any, adapter: ModelAdapter, read: Reading, kinds: Any, config: Any) -> None:
+    """Raise for documents in position_ids that the model would not separate on one device."""
+    if any(read.batch.get(name) is not None for name in PACKED) or config.model_type in BLIND or adapter.is_hybrid:
+        return
+    if not all("causal" in repr(kind) for kind in kinds) or not adapter.shows_positions:
         raise BatchError(
-            "attention_mask has padding between real tokens. Recurrences of this model would carry their state across"
-            " it. Move padding to the front or the end of each row."
+            f"position_ids start again with every document, but {type(inner).__name__} does not pass them to"
+            f" transformers' masks: on one device its documents see each other, and over ranks they would not. Pack"
+            f" documents with cu_seq_lens_q or seq_idx, which work for all models, or give every document a row."
         )
 
 
-def _hooked(inner: Any) -> bool:
-    """Whether rotary embeddings of the model depend on the largest position. Hooks that depend on the model alone are
-    put in place here, once: a walk through all modules takes milliseconds, and this is asked in every step."""
-    if inner not in _HOOKED:
-        route_losses(inner)
-        shield(inner)
-        _HOOKED[inner] = watch_rotary(inner)
-    return _HOOKED[inner]
-
-
-def _prepare(inner: Any, sequence: ShardedSequence) -> None:
-    """What the model calls beside attention goes over ranks too, and every layer of a hybrid is watched for it."""
-    if sequence.rules.body is not None:
-        watch_body(inner, sequence.rules.body, sequence.rules.joined)
-    if not is_hybrid(inner):
-        return
-    route(inner)
-    sequence.needed = needs(inner)
-    listen_to_layers(inner, sequence.needed)
-
-
-def _layout(layout: Any, whole: Whole, kinds: list[Kind], world_size: int, span_keys: int) -> Layout:
-    seq_len = whole.seq_len
+def _geometry(adapter: ModelAdapter, read: Reading, kinds: Any, world_size: int, options: Sharding) -> tuple[Any, ...]:
+    """Return the whole batch, its layout, and dicts for its plans and this rank's positions. All of them are kept for
+    batches of this size if there are no documents and no padding."""
+    padding = None if read.padding is None or read.padding.all() else read.padding
+    key: Any = None
+    if padding is None and read.documents is None and isinstance(options.layout, str | Layout):
+        key = read.rows, read.seq_len, options.layout, world_size, options.scheme, tuple(kinds)
+        if key in adapter.geometries:
+            return adapter.geometries[key]
+    seq_len = read.seq_len
+    layout: Any = options.layout
+    whole = Whole(read.rows, seq_len, padding, read.documents)
     if layout == "balanced":
         masks = [whole.mask(kind).resized(seq_len) for kind in kinds]
+        span_keys = STATE_KEYS if adapter.is_hybrid else 0
         layout = layouts.balanced(*masks, world_size=world_size, seq_len=seq_len, span_keys=span_keys)
     elif layout in ("zigzag", "contiguous", "striped"):
         layout = getattr(layouts, layout)(seq_len, world_size)
     if not isinstance(layout, Layout):
         raise BatchError(
-            f"layout = {layout!r} was asked for. Choose one of 'balanced', 'zigzag', 'contiguous', 'striped', or pass a"
-            f" layout of longspan.layouts."
+            f"layout must be 'balanced', 'zigzag', 'contiguous', 'striped' or a layout of longspan.layouts, but got"
+            f" {layout!r}."
         )
     if (layout.seq_len, layout.world_size) != (seq_len, world_size):
         raise BatchError(
@@ -226,86 +386,44 @@ def _layout(layout: Any, whole: Whole, kinds: list[Kind], world_size: int, span_
             f"{layout} leaves rank {int(layout.num_tokens.argmin())} without tokens, and transformers' models cannot"
             f" run on none. Use fewer ranks for {seq_len} tokens, or layout='zigzag'."
         )
-    return layout
+    geometry = whole, layout, {}, {}
+    if key is not None:
+        while len(adapter.geometries) >= MOST_GEOMETRIES:
+            del adapter.geometries[next(iter(adapter.geometries))]
+        adapter.geometries[key] = geometry
+    return geometry
 
 
-def _arguments(
-    inner: Any, batch: Mapping[str, Any], sequence: ShardedSequence, position_ids: Tensor | None, asked: Sharding
-) -> dict[str, Any]:
-    """What the model is called with: this rank's tokens, or all of them where it is cut inside; labels shifted before
-    anything is cut."""
-    rules, layout, rank = sequence.rules, sequence.layout, sequence.rank
-    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
-    if _hooked(inner) and position_ids is not None:
+def _positions(adapter: ModelAdapter, read: Reading, rules: Rules, options: Sharding, sequence: Any) -> Tensor:
+    skipped = adapter.padding_id if rules.positions == AFTER_PADDING else None
+    position_ids = positions_of(read, options.positions, rules.positions, skipped)
+    if adapter.depends_on_largest:
         sequence.largest = position_ids.max()
-    part = (
-        _whole_tokens(batch, sequence, position_ids)
-        if rules.body is not None
-        else _own_tokens(batch, sequence, position_ids)
-    )
-    labels = batch.get("labels") if rules.loss == IN_PLACE else shifted_labels(batch)
-    if labels is not None and rules.loss in (OWN, SHIFTED, IN_PLACE):
-        _check_predicted(inner, labels, sequence)
-        count = _count_of(inner, batch, labels, rules)
-        mine = layout.shard(labels, rank, 1, IGNORE)
-        start_copy(mine)
-        _prepare_head(inner, sequence, mine, count, asked)
-        if asked.wants == SCORES:
-            pass  # no loss
-        elif rules.loss == OWN:
-            part.update(shift_labels=mine, labels=labels[:, :0], num_items_in_batch=count)
-        else:
-            sequence.labels, sequence.num_items = mine, count
-    for name, value in (("position_ids", part.get("position_ids")), ("use_cache", False)):
-        if (
-            value is not None
-            and takes(type(inner), name)
-            and (name != "position_ids" or rules.positions != NO_POSITIONS)
-        ):
-            part[name] = to_device(value, tokens.device) if isinstance(value, Tensor) else value
-        else:
-            part.pop(name, None)
-    return part
+    return position_ids
 
 
-def _count_of(inner: Any, batch: Mapping[str, Any], labels: Tensor, rules: Rules) -> Tensor:
-    """Return what the sum of the loss over tokens is divided by on one device."""
-    count = batch.get("num_items_in_batch")
-    if count is not None and not takes(type(inner), "num_items_in_batch"):
-        raise BatchError(
-            f"the batch must not have `num_items_in_batch`, but got {int(count)}: {type(inner).__name__}.forward does"
-            f" not take it. Take it out of the batch, and scale the loss yourself."
-        )
-    if count is None or not rules.obeys_count:
-        return (labels != IGNORE).sum().clamp(min=1)
-    return torch.as_tensor(count)
-
-
-def _prepare_head(inner: Any, sequence: ShardedSequence, labels: Tensor, count: Any, asked: Sharding) -> None:
-    """Logits are not computed where the loss, or log-probabilities, can be had without them."""
-    if asked.wants == LOGITS:
-        return
-    config, rules = inner.config.get_text_config(), sequence.rules
-    needed = why_logits(inner, rules)
-    if not needed:
-        watch_head(inner, rules)
-    elif inner not in _TOLD and labels.numel() * int(getattr(config, "vocab_size", 0)) * 12 >= SAID_BYTES:
-        _TOLD[inner] = True
+def _prepare_head(
+    adapter: ModelAdapter, config: Any, sequence: ShardedSequence, labels: Tensor, count: Any, options: Sharding
+) -> None:
+    """Compute the loss, or log-probabilities, without logits if the model allows it."""
+    reason = adapter.why_logits(sequence.rules)
+    num_bytes = labels.numel() * int(getattr(config, "vocab_size", 0)) * 12
+    if reason and num_bytes >= SAID_BYTES and adapter.model not in _WARNED:
+        _WARNED[adapter.model] = True
         _LOG.warning(
-            "logits of %s are computed whole, %d tokens x %d words on this rank, because %s.",
-            type(inner).__name__, labels.numel(), config.vocab_size, needed,
+            "logits of %s are computed whole, %d tokens x vocab_size=%d on this rank, because %s.",
+            type(adapter.model).__name__, labels.numel(), config.vocab_size, reason,
         )  # fmt: skip
-    if asked.wants == SCORES or not needed:
-        temperature = asked.temperature if asked.wants == SCORES else None
-        sequence.model = weakref.ref(inner)
-        sequence.at_head = at_head(config, rules, labels, count, temperature)
+    if options.wants == SCORES or not reason:
+        temperature = options.temperature if options.wants == SCORES else None
+        sequence.model = weakref.ref(adapter.model)
+        sequence.at_head = HeadTask(config, sequence.rules, labels, count, temperature)
 
 
 def _check_predicted(inner: Any, labels: Tensor, sequence: ShardedSequence) -> None:
-    """Refuses labels of what a model computes at padding, where that differs between one device and ranks."""
+    """Raise for labels of predictions at padding, which differ between one device and ranks."""
     padding = sequence.whole.padding
-    if padding is None or (sequence.rules.exact_at_padding and not is_hybrid(inner)):
-        return
+    assert padding is not None
     wrong = (labels != IGNORE).cpu().numpy() & ~padding
     if wrong.any():
         row, place = (int(x[0]) for x in np.nonzero(wrong))
@@ -315,21 +433,3 @@ def _check_predicted(inner: Any, labels: Tensor, sequence: ShardedSequence) -> N
             f"token {place} of row {row} is padding, and it has a label{later}. What {type(inner).__name__} computes at"
             f" padding means nothing, and differs between one device and ranks. Put -100 into labels at padding{first}."
         )
-
-
-def _own_tokens(batch: Mapping[str, Any], sequence: ShardedSequence, position_ids: Tensor | None) -> dict[str, Any]:
-    whole = {name: value for name, value in batch.items() if name not in USED and value is not None}
-    whole["position_ids"] = position_ids
-    dims = {name: 1 for name in whole if name in ("inputs_embeds", *BY_TOKEN)}
-    if sequence.rules.loss in (SHIFTED, IN_PLACE):
-        whole.pop("num_items_in_batch", None)
-    return shard_batch(whole, sequence.layout, sequence.rank, dims=dims or None)
-
-
-def _whole_tokens(batch: Mapping[str, Any], sequence: ShardedSequence, position_ids: Tensor | None) -> dict[str, Any]:
-    kept = ("labels", "num_items_in_batch") if sequence.rules.loss == POOLED else ()
-    dropped = {"labels", "shift_labels", "num_items_in_batch", *PACKED, "max_length_q", "max_length_k"} - set(kept)
-    part = {name: value for name, value in batch.items() if name not in dropped and value is not None}
-    if position_ids is not None and batch.get("position_ids") is None:
-        sequence.position_ids = sequence.layout.shard(position_ids, sequence.rank, 1)
-    return part

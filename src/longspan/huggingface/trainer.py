@@ -2,7 +2,7 @@
 
 It overrides the accelerator (which ranks get the same batch), the loss (sharded inputs), predictions (whole sequences,
 each sample once), and counters that would count a token once per rank. The Trainer itself counts labels over all ranks
-and DDP or FSDP2 average over them, which together is one mean. `trl.py` has what TRL's trainers need in addition.
+and DDP or FSDP2 average over them, which together is one mean. `trl.py` has methods that only TRL's trainers call.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,18 +32,18 @@ from longspan.huggingface.accelerate import (
     Ranks,
     each_once,
     kind_of,
+    map_tensors,
     split_sequences,
 )
+from longspan.huggingface.adapter import adapter_of
 from longspan.huggingface.attention import NAME
 from longspan.huggingface.batches import IGNORE, LABELS, PACKED, read_batch, shifted_labels
 from longspan.huggingface.first_use import rules_of
 from longspan.huggingface.head import replaced
-from longspan.huggingface.inputs import shard_inputs
 from longspan.huggingface.masks import current
-from longspan.huggingface.mixers import is_hybrid
-from longspan.huggingface.sharding import check_model
+from longspan.huggingface.sharding import check_model, shard_inputs
 from longspan.huggingface.structure import labels_of_sequences, text_model
-from longspan.huggingface.trl import Distilled, WholeScores
+from longspan.huggingface.trl import TrlMethods
 from longspan.layouts import Layout
 from longspan.run.simulated import OnlyRank
 from longspan.tile import wide
@@ -53,13 +51,11 @@ from longspan.training import BatchError, check_same, gather_outputs, gather_tok
 from longspan.training.groups import message_device, process_group
 from longspan.training.loss import Reported
 
-# What `ContextParallelTrainer` refuses, each with what to do instead: what would be computed on a rank's part as if it
-# were the whole sequence, and ways to run it in which samples are counted once per rank.
+# -- Refusals ----------------------------------------------------------------------------------------------------------
 
 
 def check_bases(kind: type, mixin: type) -> bool:
-    """Whether the class is a trainer; one that names the mixin behind a trainer, whose methods would then be called
-    instead, is refused."""
+    """Return whether the class is a trainer; raise if it names the mixin after one, whose methods would be called."""
     order = list(kind.__mro__)
     trainer = next((b for b in order if (b.__module__, b.__name__) == ("transformers.trainer", "Trainer")), None)
     if trainer is not None and order.index(trainer) < order.index(mixin):
@@ -71,78 +67,59 @@ def check_bases(kind: type, mixin: type) -> bool:
     return trainer is not None
 
 
-def check_attention(model: Any) -> None:
-    """Refuses a model whose attention is not Longspan's, which the trainer has registered by now."""
-    config = getattr(text_model(model) or model, "config", None)
-    name = NAME if config is None else config.get_text_config()._attn_implementation
-    if name != NAME:
-        raise BatchError(
-            f"the model's attention is {name!r}, which knows nothing of other ranks. Load it with from_pretrained(...,"
-            f" attn_implementation={NAME!r}), or call model.set_attn_implementation({NAME!r}) before it is given to the"
-            f" trainer (which has called register() already)."
-        )
-
-
 def check_arguments(trainer: Any) -> None:
-    """Refuses what would be computed on a rank's part as if it were the whole sequence."""
-    losses = [] if trainer._kind in WHOLE else _refused_losses(trainer)
-    for asked, applies, advice in (*losses, *_refused_setups(trainer)):
-        if applies:
-            raise BatchError(
-                f"{asked} was asked for, with sequences split over {trainer.get_cp_size()} ranks. {advice}"
-            )
-
-
-def _refused_losses(trainer: Any) -> list[tuple[str, bool, str]]:
-    """(what was asked, whether it was, what to do) of losses that parts of sequences would change."""
-    args = trainer.args
-    own = _own_loss(type(trainer))
-    return [
+    """Raise for settings that would treat a rank's part as the whole sequence, or count samples once per rank."""
+    args, collator = trainer.args, trainer.data_collator
+    own_loss = None
+    for base in type(trainer).__mro__:
+        if "compute_loss" in vars(base) and base.__module__.split(".")[0] not in ("longspan", "transformers", "trl"):
+            own_loss = base.__name__
+            break
+    is_part = trainer._kind not in WHOLE
+    refused = [
         (
-            f"compute_loss of {own}",
-            own is not None and not trainer.own_loss_takes_shards,
-            "It gets a rank's part: shift_labels instead of labels to shift, and num_items_in_batch labels in all."
-            " If it handles these as it should, set own_loss_takes_shards = True in the class.",
+            is_part and own_loss is not None and not trainer.own_loss_takes_shards,
+            f"compute_loss of {own_loss}",
+            "It receives a rank's part: shift_labels instead of labels to shift, and num_items_in_batch labels in all."
+            " If it supports these, set own_loss_takes_shards = True in the class.",
         ),
         (
+            is_part and not args.average_tokens_across_devices,
             "average_tokens_across_devices = False",
-            not args.average_tokens_across_devices,
             "Ranks hold different numbers of labels, so their means must be weighted by these. Leave it at True.",
         ),
         (
+            is_part and trainer.model is not None and not trainer.model_accepts_loss_kwargs,
             f"a model of class {type(trainer.model).__name__}, which takes no loss arguments,",
-            trainer.model is not None and not trainer.model_accepts_loss_kwargs,
             "Its loss would be the mean of a rank's own labels. Use a model whose forward takes num_items_in_batch.",
         ),
-    ]
-
-
-def _refused_setups(trainer: Any) -> list[tuple[str, bool, str]]:
-    """The same for ways to run it."""
-    args = trainer.args
-    return [
         (
-            "eval_use_gather_object = True",
             args.eval_use_gather_object,
+            "eval_use_gather_object = True",
             "Objects are gathered from all ranks, so each sample would count once per rank. Leave it out.",
         ),
-        ("DeepSpeed", trainer.is_deepspeed_enabled, "It is not supported here: use DDP or FSDP2."),
+        (trainer.is_deepspeed_enabled, "DeepSpeed", "Use DDP or FSDP2."),
         (
-            "tensor parallelism",
             trainer.get_tp_size() > 1,
+            "tensor parallelism",
             "Use longspan.training.make_mesh in a loop of your own, which has the recipe.",
         ),
         (
+            getattr(collator, "return_position_ids", True) is False
+            and type(collator).__name__ == "DataCollatorWithFlattening",
             "a collator that packs without position_ids",
-            getattr(trainer.data_collator, "return_position_ids", True) is False
-            and type(trainer.data_collator).__name__ == "DataCollatorWithFlattening",
-            "Documents could not be told apart. Use DataCollatorWithFlattening(return_position_ids=True).",
+            "Documents could not be separated. Use DataCollatorWithFlattening(return_position_ids=True).",
         ),
     ]
+    for applies, name, advice in refused:
+        if applies:
+            raise BatchError(
+                f"{name} is not supported with sequences split over {trainer.get_cp_size()} ranks. {advice}"
+            )
 
 
 def check_sharded(trainer: Any, model: nn.Module) -> None:
-    """Refuse a model that is not sharded although FSDP was requested: on CPUs accelerate wraps it in DDP instead."""
+    """Raise for a model that is not sharded although FSDP was requested: on CPUs accelerate wraps it in DDP instead."""
     is_set = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if not (trainer.args.fsdp or is_set):
         return
@@ -155,41 +132,33 @@ def check_sharded(trainer: Any, model: nn.Module) -> None:
         )
 
 
-def _own_loss(kind: type) -> str | None:
-    """The class, neither of this package nor of transformers or TRL, that says how the loss is computed."""
-    for base in kind.__mro__:
-        if "compute_loss" in vars(base) and base.__module__.split(".")[0] not in ("longspan", "transformers", "trl"):
-            return base.__name__
-    return None
-
-
-# NEFTune over ranks: noise of embeddings is that of whole sequences, and a rank adds the rows of its own tokens.
-# The scale is that of the whole sequence's length. Noise is drawn for all tokens, by every rank: where the ranks'
-# generators agree (no dropout), it is what one process would have drawn; where they do not, rows of different ranks are
-# independent.
+# -- NEFTune -----------------------------------------------------------------------------------------------------------
+# Noise of embeddings is that of whole sequences, and a rank adds the rows of its own tokens. The scale follows from the
+# length of the whole sequence. Every rank draws noise for all tokens: if the ranks' generators agree (no dropout), it
+# is the noise of one process; if they do not, rows of different ranks are independent.
 
 
 DRAWN_AT_ONCE = 2**26
 """Numbers. More are drawn piece by piece, so that no rank holds noise of the whole sequence: on CPUs these are the same
-numbers, on GPUs others of the same kind."""
+numbers, on GPUs others of the same distribution."""
 
 
-def spread_noise(module: nn.Module, _: Any, output: Tensor) -> Tensor:
-    """A forward hook in place of transformers' `neftune_post_forward_hook`, which knows this rank's tokens alone."""
+def add_noise(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+    """Replace transformers' `neftune_post_forward_hook`, which knows this rank's tokens alone."""
     if not module.training:
         return output
     sequence = current()
     alpha: Any = module.neftune_noise_alpha
-    if sequence is None or not sequence.is_cut:  # the module was given whole sequences
-        bound = _bound(alpha, output.shape[1], output.shape[2])
+    if sequence is None or not sequence.is_cut:  # the module receives whole sequences
+        bound = _noise_bound(alpha, output.shape[1], output.shape[2])
         return output + torch.zeros_like(output).uniform_(-bound, bound)
     return output + own_noise(output, alpha, sequence.layout, sequence.rank)
 
 
 def own_noise(like: Tensor, alpha: float, layout: Layout, rank: int) -> Tensor:
-    """This rank's rows of noise that is drawn for whole sequences, in the order in which transformers draws it."""
+    """Return this rank's rows of noise that is drawn for whole sequences, in the order of transformers."""
     rows, width, seq_len = like.shape[0], like.shape[2], layout.seq_len
-    bound = _bound(alpha, seq_len, width)
+    bound = _noise_bound(alpha, seq_len, width)
     if rows * seq_len * width <= DRAWN_AT_ONCE:
         return layout.shard(like.new_empty(rows, seq_len, width).uniform_(-bound, bound), rank, 1)
     places = torch.as_tensor(layout.positions(rank)[: int(layout.num_tokens[rank])], device=like.device)
@@ -203,37 +172,25 @@ def own_noise(like: Tensor, alpha: float, layout: Layout, rank: int) -> Tensor:
     return noise
 
 
-def _bound(alpha: float, seq_len: int, width: int) -> float:
+def _noise_bound(alpha: float, seq_len: int, width: int) -> float:
     return float(alpha / torch.sqrt(torch.tensor(seq_len * width)))  # rounded as transformers rounds it
 
 
-def replace_noise(trainer: Any, known: Any) -> Any:
-    """The handle of the hook that adds noise, after the Trainer's own was replaced. That one is made when training
-    begins; when it ends, the Trainer removes whatever is there."""
-    made = getattr(trainer, "neftune_hook_handle", None)
-    if trainer.neftune_noise_alpha is None or made is None or made is known:
-        return known
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    embeddings = (text_model(model) or model).get_input_embeddings()
-    made.remove()
-    trainer.neftune_hook_handle = embeddings.register_forward_hook(spread_noise)
-    return trainer.neftune_hook_handle
+# -- Liger's kernels ---------------------------------------------------------------------------------------------------
+# Layers that compute token by token, and a loss that takes shifted labels. The Trainer puts them into the model when
+# training begins, and some into the modeling file, for all models. A tiny copy of the model could not be checked on a
+# CPU after that, so models are checked before: with the first batch, and with other forms of later batches (no padding,
+# one document).
 
 
-# Liger's kernels on a rank's part: layers that take every token by itself, and a loss that takes shifted labels. The
-# Trainer puts them into the model when training begins, and some into the modeling file, for all models. A tiny copy of
-# the model could not be proved on a CPU after that, so models are proved before: with the first batch, and with what a
-# later one may have instead (no padding, one document).
-
-
-def prove_before(trainer: Any) -> None:
-    """Proves the model, which Liger has not changed yet, with batches like those to come."""
+def check_before_liger(trainer: Any) -> None:
+    """Check the model, which Liger has not changed yet, with batches like those of the training."""
     if trainer._sharding["trust_model"]:
         return
     if trainer._kind in WHOLE:
         raise BatchError(
-            "use_liger_kernel = True was asked for, with a trainer that makes its sequences itself: the model would be"
-            " proved after Liger has changed it, which its tiny copy on a CPU cannot follow. Leave it out (TRL's fused"
+            "use_liger_kernel = True is not supported for a trainer that makes its sequences itself: the model would be"
+            " checked after Liger has changed it, and its tiny copy on a CPU cannot run that. Leave it out (TRL's fused"
             " head needs no logits), or compare with one process and pass trust_model=True."
         )
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -247,7 +204,7 @@ def prove_before(trainer: Any) -> None:
 
 
 def forms(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The batch, and what later ones of its kind may look like.
+    """Yield the batch, and forms that later batches may have.
 
     >>> [each["attention_mask"][0].tolist() for each in forms({"attention_mask": np.array([[1, 1, 0]])})]
     [[1, 1, 0], [1, 1, 1]]
@@ -264,8 +221,8 @@ def forms(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {**batch, "position_ids": torch.arange(places.shape[-1], device=places.device).expand_as(places)}
 
 
-def check_patched(model: nn.Module) -> None:
-    """Refuses a loss of Liger's that would shift a rank's own labels."""
+def check_liger_loss(model: nn.Module) -> None:
+    """Raise for a loss of Liger's that would shift a rank's own labels."""
     inner = text_model(model)
     forward = vars(inner).get("forward") if inner is not None else None
     function = getattr(forward, "__func__", forward)
@@ -273,19 +230,20 @@ def check_patched(model: nn.Module) -> None:
         return
     if "shift_labels" not in inspect.getsource(function):
         raise BatchError(
-            f"use_liger_kernel = True was asked for, and Liger's forward of {type(inner).__name__} takes no"
-            f" shift_labels: it would shift a rank's own labels. Pass"
+            f"use_liger_kernel = True needs a forward with shift_labels, but Liger's forward of {type(inner).__name__}"
+            f" takes none and would shift a rank's own labels. Pass"
             f" liger_kernel_config={{'fused_linear_cross_entropy': False}}: Longspan computes the loss without logits,"
             f" too."
         )
 
 
-# Losses that the Trainer computes from logits itself: smoothed labels, and a function of the user's. A rank has the
-# logits of its own tokens, and the token after its last one is on another rank. So labels are shifted while the
-# sequence is whole. A function that shifts labels by itself is handed rows in which its own shift is right: logits with
-# one more row, and labels that begin one place later. With tokens 3 to 5 of a sequence, whose next tokens are d, e, f:
+# -- Losses that the Trainer computes from logits itself ---------------------------------------------------------------
+# Smoothed labels, and a function of the user's. A rank has the logits of its own tokens, and the token after its last
+# one is on another rank. So labels are shifted while the sequence is whole. A function that shifts labels by itself
+# receives rows in which its own shift is right: logits with one more row, and labels that begin one place later. With
+# tokens 3 to 5 of a sequence, whose next tokens are d, e, f:
 #
-#     logits  l3  l4  l5   0        what it compares: l3 with d, l4 with e, l5 with f
+#     logits  l3  l4  l5   0        it compares: l3 with d, l4 with e, l5 with f
 #     labels -100  d   e   f
 
 
@@ -294,35 +252,31 @@ TRIED = ([0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8])
 """Two parts of the twelve tokens that a user's function is tried on."""
 
 
-@dataclass(frozen=True)
-class PartLabels:
-    """Labels of the batch whose loss is being computed, and how many there are in all batches of the step."""
+class PartLabels(NamedTuple):
+    """Labels of the batch whose loss is being computed, and the number of labels in all batches of the step."""
 
     batch: Mapping[str, Any]
     sequence: Any
     num_items: Any
 
     def of_part(self, shift: bool) -> Tensor:
-        """This rank's labels: of the token after each one, or in place."""
+        """Return this rank's labels: of the token after each one, or in place."""
         labels = shifted_labels(self.batch) if shift else self.batch.get("labels")
         if labels is None:
-            raise BatchError(
-                f"labels are needed in their places, but the batch has {', '.join(self.batch)}. Give 'labels', not"
-                f" shifted."
-            )
+            raise BatchError(f"the batch must have 'labels', not shifted, but got {', '.join(self.batch)}.")
         return self.sequence.layout.shard(labels, self.sequence.rank, 1, IGNORE)
 
 
 class PartSmoother:
-    """The Trainer's label smoother, for a rank's part: shares add up to what it would say of whole sequences."""
+    """The Trainer's label smoother, for a rank's part: shares add up to its value for whole sequences."""
 
     def __init__(self, smoother: Any, labels: Callable[[], PartLabels | None]) -> None:
         self.smoother, self.labels = smoother, labels
 
-    def __call__(self, outputs: Any, labels: Any, shift_labels: bool = False, **given: Any) -> Tensor:
+    def __call__(self, outputs: Any, labels: Any, shift_labels: bool = False, **options: Any) -> Tensor:
         now = self.labels()
-        if now is None:  # whole sequences: the trainer was called with a batch that is no part
-            return self.smoother(outputs, labels, shift_labels=shift_labels, **given)
+        if now is None:  # whole sequences
+            return self.smoother(outputs, labels, shift_labels=shift_labels, **options)
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
         share = torch.nn.functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]).to(wide(logits.dtype)),
@@ -337,48 +291,47 @@ class PartSmoother:
 class PartLoss:
     """A user's `compute_loss_func`, for a rank's part.
 
-    It is tried once, on random logits of twelve tokens: what it says of two parts must add up to what it says of the
+    It is tried once, on random logits of twelve tokens: its values for two parts must add up to its value for the
     whole, with its own shift of labels or without one. A function that does not add up (or that fails there, because it
-    reads more than logits) is given whole sequences, which every rank then has to hold.
+    reads more than logits) receives whole sequences, which every rank then has to hold.
     """
 
     def __init__(self, function: Callable[..., Any], labels: Callable[[], PartLabels | None]) -> None:
         self.function, self.labels = function, labels
-        self.way: int | None = None
+        self.alignment: int | None = None
 
     def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         now = self.labels()
         if now is None:
             return self.function(outputs, labels, num_items_in_batch=num_items_in_batch)
-        if self.way is None:
-            self.way = _agreed(_way(self.function, outputs, num_items_in_batch), now.sequence.group)
-        if self.way == WHOLE_LOSS:
-            return self._of_whole(outputs, now, num_items_in_batch)
-        logits, mine = outputs["logits"], now.of_part(self.way == SHIFTS)
-        if self.way == SHIFTS:
-            logits, mine = _one_later(logits, mine)
-        return self.function(replaced(outputs, logits=logits), mine, num_items_in_batch=num_items_in_batch)
+        sequence, group = now.sequence, now.sequence.group
+        if self.alignment is None:
+            alignment = detect_label_alignment(self.function, outputs, num_items_in_batch)
+            # Whole sequences if ranks disagree, since these need every rank.
+            extremes = torch.tensor([alignment, -alignment], device=message_device(group))
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+            self.alignment = alignment if int(extremes[0]) == -int(extremes[1]) else WHOLE_LOSS
+        if self.alignment != WHOLE_LOSS:
+            logits, mine = outputs["logits"], now.of_part(self.alignment == SHIFTS)
+            if self.alignment == SHIFTS:
+                logits, mine = _one_later(logits, mine)
+            return self.function(replaced(outputs, logits=logits), mine, num_items_in_batch=num_items_in_batch)
 
-    def _of_whole(self, outputs: Any, now: PartLabels, num_items: Any) -> Tensor:
-        """The loss of whole sequences as this rank's share: one part in as many of its value, and the gradient of this
-        rank's tokens."""
-        sequence = now.sequence
+        # This rank's share: one part in as many of the value, and the gradient of this rank's tokens.
         slots = sequence.layout.num_slots(sequence.rank)
-        whole = {name: _joined(value, slots, sequence) for name, value in outputs.items()}
-        loss = self.function(type(outputs)(**whole), now.batch["labels"], num_items_in_batch=num_items)
-        return Reported.apply(loss, loss.detach() / sequence.group.size())  # type: ignore[return-value]
 
+        def gather(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == slots:
+                return gather_tokens(value, sequence.layout, group, 1, gradients="sum")
+            return value
 
-def _joined(value: Any, slots: int, sequence: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return type(value)(_joined(item, slots, sequence) for item in value)
-    if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == slots:
-        return gather_tokens(value, sequence.layout, sequence.group, 1, gradients="sum")
-    return value
+        whole = {name: map_tensors(gather, value) for name, value in outputs.items()}
+        loss = self.function(type(outputs)(**whole), now.batch["labels"], num_items_in_batch=num_items_in_batch)
+        return Reported.apply(loss, loss.detach() / group.size())
 
 
 def _one_later(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in which logits[:, :-1] against labels[:, 1:] is each token against its label.
+    """Return rows in which logits[:, :-1] against labels[:, 1:] is each token against its label.
 
     >>> logits, labels = _one_later(torch.zeros(1, 3, 5), torch.tensor([[7, 8, 9]]))
     >>> tuple(logits.shape), labels.tolist()
@@ -389,56 +342,49 @@ def _one_later(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _way(function: Callable[..., Any], outputs: Any, num_items: Any) -> int:
-    """How a function may be given parts: with rows for its own shift, in place, or not at all."""
-    logits, labels = _drawn(outputs["logits"])
+def detect_label_alignment(function: Callable[..., Any], outputs: Any, num_items: Any) -> int:
+    """Return whether a function takes parts with rows for its own shift, in place, or not at all."""
+    like = outputs["logits"]
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 12, like.shape[-1], generator=draw).to(like.device)
+    labels = torch.randint(0, like.shape[-1], (2, 12), generator=draw)
+    labels[0, 4] = labels[1, 9] = IGNORE
+    labels = labels.to(like.device)
     count = torch.full_like(num_items, 17) if isinstance(num_items, Tensor) else 17
     later = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
-    def said(rows: Tensor, marks: Tensor) -> Tensor:
-        return torch.as_tensor(function(type(outputs)(logits=rows), marks, num_items_in_batch=count)).double().cpu()
+    def compute(logits: Tensor, labels: Tensor) -> Tensor:
+        value = function(type(outputs)(logits=logits), labels, num_items_in_batch=count)
+        return torch.as_tensor(value).double().cpu()
 
     try:
-        whole = said(logits, labels)
-        shifted = [said(*_one_later(logits[:, part], later[:, part])) for part in TRIED]
-        in_place = [said(logits[:, part], labels[:, part]) for part in TRIED]
-    except Exception:  # it reads what is not there: it may read it in whole sequences
+        whole = compute(logits, labels)
+        shifted = [compute(*_one_later(logits[:, part], later[:, part])) for part in TRIED]
+        in_place = [compute(logits[:, part], labels[:, part]) for part in TRIED]
+    except Exception:  # it reads other values, which whole sequences may have
         return WHOLE_LOSS
-    for way, (first, second) in ((SHIFTS, shifted), (IN_PLACE, in_place)):
+    for alignment, (first, second) in ((SHIFTS, shifted), (IN_PLACE, in_place)):
         if whole.ndim == 0 and bool((first + second - whole).abs() <= 1e-5 * whole.abs() + 1e-7):
-            return way
+            return alignment
     return WHOLE_LOSS
 
 
-def _drawn(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Random logits of twelve tokens in two rows, and labels, of which a few are ignored."""
-    draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 12, like.shape[-1], generator=draw)
-    labels = torch.randint(0, like.shape[-1], (2, 12), generator=draw)
-    labels[0, 4] = labels[1, 9] = IGNORE
-    return logits.to(like.device), labels.to(like.device)
-
-
-def _agreed(way: int, group: Any) -> int:
-    """The way that all ranks found; whole sequences where they found different ones, since these need every rank."""
-    ways = torch.tensor([way, -way], device=message_device(group))
-    dist.all_reduce(ways, dist.ReduceOp.MAX, group=group)
-    return way if int(ways[0]) == -int(ways[1]) else WHOLE_LOSS
-
-
-# Numbers that TRL's trainers count over all ranks, where ranks of one sequence have the same samples.
+# -- Counters of TRL's trainers ----------------------------------------------------------------------------------------
 
 
 def count_generations(trainer: Any) -> None:
-    """Sets how many completions are generated at once: TRL's configuration has counted each rank of a sequence."""
+    """Set how many completions are generated at once: TRL's configuration has counted each rank of a sequence."""
     args = trainer.args
     if getattr(args, "generation_batch_size", None) is None:
         return
     samples = args.world_size // trainer.get_cp_size()
     args.generation_batch_size = args.per_device_train_batch_size * samples * args.steps_per_generation
+    num_evaluated = None
+    if args.eval_strategy != "no":
+        num_evaluated = getattr(args, "num_generations_eval", None) or args.num_generations
     for name, rows, group in (
         ("generation_batch_size", args.generation_batch_size, args.num_generations),
-        ("the batch of an evaluation", args.per_device_eval_batch_size * samples, _evaluated(args)),
+        ("the batch of an evaluation", args.per_device_eval_batch_size * samples, num_evaluated),
     ):
         if group and rows % group:
             raise BatchError(
@@ -448,30 +394,9 @@ def count_generations(trainer: Any) -> None:
             )
 
 
-def _evaluated(args: Any) -> int | None:
-    return None if args.eval_strategy == "no" else getattr(args, "num_generations_eval", None) or args.num_generations
-
-
-def count_evaluated(inputs: Any, ranks: Ranks) -> Any:
-    """Labels of a batch that TRL evaluates: each process takes the mean of its own batch, and what is divided by this
-    number is multiplied by all ranks."""
-    labels = shifted_labels(inputs)
-    if labels is None:
-        return None
-    return (labels != IGNORE).sum() * (1 if ranks.dp is None else ranks.dp.size())
-
-
-def count_tokens(trainer: Any, inputs: Any, before: int) -> None:
-    """Sets how many tokens TRL's SFTTrainer has seen: it counted those of each rank's part, and rows as one."""
-    seen = inputs["attention_mask"].sum() if inputs.get("attention_mask") is not None else inputs["input_ids"].shape[1]
-    counts = trainer.accelerator.gather(torch.as_tensor(seen, device=trainer.args.device))
-    trainer._total_train_tokens = before + int(each_once(counts, trainer._ranks).sum())
-    trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
-
-
-# -- Packed documents of hybrid models on one process: kept apart there as they are over ranks -------------------------
+# -- Packed documents of hybrid models on one process ------------------------------------------------------------------
 # transformers alone lets convolutions and recurrences run on from one document to the next. So a packed batch of such a
-# model is sharded over a group of one rank: the only part is the whole batch, in order, and labels stay what they were.
+# model is sharded over a group of one rank, as over ranks: the only part is the whole batch, in order, and labels stay.
 
 
 KEPT = (*LABELS, "num_items_in_batch")
@@ -482,17 +407,14 @@ class Separator:
     """Turn packed batches of hybrid models into arguments with which documents do not see each other."""
 
     def __init__(self) -> None:
-        self._is_hybrid: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._has_warned = False
 
     def apply(self, model: Any, batch: Mapping[str, Any], settings: dict[str, Any]) -> Mapping[str, Any]:
-        """Return the model's arguments: `batch` itself where there is nothing to keep apart."""
+        """Return the model's arguments: `batch` itself if there is nothing to separate."""
         inner = text_model(model)
         if inner is None or all(batch.get(name) is None for name in ("position_ids", *PACKED)):
             return batch
-        if inner not in self._is_hybrid:
-            self._is_hybrid[inner] = is_hybrid(inner)
-        if not self._is_hybrid[inner]:
+        if not adapter_of(inner, compare=False).is_hybrid:
             return batch
         kept = {name: value for name, value in batch.items() if name in KEPT}
         tokens = {name: value for name, value in batch.items() if name not in KEPT}
@@ -519,23 +441,21 @@ class Separator:
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
-
-    from longspan.layouts import Layout
 else:
     _Base = object
 
 
-class ContextParallelTrainer(Distilled, WholeScores, _Base):
+class ContextParallelTrainer(TrlMethods, _Base):
     """A mixin for `transformers.Trainer` and its subclasses, TRL's trainers among them; name it first among the bases.
 
-    `cp_size` neighbouring ranks hold parts of each sequence, the others other samples; all ranks unless given.
+    `cp_size` neighbouring ranks hold parts of each sequence, the others other samples; the default is all ranks.
     `layout`, `scheme` and `trust_model` are those of `huggingface.shard_inputs`. Losses, gradients, evaluation and
     predictions are those of one process with the same batches. On one process it is the plain trainer, but packed
     documents of hybrid models are kept apart, as they are over ranks.
     """
 
     own_loss_takes_shards = False
-    """Say True in a class whose `compute_loss` takes this rank's part of the batch, with labels already shifted, and
+    """Set True in a class whose `compute_loss` takes this rank's part of the batch, with labels already shifted, and
     divides by `num_items_in_batch`."""
     _kind = PLAIN
     _wants_logits = False
@@ -567,11 +487,15 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
         super().__init__(*args, **kwargs)
         if self._ranks is not None:
             check_arguments(self)
-            if self.model is not None:  # else model_init makes it later, and the first batch finds out
-                check_attention(self.model)
+            if self.model is not None:  # else model_init makes it later, and it is checked with the first batch
                 check_model(self.model, {})
             self._join_ranks()
-            self._take_parts()
+            if self._kind == PARTS:
+                self.accelerator = PartsAccelerator(self.accelerator, self._ranks)
+            if self.label_smoother is not None:
+                self.label_smoother = PartSmoother(self.label_smoother, lambda: self._labels)
+            if self.compute_loss_func is not None:
+                self.compute_loss_func = PartLoss(self.compute_loss_func, lambda: self._labels)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -579,16 +503,6 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
         if self._ranks is not None:
             self._kind = kind_of(type(self))
             count_generations(self)
-
-    def _take_parts(self) -> None:
-        """What the Trainer computes itself is computed for a rank's part from now on."""
-        assert self._ranks is not None
-        if self._kind == PARTS:
-            self.accelerator = PartsAccelerator(self.accelerator, self._ranks)
-        if self.label_smoother is not None:
-            self.label_smoother = PartSmoother(self.label_smoother, lambda: self._labels)
-        if self.compute_loss_func is not None:
-            self.compute_loss_func = PartLoss(self.compute_loss_func, lambda: self._labels)
 
     def get_cp_size(self) -> int:
         return 1 if self._ranks is None else self._ranks.cp.size()
@@ -598,7 +512,7 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
         model: nn.Module,  # noqa: ARG002
         inputs: Any,
     ) -> tuple[Callable[..., Any], Any]:
-        """Nothing: inputs are sharded where the loss is computed, which is where all trainers pass."""
+        """Return the inputs unchanged: they are sharded in `compute_loss`, which all trainers call."""
         return contextlib.nullcontext, inputs
 
     def compute_loss(
@@ -611,35 +525,57 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if num_items_in_batch is None:
             if torch.is_grad_enabled():
-                raise BatchError(_no_count(inputs))
-            num_items_in_batch = count_evaluated(inputs, self._ranks)  # TRL does not count here
+                raise BatchError(
+                    f"every batch must have 'labels', not shifted, but got {', '.join(inputs)}: the Trainer counted no"
+                    f" labels, so each rank would take the mean of its own part."
+                )
+            # TRL evaluates without counting: it takes the mean of each process and multiplies it by all ranks.
+            labels = shifted_labels(inputs)
+            num_items_in_batch = None if labels is None else (labels != IGNORE).sum() * self._ranks.num_samples
         part = self._part(model, {**inputs, "num_items_in_batch": num_items_in_batch})
         before = getattr(self, "_total_train_tokens", 0)
         self._labels = PartLabels(inputs, self._sequence, num_items_in_batch)
         try:
-            found = super().compute_loss(model, part, return_outputs, num_items_in_batch)
+            loss = super().compute_loss(model, part, return_outputs, num_items_in_batch)
         finally:
             self._labels = None
         if self._kind == PARTS and model.training:
-            count_tokens(self, inputs, before)
-        return found
+            # TRL's SFTTrainer counted tokens of each rank's part, and all rows as one.
+            mask = inputs.get("attention_mask")
+            num_tokens = inputs["input_ids"].shape[1] if mask is None else mask.sum()
+            counts = self.accelerator.gather(torch.as_tensor(num_tokens, device=self.args.device))
+            trainer: Any = self
+            trainer._total_train_tokens = before + int(each_once(counts, self._ranks).sum())
+            trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
+        return loss
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         if self._ranks is not None and self.args.use_liger_kernel:
-            prove_before(self)
+            check_before_liger(self)
         return super().train(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._ranks is not None:
-            self._noise = replace_noise(self, self._noise)
+        # The Trainer makes its NEFTune hook when training begins, and removes whatever hook is there when it ends.
+        hook: Any = getattr(self, "neftune_hook_handle", None)
+        if self._ranks is not None and self.neftune_noise_alpha is not None and hook not in (None, self._noise):
+            model = self.accelerator.unwrap_model(self.model)
+            hook.remove()
+            embeddings = (text_model(model) or model).get_input_embeddings()
+            self.neftune_hook_handle = self._noise = embeddings.register_forward_hook(add_noise)
         return super().training_step(*args, **kwargs)
 
     def _part(self, model: nn.Module, inputs: Any) -> dict[str, Any]:
-        """This rank's part of a batch that all ranks of the sequence have whole."""
+        """Return this rank's part of a batch that all ranks of the sequence have whole."""
         assert self._ranks is not None
         if self._unchecked:
-            _check_batch(inputs, self._ranks)
-            check_patched(model)
+            try:
+                check_same(inputs, self._ranks.cp)
+            except BatchError as error:
+                raise BatchError(
+                    f"{error} With the Trainer: leave data loaders to it (get_train_dataloader prepares them), and give"
+                    f" accelerator_config={{'dispatch_batches': False}} for iterable datasets."
+                ) from error
+            check_liger_loss(model)
             self._unchecked = False
         own_loss = self.label_smoother is not None or self.compute_loss_func is not None
         part = huggingface.shard_inputs(
@@ -653,11 +589,11 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
         part.pop("num_items_in_batch", None)  # the Trainer passes it to models that take it
         self._sequence = part[huggingface.NAME]
         if own_loss:
-            self._sequence.labels = None  # nobody asks for the model's
+            self._sequence.labels = None  # the model's loss is not used
         return part
 
     def _apart(self, model: nn.Module, inputs: Any) -> Any:
-        """The batch, with documents of a hybrid model kept apart where it runs on one process."""
+        """Return the batch, with documents of a hybrid model kept apart if it runs on one process."""
         if self._ranks is not None or not isinstance(inputs, Mapping) or huggingface.NAME in inputs:
             return inputs
         settings = {"trust_model": self._sharding["trust_model"], "dropout_seed": self._dropout_seed(model.training)}
@@ -668,11 +604,11 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
         return labels_of_sequences(counted, self.accelerator, self.get_cp_size())
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        self._num_micro_batches = 0  # the Trainer asks for all micro-batches of a step at once
+        self._num_micro_batches = 0  # the Trainer gets all micro-batches of a step at once
         return super().get_batch_samples(*args, **kwargs)
 
     def _dropout_seed(self, training: bool) -> int:
-        """A new seed for every batch, the same for all parts of it. It is known from the step and the place in it
+        """Return a new seed for every batch, the same for all parts of it. It follows from the step and the place in it
         alone, so that a run that is resumed, or evaluates in between, drops the same pairs."""
         self._num_micro_batches += int(training)
         place = 0 if self._ranks is None or self._ranks.dp is None else self._ranks.dp.get_local_rank()
@@ -696,7 +632,19 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
         if loss is not None:
             dist.all_reduce(loss, group=self._ranks.cp.get_group())
             loss = loss / self._ranks.cp.size()
-        return loss, _whole(logits, self._sequence, self._ranks), labels
+        return loss, None if logits is None else map_tensors(self._gather_tokens, logits), labels
+
+    def _gather_tokens(self, output: Any) -> Any:
+        """Return an output of all tokens in global order, on every rank of the sequence."""
+        assert self._ranks is not None
+        layout = self._sequence.layout
+        slots = len(layout.positions(self._ranks.cp.get_local_rank()))
+        if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[1] != slots:
+            raise BatchError(
+                f"outputs of the model must have one row per token in dim 1 ({slots} on this rank) to be gathered, but"
+                f" got {type(output).__name__} of shape {tuple(getattr(output, 'shape', ()))}. Name it in ignore_keys."
+            )
+        return gather_outputs(output, layout, self._ranks.cp, 1)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self._ranks is not None:
@@ -705,11 +653,19 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
         return super().evaluation_loop(*args, **kwargs)
 
     def _gather_samples(self, data: Any) -> Any:
-        """Every sample once, in order: ranks of one sequence all have it, and the last batch may repeat some."""
+        """Return every sample once, in order: ranks of one sequence all have it, and the last batch may repeat some."""
         assert self._ranks is not None
-        state = self.accelerator.gradient_state
+        state, group = self.accelerator.gradient_state, self._ranks.dp
         last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        return _gather(data, self._ranks.dp, last)
+
+        def gather(item: Tensor) -> Tensor:
+            if group is not None:
+                parts = [torch.empty_like(item) for _ in range(group.size())]
+                dist.all_gather(parts, item.contiguous(), group=group.get_group())
+                item = torch.cat([part[None] if part.ndim == 0 else part for part in parts])
+            return item if last is None else item[:last]
+
+        return map_tensors(gather, data)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
@@ -719,48 +675,3 @@ class ContextParallelTrainer(Distilled, WholeScores, _Base):
 
     def floating_point_ops(self, inputs: Any) -> int:
         return super().floating_point_ops(inputs) // self.get_cp_size()
-
-
-def _whole(outputs: Any, sequence: Any, ranks: Ranks) -> Any:
-    """Outputs of all tokens in global order, on every rank of the sequence."""
-    if outputs is None:
-        return None
-    if isinstance(outputs, tuple | list):
-        return type(outputs)(_whole(item, sequence, ranks) for item in outputs)
-    slots = len(sequence.layout.positions(ranks.cp.get_local_rank()))
-    if not isinstance(outputs, Tensor) or outputs.ndim < 2 or outputs.shape[1] != slots:
-        shape = tuple(getattr(outputs, "shape", ()))
-        raise BatchError(
-            f"the model returned {type(outputs).__name__} of shape {shape} beside logits, but only what has one row per"
-            f" token in dim 1 ({slots} on this rank) can be put together again. Name it in ignore_keys."
-        )
-    return gather_outputs(outputs, sequence.layout, ranks.cp, 1)
-
-
-def _gather(data: Any, group: Any, last: int | None) -> Any:
-    if isinstance(data, tuple | list):
-        return type(data)(_gather(item, group, last) for item in data)
-    if isinstance(data, dict):
-        return {name: _gather(item, group, last) for name, item in data.items()}
-    if group is not None:
-        parts = [torch.empty_like(data) for _ in range(group.size())]
-        dist.all_gather(parts, data.contiguous(), group=group.get_group())
-        data = torch.cat([part[None] if part.ndim == 0 else part for part in parts])
-    return data if last is None else data[:last]
-
-
-def _check_batch(inputs: Any, ranks: Ranks) -> None:
-    try:
-        check_same(inputs, ranks.cp)
-    except BatchError as error:
-        raise BatchError(
-            f"{error} With the Trainer: leave data loaders to it (get_train_dataloader prepares them), and give"
-            f" accelerator_config={{'dispatch_batches': False}} for iterable datasets."
-        ) from error
-
-
-def _no_count(inputs: Any) -> str:
-    return (
-        f"the Trainer counted no labels for this batch ({', '.join(inputs)}), so each rank would take the mean of its"
-        f" own part. Give 'labels' in every batch, not shifted: they are counted over all ranks and micro-batches."
-    )

@@ -1,17 +1,17 @@
-"""Check hooks of users while a model runs over ranks: a hook may look at what passes, but not change it.
+"""Check hooks of users while a model runs over ranks: a hook may observe values, but not change them.
 
-A hook is given this rank's tokens alone. One that only looks (returns None, or what it was given, and writes to no
-tensor) changes nothing over ranks. Of any other it is not known whether it mixes tokens, so it is refused when it runs:
-the check of a model at first use runs a copy without hooks of users.
+A hook receives this rank's tokens alone. One that only observes (returns None or its argument, and writes to no tensor)
+changes nothing over ranks. Any other might mix tokens, so it is refused when it runs: the check of a model at first use
+runs a copy without hooks of users.
 
     hook of torch, accelerate, PEFT, ...                      -> left as it is
     hook that the model's own class registers in __init__     -> left as it is: the check ran it
-    any other                                                 -> `CheckedHook`, in its place
+    any other                                                 -> replaced by a `CheckedHook`
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,13 +27,13 @@ from longspan.training import BatchError
 KINDS = ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook")
 """In the order of `hooks_of`."""
 _KNOWN = {*HARMLESS, "torch", "transformers", "trl", "deepspeed"}
-"""Packages whose hooks may change what passes: they move or cast it, or gather what ranks have apart."""
+"""Packages whose hooks may change values: they move or cast them, or gather shards."""
 _BY_LENGTH = {"neftune_post_forward_hook"}
 """Hooks of known packages that depend on how many tokens there are."""
 
 
 class CheckedHook:
-    """A hook of a user, which is refused if it changes something in a forward or backward pass over ranks."""
+    """A hook of a user, which raises if it changes something in a forward or backward pass over ranks."""
 
     def __init__(self, func: Any, kind: str, place: str) -> None:
         self.func, self.kind, self.place = func, kind, place
@@ -41,47 +41,46 @@ class CheckedHook:
 
     @torch.compiler.disable
     def __call__(self, *args: Any) -> Any:
-        if not self._is_checked(args):
+        is_checked = LAST_FORWARD.checks_hooks
+        if self.kind == KINDS[1]:  # it may run before our own hook
+            sequences = [arg[NAME] for arg in args if isinstance(arg, dict) and NAME in arg]
+            is_checked = getattr(sequences[0] if sequences else current(), "checks_hooks", False)
+        if not is_checked:
             return self.func(*args)
         leaves = tree_leaves(args[1:])
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         versions = [version(tensor) for tensor in tensors]
-        # Writes to .data are not counted: contents are compared at the first call, and where nothing is counted.
-        plain = [t for t in tensors if _is_plain(t) and (self.is_new or t.is_inference())]
+        # Writes to .data are not counted: contents are compared at the first call, and for inference tensors.
+        plain = [
+            t for t in tensors
+            if type(t) is Tensor and t.layout is torch.strided and not t.is_meta and not t.is_quantized
+            and (self.is_new or t.is_inference())
+        ]  # fmt: skip
         copies = [_bytes(tensor).clone() for tensor in plain]
         result = self.func(*args)
-        if versions != [version(tensor) for tensor in tensors] or not _is_same(leaves, tree_leaves(args[1:])):
-            raise self._refusal("changed what it was given in place")
-        if not all(torch.equal(_bytes(tensor), copy) for tensor, copy in zip(plain, copies, strict=True)):
-            raise self._refusal("changed what it was given in place")
+        if (
+            versions != [version(tensor) for tensor in tensors]
+            or not _is_same(leaves, tree_leaves(args[1:]))
+            or not all(torch.equal(_bytes(tensor), copy) for tensor, copy in zip(plain, copies, strict=True))
+        ):
+            raise self._error("changed its arguments in place")
         replaceable = {KINDS[0]: args[-1], KINDS[1]: args[1:]}.get(self.kind, args[1])
         if result is not None and not _is_same(tree_leaves(result), tree_leaves(replaceable)):
-            raise self._refusal(f"returned a new value ({type(result).__name__})")
+            raise self._error(f"returned a new value ({type(result).__name__})")
         self.is_new = False
         return result
 
-    def _is_checked(self, args: tuple[Any, ...]) -> bool:
-        """Whether it runs over ranks, in a model that is checked."""
-        if self.kind != KINDS[1]:
-            return LAST_FORWARD.checks_hooks
-        given = [arg[NAME] for arg in args if isinstance(arg, dict) and NAME in arg]  # it may run before our own hook
-        return getattr(given[0] if given else current(), "checks_hooks", False)
-
-    def _refusal(self, what: str) -> BatchError:
+    def _error(self, problem: str) -> BatchError:
         return BatchError(
-            f"the {self.kind} {name_of(self.func)} on {self.place} must only observe over ranks, but it {what}. It is"
-            f" called with this rank's tokens alone, and the check of the model did not run it. Remove it, let it"
-            f" return None and change nothing, or compare the model with one device"
-            f" (longspan.verification.verify_model) and pass trust_model=True if it is right."
+            f"the {self.kind} {name_of(self.func)} on {self.place} must only observe over ranks, but it {problem}. It"
+            f" runs with this rank's tokens alone, and the check of the model did not run it. Remove it, let it return"
+            f" None and change nothing, or compare the model with one device (longspan.verification.verify_model) and"
+            f" pass trust_model=True if it is right."
         )
 
 
-def _is_same(found: list[Any], expected: list[Any]) -> bool:
-    return len(found) == len(expected) and all(x is y for x, y in zip(found, expected, strict=True))
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+def _is_same(first: list[Any], second: list[Any]) -> bool:
+    return len(first) == len(second) and all(x is y for x, y in zip(first, second, strict=True))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -95,56 +94,53 @@ def name_of(hook: Any) -> str:
     >>> name_of(nn.functional.relu)
     'torch.nn.functional.relu'
     """
-    found = [(where, getattr(item, "__qualname__", type(item).__qualname__)) for where, item in code_in(hook)]
-    of_users = [pair for pair in found if pair[0].partition(".")[0] not in _KNOWN]
-    return ".".join((of_users or found or [("", type(hook).__qualname__)])[0])
+    code = [(where, getattr(item, "__qualname__", type(item).__qualname__)) for where, item in code_in(hook)]
+    of_users = [pair for pair in code if pair[0].partition(".")[0] not in _KNOWN]
+    return ".".join((of_users or code or [("", type(hook).__qualname__)])[0])
 
 
-def _named(module: nn.Module, kind: str, hooks: Mapping[int, Any]) -> str:
+def _describe(module: nn.Module, kind: str, hooks: Mapping[int, Any]) -> str:
     """Return a module's class and its hooks of users, of one kind, in one line; "" if there are none."""
     names = [name_of(hook) for hook in hooks.values() if _is_user(hook)]
     return f"{own_class(module).__qualname__}, {kind}: {', '.join(names)}" if names else ""
 
 
 def hook_names(model: nn.Module) -> set[str]:
-    """Return the hooks of users on the modules of a model, in the words that `check_hooks` knows them by."""
+    """Return the hooks of users on the modules of a model, as `check_hooks` describes them."""
     return {
-        _named(module, kind, hooks)
+        _describe(module, kind, hooks)
         for module in model.modules()
         for kind, hooks in zip(KINDS, hooks_of(module), strict=True)
     } - {""}
 
 
 def check_hooks(model: nn.Module, known: Container[str], apart: Iterable[nn.Module] = ()) -> None:
-    """Put a `CheckedHook` in the place of every hook of a user, on modules of the model and for all modules.
+    """Replace every hook of a user by a `CheckedHook`, on modules of the model and for all modules.
 
-    Hooks that are known (of `hook_names` of a copy that was checked) are left, and so are those in models that stand
-    apart, which run whole on every rank.
+    Hooks that are known (of `hook_names` of a copy that was checked) are left, and so are those of the models in
+    `apart`, which run whole on every rank.
     """
     elsewhere = {id(part) for module in apart for part in module.modules()}
+    tables = [(kind, hooks, "all modules") for kind, hooks in zip(KINDS, global_hooks(nn.modules.module), strict=True)]
     for path, module in model.named_modules():
         if id(module) not in elsewhere and any(hooks_of(module)):
             place = f"{path or 'the model'} ({own_class(module).__name__})"
             for kind, hooks in zip(KINDS, hooks_of(module), strict=True):
-                if _named(module, kind, hooks) not in known:
-                    _wrap(hooks, kind, place)
-    for kind, hooks in zip(KINDS, global_hooks(torch.nn.modules.module), strict=True):
-        _wrap(hooks, kind, "all modules")
-
-
-def _wrap(hooks: MutableMapping[int, Any], kind: str, place: str) -> None:
-    for key, hook in list(hooks.items()):
-        if _is_user(hook):
-            hooks[key] = CheckedHook(hook, kind, place)
+                if _describe(module, kind, hooks) not in known:
+                    tables.append((kind, hooks, place))
+    for kind, hooks, place in tables:
+        for key, hook in list(hooks.items()):
+            if _is_user(hook):
+                hooks[key] = CheckedHook(hook, kind, place)
 
 
 def _is_user(hook: Any) -> bool:
     if isinstance(hook, CheckedHook):
         return False
-    found = list(code_in(hook))
-    if any(getattr(item, "__name__", "") in _BY_LENGTH for _, item in found):
+    code = list(code_in(hook))
+    if any(getattr(item, "__name__", "") in _BY_LENGTH for _, item in code):
         return True
-    return not {where.partition(".")[0] for where, _ in found} <= _KNOWN
+    return not {where.partition(".")[0] for where, _ in code} <= _KNOWN
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.api import flex_attention
-from longspan.api import plan as made_plan
+from longspan.api import plan as make_plan
 from longspan.masks import sliding_window
 from longspan.torchtitan.masks import (
     Shards,
@@ -36,9 +36,6 @@ from longspan.torchtitan.masks import (
     mask_of_mods,
     masks_by_name,
 )
-
-# -- Hooks of torchtitan -----------------------------------------------------------------------------------------------
-
 
 try:
     from torchtitan.components.validate import Validator
@@ -53,11 +50,9 @@ try:
     from torchtitan.protocols.module import Module
     from torchtitan.trainer import Trainer
 except ImportError as error:
-    found = next((one.version for one in metadata.distributions(name="torchtitan")), None)
-    check_version(found)
-    raise TitanError(
-        f"torchtitan {found} does not load: {error}. It needs triton, also where there is no GPU."
-    ) from error
+    version = next((one.version for one in metadata.distributions(name="torchtitan")), None)
+    check_version(version)
+    raise TitanError(f"torchtitan {version} does not load: {error}. It needs triton, also without a GPU.") from error
 
 check_version(metadata.version("torchtitan"))
 
@@ -69,8 +64,8 @@ MODELS = ("deepseek_v3", "gpt_oss", "llama3", "qwen3")
 
 
 class LongspanAttention(FlexAttention):
-    """Inner attention of a rank's tokens over the whole sequence. A FlexAttention, because torchtitan asks for that
-    before it makes masks."""
+    """Inner attention of a rank's tokens over the whole sequence. A FlexAttention, because torchtitan makes masks for
+    that class only."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
@@ -95,17 +90,28 @@ class LongspanAttention(FlexAttention):
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         **unknown: Any,
     ) -> Tensor:
-        _check_call(q_BLNH, attention_masks, unknown)
+        if not isinstance(attention_masks, Shards):
+            raise TitanError(
+                f"attention_masks must be those of LongspanTrainer, but got {type(attention_masks).__name__}. Train"
+                f" with a config of with_longspan(...); for one call, use longspan.flex_attention."
+            )
+        if isinstance(q_BLNH, DTensor):
+            raise TitanError(
+                f"attention takes local tensors, but got DTensors placed {q_BLNH.placements}. Use"
+                f" --parallelism.spmd_backend partial_dtensor."
+            )
+        if any(value is not None for value in unknown.values()):
+            raise TitanError(f"attention does not support {', '.join(sorted(unknown))}, and would have to drop it.")
         if score_mod is not None and self.heads_split > 1:
             raise TitanError(
-                f"a score_mod was given, and heads are split over {self.heads_split} ranks: it would be told numbers of"
-                f" this rank's heads, from 0 up. Use --parallelism.tensor_parallel_degree 1."
+                f"score_mod is not supported with heads split over {self.heads_split} ranks: it would get the numbers"
+                f" of this rank's heads, from 0 up. Use --parallelism.tensor_parallel_degree 1."
             )
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
         mask, layout = attention_masks.mask, attention_masks.layout
         if self.left >= 0:
             mask = mask & sliding_window(self.left)
-        plan = made_plan(
+        plan = make_plan(
             mask, layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], v_head_dim=v.shape[3],
             batch=q.shape[0], dtype=q.dtype,
         )  # fmt: skip
@@ -117,35 +123,18 @@ class LongspanAttention(FlexAttention):
         return out if out_transform is None else out_transform(out, lse.transpose(1, 2))
 
 
-def _check_call(q: Tensor, masks: Any, unknown: dict[str, Any]) -> None:
-    if not isinstance(masks, Shards):
-        raise TitanError(
-            f"attention was given {type(masks).__name__} as attention_masks, which is not what LongspanTrainer makes."
-            f" Train with a config of with_longspan(...); for one call, use longspan.flex_attention."
-        )
-    if isinstance(q, DTensor):
-        raise TitanError(
-            f"attention was given DTensors placed {q.placements}. It works on local tensors: use"
-            f" --parallelism.spmd_backend partial_dtensor."
-        )
-    if any(value is not None for value in unknown.values()):
-        raise TitanError(
-            f"attention was asked for {', '.join(sorted(unknown))}, which it does not know and would have to drop."
-        )
-
-
 # -- Training ----------------------------------------------------------------------------------------------------------
 
 
 def _sharded(
     input_dict: dict[str, Tensor], labels: Tensor, model: Any, dims: Any, parallelism: Any
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """This rank's tokens, labels (which torchtitan's data loaders have shifted already), positions and masks."""
+    """Return this rank's tokens, labels (which torchtitan's data loaders have shifted), positions and masks."""
     unknown = sorted(input_dict.keys() - {"input", "positions"})
     if unknown or "positions" not in input_dict:
         raise TitanError(
-            f"a batch has {', '.join(sorted(input_dict))}, but 'input' and 'positions' were expected: positions say"
-            f" where documents start, and how anything else is cut along the sequence is not known."
+            f"a batch has {', '.join(sorted(input_dict))}, but must have 'input' and 'positions' alone: positions tell"
+            f" where documents start, and it is not known how to shard anything else."
         )
     tokens, positions = input_dict["input"], input_dict["positions"]
     batch, length = tokens.shape
@@ -160,7 +149,7 @@ def _sharded(
 
 
 class LongspanValidator(Validator):
-    """torchtitan's validation, on shards of our layout."""
+    """torchtitan's validation on shards."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
@@ -173,7 +162,7 @@ class LongspanValidator(Validator):
 
 
 class LongspanTrainer(Trainer):
-    """torchtitan's training, on shards of our layout. All else, loss normalisation among it, is torchtitan's."""
+    """torchtitan's training on shards. Everything else, such as loss normalisation, is torchtitan's."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -192,7 +181,7 @@ class LongspanTrainer(Trainer):
 
 
 def check_config(config: Trainer.Config) -> None:
-    """Refuses what would not be exact, or was never tried, with options from the command line included."""
+    """Raise for settings, from the command line too, that would not be exact or were not tested."""
     parallelism, compiled = config.parallelism, config.compile
     check_balancer(parallelism.context_parallel_load_balancer)
     refusals = {
@@ -202,11 +191,11 @@ def check_config(config: Trainer.Config) -> None:
         ),
         f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}": (
             parallelism.pipeline_parallel_degree > 1,
-            "Stages of a pipeline would need the layout of every microbatch, which is not built. Use 1.",
+            "Stages of a pipeline would need the layout of every microbatch, which is not implemented. Use 1.",
         ),
         f"parallelism.expert_parallel_degree = {parallelism.expert_parallel_degree}": (
             parallelism.expert_parallel_degree > 1,
-            "Expert parallelism beside Longspan was never tried. Use 1.",
+            "Expert parallelism with Longspan was not tested. Use 1.",
         ),
         f"compile.enable with components {compiled.components}": (
             compiled.enable and "model" in compiled.components,
@@ -222,14 +211,14 @@ def check_config(config: Trainer.Config) -> None:
             "It would shard by another layout. Use LongspanValidator.Config, or turn validation off.",
         ),
     }
-    for asked, (refused, remedy) in refusals.items():
-        if refused:
-            raise TitanError(f"{asked} was asked for, with attention by Longspan. {remedy}")
+    for setting, (is_refused, remedy) in refusals.items():
+        if is_refused:
+            raise TitanError(f"{setting} is not supported with attention by Longspan. {remedy}")
 
 
 def _parallelize(model: Any, *, parallel_dims: Any, titans: Callable[..., nn.Module], **options: Any) -> nn.Module:
-    """torchtitan's own function, told that nothing is left to do about context parallelism: it would wrap attention in
-    a gather of all keys and values. FSDP still spans the cp axis, as the meshes are made before."""
+    """Call torchtitan's own function without a cp axis, for which it would wrap attention in a gather of all keys and
+    values. FSDP still spans the cp axis, since the meshes are built before."""
     check_mixers(type(model).__name__, model.named_modules())
     for name, module in model.named_modules():
         if isinstance(module, LongspanAttention):
@@ -251,25 +240,25 @@ def _parallelize(model: Any, *, parallel_dims: Any, titans: Callable[..., nn.Mod
 
 
 def with_longspan(config: Trainer.Config, *, any_model: bool = False) -> LongspanTrainer.Config:
-    """The config of the same training with attention by Longspan; the given one is used up.
+    """Return the config of the same training with attention by Longspan; it reuses parts of `config`.
 
     Sets `parallelism.spmd_backend` to "partial_dtensor", `parallelism.context_parallel_load_balancer` to "balanced" and
     `training.disable_cuda_graphs`; the command line may name another balancer. `any_model` admits models of your own:
-    say it only if nothing but inner attention mixes tokens (no vision tower). Linear attention, other recurrences and
-    convolutions are refused with it, too, where they are known by name.
+    set it only if nothing but inner attention mixes tokens (no vision encoder). Linear attention, other recurrences and
+    convolutions are refused with it, too, if their names are known.
     """
     spec = config.model_spec
     if type(config) is not Trainer.Config or type(config.validator) is not Validator.Config or spec is None:
         classes = f"{type(config).__qualname__} with {type(config.validator).__qualname__}"
         raise TitanError(
-            f"with_longspan takes a Trainer.Config with a model_spec and a Validator.Config, but {classes} was given:"
+            f"with_longspan takes a Trainer.Config with a model_spec and a Validator.Config, but got {classes}:"
             f" trainers and validators of other classes shard batches themselves. Derive them from LongspanTrainer."
         )
     check_mixers(spec.name, ((name, layer) for name, layer, _, _ in spec.traverse(Module.Config, recurse=True)))
     if spec.name not in MODELS and not any_model:
         raise TitanError(
-            f"model {spec.name!r} was given. Known to mix tokens in inner attention alone are {', '.join(MODELS)}; if"
-            f" yours does, say with_longspan(config, any_model=True)."
+            f"the model must be one of {', '.join(MODELS)}, which mix tokens in inner attention alone, but got"
+            f" {spec.name!r}. If yours does too, pass with_longspan(config, any_model=True)."
         )
     layers: list[Any] = list(spec.traverse(BaseAttention.Config, recurse=True))
     for name, layer, _, _ in layers:
@@ -286,7 +275,7 @@ def with_longspan(config: Trainer.Config, *, any_model: bool = False) -> Longspa
 
 
 def _replacement(name: str, inner: Any) -> LongspanAttention.Config:
-    """The config of our attention that means what torchtitan's meant."""
+    """Return the config of our attention that is equivalent to torchtitan's."""
     if type(inner) is FlexAttention.Config and not inner.kernel_options:
         return derive(inner, LongspanAttention.Config)
     if type(inner) is VarlenAttention.Config and inner.window_size[1] == 0:
@@ -298,7 +287,7 @@ def _replacement(name: str, inner: Any) -> LongspanAttention.Config:
 
 
 def _configs() -> dict[str, Callable[[], Trainer.Config]]:
-    """torchtitan's config functions by name."""
+    """Return torchtitan's config functions by name."""
     configs: dict[str, Callable[[], Trainer.Config]] = {}
     for model in MODELS:
         registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
@@ -310,24 +299,23 @@ def _configs() -> dict[str, Callable[[], Trainer.Config]]:
 
 
 def __getattr__(name: str) -> Callable[[], LongspanTrainer.Config]:
-    """torchtitan's config of this name, with Longspan: torchtitan looks `--config` up as an attribute of `--module`."""
+    """Return torchtitan's config of this name, with Longspan: torchtitan looks `--config` up in `--module`."""
     config = None if name.startswith("_") else _configs().get(name)
-    if config is None and not name.startswith("_") and (found := _elsewhere(name)):
-        return partial(_refuse, name, *found)
-    if config is None:
+    if config is not None:
+        return lambda: with_longspan(config())
+    family = None
+    if not name.startswith("_"):
+        family = family_of(name, importlib.import_module("torchtitan.models").__path__)
+    if family is None:
         raise AttributeError(
             f"longspan.torchtitan has no attribute, and torchtitan's {', '.join(MODELS)} no config, {name!r}"
         )
-    return lambda: with_longspan(config())
-
-
-def _elsewhere(name: str) -> tuple[str, list[str]] | None:
-    return family_of(name, importlib.import_module("torchtitan.models").__path__)
+    return partial(_refuse, name, *family)
 
 
 def _refuse(name: str, family: str, mixers: list[str]) -> LongspanTrainer.Config:
-    """Of a config that torchtitan has and Longspan does not take."""
-    hybrid = f" Its {' and '.join(mixers)} would start from nothing on every rank." if mixers else ""
+    """Raise for a config of torchtitan that Longspan does not support."""
+    hybrid = f" Its {' and '.join(mixers)} would start from an empty state on every rank." if mixers else ""
     raise TitanError(
         f"config {name!r} is of torchtitan's model {family!r}, which is not among those known to mix tokens in inner"
         f" attention alone: {', '.join(MODELS)}.{hybrid}"

@@ -26,13 +26,6 @@ from longspan.masks import Mask, causal, chunked, documents, from_mask_mod, full
 from longspan.masks.builders import per_row
 from longspan.run.flex import check_lengths, mask_of_block_mask
 
-# -- Versions and shards -----------------------------------------------------------------------------------------------
-# Up to the section on attention the code works without torchtitan, whose mask functions are recognised by their names
-# and results.
-#
-# Shapes: B batch rows, S tokens of the whole sequence.
-
-
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 TESTED = "0.3.0"
@@ -41,26 +34,26 @@ PTRR_BLOCK = 128
 
 
 class TitanError(LongspanError, RuntimeError):
-    """Something that torchtitan was asked to do and that cannot be done exactly with Longspan underneath."""
+    """Raised for settings of torchtitan that Longspan cannot run exactly."""
 
 
 def check_version(version: str | None) -> None:
-    """Refuses versions of torchtitan that this was not tested with: its hooks are not promised to stay.
+    """Raise for versions of torchtitan that were not tested: its hooks may change.
 
     >>> check_version("0.3.0")
     """
     if version != TESTED:
         raise TitanError(
-            f"torchtitan {version or '(not installed)'} was found, but longspan.torchtitan was tested with"
-            f" {TESTED} only. Install torchtitan=={TESTED}."
+            f"torchtitan must be {TESTED}, the tested version, but got {version or '(not installed)'}. Install"
+            f" torchtitan=={TESTED}."
         )
 
 
 @sealed
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
-    """What attention of this rank's shards is about: the mask of the whole sequence, who holds what, and over which
-    mesh axis (None: this rank holds all). Layers get it where torchtitan would pass a BlockMask."""
+    """The mask of the whole sequence, its layout, and the mesh axis of its ranks (None if this rank holds all). Layers
+    receive it instead of a BlockMask."""
 
     mask: Mask
     layout: Layout
@@ -78,41 +71,34 @@ _PACKED = "get_efficient_causal_mask_mod_for_packed_document.<locals>.packed_doc
 
 
 def mask_of_mods(positions: Tensor, mask_mods: Sequence[MaskMod]) -> Mask:
-    """What all the functions allow, for tokens at these positions (B, S) within their documents.
+    """Return the mask that all the functions allow, for tokens at these positions (B, S) within their documents.
 
-    torchtitan's own functions become closed forms, after a look at what they answer at the edges of documents. All
-    others stay functions, which are asked pair by pair where it matters.
+    torchtitan's own functions become closed forms, after they were compared at the edges of documents. All others stay
+    functions, which are called pair by pair.
 
     >>> mask_of_mods(torch.tensor([[0, 1, 2, 0, 1]]), [lambda b, h, q, kv: q - kv == 1]).allows([3, 4], [2, 2]).tolist()
     [True, False]
     """
     if positions.ndim != 2:
         raise TitanError(
-            f"positions have shape {tuple(positions.shape)}, but documents are told apart by positions of shape"
-            f" (batch, tokens). Models with other positions are not supported."
+            f"positions must have shape (batch, tokens), which separates documents, but got {tuple(positions.shape)}."
+            f" Models with other positions are not supported."
         )
     rows, length = positions.shape
-    names = [_name(mod) for mod in mask_mods]
+    names = [mod.__qualname__ if getattr(mod, "__module__", None) == _HOME else "" for mod in mask_mods]
     ordered = _CAUSAL in names or _WINDOW in names
     mask, others = full(length), list[MaskMod]()
     for mod, name in zip(mask_mods, names, strict=True):
-        form = _closed(mod, name, positions, ordered)
+        form = _closed_form(mod, name, positions, ordered)
         if form is None:
             others.append(mod)
         else:
             mask = mask & form
-    if others:
-        asked = from_mask_mod(and_masks(*others), length, rows=rows, name="mask_mod")
-        mask = mask & asked
-    return mask
+    return mask & from_mask_mod(and_masks(*others), length, rows=rows, name="mask_mod") if others else mask
 
 
-def _name(mod: MaskMod) -> str:
-    return getattr(mod, "__qualname__", "") if getattr(mod, "__module__", None) == _HOME else ""
-
-
-def _closed(mod: MaskMod, name: str, positions: Tensor, ordered: bool) -> Mask | None:
-    """The closed form of one function, or None; `ordered` says that another one hides later keys."""
+def _closed_form(mod: MaskMod, name: str, positions: Tensor, ordered: bool) -> Mask | None:
+    """Return the closed form of one function, or None; `ordered` if another one hides later keys."""
     length = positions.shape[1]
     if name == _CAUSAL:
         return causal(length)
@@ -121,7 +107,9 @@ def _closed(mod: MaskMod, name: str, positions: Tensor, ordered: bool) -> Mask |
     if name == _CHUNK:
         return chunked(_captured(mod, "fixed_block_size"), length)
     if name == _DOCUMENT or (name == _PACKED and ordered):
-        edges = _edges(positions)
+        starts = positions.detach().cpu().numpy() == 0
+        starts[:, :1] = True
+        edges = [np.append(np.flatnonzero(row), length) for row in starts]
         if _separates(mod, edges, length, both=name == _DOCUMENT):
             by_row = [documents(np.diff(row)) for row in edges]
             return by_row[0] if len(by_row) == 1 else per_row(*by_row)
@@ -132,64 +120,57 @@ def _captured(mod: MaskMod, name: str) -> int:
     return int(inspect.getclosurevars(mod).nonlocals[name])  # type: ignore[arg-type]
 
 
-def _edges(positions: Tensor) -> list[np.ndarray]:
-    """For every batch row, where documents start and, last, where the sequence ends. Position 0 starts one."""
-    starts = positions.detach().cpu().numpy() == 0
-    starts[:, :1] = True
-    return [np.append(np.flatnonzero(row), starts.shape[1]) for row in starts]
-
-
 def _separates(mod: MaskMod, edges: list[np.ndarray], length: int, both: bool) -> bool:
-    """Whether the function agrees, for every token, with these documents: their first token is seen and the one before
-    it is not, and likewise at the other end if it is to tell `both` ends."""
+    """Return whether the function agrees, for every token, with these documents: their first token is visible and the
+    one before it is not, and likewise at the other end if `both`."""
     sizes = [np.diff(row) for row in edges]
     first = torch.as_tensor(np.stack([np.repeat(row[:-1], size) for row, size in zip(edges, sizes, strict=True)]))
     last = torch.as_tensor(np.stack([np.repeat(row[1:] - 1, size) for row, size in zip(edges, sizes, strict=True)]))
     b, q = torch.arange(len(edges))[:, None], torch.arange(length)[None, :].expand(len(edges), -1)
 
-    def says(kv: Tensor) -> Tensor:
+    def allows(kv: Tensor) -> Tensor:
         return torch.as_tensor(mod(b, torch.tensor(0), q, kv.clamp(0, length - 1))).cpu()
 
-    seen, hidden = says(first), says(first - 1) & (first > 0)
+    inside, outside = allows(first), allows(first - 1) & (first > 0)
     if both:
-        seen, hidden = seen & says(last), hidden | (says(last + 1) & (last + 1 < length))
-    return bool(seen.all()) and not bool(hidden.any())
+        inside, outside = inside & allows(last), outside | (allows(last + 1) & (last + 1 < length))
+    return bool(inside.all()) and not bool(outside.any())
 
 
-def mask_of(given: Any, batch: int, seq_len: int) -> Mask:
-    """What a model's `get_attention_masks` gave for one kind of layer."""
-    if isinstance(given, Mask):
-        return given
-    if not isinstance(given, BlockMask):
+def mask_of(mask: Any, batch: int, seq_len: int) -> Mask:
+    """Return the mask of one kind of layer, from a model's `get_attention_masks`."""
+    if isinstance(mask, Mask):
+        return mask
+    if not isinstance(mask, BlockMask):
         raise TitanError(
-            f"get_attention_masks of the model gave {type(given).__name__}, which cannot be read as a mask of the whole"
-            f" sequence. Give a BlockMask, a mask of longspan.masks, or a dict of these."
+            f"get_attention_masks of the model must return a BlockMask, a mask of longspan.masks, or a dict of these,"
+            f" of the whole sequence, but got {type(mask).__name__}."
         )
-    check_lengths(given, (seq_len, seq_len), "the BlockMask that get_attention_masks of the model gave", TitanError)
-    return mask_of_block_mask(given, batch=batch)
+    check_lengths(mask, (seq_len, seq_len), "the BlockMask of the model's get_attention_masks", TitanError)
+    return mask_of_block_mask(mask, batch=batch)
 
 
-def masks_by_name(given: Any, batch: int, seq_len: int) -> dict[str | None, Mask]:
-    """What a model's `get_attention_masks` gave, by kind of layer; the one mask for all layers is named None."""
-    if isinstance(given, Mapping):
-        return {name: mask_of(mask, batch, seq_len) for name, mask in given.items() if mask is not None}
-    return {None: mask_of(given, batch, seq_len)}
+def masks_by_name(masks: Any, batch: int, seq_len: int) -> dict[str | None, Mask]:
+    """Return the masks of a model's `get_attention_masks` by kind of layer; one mask for all layers is named None."""
+    if isinstance(masks, Mapping):
+        return {name: mask_of(mask, batch, seq_len) for name, mask in masks.items() if mask is not None}
+    return {None: mask_of(masks, batch, seq_len)}
 
 
 # -- Layouts -----------------------------------------------------------------------------------------------------------
 
 
 def check_balancer(name: str | None) -> None:
-    """Refuses what `parallelism.context_parallel_load_balancer` cannot mean."""
+    """Raise for unknown values of `parallelism.context_parallel_load_balancer`."""
     if name not in BALANCERS:
         known = ", ".join("None" if known is None else repr(known) for known in BALANCERS)
-        raise TitanError(f"parallelism.context_parallel_load_balancer = {name!r} was asked for. Choose one of {known}.")
+        raise TitanError(f"parallelism.context_parallel_load_balancer must be one of {known}, but got {name!r}.")
 
 
 def layout_of(
     name: str | None, masks: Mapping[str | None, Mask], seq_len: int, world_size: int, key: str | None
 ) -> Layout:
-    """The layout that `parallelism.context_parallel_load_balancer` names; every rank holds equally many tokens.
+    """Return the layout of `parallelism.context_parallel_load_balancer`; every rank holds equally many tokens.
 
     >>> layout_of("headtail", {}, 8, 2, None).positions(0).tolist()
     [0, 1, 6, 7]
@@ -208,24 +189,22 @@ def layout_of(
         )
     if seq_len % (PTRR_BLOCK * world_size):
         raise TitanError(
-            f"the load balancer 'ptrr' deals blocks of {PTRR_BLOCK} tokens to {world_size} ranks, so"
-            f" training.seq_len = {seq_len} would not be dealt evenly. Make it a multiple of"
-            f" {PTRR_BLOCK * world_size}, or use 'balanced', which takes any."
+            f"the load balancer 'ptrr' needs a multiple of {PTRR_BLOCK * world_size} tokens, blocks of {PTRR_BLOCK} for"
+            f" {world_size} ranks, but got training.seq_len = {seq_len}. Or use 'balanced', which takes any."
         )
     mask = masks[key] if len(masks) > 1 else next(iter(masks.values()))
     return round_robin_by_work(mask, world_size, seq_len=seq_len, block=PTRR_BLOCK)
 
 
 # -- Layers that mix tokens without attention --------------------------------------------------------------------------
-# They are refused by name: on a rank's tokens alone each would start from an empty state, and no loss curve would show
-# it.
+# They are refused by name: on a rank's tokens alone each would start from an empty state, which no loss curve shows.
 
 
 _RECURRENT = re.compile("Delta|Mamba|SSM|Recurr|RWKV|KDA|LinearAttention|Lightning|LSTM|GRU")
 
 
 def mixes_tokens(layer: Any) -> bool:
-    """Whether a module, or the config of one, is known to be a recurrence or a convolution along tokens.
+    """Return whether a module, or the config of one, is a recurrence or a convolution along tokens, by its name.
 
     >>> from torch import nn
     >>> [mixes_tokens(layer) for layer in (nn.GRU(1, 1), nn.Conv1d(1, 1, 4), nn.Conv1d(1, 1, 1), nn.Linear(1, 1))]
@@ -238,20 +217,20 @@ def mixes_tokens(layer: Any) -> bool:
 
 
 def check_mixers(model: str, layers: Iterable[tuple[str, Any]]) -> None:
-    """Refuses models with such layers, whatever was promised for them."""
+    """Raise for models with such layers, `any_model` or not."""
     for name, layer in layers:
         if mixes_tokens(layer):
             kind = type(layer).__qualname__.removesuffix(".Config")
             raise TitanError(
-                f"model {model!r} was given, whose {name} is a {kind}: it carries something from token to token, and"
-                f" would start from nothing on every rank. In torchtitan Longspan computes attention alone over ranks;"
-                f" for hybrid models see its Hugging Face integration, or longspan.gated_delta_rule and its companions."
+                f"model {model!r} is not supported: its {name} is a {kind}, which carries a state from token to token"
+                f" and would start from an empty one on every rank. In torchtitan Longspan computes attention alone"
+                f" over ranks; for hybrid models see its Hugging Face integration, or longspan.gated_delta_rule."
             )
 
 
 def family_of(config: str, models: Iterable[str]) -> tuple[str, list[str]] | None:
-    """The one of torchtitan's models whose registry has a config of this name, and its classes that mix tokens. No
-    model is imported for it: some want packages that others do not."""
+    """Return the torchtitan model whose registry has a config of this name, and its classes that mix tokens. No model
+    is imported, since some need further packages."""
     for folder in map(Path, models):
         for registry in sorted(folder.glob("*/config_registry.py")):
             if f"\ndef {config}()" in registry.read_text(encoding="utf-8"):
