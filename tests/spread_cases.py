@@ -27,7 +27,7 @@ from longspan.mixers.scan_kernels import choose_scan_kernel
 from longspan.mixers.scan_run import LocalSegments, RankScan, spread
 from longspan.mixers.scans import check_plan
 from longspan.planning.scan_plan import ScanPlan
-from longspan.testing.loopback import MeetingPoint, each_rank
+from tests.rank_threads import MeetingPoint, each_rank
 
 FORMS = (
     "delta", "kda", "lightning", "lightning by head", "lightning by token", "gla", "ssd", "ssd with all", "elements",

@@ -27,7 +27,7 @@ from longspan.errors import LongspanError, PlanError
 from longspan.scoring.biases import RelativeBias
 from longspan.testing import allowed
 from longspan.verification import Finding, Report, VerifyError, loopback_attention, verify, verify_model
-from longspan.verification.model import dense_mask
+from longspan.verification.model_causes import dense_mask
 from tests.exact_cases import exact_case
 from tests.gloo import verify_work as work
 from tests.pool import end_all, pool
@@ -425,11 +425,11 @@ def test_what_cannot_be_verified_is_refused():
     q = torch.randn(1, 4, 64, 8)
     large = ls.plan(masks.causal(8192), layouts.zigzag(8192, 2), dtype="float32", scheme="ring", **work.SIZES)
     for arguments, options, message in (
-        ((call, None, masks.causal()), {}, "a function of (q, k, v) and a plan, but partial and Mask"),
-        (("fn", None, plan), {}, "but str and Plan"),
+        ((call, None, masks.causal()), {}, "a function of (q, k, v) and a plan, but got partial and Mask"),
+        (("fn", None, plan), {}, "but got str and Plan"),
         ((call, (q, q), plan), {}, "(q, k, v) of whole sequences"),
         ((call, (q, q, q), plan), {}, "k is torch.float32 of shape (1, 4, 64, 8), but whole tensors of the plan are"),
-        ((call, None, plan), {"captured_grads": "all"}, "captured_grads = 'all'"),
+        ((call, None, plan), {"captured_grads": "all"}, "captured_grads must be"),
         ((call, None, plan), {"dropout": 0.5}, "needs a seed"),
         ((call, None, large), {}, "Make a plan of the same kind for fewer tokens"),
         ((call, None, plan), {"group": "world"}, "needs a process group"),
@@ -447,9 +447,9 @@ def test_steps_that_cannot_be_verified_are_refused():
     step = {"local": lambda m, b: work.whole_step(m, b, work.PACKED), "whole": work.whole_step}
     assert verify_model(model, batch, **step, **common).ok  # one process, whole tensors
     for options, message in (
-        ({"gradients": "mean"}, "gradients = 'mean' was asked for"),
-        ({"loss": "mean"}, "loss = 'mean' was asked for"),
-        ({"whole": lambda m, b, mask: (None, None)}, "NoneType was returned in place of the loss"),
+        ({"gradients": "mean"}, "gradients must be"),
+        ({"loss": "mean"}, "loss must be"),
+        ({"whole": lambda m, b, mask: (None, None)}, "but got NoneType as the loss"),
         ({"whole": lambda m, b, mask: work.whole_step(m, b, mask)[0] * torch.rand(())}, "Turn dropout off"),
     ):
         with pytest.raises(PlanError, match=message[:20]) as refused:
@@ -475,7 +475,7 @@ def test_steps_whose_results_cannot_be_paired_are_refused():
         (model, loss_only, ("logits were returned by the local step only",)),
         (model, {"local": lambda m, b: work.whole_step(m, b, work.PACKED)[0]}, ("by the one-device step only",)),
         (model, flat, ("returned logits of shape (128, 13)", "(batch, 64 tokens, vocabulary)")),
-        (model, {"whole": lambda m, b, mask: (work.whole_step(m, b, mask)[0], [1])}, ("list was returned in place",)),
+        (model, {"whole": lambda m, b, mask: (work.whole_step(m, b, mask)[0], [1])}, ("but got list as the logits",)),
     ):
         with pytest.raises(PlanError) as refused:
             verify_model(subject, batch, **{**step, **common, **options})

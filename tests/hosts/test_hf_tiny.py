@@ -301,7 +301,7 @@ def test_a_tiny_copy_sees_an_image(name):
 
 
 def test_what_is_no_configuration_is_refused():
-    with pytest.raises(CannotShrinkError, match="a configuration of transformers, but dict was given"):
+    with pytest.raises(CannotShrinkError, match="a configuration of transformers, but got dict"):
         tiny_config({"hidden_size": 4})
 
 
@@ -309,7 +309,7 @@ def test_a_model_that_cannot_be_made_says_whose_error_it_is():
     from transformers import Dots1Config, Dots1ForCausalLM
 
     config = tiny_config(Dots1Config(n_routed_experts=None))
-    with pytest.raises(CannotShrinkError, match=r"'dots1'.*Dots1ForCausalLM could not be made from it: TypeError"):
+    with pytest.raises(CannotShrinkError, match=r"'dots1'.*Dots1ForCausalLM could not be built from it: TypeError"):
         build(Dots1ForCausalLM, config)
     build(Dots1ForCausalLM, tiny_config(Dots1Config(n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2)))
 

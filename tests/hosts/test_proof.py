@@ -199,7 +199,7 @@ def test_what_is_wrong_is_refused_on_all_ranks_and_trust_is_loud(tmp_path):
         assert said[0].startswith("BartForCausalLM cannot be used over ranks:")
         assert "embed_positions (BartLearnedPositionalEmbedding)" in said[0]
         assert len(told) == 1
-        assert told[0].startswith("trust_model=True: whether LlamaForCausalLM computes over ranks")
+        assert told[0].startswith("trust_model=True: LlamaForCausalLM")
 
 
 HEADS = {

@@ -11,7 +11,7 @@ from torch import nn
 
 from longspan.errors import PlanError
 from longspan.verification import VerifyError, verify_documents
-from longspan.verification.model_documents import CAUSE, packed
+from longspan.verification.documents import CAUSE, read_documents
 from tests.hosts import hf_hybrid_work, verify_documents_work
 from tests.pool import end_all, pool
 
@@ -165,7 +165,7 @@ def test_the_first_module_that_leaks_is_named(layers, name, rows):
     assert report.ok == (name is None), report
     if name is not None:
         assert report.findings[0].what == f"mixes documents, first in {name}"
-        assert "Tell this layer where documents begin" in report.findings[0].advice
+        assert "Pass documents to this layer" in report.findings[0].advice
 
 
 def test_rounding_is_no_leak():
@@ -176,7 +176,7 @@ def test_rounding_is_no_leak():
 
 
 def test_any_two_documents_are_apart_in_some_probe_both_ways():
-    given = packed({"input_ids": torch.zeros(1, 16, dtype=torch.long)}, NUMBERS.numpy())
+    given = read_documents({"input_ids": torch.zeros(1, 16, dtype=torch.long)}, NUMBERS.numpy())
     pairs = {
         (int(a), int(b))
         for replaced, watched in given.probes()
@@ -191,7 +191,7 @@ def test_padding_is_not_judged():
     mask = torch.ones(1, 16, dtype=torch.long)
     mask[:, :5] = 0
     batch = {"input_ids": torch.arange(16)[None] % 11, "attention_mask": mask, "position_ids": NUMBERS}
-    given = packed(batch)
+    given = read_documents(batch)
     for replaced, watched in given.probes():
         assert not replaced[0, :5].any()
         assert not watched[0, :5].any()
@@ -211,7 +211,7 @@ def test_embeddings_in_place_of_ids():
     [
         (stack(), {"input_ids": torch.zeros(1, 16, dtype=torch.long)}, {}, "every row of the batch is one document"),
         (stack(), {"labels": torch.zeros(1, 16)}, {}, "This one has labels."),
-        ("model", {"input_ids": torch.zeros(1, 16)}, {}, "but str was given"),
+        ("model", {"input_ids": torch.zeros(1, 16)}, {}, "but got str"),
         (
             stack(nn.Dropout(0.5)),
             {"input_ids": torch.zeros(1, 16, dtype=torch.long)},

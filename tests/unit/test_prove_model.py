@@ -364,11 +364,11 @@ def test_what_cannot_be_meant_is_refused():
         with pytest.raises(PlanError, match=words):
             prove_model(model, options.pop("batch", batch), **{"local": local, "whole": whole, **options})
 
-    wrong("gradients = 'done' was asked for", gradients="done")
-    wrong("loss = 'mine' was asked for", loss="mine")
-    wrong("layouts = 'zigzag' was asked for. Give a list", layouts="zigzag")
-    wrong("Each is one of zigzag, contiguous, striped", layouts=["spiral"])
-    wrong("how many tokens does the batch have", batch={"x": torch.zeros(3)})
+    wrong("gradients must be 'sum' or 'average'", gradients="done")
+    wrong("loss must be", loss="mine")
+    wrong("layouts must be a list", layouts="zigzag")
+    wrong("layouts must each be one of zigzag, contiguous, striped", layouts=["spiral"])
+    wrong("the batch must have input_ids", batch={"x": torch.zeros(3)})
     wrong("logits were returned by local only", whole=lambda m, b: whole(m, b)[0])
     wrong("logits were returned by whole only", local=lambda *given: local(*given)[0])
     wrong(

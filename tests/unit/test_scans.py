@@ -8,7 +8,7 @@ import torch
 import longspan as ls
 from longspan.mixers.scan_run import LocalSegments, RankScan
 from longspan.planning.scan_steps import parse_scan
-from longspan.testing.loopback import MeetingPoint
+from tests.rank_threads import MeetingPoint
 from tests.spread_cases import (
     FORMS,
     LAYOUTS,

@@ -1,9 +1,9 @@
-"""Decide whether a model runs released code only: a check of it may be kept on disk, since that code cannot change
+"""Decide whether a model runs released code only: its check may be saved on disk, since that code cannot change
 without its version.
 
 Code of one's own, remote code, an editable transformers or a file that was edited in place can change between two
-processes in ways that no digest of the model's classes shows (a helper, a constant, a data file). Checks of such models
-are made again in every process.
+processes in ways that no digest of the model's classes shows (a helper, a constant, a data file). Such models are
+checked again in every process.
 
     LlamaForCausalLM of an installed transformers      files as in RECORD, nothing rebound    -> a digest
     the same, modeling_llama.apply_rotary_pos_emb = f  f is not from a released package       -> None
@@ -42,7 +42,7 @@ def release_of(model: nn.Module | None, config: Any) -> str | None:
     own = {name: module for name, module in homes.items() if name.startswith("transformers.models.")}
     if None in homes.values():
         return None
-    # What a model runs first must be released; what that may call further on must not be a user's.
+    # Code that a model runs first must be released; code that it may call further on must not be a user's.
     values = [value for owner in (*kinds, *own.values(), nn.functional) for _, value in _members(owner)]
     if not all(map(_is_released, {*modules, *(kind.__module__ for kind in kinds), *_places(values)})):
         return None
@@ -50,13 +50,13 @@ def release_of(model: nn.Module | None, config: Any) -> str | None:
     values += [v for module in modules.values() for v in list(vars(module).values()) if isinstance(v, FunctionType)]
     if not all(map(_is_installed, _places(values))):
         return None
-    # Classes that all models share are not described: transformers adds to them while models are made.
+    # Classes that all models share are not described: transformers adds to them while models are built.
     owners = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds if kind.__module__ in own} | own
     described = [
-        [owner, name, said]
+        [owner, name, text]
         for owner in sorted(owners)
         for name, value in _members(owners[owner])
-        if (said := _origins(value) or _constant(name, value))
+        if (text := _origins(value) or _constant(name, value))
     ]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:24]
 
@@ -72,7 +72,7 @@ def _package(name: str) -> str:
 
 
 def _members(owner: Any) -> list[tuple[str, Any]]:
-    """Return what a class or module holds, by name."""
+    """Return the attributes of a class or module, by name."""
     return [(name, value) for name, value in sorted(vars(owner).items()) if name not in ("__builtins__", "__doc__")]
 
 
@@ -88,8 +88,8 @@ def _origins(value: Any) -> list[str]:
 
 
 def _constant(name: str, value: Any) -> str:
-    """Return the value of a constant, as text. Names with an underscore are left out: Python and transformers keep what
-    they have worked out under some, in a class that was used."""
+    """Return the value of a constant as text, "" for names with an underscore: Python and transformers cache values
+    under some of them in a class that was used."""
     if name.startswith("_"):
         return ""
     try:
@@ -150,8 +150,8 @@ def _record(package: str) -> tuple[str, frozenset[str]]:
 def _required() -> frozenset[str]:
     """Return the names of packages whose functions transformers and torch themselves use."""
     names = (re.match(r"[\w.-]+", line) for package in CHECKED for line in _requirements(package))
-    found = {name[0].lower().replace("-", "_") for name in names if name}
-    return frozenset(sys.stdlib_module_names | found | {"longspan"})
+    packages = {name[0].lower().replace("-", "_") for name in names if name}
+    return frozenset(sys.stdlib_module_names | packages | {"longspan"})
 
 
 def _requirements(package: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Run a tiny copy of a model whole on one device and sharded over simulated ranks; forms of batches to try."""
+"""Run a tiny copy of a model on one device and over simulated ranks, on random batches of the user's form."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from longspan import layouts
@@ -24,22 +24,20 @@ from longspan.huggingface.sharding import Sharding, sharded
 from longspan.huggingface.structure import Rules
 from longspan.huggingface.tiny import special_tokens
 from longspan.layouts import Layout
-from longspan.run.simulated import SimulatedRank, simulate
-from longspan.testing.modules import jittered, shared_copy
-
-# Models compute parts in float32 whatever their dtype: norms, softmax, rotary embeddings, losses, recurrences. A proof
-# has them in float64, so that what is wrong stands clear of what is rounded.
-
-
-OURS = "longspan."
+from longspan.run.simulated import SimulatedRank
+from longspan.verification.prover import find_first_different, gradients, jittered, run_on_ranks, shared_copy
 
 
 class Wide(TorchFunctionMode):
-    """Inside, whoever asks for float32 gets float64; Longspan's own code gets what it asks for."""
+    """Use float64 wherever code asks for float32, except in Longspan's own code.
+
+    Models compute norms, softmax, rotary embeddings, losses and recurrences in float32 whatever their dtype. In float64
+    errors are far above rounding.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if sys._getframe(1).f_globals.get("__name__", "").startswith(OURS):
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("longspan."):
             return func(*args, **kwargs)
         if func is Tensor.float:
             func = Tensor.double
@@ -49,7 +47,7 @@ class Wide(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# What kind of batch a model is used with, and a small random one of the same kind for its tiny copy.
+# -- Forms of batches, and a small random batch of a form --------------------------------------------------------------
 
 
 TOKENS = 43
@@ -62,12 +60,12 @@ ENDS = ("start_positions", "end_positions")
 
 @dataclass(frozen=True)
 class Form:
-    """What matters about a batch, but for its numbers."""
+    """The properties of a batch that matter, without its values."""
 
     padding: str = ""
     """"", "right", "left" where any row has padding in front, or "between" where any has it between real tokens."""
     packed: str = ""
-    """"", or what says where documents begin: "position_ids", "cu_seq_lens_q", "seq_idx"."""
+    """"", or the argument that tells where documents begin: "position_ids", "cu_seq_lens_q", "seq_idx"."""
     positions: bool = False
     """Whether there are position_ids."""
     labels: bool = True
@@ -84,20 +82,18 @@ class Form:
 
 
 def form_of(read: Reading, config: Any) -> Form:
-    """The form of a user's batch."""
+    """Return the form of a user's batch."""
     batch = read.batch
     stated = next((name for name in PACKED if batch.get(name) is not None), "")
-    packed = (stated or "position_ids") if read.documents is not None else ""
     flags = [n for n in FLAGS if (getattr(config, n, False) if batch.get(n) is None else batch.get(n))]
     others = sorted([name for name in (*BY_TOKEN, *ENDS, *SEEN) if batch.get(name) is not None] + flags)
-    labels = any(batch.get(name) is not None for name in ("labels", "shift_labels"))
     return Form(
-        _padding(read.padding),
-        packed,
-        batch.get("position_ids") is not None,
-        labels,
-        batch.get("input_ids") is None,
-        tuple(others),
+        padding=_padding(read.padding),
+        packed=(stated or "position_ids") if read.documents is not None else "",
+        positions=batch.get("position_ids") is not None,
+        labels=any(batch.get(name) is not None for name in ("labels", "shift_labels")),
+        embeds=batch.get("input_ids") is None,
+        others=tuple(others),
     )
 
 
@@ -113,21 +109,36 @@ def _padding(real: NDArray[np.bool_] | None) -> str:
 
 
 def drawn(form: Form, model: Any, rows: int = 2) -> dict[str, Any]:
-    """A random batch of this form."""
+    """Return a random batch of this form."""
     draw = torch.Generator().manual_seed(0)
     config = model.config.get_text_config()
+    table = model.get_input_embeddings()
+    sizes = [int(getattr(config, "vocab_size", 0) or 0), int(getattr(table, "num_embeddings", 0) or 0)]
+    vocabulary = min((size for size in sizes if size), default=2)
     special = special_tokens(model.config)
-    allowed = torch.tensor([n for n in range(_vocabulary(model, config)) if n not in special])
+    allowed = torch.tensor([n for n in range(vocabulary) if n not in special])
     ids = allowed[torch.randint(0, len(allowed), (rows, TOKENS), generator=draw)]
-    for number, place in zip(_ends(config, allowed), (7, FIRST + 4, 12, FIRST + 9), strict=False):
-        ids[:, place] = number
+    padding_id = getattr(config, "pad_token_id", None)
+    places = iter((7, FIRST + 4, 12, FIRST + 9))
+    for name in ("eos_token_id", "bos_token_id"):  # twice each: a model may look for them
+        value = getattr(config, name, None)
+        number = value[0] if isinstance(value, list) and value else value
+        if isinstance(number, int) and 0 <= number <= int(allowed.max()) and number != padding_id:
+            ids[:, next(places)] = ids[:, next(places)] = number
     batch: dict[str, Any] = {"input_ids": ids}
     if form.embeds:
-        width = model.get_input_embeddings().weight.shape[1]
-        batch = {"inputs_embeds": torch.randn(rows, TOKENS, width, generator=draw, dtype=torch.float64)}
+        batch = {"inputs_embeds": torch.randn(rows, TOKENS, table.weight.shape[1], generator=draw, dtype=torch.float64)}
     if form.padding:
-        _pad(batch, form.padding, getattr(config, "pad_token_id", None))
-    _place(batch, form, rows)
+        _pad(batch, form.padding, padding_id)
+    # Documents and positions.
+    if form.packed.startswith("cu_seq_lens"):
+        ends = torch.tensor([0, FIRST, TOKENS], dtype=torch.int32)
+        batch.update(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=TOKENS - FIRST, max_length_k=TOKENS - FIRST)
+    if form.packed == "seq_idx":
+        batch["seq_idx"] = (torch.arange(TOKENS) >= FIRST).int().expand(rows, -1)
+    if form.packed or form.positions:
+        inside = torch.cat((torch.arange(FIRST), torch.arange(TOKENS - FIRST)))
+        batch["position_ids"] = (inside if form.packed else torch.arange(TOKENS)).expand(rows, -1).clone()
     if "pixel_values" in form.others:
         _draw_images(batch, form, model, draw)
     for name in form.others:
@@ -136,15 +147,13 @@ def drawn(form: Form, model: Any, rows: int = 2) -> dict[str, Any]:
         if name in BY_TOKEN:
             kinds = max(1, int(getattr(config, "type_vocab_size", 2) or 2))
             batch[name] = torch.randint(0, min(2, kinds), (rows, TOKENS), generator=draw)
-        elif name in ENDS:
-            batch[name] = torch.randint(0, FIRST, (rows,), generator=draw)
         else:
-            batch[name] = True
+            batch[name] = torch.randint(0, FIRST, (rows,), generator=draw) if name in ENDS else True
     return batch
 
 
 def _draw_images(batch: dict[str, Any], form: Form, model: Any, draw: torch.Generator) -> None:
-    """One image in the first row: 4 x 4 patches, or as many as the configuration says."""
+    """Put one image into the first row: 4 x 4 patches, or as many as the configuration has."""
     vision, place = model.config.vision_config, model.config.image_token_id
     patch = int(vision.patch_size)
     if "image_grid_thw" in form.others:
@@ -162,27 +171,6 @@ def _draw_images(batch: dict[str, Any], form: Form, model: Any, draw: torch.Gene
             batch[name] = (batch["input_ids"] == place).long()
 
 
-def _ends(config: Any, allowed: Tensor) -> list[int]:
-    """Tokens at which texts end and begin, twice: a model may look for them."""
-    found: list[int] = []
-    for name in ("eos_token_id", "bos_token_id"):
-        value = getattr(config, name, None)
-        number = value[0] if isinstance(value, list) and value else value
-        if (
-            isinstance(number, int)
-            and 0 <= number <= int(allowed.max())
-            and number != getattr(config, "pad_token_id", None)
-        ):
-            found += [number, number]
-    return found
-
-
-def _vocabulary(model: Any, config: Any) -> int:
-    table = model.get_input_embeddings()
-    sizes = [int(getattr(config, "vocab_size", 0) or 0), int(getattr(table, "num_embeddings", 0) or 0)]
-    return min(size for size in sizes if size) if any(sizes) else 2
-
-
 def _pad(batch: dict[str, Any], where: str, padding_id: Any) -> None:
     rows = next(iter(batch.values())).shape[0]
     mask = torch.ones(rows, TOKENS, dtype=torch.long)
@@ -197,23 +185,10 @@ def _pad(batch: dict[str, Any], where: str, padding_id: Any) -> None:
         batch["input_ids"] = torch.where(mask.bool(), batch["input_ids"], padding_id)
 
 
-def _place(batch: dict[str, Any], form: Form, rows: int) -> None:
-    """Documents and positions."""
-    inside = torch.cat((torch.arange(FIRST), torch.arange(TOKENS - FIRST)))
-    counted = inside if form.packed else torch.arange(TOKENS)
-    if form.packed.startswith("cu_seq_lens"):
-        ends = torch.tensor([0, FIRST, TOKENS], dtype=torch.int32)
-        batch.update(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=TOKENS - FIRST, max_length_k=TOKENS - FIRST)
-    if form.packed == "seq_idx":
-        batch["seq_idx"] = (torch.arange(TOKENS) >= FIRST).int().expand(rows, -1)
-    if form.packed or form.positions:
-        batch["position_ids"] = counted.expand(rows, -1).clone()
-
-
 def with_labels(
     batch: dict[str, Any], logits: Tensor | None, seed: int = 1, at_padding: bool = False
 ) -> dict[str, Any]:
-    """The batch with labels for logits of this shape: one a token (at padding, if wanted, too), or one a row."""
+    """Return the batch with labels for logits of this shape: one per token (also at padding, if set), or per row."""
     if logits is None or not logits.is_floating_point():
         return batch
     draw = torch.Generator().manual_seed(seed)
@@ -233,13 +208,12 @@ def with_labels(
 
 
 LAYOUTS: tuple[tuple[str, int], ...] = (("zigzag", 2), ("contiguous", 3), ("striped", 2))
-"""Layouts that a model is tried with, by name and number of ranks."""
+"""Layouts that a model is checked with, by name and number of ranks."""
 
 
 @dataclass(frozen=True, eq=False)
-class Ran:
-    """What a run gave: the loss, logits or hidden states of all tokens (unless the loss alone was wanted), and
-    gradients by name."""
+class RunResult:
+    """The loss, logits or hidden states of all tokens (unless only the loss was computed), and gradients by name."""
 
     loss: float | None
     out: Tensor | None
@@ -255,130 +229,123 @@ class Trial:
     model: Any
     batch: dict[str, Any]
     is_wide: bool = True
-    """Whether what the model computes in float32 is computed in float64 too."""
-    weights: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    """Whether parts that the model computes in float32 are computed in float64 too."""
     hides_padding: bool = True
     """Whether outputs at padding are left out of comparisons."""
 
     def __post_init__(self) -> None:
-        self.unused = shared_copy(self.model)
-        """A copy that never runs: what modules remember from one run to the next is not copied."""
-
-    def precision(self) -> AbstractContextManager[Any]:
-        return Wide() if self.is_wide else nullcontext()
-
-    def weights_of(self, shape: tuple[int, ...]) -> Tensor:
-        """Random weights of outputs: they make one number of all."""
-        if shape not in self.weights:
-            made = torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-            self.weights[shape] = made / made.norm()
-        return self.weights[shape]
-
-    def one_device_batch(self) -> dict[str, Any]:
-        """Return the batch for a run on one device.
-
-        Recurrences of transformers raise an error if they get `cu_seq_lens` or `seq_idx` without the packages that
-        they are for. Over ranks they never get them, and `apart` runs documents one by one.
-        """
-        left_out = PACKED if is_hybrid(self.model) else ()
-        return {name: value for name, value in self.batch.items() if name not in left_out}
-
-    def whole(self, wants: str = LOGITS) -> Ran:
-        """On one device, with gradients."""
-        with self.precision():
-            output = self.model(**self.one_device_batch())
-        return self._ran(getattr(output, "loss", None), result(output) if wants == LOGITS else None)
-
-    def apart(self, edges: list[int], wants: str = LOGITS) -> Ran:
-        """On one device, documents one after another. For models with recurrences: transformers lets these go on from
-        one document to the next, and Longspan does not."""
-        batch = self.one_device_batch()
-        kept = {name: v for name, v in batch.items() if isinstance(v, Tensor) and v.shape[1:2] == (self.length,)}
-        kept.pop("labels", None)
-        with self.precision():
-            parts = [
-                result(self.model(**{name: value[:, start:stop] for name, value in kept.items()}))
-                for start, stop in itertools.pairwise(edges)
-            ]
-        out, labels = torch.cat(parts, dim=1), shifted_labels(self.batch)
-        if labels is None:
-            return self._ran(None, out)
-        loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten())
-        return self._ran(loss, out if wants == LOGITS else None)
-
-    def rounded(self) -> Ran:
-        """On one device, with every parameter off by up to one rounding of float32: models compute parts in it."""
-        with jittered(self.model, 2.0**-24, 3):
-            return self.whole()
-
-    def _ran(self, loss: Tensor | None, out: Tensor | None, calls: int = 0) -> Ran:
-        if out is None:
-            assert loss is not None
-            return Ran(float(loss.detach()), None, gradients(self.model, loss), calls)
-        real = self.batch.get("attention_mask")
-        if self.hides_padding and real is not None and out.ndim == 3 and out.shape[1] == self.length:
-            out = torch.where(real.bool()[:, :, None], out, 0)
-        total = (out.double() * self.weights_of(tuple(out.shape))).sum() + (0 if loss is None else loss)
-        return Ran(None if loss is None else float(loss.detach()), out.detach(), gradients(self.model, total), calls)
-
-    @torch.no_grad()
-    def forward(self, **changes: Any) -> Any:
-        """The output on one device."""
-        with self.precision():
-            return self.model(**{**self.one_device_batch(), **changes})
-
-    def split(
-        self, rules: Rules, name: str, world_size: int, watch: Callable[..., Any] | None = None, wants: str = LOGITS
-    ) -> Ran:
-        """Over simulated ranks. Every rank has a copy of the model with the same parameters, as it has a process."""
-        layout: Layout = getattr(layouts, name)(self.length, world_size)
-        copies = [shared_copy(self.unused) for _ in range(world_size)]
-
-        def work(rank: SimulatedRank) -> tuple[Any, Any, int]:
-            mine = copies[rank.rank()]
-            if watch is not None:
-                watch(mine, rank.rank())
-            part = sharded(mine, read_batch(self.batch), rank, rules, Sharding(layout, wants=wants))
-            with self.precision():
-                output = mine(**part)
-            out = result(output) if wants == LOGITS else None
-            return getattr(output, "loss", None), out, part[NAME].calls
-
-        found = simulate(world_size, work)
-        losses, outs = [loss for loss, _, _ in found], [out for _, out, _ in found]
-        loss: Any = None if losses[0] is None else sum(losses)
-        if wants != LOGITS:
-            return self._ran(loss, None, found[0][2])
-        out: Any = (
-            layout.unshard(outs, 1) if rules.joined is None else sum(outs) / world_size
-        )  # joined: all have all of it
-        return self._ran(loss, out, found[0][2])
+        self.template = shared_copy(self.model)
+        """A copy that never runs; see `run_on_ranks`."""
 
     @property
     def length(self) -> int:
         tokens = self.batch.get("input_ids")
         return int((self.batch["inputs_embeds"] if tokens is None else tokens).shape[1])
 
+    def precision(self) -> AbstractContextManager[Any]:
+        return Wide() if self.is_wide else nullcontext()
 
-def result(output: Any) -> Tensor:
-    """What a model is for: its logits, or hidden states."""
+    def one_device_batch(self) -> dict[str, Any]:
+        """Return the batch for a run on one device.
+
+        Recurrences of transformers raise an error if they get `cu_seq_lens` or `seq_idx` without the packages that
+        they are for. Over ranks they never get them, and `run_documents` runs documents one by one.
+        """
+        left_out = PACKED if is_hybrid(self.model) else ()
+        return {name: value for name, value in self.batch.items() if name not in left_out}
+
+    @torch.no_grad()
+    def forward(self, **changes: Any) -> Any:
+        """Return the output on one device."""
+        with self.precision():
+            return self.model(**{**self.one_device_batch(), **changes})
+
+    def run_whole(self, wants: str = LOGITS) -> RunResult:
+        """Run on one device, with gradients."""
+        with self.precision():
+            output = self.model(**self.one_device_batch())
+        return self._result(getattr(output, "loss", None), output_tensor(output) if wants == LOGITS else None)
+
+    def run_documents(self, edges: list[int], wants: str = LOGITS) -> RunResult:
+        """Run on one device, one document after another.
+
+        For models with recurrences: transformers lets these continue from one document to the next, Longspan does not.
+        """
+        by_token = {
+            name: value
+            for name, value in self.one_device_batch().items()
+            if isinstance(value, Tensor) and value.shape[1:2] == (self.length,) and name != "labels"
+        }
+        with self.precision():
+            parts = [
+                output_tensor(self.model(**{name: value[:, start:stop] for name, value in by_token.items()}))
+                for start, stop in itertools.pairwise(edges)
+            ]
+        out, labels = torch.cat(parts, dim=1), shifted_labels(self.batch)
+        if labels is None:
+            return self._result(None, out)
+        loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten())
+        return self._result(loss, out if wants == LOGITS else None)
+
+    def run_rounded(self) -> RunResult:
+        """Run on one device, with every parameter off by up to one rounding of float32: models compute parts in it."""
+        with jittered(self.model, 2.0**-24, 3):
+            return self.run_whole()
+
+    def on_rank(self, rules: Rules, layout: Layout, wants: str = LOGITS) -> Callable[[Any, SimulatedRank], Any]:
+        """Return the step of one rank: loss, output, and the number of attention calls."""
+
+        def run(model: Any, rank: SimulatedRank) -> tuple[Any, Any, int]:
+            part = sharded(model, read_batch(self.batch), rank, rules, Sharding(layout, wants=wants))
+            with self.precision():
+                output = model(**part)
+            out = output_tensor(output) if wants == LOGITS else None
+            return getattr(output, "loss", None), out, part[NAME].calls
+
+        return run
+
+    def run_split(self, rules: Rules, name: str, world_size: int, wants: str = LOGITS) -> RunResult:
+        """Run over simulated ranks."""
+        layout: Layout = getattr(layouts, name)(self.length, world_size)
+        results = run_on_ranks(self.template, layout, self.on_rank(rules, layout, wants))
+        losses, outs, calls = zip(*results, strict=True)
+        loss: Any = None if losses[0] is None else sum(losses)
+        out: Any = None
+        if wants == LOGITS:  # joined: every rank has the whole output
+            out = layout.unshard(outs, 1) if rules.joined is None else sum(outs) / world_size
+        return self._result(loss, out, calls[0])
+
+    def first_different(self, rules: Rules, name: str, world_size: int) -> str | None:
+        """Return name and class of the first module that computes something else over ranks, if one can be named."""
+        layout: Layout = getattr(layouts, name)(self.length, world_size)
+        return find_first_different(self.model, self.template, layout, self.forward, self.on_rank(rules, layout))
+
+    def _result(self, loss: Tensor | None, out: Tensor | None, calls: int = 0) -> RunResult:
+        """Return the result with gradients of the loss and of a random projection of the output."""
+        total = loss
+        if out is not None:
+            real = self.batch.get("attention_mask")
+            if self.hides_padding and real is not None and out.ndim == 3 and out.shape[1] == self.length:
+                out = torch.where(real.bool()[:, :, None], out, 0)
+            weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+            total = (out.double() * weights / weights.norm()).sum() + (0 if loss is None else loss)
+            out = out.detach()
+        assert total is not None
+        return RunResult(None if loss is None else float(loss.detach()), out, gradients(self.model, total)[0], calls)
+
+
+def output_tensor(output: Any) -> Tensor:
+    """Return a model's logits, or hidden states."""
     for name in ("logits", "last_hidden_state", "start_logits", "prediction_logits"):
-        found = getattr(output, name, None)
-        if isinstance(found, Tensor):
-            return found
+        value = getattr(output, name, None)
+        if isinstance(value, Tensor):
+            return value
     raise ValueError(f"{type(output).__name__} has neither logits nor last_hidden_state")
 
 
-def gradients(model: nn.Module, total: Tensor) -> dict[str, Tensor]:
-    """Of all parameters, 0 where nothing reaches them."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
-    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
-
-
 @contextmanager
-def implementation(model: Any, name: str) -> Iterator[None]:
-    """The model with another attention inside."""
+def attention_implementation(model: Any, name: str) -> Iterator[None]:
+    """Use another attention inside."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:

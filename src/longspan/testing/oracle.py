@@ -17,7 +17,7 @@ from longspan.mixers.recurrences import GatedDelta, LinearAttention, LinearRecur
 
 
 def allowed(mask: Mask, batch: int, heads: int, seq_len: int) -> Tensor:
-    """The mask as a dense boolean tensor (batch, heads, queries, keys)."""
+    """Return the mask as a dense boolean tensor (batch, heads, queries, keys)."""
     position, mask = np.arange(seq_len), mask.resized(seq_len)
     rows, columns = (x.astype(np.int64) for x in np.broadcast_arrays(position[:, None], position[None, :]))
     planes = {id(plane): plane.allows(rows, columns) for plane in mask.distinct_planes()}  # heads share most of them
@@ -26,7 +26,7 @@ def allowed(mask: Mask, batch: int, heads: int, seq_len: int) -> Tensor:
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and lse in float64, differentiable; rows that see nothing are (0, -inf)."""
+    """Return output and lse in float64, differentiable; rows that see nothing are (0, -inf)."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -40,7 +40,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -
 def dense_gradients(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, lse, dq, dk and dv in float64."""
+    """Return output, lse, dq, dk and dv in float64."""
     q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
     out, lse = dense_attention(q, k, v, mask, scale)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout.double())
@@ -51,7 +51,7 @@ def dense_gradients(
 
 
 def recurrence_by_tokens(work: ScanWork, states: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Output (batch, slots, ...) and the states that leave, computed in that dtype, differentiable."""
+    """Return output (batch, slots, ...) and final states, computed in that dtype, differentiable."""
     tokens = tuple(x.to(dtype) for x in work.tokens)
     shared = tuple(None if x is None else x.to(dtype) for x in work.shared)
     outs: dict[tuple[int, int], Tensor] = {}
@@ -68,7 +68,7 @@ def recurrence_by_tokens(work: ScanWork, states: Tensor, dtype: torch.dtype = to
 
 
 def maps_by_tokens(work: ScanWork) -> tuple[Tensor, Tensor]:
-    """(M, U) as the recurrence shows them: U leaves when nothing enters, a column of M when a unit vector does."""
+    """Return (M, U) measured on the recurrence: U is the final state for state 0, M's columns for unit ones."""
     heads, rows, columns = work.recurrence.state_shape(work.tokens)
     zero = torch.zeros(len(work.segments), heads, rows, columns, dtype=torch.float64)
     u = recurrence_by_tokens(work, zero)[1]
@@ -85,7 +85,7 @@ def maps_by_tokens(work: ScanWork) -> tuple[Tensor, Tensor]:
 def one_token(
     recurrence: Recurrence, token: tuple[Tensor, ...], shared: tuple[Tensor | None, ...], state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A token's output and the state after it, from the state (heads, K, V) before.
+    """Return a token's output and the state after it, from the state (heads, K, V) before.
 
     >>> one, two = torch.ones(1, 1), torch.full((1, 1), 2.0)
     >>> token = one, one, 2 * two, torch.zeros(1), torch.full((1,), 0.5)

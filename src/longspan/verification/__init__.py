@@ -56,24 +56,24 @@ def verify(
     draw: int = 0,
     device: torch.device | str | None = None,
 ) -> Report:
-    """Whether an attention call over the ranks of a plan gives what one device gives, forward and backward.
+    """Compare an attention call over the ranks of a plan with one device, forward and backward.
 
-    The truth is dense attention in float64 under the plan's mask, over whole inputs that every rank makes itself.
+    The reference is dense attention in float64 under the plan's mask, over whole inputs that every rank makes itself.
     Gradients of q, k, v, sinks and all captured tensors are compared for a random gradient of the output; then tokens
-    that the mask hides are changed, and nothing that cannot see them may move. Budgets are what rounding does to the
-    truth. Without a group one process stands for all ranks: `fn` gets whole tensors and returns the whole output.
+    that the mask hides are changed, and nothing that cannot see them may move. Budgets are the effect of rounding on
+    the reference. Without a group one process runs all ranks: `fn` gets whole tensors and returns the whole output.
 
     Args:
         fn: your call, `fn(q, k, v)`: local shards in, local output out (or output and lse).
         inputs: `(q, k, v)` of whole sequences, equal on all ranks, or None for random ones.
         plan: mask, layout and sizes of the call.
         group: the ranks that run it.
-        scale, score_mod, softcap, sinks, alibi, relative_bias, bias, dropout, seed, captured_grads: what else the call
-            means, in the words of `longspan.attention`.
-        probes: how often hidden tokens are changed.
+        scale, score_mod, softcap, sinks, alibi, relative_bias, bias, dropout, seed, captured_grads: options of
+            the call, as in `longspan.attention`.
+        probes: number of hidden tokens to change.
         factor: multiplies the budgets.
-        draw: chooses the random numbers.
-        device: where inputs are made.
+        draw: seed of the random inputs.
+        device: device of random inputs.
 
     Returns:
         A `Report` with `ok`, `findings` with their likely causes, and all comparisons.
@@ -81,18 +81,18 @@ def verify(
     >>> import torch
     >>> from longspan import layouts, masks, plan
     >>> mask = masks.documents([20, 12]) & masks.causal()
-    >>> made = plan(mask, layouts.zigzag(32, 2), q_heads=2, kv_heads=1, head_dim=8, dtype="float32", scheme="ring")
-    >>> verify(lambda q, k, v: loopback_attention(q, k, v, made), None, made).ok
+    >>> ring = plan(mask, layouts.zigzag(32, 2), q_heads=2, kv_heads=1, head_dim=8, dtype="float32", scheme="ring")
+    >>> verify(lambda q, k, v: loopback_attention(q, k, v, ring), None, ring).ok
     True
     >>> causal = lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
     ...     q, k, v, is_causal=True, enable_gqa=True)
-    >>> verify(causal, None, made).causes
+    >>> verify(causal, None, ring).causes
     ('mask replaced by plain causal',)
     """
-    from longspan.verification.compare import CallSpec, Effort, verify_attention
+    from longspan.verification.compare import CallSpec, verify_attention
 
-    asked = CallSpec(scale, score_mod, softcap, sinks, alibi, relative_bias, bias, dropout, seed, captured_grads)
-    return verify_attention(fn, inputs, plan, group, asked, Effort(probes, factor, draw, device))
+    spec = CallSpec(scale, score_mod, softcap, sinks, alibi, relative_bias, bias, dropout, seed, captured_grads)
+    return verify_attention(fn, inputs, plan, group, spec, probes=probes, factor=factor, draw=draw, device=device)
 
 
 def verify_model(
@@ -111,19 +111,19 @@ def verify_model(
     probes: int = 2,
     factor: float = 1.0,
 ) -> Report:
-    """Whether a training step over the ranks gives one device's loss, logits and gradients of every parameter.
+    """Compare a training step over the ranks with one device: loss, logits and gradients of every parameter.
 
     - `local(model, batch)` is your step on this rank, up to the loss: it gets the whole batch and shards it itself. It
       returns the loss, or `(loss, logits)` with logits (batch, local tokens, vocabulary), as `whole` does.
-    - `whole(model, batch, mask)` is the same on one device; `mask` is what you pass as `mask=`.
-    - `gradients` says what you do with gradients after backward, which verify then does for you: they are added up over
-      the group ("sum"), averaged as DDP does ("average"), or reduced already, as by FSDP ("done").
+    - `whole(model, batch, mask)` is the same on one device; `mask` is the argument of that name.
+    - `gradients`: how you reduce gradients after backward, which verify then does for you: they are added up over the
+      group ("sum"), averaged as DDP does ("average"), or reduced already, as by FSDP ("done").
     - `loss`: every rank reports the "same" loss of the whole batch, or its "share", and the shares add up.
     - `reference`: the model for the one-device run, where `model` itself is sharded; the same names and weights.
     - `causes`: more mistakes to recognise, by name, each a function like `whole`.
 
-    The truth is the one-device run in float64, of a copy of the model; where that fails, in the model's own precision.
-    Gradients that the model holds are put back afterwards.
+    The reference is the one-device run in float64, of a copy of the model; where that fails, in the model's own
+    precision. Gradients of the model are restored afterwards.
     """
     from longspan.verification.model import verify_step
     from longspan.verification.model_step import ModelStep
@@ -145,23 +145,23 @@ def prove_model(
     loss: str = "same",
     factor: float = 1.0,
 ) -> Report:
-    """Whether a training step over ranks gives one device's loss, logits and gradients, tried in this process alone.
+    """Compare a training step over simulated ranks with one device: loss, logits and gradients, in this process.
 
-    The ranks are simulated: no group, no launcher, and a small model takes a second or two, so it can run before every
-    training job and in any test. Every rank has a copy of the model with the same parameters, in float64 where that
+    There is no group and no launcher, and a small model takes a second or two, so it can run before every training job
+    and in any test. Every rank has a copy of the model with the same parameters, in float64 where that
     runs, else in the model's own precision. The model itself never runs and is not changed.
 
     - `local(model, batch, layout, group)` is your step on one rank, up to the loss: it gets the whole batch and shards
       it itself, with the layout and `group.rank()`. The group goes where Longspan takes a process group; calls of
       `torch.distributed` are refused. It returns the loss, or `(loss, logits)`, as `whole` does.
-    - `whole(model, batch)` is the same on one device; `whole(model, batch, mask)` if `mask` is given.
-    - `ranks` and `layouts`: what is tried, by name (zigzag, contiguous, striped) or as layouts of your own.
+    - `whole(model, batch)` is the same on one device; `whole(model, batch, mask)` if `mask` is passed.
+    - `ranks` and `layouts`: layouts to compare, by name (zigzag, contiguous, striped) or as layouts of your own.
     - `mask`: with it more mistakes can be recognised, of masks and of labels across documents.
     - `gradients` and `loss`: as in `verify_model`; gradients are "sum" or "average".
-    - `factor` multiplies budgets, which are what roundings of float32 do to the model.
+    - `factor` multiplies budgets, which are the effect of float32 rounding on the model.
 
-    The report names the first module whose output differs, and the likely cause where it is a known one. A model for
-    long sequences is tried with a short one: a few layers, a hundred tokens.
+    The report names the first module whose output differs, and the likely cause where it is a known one. Use a few
+    layers and a hundred tokens, also of a model for long sequences.
 
     >>> import torch
     >>> from longspan import layouts
@@ -183,10 +183,10 @@ def prove_model(
     >>> prove_model(model, batch, local=local, whole=whole).ok
     True
     """
-    from longspan.verification.model_proof import layouts_asked, prove_step
+    from longspan.verification.model import prove_step, resolve_layouts
     from longspan.verification.model_step import ModelStep
 
-    wanted = layouts_asked(layouts, batch, ranks)
+    wanted = resolve_layouts(layouts, batch, ranks)
     one_device = whole if mask is not None else lambda model, batch, _: whole(model, batch)
     step = ModelStep(model, dict(batch), local, one_device, wanted[0], mask, gradients, loss, None, {})
     return prove_step(step, wanted, factor)
@@ -200,19 +200,19 @@ def verify_documents(
     documents: Documents = None,
     factor: float = 1.0,
 ) -> Report:
-    """Whether a model keeps the documents of a packed batch apart, on one device; if not, which layer mixes them.
+    """Check that a model keeps the documents of a packed batch apart, on one device; if not, name the layer that mixes.
 
-    All other documents are replaced, and a document's output must not move. The first module whose output does, while
-    what it was given does not, is named.
+    All other documents are replaced, and a document's output must not move. The first module whose output moves while
+    its inputs do not is named.
 
     Args:
         model: any module; it is not changed. Weights are random or trained: layers whose weights are 0 cannot leak.
-        batch: `input_ids` (or `inputs_embeds`), and what else the model takes.
-        run: your call, `run(model, batch)`, which returns the model's output or (batch, tokens, features); unless
-            given, `model(**batch)`, for models of transformers with `use_cache=False`, as they are trained.
-        documents: lengths, one list or one per batch row. Unless given, what the batch says: `cu_seq_lens_q`,
-            `seq_idx`, or `position_ids` that start again.
-        factor: multiplies the budget, which is what rounding does to the model.
+        batch: `input_ids` (or `inputs_embeds`), and other arguments of the model.
+        run: your call, `run(model, batch)`, which returns the model's output or (batch, tokens, features); by
+            default `model(**batch)`, for models of transformers with `use_cache=False`, as in training.
+        documents: lengths, one list or one per batch row. By default from the batch: `cu_seq_lens_q`, `seq_idx`,
+            or `position_ids` that start again.
+        factor: multiplies the budget, which is the effect of rounding on the model.
 
     >>> import torch
     >>> class Before(torch.nn.Module):
@@ -227,23 +227,23 @@ def verify_documents(
     >>> verify_documents(model, ids, run=lambda m, b: m(b["input_ids"]), documents=[5, 3]).ok
     True
     """
-    from longspan.verification.model_documents import verify_apart
+    from longspan.verification.documents import verify_packed
 
-    return verify_apart(model, batch, run, documents, factor)
+    return verify_packed(model, batch, run, documents, factor)
 
 
 def loopback_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, **options: Any) -> Tensor:
-    """Attention of whole tensors, computed by all ranks of the plan in this process; differentiable.
+    """Compute attention of whole tensors with all ranks of the plan in this process; differentiable.
 
-    Options are those of `longspan.attention`. For trying plans and `verify` on one machine without a group.
+    Options are those of `longspan.attention`. Use it to run plans and `verify` on one machine without a group.
 
     >>> import torch
     >>> from longspan import attention, layouts, masks, plan
-    >>> made = plan(masks.causal(), layouts.zigzag(8, 2), q_heads=2, kv_heads=2, head_dim=4, dtype="float64")
+    >>> ring = plan(masks.causal(), layouts.zigzag(8, 2), q_heads=2, kv_heads=2, head_dim=4, dtype="float64")
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64)
-    >>> torch.allclose(loopback_attention(q, k, v, made), attention(q, k, v, masks.causal()))
+    >>> torch.allclose(loopback_attention(q, k, v, ring), attention(q, k, v, masks.causal()))
     True
     """
-    from longspan.verification.ranks import loopback_attention as run
+    from longspan.testing.loopback import loopback_attention as run
 
     return run(q, k, v, plan, **options)

@@ -1,9 +1,9 @@
-"""Compare an attention call over ranks with one device: run, compare, probe, explain."""
+"""Compare an attention call over ranks with one device: run, compare, probe for leaks, explain."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,16 +21,14 @@ from longspan.verification.diagnose import (
     ADVICE,
     Cause,
     Evidence,
-    Situation,
+    describe_multiple,
     diagnose,
-    multiple,
+    find_multiple,
     plain_cause,
-    said_multiple,
 )
-from longspan.verification.ranks import SEQ_DIM, Found, RankView, elsewhere, run_call, same_data
+from longspan.verification.ranks import SEQ_DIM, RankView, find_different_data, with_failures_elsewhere
 from longspan.verification.reference import (
     TOTAL,
-    Answer,
     Budget,
     Inputs,
     Jitter,
@@ -45,60 +43,14 @@ from longspan.verification.reference import (
 )
 from longspan.verification.report import UNKNOWN, Check, Finding, Report, spans_of
 
-# -- Gradients that every rank has a copy of: sinks, biases, captured tensors ------------------------------------------
-
-
-def shared_findings(
-    evidence: Evidence, found: Found, base: Answer, forward: Cause | None, mode: str
-) -> tuple[list[Check], list[Finding]]:
-    """Checks and findings of shared gradients; `mode` says whether each rank has the sum or its share of it."""
-    checks: list[Check] = []
-    findings: list[Finding] = []
-    for name, parts in found.shared.items():
-        each = [part.cpu() for part in parts]
-        judged = [torch.stack([part.double() for part in each]).sum(0)] if mode == "share" else each
-        by_part = [compared(part, base[name], evidence.budgets[name], name)[0] for part in judged]
-        worst = max(by_part, key=lambda check: check.ratio)
-        checks.append(worst)
-        if worst.ratio <= 1:
-            continue
-        ranks = tuple(range(len(each))) if mode == "share" else tuple(r for r, c in enumerate(by_part) if c.ratio > 1)
-        cause = forward or _cause(evidence, name, each, judged[by_part.index(worst)], base[name], mode)
-        what = "is not finite" if math.isinf(worst.error) else "differs"
-        findings.append(
-            Finding(name, what, worst.error, worst.budget, ranks, (), None, *cause, ADVICE.get(cause[0], ""))
-        )
-    return checks, findings
-
-
-def _cause(evidence: Evidence, name: str, each: list[Tensor], judged: Tensor, right: Tensor, mode: str) -> Cause:
-    size, budget = len(each), evidence.budgets[name].total
-    here = replace(evidence, found={**evidence.found, name: judged})
-    plain = plain_cause(here, name, right)
-    if plain is not None and plain[0] == "no gradient":
-        return "captured gradient missing", plain[1]
-    total = torch.stack([part.double() for part in each]).sum(0)
-    if mode == "sum" and size > 1 and float((total - right).norm()) <= 3 * budget:
-        return "captured gradient not reduced", f"{name} differs from rank to rank, and the sum over ranks is right."
-    ratio = multiple(judged, right, budget)
-    if ratio is not None and size > 1 and abs(ratio / size - 1) < 1e-2:
-        return "captured gradient reduced twice", said_multiple(ratio, size)
-    if ratio is not None:
-        return "gradients scaled", said_multiple(ratio, size)
-    return UNKNOWN, "None of the known mistakes gives this gradient."
-
-
-# -- The comparison ----------------------------------------------------------------------------------------------------
-
-
 MAX_PAIRS = 1 << 25
 SMALLEST = 8
-"""Budgets are at least this many roundings of statistics, of the whole tensor's norm."""
+"""Budgets are at least this many roundings of statistics, relative to the whole tensor's norm."""
 
 
 @dataclass(frozen=True, eq=False)
 class CallSpec:
-    """What the call means beside the plan's mask, in the words of `longspan.attention`."""
+    """Options of the call besides the plan's mask, as in `longspan.attention`."""
 
     scale: float | None = None
     score_mod: Any = None
@@ -114,11 +66,11 @@ class CallSpec:
     def __post_init__(self) -> None:
         if self.captured_grads not in ("sum", "share"):
             raise PlanError(
-                f"captured_grads = {self.captured_grads!r} was asked for. Say what the call does: 'sum' or 'share'."
+                f"captured_grads must be 'sum' or 'share', as in the call, but got {self.captured_grads!r}."
             )
 
-    def given(self) -> list[str]:
-        """What was asked for, by name."""
+    def used(self) -> list[str]:
+        """Return the names of the options that change the result."""
         names = ("sinks", "softcap", "alibi", "relative_bias", "bias", "score_mod")
         return [name for name in names if getattr(self, name) is not None] + ["dropout"] * bool(self.dropout)
 
@@ -128,27 +80,73 @@ class CallSpec:
         )
         return extras.scoring(like, plan) if extras.any() else None
 
-    def without(self, name: str) -> CallSpec:
-        return replace(self, **{name: 0.0 if name == "dropout" else None})
-
-    def names(self, captured: tuple[Tensor, ...]) -> tuple[str, ...]:
-        """Of the gradients of captured tensors, and that of sinks last."""
+    def gradient_names(self, captured: tuple[Tensor, ...]) -> tuple[str, ...]:
+        """Return names for the gradients of captured tensors, and of sinks last."""
         table = getattr(self.relative_bias, "table", None)
         known = {id(self.alibi): "alibi", id(table): "relative_bias.table", id(self.bias): "bias"}
-        names = [known.get(id(t), f"captured tensor {i} {tuple(t.shape)}") for i, t in enumerate(captured)] + [
-            "sinks"
-        ] * (self.sinks is not None)
+        names = [known.get(id(t), f"captured tensor {i} {tuple(t.shape)}") for i, t in enumerate(captured)]
+        names += ["sinks"] * (self.sinks is not None)
         return tuple(f"gradient of {name}" for name in names)
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How hard to look: probes for leaks, tolerance, the seed of random inputs, and where they are made."""
+# -- The call on this rank ---------------------------------------------------------------------------------------------
 
-    probes: int
-    factor: float
-    draw: int
-    device: Any
+
+@dataclass(frozen=True)
+class Observed:
+    """Results of the call: whole tensors, and shared gradients rank by rank."""
+
+    tensors: dict[str, Tensor]
+    shared: dict[str, list[Tensor]]
+    missing: dict[str, tuple[int, ...]]
+    """Tensors that got no gradient at all, and on which ranks."""
+
+
+def run_call(
+    fn: Callable[..., Any], ranks: RankView, tensors: Sequence[Tensor], shared: dict[str, Tensor], width: int
+) -> Observed | Finding:
+    """Return the call's output and gradients for whole q, k, v and dout; the output has `width` features."""
+    q, k, v = (ranks.shard(t).detach().requires_grad_() for t in tensors[:3])
+    dout = ranks.shard(tensors[3])
+    result = fn(q, k, v)
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    problem = _shape_problem(ranks, out, (*q.shape[:3], width))
+    if problem is not None:
+        return problem
+    leaves = {"dq": q, "dk": k, "dv": v, **shared}
+    grads: dict[str, Tensor | None] = dict.fromkeys(leaves)
+    if out.requires_grad:
+        wanted = {name: t for name, t in leaves.items() if t.requires_grad}
+        computed = torch.autograd.grad(out, list(wanted.values()), dout.to(out.dtype), allow_unused=True)
+        grads.update(zip(wanted, computed, strict=True))
+    missing = ranks.missing(grads)
+    filled = {name: torch.zeros_like(leaves[name]) if grad is None else grad for name, grad in grads.items()}
+    whole = {"out": ranks.gather(out)}
+    if isinstance(lse, Tensor) and not ranks.any(lse.shape != q.shape[:3]):
+        whole["lse"] = ranks.gather(lse)
+    whole.update({name: ranks.gather(filled[name]) for name in ("dq", "dk", "dv")})
+    return Observed(whole, {name: ranks.each(filled[name]) for name in shared}, missing)
+
+
+def _shape_problem(ranks: RankView, out: Any, wanted: tuple[int, ...]) -> Finding | None:
+    shape = tuple(out.shape) if isinstance(out, Tensor) else ()
+    rows = ranks.integers([int(shape != wanted), *[*shape, -1, -1, -1, -1][:4]])
+    wrong = [rank for rank, row in enumerate(rows) if row[0]]
+    if not wrong:
+        return None
+    got = tuple(n for n in rows[wrong[0]][1:] if n >= 0)
+    cause, advice = "output of another shape", "Return the output (batch, heads, local tokens, features)."
+    if len(got) == 4 and (got[0], got[2], got[1], got[3]) == wanted:
+        cause, advice = "heads and tokens swapped", "The output has tokens before heads: transpose dims 1 and 2."
+    elif len(got) == 4 and got[2] == ranks.layout.seq_len and ranks.size > 1:
+        cause, advice = "whole output returned", "Every rank returns its own rows: shard the output with the layout."
+    return Finding(
+        "out", f"has shape {got} on rank {wrong[0]}, which holds {ranks.num_slots(wrong[0])} tokens",
+        torch.inf, 0.0, tuple(wrong), (), None, cause, "No number was compared.", advice,
+    )  # fmt: skip
+
+
+# -- The comparison ----------------------------------------------------------------------------------------------------
 
 
 def verify_attention(
@@ -156,82 +154,78 @@ def verify_attention(
     inputs: Any,
     plan: Plan,
     group: Any,
-    asked: CallSpec,
-    effort: Effort,
+    spec: CallSpec,
+    *,
+    probes: int,
+    factor: float,
+    draw: int,
+    device: Any,
 ) -> Report:
     """See `longspan.verify`."""
-    ranks = RankView.of(_checked(fn, plan).layout, group)
-    tensors = _inputs(inputs, plan, effort.draw, effort.device)
-    subject = f"attention of {plan!r}"
-    given = {"plan": plan.fingerprint, "asked": [*asked.given(), repr(asked.scale), asked.seed, asked.captured_grads]}
-    given |= dict(zip(("q", "k", "v"), tensors, strict=False)) if inputs is not None else {}
-    different = same_data(given, ranks)
-    if different is not None:
-        return Report(subject, ranks.size, (), (different,))
-    work = _Work(plan, ranks, asked, tensors, effort.factor)
-    shared = dict(zip(work.right.names, work.captured(), strict=True))
-    found = run_call(fn, ranks, tensors, shared, plan.sizes.v_head_dim)
-    if isinstance(found, Finding):
-        return Report(subject, ranks.size, (), (replace(found, advice=found.advice or ADVICE.get(found.cause, "")),))
-    checks, findings = work.compare(found)
-    notes: list[str] = []
-    leaky, said = _probe(work, fn, shared, found, effort.probes, effort.draw, findings)
-    notes += said
-    findings += leaky
-    others = ranks.any(bool(findings))
-    if others and not findings:
-        findings.append(elsewhere(others))
-    return Report(subject, ranks.size, tuple(checks), tuple(findings), tuple(notes))
-
-
-def _checked(fn: object, plan: object) -> Plan:
     if not isinstance(plan, Plan) or not callable(fn):
         raise PlanError(
-            f"verify(fn, inputs, plan, group=...) takes a function of (q, k, v) and a plan, but {type(fn).__name__} and"
-            f" {type(plan).__name__} were given."
+            f"verify(fn, inputs, plan, group=...) takes a function of (q, k, v) and a plan, but got {type(fn).__name__}"
+            f" and {type(plan).__name__}."
         )
     sizes, tokens = plan.sizes, plan.layout.seq_len
     pairs = sizes.batch * sizes.q_heads * tokens**2
     if pairs > MAX_PAIRS:
         raise PlanError(
-            f"verify writes out every pair: {sizes.batch} x {sizes.q_heads} heads x {tokens}^2 tokens is {pairs:.1e},"
+            f"verify computes every pair: {sizes.batch} x {sizes.q_heads} heads x {tokens}^2 tokens is {pairs:.1e},"
             f" more than {MAX_PAIRS:.1e}. Make a plan of the same kind for fewer tokens: mistakes show there as well."
         )
-    return plan
+    ranks = RankView.of(plan.layout, group)
+    tensors = _inputs(inputs, plan, draw, device)
+    subject = f"attention of {plan!r}"
+    data = {"plan": plan.fingerprint, "options": [*spec.used(), repr(spec.scale), spec.seed, spec.captured_grads]}
+    data |= dict(zip(("q", "k", "v"), tensors, strict=False)) if inputs is not None else {}
+    different = find_different_data(data, ranks)
+    if different is not None:
+        return Report(subject, ranks.size, (), (different,))
+    work = _Work(plan, ranks, spec, tensors, factor)
+    shared = dict(zip(work.right.names, work.captured(), strict=True))
+    observed = run_call(fn, ranks, tensors, shared, sizes.v_head_dim)
+    if isinstance(observed, Finding):
+        finding = replace(observed, advice=observed.advice or ADVICE.get(observed.cause, ""))
+        return Report(subject, ranks.size, (), (finding,))
+    checks, findings = work.compare(observed)
+    leaking, notes = _probe(work, fn, shared, observed, probes, draw, findings)
+    findings = with_failures_elsewhere([*findings, *leaking], ranks)
+    return Report(subject, ranks.size, tuple(checks), findings, tuple(notes))
 
 
 def _inputs(inputs: Any, plan: Plan, draw: int, device: Any) -> Inputs:
-    """Whole q, k, v, and a random gradient of the output."""
+    """Return whole q, k, v, and a random gradient of the output."""
     s, tokens, dtype = plan.sizes, plan.layout.seq_len, getattr(torch, plan.dtype)
     generator = torch.Generator().manual_seed(draw)
     heads, dims = (s.q_heads, s.kv_heads, s.kv_heads, s.q_heads), (s.head_dim, s.head_dim, s.v_head_dim, s.v_head_dim)
     shapes = [(s.batch, h, tokens, d) for h, d in zip(heads, dims, strict=True)]
-    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    random = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
     if inputs is None:
-        q, k, v, dout = (t.to(device or "cpu") for t in drawn)
+        q, k, v, dout = (t.to(device or "cpu") for t in random)
         return q, k, v, dout
     if not isinstance(inputs, tuple | list) or len(inputs) != 3 or not all(isinstance(t, Tensor) for t in inputs):
-        raise PlanError("inputs are (q, k, v) of whole sequences, the same on all ranks, or None for random ones.")
+        raise PlanError("inputs must be (q, k, v) of whole sequences, the same on all ranks, or None for random ones.")
     for name, tensor, shape in zip("qkv", inputs, shapes, strict=False):
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             raise PlanError(
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, but whole tensors of the plan are {dtype} of"
-                f" shape {shape}. Give whole sequences, not shards, or None for random ones."
+                f" shape {shape}. Pass whole sequences, not shards, or None for random ones."
             )
     q, k, v = (t.detach() for t in inputs)
-    return q, k, v, drawn[3].to(q.device)
+    return q, k, v, random[3].to(q.device)
 
 
 class _Work:
-    """The truth, its budgets, and how to compare with them. The reference runs on the CPU."""
+    """The reference result, its budgets, and how to compare with them. The reference runs on the CPU."""
 
-    def __init__(self, plan: Plan, ranks: RankView, asked: CallSpec, tensors: Inputs, factor: float) -> None:
-        self.plan, self.ranks, self.asked, self.tensors = plan, ranks, asked, tensors
+    def __init__(self, plan: Plan, ranks: RankView, spec: CallSpec, tensors: Inputs, factor: float) -> None:
+        self.plan, self.ranks, self.spec, self.tensors = plan, ranks, spec, tensors
         s = plan.sizes
         self.seen = allowed(plan.mask, s.batch, s.q_heads, plan.layout.seq_len)
         q, k, v, dout = (t.cpu() for t in tensors)
         self.inputs: Inputs = q, k, v, dout
-        self.right = self.meaning(asked)
+        self.right = self.meaning(spec)
         self.truth = answer(self.right, *self.inputs)
         dtype = tensors[0].dtype
         narrow, broad = units(dtype)
@@ -243,40 +237,51 @@ class _Work:
             own = TOTAL * factor * unit(tensor.dtype) * float(self.truth[name].norm())
             self.budgets[name] = Budget(self.budgets[name].total + own, None)
 
-    def meaning(self, asked: CallSpec) -> Meaning:
-        scale = 1 / math.sqrt(self.plan.sizes.head_dim) if asked.scale is None else float(asked.scale)
-        scoring = asked.scoring(self.tensors[0], self.plan)  # score functions run where their tensors are
-        names = asked.names(() if scoring is None else scoring.captured)
-        return Meaning(self.seen, scale, scoring, asked.sinks, names)
+    def meaning(self, spec: CallSpec) -> Meaning:
+        scale = 1 / math.sqrt(self.plan.sizes.head_dim) if spec.scale is None else float(spec.scale)
+        scoring = spec.scoring(self.tensors[0], self.plan)  # score functions run where their tensors are
+        names = spec.gradient_names(() if scoring is None else scoring.captured)
+        return Meaning(self.seen, scale, scoring, spec.sinks, names)
+
+    def without(self, name: str) -> Meaning:
+        return self.meaning(replace(self.spec, **{name: 0.0 if name == "dropout" else None}))
 
     def captured(self) -> list[Tensor]:
         scoring, sinks = self.right.scoring, self.right.sinks
         return [*(() if scoring is None else scoring.captured), *([] if sinks is None else [sinks])]
 
-    def situation(self) -> Situation:
-        sizes = self.plan.sizes
-        asked = dict.fromkeys(self.asked.given())
-        places = Places.of(self.plan.layout)
-        without: Callable[[str], Meaning] = lambda name: self.meaning(self.asked.without(name))  # noqa: E731
-        return Situation(self.right, places, asked, without, sizes.head_dim, sizes.v_head_dim)
-
-    def compare(self, found: Found) -> tuple[list[Check], list[Finding]]:
-        """Every check, and what is wrong with its likely cause."""
-        here = {name: t.cpu() for name, t in found.tensors.items()}
+    def compare(self, observed: Observed) -> tuple[list[Check], list[Finding]]:
+        """Return every check, and findings with their likely causes."""
+        here = {name: t.cpu() for name, t in observed.tensors.items()}
         checks: dict[str, Check] = {}
         rows: dict[str, Tensor | None] = {}
         for name, tensor in here.items():
             checks[name], rows[name] = compared(tensor, self.truth[name], self.budgets[name], name)
         wrong = tuple(name for name, check in checks.items() if check.ratio > 1)
-        bad = self._where(rows.get("out"))[0] if "out" in wrong else ()
-        evidence = Evidence(self.situation(), self.inputs, self.truth, self.budgets, here, wrong, bad, found.missing)
+        bad = self._locate(rows.get("out"))[0] if "out" in wrong else ()
+        evidence = Evidence(
+            self.right, self.spec.used(), self.without, Places.of(self.plan.layout), self.inputs, self.truth,
+            self.budgets, here, wrong, bad, observed.missing,
+        )  # fmt: skip
         causes = diagnose(evidence) if wrong else {}
-        findings = [self._finding(checks[name], rows[name], causes[name]) for name in wrong]
-        more, said = shared_findings(evidence, found, self.truth, causes.get("out"), self.asked.captured_grads)
-        return [*checks.values(), *more], [*findings, *said]
+        findings: list[Finding] = []
+        for name in wrong:
+            check, ratio = checks[name], rows[name]
+            on_ranks, at = self._locate(ratio)
+            findings.append(
+                Finding(
+                    name, check.verdict, check.error, check.budget, on_ranks, spans_of(at.numpy()),
+                    None if ratio is None else int(ratio.argmax()), *causes[name], ADVICE.get(causes[name][0], ""),
+                )
+            )  # fmt: skip
+        for name, parts in observed.shared.items():
+            check, finding = self._compare_shared(evidence, name, [part.cpu() for part in parts], causes.get("out"))
+            checks[name] = check
+            findings += [] if finding is None else [finding]
+        return list(checks.values()), findings
 
-    def _where(self, ratio: Tensor | None) -> tuple[tuple[int, ...], Tensor]:
-        """Ranks and positions whose rows are wrong; the worst ones if no single row is."""
+    def _locate(self, ratio: Tensor | None) -> tuple[tuple[int, ...], Tensor]:
+        """Return ranks and positions of wrong rows; of the worst ones if no single row is beyond its budget."""
         if ratio is None:
             return (), torch.empty(0, dtype=torch.int64)
         at = (ratio > 1).nonzero().flatten()
@@ -284,50 +289,69 @@ class _Work:
             at = (ratio > ratio.max() / 2).nonzero().flatten()
         return tuple(sorted(set(self.plan.layout.owner(at.numpy()).tolist()))), at
 
-    def _finding(self, check: Check, ratio: Tensor | None, cause: tuple[str, str]) -> Finding:
-        ranks, at = self._where(ratio)
-        worst = None if ratio is None else int(ratio.argmax())
-        what = "is not finite" if math.isinf(check.error) else "differs"
-        return Finding(
-            check.tensor, what, check.error, check.budget, ranks, spans_of(at.numpy()), worst, *cause,
-            ADVICE.get(cause[0], ""),
-        )  # fmt: skip
+    def _compare_shared(
+        self, evidence: Evidence, name: str, each: list[Tensor], forward: Cause | None
+    ) -> tuple[Check, Finding | None]:
+        """Compare a gradient that every rank has a copy of (sinks, biases, captured tensors): the sum, or its share."""
+        right, is_share = self.truth[name], self.spec.captured_grads == "share"
+        total = torch.stack([part.double() for part in each]).sum(0)
+        judged = [total] if is_share else each
+        by_part = [compared(part, right, self.budgets[name], name)[0] for part in judged]
+        worst = max(by_part, key=lambda check: check.ratio)
+        if worst.ratio <= 1:
+            return worst, None
+        ranks = tuple(r for r in range(len(each)) if is_share or by_part[r].ratio > 1)
+        cause = forward
+        if cause is None:
+            part, size, budget = judged[by_part.index(worst)], len(each), self.budgets[name].total
+            plain = plain_cause(replace(evidence, observed={**evidence.observed, name: part}), name, right)
+            ratio = find_multiple(part, right, budget)
+            if plain is not None and plain[0] == "no gradient":
+                cause = "captured gradient missing", plain[1]
+            elif not is_share and size > 1 and float((total - right).norm()) <= 3 * budget:
+                text = f"{name} differs from rank to rank, and the sum over ranks is right."
+                cause = "captured gradient not reduced", text
+            elif ratio is not None:
+                is_twice = size > 1 and abs(ratio / size - 1) < 1e-2
+                cause = "captured gradient reduced twice" if is_twice else "gradients scaled"
+                cause = cause, describe_multiple(ratio, size)
+            else:
+                cause = UNKNOWN, "None of the known mistakes gives this gradient."
+        advice = ADVICE.get(cause[0], "")
+        return worst, Finding(name, worst.verdict, worst.error, worst.budget, ranks, (), None, *cause, advice)
 
 
 def _probe(
-    work: _Work, fn: Any, shared: dict[str, Tensor], before: Found, count: int, draw: int, known: list[Finding]
+    work: _Work, fn: Any, shared: dict[str, Tensor], before: Observed, count: int, draw: int, known: list[Finding]
 ) -> tuple[list[Finding], list[str]]:
-    generator = torch.Generator().manual_seed(1000 + draw)
+    """Change tokens that the mask hides, and return a finding for every tensor that moves, and notes."""
+    generator, layout = torch.Generator().manual_seed(1000 + draw), work.plan.layout
     probes = leaks.make_probes(work.seen, work.plan.sizes.kv_heads, count, generator)
     if not probes:
-        return [], ["no leak probe: the mask hides nothing" if count else "no leak probe was asked for"]
+        return [], ["no leak probe: the mask hides nothing" if count else "no leak probe: probes = 0"]
     findings: dict[str, Finding] = {}
-    for probe in probes:
-        tensors = leaks.changed(work.tensors, probe.position, generator)
+    for position, still in probes.items():
+        tensors = leaks.change_token(work.tensors, position, generator)
         after = run_call(fn, work.ranks, tensors, shared, work.plan.sizes.v_head_dim)
-        for name in probe.still if isinstance(after, Found) else ():
+        if isinstance(after, Finding):
+            continue
+        for name, hidden in still.items():
             rows = work.budgets[name].rows
             assert rows is not None
-            assert isinstance(after, Found)
-            at, error, budget = leaks.moved(probe, name, before.tensors[name].cpu(), after.tensors[name].cpu(), rows)
-            if len(at) and (name not in findings or len(at) > findings[name].num_positions):
-                findings[name] = _leak(work, name, probe.position, at, error, budget, known)
-    notes = [f"leak probe: tokens {', '.join(str(probe.position) for probe in probes)} changed"]
+            moved = before.tensors[name].cpu(), after.tensors[name].cpu()
+            at, error, budget = leaks.find_moved(hidden, *moved, rows)
+            if not len(at) or (name in findings and len(at) <= findings[name].num_positions):
+                continue
+            same = next((f for f in known if f.tensor == name), known[0] if known else None)
+            cause = "hidden tokens leak" if same is None else same.cause
+            evidence = (
+                f"Leak probe: token {position} of rank {int(layout.owner([position])[0])} was changed, and rows from"
+                f" which the mask hides it moved."
+            )
+            advice = ADVICE.get(cause, "Find out how these rows see the token: the mask of the call is not the plan's.")
+            findings[name] = Finding(
+                name, "leaks", error, budget, tuple(sorted(set(layout.owner(at.numpy()).tolist()))),
+                spans_of(at.numpy()), int(at[0]), cause, evidence, advice,
+            )  # fmt: skip
+    notes = [f"leak probe: tokens {', '.join(map(str, probes))} changed"]
     return list(findings.values()), notes
-
-
-def _leak(
-    work: _Work, name: str, position: int, at: Tensor, error: float, budget: float, known: list[Finding]
-) -> Finding:
-    owner = work.plan.layout.owner(at.numpy())
-    same = next((f for f in known if f.tensor == name), known[0] if known else None)
-    cause = "hidden tokens leak" if same is None else same.cause
-    evidence = (
-        f"Leak probe: token {position} of rank {int(work.plan.layout.owner([position])[0])} was changed, and rows from"
-        f" which the mask hides it moved."
-    )
-    advice = ADVICE.get(cause, "Find out how these rows see the token: the mask of the call is not the plan's.")
-    return Finding(
-        name, "leaks", error, budget, tuple(sorted(set(owner.tolist()))), spans_of(at.numpy()), int(at[0]), cause,
-        evidence, advice,
-    )  # fmt: skip

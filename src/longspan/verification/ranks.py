@@ -1,12 +1,11 @@
-"""Run the user's call on this rank, and combine the results of all ranks.
+"""All ranks of a layout as one object: shard, gather and reduce tensors of known shapes.
 
-Ranks exchange tensors of known shapes: first a row of integers per rank, so that no rank waits for a tensor that
-another rank does not have.
+Ranks exchange a row of integers first, so that no rank waits for a tensor that another rank does not have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,55 +15,9 @@ from torch import Tensor
 
 from longspan.errors import PlanError
 from longspan.layouts import Layout
-from longspan.planning.plan import Plan
-from longspan.scoring.biases import Extras
-from longspan.testing import run_loopback
 from longspan.training import BatchError, check_same, gather_outputs
 from longspan.training.groups import message_device, process_group
 from longspan.verification.report import Finding
-
-# -- All ranks of a plan in one process, as one differentiable function of whole tensors -------------------------------
-
-
-def loopback_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    *,
-    scale: float | None = None,
-    kernel: str = "auto",
-    sinks: Tensor | None = None,
-    **extras: Any,
-) -> Tensor:
-    """See `longspan.verification.loopback_attention`."""
-    asked = Extras(**extras)
-    scoring = asked.scoring(q, plan) if asked.any() else None
-    captured = [*(() if scoring is None else scoring.captured), *([] if sinks is None else [sinks])]
-    options = {"scale": scale, "kernel": kernel, "sinks": sinks, "extras": asked if asked.any() else None}
-    return _Loopback.apply(plan, options, q, k, v, *captured)  # type: ignore[return-value]
-
-
-class _Loopback(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, plan: Plan, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *rest: Tensor
-    ) -> Tensor:
-        ctx.plan, ctx.options, ctx.num_rest = plan, options, len(rest)
-        ctx.save_for_backward(q, k, v)
-        nothing = q.new_zeros((*q.shape[:3], v.shape[3]))
-        return run_loopback(plan, q, k, v, nothing, **options)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        # A loopback runs both directions at once: forward again costs little at the sizes that are verified.
-        q, k, v = ctx.saved_tensors
-        results = run_loopback(ctx.plan, q, k, v, grads[0].contiguous(), **ctx.options)
-        return None, None, *results[2:5], *results[5 : 5 + ctx.num_rest]
-
-
-# -- The call on this rank ---------------------------------------------------------------------------------------------
-
 
 SEQ_DIM = 2
 
@@ -95,24 +48,24 @@ class RankView:
         return 0 if self.group is None else self.group.rank()
 
     def shard(self, x: Tensor, dim: int = SEQ_DIM) -> Tensor:
-        """This rank's part; without a group, all of it."""
+        """Return this rank's part; without a group, all of it."""
         return x if self.group is None else self.layout.shard(x, self.rank, dim)
 
-    def slots_of(self, rank: int) -> int:
-        """How many tokens a rank's tensor has, padding included."""
-        if self.group is None:
-            return self.layout.seq_len
-        return self.layout.num_slots(rank)
+    def num_slots(self, rank: int) -> int:
+        """Return the number of tokens of a rank's tensor, padding included."""
+        return self.layout.seq_len if self.group is None else self.layout.num_slots(rank)
 
-    def gathered(self, x: Tensor, dim: int = SEQ_DIM) -> Tensor:
-        """The whole tensor, in global order, on every rank."""
+    def gather(self, x: Tensor, dim: int = SEQ_DIM) -> Tensor:
+        """Return the whole tensor, in global order, on every rank."""
         x = x.detach()
         if self.group is None:
             return x
-        return _not_none(gather_outputs(x.to(message_device(self.group)), self.layout, self.group, dim)).to(x.device)
+        whole = gather_outputs(x.to(message_device(self.group)), self.layout, self.group, dim)
+        assert whole is not None
+        return whole.to(x.device)
 
     def each(self, x: Tensor) -> list[Tensor]:
-        """Every rank's tensor; all have one shape."""
+        """Return every rank's tensor; all have one shape."""
         if self.group is None:
             return [x.detach()]
         mine = x.detach().contiguous().to(message_device(self.group))
@@ -120,40 +73,31 @@ class RankView:
         dist.all_gather(parts, mine, group=self.group)
         return [part.to(x.device) for part in parts]
 
-    def summed(self, x: Tensor) -> Tensor:
-        """The sum over the ranks."""
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks."""
         if self.group is None:
             return x.detach()
         total = x.detach().clone().contiguous().to(message_device(self.group))
         dist.all_reduce(total, group=self.group)
         return total.to(x.device)
 
-    def numbers(self, row: Sequence[int]) -> list[list[int]]:
-        """Every rank's row of whole numbers."""
+    def integers(self, row: Sequence[int]) -> list[list[int]]:
+        """Return every rank's row of integers."""
         return [part.tolist() for part in self.each(torch.tensor(row, dtype=torch.int64))]
 
     def any(self, flag: bool) -> list[int]:
-        """Ranks on which the flag is set."""
-        return [rank for rank, (is_set,) in enumerate(self.numbers([int(flag)])) if is_set]
+        """Return the ranks on which the flag is set."""
+        return [rank for rank, (is_set,) in enumerate(self.integers([int(flag)])) if is_set]
+
+    def missing(self, grads: dict[str, Tensor | None]) -> dict[str, tuple[int, ...]]:
+        """Return the names of gradients that are None anywhere, and on which ranks."""
+        rows = self.integers([int(grad is None) for grad in grads.values()])
+        ranks = {name: tuple(r for r, row in enumerate(rows) if row[i]) for i, name in enumerate(grads)}
+        return {name: where for name, where in ranks.items() if where}
 
 
-def _not_none(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x
-
-
-@dataclass(frozen=True)
-class Found:
-    """What the call gave: whole tensors, and shared gradients rank by rank."""
-
-    tensors: dict[str, Tensor]
-    shared: dict[str, list[Tensor]]
-    missing: dict[str, tuple[int, ...]]
-    """Tensors that got no gradient at all, and on which ranks."""
-
-
-def same_data(values: dict[str, Any], ranks: RankView) -> Finding | None:
-    """A finding if ranks were fed different data."""
+def find_different_data(values: dict[str, Any], ranks: RankView) -> Finding | None:
+    """Return a finding if ranks have different data."""
     if ranks.group is None:
         return None
     try:
@@ -166,60 +110,14 @@ def same_data(values: dict[str, Any], ranks: RankView) -> Finding | None:
     return None
 
 
-def run_call(
-    fn: Callable[..., Any], ranks: RankView, tensors: Sequence[Tensor], shared: dict[str, Tensor], width: int
-) -> Found | Finding:
-    """The call's output and gradients for whole q, k, v and dout; `width` is the number of features of the output."""
-    q, k, v = (ranks.shard(t).detach().requires_grad_() for t in tensors[:3])
-    dout = ranks.shard(tensors[3])
-    result = fn(q, k, v)
-    out, lse = result if isinstance(result, tuple) else (result, None)
-    problem = _shape_problem(ranks, out, (*q.shape[:3], width))
-    if problem is not None:
-        return problem
-    leaves = [q, k, v, *shared.values()]
-    grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
-    if out.requires_grad:
-        wanted = [t for t in leaves if t.requires_grad]
-        got = iter(torch.autograd.grad(out, wanted, dout.to(out.dtype), allow_unused=True))
-        grads = tuple(next(got) if t.requires_grad else None for t in leaves)
-    names = ("dq", "dk", "dv", *shared)
-    flags = ranks.numbers([int(g is None) for g in grads])
-    missing = {
-        name: tuple(r for r, row in enumerate(flags) if row[i])
-        for i, name in enumerate(names)
-        if any(f[i] for f in flags)
-    }
-    filled = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True)]
-    whole = {"out": ranks.gathered(out)}
-    if isinstance(lse, Tensor) and not ranks.any(lse.shape != q.shape[:3]):
-        whole["lse"] = ranks.gathered(lse)
-    whole.update({name: ranks.gathered(g) for name, g in zip(names[:3], filled, strict=False)})
-    each = {name: ranks.each(g) for name, g in zip(names[3:], filled[3:], strict=True)}
-    return Found(whole, each, missing)
-
-
-def _shape_problem(ranks: RankView, out: Any, wanted: tuple[int, ...]) -> Finding | None:
-    shape = tuple(out.shape) if isinstance(out, Tensor) else ()
-    rows = ranks.numbers([int(shape != wanted), *[*shape, -1, -1, -1, -1][:4]])
-    wrong = [rank for rank, row in enumerate(rows) if row[0]]
-    if not wrong:
-        return None
-    got = tuple(n for n in rows[wrong[0]][1:] if n >= 0)
-    cause, hint = "output of another shape", "Return the output (batch, heads, local tokens, features)."
-    if len(got) == 4 and (got[0], got[2], got[1], got[3]) == wanted:
-        cause, hint = "heads and tokens swapped", "The output has tokens before heads: transpose dims 1 and 2."
-    elif len(got) == 4 and got[2] == ranks.layout.seq_len and ranks.size > 1:
-        cause, hint = "whole output returned", "Every rank returns its own rows: shard the output with the layout."
-    return Finding(
-        "out", f"has shape {got} on rank {wrong[0]}, which holds {ranks.slots_of(wrong[0])} tokens",
-        torch.inf, 0.0, tuple(wrong), (), None, cause, "No number was compared.", hint,
-    )  # fmt: skip
-
-
-def elsewhere(ranks: list[int]) -> Finding:
-    """The finding of a rank that found nothing while others did, so that the verdict is the same on all."""
-    return Finding(
-        "the comparison", "failed on other ranks", torch.inf, 0.0, tuple(ranks), (), None,
-        "machines compute differently", "Ranks compare the same gathered numbers, and not all of them found fault.",
+def with_failures_elsewhere(findings: list[Finding], ranks: RankView) -> tuple[Finding, ...]:
+    """Add a finding on a rank without any if other ranks have some, so that the verdict is the same on all."""
+    others = ranks.any(bool(findings))
+    if not others or findings:
+        return tuple(findings)
+    return (
+        Finding(
+            "the comparison", "failed on other ranks", torch.inf, 0.0, tuple(others), (), None,
+            "machines compute differently", "Ranks compare the same gathered numbers, and only some of them differ.",
+        ),
     )  # fmt: skip

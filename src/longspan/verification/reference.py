@@ -1,7 +1,7 @@
-"""The reference of a call on one device, dense and in float64, and how far rounding may move a correct result.
+"""The dense float64 reference of an attention call on one device, and how far rounding may move a correct result.
 
-A `Meaning` can also be wrong on purpose: common mistakes are meanings too, so that their results can be compared with
-the observed one. Shapes: B batch rows, H heads, S tokens, D features, E features of values.
+A `Meaning` can also describe a common mistake, whose result is then compared with the observed one. Shapes: B batch
+rows, H heads, S tokens, D features, E features of values.
 """
 
 from __future__ import annotations
@@ -26,58 +26,57 @@ from longspan.verification.report import Check
 
 
 TOTAL, ROW = 4.0, 16.0
-"""Budgets over the measured effect of one rounding: of a whole tensor (its norm), and of the worst single row.
+"""Factors on the measured effect of one rounding: for a whole tensor (its norm), and for the worst single row.
 
-Chosen from right runs: 300 random ones in four dtypes used at most 0.33 of their budgets, 80 with scores of hundreds to
-thousands in float32 at most 0.52. A single row has few numbers, so chance does not average out.
+Chosen from correct runs: 300 random ones in four dtypes used at most 0.33 of their budgets, 80 with scores of hundreds
+to thousands in float32 at most 0.52. A single row has few numbers, so chance does not average out.
 """
 SAMPLES = 5
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a tensor may be off by: in all, and row by row along its tokens (None without tokens)."""
+    """The largest error allowed for a tensor: in all, and row by row along its tokens (None without tokens)."""
 
     total: float
     rows: Tensor | None
 
 
 def unit(dtype: torch.dtype) -> float:
-    """The largest relative error of one rounding."""
+    """Return the largest relative error of one rounding."""
     return torch.finfo(dtype).eps / 2
 
 
 def units(dtype: torch.dtype) -> tuple[float, float]:
-    """One rounding of the tensors, and of statistics and sums."""
+    """Return one rounding of the tensors, and of statistics and sums."""
     return unit(dtype), unit(wide(dtype))
 
 
 def budgets(
     truth: dict[str, Tensor], played: Sequence[dict[str, Tensor]], dim: int | None, smallest: float, factor: float
 ) -> dict[str, Budget]:
-    """The budget of every tensor from samples of the truth with rounding; `dim` counts tokens.
+    """Return the budget of every tensor from samples of the truth with rounding; `dim` is the token dimension.
 
-    `smallest` is a relative error below which nothing is told apart.
+    `smallest` is a relative error that is always allowed.
     """
     by_name: dict[str, Budget] = {}
     for name, right in truth.items():
         squares = torch.stack([_squares(sample[name], right) for sample in played]).mean(0)
-        floor = smallest * float(_finite(right).norm()) + 1e-300
+        floor = smallest * float(right[right.isfinite()].norm()) + 1e-300
         total = factor * (TOTAL * float(squares.sum().sqrt()) + floor)
         rows = None
         if dim is not None and right.ndim > dim:
             by_row = _by_row(squares, dim)
-            least = (by_row.mean() / 8).clamp(min=0)  # a row that is 0 by cancellation still shares its neighbours'
+            least = (by_row.mean() / 8).clamp(min=0)  # for a row that is 0 by cancellation
             rows = factor * (ROW * torch.maximum(by_row, least).sqrt() + floor)
         by_name[name] = Budget(total, rows)
     return by_name
 
 
-def compared(found: Tensor, right: Tensor, budget: Budget, name: str, dim: int = 2) -> tuple[Check, Tensor | None]:
-    """The check, and each row's error over its budget; what is not finite on one side only is infinitely far off."""
-    squares = _squares(found, right)
-    error = float(squares.sum().sqrt())
-    check = Check(name, error, budget.total)
+def compared(observed: Tensor, right: Tensor, budget: Budget, name: str, dim: int = 2) -> tuple[Check, Tensor | None]:
+    """Return the check, and each row's error over its budget; values finite on one side only are infinitely far off."""
+    squares = _squares(observed, right)
+    check = Check(name, float(squares.sum().sqrt()), budget.total)
     if budget.rows is None:
         return check, None
     rows = _by_row(squares, dim).sqrt()
@@ -89,19 +88,15 @@ def compared(found: Tensor, right: Tensor, budget: Budget, name: str, dim: int =
 
 
 def play(run: Callable[[int], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """A few samples of the truth with rounding."""
+    """Return a few samples of the truth with rounding."""
     return [run(number) for number in range(SAMPLES)]
 
 
-def _finite(x: Tensor) -> Tensor:
-    return x[x.isfinite()]
-
-
-def _squares(found: Tensor, right: Tensor) -> Tensor:
-    """Squared differences; infinite where one is not finite and the other is not the same."""
-    found, right = found.double(), right.double()
-    same = (found == right) | (found.isnan() & right.isnan())
-    difference = torch.where(same, torch.zeros_like(right), found - right)
+def _squares(observed: Tensor, right: Tensor) -> Tensor:
+    """Return squared differences, infinite where one is not finite and the other is not the same."""
+    observed, right = observed.double(), right.double()
+    same = (observed == right) | (observed.isnan() & right.isnan())
+    difference = torch.where(same, torch.zeros_like(right), observed - right)
     return difference.square().nan_to_num(torch.inf, posinf=torch.inf)
 
 
@@ -114,7 +109,7 @@ def _by_row(squares: Tensor, dim: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """For every global position: its rank, its slot there, and its place when shards are laid end to end."""
+    """For every global position: its rank, its slot there, and its index in the concatenated shards."""
 
     owner: Tensor
     slot: Tensor
@@ -134,16 +129,15 @@ class Places:
 
     @property
     def remote(self) -> Tensor:
-        """Pairs (S, S) whose two sides lie on different ranks."""
+        """Return pairs (S, S) of different ranks."""
         return self.owner[:, None] != self.owner
 
     @property
     def are_equal(self) -> bool:
-        """Whether all ranks hold the same number of tokens."""
         return len(set(self.counts)) == 1
 
     def neighbour(self, shift: int) -> Tensor:
-        """The position in the same slot of the rank `shift` after each position's own (equal shards)."""
+        """Return the position in the same slot of the rank `shift` after each position's own (equal shards)."""
         at = torch.empty(self.size, max(self.counts), dtype=torch.int64)
         at[self.owner, self.slot] = torch.arange(len(self.owner))
         return at[(self.owner + shift) % self.size, self.slot]
@@ -154,79 +148,51 @@ WrongMask = tuple[str, str, Tensor]
 
 
 def mask_mistakes(seen: Tensor, places: Places) -> Iterator[WrongMask]:
-    """Masks that a broken integration may have used in place of `seen`, the likeliest first."""
+    """Yield masks that a broken integration may have used in place of `seen`, the likeliest first."""
     at = torch.arange(seen.shape[2])
     causal = (at[:, None] >= at).expand_as(seen)
     is_causal = bool((seen <= causal).all())
     joined = _same_component(seen)
-    yield (
-        "window dropped",
-        "The result is that of the same documents without a window: every token sees all it is connected with.",
-        joined & causal if is_causal else joined,
-    )
-    yield "mask replaced by plain causal", "The result is that of a plain causal mask.", causal
-    yield "documents leak", "The result is that of the same offsets without documents.", _same_offsets(seen)
+    result = "The result is that of"
+    text = f"{result} the same documents without a window: every token sees all it is connected with."
+    yield "window dropped", text, joined & causal if is_causal else joined
+    yield "mask replaced by plain causal", f"{result} a plain causal mask.", causal
+    yield "documents leak", f"{result} the same offsets without documents.", _same_offsets(seen)
     if is_causal:
-        yield "the future is seen", "The result is that of a mask which also shows later tokens.", seen | seen.mT
+        yield "the future is seen", f"{result} a mask which also shows later tokens.", seen | seen.mT
     else:
-        yield "mask made causal", "The result is that of the mask without the pairs that look ahead.", seen & causal
-    yield "mask dropped", "The result is that of no mask: every token sees every token.", torch.ones_like(seen)
-    yield from _of_ranks(seen, causal, places)
+        yield "mask made causal", f"{result} the mask without the pairs that look ahead.", seen & causal
+    yield "mask dropped", f"{result} no mask: every token sees every token.", torch.ones_like(seen)
+    if places.size > 1:  # mistakes that come from shards
+        near, slot, joined = ~places.remote, places.slot, places.joined
+        local = ((slot[:, None] >= slot) & near).expand_as(seen)
+        last = slot + len(slot) - torch.tensor(places.counts)[places.owner]
+        alone = "no exchange between ranks"
+        yield alone, f"{result} ranks which see their own tokens only, under the right mask.", seen & near
+        yield alone, f"{result} plain causal attention over each rank's own shard.", causal & near
+        yield alone, f"{result} causal attention in local order over each rank's own shard.", local
+        yield alone, f"{result} full attention over each rank's own shard.", near.expand_as(seen)
+        order = "K/V in wrong order"
+        yield order, f"{result} the mask over keys in rank order, not in global order.", seen[..., joined]
+        yield order, f"{result} a causal mask over keys in rank order.", causal[..., joined]
+        by_slot, text = "mask sees local positions", f"{result} the mask evaluated at each query's place in its shard"
+        yield by_slot, f"{text}, and keys in rank order.", seen[:, :, slot][..., joined]
+        yield by_slot, f"{text}, and keys in global order.", seen[:, :, slot]
+        text = f"{result} a causal mask that"
+        yield by_slot, f"{text} starts at every shard's first row.", causal[:, :, slot][..., joined]
+        yield by_slot, f"{text} ends at every shard's last row.", causal[:, :, last][..., joined]
+        for shift in range(1, places.size):
+            text = f"{result} ranks which never see the keys of the rank {shift} after them."
+            hop = places.owner != (places.owner[:, None] + shift) % places.size
+            yield "keys of some ranks missing", text, seen & hop
     if seen.shape[1] > 1:
-        first = seen[:, :1].expand_as(seen)
-        yield "one head's mask used for all", "The result is that of head 0's mask for every head.", first
+        yield "one head's mask used for all", f"{result} head 0's mask for every head.", seen[:, :1].expand_as(seen)
     if seen.shape[0] > 1:
-        yield (
-            "one row's mask used for all",
-            "The result is that of batch row 0's mask for every row.",
-            seen[:1].expand_as(seen),
-        )
-
-
-def _of_ranks(seen: Tensor, causal: Tensor, places: Places) -> Iterator[WrongMask]:
-    """Mistakes that come from shards."""
-    if places.size < 2:
-        return
-    near, slot, joined = ~places.remote, places.slot, places.joined
-    alone = "no exchange between ranks"
-    yield alone, "The result is that of ranks which see their own tokens only, under the right mask.", seen & near
-    yield alone, "The result is that of plain causal attention over each rank's own shard.", causal & near
-    local = (slot[:, None] >= slot) & near
-    yield (
-        alone,
-        "The result is that of causal attention in local order over each rank's own shard.",
-        local.expand_as(seen),
-    )
-    yield alone, "The result is that of full attention over each rank's own shard.", near.expand_as(seen)
-    shuffled = "K/V in wrong order"
-    yield shuffled, "The result is that of the mask over keys in rank order, not in global order.", seen[..., joined]
-    yield shuffled, "The result is that of a causal mask over keys in rank order.", causal[..., joined]
-    by_slot = "mask sees local positions"
-    text = "The result is that of the mask asked about each query's place in its shard"
-    yield by_slot, f"{text}, and keys in rank order.", seen[:, :, slot][..., joined]
-    yield by_slot, f"{text}, and keys in global order.", seen[:, :, slot]
-    yield (
-        by_slot,
-        "The result is that of a causal mask that starts at every shard's first row.",
-        causal[:, :, slot][..., joined],
-    )
-    last = slot + len(slot) - torch.tensor(places.counts)[places.owner]
-    yield (
-        by_slot,
-        "The result is that of a causal mask that ends at every shard's last row.",
-        causal[:, :, last][..., joined],
-    )
-    for shift in range(1, places.size):
-        hop = places.owner != (places.owner[:, None] + shift) % places.size
-        yield (
-            "keys of some ranks missing",
-            f"The result is that of ranks which never see the keys of the rank {shift} after them.",
-            seen & hop,
-        )
+        yield "one row's mask used for all", f"{result} batch row 0's mask for every row.", seen[:1].expand_as(seen)
 
 
 def _same_component(seen: Tensor) -> Tensor:
-    """Pairs of tokens that are connected through any number of allowed pairs, row by batch row."""
+    """Return pairs of tokens that are connected through any number of allowed pairs, row by batch row."""
     linked = (seen | seen.mT).any(1)
     size = linked.shape[-1]
     label = torch.arange(size).expand(linked.shape[:2]).clone()
@@ -239,7 +205,7 @@ def _same_component(seen: Tensor) -> Tensor:
 
 
 def _same_offsets(seen: Tensor) -> Tensor:
-    """Pairs whose distance is allowed anywhere."""
+    """Return pairs whose distance is allowed anywhere."""
     size = seen.shape[-1]
     diagonals = [seen.diagonal(-d, 2, 3).any(-1) for d in range(1 - size, size)]
     at = torch.arange(size)
@@ -257,7 +223,7 @@ Answer = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Meaning:
-    """Everything beside q, k and v that decides the answer; None where a call has no such thing."""
+    """Everything besides q, k and v that determines the result; None where a call has no such option."""
 
     seen: Tensor
     """Which pairs attend (B, H, S, S)."""
@@ -267,7 +233,7 @@ class Meaning:
     names: tuple[str, ...] = ()
     """Of captured tensors, and of sinks last."""
     q_at: Tensor | None = None
-    """The position that score functions see for each query (S); its own, unless a mistake is acted out."""
+    """The position that score functions see for each query (S); its own, unless a mistake is simulated."""
     kv_at: Tensor | None = None
     seeds: Tensor | None = None
     """The seed of dropout for each query row (S), where it differs between rows."""
@@ -289,7 +255,7 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Jitter:
-    """Rounding, played at random in float64: every number that a careful implementation rounds moves by that much."""
+    """Random rounding in float64: every number that a careful implementation rounds moves by that much."""
 
     narrow: float
     """The relative error of one rounding to the dtype of the tensors."""
@@ -298,22 +264,21 @@ class Jitter:
     draw: torch.Generator
 
     def noise(self, like: Tensor) -> Tensor:
-        """Uniform in -1 to 1."""
         noise = torch.rand(like.shape, generator=self.draw, dtype=torch.float64) * 2 - 1
         return noise.to(like.device)
 
     def rounded(self, x: Tensor, unit: float | None = None) -> Tensor:
-        """The tensor, each number off by up to one rounding."""
+        """Return the tensor with each number off by up to one rounding."""
         return x * (1 + (self.narrow if unit is None else unit) * self.noise(x))
 
     def scores(self, scores: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        """Scores whose products were rounded, and whose statistics (lse) are numbers of their size."""
+        """Return scores whose products were rounded, and whose statistics (lse) are numbers of their size."""
         summed = abs(scale) * (q.detach().square() @ k.detach().square().mT).sqrt()
         return scores + self.wide * (summed + scores.detach().abs()) * self.noise(scores)
 
 
 def answer(meaning: Meaning, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, jitter: Jitter | None = None) -> Answer:
-    """Output, lse and all gradients."""
+    """Return output, lse and all gradients."""
     if meaning.is_swapped:
         k, v = v, k
     q, k, v = leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
@@ -340,32 +305,23 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     q, k, v = inputs
     group = q.shape[1] // k.shape[1]
-    wide_k, wide_v = (
-        t.repeat(1, group, 1, 1) if meaning.is_tiled else t.repeat_interleave(group, dim=1) for t in (k, v)
-    )
-    scores = meaning.scale * _product(meaning, q, wide_k)
+    k, v = (t.repeat(1, group, 1, 1) if meaning.is_tiled else t.repeat_interleave(group, dim=1) for t in (k, v))
+    scores = q @ k.mT
+    if set(meaning.cut) & {"q", "k"}:
+        left, right = (t.detach() if name in meaning.cut else t for name, t in (("q", q), ("k", k)))
+        scores = torch.where(meaning.remote, left @ right.mT, scores)  # type: ignore[arg-type]
+    scores = meaning.scale * scores
     if jitter is not None:
-        scores = jitter.scores(scores, q, wide_k, meaning.scale)
+        scores = jitter.scores(scores, q, k, meaning.scale)
     scores = _scored(meaning, scores, swap)
     if jitter is not None:
         scores.register_hook(jitter.rounded)
     scores = scores.masked_fill(~meaning.seen, -torch.inf)
     if meaning.empty_mean:
-        nothing = ~meaning.seen.any(-1, keepdim=True)
-        scores = torch.where(nothing, torch.zeros_like(scores), scores)
+        scores = torch.where(~meaning.seen.any(-1, keepdim=True), torch.zeros_like(scores), scores)
     if meaning.blocks is not None:
-        return _mean_of_blocks(scores, meaning.blocks, wide_v), torch.logsumexp(scores.detach(), -1)
-    return _softmax(meaning, scores, sinks, wide_v, jitter, dout)
-
-
-def _product(meaning: Meaning, q: Tensor, k: Tensor) -> Tensor:
-    """q . k for all pairs; through remote ones, only gradients that are not cut."""
-    scores = q @ k.mT
-    if not set(meaning.cut) & {"q", "k"}:
-        return scores
-    left = q.detach() if "q" in meaning.cut else q
-    right = k.detach() if "k" in meaning.cut else k
-    return torch.where(meaning.remote, left @ right.mT, scores)  # type: ignore[arg-type]
+        return _mean_of_blocks(scores, meaning.blocks, v), torch.logsumexp(scores.detach(), -1)
+    return _softmax(meaning, scores, sinks, v, jitter, dout)
 
 
 def _scored(meaning: Meaning, scores: Tensor, swap: Swap) -> Tensor:
@@ -394,10 +350,16 @@ def _softmax(
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True).masked_fill(nothing, 1.0)
     p = (weights / total)[..., : v.shape[2]]
-    kept = _kept(meaning, scores[..., : v.shape[2]])
-    p = p if kept is None else p * kept
+    factor = _dropout_factor(meaning, scores[..., : v.shape[2]])
+    p = p if factor is None else p * factor
     p = p if jitter is None else jitter.rounded(p)
-    out = _values(meaning, p, v)
+    if meaning.v_from is None and "v" not in meaning.cut:
+        out = p @ v
+    else:
+        assert meaning.remote is not None
+        far = v.detach() if "v" in meaning.cut else v
+        far = far if meaning.v_from is None else far[:, :, meaning.v_from]
+        out = p.masked_fill(meaning.remote, 0.0) @ v + p.masked_fill(~meaning.remote, 0.0) @ far
     lse = (top + torch.log(total)).masked_fill(nothing, -torch.inf).squeeze(-1)
     if jitter is not None:
         # Backward sums dout * v and dout * out over features, the latter rounded already; their difference may be 0.
@@ -405,34 +367,25 @@ def _softmax(
         p.register_hook(lambda g: g + 2 * jitter.wide * products * jitter.noise(g))
         size = (jitter.narrow + 2 * jitter.wide) * (dout * out.detach()).norm(dim=-1, keepdim=True) / total.detach()
         total.register_hook(lambda g: g + size * jitter.noise(g))
-        # Backward makes p again from lse, a rounded number of the size of the scores: the row's p are all off alike.
+        # Backward recomputes p from lse, a rounded number of the size of the scores: all p of the row are off equally.
         level = 2 * jitter.wide * (1 + lse.detach().abs().masked_fill(nothing.squeeze(-1), 0.0)).unsqueeze(-1)
         out.register_hook(lambda g: g * (1 + level * jitter.noise(level)))
         out = jitter.rounded(out)
     return out, lse
 
 
-def _values(meaning: Meaning, p: Tensor, v: Tensor) -> Tensor:
-    if meaning.v_from is None and "v" not in meaning.cut:
-        return p @ v
-    assert meaning.remote is not None
-    far = v.detach() if "v" in meaning.cut else v
-    far = far if meaning.v_from is None else far[:, :, meaning.v_from]
-    return p.masked_fill(meaning.remote, 0.0) @ v + p.masked_fill(~meaning.remote, 0.0) @ far
-
-
-def _kept(meaning: Meaning, scores: Tensor) -> Tensor | None:
+def _dropout_factor(meaning: Meaning, scores: Tensor) -> Tensor | None:
     dropout = None if meaning.scoring is None else meaning.scoring.dropout
     if dropout is None:
         return None
     b, h, q, kv = (i.expand(scores.shape).contiguous() for i in _index(scores, None, None))
     if meaning.seeds is None:
         return dropout.factor(b, h, q, kv, scores.dtype)
-    kept = torch.zeros_like(scores)
+    factors = torch.zeros_like(scores)
     for seed in meaning.seeds.unique().tolist():
         factor = Dropout(dropout.p, int(seed)).factor(b, h, q, kv, scores.dtype)
-        kept = torch.where((meaning.seeds == seed).view(-1, 1), factor, kept)
-    return kept
+        factors = torch.where((meaning.seeds == seed).view(-1, 1), factor, factors)
+    return factors
 
 
 def _mean_of_blocks(scores: Tensor, owner: Tensor, v: Tensor) -> Tensor:
