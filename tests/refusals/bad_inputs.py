@@ -34,7 +34,7 @@ def counts(
             lambda value=value: call(value),
             error,
             f"{word} = {value!r}",
-            f"{word} must be a whole number, {low} or more",
+            f"{word} must be an integer, at least {low}",
         )
         for value in values
     ]

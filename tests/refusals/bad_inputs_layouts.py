@@ -25,10 +25,10 @@ SPANS = {
     "an overlap": ([[(0, 5)], [(4, 8)]], "two ranks hold position 4", "without gap or overlap"),
     "a missing end": ([[(0, 4)], [(4, 7)]], "nobody holds position 7", "without gap or overlap"),
     "beyond the end": ([[(0, 4)], [(4, 9)]], "two ranks hold position 8", "without gap or overlap"),
-    "nothing": ([], "world_size = 0", "1 or more"),
+    "nothing": ([], "world_size = 0", "at least 1"),
     "no spans": ([[], []], "nobody holds position 0", "without gap or overlap"),
     "backwards": ([[(4, 0)], [(4, 8)]], "rank 0", "(4, 0), which ends before it starts"),
-    "negative": ([[(-2, 4)], [(4, 8)]], "rank 0", "an end of a span = -2", "0 or more"),
+    "negative": ([[(-2, 4)], [(4, 8)]], "rank 0", "an end of a span = -2", "at least 0"),
     "floats": ([[(0.5, 4)], [(4, 8)]], "rank 0", "an end of a span = 0.5"),
     "nan": ([[(0, NAN)], [(4, 8)]], "rank 0", "an end of a span = nan"),
     "text": ([["0:4"], ["4:8"]], "rank 0", "'0:4'", "[[(0, 4)], [(4, 8)]]"),
@@ -52,7 +52,7 @@ def _questions():
         for rank in (2, -1):
             yield bad(f"{name}({rank})", lambda a=ask, r=rank: a(r), LayoutError, f"asked about rank {rank}", "0 to 1")
         for rank in (0.5, "0", None, True):
-            says = f"rank = {rank!r}", "whole number"
+            says = f"rank = {rank!r}", "an integer"
             yield bad(f"{name}({rank!r})", lambda a=ask, r=rank: a(r), LayoutError, *says)
     for position in (8, -1, [0, 9], 1 << 60):
         says = "run from 0 to 7", "were asked for"
@@ -79,7 +79,7 @@ def _tensors():
         says = "shards arrays and tensors", type(value).__name__, "Convert it first"
         yield bad(f"shard {type(value).__name__}", lambda v=value: layout.shard(v, 0), LayoutError, *says)
     for dim in (0.5, "0", None):
-        says = f"dim = {dim!r}", "whole number"
+        says = f"dim = {dim!r}", "an integer"
         yield bad(f"shard dim {dim!r}", lambda d=dim: layout.shard(torch.zeros(8), 0, d), LayoutError, *says)
     three = [torch.zeros(4)] * 3
     yield bad("three shards", lambda: layout.unshard(three), LayoutError, "of every rank: 2", "3 were given")
@@ -97,7 +97,7 @@ def rows():
         yield bad(f"from_spans {name}", lambda s=spans: Layout.from_spans(8, s), LayoutError, *says)
     halves = [[(0, 4)], [(4, 8)]]
     for value in NO_COUNTS:
-        says = f"local_len = {value!r}", "local_len must be a whole number, 0 or more"
+        says = f"local_len = {value!r}", "local_len must be an integer, at least 0"
         call = lambda v=value: Layout.from_spans(8, halves, local_len=v)  # noqa: E731
         yield bad(f"local_len {value!r:.20}", call, LayoutError, *says)
     few = lambda: Layout.from_spans(8, halves, local_len=3)  # noqa: E731

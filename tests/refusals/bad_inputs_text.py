@@ -5,7 +5,7 @@ from functools import cache
 from longspan import LayoutError, LongspanError, ScheduleError, layouts, masks, plan
 from longspan.layouts import Layout
 from longspan.planning import validate
-from longspan.planning.text import parse_schedule
+from longspan.planning.steps import parse_schedule
 from tests.refusals.bad_inputs import bad
 
 LAYOUT = "layout zigzag seq_len=8 world_size=2\n0: 0:2 6:8\n1: 2:6"
@@ -55,8 +55,8 @@ LAYOUTS = {
     "a bidi name": (LAYOUT.replace("zigzag", "\u202ea"), "at character 7", "printable ASCII"),
     "a tab": (LAYOUT.replace(" ", "\t"), "'\\t' at character", "printable ASCII"),
     "carriage returns": (LAYOUT.replace("\n", "\r\n"), "'\\r' at character", "printable ASCII"),
-    "bytes": (LAYOUT.encode(), "read from a str, but bytes was given"),
-    "nothing": (None, "read from a str, but NoneType was given"),
+    "bytes": (LAYOUT.encode(), "must be a str, but got bytes"),
+    "nothing": (None, "must be a str, but got NoneType"),
     "a code": ("__import__('os').system('true')", "a layout text begins", "__import__"),
     "too long": ("x" * ((64 << 20) + 1), "67108865 characters", "the limit is 67108864"),
 }
@@ -68,7 +68,7 @@ SCHEDULES = {
     "no sizes": (lambda: spoiled(" q_heads=2", ""), "sizes are written q_heads=N", "kv_heads=2"),
     "more sizes": (lambda: spoiled("q_heads=2", "q_heads=2 evil=1"), "sizes are written q_heads=N", "evil=1"),
     "a negative size": (lambda: spoiled("q_heads=2", "q_heads=-2"), "1 to 13 digits", "q_heads=-2"),
-    "zero heads": (lambda: spoiled("q_heads=2", "q_heads=0"), "q_heads = 0", "1 or more"),
+    "zero heads": (lambda: spoiled("q_heads=2", "q_heads=0"), "q_heads = 0", "at least 1"),
     "a huge size": (lambda: spoiled("head_dim=4", "head_dim=9999999999"), "head_dim = 9999999999", "at most 16777216"),
     "heads that share": (lambda: spoiled("kv_heads=2", "kv_heads=3"), "leaves 2 over", "multiple of"),
     "sideways": (lambda: spoiled("forward", "sideways"), "'forward' or 'backward'", "'sideways'"),
@@ -80,7 +80,11 @@ SCHEDULES = {
     "step 7": (lambda: spoiled("step 0", "step 7"), "line 6", "step 0 comes next"),
     "step -1": (lambda: spoiled("step 0", "step -1"), "step 0 comes next"),
     "no step": (lambda: spoiled("  step 0\n", ""), "'step 0' comes before transfers"),
-    "kept in forward": (lambda: spoiled("  step 0", "  kept kv[0:2]h0:2\n  step 0"), "nothing kept", "Take them out"),
+    "kept in forward": (
+        lambda: spoiled("  step 0", "  kept kv[0:2]h0:2\n  step 0"),
+        "no 'kept' lines",
+        "Take them out",
+    ),
     "words": (lambda: text() + "\n    hello", "cannot be read", "a transfer is written SRC>DST"),
     "code": (lambda: text() + "\n    eval('1')", "cannot be read", "a transfer is written SRC>DST"),
     "another rank's transfer": (lambda: spoiled("0>1", "1>1"), "to or receives from another rank"),
@@ -92,19 +96,19 @@ SCHEDULES = {
     "a recall": (lambda: spoiled("keep", "never"), "a transfer is written SRC>DST"),
     "a role": (lambda: spoiled("kv[", "kw["), "a piece is written role[spans]hHEADS", "kw["),
     "no heads": (lambda: spoiled("]h0:2 until", "] until"), "a piece is written role[spans]hHEADS"),
-    "heads beyond": (lambda: spoiled("]h0:2 until", "]h0:3 until"), "heads of kv are spans", "within 0:2"),
-    "no head": (lambda: spoiled("]h0:2 until", "]h1:1 until"), "heads of kv are spans", "but 1:1 was found"),
-    "batch rows": (lambda: spoiled("]h0:2 until", "]h0:2b0:9 until"), "batch rows are spans", "within 0:1"),
-    "positions beyond": (lambda: spoiled("kv[0:2", "kv[0:9"), "positions are spans", "within 0:8"),
+    "heads beyond": (lambda: spoiled("]h0:2 until", "]h0:3 until"), "heads of kv must be", "within 0:2"),
+    "no head": (lambda: spoiled("]h0:2 until", "]h1:1 until"), "heads of kv must be", "but got 1:1"),
+    "batch rows": (lambda: spoiled("]h0:2 until", "]h0:2b0:9 until"), "batch rows must be", "within 0:1"),
+    "positions beyond": (lambda: spoiled("kv[0:2", "kv[0:9"), "positions must be", "within 0:8"),
     "a huge position": (lambda: spoiled("kv[0:2", "kv[0:" + "9" * 400), "a span is written start:stop"),
     "a backward span": (lambda: spoiled("kv[0:2", "kv[2:0"), "0 <= start <= stop"),
     "a compute of q and q": (lambda: spoiled("compute q[", "compute out["), "works on q and kv pieces"),
     "a compute of nothing": (lambda: spoiled(" : ", " ; "), "a compute is written compute Q KV : BANDS"),
-    "bands beyond": (lambda: spoiled(" : 0:2x", " : 0:99x"), "positions are spans", "within 0:8"),
+    "bands beyond": (lambda: spoiled(" : 0:2x", " : 0:99x"), "positions must be", "within 0:8"),
     "a bound": (lambda: spoiled("/0..", "/zero.."), "a band is written Q x KV / LO..HI"),
     "a NUL": (lambda: spoiled("ring", "ri\0ng"), "'\\x00' at character 11", "printable ASCII"),
     "unicode": (lambda: spoiled("ring", "rіng"), "at character 10", "printable ASCII"),
-    "bytes": (lambda: text().encode(), "read from a str, but bytes was given"),
+    "bytes": (lambda: text().encode(), "must be a str, but got bytes"),
     "a long line": (lambda: text() + "\n    " + "0:1 " * (1 << 18) + "0:1", "the limit is 1048576"),
     "a deep line": (lambda: text() + "\n" + "(" * 100_000, "cannot be read", "SRC>DST"),
     "too long": (lambda: "x" * ((64 << 20) + 1), "67108865 characters", "the limit is 67108864"),

@@ -45,7 +45,7 @@ def _contexts():
         ("seq_len", {"buffers": [y], "buffer_seq_dims": [0]}, PlanError, "[8, 9] tokens", "Cut all to one length"),
         ("dim", {"buffers": [x], "buffer_seq_dims": [1]}, PlanError, "(8,) has no dim 1"),
         ("negative dim", {"buffers": [x], "buffer_seq_dims": [-2]}, PlanError, "(8,) has no dim -2"),
-        ("text dim", {"buffers": [x], "buffer_seq_dims": ["0"]}, PlanError, "'0'", "whole number"),
+        ("text dim", {"buffers": [x], "buffer_seq_dims": ["0"]}, PlanError, "'0'", "an integer"),
         ("a list", {"buffers": [[0] * 8], "buffer_seq_dims": [0]}, PlanError, "plain tensor, but list"),
         ("a leaf", {"buffers": [leaf], "buffer_seq_dims": [0]}, PlanError, "requires grad", "context_parallel_shard"),
         ("strangers", {"no_restore_buffers": {x}}, PlanError, "not among buffers", "List the same tensor objects"),
@@ -57,9 +57,9 @@ def _contexts():
         ("layout", {"load_balancer": layouts.zigzag(8, 2)}, LayoutError, "8 tokens on 1 ranks", "Make the layout for"),
         ("documents", {"load_balancer": PerDocument([4, 5])}, LayoutError, "seq_len says 8, load_balancer says 9"),
         ("no masks", {"load_balancer": Balanced()}, LayoutError, "was given no mask", "Pass every mask"),
-        ("block", {"load_balancer": RoundRobin(masks.causal(8), 0)}, LayoutError, "block = 0", "1 or more"),
-        ("a negative length", {"seq_len": -1}, LayoutError, "seq_len = -1", "0 or more"),
-        ("a length of 2.5", {"seq_len": 2.5}, LayoutError, "seq_len = 2.5", "whole number"),
+        ("block", {"load_balancer": RoundRobin(masks.causal(8), 0)}, LayoutError, "block = 0", "at least 1"),
+        ("a negative length", {"seq_len": -1}, LayoutError, "seq_len = -1", "at least 0"),
+        ("a length of 2.5", {"seq_len": 2.5}, LayoutError, "seq_len = 2.5", "an integer"),
     ):
         yield bad(f"context {name}", lambda k=kwargs: inside(**k), error, *says)
     for value in (None, "cp", 3):

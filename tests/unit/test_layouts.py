@@ -129,10 +129,10 @@ def test_balanced_remembers_equal_masks():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: layouts.zigzag(-1, 2), "seq_len must be a whole number, 0 or more"),
-        (lambda: layouts.zigzag(8, 0), "world_size must be a whole number, 1 or more"),
-        (lambda: layouts.striped(8, 2, stripe=0), "must be a whole number, 1 or more"),
-        (lambda: layouts.round_robin_by_work(masks.causal(8), 2, block=0), "must be a whole number, 1 or more"),
+        (lambda: layouts.zigzag(-1, 2), "seq_len must be an integer, at least 0"),
+        (lambda: layouts.zigzag(8, 0), "world_size must be an integer, at least 1"),
+        (lambda: layouts.striped(8, 2, stripe=0), "must be an integer, at least 1"),
+        (lambda: layouts.round_robin_by_work(masks.causal(8), 2, block=0), "must be an integer, at least 1"),
         (lambda: layouts.zigzag(8, 2).spans(2), "Ask for 0 to 1"),
         (lambda: layouts.zigzag(8, 2).owner(8), "run from 0 to 7"),
         (lambda: layouts.zigzag(8, 2).shard(np.zeros((8, 3)), 0, dim=1), "Pass the dim that counts tokens"),
