@@ -260,7 +260,7 @@ def test_calls_that_do_not_fit_their_group_are_refused():
         assert "a mesh of 3 ranks, but there are 2" in said["mesh"]
         assert "mesh['cp']" in said["axes"]
         assert "torch.no_grad()" in said["grad"]
-        assert "Pass the dim that counts tokens" in said["slots"]
+        assert "Pass the dim of the tokens" in said["slots"]
         assert "one sequence on the same ranks" in said["size"]
         assert "a group of 2 ranks" in said["group"]
         assert "ranks 0 to 1" in said["to"]

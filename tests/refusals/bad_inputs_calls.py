@@ -272,7 +272,7 @@ def _block_masks():
         yield bad(f"mask {type(value).__name__}", lambda v=value: block_mask(v, layout, 0), MaskError, *says)
         yield bad(f"layout {type(value).__name__}", lambda v=value: block_mask(CAUSAL, v, 0), MaskError, *says)
     for rank in (2, -1):
-        yield bad(f"rank {rank}", lambda r=rank: block_mask(CAUSAL, layout, r), LayoutError, f"asked about rank {rank}")
+        yield bad(f"rank {rank}", lambda r=rank: block_mask(CAUSAL, layout, r), LayoutError, f"but got {rank}")
     for rank in ("a", 0.5, None):
         yield bad(f"rank {rank!r}", lambda r=rank: block_mask(CAUSAL, layout, r), LayoutError, f"rank = {rank!r}")
     says = "9 tokens", "for 8. Build both for the same sequence"

@@ -84,7 +84,9 @@ def _what():
         yield bad(f"direction {direction!r}", lambda d=direction: made.steps(0, d), PlanError, *says)
     for rank in (4, -1):
         yield bad(f"rank {rank}", lambda r=rank: made.steps(r), PlanError, f"no rank {rank}")
-    yield bad("equal tokens", lambda: layouts.zigzag(8, 2).positions(5), LayoutError, "asked about rank 5")
+    yield bad(
+        "equal tokens", lambda: layouts.zigzag(8, 2).positions(5), LayoutError, "rank must be in [0, 2), but got 5"
+    )
 
 
 def _machines():

@@ -43,7 +43,7 @@ LAYOUTS = {
     "few lines": ("layout a seq_len=8 world_size=3\n0: 0:8", "for 3 ranks, but has lines for 1"),
     "another order": ("layout a seq_len=8 world_size=2\n1: 0:4\n0: 4:8", "line 2 of a layout text begins '0:'", "'1:"),
     "no label": ("layout a seq_len=8 world_size=1\n0:8", "a span is written start:stop", "'8'"),
-    "a gap": ("layout a seq_len=8 world_size=1\n0: 0:4 5:8", "nobody holds position 4"),
+    "a gap": ("layout a seq_len=8 world_size=1\n0: 0:4 5:8", "no rank holds position 4"),
     "an overlap": ("layout a seq_len=8 world_size=1\n0: 0:5 4:8", "two ranks hold position 4"),
     "backwards": ("layout a seq_len=8 world_size=1\n0: 8:0", "0 <= start <= stop", "start = 8 and stop = 0"),
     "a huge span": ("layout a seq_len=8 world_size=1\n0: 0:9999999999999", "0 <= start <= stop", "9999999999999"),

@@ -56,7 +56,7 @@ def _contexts():
         ("balancer class", {"load_balancer": HeadTail}, LayoutError, "load_balancer = <class", "HeadTail()"),
         ("layout", {"load_balancer": layouts.zigzag(8, 2)}, LayoutError, "8 tokens on 1 ranks", "Make the layout for"),
         ("documents", {"load_balancer": PerDocument([4, 5])}, LayoutError, "seq_len says 8, load_balancer says 9"),
-        ("no masks", {"load_balancer": Balanced()}, LayoutError, "was given no mask", "Pass every mask"),
+        ("no masks", {"load_balancer": Balanced()}, LayoutError, "needs every mask", "got none"),
         ("block", {"load_balancer": RoundRobin(masks.causal(8), 0)}, LayoutError, "block = 0", "at least 1"),
         ("a negative length", {"seq_len": -1}, LayoutError, "seq_len = -1", "at least 0"),
         ("a length of 2.5", {"seq_len": 2.5}, LayoutError, "seq_len = 2.5", "an integer"),

@@ -75,7 +75,7 @@ def _batches():
     yield bad("dims float", lambda: shard(one("extra"), dims={"extra": 0.5}), LayoutError, "dim = 0.5", "an integer")
     yield bad("fills", lambda: shard(ids, fills={"extra": 1}), BatchError, "fills names 'extra'", "Add it to dims")
     for rank in (2, -1):
-        yield bad(f"rank {rank}", lambda r=rank: shard(ids, r), LayoutError, f"asked about rank {rank}", "0 to 1")
+        yield bad(f"rank {rank}", lambda r=rank: shard(ids, r), LayoutError, f"rank must be in [0, 2), but got {rank}")
     yield bad("rank 'a'", lambda: shard(ids, "a"), LayoutError, "rank = 'a'", "an integer")
     for value in ([IDS], None, "batch", 3):
         says = "takes a mapping of names to tensors", type(value).__name__
@@ -222,7 +222,7 @@ def _moving():
         says = "the shard of rank 0 has 8 slots", "(7,)"
         yield bad(f"{name} tokens", lambda c=call: c(ONE, torch.zeros(7), 0), LayoutError, *says)
         yield bad(f"{name} dim", lambda c=call: c(ONE, x, 1), LayoutError, "dim = 1", "Pass the dim")
-        yield bad(f"{name} list", lambda c=call: c(ONE, [0] * 8, 0), LayoutError, "list was given", "Convert it")
+        yield bad(f"{name} list", lambda c=call: c(ONE, [0] * 8, 0), LayoutError, "got list", "Convert it")
         yield bad(f"{name} layout", lambda c=call: c("zigzag", x, 0), BatchError, "takes a layout", "str")
     other = layouts.contiguous(9, 1)
     yield bad("sequences", lambda: relayout(x, ONE, other, one_rank(), 0), BatchError, "both must be of one sequence")

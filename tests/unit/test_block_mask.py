@@ -231,7 +231,7 @@ def test_functions_are_remembered_by_mask_and_not_by_value():
 
 def test_refusals():
     mask, layout = masks.causal(64), layouts.zigzag(64, 2)
-    with pytest.raises(LayoutError, match=r"was asked about rank 2\. Ask for 0 to 1"):
+    with pytest.raises(LayoutError, match=r"rank must be in \[0, 2\), but got 2"):
         block_mask(mask, layout, 2)
     with pytest.raises(MaskError, match=r"for 65 tokens and .* for 64\. Build both"):
         block_mask(masks.causal(65), layout, 0)
