@@ -82,9 +82,11 @@ def _tensors():
         says = f"dim = {dim!r}", "an integer"
         yield bad(f"shard dim {dim!r}", lambda d=dim: layout.shard(torch.zeros(8), 0, d), LayoutError, *says)
     three = [torch.zeros(4)] * 3
-    yield bad("three shards", lambda: layout.unshard(three), LayoutError, "of every rank: 2", "3 were given")
+    yield bad("three shards", lambda: layout.unshard(three), LayoutError, "all 2 ranks", "but got 3")
     shards = [torch.zeros(4), torch.zeros(5)]
-    yield bad("a long shard", lambda: layout.unshard(shards), LayoutError, "the shard of rank 1 has 4 slots", "(5,)")
+    yield bad(
+        "a long shard", lambda: layout.unshard(shards), LayoutError, "the shard of rank 1 must have 4 slots", "(5,)"
+    )
     yield bad("unshard lists", lambda: layout.unshard([[0], [1]]), LayoutError, "got list", "Convert it first")
 
 

@@ -48,7 +48,7 @@ LAYOUTS = {
     "backwards": ("layout a seq_len=8 world_size=1\n0: 8:0", "0 <= start <= stop", "start = 8 and stop = 0"),
     "a huge span": ("layout a seq_len=8 world_size=1\n0: 0:9999999999999", "0 <= start <= stop", "9999999999999"),
     "words": ("layout a seq_len=8 world_size=1\n0: all", "a span is written start:stop", "'all'"),
-    "few slots": ("layout a seq_len=8 world_size=1 local_len=3\n0: 0:8", "3 slots, but rank 0 holds 8 tokens"),
+    "few slots": ("layout a seq_len=8 world_size=1 local_len=3\n0: 0:8", "rank 0 holds 8 tokens"),
     "a NUL": (LAYOUT.replace("zigzag", "zig\0zag"), "'\\x00' at character 10", "printable ASCII"),
     "an escape": (LAYOUT.replace("zigzag", "\x1b[2J"), "'\\x1b' at character 7", "printable ASCII"),
     "unicode digits": (LAYOUT.replace("8", "٨"), "'٨' at character", "printable ASCII"),

@@ -219,7 +219,7 @@ def _moving():
             "Make the layout for the group",
         )
         yield bad(f"{name} ranks", lambda c=call: c(LAYOUT, x, 0), BatchError, *says)
-        says = "the shard of rank 0 has 8 slots", "(7,)"
+        says = "the shard of rank 0 must have 8 slots", "(7,)"
         yield bad(f"{name} tokens", lambda c=call: c(ONE, torch.zeros(7), 0), LayoutError, *says)
         yield bad(f"{name} dim", lambda c=call: c(ONE, x, 1), LayoutError, "dim = 1", "Pass the dim")
         yield bad(f"{name} list", lambda c=call: c(ONE, [0] * 8, 0), LayoutError, "got list", "Convert it")

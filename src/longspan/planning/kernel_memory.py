@@ -106,7 +106,11 @@ KERNELS = {
     "cuDNN": KernelFacts('cuDNN, which has to be named: kernel="cudnn"', widest=128),
     "flex": KernelFacts("flex attention, compiled by Triton", half_only=False, functions=True, workspace=_flex),
     "cpu_flash": KernelFacts(
-        "PyTorch's flash attention on CPUs", half_only=False, widest=1 << 30, functions=True, workspace=lambda *_: 0
+        "PyTorch's flash attention on CPUs",
+        half_only=False,
+        widest=1 << 30,
+        functions=True,
+        workspace=lambda _launch, _splits: 0,
     ),
 }
 

@@ -240,37 +240,28 @@ class Problem:
 
         `arrived` has (start, stop, step) rows for each lane, sorted by position and disjoint.
         """
-        steps: list[list[Compute]] = [[] for _ in range(num_steps)]
-        for lane, rows in zip(self.lanes, arrived, strict=True):
-            for part in lane.parts:
-                for step, compute in self._computes(rank, rows, lane, part):
-                    steps[step].append(compute)
-        return steps
-
-    def _computes(self, rank: int, kv_rows: Ints, lane: Lane, part: Part) -> Iterator[tuple[int, Compute]]:
-        """Yield (step, compute) of one part, all steps at once: a ring has as many as there are ranks."""
-        tight = [bd.tighten(cells(bands, kv_rows)) for bands in self.rank_bands(part, rank)]
-        sure, maybe = (rows[np.argsort(rows[:, STEP], kind="stable")] for rows in tight)
-        both, seq_len = np.concatenate((sure, maybe)), self.layout.seq_len
-        q, kv = (by_taker(both[:, columns], seq_len) for columns in ((bd.Q0, bd.Q1, STEP), (bd.K0, bd.K1, STEP)))
-        spans = [as_spans(rows[:, :2]) for rows in (q, kv)]
-        bands = [bd.as_bands(rows[:, :STEP]) for rows in (sure, maybe)]
-        steps = np.unique(both[:, STEP])
-        labels = (q[:, 2], kv[:, 2], sure[:, STEP], maybe[:, STEP])
-        begins = [np.searchsorted(label, steps).tolist() for label in labels]
-        ends = [np.searchsorted(label, steps, side="right").tolist() for label in labels]
-        for k, step in enumerate(steps.tolist()):
-            (q0, kv0, sure0, maybe0), (q1, kv1, sure1, maybe1) = ([at[k] for at in side] for side in (begins, ends))
-            yield (
-                step,
-                Compute(
-                    rank,
-                    Piece(Role.Q, spans[0][q0:q1], part.q_heads, lane.batch),
-                    Piece(Role.KV, spans[1][kv0:kv1], lane.kv_heads, lane.batch),
-                    bands[0][sure0:sure1],
-                    bands[1][maybe0:maybe1],
-                ),
-            )
+        seq_len = self.layout.seq_len
+        computes: list[list[Compute]] = [[] for _ in range(num_steps)]
+        parts = [(lane, part, rows) for lane, rows in zip(self.lanes, arrived, strict=True) for part in lane.parts]
+        for lane, part, kv_rows in parts:
+            # All steps of a part at once: a ring has as many as there are ranks.
+            tight = [bd.tighten(cells(bands, kv_rows)) for bands in self.rank_bands(part, rank)]
+            sure, maybe = (rows[np.argsort(rows[:, STEP], kind="stable")] for rows in tight)
+            both = np.concatenate((sure, maybe))
+            q, kv = (by_taker(both[:, columns], seq_len) for columns in ((bd.Q0, bd.Q1, STEP), (bd.K0, bd.K1, STEP)))
+            q_spans, kv_spans = as_spans(q[:, :2]), as_spans(kv[:, :2])
+            sure_bands, maybe_bands = bd.as_bands(sure[:, :STEP]), bd.as_bands(maybe[:, :STEP])
+            steps = np.unique(both[:, STEP])
+            labels = (q[:, 2], kv[:, 2], sure[:, STEP], maybe[:, STEP])
+            begins = [np.searchsorted(label, steps).tolist() for label in labels]
+            ends = [np.searchsorted(label, steps, side="right").tolist() for label in labels]
+            for k, step in enumerate(steps.tolist()):
+                (q0, kv0, sure0, maybe0), (q1, kv1, sure1, maybe1) = ([at[k] for at in side] for side in (begins, ends))
+                queries = Piece(Role.Q, q_spans[q0:q1], part.q_heads, lane.batch)
+                keys = Piece(Role.KV, kv_spans[kv0:kv1], lane.kv_heads, lane.batch)
+                bands = sure_bands[sure0:sure1], maybe_bands[maybe0:maybe1]
+                computes[step].append(Compute(rank, queries, keys, *bands))
+        return computes
 
     def rank_bands(self, part: Part, rank: int) -> tuple[Ints, Ints]:
         """Return the plane's sure and maybe bands in the query rows that the rank computes."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longspan._compile import sealed
 from longspan.errors import PlanError
@@ -240,7 +241,7 @@ def _message_seconds(moved: Ints, num_bytes: Ints, num_steps: int, machine: Mach
     return float(machine.link_seconds(ports.max(axis=(2, 3))).sum())
 
 
-def _fold_seconds(is_composed: Ints, batch: Ints, sizes: StateSizes, machine: Machine) -> Floats:
+def _fold_seconds(is_composed: NDArray[np.bool_], batch: Ints, sizes: StateSizes, machine: Machine) -> Floats:
     """Return the time of each fold; `is_composed` if the maps are multiplied too."""
     if sizes.dense:
         flop = 2.0 * sizes.heads * sizes.keys * sizes.keys * (sizes.values + np.where(is_composed, sizes.keys, 0))

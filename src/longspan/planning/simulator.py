@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from longspan.errors import ScheduleError
 from longspan.planning.cost import peak_bytes
@@ -72,12 +73,13 @@ class _Simulation:
         self.busy: list[list[float]] = []
         """For each rank, how long each step keeps its device busy."""
         self.queued: list[list[float]] = []
+        sizes: Any = schedule.sizes  # of the schedule's own kind, as its pieces are
         for rank, steps in enumerate(schedule.ranks):
             self.messages.append([])
             for step in steps:
                 sums: dict[tuple[int, int], int] = {}
                 for t in step.transfers:
-                    sums[t.src, t.dst] = sums.get((t.src, t.dst), 0) + t.piece.num_bytes(schedule.sizes)
+                    sums[t.src, t.dst] = sums.get((t.src, t.dst), 0) + t.piece.num_bytes(sizes)
                 self.messages[-1].append(sums)
             if isinstance(schedule, ScanSchedule):
                 works = [step_work(step, rank) for step in schedule.ranks[rank]]

@@ -7,10 +7,10 @@ and including step `until`. There are only two instructions; schemes differ in n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 from longspan.errors import LongspanError, PlanError, ScheduleError
 from longspan.layouts import Layout
@@ -395,7 +395,7 @@ def parse_text(
         raise ScheduleError(
             f"line {long + 1} of the {kind} text has {len(lines[long])} characters; the limit is {MAX_LINE}."
         )
-    names: tuple[str, ...] = sizes_type.__slots__  # pyright: ignore
+    names = [field.name for field in fields(cast(Any, sizes_type))]
     form = (
         f"a {kind} text begins '{kind} SCHEME DIRECTION SIZES', where sizes are written"
         f" {' '.join(f'{name}=N' for name in names)}"
