@@ -29,7 +29,7 @@ from longspan.cli.acceptance.host import Counted, pretended
 from longspan.cli.acceptance.programs import RankPrograms, driven
 from longspan.cli.measure import DIRECTIONS
 from longspan.cli.workload import drawn_lengths
-from longspan.planning.presets import H100
+from longspan.planning.machine import H100
 from longspan.run import fused, walk
 from longspan.run.moves import Memory
 

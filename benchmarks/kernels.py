@@ -1,6 +1,6 @@
 """`python -m benchmarks.kernels`: compare the published speed of bare kernels with the machine presets.
 
-Nothing ran on a GPU here: figures are read from the sources that `longspan.planning.presets` names, all bfloat16 or
+Nothing ran on a GPU here: figures are read from the sources that `longspan.planning.machine` names, all bfloat16 or
 float16, heads of 128. The command fails if the model is more than 15% off at 8,192 tokens or more, where context
 parallelism begins. Shorter ones are only shown: the model has one time for the beginning and end of a tile, forward and
 backward, and is too fast for short backward passes.
@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from longspan.masks.bands import LIMIT
-from longspan.planning.machine import Machine, Work, tile_work
-from longspan.planning.presets import B200, B200_CUDNN, B200_FA4, H100, H100_CUDNN, H100_FA3
+from longspan.planning.machine import B200, B200_CUDNN, B200_FA4, H100, H100_CUDNN, H100_FA3, Machine, Work, tile_work
 
 DIM = 128
 LONG = 8192

@@ -3,7 +3,7 @@
 Every figure printed here that is not marked published is SIMULATED; nothing ran on a GPU. Six constants are fitted to
 the published points at 8 and 32 devices; those at 16 and 64 are predicted. The command fails unless every held-out
 error is at most 20%, schemes are ranked rightly on 90% of held-out pairs, and the constants are those of
-`longspan.planning.presets.H100_FITTED`, within 10%.
+`longspan.planning.machine.H100_FITTED`, within 10%.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from benchmarks.published_points import (
 from benchmarks.published_systems import SYSTEMS, WEIGHT_GRADIENTS, Leg, runs
 from longspan import layouts, masks
 from longspan.planning import Problem, backward, scheme, simulate
-from longspan.planning.machine import Link, Machine, Work
-from longspan.planning.presets import H100_FA3, H100_FITTED
+from longspan.planning.machine import H100_FA3, H100_FITTED, Link, Machine, Work
 from longspan.spans import Ints
 
 Floats = NDArray[np.float64]

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.planning.machine import Machine
-from longspan.planning.presets import A100, B200_FA4, H100, H100_CUDNN, H100_FA3
+from longspan.planning.machine import A100, B200_FA4, H100, H100_CUDNN, H100_FA3, Machine
 from longspan.sizing import Recipe, built_in_config
 
 GIB = float(1 << 30)

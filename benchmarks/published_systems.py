@@ -19,8 +19,7 @@ from longspan.masks import Mask
 from longspan.masks import bands as bd
 from longspan.planning import Problem, Role, Step, scheme
 from longspan.planning.fetch import by_taker
-from longspan.planning.machine import Work, tile_work
-from longspan.planning.presets import H100_FITTED
+from longspan.planning.machine import H100_FITTED, Work, tile_work
 from longspan.planning.problem import cells, in_rows
 from longspan.spans import Ints
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.planning import Problem, Sizes, scheme
+from longspan.planning.machine import CPU
 from longspan.planning.plan import Plan
-from longspan.planning.presets import CPU
 from longspan.planning.steps import ITEMSIZE
 from longspan.testing import allowed, dense_gradients
 from tests.cases import LAYOUTS, MASKS, random_layout, random_mask

@@ -15,9 +15,8 @@ from longspan.masks import Mask
 from longspan.masks.convert import advice, check_words, mask_of
 from longspan.masks.document_rows import Documents, document_rows
 from longspan.planning.conv_plan import MAX_WIDTH, ConvPlan, planned_convolution
-from longspan.planning.machine import Machine
+from longspan.planning.machine import Machine, assumed_machine, machine_named
 from longspan.planning.plan import Plan, PlanRequest, planned
-from longspan.planning.presets import assumed_machine, machine_named
 from longspan.planning.problem import MAX_CHUNKS
 from longspan.planning.steps import ITEMSIZE, MAX_SIZE, Sizes, dtype_name
 from longspan.spans import shortened, whole

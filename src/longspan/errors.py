@@ -1,6 +1,6 @@
 """The exception classes, and helpers that add the call's context to a message once.
 
-Every refusal says what was expected, what was found and what to do.
+Every message says what was expected, what Longspan got and how to fix it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class LongspanError(Exception):
-    """Root of everything Longspan raises on purpose."""
+    """Base class of every error that Longspan raises on purpose."""
 
     context = ""
-    """In which call it was raised; added where the call was made, so messages deep inside need not know."""
+    """The call that raised, in words. The outermost function sets it, so inner functions need not know the call."""
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -25,44 +25,44 @@ class LongspanError(Exception):
 
 
 class MaskError(LongspanError, ValueError):
-    """A mask that cannot mean what was asked."""
+    """Invalid mask, or a mask that does not fit the sequence."""
 
 
 class LayoutError(LongspanError, ValueError):
-    """A layout that cannot hold the sequence as asked."""
+    """Invalid layout, or a layout that does not fit the sequence."""
 
 
 class ScheduleError(LongspanError, ValueError):
-    """A schedule that is malformed, incomplete or impossible."""
+    """Malformed, incomplete or incorrect schedule."""
 
 
 class PlanError(LongspanError, ValueError):
-    """A plan that cannot be made from the given mask, layout and shapes."""
+    """No plan is possible for this mask, layout and shapes."""
 
 
 class KernelError(LongspanError, ValueError):
-    """A kernel that does not exist or cannot take the given tensors."""
+    """Unknown kernel, or a kernel that does not support the tensors."""
 
 
 class AgreementError(LongspanError, ValueError):
-    """Ranks of a group that were asked for different things."""
+    """Ranks of a group called with different arguments."""
 
 
 class BusyError(LongspanError, RuntimeError):
-    """A group that another thread of this process is using."""
+    """Another thread of this process is using the group."""
 
 
 class RankError(LongspanError, RuntimeError):
-    """A rank that died, stopped, raised, or went another way than the others."""
+    """A rank died, stopped, raised, or diverged from the others."""
 
 
-class in_context:  # noqa: N801  (used like a function; in every call, where a generator would take three times as long)
-    """Errors from inside say where they come from; where such calls lie in each other, the inner one.
+class in_context:  # noqa: N801  (used like a function; a generator-based context manager takes three times as long)
+    """Context manager that sets `context` on errors raised inside. If several are nested, the innermost one sets it.
 
     >>> with in_context(lambda: "The call: f(3)."):
-    ...     raise LongspanError("3 was given. Give 4.")
+    ...     raise LongspanError("x must be 4, but got 3.")
     Traceback (most recent call last):
-    longspan.errors.LongspanError: 3 was given. Give 4. The call: f(3).
+    longspan.errors.LongspanError: x must be 4, but got 3. The call: f(3).
     """
 
     def __init__(self, describe: Callable[[], str]) -> None:
@@ -77,24 +77,21 @@ class in_context:  # noqa: N801  (used like a function; in every call, where a g
 
 
 def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A function that says what arguments are called now, to those who use their old names.
+    """Decorate a function so that old argument names raise an error with the new name.
 
     >>> renamed(schedule="scheme")(lambda scheme: scheme)(schedule="ring")
     Traceback (most recent call last):
-    longspan.errors.PlanError: schedule = 'ring' was given to <lambda>. It is called scheme now: say scheme='ring'.
+    longspan.errors.PlanError: <lambda> has no argument schedule: it was renamed. Use scheme='ring'.
     """
 
-    def with_names(function: Callable[P, T]) -> Callable[P, T]:
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
-        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
             for old in names.keys() & kwargs.keys():
                 name, value = function.__qualname__.removesuffix(".__init__"), repr(kwargs[old])
-                raise PlanError(
-                    f"{old} = {value:.60} was given to {name}. It is called {names[old]} now: say"
-                    f" {names[old]}={value:.60}."
-                )
+                raise PlanError(f"{name} has no argument {old}: it was renamed. Use {names[old]}={value:.60}.")
             return function(*args, **kwargs)
 
-        return called
+        return call
 
-    return with_names
+    return decorate

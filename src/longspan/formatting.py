@@ -10,7 +10,7 @@ SECOND_UNITS = (("us", 1e-6), ("ms", 1e-3), ("s", 1.0))
 
 
 def count_text(value: int) -> str:
-    """A whole number with its thousands marked.
+    """Format an integer with thousands separators.
 
     >>> count_text(1048576)
     '1,048,576'
@@ -18,62 +18,65 @@ def count_text(value: int) -> str:
     return f"{value:,}"
 
 
-def counted(number: int, what: str) -> str:
-    """So many of something, by a word whose plural ends in s.
+def counted(number: int, noun: str) -> str:
+    """Format a count with its noun, whose plural ends in s.
 
     >>> counted(1, "rank"), counted(1024, "rank"), counted(0, "tile")
     ('1 rank', '1,024 ranks', '0 tiles')
     """
-    return f"{number:,} {what}{'s' * (number != 1)}"
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def bytes_text(value: float) -> str:
-    """Bytes in binary units, three digits.
+    """Format bytes in binary units with three digits.
 
     >>> bytes_text(16911433728), bytes_text(0), bytes_text(1536)
     ('15.8 GiB', '0 B', '1.50 KiB')
     """
-    return bytes_alike([value])[0]
+    return _in_one_unit([value], BYTE_UNITS)[0]
 
 
 def bytes_alike(values: Sequence[float]) -> list[str]:
-    """Bytes for one column: all in one unit, in which the least is not lost.
+    """Format bytes for one column: all in one unit, small enough for the smallest value.
 
     >>> bytes_alike([710934528, 16911433728])
     ['0.66 GiB', '15.8 GiB']
     """
-    return _alike(values, BYTE_UNITS)
+    return _in_one_unit(values, BYTE_UNITS)
 
 
 def seconds_text(value: float) -> str:
-    """A time in the unit that suits it, three digits.
+    """Format a time in a fitting unit with three digits.
 
     >>> seconds_text(0.0136), seconds_text(2.5e-5), seconds_text(75.2)
     ('13.6 ms', '25.0 us', '75.2 s')
     """
-    return seconds_alike([value])[0]
+    return _in_one_unit([value], SECOND_UNITS)[0]
 
 
 def seconds_alike(values: Sequence[float]) -> list[str]:
-    """Times for one column: all in one unit, in which the least is not lost.
+    """Format times for one column: all in one unit, small enough for the smallest value.
 
     >>> seconds_alike([0.000699, 0.0171])
     ['0.70 ms', '17.1 ms']
     """
-    return _alike(values, SECOND_UNITS)
+    return _in_one_unit(values, SECOND_UNITS)
 
 
-def _alike(values: Sequence[float], units: Units) -> list[str]:
+def _in_one_unit(values: Sequence[float], units: Units) -> list[str]:
     least = min((value for value in values if value > 0), default=0.0)
-    # One value stays below 1,000 of its unit; of several the least is at least a tenth of it.
+    # A single value stays below 1,000 units; of several, the smallest is at least a tenth of the unit.
     share = 0.1 if len(values) > 1 else 0.9995
     name, unit = next((pair for pair in reversed(units) if least >= share * pair[1]), units[0])
-    return [f"{'0' if value == 0 else three(value / unit) if unit != 1.0 or name == 's' else f'{value:,.0f}'} {name}"
-            for value in values]  # fmt: skip
+    texts: list[str] = []
+    for value in values:
+        number = "0" if value == 0 else f"{value:,.0f}" if name == "B" else three(value / unit)
+        texts.append(f"{number} {name}")
+    return texts
 
 
 def rate_text(value: float, unit: str) -> str:
-    """Something per second in decimal units, as hardware is sold.
+    """Format a rate in decimal units, as data sheets do.
 
     >>> rate_text(3.93e11, "B/s"), rate_text(989e12, "FLOP/s")
     ('393 GB/s', '989 TFLOP/s')
@@ -85,12 +88,12 @@ def rate_text(value: float, unit: str) -> str:
 
 
 def unit_of(most: float, units: Units) -> tuple[str, float]:
-    """The largest unit that `most` reaches, else the smallest."""
+    """Return the largest unit not above `most`, or else the smallest unit."""
     return next((unit for unit in reversed(units) if most >= unit[1]), units[0])
 
 
 def three(value: float) -> str:
-    """Three figures, never in powers of ten.
+    """Format a number with three significant digits, without an exponent.
 
     >>> three(1234.5), three(12.345), three(0.5)
     ('1,234', '12.3', '0.50')

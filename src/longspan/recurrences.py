@@ -14,8 +14,7 @@ from longspan._compile import untraced
 from longspan.errors import PlanError, in_context, renamed
 from longspan.layouts import Layout, contiguous
 from longspan.masks.document_rows import Documents, document_rows
-from longspan.planning.machine import Machine
-from longspan.planning.presets import assumed_machine, machine_named
+from longspan.planning.machine import Machine, assumed_machine, machine_named
 from longspan.planning.scan_plan import RELAYOUT, Elsewhere, ScanPlan, planned_scan
 from longspan.planning.scan_steps import MAX_FEATURES, StateSizes, chains_of
 from longspan.planning.steps import dtype_name

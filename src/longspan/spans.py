@@ -25,27 +25,25 @@ LIMIT = 1 << 40
 def whole(
     value: object, name: str, where: str, error: type[LongspanError] = LongspanError, low: int = 0, high: int = LIMIT
 ) -> int:
-    """The value as an int; what is not a whole number within the bounds is refused.
+    """Return `value` as an int, or raise if it is not an integer from `low` to `high`. A bool is not an integer here.
 
     >>> whole(np.int64(3), "seq_len", "causal()")
     3
     """
     try:
-        # True counts as 1 in Python, but nobody means it as a length.
-        number = cast(SupportsIndex, value)
-        found = None if type(number) in (bool, np.bool_) else operator.index(number)
-    except (TypeError, ValueError):  # a tensor of several numbers raises the latter
-        found = None
-    if found is None or not low <= found <= high:
+        number = None if type(value) in (bool, np.bool_) else operator.index(cast(SupportsIndex, value))
+    except (TypeError, ValueError):  # ValueError: a tensor with several elements
+        number = None
+    if number is None or not low <= number <= high:
         raise error(
-            f"{where} was given {name} = {shortened(value)}. {name} must be a whole number, {low} or more and at most"
-            f" {high}."
+            f"{where}: {name} must be an integer, at least {low} and at most {high}, but got {name} ="
+            f" {shortened(value)}."
         )
-    return found
+    return number
 
 
 def shortened(value: object, width: int = 60) -> str:
-    """A value as errors quote it: its repr on one line, cut where it is long."""
+    """Return the repr of a value on one line, truncated to `width` characters, for error messages."""
     text = " ".join(repr(value).split())
     return text if len(text) <= width else text[: width - 3] + "..."
 
@@ -62,13 +60,12 @@ class Span:
     stop: int
 
     def __post_init__(self) -> None:
-        if type(self.start) is not int or type(self.stop) is not int:  # plans make thousands: what is right is quick
+        if type(self.start) is not int or type(self.stop) is not int:  # plans build thousands: skip `whole` for ints
             object.__setattr__(self, "start", whole(self.start, "start", "Span()"))
             object.__setattr__(self, "stop", whole(self.stop, "stop", "Span()"))
         if not 0 <= self.start <= self.stop <= LIMIT:
             raise LongspanError(
-                f"a Span is a half-open range of positions with 0 <= start <= stop <= {LIMIT}, "
-                f"but start = {shortened(self.start)} and stop = {shortened(self.stop)} were given."
+                f"a Span must have 0 <= start <= stop <= {LIMIT}, but got start = {self.start} and stop = {self.stop}."
             )
 
     def __len__(self) -> int:
@@ -79,7 +76,7 @@ class Span:
 
     @staticmethod
     def parse(text: str) -> Span:
-        """The span that `repr` wrote.
+        """Parse the output of `repr`.
 
         >>> Span.parse("3:9")
         3:9
@@ -90,51 +87,51 @@ class Span:
 
 
 def parsed_number(text: str, form: str, within: str, error: type[LongspanError] = LongspanError) -> int:
-    """A position or count that was written as decimal digits, as part of a text `within` that has a form.
+    """Parse a position or count of decimal digits; `form` and `within` describe the text it is part of in errors.
 
     >>> parsed_number("12", "a span is written start:stop", "12:20")
     12
     """
     if not (text.isascii() and text.isdecimal() and len(text) <= 13):  # as many digits as LIMIT has
-        raise error(f"{form}, with numbers of 1 to 13 digits, but {shortened(within)} was found.")
+        raise error(f"{form}, with numbers of 1 to 13 digits, but got {shortened(within)}.")
     return int(text)
 
 
 MAX_TEXT = 64 << 20
 
 
-def checked_text(text: object, what: str, error: type[LongspanError]) -> str:
-    """The text, if it can be what `text()` of something wrote: printable ASCII of bounded size."""
+def checked_text(text: object, kind: str, error: type[LongspanError]) -> str:
+    """Return the text if `text()` of something could have written it: printable ASCII of bounded size."""
     if not isinstance(text, str):
-        raise error(f"{what} is read from a str, but {type(text).__name__} was given. Decode or print it first.")
+        raise error(f"{kind} text must be a str, but got {type(text).__name__}. Decode or print it first.")
     if len(text) > MAX_TEXT:
-        raise error(f"{what} text of {len(text)} characters was given; the limit is {MAX_TEXT}.")
+        raise error(f"{kind} text has {len(text)} characters; the limit is {MAX_TEXT}.")
     if not text.isascii() or not text.replace("\n", "").isprintable():
         place = next(i for i, c in enumerate(text) if c != "\n" and not (c.isascii() and c.isprintable()))
         raise error(
-            f"{what} text has {text[place]!r} at character {place}. Such texts are printable ASCII with line breaks:"
-            f" pass what text() wrote."
+            f"{kind} text must be printable ASCII with line breaks, as text() writes it, but has {text[place]!r} at"
+            f" character {place}."
         )
     return text
 
 
 def as_spans(rows: Ints) -> tuple[Span, ...]:
-    """The rows of an `(n, 2)` array as objects."""
+    """Return the rows of an `(n, 2)` array as spans."""
     return tuple(Span(start, stop) for start, stop in rows.tolist())
 
 
 def as_table(spans: Iterable[Span]) -> Ints:
-    """Objects as the rows of an `(n, 2)` array."""
+    """Return spans as the rows of an `(n, 2)` array."""
     return np.array([(span.start, span.stop) for span in spans], dtype=np.int64).reshape(-1, 2)
 
 
 def total(rows: Ints) -> int:
-    """How many positions the rows hold, overlaps counted twice."""
+    """Return the number of positions of the rows; overlaps count twice."""
     return int((rows[:, 1] - rows[:, 0]).sum())
 
 
 def by_position(rows: Ints) -> Ints:
-    """(start, stop, ...) rows sorted by where they start.
+    """Return (start, stop, ...) rows sorted by start.
 
     >>> by_position(np.array([[4, 6, 0], [0, 2, 1]])).tolist()
     [[0, 2, 1], [4, 6, 0]]
@@ -143,7 +140,7 @@ def by_position(rows: Ints) -> Ints:
 
 
 def run_table(apart: NDArray[np.bool_], count: int) -> Ints:
-    """(start, stop) of the runs of `count` things, of which i + 1 begins another run than i where `apart[i]` says so.
+    """Return (start, stop) of the runs of `count` items; item i + 1 begins a new run where `apart[i]` is true.
 
     >>> values = np.array([7, 7, 2])
     >>> run_table(values[1:] != values[:-1], len(values)).tolist()
@@ -154,7 +151,7 @@ def run_table(apart: NDArray[np.bool_], count: int) -> Ints:
 
 
 def true_runs(flags: NDArray[np.bool_]) -> Ints:
-    """(line, start, stop) of every run of true flags in the lines of a table.
+    """Return (row, start, stop) of every run of true flags in the rows of a table.
 
     >>> true_runs(np.array([[True, False, True, True], [False, True, False, False]])).tolist()
     [[0, 0, 1], [0, 2, 4], [1, 1, 2]]
@@ -165,7 +162,7 @@ def true_runs(flags: NDArray[np.bool_]) -> Ints:
 
 
 def on_one_line(rows: Ints, number: Ints, seq_len: int) -> Ints:
-    """(start, stop) rows of many sequences, which are laid one after another: one union or join serves all of them.
+    """Lay (start, stop) rows of many sequences end to end, so that one union or join serves all of them.
 
     Sequence n begins at n * (seq_len + 1), so that the end of one does not touch the start of the next:
 
@@ -176,7 +173,7 @@ def on_one_line(rows: Ints, number: Ints, seq_len: int) -> Ints:
 
 
 def union(rows: Ints) -> Ints:
-    """The same positions as sorted, disjoint, non-touching, non-empty rows.
+    """Return the same positions as sorted, disjoint, non-touching, non-empty rows.
 
     >>> union(np.array([[5, 9], [0, 2], [2, 4], [6, 7]])).tolist()
     [[0, 4], [5, 9]]
@@ -186,14 +183,14 @@ def union(rows: Ints) -> Ints:
         return rows
     rows = by_position(rows)
     reach = np.maximum.accumulate(rows[:, 1])
-    # Not by `run_table`: this is asked thousands of times in planning, and flags are quicker than numbers.
+    # Flags, not `run_table`: planning calls this thousands of times, and flags are faster.
     first = np.concatenate(([True], rows[1:, 0] > reach[:-1]))
     last = np.concatenate((first[1:], [True]))
     return np.stack((rows[first, 0], reach[last]), axis=1)
 
 
 def steps_within(counts: Ints) -> Ints:
-    """0, 1, ... within each of the groups of these sizes.
+    """Return 0, 1, ... within each of the groups of these sizes.
 
     >>> steps_within(np.array([2, 0, 3])).tolist()
     [0, 1, 0, 1, 2]
@@ -202,7 +199,7 @@ def steps_within(counts: Ints) -> Ints:
 
 
 def join(a: Ints, b: Ints) -> tuple[Ints, Ints]:
-    """Index pairs (i, j) of rows of `a` and `b` that share a position; `b` must be sorted and disjoint."""
+    """Return index pairs (i, j) of rows of `a` and `b` that share a position; `b` must be sorted and disjoint."""
     low = np.searchsorted(b[:, 1], a[:, 0], side="right")
     high = np.searchsorted(b[:, 0], a[:, 1], side="left")
     count = np.maximum(high - low, 0)
@@ -211,7 +208,7 @@ def join(a: Ints, b: Ints) -> tuple[Ints, Ints]:
 
 
 def intersect(a: Ints, b: Ints) -> Ints:
-    """Positions in both; `b` must be sorted and disjoint. Rows come in the order of `a`.
+    """Return positions in both; `b` must be sorted and disjoint. Rows come in the order of `a`.
 
     >>> intersect(np.array([[0, 6]]), np.array([[1, 2], [4, 9]])).tolist()
     [[1, 2], [4, 6]]
@@ -221,7 +218,7 @@ def intersect(a: Ints, b: Ints) -> Ints:
 
 
 def subtract(a: Ints, b: Ints) -> Ints:
-    """Positions in `a` and not in `b`; both must be sorted and disjoint.
+    """Return positions in `a` and not in `b`; both must be sorted and disjoint.
 
     >>> subtract(np.array([[0, 6], [8, 9]]), np.array([[1, 2], [4, 9]])).tolist()
     [[0, 1], [2, 4]]

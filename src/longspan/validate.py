@@ -20,8 +20,8 @@ from longspan.errors import KernelError, PlanError, ScheduleError
 from longspan.layouts import Layout, contiguous
 from longspan.layouts.layout import carried, other_tokens
 from longspan.masks import Mask
+from longspan.planning.machine import CPU
 from longspan.planning.plan import Plan, PlanRequest, keep_few, planned
-from longspan.planning.presets import CPU
 from longspan.planning.steps import MAX_SIZE, Sizes
 from longspan.spans import shortened, whole
 

@@ -1,4 +1,4 @@
-"""Longspan's own version, and the versions of PyTorch and transformers that it accepts and was tested with.
+"""Longspan's own version, and the versions of PyTorch and transformers that it supports and was tested with.
 
 The tables list real runs: `python -m benchmarks.versions` repeats them, docs/versions.md has the counts. Releases of
 one minor version count as one: results of 2.14.1 are taken to hold for 2.14.0.
@@ -9,17 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# -- The version, which the build reads here ---------------------------------------------------------------------------
-
-
 VERSION = "0.2.0"
-
-
-# -- Tested versions of PyTorch and transformers -----------------------------------------------------------------------
-
-
+"""The build reads it here."""
 PINNED = "2.13.0"
-"""The PyTorch that everything is run with; the others get the quick tests and those over Gloo ranks."""
+"""The PyTorch release of the full test suite; the others run the quick tests and those over Gloo ranks."""
 TORCH = ("2.11.0", "2.12.1", PINNED, "2.14.1", "2.15.0")
 TRANSFORMERS = ("5.9.0", "5.12.1", "5.15.1", "5.18.0", "5.22.2")
 PAIRS = (
@@ -27,26 +20,26 @@ PAIRS = (
     *((PINNED, release) for release in TRANSFORMERS),
     (TORCH[-1], TRANSFORMERS[-1]),
 )
-"""(PyTorch, transformers) that the tests of the Hugging Face integration were run with."""
+"""(PyTorch, transformers) that the Hugging Face integration was tested with."""
 _NUMBERS = re.compile(r"(\d+)\.(\d+)")
 TESTED, BETWEEN, NEWER, OLDER = "tested", "between tested versions", "newer than tested", "older than the floor"
 UNKNOWN = "its version is not known"
 
 
 def minor(release: str) -> tuple[int, int]:
-    """The first two numbers of a version, which is as far as versions are told apart here.
+    """Return the first two numbers of a version; further digits are ignored.
 
     >>> minor("2.13.0+cpu"), minor("5.23.0.dev0"), minor("3.0rc1")
     ((2, 13), (5, 23), (3, 0))
     """
     numbers = _NUMBERS.match(release)
     if numbers is None:
-        raise ValueError(f"{release!r} is no version: it does not begin with two numbers, as 2.13.0 does.")
+        raise ValueError(f"a version must begin with two numbers, as in 2.13.0, but got {release!r}.")
     return int(numbers[1]), int(numbers[2])
 
 
 def short(release: str) -> str:
-    """A version as people say it.
+    """Return MAJOR.MINOR of a version.
 
     >>> short("5.22.2"), short("from source")
     ('5.22', 'from source')
@@ -54,35 +47,34 @@ def short(release: str) -> str:
     return "{}.{}".format(*minor(release)) if _NUMBERS.match(release) else release
 
 
-def standing(found: str, tested: tuple[str, ...]) -> str:
-    """How a version stands to those that were tested, oldest first.
+def standing(release: str, tested: tuple[str, ...]) -> str:
+    """Return how a version relates to the tested ones, which are sorted from oldest to newest.
 
     >>> [standing(release, ("2.11.0", "2.13.0")) for release in ("2.13.1", "2.12.0", "2.14.0", "2.10.0")]
     ['tested', 'between tested versions', 'newer than tested', 'older than the floor']
     """
-    if not _NUMBERS.match(found):
+    if not _NUMBERS.match(release):
         return UNKNOWN
-    numbers = [minor(release) for release in tested]
-    number = minor(found)
-    if number in numbers:
+    known, version = [minor(other) for other in tested], minor(release)
+    if version in known:
         return TESTED
-    if number < numbers[0]:
+    if version < known[0]:
         return OLDER
-    return NEWER if number > numbers[-1] else BETWEEN
+    return NEWER if version > known[-1] else BETWEEN
 
 
 @dataclass(frozen=True, slots=True)
 class VersionCheck:
-    """Whether what is installed was tested, and what to say of it."""
+    """Whether the installed versions were tested, with a message."""
 
     tested: bool
     text: str
     advice: str | None = None
-    """What to do where it was not."""
+    """The fix, if they were not tested."""
 
 
 def check_versions(torch: str, transformers: str | None) -> VersionCheck:
-    """What is known of a PyTorch and, where it is installed, a transformers.
+    """Compare the installed PyTorch and, if installed, transformers with the tested versions.
 
     >>> check_versions("2.13.0+cpu", None).text
     'torch 2.13 was tested'
@@ -95,29 +87,27 @@ def check_versions(torch: str, transformers: str | None) -> VersionCheck:
     >>> check_versions("2.10.0", "5.22.0").advice
     'Longspan needs torch 2.11 or newer: update before you use it.'
     """
-    given: list[tuple[str, str, tuple[str, ...]]] = [("torch", torch, TORCH)]
+    installed: list[tuple[str, str, tuple[str, ...]]] = [("torch", torch, TORCH)]
     if transformers is not None:
-        given.append(("transformers", transformers, TRANSFORMERS))
-    strange = [
-        f"{name} {short(found)} was NOT tested: {how} ({short(tested[0])} to {short(tested[-1])})"
-        for name, found, tested in given
-        if (how := standing(found, tested)) != TESTED
+        installed.append(("transformers", transformers, TRANSFORMERS))
+    states = [(name, release, tested, standing(release, tested)) for name, release, tested in installed]
+    untested = [
+        f"{name} {short(release)} was NOT tested: {state} ({short(tested[0])} to {short(tested[-1])})"
+        for name, release, tested, state in states
+        if state != TESTED
     ]
-    if strange:
-        return VersionCheck(False, "; ".join(strange), _advice(given))
+    old = [f"{name} {short(tested[0])}" for name, _, tested, state in states if state == OLDER]
+    if old:
+        advice = f"Longspan needs {' and '.join(old)} or newer: update before you use it."
+    else:
+        pairs = ", ".join(f"{short(a)} with {short(b)}" for a, b in PAIRS)
+        known = f"torch with transformers: {pairs}" if transformers else f"torch {', '.join(map(short, TORCH))}"
+        advice = f"Longspan was tested on {known}. Run `longspan verify` to check these versions."
+    if untested:
+        return VersionCheck(False, "; ".join(untested), advice)
     if transformers is None:
         return VersionCheck(True, f"torch {short(torch)} was tested")
     both = f"torch {short(torch)} and transformers {short(transformers)} were"
     if (minor(torch), minor(transformers)) in {(minor(a), minor(b)) for a, b in PAIRS}:
         return VersionCheck(True, f"{both} tested together")
-    return VersionCheck(False, f"{both} each tested, but not together", _advice(given))
-
-
-def _advice(given: list[tuple[str, str, tuple[str, ...]]]) -> str:
-    """What to do with versions that were not tested."""
-    old = [f"{name} {short(tested[0])}" for name, found, tested in given if standing(found, tested) == OLDER]
-    if old:
-        return f"Longspan needs {' and '.join(old)} or newer: update before you use it."
-    pairs = ", ".join(f"{short(a)} with {short(b)}" for a, b in PAIRS)
-    what = f"torch with transformers: {pairs}" if len(given) > 1 else f"torch {', '.join(map(short, TORCH))}"
-    return f"Longspan was tested on {what}. Here only the self-check speaks for it: see `longspan verify`."
+    return VersionCheck(False, f"{both} each tested, but not together", advice)

@@ -11,8 +11,8 @@ from .work import on_a_rank
 TIMEOUT = 90.0  # seconds without an answer are a hang
 # Refusals that a case deserves. Any other one is a refusal without need, and counts as a failure.
 DESERVED = (
-    r"batch must be a whole number, 1 or more",
-    r"head_dim must be a whole number, 1 or more",
+    r"batch must be an integer, at least 1",
+    r"head_dim must be an integer, at least 1",
 )
 EMPTY = ("batch", "head_dim", "v_head_dim")  # none of it must be refused; no tokens may be, or give empty tensors
 

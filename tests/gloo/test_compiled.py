@@ -302,7 +302,7 @@ def test_what_does_not_fit_is_refused_from_compiled_code():
 def test_operators_hold_on_to_nothing():
     """After forward and backward, compiled or not, a function mask and what it captured are let go."""
     from longspan.masks import builders
-    from longspan.planning.plan import _made
+    from longspan.planning.plan import _build_plan
 
     (q, k, v), dout = tensors(64)
     call = torch.compile(attend, backend="aot_eager", fullgraph=True)
@@ -314,7 +314,7 @@ def test_operators_hold_on_to_nothing():
         gone.append(weakref.ref(dense))
         torch.autograd.grad(out, (q, k, v), dout)
         del mask, dense, out
-    _made.cache_clear()
+    _build_plan.cache_clear()
     for memory in ("_classifier",):
         if hasattr(builders, memory):
             getattr(builders, memory).cache_clear()

@@ -24,7 +24,7 @@ from longspan.layouts import Layout
 from longspan.planning import Problem, Sizes, planners, validate
 from longspan.planning import backward as reversal
 from longspan.planning.planners import scheme
-from longspan.planning.text import parse_schedule
+from longspan.planning.steps import parse_schedule
 from longspan.run import merge as terms
 from longspan.run import passes as run_backward
 from longspan.scoring.biases import Extras
@@ -289,7 +289,7 @@ MUTANTS = {
 @pytest.mark.share(2)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_other_orders_are_noticed(mutant, monkeypatch):
-    remembered = sys.modules["longspan.planning.plan"]._made  # plans that know their steps already
+    remembered = sys.modules["longspan.planning.plan"]._build_plan  # plans that know their steps already
     remembered.cache_clear()
     MUTANTS[mutant](monkeypatch)
     noticed = []
@@ -332,8 +332,8 @@ def test_ranks_that_plan_in_other_chunks_are_told():
         ({"chunks": 4}, r"chunks of 24 positions, but .*zigzag.* begins a span at 12, inside of one\. Use a layout"),
         ({"chunks": 0}, "chunks = 0"),
         ({"chunks": 5000}, "at most 1024"),
-        ({"scheme": "ring"}, "'ring' was asked for with chunks = 8.*Use 'exchange' or 'auto'"),
-        ({"scheme": "hybrid(2,exchange)"}, "keeps queries at home"),
+        ({"scheme": "ring"}, r"'exchange' or 'auto' with chunks = 8, but got 'ring'"),
+        ({"scheme": "hybrid(2,exchange)"}, "keeps queries on their rank"),
         ({"fetch_bytes": 1 << 20}, "Leave one of the two out"),
     ],
 )
@@ -374,5 +374,5 @@ def test_sums_of_a_branch_that_two_ranks_share_are_refused():
         validate(parse_schedule(text.replace("q48:72", "q48:96").replace("q72:96", "q48:96")), MASKS["causal"])
     with pytest.raises(ScheduleError, match="not of the queries"):
         validate(parse_schedule(text.replace("q72:96", "q48:72")), MASKS["causal"])
-    with pytest.raises(ScheduleError, match="added up apart"):
+    with pytest.raises(ScheduleError, match="summed apart"):
         parse_schedule(text.replace("q72:96", "q72:960"))

@@ -140,7 +140,7 @@ IDS = torch.arange(8).view(1, 8)
         ({"labels": IDS, "shift_labels": IDS}, {}, "not both"),
         ({"input_ids": IDS, "loss_mask": IDS > 3}, {}, "without labels"),
         ({"labels": IDS, "loss_mask": IDS}, {}, "0 and 1 only"),
-        ({"labels": IDS}, {"num_shifts": 0}, "num_shifts must be a whole number, 1 or more"),
+        ({"labels": IDS}, {"num_shifts": 0}, "num_shifts must be an integer, at least 1"),
         ({"labels": IDS}, {"documents": [3, 5]}, "Say positions='document'"),
         ({"x": IDS}, {"documents": [3, 5], "dims": {"x": 1}}, "Say positions='document'"),
         ({"labels": IDS, "position_ids": IDS}, {"positions": "sequence"}, "Take one of them out"),
@@ -260,7 +260,7 @@ def test_calls_that_do_not_fit_their_group_are_refused():
         assert "a mesh of 3 ranks, but there are 2" in said["mesh"]
         assert "mesh['cp']" in said["axes"]
         assert "torch.no_grad()" in said["grad"]
-        assert "Pass the dim that counts tokens" in said["slots"]
+        assert "Pass the dim of the tokens" in said["slots"]
         assert "one sequence on the same ranks" in said["size"]
         assert "a group of 2 ranks" in said["group"]
         assert "ranks 0 to 1" in said["to"]

@@ -17,7 +17,8 @@ import longspan
 from longspan import LongspanError, layouts, masks, plan
 from longspan.layouts import Layout
 from longspan.planning import validate
-from longspan.planning.text import MAX_LINE, MAX_STEPS, MAX_TEXT, parse_schedule
+from longspan.planning.steps import MAX_LINE, MAX_STEPS, parse_schedule
+from longspan.spans import MAX_TEXT
 
 SRC = Path(longspan.__file__).parent
 ROOT = SRC.parent.parent

@@ -232,8 +232,8 @@ def halos_from_their_second_row_on(patch):
 
 def first_failure():
     """What the cases have to say: None, or the first thing that went wrong."""
-    conv_plan._made.cache_clear()  # what was remembered about a plan is of no use to mutants of it
-    plan._made.cache_clear()
+    conv_plan._build_plan.cache_clear()  # what was remembered about a plan is of no use to mutants of it
+    plan._build_plan.cache_clear()
     try:
         for seed in SEEDS:
             case = conv_case(seed)
@@ -249,8 +249,8 @@ def first_failure():
 @pytest.fixture(scope="module", autouse=True)
 def _forget():
     yield
-    conv_plan._made.cache_clear()
-    plan._made.cache_clear()
+    conv_plan._build_plan.cache_clear()
+    plan._build_plan.cache_clear()
 
 
 def test_the_cases_pass_without_mutants():

@@ -9,7 +9,7 @@ import pytest
 from longspan import recurrences
 from longspan.mixers import scan_kernels, scan_run
 from longspan.mixers.scan_run import GradientsWalk, LocalSegments, RankScan, StatesWalk, Tail
-from longspan.planning import scan_plan, scan_planners, scan_steps
+from longspan.planning import scan_plan, scan_steps
 from longspan.planning.scan_steps import Chains, Draft
 from longspan.run import walk
 from tests.spread_cases import LIMIT, distances, loopback, one_device, problem
@@ -231,27 +231,27 @@ MUTANTS = {
         "place = np.lexsort((rank, chain)).argsort() - np.searchsorted(chain, chain)",
     ),
     "doubling reaches too far": (
-        scan_planners, "_double",
+        scan_plan, "_double",
         "new[i] = starts[i - reach]",
         "new[i] = starts[0]",
     ),
     "doubling ends too early": (
-        scan_planners, "_double",
+        scan_plan, "_double",
         "while reach < count",
         "while 2 * reach < count",
     ),
     "a chain hands on what it got": (
-        scan_planners.SCAN_PLANNERS, "chain",
+        scan_plan.SCAN_PLANNERS, "chain",
         "draft.send(step, (rank, after), chain, (0, i + 1))",
         "draft.send(step, (rank, after), chain, (0, max(i, 1)))",
     ),
     "an exchange forgets a map": (
-        scan_planners.SCAN_PLANNERS, "exchange",
+        scan_plan, "_exchange_run",
         "if place > i:",
         "if place > i + 1:",
     ),
     "nodes exchange their last segment only": (
-        scan_planners, "two_level",
+        scan_plan, "two_level",
         "units = [(first, end, ranks[end - 1])",
         "units = [(end - 1, end, ranks[end - 1])",
     ),

@@ -64,9 +64,9 @@ def _tensors():
         ("batch", Q, zeros(2, 2, 8, 16), V, PlanError, "k has shape (2, 2, 8, 16)", "(1, 2, 8, 16)"),
         ("heads", zeros(1, 3, 8, 16), K, V, ScheduleError, "q_heads = 3", "leaves 1 over", "multiple of"),
         ("v heads", Q, K, zeros(1, 1, 8, 16), PlanError, "v has shape (1, 1, 8, 16)", "(1, 2, 8, 16)"),
-        ("no batch", *[zeros(0, 2, 8, 16)] * 3, ScheduleError, "batch = 0", "1 or more"),
-        ("no heads", *[zeros(1, 0, 8, 16)] * 3, ScheduleError, "q_heads = 0", "1 or more"),
-        ("no features", *[zeros(1, 2, 8, 0)] * 3, ScheduleError, "head_dim = 0", "1 or more"),
+        ("no batch", *[zeros(0, 2, 8, 16)] * 3, ScheduleError, "batch = 0", "at least 1"),
+        ("no heads", *[zeros(1, 0, 8, 16)] * 3, ScheduleError, "q_heads = 0", "at least 1"),
+        ("no features", *[zeros(1, 2, 8, 0)] * 3, ScheduleError, "head_dim = 0", "at least 1"),
         ("k dtype", Q, K.double(), V, PlanError, "q is torch.float32", "k is torch.float64", "must agree"),
         ("v dtype", Q, K, V.bfloat16(), PlanError, "q is torch.float32", "v is torch.bfloat16", "must agree"),
         ("k device", Q, zeros(1, 2, 8, 16, device="meta"), V, PlanError, "k is torch.float32 on meta", "must agree"),
@@ -137,8 +137,8 @@ def _extras():
         ("two buckets", (zeros(2, 2),), "shape (2, 2)", "2 buckets or more"),
         ("one bucket", (zeros(1, 2), False), "shape (1, 2)", "2 buckets or more"),
         ("near", (zeros(8, 2), False, 2), "max_distance=2", "more than half"),
-        ("nan", (zeros(8, 2), True, NAN), "max_distance = nan", "whole number"),
-        ("float", (zeros(8, 2), True, 2.5), "max_distance = 2.5", "whole number"),
+        ("nan", (zeros(8, 2), True, NAN), "max_distance = nan", "an integer"),
+        ("float", (zeros(8, 2), True, 2.5), "max_distance = 2.5", "an integer"),
         ("integers", (zeros(8, 2, dtype=torch.int64),), "must be a floating-point tensor", "torch.int64"),
         ("meta", (zeros(8, 2, device="meta"),), "RelativeBias.table is on meta", "q is on cpu"),
     ):
@@ -272,7 +272,7 @@ def _block_masks():
         yield bad(f"mask {type(value).__name__}", lambda v=value: block_mask(v, layout, 0), MaskError, *says)
         yield bad(f"layout {type(value).__name__}", lambda v=value: block_mask(CAUSAL, v, 0), MaskError, *says)
     for rank in (2, -1):
-        yield bad(f"rank {rank}", lambda r=rank: block_mask(CAUSAL, layout, r), LayoutError, f"asked about rank {rank}")
+        yield bad(f"rank {rank}", lambda r=rank: block_mask(CAUSAL, layout, r), LayoutError, f"but got {rank}")
     for rank in ("a", 0.5, None):
         yield bad(f"rank {rank!r}", lambda r=rank: block_mask(CAUSAL, layout, r), LayoutError, f"rank = {rank!r}")
     says = "9 tokens", "for 8. Build both for the same sequence"

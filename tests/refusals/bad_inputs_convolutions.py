@@ -82,7 +82,7 @@ def _plans():
     for word in ("channels", "width", "batch"):
         yield from counts("conv_plan", lambda n, w=word: planned(**{w: n}), PlanError, word, NO_SIZES)
     for dtype in ("float8", torch.int64, None):
-        says = "was asked for. Choose one of float64", repr(dtype)
+        says = "dtype must be one of float64", repr(dtype)
         yield bad(f"dtype {dtype!r}", lambda d=dtype: planned(dtype=d), PlanError, *says)
     for value in (None, 16, masks.causal()):
         says = f"takes a layout, but {type(value).__name__} was given", "longspan.layouts"

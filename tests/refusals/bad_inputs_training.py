@@ -52,7 +52,7 @@ def _batches():
     yield bad("loss_mask alone", lambda: shard(only), BatchError, "without labels", "Add labels")
     yield bad("shifts alone", lambda: shard({"input_ids": IDS}, num_shifts=2), BatchError, "without labels")
     for value in (0, -1, 2.5, "2", None, True):
-        says = f"num_shifts = {value!r}", "1 or more and"
+        says = f"num_shifts = {value!r}", "at least 1 and"
         yield bad(f"num_shifts {value!r}", lambda v=value: shard({"labels": IDS}, num_shifts=v), BatchError, *says)
     weights = {"labels": IDS, "loss_mask": torch.full((8,), 0.5)}
     yield bad("weights", lambda: shard(weights), BatchError, "must hold 0 and 1 only", "shift_tokens")
@@ -72,11 +72,11 @@ def _batches():
     wrong = lambda: shard({"input_ids": IDS, "t": 3}, dims={"t": 0})  # noqa: E731
     yield bad("dims of a number", wrong, BatchError, "dims names 't', which is not a tensor but int")
     yield bad("dims dim", lambda: shard(one("extra"), dims={"extra": 0}), LayoutError, "shape (3, 8)", "dim = 0")
-    yield bad("dims float", lambda: shard(one("extra"), dims={"extra": 0.5}), LayoutError, "dim = 0.5", "whole number")
+    yield bad("dims float", lambda: shard(one("extra"), dims={"extra": 0.5}), LayoutError, "dim = 0.5", "an integer")
     yield bad("fills", lambda: shard(ids, fills={"extra": 1}), BatchError, "fills names 'extra'", "Add it to dims")
     for rank in (2, -1):
-        yield bad(f"rank {rank}", lambda r=rank: shard(ids, r), LayoutError, f"asked about rank {rank}", "0 to 1")
-    yield bad("rank 'a'", lambda: shard(ids, "a"), LayoutError, "rank = 'a'", "whole number")
+        yield bad(f"rank {rank}", lambda r=rank: shard(ids, r), LayoutError, f"rank must be in [0, 2), but got {rank}")
+    yield bad("rank 'a'", lambda: shard(ids, "a"), LayoutError, "rank = 'a'", "an integer")
     for value in ([IDS], None, "batch", 3):
         says = "takes a mapping of names to tensors", type(value).__name__
         yield bad(f"batch {type(value).__name__}", lambda v=value: shard(v), BatchError, *says)
@@ -107,7 +107,7 @@ def _documents():
         call = lambda v=value: shard(ids, documents=v, positions="document")  # noqa: E731
         yield bad(f"documents {name}", call, error, *says)
     for value in (-1, 0.5, "1", None, True):
-        says = f"shift = {value!r}", "0 or more"
+        says = f"shift = {value!r}", "at least 0"
         yield bad(f"shift {value!r}", lambda v=value: shift_tokens(IDS, v), BatchError, *says)
     for dtype, limits in ((torch.uint8, "from 0 to 255"), (torch.bool, "from 0 to 1")):
         narrow, says = IDS.to(dtype), (limits, str(dtype).removeprefix("torch."), "but got -100", "int64")
@@ -219,10 +219,10 @@ def _moving():
             "Make the layout for the group",
         )
         yield bad(f"{name} ranks", lambda c=call: c(LAYOUT, x, 0), BatchError, *says)
-        says = "the shard of rank 0 has 8 slots", "(7,)"
+        says = "the shard of rank 0 must have 8 slots", "(7,)"
         yield bad(f"{name} tokens", lambda c=call: c(ONE, torch.zeros(7), 0), LayoutError, *says)
         yield bad(f"{name} dim", lambda c=call: c(ONE, x, 1), LayoutError, "dim = 1", "Pass the dim")
-        yield bad(f"{name} list", lambda c=call: c(ONE, [0] * 8, 0), LayoutError, "list was given", "Convert it")
+        yield bad(f"{name} list", lambda c=call: c(ONE, [0] * 8, 0), LayoutError, "got list", "Convert it")
         yield bad(f"{name} layout", lambda c=call: c("zigzag", x, 0), BatchError, "takes a layout", "str")
     other = layouts.contiguous(9, 1)
     yield bad("sequences", lambda: relayout(x, ONE, other, one_rank(), 0), BatchError, "both must be of one sequence")
@@ -250,7 +250,7 @@ def _meshes():
         says = "is a mesh of", "but there are 1", "whose product is the number of ranks"
         yield bad(f"mesh {sizes}", lambda s=sizes: (one_rank(), make_mesh(**s)), BatchError, *says)
     for value in (2.5, "2", None, True):
-        says = f"cp = {value!r}", "whole number"
+        says = f"cp = {value!r}", "an integer"
         yield bad(f"cp {value!r}", lambda v=value: (one_rank(), make_mesh(cp=v)), BatchError, *says)
     says = "device_type = 'nowhere'", "torch does not know"
     yield bad("device type", lambda: (one_rank(), make_mesh(device_type="nowhere")), BatchError, *says)

@@ -12,9 +12,9 @@ from longspan.kernels.cuda_flash import Flash
 from longspan.kernels.panels import Guarded
 from longspan.kernels.reference import Reference
 from longspan.planning import Problem, Sizes, scheme
+from longspan.planning.machine import CPU
 from longspan.planning.plan import Plan
 from longspan.planning.planners import PLANNERS
-from longspan.planning.presets import CPU
 from longspan.run import transports
 from longspan.run.passes import Backward, Forward, Saved
 from longspan.run.transports import Loopback

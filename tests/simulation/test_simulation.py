@@ -17,8 +17,8 @@ from longspan import layouts, masks
 from longspan.errors import AgreementError, RankError
 from longspan.kernels import kernel_named
 from longspan.planning import Problem, Sizes, scheme
+from longspan.planning.machine import CPU
 from longspan.planning.plan import Plan
-from longspan.planning.presets import CPU
 from longspan.run.ops import record_of
 from longspan.run.passes import Backward, Forward, Saved
 from longspan.run.transports import Loopback

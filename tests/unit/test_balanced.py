@@ -280,7 +280,7 @@ def test_takes_little_time(seq_len: int, world_size: int, most_ms: float) -> Non
 
 
 def test_refusals_say_what_to_do() -> None:
-    with pytest.raises(LayoutError, match=r"given no mask.*balanced\(causal"):
+    with pytest.raises(LayoutError, match=r"got none.*balanced\(causal"):
         balanced(world_size=2)
     with pytest.raises(LayoutError, match="world_size"):
         balanced(causal(8), world_size=0)

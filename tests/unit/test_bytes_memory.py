@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import longspan as ls
 from longspan.kernels import kernel_named
-from longspan.planning.machine import Link
-from longspan.planning.presets import CPU
+from longspan.planning.machine import CPU, Link
 from longspan.run.passes import Backward, Forward, Saved
 from longspan.run.transports import Loopback, ProcessGroup, observe
 from longspan.run.walk import Job

@@ -12,8 +12,8 @@ from longspan import layouts, masks
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.planning import Problem, Sizes, scheme
+from longspan.planning.machine import CPU
 from longspan.planning.plan import Plan
-from longspan.planning.presets import CPU
 from longspan.run.merge import Accumulator, Sum
 from longspan.run.transports import Loopback
 from longspan.testing import loopback, run_loopback

@@ -95,13 +95,13 @@ def test_several_masks_share_one_layout():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"scheme": "Ring"}, "Choose one of ring"),
+        ({"scheme": "Ring"}, "must be one of ring"),
         ({"scheme": "hybrid(3)"}, "divisor of 8"),
-        ({"scheme": "hybrid(2, tree)"}, "Choose one of ring"),
-        ({"machine": "h200"}, "Choose one of h100"),
-        ({"dtype": "int8"}, "Choose one of float64"),
+        ({"scheme": "hybrid(2, tree)"}, "must be one of ring"),
+        ({"machine": "h200"}, "must be a Machine or one of h100"),
+        ({"dtype": "int8"}, "must be one of float64"),
         ({"kv_heads": 3}, "leaves 2 over"),
-        ({"head_dim": 0}, "1 or more"),
+        ({"head_dim": 0}, "at least 1"),
         ({"fetch_bytes": 100}, "Give at least"),
     ],
 )

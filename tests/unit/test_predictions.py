@@ -18,8 +18,22 @@ from longspan.kernels.cuda_flash import Flash, implementation
 from longspan.planning import MACHINES, Machine, simulate
 from longspan.planning.choose import TIE
 from longspan.planning.kernel_memory import KERNELS, LaunchShape, table_bytes, workspace_bytes, workspace_of
-from longspan.planning.machine import Work, machine_text, parse_machine, queued_at, rank_seconds, rank_times, steps_work
-from longspan.planning.presets import A100, CPU, H100, H100_FA3, H100_FITTED, H100_FLEX, nearest
+from longspan.planning.machine import (
+    A100,
+    CPU,
+    H100,
+    H100_FA3,
+    H100_FITTED,
+    H100_FLEX,
+    Work,
+    machine_text,
+    nearest,
+    parse_machine,
+    queued_at,
+    rank_seconds,
+    rank_times,
+    steps_work,
+)
 from longspan.run.passes import Backward, Forward, Saved
 from longspan.run.transports import Loopback
 from longspan.run.walk import Job

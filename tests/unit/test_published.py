@@ -12,8 +12,7 @@ from benchmarks.published_points import DIRECTIONS, SIZES, Point, flop_per_rank,
 from benchmarks.published_systems import Leg, Run, padded_problem, plain_problem, planned_run, ring_run, runs
 from longspan.masks import bands as bd
 from longspan.planning import Role, Step, reverse, scheme
-from longspan.planning.machine import Work
-from longspan.planning.presets import H100_FITTED
+from longspan.planning.machine import H100_FITTED, Work
 from tests.step_times import move_seconds
 
 WORLD = 16

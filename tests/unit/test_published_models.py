@@ -9,7 +9,7 @@ import pytest
 from benchmarks import published_models
 from benchmarks.published_models import MAX_MEMORY, MAX_TIME, OF_SUSTAINED, Figure, figures, fixed_share
 from benchmarks.published_runs import CONFIGS, FIXED, HOST, SOURCES, SUSTAINED, runs
-from longspan.planning.presets import A100, B200, H100
+from longspan.planning.machine import A100, B200, H100
 from longspan.sizing import sizes_of
 
 PUBLISHED = {"qwen3-0.6b": 0.596, "qwen3-4b": 4.02, "llama2-7b": 6.74, "llama2-13b": 13.0, "llama2-70b": 69.0}

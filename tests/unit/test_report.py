@@ -18,7 +18,7 @@ import longspan as ls
 from longspan.cli import main
 from longspan.cli.workload import drawn_lengths
 from longspan.formatting import bytes_text, seconds_text
-from longspan.planning.presets import H100
+from longspan.planning.machine import H100
 from longspan.viz import report_html
 from longspan.viz.layout import runs
 

@@ -5,7 +5,7 @@ import pytest
 
 import longspan as ls
 from longspan.errors import PlanError
-from longspan.planning.scan_planners import moved_tokens
+from longspan.planning.scan_plan import moved_tokens
 
 QWEN = {"heads": 32, "keys": 128, "values": 128, "maps": "matrix"}
 TOKEN = (16 * 128 * 2 + 32 * 128 * 2 + 2 * 32) * 2

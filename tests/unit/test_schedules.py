@@ -12,7 +12,7 @@ from longspan.errors import PlanError, ScheduleError
 from longspan.planning import MACHINES, Piece, Problem, Role, Sizes, Step, backward, scheme, simulate, table, validate
 from longspan.planning.cost import live_bytes
 from longspan.planning.machine import rank_seconds
-from longspan.planning.text import parse_schedule
+from longspan.planning.steps import parse_schedule
 from longspan.spans import Span
 from tests.cases import random_case
 from tests.pruning import prune
@@ -361,8 +361,8 @@ def test_large_batches_are_cut_alike_at_both_ends():
     ("call", "words"),
     [
         (lambda: Sizes(6, 4, 64, 64, 2), "leaves 2 over"),
-        (lambda: Sizes(0, 4, 64, 64, 2), "1 or more"),
-        (lambda: made("tree", masks.causal(), layouts.zigzag(64, 4)), "Choose one of ring, all_gather"),
+        (lambda: Sizes(0, 4, 64, 64, 2), "at least 1"),
+        (lambda: made("tree", masks.causal(), layouts.zigzag(64, 4)), "must be one of ring, all_gather"),
         (lambda: made("hybrid(3)", masks.causal(), layouts.zigzag(64, 4)), "divisor of 4"),
         (
             lambda: made("ring", masks.per_head(masks.causal(), masks.full()), layouts.zigzag(64, 4)),

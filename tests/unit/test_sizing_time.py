@@ -10,8 +10,7 @@ import pytest
 from longspan.cli import command
 from longspan.cli.plan_model import numbers_of_ranks
 from longspan.errors import PlanError
-from longspan.planning.machine import Link, machine_text, parse_machine
-from longspan.planning.presets import CPU, H100, MACHINES
+from longspan.planning.machine import CPU, H100, MACHINES, Link, machine_text, parse_machine
 from longspan.sizing import (
     BUILT_IN,
     AttentionBytes,

@@ -18,8 +18,7 @@ from typing import Any
 from longspan.cli.launch import JobRanks, add_backend, joined
 from longspan.cli.output import Screen, count, print_json, progress, screen_of, to_write
 from longspan.formatting import rate_text, seconds_text
-from longspan.planning.machine import Link, Machine, machine_text
-from longspan.planning.presets import CPU, nearest
+from longspan.planning.machine import CPU, Link, Machine, machine_text, nearest
 from longspan.planning.steps import ITEMSIZE, Sizes
 
 EVERYBODY = 1 << 30

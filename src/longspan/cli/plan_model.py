@@ -142,7 +142,7 @@ class Answer:
 def numbers_of_ranks(machine: Machine) -> list[int]:
     """Powers of two, and whole nodes, from the smallest.
 
-    >>> from longspan.planning.presets import H100
+    >>> from longspan.planning.machine import H100
     >>> numbers_of_ranks(H100)[:8]
     [1, 2, 4, 8, 16, 24, 32, 40]
     """

@@ -13,7 +13,7 @@ import longspan
 from longspan.cli.output import print_json, progress, to_write
 from longspan.cli.workload import KINDS, STRIPE, Workload
 from longspan.cli.workload import add_arguments as add_workload
-from longspan.planning.presets import MACHINES
+from longspan.planning.machine import MACHINES
 from longspan.viz.report import report_html
 
 _WORDS = {  # option: default, which is left out of the command

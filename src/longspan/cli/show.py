@@ -25,7 +25,7 @@ from longspan.formatting import bytes_text, seconds_text
 from longspan.layouts import Layout
 from longspan.planning.plan import Plan
 from longspan.planning.scan_plan import ScanPlan
-from longspan.planning.text import table
+from longspan.planning.steps import table
 from longspan.recurrences import scan_plan
 from longspan.spans import join
 from longspan.viz.layout import layout_picture, runs

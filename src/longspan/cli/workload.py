@@ -20,9 +20,8 @@ from longspan.cli.output import count, counts, missing
 from longspan.errors import LayoutError, MaskError, PlanError
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.planning.machine import MAX_TEXT, Machine, parse_machine
+from longspan.planning.machine import MACHINES, MAX_TEXT, Machine, assumed_machine, parse_machine
 from longspan.planning.plan import Plan
-from longspan.planning.presets import MACHINES, assumed_machine
 from longspan.planning.steps import ITEMSIZE
 from longspan.spans import Ints
 

@@ -1,4 +1,4 @@
-"""Layouts: which rank holds which tokens. A layout is made once per batch and serves every mask of the model."""
+"""Layouts: which rank holds which tokens. A layout is built once per batch, for all masks of the model."""
 
 from longspan.layouts.balance import balanced
 from longspan.layouts.layout import Layout

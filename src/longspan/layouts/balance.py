@@ -39,10 +39,10 @@ from longspan.masks import bands as bd
 from longspan.spans import Ints, intersect, join, union, whole
 
 # -- Work per row, and segments ----------------------------------------------------------------------------------------
-# This is what a layout needs to know of masks, in closed form. A segment is a run of rows that attend to one another (a
-# document, a chunk, the tokens of a global prefix); a cut between two segments costs nothing. Work is counted in
-# allowed pairs. The number of keys that a row sees is linear between the edges and bends of the bands, so the number of
-# pairs before any row is quadratic there. No cost grows with the length of the sequence.
+# A segment is a run of rows that attend to one another (a document, a chunk, the tokens of a global prefix); a cut
+# between two segments costs nothing. Work is counted in allowed pairs. The number of keys that a row attends to is
+# linear between the edges and bends of the bands, so the number of pairs before any row is quadratic there. No cost
+# grows with the length of the sequence.
 
 
 Bools = NDArray[np.bool_]
@@ -52,7 +52,7 @@ Bools = NDArray[np.bool_]
 class Profile:
     """Twice the allowed pairs in the rows before each edge, and the quadratic that holds until the next edge.
 
-    Twice, so that triangles of pairs stay whole numbers.
+    Twice, so that triangles of pairs are integers.
     """
 
     edges: Ints
@@ -66,7 +66,7 @@ class Profile:
         return int(self.twice[-1])
 
     def before(self, rows: Ints) -> Ints:
-        """Twice the allowed pairs in the rows before each of `rows`.
+        """Return twice the allowed pairs in the rows before each of `rows`.
 
         >>> profile_of(np.array([[0, 4, 0, 4, 0, bd.LIMIT]]), 4).before(np.arange(5)).tolist()
         [0, 2, 6, 12, 20]
@@ -76,11 +76,11 @@ class Profile:
         return self.twice[k] + d * (self.linear[k] + d * self.square[k])
 
     def of_spans(self, spans: Ints) -> Ints:
-        """Twice the allowed pairs in the rows of each span."""
+        """Return twice the allowed pairs in the rows of each span."""
         return self.before(spans[:, 1]) - self.before(spans[:, 0])
 
     def reader(self) -> Callable[[int], int]:
-        """`before` for one row at a time, fast: numpy is slow on single numbers."""
+        """Return `before` for one row at a time, without numpy, which is slow on single numbers."""
         edges, twice, linear, square = (part.tolist() for part in (self.edges, self.twice, self.linear, self.square))
 
         def before(row: int) -> int:
@@ -92,47 +92,37 @@ class Profile:
 
 
 def profile_of(bands: Ints, seq_len: int, weights: Ints | None = None) -> Profile:
-    """The work of bands over rows 0 to seq_len; `weights` says how often each band counts."""
-    rows, weight = bands, np.ones(len(bands), dtype=np.int64) if weights is None else weights
-    position, value, slope = _bends(rows, weight)
-    edges, where = np.unique(np.concatenate((position, [0, seq_len])), return_inverse=True)
-    jump, bend = np.zeros(len(edges), dtype=np.int64), np.zeros(len(edges), dtype=np.int64)
-    np.add.at(jump, where[:-2], value)
-    np.add.at(bend, where[:-2], slope)
-    slopes = np.cumsum(bend)
-    width = np.diff(edges)
-    jump[1:] += slopes[:-1] * width
-    values = np.cumsum(jump)
-    linear = 2 * values - slopes
-    twice = np.concatenate(([0], np.cumsum(width * (linear[:-1] + width * slopes[:-1]))))
-    return Profile(edges, twice, linear, slopes)
+    """Return the work of bands over rows 0 to seq_len; `weights` says how often each band counts.
 
-
-def _bends(rows: Ints, weight: Ints) -> tuple[Ints, Ints, Ints]:
-    """Where the number of keys per row jumps or bends: positions, jumps of the value, changes of the slope.
-
-    Row q of a band sees keys from max(k0, q - hi) up to min(k1, q - lo + 1): the upper end stops rising at `flat`, the
-    lower end starts rising at `lift`.
+    Row q of a band attends to keys from max(k0, q - hi) up to min(k1, q - lo + 1): the upper end stops rising at
+    `flat`, the lower end starts rising at `lift`. There, and at the band's edges, the number of keys jumps or bends.
     """
-    q0, q1, k0, k1, lo, hi = rows.T
+    weight = np.ones(len(bands), dtype=np.int64) if weights is None else weights
+    q0, q1, k0, k1, lo, hi = bands.T
     flat, lift = k1 + lo - 1, k0 + hi
 
-    def seen(q: Ints) -> Ints:
+    def num_keys(q: Ints) -> Ints:
         return np.minimum(k1, q - lo + 1) - np.maximum(k0, q - hi)
 
     at_flat, at_lift = (q0 < flat) & (flat < q1), (q0 < lift) & (lift < q1)
     position = np.concatenate((q0, q1, flat[at_flat], lift[at_lift]))
-    none = np.zeros(int(at_flat.sum()) + int(at_lift.sum()), dtype=np.int64)
-    value = np.concatenate((weight * seen(q0), -weight * seen(q1), none))
+    edges, where = np.unique(np.concatenate((position, [0, seq_len])), return_inverse=True)
+    jump, bend = np.zeros(len(edges), dtype=np.int64), np.zeros(len(edges), dtype=np.int64)
+    np.add.at(jump, where[: 2 * len(bands)], np.concatenate((weight * num_keys(q0), -weight * num_keys(q1))))
     first = (q0 < flat).astype(np.int64) - (q0 >= lift)
     last = (flat >= q1).astype(np.int64) - (lift < q1)
-    slope = np.concatenate((weight * first, -weight * last, -weight[at_flat], -weight[at_lift]))
-    return position, value, slope
+    np.add.at(bend, where[:-2], np.concatenate((weight * first, -weight * last, -weight[at_flat], -weight[at_lift])))
+    slopes = np.cumsum(bend)
+    width = np.diff(edges)
+    jump[1:] += slopes[:-1] * width
+    linear = 2 * np.cumsum(jump) - slopes
+    twice = np.concatenate(([0], np.cumsum(width * (linear[:-1] + width * slopes[:-1]))))
+    return Profile(edges, twice, linear, slopes)
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Stretches that together are the whole sequence; `deep` where late rows look back to the beginning."""
+    """Segments that cover the sequence; `deep` if late rows attend to the beginning of their segment."""
 
     edges: Ints
     deep: Bools
@@ -143,10 +133,10 @@ class Cuts:
 
 
 def segments_of(bands: Ints, seq_len: int, grain: int) -> Cuts:
-    """The segments of bands. Neighbours shorter than `grain` tokens are joined, up to about `grain` together.
+    """Return the segments of bands. Neighbours shorter than `grain` tokens are joined, up to about `grain` together.
 
-    A band joins the keys it shows to rows among them. Rows that only look far away (at a global prefix, at the root of
-    a tree) need those keys wherever they are held, so that look joins nothing.
+    A band joins keys to the queries among them. Rows that attend only to distant keys (a global prefix, the root of a
+    tree) need those keys wherever they are held, so such bands join nothing.
 
     >>> segments_of(np.array([[0, 6, 0, 6, 0, 9], [6, 9, 6, 9, 0, 9], [0, 9, 0, 1, 0, 9]]), 9, 1).edges.tolist()
     [0, 6, 9]
@@ -161,25 +151,18 @@ def segments_of(bands: Ints, seq_len: int, grain: int) -> Cuts:
     block = np.searchsorted(linked[:, 0], loose, side="right") - 1
     inside = (block >= 0) & (loose < linked[block, 1]) if len(linked) else np.zeros(len(loose), dtype=np.bool_)
     edges = np.unique(np.concatenate((linked.ravel(), loose[~inside], [0, seq_len])))
-    edges = _joined(edges, grain)
+    if len(edges) > 2:  # drop the edges between short neighbours that begin in the same `grain` of the sequence
+        short, bucket = np.diff(edges) < grain, edges[:-1] // max(grain, 1)
+        drop = short[1:] & short[:-1] & (bucket[1:] == bucket[:-1])
+        edges = edges[np.concatenate(([True], ~drop, [True]))]
     back = np.minimum(near[:, bd.HI], near[:, bd.Q1] - 1 - near[:, bd.K0])
     furthest = np.zeros(len(edges) - 1, dtype=np.int64)
     np.maximum.at(furthest, np.searchsorted(edges, near[:, bd.K0], side="right") - 1, back)
     return Cuts(edges, 2 * furthest + 2 >= np.diff(edges))
 
 
-def _joined(edges: Ints, grain: int) -> Ints:
-    """Without the edges between short neighbours that begin in the same `grain` of the sequence."""
-    if len(edges) < 3:
-        return edges
-    short = np.diff(edges) < grain
-    bucket = edges[:-1] // max(grain, 1)
-    drop = short[1:] & short[:-1] & (bucket[1:] == bucket[:-1])
-    return edges[np.concatenate(([True], ~drop, [True]))]
-
-
 def remote_rows(bands: Ints, rows: Ints, world_size: int, seq_len: int) -> Ints:
-    """How many keys each rank needs and does not hold; `rows` are its (start, stop, rank), sorted by position.
+    """Return how many keys each rank needs and does not hold; `rows` are (start, stop, rank), sorted by position.
 
     >>> remote_rows(np.array([[0, 8, 0, 8, 0, 8]]), np.array([[0, 3, 0], [3, 5, 1], [5, 8, 0]]), 2, 8).tolist()
     [2, 3]
@@ -198,13 +181,13 @@ def remote_rows(bands: Ints, rows: Ints, world_size: int, seq_len: int) -> Ints:
     return count.astype(np.int64)
 
 
-# -- The pool: parts of segments that no rank has yet, by work and by density ------------------------------------------
-# Parts are numbers, with one list per property: the dealer visits thousands of them per batch, and lists are several
+# -- The pool: pieces of segments that no rank has yet, by work and by density -----------------------------------------
+# Pieces are numbers, with one list per property: the dealer visits thousands of them per batch, and lists are several
 # times faster than objects. Work is twice the number of pairs, as in `Profile`.
 
 
 LIGHT = 0.2
-"""Segments lighter per token than this share of the mean count as equally light and come in order of position."""
+"""Segments with less work per token than this share of the mean are ordered by position, not by work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +200,7 @@ class Ordered:
 
 
 class Pool:
-    """What is still to be dealt: `by_work` and `by_density` list (key, piece) in rising order."""
+    """The pieces still to be dealt: `by_work` and `by_density` list (key, piece) in ascending order."""
 
     def __init__(self, profile: Profile, spans: Ints, deep: list[bool]) -> None:
         self.before = profile.reader()
@@ -227,10 +210,10 @@ class Pool:
         self.stop: list[int] = spans[:, 1].tolist()
         self.size: list[int] = size.tolist()
         self.begin: list[int] = begin.tolist()
-        """The work before the piece, so that the work of part of it is one look-up away."""
+        """The work before the piece, so that the work of part of it takes one lookup."""
         self.work: list[int] = work.tolist()
         self.base = self.start.copy()
-        """Where the piece's segment begins."""
+        """The start of the piece's segment."""
         self.deep = deep
         self.tokens_left, self.work_left = int(size.sum()), int(work.sum())
         self.lightest = LIGHT * self.work_left / max(self.tokens_left, 1)
@@ -239,7 +222,7 @@ class Pool:
         self.by_density = sorted(zip(density, range(len(work)), strict=True))
 
     def drop(self, piece: int) -> None:
-        """The piece is dealt."""
+        """Remove a piece that was dealt."""
         work, size = self.work[piece], self.size[piece]
         del self.by_work[bisect_left(self.by_work, (work, piece))]
         del self.by_density[bisect_left(self.by_density, (max(self.lightest, work / size), piece))]
@@ -247,7 +230,7 @@ class Pool:
         self.work_left -= work
 
     def leave(self, start: int, stop: int, parent: int) -> None:
-        """A part of a dropped piece stays, as a piece."""
+        """Add part of a dropped piece as a new piece."""
         piece, size, begin = len(self.start), stop - start, self.before(start)
         work = self.before(stop) - begin
         self.start.append(start)
@@ -263,7 +246,7 @@ class Pool:
         self.work_left += work
 
     def run(self, order: Iterable[tuple[float, int]], tokens: int, skip: int = -1) -> Ordered:
-        """The first pieces in this order that together have this number of tokens."""
+        """Return the first pieces in this order that together have this number of tokens."""
         pieces: list[int] = []
         token_sums, work_sums = [0], [0]
         token_sum = work_sum = 0
@@ -280,7 +263,7 @@ class Pool:
         return Ordered(pieces, token_sums, work_sums)
 
     def first_work(self, run: Ordered, tokens: int) -> int:
-        """The work of the run's first tokens; of the last piece its first rows."""
+        """Return the work of the run's first tokens; of the last piece its first rows."""
         k = bisect_right(run.tokens, tokens) - 1
         work, rest = run.works[k], tokens - run.tokens[k]
         if rest > 0 and k < len(run.pieces):
@@ -289,7 +272,7 @@ class Pool:
         return work
 
     def last_work(self, run: Ordered, tokens: int) -> int:
-        """The work of the run's first tokens; of the last piece its last rows."""
+        """Return the work of the run's first tokens; of the last piece its last rows."""
         k = bisect_right(run.tokens, tokens) - 1
         work, rest = run.works[k], tokens - run.tokens[k]
         if rest > 0 and k < len(run.pieces):
@@ -306,17 +289,17 @@ Spans = list[tuple[int, int]]
 WORK_TOLERANCE = 0.005
 TOKEN_TOLERANCE = 0.005
 MOST_TOKENS = 0.008
-"""How far above the mean the tokens of any rank may be."""
+"""Limit on the tokens of any rank above the mean."""
 SLICE_TOLERANCE = 0.009
-"""Work may be off by this much where rows look back only a little (windows): every cut there costs a window of keys."""
+"""Limit on work above the mean where rows attend to a window: every cut there costs a window of keys."""
 GRID = 128
-"""Cuts fall on multiples of this, the tile of attention kernels, where the work hardly changes by it."""
+"""Cuts are rounded to multiples of this, the tile of attention kernels, if the work hardly changes."""
 ROUNDING = 0.1
-"""How far, in shares of a rank's tokens, a long segment's first rows may stand in for a cut light segment."""
+"""Limit, as a share of a rank's tokens, on first rows of a long segment that replace a cut light segment."""
 SHORTFALL = 0.06
-"""How far below its share of work a rank may end if that saves a cut."""
+"""Limit on work below the mean if that saves a cut."""
 SLACK = (0.010, 0.012, 0.014)
-"""How far above the mean such ranks may push those still to come, by how many were filled with whole segments first."""
+"""Limit on how far such ranks may push later ranks above the mean, by `whole_first`."""
 NEVER = 1 << 62
 
 
@@ -332,7 +315,7 @@ class Cut:
 
 
 def largest(work: Callable[[int], int], low: int, high: int, target: int, ends: tuple[int, int], near: int) -> int:
-    """The largest x in [low, high] with work(x) <= target, or one whose work is below it by at most `near`.
+    """Return the largest x in [low, high] with work(x) <= target, or one whose work is below it by at most `near`.
 
     `work` rises; `ends` is its value at `low` and at `high`.
 
@@ -360,8 +343,10 @@ def largest(work: Callable[[int], int], low: int, high: int, target: int, ends: 
 
 
 class Dealer(Pool):
-    """Fills one rank after the other, the first `whole_first` of them with whole segments before any long one is cut.
-    `tokens` and `need` are what the rank being filled still lacks."""
+    """Fill one rank after another, the first `whole_first` of them with whole segments before any long one is cut.
+
+    `tokens` and `need` are the tokens and the work that the current rank still lacks.
+    """
 
     def __init__(
         self, profile: Profile, spans: Ints, deep: list[bool], quota: list[int], exact: bool, whole_first: int
@@ -376,7 +361,7 @@ class Dealer(Pool):
         self.most_tokens = max(int((1 + MOST_TOKENS) * self.mean_tokens), -(-self.tokens_left // len(quota)))
 
     def deal(self) -> list[Spans]:
-        """Every rank's spans."""
+        """Return every rank's spans."""
         dealt: list[Spans] = []
         for rank in range(len(self.quota) - 1):
             left = len(self.quota) - rank
@@ -403,7 +388,7 @@ class Dealer(Pool):
         self.need -= self.work[piece]
 
     def _take_ends(self, piece: int, head: int, tail: int) -> None:
-        """Takes [start, head) and [tail, stop) of a piece; what is between stays to be dealt."""
+        """Take [start, head) and [tail, stop) of a piece, and leave the rows between in the pool."""
         self.drop(piece)
         for first, last in ((self.start[piece], head), (tail, self.stop[piece])):
             if last > first:
@@ -414,11 +399,11 @@ class Dealer(Pool):
             self.leave(head, tail, piece)
 
     def _run_light(self, skip: int = -1) -> Ordered:
-        """The lightest pieces with the tokens that the rank lacks."""
+        """Return the lightest pieces with the tokens that the rank lacks."""
         return self.run(self.by_density, self.tokens, skip)
 
     def _run_dense(self) -> Ordered:
-        """The densest pieces with the tokens that the rank lacks."""
+        """Return the densest pieces with the tokens that the rank lacks."""
         dense: Iterable[tuple[float, int]] = reversed(self.by_density)
         if self.is_early:  # long pieces are for later ranks
             dense = [e for e in dense if self.work[e[1]] <= self.mean_work and self.size[e[1]] <= self.mean_tokens]
@@ -446,7 +431,7 @@ class Dealer(Pool):
             self._fill_light(self.light.pieces)
 
     def _fits(self, piece: int) -> bool:
-        """Whether the rank can take the whole piece and still meet its tokens and its work with other pieces."""
+        """Return whether the rank can take the whole piece and still meet its tokens and work with other pieces."""
         rest, work = self.tokens - self.size[piece], self.work[piece]
         if rest <= self.spare:
             return rest >= -self.extra and self.need - self.under <= work <= self.need + self.work_slip
@@ -455,7 +440,7 @@ class Dealer(Pool):
         return work + self.last_work(self.dense, rest) >= self.need - self.under
 
     def _take_whole(self) -> None:
-        """Takes the heaviest piece that fits, and again, until light pieces would do."""
+        """Take the heaviest piece that fits, again and again, until light pieces suffice."""
         end = len(self.by_work)
         while self.by_work and self.tokens > self.spare:
             if self.taken and self._least(self.tokens) + self.work_slip >= self.need:
@@ -463,7 +448,7 @@ class Dealer(Pool):
             k = bisect_right(self.by_work, (self.need + self.work_slip, NEVER), 0, min(end, len(self.by_work))) - 1
             step = 8
             while k >= 0 and not self._fits(self.by_work[k][1]):
-                k -= step >> 3  # what fits is dense near the first try; far from it, look less closely
+                k -= step >> 3  # pieces that fit are common near the first try; far from it, take larger steps
                 step += 1
             if k < 0:
                 return
@@ -475,23 +460,21 @@ class Dealer(Pool):
                 self.dense = self._run_dense()
 
     def _too_heavy(self, lacking: int) -> list[int]:
-        """The lightest few pieces of which a part, with light pieces, gives the rank its work."""
+        """Return the lightest few pieces of which a part, with light pieces, gives the rank its work."""
         candidates: list[int] = []
         k, step = bisect_right(self.by_work, (lacking, 0)), 8
         while k < len(self.by_work) and len(candidates) < 2:
             piece = self.by_work[k][1]
-            size, stop = min(self.tokens, self.size[piece]), self.stop[piece]
-            if (
-                self.begin[piece] + self.work[piece] - self.before(stop - size) + self._least(self.tokens - size)
-                > self.need - self.under
-            ):
+            size = min(self.tokens, self.size[piece])
+            last_rows = self.begin[piece] + self.work[piece] - self.before(self.stop[piece] - size)
+            if last_rows + self._least(self.tokens - size) > self.need - self.under:
                 candidates.append(piece)
             k += step >> 3
             step += 1
         return candidates
 
     def _split(self, candidates: list[int]) -> None:
-        """Cuts the candidate whose cut costs least, and fills up with light pieces."""
+        """Cut the candidate whose cut costs least, and fill up with light pieces."""
         best: Cut | None = None
         for piece in candidates:
             light = self.light
@@ -508,42 +491,45 @@ class Dealer(Pool):
         self._fill_light(best.light)
 
     def _slice(self, piece: int) -> Cut:
-        """Where rows look back only a little: the last rows of the piece, and light pieces."""
+        """Return a cut of a piece whose rows attend to a window: its last rows, and light pieces."""
         start, stop, tokens = self.start[piece], self.stop[piece], self.tokens
-        begin, size, there = self.begin[piece], self.size[piece], self.light.tokens[-1]
+        begin, size, num_light = self.begin[piece], self.size[piece], self.light.tokens[-1]
         end = begin + self.work[piece]
 
         def work(x: int) -> int:
-            head = max(0, tokens - x - there)
+            head = max(0, tokens - x - num_light)
             own = self.before(start + head) - begin
             return end - self.before(stop - x) + own + self._least(tokens - x - head)
 
-        low, high = max(0, tokens - there - size), min(tokens, size)
+        low, high = max(0, tokens - num_light - size), min(tokens, size)
         ends = work(low), work(high)
-        # Such rows are about equally heavy, so that ranks of slices alone are nearly even: a little more is fine.
+        # Such rows have about equal work, so that ranks with slices alone are nearly even: a little more is fine.
         x = high if ends[1] <= self.need + self.over else largest(work, low, high, self.need, ends, self.near)
-        head = max(0, tokens - x - there)
+        head = max(0, tokens - x - num_light)
         return Cut(stop - x - self.base[piece], piece, start + head, stop - x, self.light.pieces)
 
     def _fold(self, piece: int) -> Cut:
-        """The last rows of a piece, light pieces, and its first rows as far as they are lighter than those."""
+        """Return a cut of a deep piece: its last rows, light pieces, and first rows that are lighter than those."""
         start, stop, tokens, size = self.start[piece], self.stop[piece], self.tokens, self.size[piece]
-        begin, there = self.begin[piece], self.light.tokens[-1]
+        begin, num_light = self.begin[piece], self.light.tokens[-1]
         end = begin + self.work[piece]
-        own = self._own_rows(piece)
+        # For each light piece, how many first rows of `piece` are lighter than it (work grows as in a causal one).
+        first = self.before(start + 1) - begin
+        lighter = [(self.work[i] // self.size[i] - first) // 2 for i in self.light.pieces]
+        own = [min(size, max(0, rows)) for rows in lighter]
         both = [a + b for a, b in zip(self.light.tokens, own, strict=False)]
 
         def head(x: int) -> int:
-            wanted, room = tokens - x, size - x
-            k = bisect_right(both, wanted) - 1
-            rows = wanted if k < 0 else max(own[k], wanted - self.light.tokens[k + 1])
-            return min(rows, room, wanted)
+            lacking, room = tokens - x, size - x
+            k = bisect_right(both, lacking) - 1
+            rows = lacking if k < 0 else max(own[k], lacking - self.light.tokens[k + 1])
+            return min(rows, room, lacking)
 
         def work(x: int) -> int:
             rows = head(x)
             return end - self.before(stop - x) + self.before(start + rows) - begin + self._least(tokens - x - rows)
 
-        low, high = max(0, tokens - there - size), min(tokens, size)
+        low, high = max(0, tokens - num_light - size), min(tokens, size)
         least = work(low)
         if least > self.need:  # its first rows are too heavy after all
             own, both = [0] * len(own), self.light.tokens[:-1]
@@ -556,15 +542,8 @@ class Dealer(Pool):
                 return cut
         return Cut(stop - x - self.base[piece], piece, start + rows, stop - x, self.light.pieces)
 
-    def _own_rows(self, piece: int) -> list[int]:
-        """For each light piece, how many first rows of `piece` are lighter than it (work grows as in a causal one)."""
-        size, start = self.size[piece], self.start[piece]
-        first = self.before(start + 1) - self.begin[piece]
-        lighter = [(self.work[i] // self.size[i] - first) // 2 for i in self.light.pieces]
-        return [min(size, max(0, rows)) for rows in lighter]
-
     def _rounded(self, piece: int, light_tokens: int, rows: int) -> Cut | None:
-        """The fold with whole light pieces only: the piece's first rows make up for the difference."""
+        """Return the fold with whole light pieces only: the piece's first rows make up the difference."""
         run = self.light
         k = bisect_right(run.tokens, light_tokens) - 1
         light, tokens, works = run.pieces[:k], run.tokens[k], run.works[k]
@@ -587,30 +566,27 @@ class Dealer(Pool):
         if not ends[0] <= self.need <= ends[1]:
             return None
         x = largest(work, 0, rest, self.need, ends, self.near)
-        x = self._on_grid(x, rest, stop, start + rest)
+        # Move the cut to a multiple of GRID if the work hardly changes.
+        moved, fold = stop - GRID * round((stop - x) / GRID), start + rest
+        if 0 < moved < rest:
+            change = self.before(stop - moved) - self.before(stop - x)
+            change += self.before(fold - x) - self.before(fold - moved)
+            x = moved if abs(change) <= 3e-4 * self.mean_work else x
         return Cut(stop - x - self.base[piece], piece, start + rest - x, stop - x, light)
 
     def _about(self, k: int, gap: int, skip: int) -> list[int]:
-        """Pieces of about `gap` tokens, not much denser than the k-th light piece, and that piece itself."""
+        """Return pieces of about `gap` tokens, not much denser than the k-th light piece, and that piece itself."""
         model = self.light.pieces[k]
         start = self.start[model]
-        wanted = self.before(start + min(gap, self.size[model])) - self.begin[model]
-        j = bisect_right(self.by_work, (wanted, 0))
+        work = self.before(start + min(gap, self.size[model])) - self.begin[model]
+        j = bisect_right(self.by_work, (work, 0))
         limit = 1.1 * max(self.work[model] / self.size[model], self.lightest)
         taken = self.light.pieces[:k]
         near = [i for _, i in self.by_work[max(0, j - 4) : j + 4] if i != skip and i != model]
         return [model, *(i for i in near if self.work[i] <= limit * self.size[i] and i not in taken)]
 
-    def _on_grid(self, x: int, most: int, stop: int, fold: int) -> int:
-        """`x` such that the cut at stop - x is a multiple of GRID, where the work hardly changes by it."""
-        moved = stop - GRID * round((stop - x) / GRID)
-        if not 0 < moved < most:
-            return x
-        change = self.before(stop - moved) - self.before(stop - x) + self.before(fold - x) - self.before(fold - moved)
-        return moved if abs(change) <= 3e-4 * self.mean_work else x
-
     def _fill_light(self, light: list[int]) -> None:
-        """Takes light pieces until the rank has its tokens; cuts the last one only if no other has the right size."""
+        """Take light pieces until the rank has its tokens; cut the last one only if no other has the right size."""
         for piece in light:
             if self.tokens <= self.spare:
                 return
@@ -619,53 +595,53 @@ class Dealer(Pool):
                 self._take(piece)
                 continue
             start = self.start[piece]
-            wanted = self.before(start + self.tokens) - self.begin[piece]
-            j = bisect_right(self.by_work, (wanted, 0))
+            work = self.before(start + self.tokens) - self.begin[piece]
+            j = bisect_right(self.by_work, (work, 0))
             for work, other in self.by_work[max(0, j - 5) : j + 3]:
-                close = -self.spare <= self.size[other] - self.tokens <= self.extra
-                if close and abs(work - self.need) <= self.work_slip:
+                is_close = -self.spare <= self.size[other] - self.tokens <= self.extra
+                if is_close and abs(work - self.need) <= self.work_slip:
                     self._take(other)
                     return
             self._take_ends(piece, start + self.tokens, self.stop[piece])
             return
 
 
-# -- Choosing the best of three ways to deal ---------------------------------------------------------------------------
+# -- Choosing the best of three deals ----------------------------------------------------------------------------------
 # The result depends only on the arguments, so every rank computes the same layout.
 
 
 BALANCED = 1.015
 """Imbalance (largest rank / mean) up to which fewer remote keys decide; above it, balance does."""
 WHOLE_FIRST = (1, 2)
-"""How many ranks are filled with whole segments before any long one is cut: these are tried beside 0 and the best is
-kept, for no rule foretells it. Over 60 random packs of documents, one of the three alone has 2 to 4% more remote keys
-on average and up to 49% more; of the workloads of `benchmarks.layouts`, longtail-1M-8 needs 2 and mixed-1M-8 has 20%
-fewer remote keys with 0. Varying the dealer's constants as well brought 0.1%."""
+"""Values of `whole_first` that are tried besides 0; the best is kept, since no rule predicts it. Over 60 random packs
+of documents, one of the three alone has 2 to 4% more remote keys on average and up to 49% more; of the workloads of
+`benchmarks.layouts`, longtail-1M-8 needs 2 and mixed-1M-8 has 20% fewer remote keys with 0. Varying the dealer's
+constants as well gained 0.1%."""
 MANY = 64
-"""Ranks from which 0 is enough if it comes out even: the others bring 1% there, and take three times as long."""
+"""Ranks from which only 0 is tried if it is balanced: the others gain 1% there, and take three times as long."""
 UNEVEN = 0.005
-"""Imbalance beyond BALANCED from which the others are tried on many ranks as well."""
+"""Imbalance beyond BALANCED from which the others are tried on many ranks too."""
 ROUGH = 0.3
-"""Imbalance beyond BALANCED from which dealing slices by their work alone, whatever travels, is tried too."""
+"""Imbalance beyond BALANCED from which dealing slices by work alone, ignoring remote keys, is tried too."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One mask as a layout sees it: bands, and how many heads and batch rows each of them serves."""
+    """One mask as bands, each with the number of heads and batch rows that use it."""
 
     bands: Ints
     weights: Ints
 
     @staticmethod
     def of(mask: Mask, seq_len: int) -> View:
-        served = Counter(id(plane) for row in mask.grid for plane in row)
-        count = [served[id(plane)] for plane in mask.distinct_planes()]
+        users = Counter(id(plane) for row in mask.grid for plane in row)
+        count = [users[id(plane)] for plane in mask.distinct_planes()]
         regions = [bd.tighten(region) for region in mask.regions(seq_len)]
         weights = np.repeat(np.array(count, dtype=np.int64), [len(region) for region in regions])
         return View(np.concatenate(regions), weights)
 
     def mirrored(self, seq_len: int) -> View:
-        """The same pairs with positions counted from the end."""
+        """Return the same pairs with positions counted from the end."""
         q0, q1, k0, k1, lo, hi = self.bands.T
         turned = (seq_len - q1, seq_len - q0, seq_len - k1, seq_len - k0, -hi, -lo)
         return View(np.stack(turned, axis=1), self.weights)
@@ -674,11 +650,11 @@ class View:
 def balanced(
     *masks: Mask, world_size: int, seq_len: int | None = None, equal_tokens: bool = False, span_keys: int = 0
 ) -> Layout:
-    """The layout with equal tokens and equal work per rank, under each of the masks, and few remote keys.
+    """Return a layout with equal tokens and equal work per rank, under each of the masks, and few remote keys.
 
-    Tokens per rank differ by about a percent where that saves cuts; with `equal_tokens` every rank has the same number
-    of slots, and those that no token fills are padding. `span_keys` is what a span costs, in remote keys: recurrences
-    hand a state from span to span, which weighs as much as some thousand keys.
+    Tokens per rank differ by about a percent if that saves cuts; with `equal_tokens` every rank has the same number of
+    slots, the last of which may be padding. `span_keys` is the cost of a span in remote keys: recurrences pass a state
+    from span to span, which costs as much as some thousand keys.
 
     >>> from longspan.masks import causal, documents
     >>> balanced(causal(16), world_size=2, equal_tokens=True).spans(0)
@@ -686,7 +662,15 @@ def balanced(
     >>> balanced(documents([4, 4]) & causal(), world_size=2).spans(0)
     (0:4,)
     """
-    length = _length_of(masks, seq_len)
+    if not masks:
+        raise LayoutError(
+            "balanced() needs every mask the model uses, but got none. Pass them, as in balanced(causal(4096))."
+        )
+    check_masks(masks, "balanced()")
+    known = [mask.seq_len for mask in masks if mask.seq_len is not None]
+    length = masks[0].length(known[0] if seq_len is None and known else seq_len)
+    for mask in masks[1:]:
+        mask.length(length)  # raises if it has another
     check_sizes(length, world_size, "balanced")
     span_keys = whole(span_keys, "span_keys", "balanced()", LayoutError)
     return solved(masks, length, world_size, equal_tokens, span_keys)
@@ -694,26 +678,14 @@ def balanced(
 
 @lru_cache(maxsize=32)
 def solved(masks: tuple[Mask, ...], length: int, world_size: int, equal_tokens: bool, span_keys: int = 0) -> Layout:
-    """`balanced` with its arguments checked; equal masks give the same layout without solving again."""
+    """Return the layout of `balanced` for checked arguments; results are cached by mask."""
     rows = solve([View.of(mask, length) for mask in masks], length, world_size, equal_tokens, span_keys)
     slots = -(-length // world_size) if equal_tokens else None
     return Layout.from_table(length, world_size, rows, "balanced", slots)
 
 
-def _length_of(masks: tuple[Mask, ...], seq_len: int | None) -> int:
-    """The one length of all masks and the argument."""
-    if not masks:
-        raise LayoutError("balanced() was given no mask. Pass every mask the model uses, as in balanced(causal(4096)).")
-    check_masks(masks, "balanced()")
-    known = [mask.seq_len for mask in masks if mask.seq_len is not None]
-    length = masks[0].length(known[0] if seq_len is None and known else seq_len)
-    for mask in masks[1:]:
-        mask.length(length)  # refuses if it has another
-    return length
-
-
 def solve(views: list[View], seq_len: int, world_size: int, equal_tokens: bool = False, span_keys: int = 0) -> Ints:
-    """(start, stop, rank) rows, by rank and then position, that hold each of `seq_len` positions once."""
+    """Return (start, stop, rank) rows, by rank and then position, with each of `seq_len` positions once."""
     if world_size == 1 or seq_len == 0:
         return np.array([[0, seq_len, 0]], dtype=np.int64)[: int(seq_len > 0)]
     views = list({(view.bands.tobytes(), view.weights.tobytes()): view for view in views}.values())
@@ -730,7 +702,7 @@ def solve(views: list[View], seq_len: int, world_size: int, equal_tokens: bool =
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """What is to be dealt."""
+    """The input of the dealer."""
 
     views: list[View]
     profiles: list[Profile]
@@ -743,7 +715,7 @@ class _Problem:
     @staticmethod
     def of(views: list[View], seq_len: int, world_size: int, exact: bool, span_keys: int = 0) -> _Problem:
         profiles = [profile_of(view.bands, seq_len, view.weights) for view in views]
-        # The mask with most pairs leads: its work is met exactly, that of the others by sorting segments into strata.
+        # The mask with most pairs leads: its work is balanced exactly, that of the others by strata of segments.
         order = sorted(range(len(views)), key=lambda i: (-profiles[i].whole, i))
         grain = max(1, seq_len // (16 * world_size))
         segments = segments_of(np.concatenate([view.bands for view in views]), seq_len, grain)
@@ -751,7 +723,7 @@ class _Problem:
         return _Problem(*by_work, segments, seq_len, world_size, exact, span_keys)
 
     def rises(self) -> bool:
-        """Whether late rows of segments have at least about as much work as early ones."""
+        """Return whether late rows of segments have at least about as much work as early ones."""
         spans = self.segments.spans
         middle = spans.sum(axis=1) // 2
         early = self.profiles[0].of_spans(np.stack((spans[:, 0], middle), axis=1)).sum()
@@ -759,7 +731,7 @@ class _Problem:
         return bool(late >= 0.9 * early)
 
     def strata(self) -> list[Ints]:
-        """Segment indices in groups of about equal work per token under all masks but the leading one."""
+        """Return segment indices in groups of about equal work per token under all masks but the leading one."""
         spans = self.segments.spans
         index = np.arange(len(spans), dtype=np.int64)
         if len(self.views) == 1:
@@ -784,7 +756,7 @@ class _Problem:
         return groups[::-1]  # the strata with most work first, so that later ones can make up for them
 
     def quality(self, rows: Ints) -> tuple[float, int]:
-        """What is to be small: imbalance beyond BALANCED, and remote keys over all masks, with the price of spans."""
+        """Return the cost to minimise: imbalance beyond BALANCED, then remote keys over all masks and span costs."""
         worst, remote = 1.0, self.span_keys * len(rows)
         by_position = rows[np.argsort(rows[:, 0], kind="stable")]
         for view, profile in zip(self.views, self.profiles, strict=True):
@@ -794,7 +766,7 @@ class _Problem:
         return max(0.0, worst - BALANCED), remote
 
     def renumbered(self, rows: Ints) -> Ints:
-        """New rank numbers by position, ranks that share a long segment side by side: they talk to each other most."""
+        """Return new rank numbers by position, with ranks that share a long segment next to each other."""
         rows = rows[np.lexsort((self.profiles[0].of_spans(rows[:, :2]), rows[:, 2]))]
         last = np.concatenate((rows[1:, 2] != rows[:-1, 2], [True]))
         home = np.full(self.world_size, self.seq_len, dtype=np.int64)
@@ -807,10 +779,10 @@ class _Problem:
 
 
 def _best(problem: _Problem) -> Ints:
-    """The best of a few ways of dealing, as unsorted (start, stop, rank) rows."""
+    """Return the best of a few deals, as unsorted (start, stop, rank) rows."""
     strata = problem.strata()
     best = _deal(problem, strata, 0)
-    # One segment alone cannot be dealt whole, and of many ranks it hardly matters how the first are filled.
+    # A single segment cannot be dealt whole, and with many ranks it hardly matters how the first are filled.
     if len(problem.segments.deep) > 1 and (problem.world_size < MANY or problem.quality(best)[0] > UNEVEN):
         best = min(best, *(_deal(problem, strata, ranks) for ranks in WHOLE_FIRST), key=problem.quality)
     if problem.exact or problem.seq_len < 1600 * problem.world_size or problem.quality(best)[0] <= ROUGH:
@@ -819,7 +791,7 @@ def _best(problem: _Problem) -> Ints:
 
 
 def _deal(problem: _Problem, strata: list[Ints], whole_first: int) -> Ints:
-    """Every stratum dealt into equal shares, and the shares given to ranks so that the other masks come out even."""
+    """Deal every stratum into equal shares, and assign shares to ranks so that the other masks are balanced."""
     spans, deep = problem.segments.spans, problem.segments.deep
     world, before = problem.world_size, 0
     ranks = np.arange(world + 1, dtype=np.int64)
@@ -829,8 +801,8 @@ def _deal(problem: _Problem, strata: list[Ints], whole_first: int) -> Ints:
         # Quotas of all strata together differ by at most one token between ranks.
         quota = np.diff(ranks * (before + size) // world) - np.diff(ranks * before // world)
         before += size
-        what = problem.profiles[0], spans[group], deep[group].tolist(), quota.tolist()
-        dealer = Dealer(*what, problem.exact, whole_first)
+        pieces = problem.profiles[0], spans[group], deep[group].tolist()
+        dealer = Dealer(*pieces, quota.tolist(), problem.exact, whole_first)
         shares = [(start, stop, share) for share, taken in enumerate(dealer.deal()) for start, stop in taken]
         rows = np.array(shares, dtype=np.int64).reshape(-1, 3)
         if dealt:
@@ -840,7 +812,7 @@ def _deal(problem: _Problem, strata: list[Ints], whole_first: int) -> Ints:
 
 
 def _matched(problem: _Problem, held: Ints, shares: Ints, quota: Ints) -> Ints:
-    """The rank for each share: the share with most work under the other masks goes to the rank that has least."""
+    """Return the rank for each share: the share with most work under the other masks goes to the rank with least."""
     load, extra = np.zeros(problem.world_size), np.zeros(problem.world_size)
     for profile in problem.profiles[1:]:
         for rows, sums in ((held, load), (shares, extra)):
@@ -852,7 +824,7 @@ def _matched(problem: _Problem, held: Ints, shares: Ints, quota: Ints) -> Ints:
 
 
 def _snake(problem: _Problem) -> Ints:
-    """Slices of equal length, sorted by work and dealt forwards and backwards: for masks whose work follows no rule."""
+    """Deal slices of equal length, sorted by work, forwards and backwards: for masks whose work follows no rule."""
     world = problem.world_size
     edges = np.unique(np.arange(16 * world + 1, dtype=np.int64) * problem.seq_len // (16 * world))
     slices = np.stack((edges[:-1], edges[1:]), axis=1)

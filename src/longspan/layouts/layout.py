@@ -8,7 +8,7 @@ one as an index raises an error.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -24,26 +24,26 @@ from longspan.masks.convert import advice
 from longspan.spans import LIMIT, Ints, Span, as_spans, checked_text, parsed_number, run_table, shortened, whole
 
 # -- Tensors that remember their layout --------------------------------------------------------------------------------
-# A tensor that `Layout.shard` returned is known by identity as long as it lives: a plan over another layout of the same
-# sequence may have as many slots for it, but for other tokens. Nothing is written on the tensor, so it is saved,
-# pickled and compiled like any other. Results that are computed from it are new tensors with no known layout.
+# The layout of a tensor that `Layout.shard` returned is recorded by the tensor's identity as long as it lives: a plan
+# over another layout of the same sequence may have the same number of slots, but for other tokens. Nothing is stored on
+# the tensor, so it is saved, pickled and compiled like any other. Tensors computed from it have no known layout.
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """How a tensor was cut: by whose spans, along which dim."""
+    """The layout and dim by which a tensor was cut."""
 
     layout: Any
     dim: int
     version: int
-    """How often the tensor had been written to when it was entered; what was written since may be other tokens."""
+    """The tensor's version counter when it was recorded; later writes may have put other tokens into it."""
 
 
 _known: dict[int, tuple[ref[Any], Carried]] = {}
 
 
 def remember(x: Any, layout: Any, dim: int, version: int = 0) -> None:
-    """Enters a tensor that was just made; it leaves when it goes.
+    """Record the layout of a new tensor until the tensor is freed.
 
     >>> class Tensor: pass
     >>> x = Tensor()
@@ -58,14 +58,15 @@ def remember(x: Any, layout: Any, dim: int, version: int = 0) -> None:
 
 
 def carried(x: Any) -> Carried | None:
-    """How a tensor was cut, or None: of all others nothing is known."""
-    found = _known.get(id(x))
-    return found[1] if found is not None and found[0]() is x else None
+    """Return how a tensor was cut, or None if that is not known."""
+    entry = _known.get(id(x))
+    return entry[1] if entry is not None and entry[0]() is x else None
 
 
 def other_tokens(one: Any, other: Any) -> bool:
-    """Whether two layouts of one sequence on as many ranks put some token in different slots. Layouts of other
-    sequences, or for other numbers of ranks, are not compared: a shard may be a sequence of its own.
+    """Return whether two layouts of one sequence on the same number of ranks put some token in different slots.
+
+    Layouts of other lengths or numbers of ranks are not compared: a shard may be a sequence of its own.
 
     >>> other_tokens(zigzag(8, 2), contiguous(8, 2)), other_tokens(zigzag(8, 2), zigzag(8, 2))
     (True, False)
@@ -81,7 +82,7 @@ def other_tokens(one: Any, other: Any) -> bool:
 
 
 X = TypeVar("X")
-"""An array or a tensor, which stays what it is."""
+"""An array or a tensor."""
 
 MAX_RANKS = 1 << 20
 
@@ -89,7 +90,7 @@ MAX_RANKS = 1 << 20
 @sealed
 @dataclass(frozen=True, eq=False, repr=False)
 class Layout:
-    """Who holds which tokens. Make one with the functions of `longspan.layouts`."""
+    """Which rank holds which tokens. Make one with the functions of `longspan.layouts`."""
 
     seq_len: int
     world_size: int
@@ -101,24 +102,21 @@ class Layout:
 
     def __post_init__(self) -> None:
         self.table.flags.writeable = False
-        self._check_cover()
+        starts, stops = self.by_position[:, 0], self.by_position[:, 1]
+        expected, actual = np.concatenate(([0], stops)), np.concatenate((starts, [self.seq_len]))
+        if not np.array_equal(expected, actual):
+            wrong = int(np.flatnonzero(expected != actual)[0])
+            start, end = int(actual[wrong]), int(expected[wrong])
+            fault = "no rank holds" if start > end else "two ranks hold"
+            raise LayoutError(
+                f"layout {self.name} must assign each of {self.seq_len} positions to exactly one of {self.world_size}"
+                f" ranks, but {fault} position {min(start, end)}. Make the spans meet without gap or overlap."
+            )
         if self.local_len is not None and self.seq_len and int(self.num_tokens.max()) > self.local_len:
             rank = int(self.num_tokens.argmax())
             raise LayoutError(
-                f"layout {self.name} gives every rank {self.local_len} slots, but rank {rank} holds"
-                f" {int(self.num_tokens[rank])} tokens. Ask for {int(self.num_tokens[rank])} slots or more."
-            )
-
-    def _check_cover(self) -> None:
-        starts, stops = self.by_position[:, 0], self.by_position[:, 1]
-        edges = np.concatenate(([0], stops)), np.concatenate((starts, [self.seq_len]))
-        if not np.array_equal(*edges):
-            wrong = int(np.flatnonzero(edges[0] != edges[1])[0])
-            start, expected = int(edges[1][wrong]), int(edges[0][wrong])
-            what = "nobody holds" if start > expected else "two ranks hold"
-            raise LayoutError(
-                f"layout {self.name} must give each of {self.seq_len} positions to exactly one of {self.world_size}"
-                f" ranks, but {what} position {min(start, expected)}. Make the spans meet without gap or overlap."
+                f"layout {self.name} has local_len = {self.local_len} slots per rank, but rank {rank} holds"
+                f" {int(self.num_tokens[rank])} tokens. Use local_len >= {int(self.num_tokens[rank])}."
             )
 
     @staticmethod
@@ -129,7 +127,7 @@ class Layout:
         name: str = "custom",
         local_len: int | None = None,
     ) -> Layout:
-        """The layout in which rank r holds `rank_spans[r]`, in that local order.
+        """Return the layout in which rank r holds `rank_spans[r]`, in that local order.
 
         >>> Layout.from_spans(6, [[(0, 2), (4, 6)], [(2, 4)]]).positions(0).tolist()
         [0, 1, 4, 5]
@@ -145,7 +143,7 @@ class Layout:
 
     @staticmethod
     def from_table(seq_len: int, world_size: int, table: Ints, name: str, local_len: int | None = None) -> Layout:
-        """The layout of (start, stop, rank) rows in any rank order; neighbours on one rank become one span."""
+        """Return the layout of (start, stop, rank) rows in any rank order; neighbours on one rank become one span."""
         check_sizes(seq_len, world_size, name)
         if local_len is not None:
             local_len = whole(local_len, "local_len", f"layout {name}", LayoutError)
@@ -182,12 +180,12 @@ class Layout:
         return table
 
     def span_table(self, rank: int) -> Ints:
-        """The rank's spans as (start, stop) rows, in local order."""
+        """Return the rank's spans as (start, stop) rows, in local order."""
         self._check_rank(rank)
         return self.table[self._first[rank] : self._first[rank + 1], :2]
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """The rank's spans, in local order.
+        """Return the rank's spans, in local order.
 
         >>> zigzag(8, 2).spans(0)
         (0:2, 6:8)
@@ -195,11 +193,11 @@ class Layout:
         return as_spans(self.span_table(rank))
 
     def num_padding(self, rank: int) -> int:
-        """Slots of the rank that hold no token."""
+        """Return the number of padding slots of the rank."""
         return self.num_slots(rank) - int(self.num_tokens[rank])
 
     def num_slots(self, rank: int) -> int:
-        """Slots of the rank: its tokens, and padding after them.
+        """Return the number of slots of the rank: its tokens, and padding after them.
 
         >>> contiguous(7, 2, equal_tokens=True).num_slots(1)
         4
@@ -208,7 +206,7 @@ class Layout:
         return int(self.num_tokens[rank]) if self.local_len is None else self.local_len
 
     def positions(self, rank: int) -> Ints:
-        """The global position of every local slot: what rotary embeddings must see; padding is `seq_len` and up.
+        """Return the global position of every local slot, for rotary embeddings; padding is `seq_len` and up.
 
         >>> zigzag(8, 2).positions(0).tolist()
         [0, 1, 6, 7]
@@ -221,7 +219,7 @@ class Layout:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def owner(self, position: ArrayLike) -> Any:
-        """The rank that holds each position.
+        """Return the rank that holds each position.
 
         >>> zigzag(8, 2).owner([0, 3, 7]).tolist()
         [0, 1, 0]
@@ -229,27 +227,27 @@ class Layout:
         return self.locate(position)[0]
 
     def locate(self, position: ArrayLike) -> tuple[Ints, Ints]:
-        """The rank that holds each position, and its slot there."""
-        wanted = np.asarray(position)
-        if wanted.size and not np.issubdtype(wanted.dtype, np.integer):
-            raise LayoutError(f"positions are whole numbers, but {shortened(position)} was given to {self}.")
-        wanted = wanted.astype(np.int64)
-        if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= self.seq_len):
+        """Return the rank that holds each position, and its slot there."""
+        positions = np.asarray(position)
+        if positions.size and not np.issubdtype(positions.dtype, np.integer):
+            raise LayoutError(f"positions must be integers, but got {shortened(position)}.")
+        positions = positions.astype(np.int64)
+        if positions.size and (int(positions.min()) < 0 or int(positions.max()) >= self.seq_len):
             raise LayoutError(
-                f"positions of this layout run from 0 to {self.seq_len - 1}, but {int(wanted.min())} to"
-                f" {int(wanted.max())} were asked for."
+                f"positions of {self} must be in [0, {self.seq_len}), but got {int(positions.min())} to"
+                f" {int(positions.max())}."
             )
         order = np.argsort(self.table[:, 0], kind="stable")
         sizes = self.table[:, 1] - self.table[:, 0]
         before = np.cumsum(sizes) - sizes
         slot = before - (np.cumsum(self.num_tokens) - self.num_tokens)[self.table[:, 2]]
-        row = order[np.searchsorted(self.table[order, 0], wanted, side="right") - 1]
-        return self.table[row, 2], slot[row] + wanted - self.table[row, 0]
+        row = order[np.searchsorted(self.table[order, 0], positions, side="right") - 1]
+        return self.table[row, 2], slot[row] + positions - self.table[row, 0]
 
     # -- Index maps ----------------------------------------------------------------------------------------------------
 
     def shard(self, x: X, rank: int, dim: int = 0, fill: float = 0) -> X:
-        """The rank's part of a whole array or tensor along `dim`; padding slots hold `fill`.
+        """Return the rank's shard of an array or tensor along `dim`; padding slots hold `fill`.
 
         >>> zigzag(8, 2).shard(np.arange(8) * 10, rank=1).tolist()
         [20, 30, 40, 50]
@@ -259,26 +257,24 @@ class Layout:
         real = self.positions(rank)[: int(self.num_tokens[rank])]
         part = _take(x, real, dim, self.num_padding(rank), fill)
         if _is_torch(x) and not _is_compiling():
-            remember(part, self, dim % part.ndim)  # a plan over another layout refuses it
+            remember(part, self, dim % part.ndim)  # a plan over another layout raises for it
         return part
 
     def unshard_index(self) -> Ints:
-        """Where each position lies in the ranks' shards laid end to end (padding included)."""
+        """Return the index of each position in the concatenated shards of all ranks (with padding)."""
         rank, slot = self.locate(np.arange(self.seq_len, dtype=np.int64))
         slots = self.num_tokens if self.local_len is None else np.full(self.world_size, self.local_len, dtype=np.int64)
         return (np.cumsum(slots) - slots)[rank] + slot
 
     def unshard(self, shards: Sequence[X], dim: int = 0) -> X:
-        """The whole array or tensor from every rank's shard; padding is dropped.
+        """Return the whole array or tensor from every rank's shard; padding is dropped.
 
         >>> layout = zigzag(8, 2)
         >>> layout.unshard([layout.shard(np.arange(8), rank) for rank in range(2)]).tolist()
         [0, 1, 2, 3, 4, 5, 6, 7]
         """
         if len(shards) != self.world_size:
-            raise LayoutError(
-                f"unshard needs the shard of every rank: {self.world_size} of them, but {len(shards)} were given."
-            )
+            raise LayoutError(f"unshard needs the shards of all {self.world_size} ranks, but got {len(shards)}.")
         for rank, shard in enumerate(shards):
             self._check_size(shard, dim, self.num_slots(rank), f"the shard of rank {rank}")
         return _take(_concatenate(shards, dim), self.unshard_index(), dim, 0, 0)
@@ -289,21 +285,21 @@ class Layout:
         if type(rank) is int and 0 <= rank < self.world_size:
             return
         if not 0 <= whole(rank, "rank", f"{self}", LayoutError, -MAX_RANKS) < self.world_size:
-            raise LayoutError(f"{self} was asked about rank {rank}. Ask for 0 to {self.world_size - 1}.")
+            raise LayoutError(f"rank must be in [0, {self.world_size}), but got {rank}.")
 
-    def _check_size(self, x: Any, dim: int, expected: int, what: str) -> None:
+    def _check_size(self, x: Any, dim: int, expected: int, name: str) -> None:
         if not hasattr(x, "shape"):
-            raise LayoutError(f"{self} shards arrays and tensors, but {type(x).__name__} was given. Convert it first.")
+            raise LayoutError(f"{name} must be an array or tensor, but got {type(x).__name__}. Convert it first.")
         shape = tuple(x.shape)
         dim = whole(dim, "dim", f"{self}", LayoutError, -LIMIT)
         if not -len(shape) <= dim < len(shape) or shape[dim] != expected:
             raise LayoutError(
-                f"{what} has {expected} slots in {self}, but a tensor of shape {shape} was given with dim = {dim}."
-                f" Pass the dim that counts tokens, or build the layout for this length."
+                f"{name} must have {expected} slots in {self}, but got a tensor of shape {shape} with dim = {dim}. Pass"
+                f" the dim of the tokens, or build the layout for this length."
             )
 
     def text(self) -> str:
-        """A text that `Layout.parse` reads back."""
+        """Return a text that `Layout.parse` reads back."""
         slots = "" if self.local_len is None else f" local_len={self.local_len}"
         lines = [f"layout {self.name} seq_len={self.seq_len} world_size={self.world_size}{slots}"]
         lines += [f"{rank}: {' '.join(map(repr, self.spans(rank)))}".rstrip() for rank in range(self.world_size)]
@@ -311,7 +307,7 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> Layout:
-        """The layout that `text` wrote.
+        """Parse the output of `text`.
 
         >>> Layout.parse(zigzag(8, 2).text()) == zigzag(8, 2)
         True
@@ -321,16 +317,18 @@ class Layout:
         words = head.split(" ")
         fields = dict(word.split("=", 1) for word in words[2:] if "=" in word)
         needed = {"seq_len", "world_size"}
-        if (
-            words[0] != "layout"
-            or not needed <= fields.keys() <= needed | {"local_len"}
-            or len(words) != len(fields) + 2
-        ):
-            raise LayoutError(f"{form}, but {shortened(head)} was found.")
+        has_fields = needed <= fields.keys() <= needed | {"local_len"} and len(words) == len(fields) + 2
+        if words[0] != "layout" or not has_fields:
+            raise LayoutError(f"{form}, but got {shortened(head)}.")
         counts = {name: parsed_number(value, form, head, LayoutError) for name, value in fields.items()}
         if len(lines) != counts["world_size"]:
             raise LayoutError(f"the text is for {counts['world_size']} ranks, but has lines for {len(lines)}.")
-        spans = [_parsed_spans(line, rank) for rank, line in enumerate(lines)]
+        spans: list[list[Span]] = []
+        for rank, line in enumerate(lines):
+            label, colon, rest = line.partition(":")
+            if label != str(rank) or not colon:
+                raise LayoutError(f"line {rank + 2} of a layout text begins '{rank}:', but got {shortened(line)}.")
+            spans.append([Span.parse(word) for word in rest.split()])
         return Layout.from_spans(counts["seq_len"], spans, name=words[1], local_len=counts.get("local_len"))
 
     @cached_property
@@ -352,47 +350,35 @@ class Layout:
         return f"<layout {self.name}, {self.seq_len} tokens on {self.world_size} ranks>"
 
 
-def _parsed_spans(line: str, rank: int) -> list[Span]:
-    label, colon, rest = line.partition(":")
-    if label != str(rank) or not colon:
-        raise LayoutError(f"line {rank + 2} of a layout text begins '{rank}:', but {shortened(line)} was found.")
-    return [Span.parse(word) for word in rest.split()]
-
-
 def _listed(spans: Any, where: str) -> Sequence[Any]:
     if not isinstance(spans, Iterable) or isinstance(spans, str | bytes):
         raise LayoutError(
-            f"{where} was given {shortened(spans)} where a list was expected. Give every rank a list of spans, as in"
+            f"{where}: spans must be a list, but got {shortened(spans)}. Pass a list of spans for every rank, as in"
             f" [[(0, 4)], [(4, 8)]]."
         )
     return list(cast(Iterable[Any], spans))
 
 
 def _ends(span: Any, rank: int, name: str) -> tuple[int, int]:
-    """Start and stop of a span as users give it; refuses anything else."""
-    ends = _listed(span, f"rank {rank} of layout {name}")
-    if len(ends) != 2:
-        raise LayoutError(
-            f"rank {rank} of layout {name} was given the span {shortened(span)}. A span is (start, stop)."
-        )
-    start, stop = (whole(end, "an end of a span", f"rank {rank} of layout {name}", LayoutError) for end in ends)
-    if stop < start:
-        raise LayoutError(
-            f"rank {rank} of layout {name} was given the span {shortened(span)}, which ends before it starts. A span"
-            f" is (start, stop) with start <= stop."
-        )
-    return start, stop
+    """Return start and stop of a user's span, or raise."""
+    where = f"rank {rank} of layout {name}"
+    ends = _listed(span, where)
+    if len(ends) == 2:
+        start, stop = (whole(end, "an end of a span", where, LayoutError) for end in ends)
+        if start <= stop:
+            return start, stop
+    raise LayoutError(f"{where}: a span must be (start, stop) with start <= stop, but got {shortened(span)}.")
 
 
 def check_masks(masks: Sequence[object], where: str) -> None:
-    """Raises unless each of them is a mask."""
+    """Raise unless each of them is a mask."""
     for mask in masks:
         if not isinstance(mask, Mask):
-            raise LayoutError(f"{where} takes masks, but {type(mask).__name__} was given. {advice(mask)}")
+            raise LayoutError(f"{where} takes masks, but got {type(mask).__name__}. {advice(mask)}")
 
 
 def check_sizes(seq_len: int, world_size: int, name: str) -> None:
-    """Refuses sizes no layout can have."""
+    """Raise if seq_len or world_size is invalid."""
     whole(seq_len, "seq_len", f"layout {name}", LayoutError)
     whole(world_size, "world_size", f"layout {name}", LayoutError, low=1, high=MAX_RANKS)
 
@@ -440,16 +426,16 @@ def _take(x: Any, index: Ints, dim: int, padding: int, fill: float) -> Any:
     if _is_torch(x):
         import torch
 
-        taken = x.index_select(dim, to_device(torch.as_tensor(index.copy(), device="cpu"), x.device))
-        full: Callable[[tuple[int, ...]], Any] = lambda shape: taken.new_full(shape, fill)  # noqa: E731
+        part = x.index_select(dim, to_device(torch.as_tensor(index.copy(), device="cpu"), x.device))
     else:
-        taken = np.take(x, index, axis=dim)
-        full = lambda shape: np.full(shape, fill, dtype=taken.dtype)  # noqa: E731
+        part = np.take(x, index, axis=dim)
     if not padding:
-        return taken
-    shape = list(taken.shape)
+        return part
+    shape = list(part.shape)
     shape[dim] = padding
-    return _concatenate([taken, full(tuple(shape))], dim)
+    is_torch = _is_torch(part)
+    filler = part.new_full(shape, fill) if is_torch else np.full(shape, fill, dtype=part.dtype)
+    return _concatenate([part, filler], dim)
 
 
 def _concatenate(parts: Sequence[Any], dim: int) -> Any:

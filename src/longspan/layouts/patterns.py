@@ -1,7 +1,7 @@
 """Layouts with a fixed pattern: contiguous, zigzag, striped, per document, round robin by work.
 
-All accept any length and any number of ranks. `balanced` usually gives better plans; these are simple, in closed form,
-and used by other systems.
+All accept any length and any number of ranks. `balanced` usually gives better plans; these are simple and common in
+other systems.
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ from longspan.spans import Ints, whole
 
 
 def slots_for(seq_len: int, world_size: int, equal_tokens: bool) -> int | None:
-    """The local length that all ranks share, or None when lengths may differ."""
+    """Return the number of slots of every rank, or None if it may differ."""
     return -(-seq_len // world_size) if equal_tokens else None
-
-
-def _even_edges(seq_len: int, parts: int) -> Ints:
-    """Cuts into parts whose sizes differ by at most one token."""
-    return np.arange(parts + 1, dtype=np.int64) * seq_len // parts
 
 
 def contiguous(seq_len: int, world_size: int, *, equal_tokens: bool = False) -> Layout:
@@ -35,12 +30,18 @@ def contiguous(seq_len: int, world_size: int, *, equal_tokens: bool = False) -> 
     """
     check_sizes(seq_len, world_size, "contiguous")
     slots = slots_for(seq_len, world_size, equal_tokens)
-    if slots is None:
-        edges = _even_edges(seq_len, world_size)
-    else:  # full ranks first, so that the padding is one stretch at the end
-        edges = np.minimum(np.arange(world_size + 1, dtype=np.int64) * slots, seq_len)
+    if slots is not None:  # full ranks first, so that the padding is one stretch at the end
+        return _stretches(seq_len, world_size, slots, "contiguous", slots)
+    edges = np.arange(world_size + 1, dtype=np.int64) * seq_len // world_size
     rows = np.stack((edges[:-1], edges[1:], np.arange(world_size, dtype=np.int64)), axis=1)
-    return Layout.from_table(seq_len, world_size, rows, "contiguous", slots)
+    return Layout.from_table(seq_len, world_size, rows, "contiguous")
+
+
+def _stretches(seq_len: int, world_size: int, size: int, name: str, slots: int | None) -> Layout:
+    """Return the layout of stretches of `size` tokens, the last ones shorter or empty."""
+    edges = np.minimum(np.arange(world_size + 1, dtype=np.int64) * size, seq_len)
+    rows = np.stack((edges[:-1], edges[1:], np.arange(world_size, dtype=np.int64)), axis=1)
+    return Layout.from_table(seq_len, world_size, rows, name, slots)
 
 
 def like_dtensor(seq_len: int, world_size: int) -> Layout:
@@ -51,10 +52,7 @@ def like_dtensor(seq_len: int, world_size: int) -> Layout:
     ((0:4,), [2, 2, 1, 0])
     """
     check_sizes(seq_len, world_size, "like_dtensor")
-    size = -(-seq_len // world_size)
-    edges = np.minimum(np.arange(world_size + 1, dtype=np.int64) * size, seq_len)
-    rows = np.stack((edges[:-1], edges[1:], np.arange(world_size, dtype=np.int64)), axis=1)
-    return Layout.from_table(seq_len, world_size, rows, "like_dtensor", None)
+    return _stretches(seq_len, world_size, -(-seq_len // world_size), "like_dtensor", None)
 
 
 def zigzag(seq_len: int, world_size: int, *, equal_tokens: bool = False) -> Layout:
@@ -72,9 +70,9 @@ def zigzag(seq_len: int, world_size: int, *, equal_tokens: bool = False) -> Layo
 
 
 def _fold(edges: Ints, world_size: int) -> Ints:
-    """(start, stop, rank) of every document's 2 * world_size chunks, chunk c and its mirror image on one rank.
+    """Return (start, stop, rank) of every document's 2 * world_size chunks, chunk c and its mirror image on one rank.
 
-    Documents start the fold at different ranks, so that the odd tokens of short documents do not all land on rank 0.
+    Documents start at different ranks, so that the odd tokens of short documents are not all on rank 0.
     """
     num = 2 * world_size
     chunk = np.arange(num, dtype=np.int64)
@@ -88,7 +86,7 @@ def _fold(edges: Ints, world_size: int) -> Ints:
 
 
 def _levelled(rows: Ints, world_size: int, slots: int) -> Ints:
-    """Moves single tokens from ranks that hold more than `slots` to ranks with room, cutting them off span ends."""
+    """Move tokens from ranks that hold more than `slots` to ranks with room, cutting them off span ends."""
     sizes = np.bincount(rows[:, 2], weights=(rows[:, 1] - rows[:, 0]).astype(np.float64), minlength=world_size)
     excess = sizes.astype(np.int64) - slots
     room = [[rank, -int(extra)] for rank, extra in enumerate(excess.tolist()) if extra < 0]
@@ -121,7 +119,7 @@ def striped(seq_len: int, world_size: int, *, stripe: int = 1) -> Layout:
 
 
 def per_document(lengths: ArrayLike, world_size: int, *, equal_tokens: bool = False) -> Layout:
-    """Every document is folded over all ranks as zigzag folds a sequence, so each rank gets its share of each.
+    """Every document is split over all ranks as zigzag splits a sequence, so each rank gets a share of each.
 
     >>> per_document([8, 4], 2).spans(0)
     (0:2, 6:8, 9:11)
@@ -138,7 +136,7 @@ def per_document(lengths: ArrayLike, world_size: int, *, equal_tokens: bool = Fa
 
 
 def round_robin_by_work(mask: Mask, world_size: int, *, seq_len: int | None = None, block: int = 128) -> Layout:
-    """Blocks sorted by work, dealt out forwards and then backwards, so that every rank gets equal counts and work.
+    """Blocks are sorted by work and dealt forwards, then backwards, so that ranks get equal counts and work.
 
     >>> round_robin_by_work(causal(8), 2, block=2).spans(0)
     (0:2, 6:8)

@@ -1,13 +1,11 @@
 """Plans as plain data: which rank sends what in which step, and what it computes. No torch."""
 
 from longspan.planning.backward_plan import backward, reverse
-from longspan.planning.machine import Link, Machine, Tiling
+from longspan.planning.machine import MACHINES, Link, Machine, Tiling, machine_named
 from longspan.planning.planners import PLANNERS, Scheme, scheme
-from longspan.planning.presets import MACHINES, machine_named
 from longspan.planning.problem import Problem
 from longspan.planning.simulator import Event, Timeline, simulate
-from longspan.planning.steps import Compute, Piece, Recall, Role, Schedule, Sizes, Step, Transfer
-from longspan.planning.text import table
+from longspan.planning.steps import Compute, Piece, Recall, Role, Schedule, Sizes, Step, Transfer, table
 from longspan.planning.validator import validate
 
 __all__ = [

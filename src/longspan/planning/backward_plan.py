@@ -1,7 +1,7 @@
 """Derive the backward steps from the forward steps: the last step first, each received piece sent back as a gradient.
 
 Forward step i becomes backward step n + 1 - i, n being the last; step 0 is there for pieces that must be fetched again
-before the first compute. A piece that is not kept comes back in one of two ways: its source sends it again just before
+before the first compute. A piece that is not kept arrives in one of two ways: its source sends it again just before
 the first use, or, if it was passed from rank to rank, it returns together with its gradient.
 
 Eight causal tokens on two ranks: rank 1 holds 4:8 and needs the keys 0:4 of rank 0::
@@ -11,21 +11,19 @@ Eight causal tokens on two ranks: rank 1 holds 4:8 and needs the keys 0:4 of ran
                 step 1  1 computes 4:8 x 0:4                   as forward's step 1
                 step 2  1 ── dkv 0:4 ──► 0,  own pairs         as forward's step 0, its message reversed
 
-This is correct because every compute appears once in each direction: what forward brings to a compute is there in
-backward just before it, and what the compute adds to a gradient leaves just after it, along the path of the input.
+This is correct because every compute appears once in each direction: backward has the inputs of a compute just before
+it, and sends its contributions to gradients just after it, along the path of the inputs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from longspan.errors import ScheduleError
 from longspan.planning.steps import GRADIENT, Compute, Piece, Recall, Role, Schedule, Step, Transfer
-from longspan.spans import Ints, Span, as_spans, as_table, subtract, union
+from longspan.spans import Span, as_spans, as_table, subtract, union
 
 
 def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[Step, ...], tuple[Piece, ...]]:
-    """The rank's backward steps, and the remote pieces it must keep from forward until then.
+    """Return the rank's backward steps, and the remote pieces it must keep from forward until then.
 
     Rank 1 of the example above, forward and backward:
 
@@ -43,7 +41,13 @@ def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[St
     """
     last = len(steps) - 1
     transfers: list[list[Transfer]] = [[] for _ in range(last + 2)]
-    handed_on = _HandedOn.of(steps, rank)
+    # Pieces that the rank passes on will return to it; their rows, by role, heads and batch rows.
+    passed = {t.piece for step in steps for t in step.transfers if t.src == rank and t.recall is Recall.RETURN}
+    passed_spans: dict[tuple[Role, Span, Span | None], list[Span]] = {}
+    for piece in passed:
+        passed_spans.setdefault((piece.role, piece.heads, piece.batch), []).extend(piece.spans)
+    passed_rows = {key: union(as_table(spans)) for key, spans in passed_spans.items()}
+
     kept: list[Piece] = []
     for i, step in enumerate(steps):
         for t in step.transfers:
@@ -54,61 +58,32 @@ def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[St
                 transfers[last + 1 - i] += [Transfer(t.dst, t.src, g, last + 1, Recall.KEEP) for g in gradients]
                 continue
             transfers[last + 1 - i] += [Transfer(t.dst, t.src, g, last + 2 - i, Recall.KEEP) for g in gradients]
-            if t.dst == rank:
-                kept += [t.piece] if keep else _staying(t, handed_on)
             if keep:
+                kept += [t.piece] if t.dst == rank else []
                 continue
+            if t.dst == rank and t.recall is not Recall.AGAIN and t.piece not in passed:
+                # Rows that no rank sends again must be kept.
+                rows = as_table(t.piece.spans)
+                returning = passed_rows.get((t.piece.role, t.piece.heads, t.piece.batch))
+                rows = rows if returning is None else subtract(rows, returning)
+                if len(rows):
+                    kept.append(Piece(t.piece.role, as_spans(rows), t.piece.heads, t.piece.batch))
             if t.recall is Recall.AGAIN:
                 if t.until > last:
-                    raise ScheduleError(f"{t!r} outlives the last step {last}, so nothing says when to send it again.")
+                    raise ScheduleError(f"{t!r} is used after the last step {last}, so it cannot be sent again.")
                 transfers[last - t.until].append(Transfer(t.src, t.dst, t.piece, last - i, Recall.KEEP))
             elif t.recall is Recall.RETURN:
                 transfers[last - i].append(Transfer(t.dst, t.src, t.piece, last + 1 - i, Recall.KEEP))
-    computes = [(), *(_backwards(step.computes) for step in reversed(steps))]
-    return (
-        tuple(Step(tuple(moved), work) for moved, work in zip(transfers, computes, strict=True)),
-        tuple(kept),
-    )
-
-
-def _backwards(computes: tuple[Compute, ...]) -> tuple[Compute, ...]:
-    """A step's computes; those in chunks, whose order decides the bits, the other way round as steps are."""
-    return computes[::-1] if any(compute.kv.apart for compute in computes) else computes
-
-
-_Kind = tuple[Role, Span, Span | None]
-
-
-@dataclass(frozen=True, slots=True)
-class _HandedOn:
-    """What a rank passes on and that will return to it: the pieces, and their rows by role, heads and batch rows."""
-
-    pieces: frozenset[Piece]
-    rows: dict[_Kind, Ints]
-
-    @staticmethod
-    def of(steps: tuple[Step, ...], rank: int) -> _HandedOn:
-        transfers = (t for step in steps for t in step.transfers)
-        pieces = frozenset(t.piece for t in transfers if t.src == rank and t.recall is Recall.RETURN)
-        spans_by_kind: dict[_Kind, list[Span]] = {}
-        for piece in pieces:
-            spans_by_kind.setdefault((piece.role, piece.heads, piece.batch), []).extend(piece.spans)
-        return _HandedOn(pieces, {kind: union(as_table(spans)) for kind, spans in spans_by_kind.items()})
-
-
-def _staying(t: Transfer, handed_on: _HandedOn) -> list[Piece]:
-    """The rows of a received piece that nobody brings back, so that they must be kept."""
-    if t.recall is Recall.AGAIN or t.piece in handed_on.pieces:
-        return []
-    rows = as_table(t.piece.spans)
-    returning = handed_on.rows.get((t.piece.role, t.piece.heads, t.piece.batch))
-    if returning is not None:
-        rows = subtract(rows, returning)
-    return [Piece(t.piece.role, as_spans(rows), t.piece.heads, t.piece.batch)] if len(rows) else []
+    # Computes of a step keep their order, except those in chunks, whose order decides the bits.
+    computes: list[tuple[Compute, ...]] = [()]
+    for step in reversed(steps):
+        is_chunked = any(compute.kv.apart for compute in step.computes)
+        computes.append(step.computes[::-1] if is_chunked else step.computes)
+    return tuple(Step(tuple(moved), work) for moved, work in zip(transfers, computes, strict=True)), tuple(kept)
 
 
 def backward(schedule: Schedule, *, keep: bool) -> Schedule:
-    """The whole schedule reversed."""
+    """Return the backward schedule of a forward schedule."""
     if schedule.direction != "forward":
         raise ScheduleError("only a forward schedule can be reversed, but this one is backward already.")
     pairs = [reverse(steps, rank, keep=keep) for rank, steps in enumerate(schedule.ranks)]

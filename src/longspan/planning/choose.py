@@ -1,11 +1,11 @@
-"""Choose a scheme: cost every scheme that applies on a machine, and list the reasons.
+"""Choose a scheme: predict the cost of every applicable scheme on a machine, and list the reasons.
 
 Bytes are exact: the maximum over ranks. Times and memory are those of the ranks likely to be busiest (most pairs, most
 remote rows, most bytes, first, last), since a step ends with its slowest rank; if ranks differ much, another rank may
 take somewhat more. They come from the same steps and cost functions as the simulator, without waits between ranks.
 
-The fastest scheme is chosen. Schemes within 3% of it cannot be told apart by the model; among those, the one is chosen
-that would be fastest if hosts could not run ahead of their devices, since hosts also run the rest of the model.
+The fastest scheme is chosen. The model cannot distinguish schemes within 3% of it; among those, the one is chosen that
+would be fastest if hosts could not run ahead of their devices, since hosts also run the rest of the model.
 Example: ring takes 10.0 ms with 2.0 ms of host time, exchange 10.2 ms with 0.5 ms: exchange is chosen.
 """
 
@@ -21,32 +21,31 @@ from longspan.planning.backward_plan import reverse
 from longspan.planning.cost import peak_bytes
 from longspan.planning.kernel_memory import table_bytes, workspace_bytes
 from longspan.planning.machine import Machine, rank_times
-from longspan.planning.planners import PLANNERS, Scheme, scheme
+from longspan.planning.planners import PLANNERS, Scheme, lent, scheme
 from longspan.planning.problem import Problem
 from longspan.planning.steps import Role, Sizes, Step
-from longspan.planning.volume import lent
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One scheme's figures: bytes of both passes over all ranks, times and memory of the ranks that were looked at."""
+    """One scheme's costs: bytes of both passes over all ranks, times and memory of the busiest ranks."""
 
     scheme: str
     forward_seconds: float
     backward_seconds: float
     bytes_received: int
-    """The most that any rank receives, both passes together."""
+    """The most bytes that any rank receives, both passes together."""
     peak_bytes: int
-    """The most memory, of `ranks`, that one needs at any step beside its own tensors and the kernel's workspace."""
+    """The most memory that one of `ranks` needs at any step besides its own tensors and the kernel's workspace."""
     chosen: bool = False
     at_least: bool = False
-    """Only a lower bound was worked out, and it was worse than a scheme that was worked out fully."""
+    """Whether the time is only a lower bound, which was already worse than another scheme."""
     ranks: tuple[int, ...] = ()
-    """The ranks whose times and memory were worked out; the figures are the largest of theirs."""
+    """The ranks whose times and memory were predicted; the largest ones are reported."""
     host_seconds: float = 0.0
-    """How long hosts are busy queueing both passes; on a GPU, beside what the device does. 0: the host does it all."""
+    """How long hosts are busy queueing both passes while the device works. 0 if the host computes itself."""
     workspace_bytes: int | None = 0
-    """What the machine's kernel allocates inside itself, and the plan's tables on the device. None: not known."""
+    """Memory that the machine's kernel allocates internally, and the plan's tables on the device. None: not known."""
 
     @property
     def seconds(self) -> float:
@@ -70,20 +69,20 @@ TIE = 0.03
 
 
 def busiest(chosen: Scheme) -> list[int]:
-    """Ranks that are likely to be the slowest."""
+    """Return the ranks that are likely to be the slowest."""
     problem = chosen.problem
     size = problem.layout.world_size
-    borrowed, given = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    borrowed, sent = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
     for needed in problem.needed:
         np.add.at(borrowed, needed[:, 2], needed[:, 1] - needed[:, 0])
-        given += lent(needed, problem.layout)
-    wide = problem.sizes.row_bytes(Role.DKV)
-    received = borrowed * 2 * problem.sizes.row_bytes(Role.KV) + given * wide  # gradients come back to who lent
+        sent += lent(needed, problem.layout)
+    # Backward fetches rows again, and returns their gradients to the ranks that sent them.
+    received = borrowed * 2 * problem.sizes.row_bytes(Role.KV) + sent * problem.sizes.row_bytes(Role.DKV)
     return sorted({int(worst.argmax()) for worst in (chosen.work, borrowed, received)} | {0, size - 1})
 
 
 def judge(candidate: Scheme, machine: Machine, *, keep: bool) -> Reason:
-    """The scheme's figures on the machine."""
+    """Return the scheme's costs on the machine."""
     problem, sizes = candidate.problem, candidate.problem.sizes
     rows: list[tuple[float, float, float, int, int]] = []
     ranks = busiest(candidate)
@@ -91,8 +90,8 @@ def judge(candidate: Scheme, machine: Machine, *, keep: bool) -> Reason:
         forward = candidate.steps(rank)
         backward, kept = reverse(forward, rank, keep=keep)
         passes = ((forward, "forward", ()), (backward, "backward", kept))
-        (ahead, host), (back, host_back) = (rank_times(steps, rank, sizes, machine, way) for steps, way, _ in passes)
-        peaks = (peak_bytes(steps, rank, problem.layout, sizes, way, held) for steps, way, held in passes)
+        (ahead, host), (back, host_back) = (rank_times(steps, rank, sizes, machine, name) for steps, name, _ in passes)
+        peaks = (peak_bytes(steps, rank, problem.layout, sizes, name, held) for steps, name, held in passes)
         inside = device_bytes(forward, backward, sizes, machine)
         rows.append((ahead, back, host + host_back, max(peaks), -1 if inside is None else inside))
     seconds, back, host, peak, inside = (max(column) for column in zip(*rows, strict=True))
@@ -111,16 +110,16 @@ def device_bytes(
     *,
     deterministic: bool = False,
 ) -> int | None:
-    """The largest workspace of a launch, and the tables of both passes."""
+    """Return the largest workspace of a launch plus the tables of both passes, or None if not known."""
     inside = workspace_bytes(backward, sizes, machine, deterministic=deterministic)
     return None if inside is None else inside + table_bytes(forward, backward, machine)
 
 
 def candidates(problem: Problem) -> Iterator[str]:
-    """Names of the schemes worth comparing, those that move least first.
+    """Yield the names of the schemes worth comparing, those that move least first.
 
-    Hybrids are those whose groups the heads fill; all-to-all is compared while every rank gets a whole head. Beyond
-    that both work when they are named.
+    Hybrids are compared if the heads fill their groups, and all-to-all if every rank gets a whole head. Others work
+    only if named.
     """
     size, sizes = problem.layout.world_size, problem.sizes
     limit = min(max(sizes.kv_heads, problem.node if problem.node < size else 1), sizes.q_heads, size - 1)
@@ -134,9 +133,9 @@ def candidates(problem: Problem) -> Iterator[str]:
 
 
 def floor_seconds(candidate: Scheme, machine: Machine) -> float:
-    """A lower bound on the time of a scheme that moves all rows, whatever the mask: its bytes over the links they take.
+    """Return a lower bound on the time of a scheme that moves all rows whatever the mask: its bytes over its links.
 
-    A ring is held up by its slowest hop; gathered rows cross the network once per node and then the node's links.
+    A ring is limited by its slowest hop; gathered rows cross the network once per node and then the node's links.
     """
     problem, groups = candidate.problem, candidate.problem.layout.world_size // candidate.heads
     if candidate.inner is PLANNERS["exchange"] or groups == 1:
@@ -145,15 +144,15 @@ def floor_seconds(candidate: Scheme, machine: Machine) -> float:
     rows = int(problem.layout.num_tokens.sum()) * problem.sizes.batch * (groups - 1) / groups
     forward = rows * heads * problem.sizes.row_bytes(Role.KV)
     back = rows * heads * problem.sizes.row_bytes(Role.DKV)
-    outside = problem.layout.world_size > machine.node and candidate.inner is PLANNERS["ring"]
-    link = machine.links[-1 if outside else 0]
+    is_outside = problem.layout.world_size > machine.node and candidate.inner is PLANNERS["ring"]
+    link = machine.links[-1 if is_outside else 0]
     return (forward + back) / link.bandwidth
 
 
 def choose(problem: Problem, machine: Machine, *, keep: bool) -> tuple[Scheme, tuple[Reason, ...]]:
-    """The scheme with the least predicted time, and every scheme's figures: the chosen one's, then quickest first.
+    """Return the scheme with the least predicted time, and every scheme's costs: the chosen one's, then fastest first.
 
-    Of those within `TIE` of the least, hosts decide; where they cost nothing, time, and then bytes.
+    Among schemes within `TIE` of the fastest, the one with the least time plus host time is chosen.
     """
     judged: list[tuple[Reason, Scheme]] = []
     best = math.inf

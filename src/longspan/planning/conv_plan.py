@@ -20,13 +20,13 @@ import numpy as np
 from longspan._compile import Handled, sealed
 from longspan.layouts import Layout
 from longspan.masks import Mask, documents, per_row, sliding_window
+from longspan.planning.machine import CPU
 from longspan.planning.plan import Plan, PlanRequest, planned
-from longspan.planning.presets import CPU
 from longspan.planning.steps import Sizes
-from longspan.spans import Ints, Span, join, run_table, steps_within
+from longspan.spans import Ints, Span, as_spans, join, run_table, steps_within
 
 MAX_WIDTH = 1 << 16
-"""In front of every segment there are width - 1 rows: more is taken for a number of tokens given by mistake."""
+"""Every segment is preceded by width - 1 rows: more is taken for a number of tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,24 +35,24 @@ class Haloed:
 
     batch: Span
     table: Ints
-    """(start, stop, reach, place): positions, how many rows of the document come before them, at most width - 1, and
-    where in the rank's tensor they begin. In front of a place there are always width - 1 rows."""
+    """(start, stop, reach, place): positions, the number of rows of the document before them, at most width - 1, and
+    their first row in the rank's tensor, which always has width - 1 rows before it."""
 
     @property
     def runs(self) -> Ints:
-        """(start, stop, place) of what is copied into the tensor: segments, with the rows before them."""
+        """(start, stop, place) of the copies into the tensor: segments, with the rows before them."""
         start, stop, reach, place = self.table.T
         return np.stack((start - reach, stop, place - reach), axis=1)
 
     def zeros(self, width: int, num_rows: int) -> list[slice]:
-        """Rows of the tensor that stand for nothing: in front of documents, and behind the last segment."""
+        """Return the zero rows of the tensor: before documents, and after the last segment."""
         start, stop, reach, place = self.table.T
         ends = int((place + stop - start).max(initial=0))
         empty = [(a, b) for a, b in zip((place - width + 1).tolist(), (place - reach).tolist(), strict=True) if a < b]
         return [slice(a, b) for a, b in (*empty, (ends, num_rows)) if a < b]
 
     def places(self) -> Ints:
-        """Where in the tensor each of the rank's tokens is, in local order."""
+        """Return the row in the tensor of each of the rank's tokens, in local order."""
         start, stop, _, place = self.table.T
         return np.repeat(place, stop - start) + steps_within(stop - start)
 
@@ -60,12 +60,12 @@ class Haloed:
 @sealed
 @dataclass(frozen=True, eq=False, repr=False)
 class ConvPlan(Handled):
-    """Documents, layout and width of causal convolutions, and who sends what. Make one with `conv_plan`."""
+    """Documents, layout, width and messages of causal convolutions. Make one with `conv_plan`."""
 
     halo: Plan
     """The exchange of the rows before segments."""
     edges: tuple[Ints, ...]
-    """For each batch row, or once for all, 0 and where each document ends."""
+    """For each batch row, or once for all, 0 and the end of each document."""
     width: int
 
     @property
@@ -90,7 +90,7 @@ class ConvPlan(Handled):
         return self.halo.fingerprint
 
     def bytes_received(self, rank: int, direction: str = "forward") -> int:
-        """What the rank takes from the wire in one pass."""
+        """Return the bytes that the rank receives in one pass."""
         return self.halo.bytes_received(rank, direction)
 
     @cached_property
@@ -98,11 +98,11 @@ class ConvPlan(Handled):
         return {}
 
     def haloed(self, rank: int) -> tuple[Haloed, ...]:
-        """The rank's segments; once for all batch rows, or for each stretch of rows with the same documents.
+        """Return the rank's segments; once for all batch rows, or for each run of rows with the same documents.
 
         >>> from longspan import conv_plan
-        >>> made = conv_plan([5, 3], zigzag(8, 2), channels=2, width=3, dtype="float32")
-        >>> made.haloed(0)[0].table.tolist(), made.num_rows(0)
+        >>> plan = conv_plan([5, 3], zigzag(8, 2), channels=2, width=3, dtype="float32")
+        >>> plan.haloed(0)[0].table.tolist(), plan.num_rows(0)
         ([[0, 2, 0, 2], [6, 8, 1, 6]], 8)
         """
         if rank not in self._haloed:
@@ -113,24 +113,24 @@ class ConvPlan(Handled):
         return self._haloed[rank]
 
     def num_rows(self, rank: int) -> int:
-        """Rows of the tensor that a rank convolves. At least `width`, so that there is something to convolve."""
+        """Return the rows of the tensor that a rank convolves: at least `width`."""
         tables = [haloed.table for haloed in self.haloed(rank)]
         return max(self.width, *(int((t[:, 3] + t[:, 1] - t[:, 0]).max(initial=0)) for t in tables))
 
     @cached_property
     def _row_groups(self) -> tuple[Span, ...]:
-        """Batch rows with the same documents; neighbours only, as in the lanes of a plan."""
+        """Runs of batch rows with the same documents."""
         if len(self.edges) == 1:
             return (Span(0, self.batch),)
-        apart = [not np.array_equal(a, b) for a, b in zip(self.edges[1:], self.edges[:-1], strict=True)]
-        return tuple(Span(start, stop) for start, stop in run_table(np.array(apart), len(self.edges)).tolist())
+        differs = [not np.array_equal(a, b) for a, b in zip(self.edges[1:], self.edges[:-1], strict=True)]
+        return as_spans(run_table(np.array(differs), len(self.edges)))
 
     def __repr__(self) -> str:
         return f"<convolution plan of width {self.width} over {self.layout}, {self.fingerprint[:12]}>"
 
 
 def segments(spans: Ints, edges: Ints, width: int) -> Ints:
-    """The table of `Haloed`: a rank's spans, in local order, cut where documents end.
+    """Return the table of `Haloed`: a rank's spans, in local order, cut where documents end.
 
     >>> segments(np.array([[0, 2], [6, 8]]), np.array([0, 5, 8]), width=3).tolist()
     [[0, 2, 0, 2], [6, 8, 1, 6]]
@@ -145,23 +145,19 @@ def segments(spans: Ints, edges: Ints, width: int) -> Ints:
 
 
 def planned_convolution(numbers: Ints, layout: Layout, width: int, sizes: Sizes, dtype: str) -> ConvPlan:
-    """The plan for documents given as numbers per position, (1 or batch, tokens); equal ones give the same object."""
+    """Return the plan for documents as numbers per position, (1 or batch, tokens); equal ones get the same object."""
     if (numbers == numbers[:1]).all():
         numbers = numbers[:1]
-    edges = tuple(_edges(row).tobytes() for row in numbers)
-    return _made(edges, layout, width, sizes, dtype)
-
-
-def _edges(numbers: Ints) -> Ints:
-    ends = run_table(numbers[1:] != numbers[:-1], len(numbers))[:, 1]
-    return np.concatenate((np.zeros(1, dtype=np.int64), ends))
+    ends = [run_table(row[1:] != row[:-1], len(row))[:, 1] for row in numbers]
+    edges = tuple(np.concatenate((np.zeros(1, dtype=np.int64), end)).tobytes() for end in ends)
+    return _build_plan(edges, layout, width, sizes, dtype)
 
 
 @lru_cache(maxsize=64)
-def _made(texts: tuple[bytes, ...], layout: Layout, width: int, sizes: Sizes, dtype: str) -> ConvPlan:
+def _build_plan(texts: tuple[bytes, ...], layout: Layout, width: int, sizes: Sizes, dtype: str) -> ConvPlan:
     edges = tuple(np.frombuffer(text, dtype=np.int64) for text in texts)
     each = [documents(np.diff(row)) & sliding_window(width - 1) for row in edges]
     mask: Mask = each[0] if len(each) == 1 else per_row(*each)
-    # Backward needs no rows again, only gradients: nothing is fetched twice, and what forward brought is not kept.
+    # Backward needs gradients only: with `keep` nothing is fetched twice, and runs do not keep the rows.
     request = PlanRequest(layout, sizes, dtype, "exchange", CPU, assumed=True, keep=True)
     return ConvPlan(planned(mask, request), edges, width)

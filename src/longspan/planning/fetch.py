@@ -1,4 +1,4 @@
-"""Fetch: which K/V rows every rank gets, from which rank and when. Owner and user compute the same answer separately.
+"""Fetch: which K/V rows every rank gets, from which rank and when. Owner and user compute the same result separately.
 
 Rows whose owner is in the same node come directly from the owner. Rows from other nodes enter a node once, through
 one of its ranks (the port; every rank of the node is the port of an equal share), and go on to their users over the
@@ -42,7 +42,7 @@ class Fetch:
 
 
 def plan_fetch(needed: Ints, layout: Layout, node: int, stages: int) -> Fetch:
-    """The fetches of (start, stop, rank) rows that ranks need and do not hold, in `stages` stages.
+    """Return the fetches of (start, stop, rank) rows that ranks need and do not hold, in `stages` stages.
 
     The example above, in one stage: rank 1 gets 0:2 and rank 3 gets 4:6 from their neighbours, and node 1 gets 2:4
     through rank 2 and 0:2 through rank 3.
@@ -68,7 +68,7 @@ def plan_fetch(needed: Ints, layout: Layout, node: int, stages: int) -> Fetch:
 
 
 def num_stages(rows: NDArray[np.float64], node: int, max_rows: int | None) -> int:
-    """How many stages all ranks use, given how many rows each needs: one, or as many as `max_rows` demands.
+    """Return how many stages all ranks use, given the rows that each needs: one, or as many as `max_rows` requires.
 
     One stage is hidden behind the local pairs already; more cost launches and merges, which on a GPU outweigh what they
     hide. A rank holds one stage while the next arrives; a port holds its share of four stages, of at most all that its
@@ -81,17 +81,14 @@ def num_stages(rows: NDArray[np.float64], node: int, max_rows: int | None) -> in
 
 
 def by_taker(rows: Ints, seq_len: int) -> Ints:
-    """(start, stop, taker) rows sorted by taker and position, without overlap.
-
-    Takers are laid one after another on a long line, so that one union serves all of them.
-    """
+    """Return (start, stop, taker) rows sorted by taker and position, without overlap."""
     return _from_line(union(on_one_line(rows, rows[:, 2], seq_len)), seq_len)
 
 
 def without(rows: Ints, held: Ints, seq_len: int) -> Ints:
-    """(start, stop, taker) rows less those that the taker holds, both disjoint per taker."""
-    needed, there = (by_position(on_one_line(part, part[:, 2], seq_len)) for part in (rows, held))
-    return _from_line(subtract(needed, there), seq_len)
+    """Return (start, stop, taker) rows without those that the taker holds, both disjoint per taker."""
+    needed, present = (by_position(on_one_line(part, part[:, 2], seq_len)) for part in (rows, held))
+    return _from_line(subtract(needed, present), seq_len)
 
 
 def _from_line(line: Ints, seq_len: int) -> Ints:
@@ -100,14 +97,14 @@ def _from_line(line: Ints, seq_len: int) -> Ints:
 
 
 def staged(rows: Ints, held: Ints, seq_len: int, count: int) -> Ints:
-    """(start, stop, taker, share): every taker's rows cut into `count` equal shares, going round from its own first."""
+    """Return (start, stop, taker, share): every taker's rows cut into `count` equal shares, starting before its own."""
     rows = rows[rows[:, 1] > rows[:, 0]]  # a sequence of no tokens needs nothing
     if not len(rows):
         return np.empty((0, 4), dtype=np.int64)
     takers = int(max(rows[:, 2].max(), held[:, 2].max())) + 1
     first = np.zeros(takers, dtype=np.int64)
     first[held[::-1, 2]] = held[::-1, 0]
-    # Downwards from the taker's first token, round the end of the sequence, until that token is met again.
+    # Downwards from the taker's first token, wrapping around the sequence, back to that token.
     rows = rows[np.lexsort(((first[rows[:, 2]] - rows[:, 1]) % seq_len, rows[:, 2]))]
     taker, sizes = rows[:, 2], rows[:, 1] - rows[:, 0]
     each = np.bincount(taker, weights=sizes.astype(np.float64), minlength=takers).astype(np.int64)
@@ -127,7 +124,7 @@ Move = tuple[int, int, int, int]
 
 
 def moves(fetch: Fetch, layout: Layout, node: int, rank: int) -> dict[Move, Ints]:
-    """Everything the rank sends or receives: for each move, its sorted (start, stop) rows.
+    """Return everything the rank sends or receives: for each move, its sorted (start, stop) rows.
 
     Rank 2 of the example above is the port for 2:4: it passes them on to rank 3 a step after they came in, and gets 0:2
     from rank 3, the other port. The rows 4:6 are its own, and its neighbour needs them.
@@ -141,12 +138,18 @@ def moves(fetch: Fetch, layout: Layout, node: int, rank: int) -> dict[Move, Ints
     step 1: 3 > 2 [[0, 2]] until 2
     """
     owners = layout.by_position
-    parts = [_meet(fetch.near[_touching(fetch.near, owners, rank)], owners, rank, lag=1)]
+    parts = [_cut_by_owner(fetch.near, owners, rank, lag=1)]
     if len(fetch.far):
-        # A port holds on one step longer than its users: in backward it must have the rows before it serves them.
-        ported = fetch.far[:, [START, STOP, PORT, STAGE]]
-        parts.append(_meet(ported[_touching(ported, owners, rank)], owners, rank, lag=3))
-        parts.append(_relays(fetch, node, rank))
+        # A port holds rows one step longer than its users: in backward it must have them before it serves them.
+        parts.append(_cut_by_owner(fetch.far[:, [START, STOP, PORT, STAGE]], owners, rank, lag=3))
+        # Inside the rank's node, ports pass rows on one step after they arrived.
+        ports = by_position(fetch.far[fetch.far[:, TAKER] == rank // node])
+        users = fetch.remote[fetch.remote[:, 2] // node == rank // node]
+        i, j = join(users[:, :2], ports[:, :2])
+        start, stop = np.maximum(users[i, 0], ports[j, 0]), np.minimum(users[i, 1], ports[j, 1])
+        step = ports[j, STAGE] + 1
+        relayed = np.stack((step, ports[j, PORT], users[i, 2], step + 1, start, stop), axis=1)
+        parts.append(relayed[relayed[:, 1] != relayed[:, 2]])
     rows = np.concatenate(parts)
     rows = rows[(rows[:, 1] == rank) | (rows[:, 2] == rank)]
     rows = rows[np.lexsort((rows[:, 4], rows[:, 3], rows[:, 2], rows[:, 1], rows[:, 0]))]
@@ -155,15 +158,10 @@ def moves(fetch: Fetch, layout: Layout, node: int, rank: int) -> dict[Move, Ints
     return {(k[0], k[1], k[2], k[3]): union(group) for k, group in zip(keys.tolist(), groups, strict=True)}
 
 
-def _touching(rows: Ints, owners: Ints, rank: int) -> Ints:
-    """Numbers of the rows that the rank takes or holds a part of."""
-    held = owners[owners[:, 2] == rank][:, :2]
-    sends, _ = join(rows[:, :2], held)
-    return np.union1d(np.flatnonzero(rows[:, TAKER] == rank), sends)
-
-
-def _meet(rows: Ints, owners: Ints, rank: int, lag: int) -> Ints:
-    """(step, owner, taker, until, start, stop) of staged rows, cut by owner."""
+def _cut_by_owner(rows: Ints, owners: Ints, rank: int, lag: int) -> Ints:
+    """Return (step, owner, taker, until, start, stop) of staged rows that the rank takes or owns, cut by owner."""
+    owned, _ = join(rows[:, :2], owners[owners[:, 2] == rank][:, :2])
+    rows = rows[np.union1d(np.flatnonzero(rows[:, TAKER] == rank), owned)]
     i, j = join(rows[:, :2], owners[:, :2])
     start, stop = np.maximum(rows[i, 0], owners[j, 0]), np.minimum(rows[i, 1], owners[j, 1])
     step = rows[i, STAGE]
@@ -171,19 +169,8 @@ def _meet(rows: Ints, owners: Ints, rank: int, lag: int) -> Ints:
     return moved[(moved[:, 1] == rank) | (moved[:, 2] == rank)]
 
 
-def _relays(fetch: Fetch, node: int, rank: int) -> Ints:
-    """(step, port, user, until, start, stop) inside the rank's node, one step after the rows entered it."""
-    ports = by_position(fetch.far[fetch.far[:, TAKER] == rank // node])
-    users = fetch.remote[fetch.remote[:, 2] // node == rank // node]
-    i, j = join(users[:, :2], ports[:, :2])
-    start, stop = np.maximum(users[i, 0], ports[j, 0]), np.minimum(users[i, 1], ports[j, 1])
-    step = ports[j, STAGE] + 1
-    moved = np.stack((step, ports[j, PORT], users[i, 2], step + 1, start, stop), axis=1)
-    return moved[moved[:, 1] != moved[:, 2]]
-
-
 def arrivals(fetch: Fetch, node: int, rank: int, num_steps: int) -> list[Ints]:
-    """For every step, the sorted rows whose pairs are computed then."""
+    """Return for every step the sorted rows whose pairs are computed in it."""
     near = fetch.near[fetch.near[:, TAKER] == rank]
     parts = [(near[:, STAGE] + 1, near[:, :2])]
     if len(fetch.far):

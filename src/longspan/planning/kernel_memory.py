@@ -1,9 +1,9 @@
 """Memory that kernels allocate besides their results, and the shapes that each kernel accepts.
 
 A launch works on `rows` query rows and `cols` key rows of one batch row, in `slices`, for `q_heads` query heads and
-`kv_heads` key heads of `width` features (padded alike for q, k and v). Where it takes part of the rows only, q, k and v
-are packed first. Forward, no kernel allocates more than that and its results. Backward, buffers have the rows of one
-slice rounded up to 128, of several 128 more for each, and hold:
+`kv_heads` key heads of `width` features (padded equally for q, k and v). If it takes only part of the rows, q, k and v
+are packed first. In forward, no kernel allocates more than that and its results. In backward, buffers have the rows of
+one slice rounded up to 128, or of several slices plus 128 for each, and hold:
 
     FA2         dq of all query heads in float32, ceil(SMs / (batch * slices * heads)) times where algorithms must be
                 deterministic; row sums; dk and dv of all query heads, before they are added up over groups; copies of
@@ -39,12 +39,12 @@ from longspan.planning.machine import Machine
 from longspan.planning.steps import Sizes, Step
 
 BLOCK = 128
-"""Rows that flash attention's buffers are rounded up to."""
+"""Flash attention rounds the rows of its buffers up to this."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """What one launch works on; rows, keys and slices of one batch row."""
+    """The size of one launch; rows, keys and slices are of one batch row."""
 
     rows: int
     cols: int
@@ -53,22 +53,13 @@ class LaunchShape:
     kv_heads: int
     batch: int
     packed: int
-    """1: q, k and v are packed for it; 0: it takes them where they lie."""
+    """1: q, k and v are packed for it; 0: it reads them in place."""
     width: int
     itemsize: int
 
-    @property
-    def padded_rows(self) -> int:
-        """Query rows of all batch rows in a float32 buffer."""
-        return self.batch * _padded(self.rows, self.slices)
-
-    @property
-    def padded_cols(self) -> int:
-        return self.batch * _padded(self.cols, self.slices)
-
-
-def _padded(rows: int, slices: int) -> int:
-    return _up(rows, BLOCK) if slices == 1 else rows + BLOCK * slices
+    def padded(self, rows: int) -> int:
+        """Return the rows of all batch rows in a float32 buffer."""
+        return self.batch * (_up(rows, BLOCK) if self.slices == 1 else rows + BLOCK * self.slices)
 
 
 def _up(value: int, multiple: int) -> int:
@@ -78,19 +69,17 @@ def _up(value: int, multiple: int) -> int:
 def _fa2(launch: LaunchShape, splits: int) -> int:
     wide = _up(launch.width, 32 if launch.width <= 128 else 64)
     rows, cols = launch.batch * launch.rows, launch.batch * launch.cols
-    sums = launch.padded_rows * launch.q_heads * (splits * wide + 1) * 4
+    sums = launch.padded(launch.rows) * launch.q_heads * (splits * wide + 1) * 4
     grouped = 2 * cols * launch.q_heads * launch.width * launch.itemsize
-    moved = (
-        2 * launch.width * launch.itemsize if launch.q_heads > 1 or launch.slices > 1 else 0
-    )  # one head lies in order
-    copies = rows * launch.q_heads * (moved + 4)
+    is_copied = launch.q_heads > 1 or launch.slices > 1  # a single head is contiguous
+    copies = rows * launch.q_heads * (2 * launch.width * launch.itemsize * is_copied + 4)
     return sums + (grouped if launch.q_heads != launch.kv_heads else 0) + copies
 
 
 def _fa3(launch: LaunchShape, splits: int) -> int:  # noqa: ARG001 (deterministic: semaphores, a few bytes)
     wide = _up(launch.width, 32)
-    sums = launch.padded_rows * launch.q_heads * (wide + 2) * 4
-    grouped = 2 * launch.padded_cols * launch.kv_heads * wide * 4
+    sums = launch.padded(launch.rows) * launch.q_heads * (wide + 2) * 4
+    grouped = 2 * launch.padded(launch.cols) * launch.kv_heads * wide * 4
     return sums + (grouped if launch.q_heads != launch.kv_heads else 0)
 
 
@@ -100,18 +89,14 @@ def _flex(launch: LaunchShape, splits: int) -> int:  # noqa: ARG001
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """A kernel as people call it, what it takes, and its workspace in backward (None: not known)."""
+    """A kernel's name for messages, its limits, and its workspace in backward (None: not known)."""
 
     about: str
     half_only: bool = True
     widest: int = 256
     functions: bool = False
-    """Whether functions of masks run inside."""
+    """Whether it supports mask functions."""
     workspace: Callable[[LaunchShape, int], int] | None = None
-
-
-def _none(launch: LaunchShape, splits: int) -> int:  # noqa: ARG001
-    return 0
 
 
 KERNELS = {
@@ -121,13 +106,17 @@ KERNELS = {
     "cuDNN": KernelFacts('cuDNN, which has to be named: kernel="cudnn"', widest=128),
     "flex": KernelFacts("flex attention, compiled by Triton", half_only=False, functions=True, workspace=_flex),
     "cpu_flash": KernelFacts(
-        "PyTorch's flash attention on CPUs", half_only=False, widest=1 << 30, functions=True, workspace=_none
+        "PyTorch's flash attention on CPUs",
+        half_only=False,
+        widest=1 << 30,
+        functions=True,
+        workspace=lambda _launch, _splits: 0,
     ),
 }
 
 
 def about_kernel(kernel: str) -> str:
-    """The kernel whose speed a machine has, in words.
+    """Describe the kernel of a machine in words.
 
     >>> about_kernel("FA2"), about_kernel("")
     ("FA2, PyTorch's own flash attention", 'a kernel that the machine does not name')
@@ -136,7 +125,7 @@ def about_kernel(kernel: str) -> str:
 
 
 def why_not(kernel: str, sizes: Sizes, *, functions: bool) -> str | None:
-    """Why a call with these tensors would run another kernel than the machine's, or None.
+    """Return why a call with these tensors would run another kernel than the machine's, or None.
 
     >>> why_not("FA2", Sizes(8, 2, 64, 64, itemsize=4), functions=False)
     'FA2 takes bfloat16 and float16, and these tensors have 4 bytes an element'
@@ -156,7 +145,7 @@ def why_not(kernel: str, sizes: Sizes, *, functions: bool) -> str | None:
 def workspace_of(
     kernel: str, launch: LaunchShape, direction: str, multiprocessors: int, *, deterministic: bool = False
 ) -> int | None:
-    """Bytes that a launch allocates beside its results, or None where that is not known."""
+    """Return the bytes that a launch allocates besides its results, or None if not known."""
     facts = KERNELS.get(kernel)
     if facts is None or facts.workspace is None:
         return None
@@ -170,26 +159,26 @@ def workspace_of(
 
 
 # -- Workspace of a plan's launches, and tables of row numbers ---------------------------------------------------------
-# This memory is not part of what `cost.py` counts. A launch's workspace exists while it runs, so a pass needs that of
-# its largest launch. Tables list the rows that are packed, gathered and added. They stay on the device as long as the
-# plan: four bytes for every row of every piece that is sent, received or computed on.
+# `cost.py` does not count this memory. A launch's workspace exists while it runs, so a pass needs that of its largest
+# launch. Tables list the rows that are packed, gathered and added. They stay on the device as long as the plan: four
+# bytes for every row of every piece that is sent, received or computed on.
 
 
 INDEX_BYTES = 4
 VECTOR = 8
-"""Features that GPU kernels read at once: heads are padded to a multiple of it."""
+"""GPU kernels read this many features at once: heads are padded to a multiple of it."""
 
 
 def launched(steps: tuple[Step, ...], sizes: Sizes) -> list[LaunchShape]:
-    """The largest launch of every compute and window."""
+    """Return the largest launch of every compute and window."""
     computes = [compute for step in steps for compute in step.computes]
     if not computes:
         return []
     side = sides(computes, sizes)
     table = launch_table(bands_of(computes), side)
     width = -(-max(sizes.head_dim, sizes.v_head_dim) // VECTOR) * VECTOR
-    whole = (table.rows == side[table.compute, Q_TOKENS]) & (table.cols == side[table.compute, KV_TOKENS])
-    packed = (~whole & (table.slices > 1)).astype(np.int64)
+    is_whole = (table.rows == side[table.compute, Q_TOKENS]) & (table.cols == side[table.compute, KV_TOKENS])
+    packed = (~is_whole & (table.slices > 1)).astype(np.int64)
     heads = (side[table.compute, i] for i in (Q_HEADS, KV_HEADS, BATCH))
     columns = (table.rows, table.cols, table.slices, *heads, packed)
     rows = np.unique(np.stack(columns, axis=1), axis=0)
@@ -199,23 +188,23 @@ def launched(steps: tuple[Step, ...], sizes: Sizes) -> list[LaunchShape]:
 def workspace_bytes(
     backward: tuple[Step, ...], sizes: Sizes, machine: Machine, *, deterministic: bool = False
 ) -> int | None:
-    """The largest workspace of one launch, or None where the machine's kernel does not tell.
+    """Return the largest workspace of one launch, or None if it is not known for the machine's kernel.
 
-    Backward has forward's launches, and needs more for each: its steps are enough.
+    Backward has forward's launches, and needs more for each, so only its steps count.
     """
     if machine.kernel not in KERNELS or KERNELS[machine.kernel].workspace is None:
         return None
-    if not machine.one_launch:  # a CPU's kernel takes tiles one by one, and rows where they lie
+    if not machine.one_launch:  # a CPU's kernel takes tiles one by one, in place
         return 0
-    found = [
-        workspace_of(machine.kernel, launch, "backward", machine.slots, deterministic=deterministic)
+    workspaces = [
+        workspace_of(machine.kernel, launch, "backward", machine.slots, deterministic=deterministic) or 0
         for launch in launched(backward, sizes)
     ]
-    return max((size for size in found if size is not None), default=0)
+    return max(workspaces, default=0)
 
 
 def table_bytes(forward: tuple[Step, ...], backward: tuple[Step, ...], machine: Machine) -> int:
-    """Tables of rows that a plan keeps on a GPU; CPUs keep none worth counting."""
+    """Return the bytes of the row tables that a plan keeps on a GPU; those on CPUs are not counted."""
     if not machine.one_launch:
         return 0
     moved = [t.piece for steps in (forward, backward) for step in steps for t in step.transfers]

@@ -1,10 +1,27 @@
-"""Machine: the rates of a piece of hardware, the cost of a step on it, and its JSON form. All times are simulated."""
+"""Machine: the rates of a piece of hardware, the cost of a step on it, presets by name, and its JSON form.
+
+All times are simulated:
+
+    kernel = tile FLOP / (flops * share) + tile slots * slot_seconds / slots
+    work   = kernel + copied bytes / copy_bandwidth + operations * op_seconds
+    move   = the slowest link level: latency + bytes / bandwidth, in or out
+    step   = max(work, move): transfers run while computes run
+
+A host that only queues work for its device (a GPU) runs ahead of it and has its own timeline:
+
+    queued = call_seconds, then for each step operations * launch_seconds + messages * message_seconds more
+    end    = max(end of the last step + step, queued): a step ends when it is done and all of it was queued
+
+With call_seconds = 150 us, launch_seconds = 10 us, no messages, and three steps of 20 operations and 100 us each, the
+host has queued them at 350, 550 and 750 us, and the steps end then: the host limits this call. Steps of 1 ms would
+end at 1, 2 and 3 ms, and the host would not matter.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, TypeVar, cast
 
@@ -14,33 +31,30 @@ from numpy.typing import NDArray
 from longspan.errors import PlanError
 from longspan.masks import bands as bd
 from longspan.planning.cost import ADDED, BYTES, DST, SRC, STEP, bands_of, launch_table, sides, traffic
-from longspan.planning.steps import Compute, Sizes, Step
+from longspan.planning.steps import Sizes, Step
 from longspan.spans import Ints, Span, shortened, whole
 
-# -- Machines and the cost of a step -----------------------------------------------------------------------------------
-#     kernel = tile FLOP / (flops * share) + tile slots * slot_seconds / slots
-#     work   = kernel + copied bytes / copy_bandwidth + operations * op_seconds
-#     move   = the slowest link level: latency + bytes / bandwidth, in or out
-#     step   = max(work, move): transfers run while computes run
-#
-# A host that only queues work for its device (a GPU) runs ahead of it and has its own timeline:
-#
-#     queued = call_seconds, then for each step operations * launch_seconds + messages * message_seconds more
-#     left   = max(when the last step was left + step, queued): a step ends when it is done and all of it was queued
-#
-# With call_seconds = 150 us, launch_seconds = 10 us, no messages, and three steps of 20 operations and 100 us each, the
-# host has queued them at 350, 550 and 750 us, and the steps end then: the host limits this call. Steps of 1 ms would
-# end at 1, 2 and 3 ms, and the host would not matter.
-
-
 Floats = NDArray[np.float64]
+_MAY_BE_ZERO = (
+    "slot_seconds", "op_seconds", "latency", "far_rows", "launch_seconds", "message_seconds", "call_seconds",
+    "matmul_share", "host_bandwidth",
+)  # fmt: skip
 
 
-def _check_number(value: object, name: str, where: str, *, zero: bool = False) -> None:
-    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
-        bound = "0 or more" if zero else "above 0"
-        raise PlanError(f"{where} was given {name} = {shortened(value)}. {name} must be a finite number {bound}.")
+def _check_numbers(value: Link | Tiling | Machine, where: str) -> None:
+    """Check the int and float fields of a dataclass."""
+    for field in fields(value):
+        number, name = getattr(value, field.name), field.name
+        may_be_zero = name in _MAY_BE_ZERO
+        if field.type == "int":
+            whole(number, name, where, PlanError, low=0 if may_be_zero else 1)
+        elif field.type == "float":
+            is_number = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
+            if not is_number or number < 0 or (number == 0 and not may_be_zero):
+                bound = "of at least 0" if may_be_zero else "above 0"
+                raise PlanError(
+                    f"{where}: {name} must be a finite number {bound}, but got {name} = {shortened(number)}."
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +67,12 @@ class Link:
     latency: float
 
     def __post_init__(self) -> None:
-        whole(self.ranks, "ranks", "Link()", PlanError, low=1)
-        _check_number(self.bandwidth, "bandwidth", "Link()")
-        _check_number(self.latency, "latency", "Link()", zero=True)
+        _check_numbers(self, "Link()")
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The tile a kernel works in: rows of its outer side, and the widths it rounds the inner side to."""
+    """The tile of a kernel: rows of its outer side, and the widths it rounds the inner side to."""
 
     rows: int
     cut_width: int
@@ -73,10 +85,7 @@ class Tiling:
     """Speed where that border cuts, as a share of speed elsewhere."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "cut_width", "full_width"):
-            whole(getattr(self, name), name, "Tiling()", PlanError, low=1)
-        whole(self.far_rows, "far_rows", "Tiling()", PlanError, low=0)
-        _check_number(self.far_share, "far_share", "Tiling()")
+        _check_numbers(self, "Tiling()")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,79 +99,80 @@ class Machine:
     forward_share: float
     backward_share: float
     slots: int
-    """How many tiles run at once."""
+    """Number of tiles that run at once."""
     slot_seconds: float
     copy_bandwidth: float
     op_seconds: float
     one_launch: bool
-    """Whether one operation runs all slices of a compute (a variable-length kernel), or each needs its own."""
+    """Whether one operation runs all slices of a compute (a variable-length kernel), or each slice needs its own."""
     links: tuple[Link, ...]
-    """From the inside outwards; the last reaches everybody."""
+    """From the innermost to the outermost, which connects all ranks."""
     forward_tiling: Tiling
     backward_tiling: Tiling
     kernel: str = ""
-    """Whose speed the shares are: FA2, FA3, FA4, cuDNN, flex, cpu_flash. Empty: the machine's file does not say."""
+    """The kernel that the shares are for: FA2, FA3, FA4, cuDNN, flex, cpu_flash. Empty: not known."""
     launch_seconds: float = 0.0
-    """What queueing one operation costs the host. 0 where operations run on the host itself."""
+    """Host time to queue one operation. 0 if operations run on the host itself."""
     message_seconds: float = 0.0
-    """What starting one message, at either end, costs the host."""
+    """Host time to start one message, at either end."""
     call_seconds: float = 0.0
-    """What a call costs the host before its first step and after its last."""
+    """Host time of a call before its first step and after its last."""
     matmul_share: float = 0.0
-    """What matrix products of a model's layers reach in training, as a share of `flops`. 0: not known."""
+    """Speed of the matrix products of a model's layers in training, as a share of `flops`. 0: not known."""
     host_bandwidth: float = 0.0
     """Bytes per second between a device and its host's pinned memory, one direction. 0: not known."""
 
     def __post_init__(self) -> None:
         where = f"machine {shortened(self.name)}"
-        for name in ("flops", "forward_share", "backward_share", "copy_bandwidth"):
-            _check_number(getattr(self, name), name, where)
-        for name in (
-            "slot_seconds", "op_seconds", "launch_seconds", "message_seconds", "call_seconds", "matmul_share",
-            "host_bandwidth",
-        ):  # fmt: skip
-            _check_number(getattr(self, name), name, where, zero=True)
-        whole(self.slots, "slots", where, PlanError, low=1)
-        if not isinstance(self.kernel, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise PlanError(
-                f"{where} was given kernel = {shortened(self.kernel)}. It is the name of a kernel, or empty."
-            )
-        for name, kind in (("forward_tiling", Tiling), ("backward_tiling", Tiling), ("links", tuple)):
+        _check_numbers(self, where)
+        kinds = {"kernel": str, "forward_tiling": Tiling, "backward_tiling": Tiling, "links": tuple}
+        for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
-                raise PlanError(
-                    f"{where} was given {name} = {shortened(getattr(self, name))}. It is a {kind.__name__}."
-                )
+                got = shortened(getattr(self, name))
+                raise PlanError(f"{where}: {name} must be a {kind.__name__}, but got {name} = {got}.")
         if not all(isinstance(link, Link) for link in self.links):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise PlanError(f"{where} was given links = {shortened(self.links)}. Links are of type Link.")
+            raise PlanError(f"{where}: links must be of type Link, but got links = {shortened(self.links)}.")
         sizes = [link.ranks for link in self.links]
         if not sizes or sizes != sorted(sizes):
             raise PlanError(
-                f"machine {self.name} lists links over {sizes} ranks. Give one or more, from the inside outwards."
+                f"{where}: links must be one or more, from the innermost outwards, but got links over {sizes} ranks."
             )
 
     @property
     def node(self) -> int:
-        """Ranks that share the innermost link."""
+        """Number of ranks that share the innermost link."""
         return self.links[0].ranks
 
     def level(self, src: int, dst: int) -> int:
-        """The number of the link that joins two ranks."""
+        """Return the number of the link that connects two ranks."""
         for number, link in enumerate(self.links):
             if src // link.ranks == dst // link.ranks:
                 return number
         return len(self.links) - 1
 
     def levels(self, src: Ints, dst: Ints) -> Ints:
-        """`level` of many pairs of ranks."""
+        """Return `level` of many pairs of ranks."""
         levels = np.full(len(src), len(self.links) - 1, dtype=np.int64)
         for number, link in reversed(list(enumerate(self.links))):
             levels[src // link.ranks == dst // link.ranks] = number
         return levels
 
+    def link_seconds(self, num_bytes: Floats, hops: int = 1) -> Floats:
+        """Return the time of the slowest link level, given the bytes of the busiest port of each level, (..., links).
+
+        `hops` is how often the latency counts.
+        """
+        latency = np.array([link.latency for link in self.links])
+        bandwidth = np.array([link.bandwidth for link in self.links])
+        return np.where(num_bytes > 0, hops * latency + num_bytes / bandwidth, 0.0).max(axis=-1)
+
+
+# -- The cost of steps -------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step asks of one rank's device, and of the host that queues it."""
+    """The work of a step on one rank's device, and on the host that queues it."""
 
     flop: float = 0.0
     slots: float = 0.0
@@ -185,17 +195,17 @@ class Work:
         return kernel + self.copied / machine.copy_bandwidth + self.ops * machine.op_seconds
 
     def host_seconds(self, machine: Machine) -> float:
-        """How long the host is busy with queueing it."""
+        """Return how long the host is busy queueing it."""
         return self.ops * machine.launch_seconds + self.messages * machine.message_seconds
 
 
 def queued_at(works: list[Work], machine: Machine) -> list[float]:
-    """When the host has queued each step, counted from the beginning of the call."""
+    """Return when the host has queued each step, counted from the beginning of the call."""
     return list(accumulate((work.host_seconds(machine) for work in works), initial=machine.call_seconds))[1:]
 
 
 def tile_work(rows: Ints, q_heads: int, kv_heads: int, dims: int, machine: Machine, direction: str) -> Work:
-    """The kernel work of `(n, 6)` bands, rounded up to tiles; `dims` is head_dim + v_head_dim."""
+    """Return the kernel work of `(n, 6)` bands, rounded up to tiles; `dims` is head_dim + v_head_dim."""
     heads = np.full(len(rows), q_heads, dtype=np.int64), np.full(len(rows), kv_heads, dtype=np.int64)
     flop, slots = (float(part.sum()) for part in _tiles(rows, *heads, dims, machine, direction))
     return Work(flop, slots)
@@ -204,7 +214,7 @@ def tile_work(rows: Ints, q_heads: int, kv_heads: int, dims: int, machine: Machi
 def _tiles(
     rows: Ints, q_heads: Ints, kv_heads: Ints, dims: int, machine: Machine, direction: str
 ) -> tuple[Floats, Floats]:
-    """FLOP and tile slots of each band, for its own numbers of heads."""
+    """Return FLOP and tile slots of each band, for its own numbers of heads."""
     q, kv = (rows[:, bd.Q1] - rows[:, bd.Q0]).astype(float), (rows[:, bd.K1] - rows[:, bd.K0]).astype(float)
     pairs = bd.area(rows).astype(float)
     group = np.ones(len(rows))
@@ -217,8 +227,11 @@ def _tiles(
     tiles = np.ceil(outer * group / tiling.rows)
     near, far = bd.borders(rows)
     over = (tiling.rows / group + tiling.cut_width) / 2  # a tile ends with whole blocks
-    if tiling.far_rows:  # half of what a panel masks is worked on for nothing
-        masked = pairs + far * q * np.minimum(q, _panel_rows(rows, tiling)) / 2
+    if tiling.far_rows:
+        # Half of what a panel masks is wasted work. Narrow windows use smaller panels; an open bound is far away.
+        is_narrow = rows[:, bd.HI] - rows[:, bd.LO] + 1 < 2 * tiling.far_rows
+        panel = np.where(is_narrow, max(tiling.far_rows // 4, 1), tiling.far_rows)
+        masked = pairs + far * q * np.minimum(q, panel) / 2
     else:
         masked, over = pairs, over * np.where(near & far, 2.0, 1.0)
     reach = np.maximum(masked / np.maximum(outer, 1) + over, tiling.cut_width)
@@ -228,16 +241,10 @@ def _tiles(
     return tiles * width * heads * tiling.rows * flop * dims, tiles * heads
 
 
-def _panel_rows(rows: Ints, tiling: Tiling) -> Ints:
-    """Rows of the panels that a band with a far border is cut into: narrow windows go in smaller ones."""
-    narrow = rows[:, bd.HI] - rows[:, bd.LO] + 1 < 2 * tiling.far_rows  # an open bound is far away
-    return np.where(narrow, max(tiling.far_rows // 4, 1), tiling.far_rows)
-
-
 def steps_work(
     steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str, later: bool = False
 ) -> list[Work]:
-    """Each step's computes, merging into what earlier steps left, and packing of what the step sends and receives.
+    """Return the work of each step: its computes, merging into earlier results, and packing of its messages.
 
     `later` says that there were computes before the first of these steps.
     """
@@ -249,44 +256,17 @@ def _steps_work(
 ) -> list[Work]:
     number = np.array([i for i, step in enumerate(steps) for _ in step.computes], dtype=np.int64)
     computes = [compute for step in steps for compute in step.computes]
+    # Results merge from the second step on, and within a step of chunks whose queries an earlier compute has used.
     merges = number > (-1 if later or not len(number) else number[0])
-    merges |= np.array([again for step in steps for again in _meets_again(step)], dtype=np.bool_)
-    works = _computes_work(computes, merges, sizes, machine, direction)
-    sums = [_sums(number, part, len(steps)) for part in works]
-    moved = moved[(moved[:, SRC] == rank) | (moved[:, DST] == rank)]
-    sums[2] += 2.0 * _sums(moved[:, STEP], moved[:, BYTES], len(steps))
-    ops, messages = _transfer_ops(moved, rank, len(steps))
-    sums[3] += ops if machine.one_launch else [2.0 if step.transfers else 0.0 for step in steps]
-    return [Work(*one) for one in zip(*(part.tolist() for part in (*sums, messages)), strict=True)]
-
-
-def _transfer_ops(moved: Ints, rank: int, num_steps: int) -> tuple[Floats, Floats]:
-    """In each step, operations and messages of the rank's own transfers: one that packs for each peer, one that starts
-    all messages, and one that adds for each peer from whom rows come home."""
-    sent, added = moved[:, SRC] == rank, (moved[:, DST] == rank) & (moved[:, ADDED] > 0)
-    size = int(moved[:, (SRC, DST)].max(initial=0)) + 1
-    numbers = moved[:, STEP] * size + np.where(sent, moved[:, DST], moved[:, SRC])  # a step and a peer
-    packed, home, taken = (np.unique(numbers[which]) // size for which in (sent, added, ~sent))
-    begun = np.unique(moved[:, STEP])
-    ops = np.bincount(np.concatenate((packed, begun, home)), minlength=num_steps)
-    messages = np.bincount(np.concatenate((packed, taken)), minlength=num_steps)
-    return ops.astype(np.float64), messages.astype(np.float64)
-
-
-def _meets_again(step: Step) -> list[bool]:
-    """For each compute, whether its rows met others in this very step, as they do where computes go chunk by chunk."""
-    met: set[Span] = set()
     again: list[bool] = []
-    for compute in step.computes:
-        again.append(bool(compute.kv.apart) and not met.isdisjoint(compute.q.spans))
-        met.update(compute.q.spans if compute.kv.apart else ())
-    return again
+    for step in steps:
+        used: set[Span] = set()
+        for compute in step.computes:
+            again.append(bool(compute.kv.apart) and not used.isdisjoint(compute.q.spans))
+            used.update(compute.q.spans if compute.kv.apart else ())
+    merges |= np.array(again, dtype=np.bool_)
 
-
-def _computes_work(
-    computes: list[Compute], merges: NDArray[np.bool_], sizes: Sizes, machine: Machine, direction: str
-) -> tuple[Floats, Floats, Floats, Floats]:
-    """FLOP, tile slots, copied bytes and operations of each compute; `merges` where rows meet earlier results."""
+    # Kernels: FLOP, tile slots, copied bytes and operations of each compute.
     table, rows = sides(computes, sizes), bands_of(computes)
     q_heads, kv_heads, q_tokens, kv_tokens, batch, count = table.T
     each = np.repeat(np.arange(len(computes)), count)
@@ -299,45 +279,245 @@ def _computes_work(
     if direction == "backward":
         copied = copied + 10.0 * (kv_tokens * kv_heads * dims).astype(np.float64)
     ops = count.astype(np.float64)
-    if machine.one_launch:  # keys are gathered, and each launch's results are put to those before
+    if machine.one_launch:  # keys are gathered, and each launch's results are merged
         launches = launch_table(rows, table).per_compute(len(computes))
         ops = 2.0 * launches + merges if direction == "forward" else 1.0 + 3.0 * launches
     weight = batch.astype(np.float64)
-    return flop * weight, slots * weight, copied * weight, ops
+    works = flop * weight, slots * weight, copied * weight, ops
+    sums = [_sums(number, part, len(steps)) for part in works]
+
+    # Transfers: one operation packs for each peer, one starts all messages, and one adds for each peer whose rows are
+    # added to the rank's own.
+    moved = moved[(moved[:, SRC] == rank) | (moved[:, DST] == rank)]
+    sums[2] += 2.0 * _sums(moved[:, STEP], moved[:, BYTES], len(steps))
+    is_sent, is_added = moved[:, SRC] == rank, (moved[:, DST] == rank) & (moved[:, ADDED] > 0)
+    size = int(moved[:, (SRC, DST)].max(initial=0)) + 1
+    step_and_peer = moved[:, STEP] * size + np.where(is_sent, moved[:, DST], moved[:, SRC])
+    packed, added, received = (np.unique(step_and_peer[rows]) // size for rows in (is_sent, is_added, ~is_sent))
+    if machine.one_launch:
+        sums[3] += np.bincount(np.concatenate((packed, np.unique(moved[:, STEP]), added)), minlength=len(steps))
+    else:
+        sums[3] += [2.0 if step.transfers else 0.0 for step in steps]
+    messages = np.bincount(np.concatenate((packed, received)), minlength=len(steps)).astype(np.float64)
+    return [Work(*one) for one in zip(*(part.tolist() for part in (*sums, messages)), strict=True)]
 
 
 def _sums(number: Ints, values: Ints | Floats, size: int) -> Floats:
-    """The values of each number added up, in their order."""
-    return np.bincount(number, values, size).astype(float)  # of nothing, bincount makes whole numbers
-
-
-def _move_seconds(num_steps: int, rank: int, machine: Machine, moved: Ints) -> Floats:
-    """How long the transfers of each step keep the rank's busiest link."""
-    sums = np.zeros((num_steps, len(machine.links), 2))
-    level = machine.levels(moved[:, SRC], moved[:, DST])
-    np.add.at(sums, (moved[:, STEP], level, (moved[:, DST] == rank).astype(np.int64)), moved[:, BYTES])
-    busiest = sums.max(axis=2)
-    latency = np.array([link.latency for link in machine.links])
-    bandwidth = np.array([link.bandwidth for link in machine.links])
-    return np.where(busiest > 0, latency + busiest / bandwidth, 0.0).max(axis=1)
+    """Return the sum of the values of each number."""
+    return np.bincount(number, values, size).astype(float)  # bincount of nothing returns integers
 
 
 def rank_seconds(steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str) -> float:
-    """The rank's steps one after another, as if it never waited for others to be ready."""
+    """Return the time of the rank's steps one after another, as if it never waited for other ranks."""
     return rank_times(steps, rank, sizes, machine, direction)[0]
 
 
 def rank_times(
     steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str
 ) -> tuple[float, float]:
-    """`rank_seconds`, and how long the rank's host is busy with queueing."""
+    """Return `rank_seconds`, and how long the rank's host is busy queueing."""
     moved = traffic(steps, sizes)
     works = _steps_work(steps, rank, sizes, machine, direction, False, moved)
-    moves = _move_seconds(len(steps), rank, machine, moved).tolist()
-    left, queued = 0.0, machine.call_seconds
-    for work, move, queued in zip(works, moves, queued_at(works, machine), strict=True):
-        left = max(left + max(work.seconds(machine, direction), move), queued)
-    return max(left, queued), queued
+    ports = np.zeros((len(steps), len(machine.links), 2))
+    level = machine.levels(moved[:, SRC], moved[:, DST])
+    np.add.at(ports, (moved[:, STEP], level, (moved[:, DST] == rank).astype(np.int64)), moved[:, BYTES])
+    end, queued = 0.0, machine.call_seconds
+    for work, move, queued in zip(
+        works, machine.link_seconds(ports.max(axis=2)).tolist(), queued_at(works, machine), strict=True
+    ):
+        end = max(end + max(work.seconds(machine, direction), move), queued)
+    return max(end, queued), queued
+
+
+# -- Presets -----------------------------------------------------------------------------------------------------------
+# Machines by name, one for each kernel that they may run. No preset was measured by running Longspan on a GPU.
+#
+# `h100` is an H100 with the kernel that Longspan's `varlen` runs there: PyTorch's own flash attention, which is FA2,
+# unless another was activated by `torch.nn.attention.activate_flash_attention_impl`. Shares of peak are set so that the
+# model of tiles gives a bare kernel's published speed; `python -m benchmarks.kernels` shows how well, point by point.
+#
+#     machine      kernel         published TFLOP/s, bf16, heads of 128     where
+#     h100         FA2 2.5.8      370 forward, 335 causal, 322 backward     FA3 paper, figures 5 and 6
+#     h100-fa3     FA3            616 causal forward, 561 backward (2024)   FA3 paper; shares are those of whole systems
+#                                                                           of 2025, 10% higher (MagiAttention v1.1)
+#     h100-cudnn   cuDNN 9.19     673 causal forward, 579 backward          cudnn-frontend, on an H200 (the same SMs)
+#     h100-flex    flex, Triton   FA2 x 1.25 forward, x 1.03 backward       PyTorch at GTC 2025
+#     a100         FA2            227 forward, 196 backward at most         FA2 paper (73% and 63% of peak)
+#     a100-flex    flex, Triton   FA2 x 0.90 forward, x 0.85 backward       PyTorch's post on FlexAttention
+#     b200         FA2, in 2.8    411 causal forward, 336 backward          cudnn-frontend
+#     b200-fa4     FA4 4.0.0b15   1,636 causal forward, 1,429 backward      cudnn-frontend, on a GB200 of 2.5 PFLOP/s
+#     b200-cudnn   cuDNN 9.10.2   1,332 causal forward, 1,075 backward      cudnn-frontend
+#     b200-flex    flex, Triton   FA4 / 2.4 forward, / 2.1 backward         PyTorch's post on flex with FA4 (1.6 to 3.2
+#                                                                           and 1.85 to 2.3)
+#
+# FA4 runs on Hopper too; no published figure was found for it there, so there is no such machine.
+#
+# Papers: FA2 arXiv:2307.08691, FA3 arXiv:2407.08608; FA4: together.ai/blog/flashattention-4 (1,605 at most on a B200).
+# Posts: pytorch.org/blog/flexattention, .../flexattention-flashattention-4-fast-and-flexible, .../pytorch-at-gtc-2025.
+# Measurements: benchmark/sdpa_benchmark_training of github.com/NVIDIA/cudnn-frontend, docs/source/blog/cp_benchmark.md
+# of github.com/SandAI-org/MagiAttention.
+#
+# Links, and copies at 0.703 of memory bandwidth, are those of the fit to whole systems (`H100_FITTED`), unchecked on
+# other GPUs. An operation takes 3.8 us of the device: short kernels one after another, in NVIDIA's post on CUDA graphs
+# (developer.nvidia.com/blog/cuda-graphs). Hosts: 15 us for each operation, 5 us for each message, 150 us for each call;
+# set from what Longspan takes on CPUs with kernels that do nothing. `longspan calibrate` measures them where it runs.
+#
+# Matrix products of layers, as a share of peak: 0.66 of what one product alone sustains, 755 TFLOP/s on an H100's SMs
+# (H200) and 1,429 on a B200, 271 at best on an A100 (compute/accelerator of github.com/stas00/ml-engineering, which
+# also has the breakdown of a training step of Llama-3.1-8B on H200s: the 0.66 is from it, `python -m
+# benchmarks.published_models`). Copies between device and host: 50 GB/s by PCIe 5, 25 by PCIe 4, assumed. Not known for
+# CPUs.
+
+
+_WIRE = 0.874
+_COPIES = 0.703
+_LATENCY = 5e-6
+_OP_SECONDS = 3.8e-6
+_TRITON = Tiling(128, 64, 64)
+
+H100_FITTED = Machine(
+    name="h100-fitted",
+    source="8 x H100 SXM per node: 989 TFLOP/s bf16, 132 SMs, 3.35 TB/s, NVLink 450 GB/s per direction (vendor data"
+    " sheet); one 400 Gb/s InfiniBand card per GPU (assumed); shares fitted to the MagiAttention v1.1 charts",
+    flops=989e12,
+    forward_share=0.704,
+    backward_share=0.645,
+    slots=132,
+    slot_seconds=0.96e-6,
+    copy_bandwidth=_COPIES * 3.35e12,
+    op_seconds=25.5e-6,
+    one_launch=True,
+    links=(Link(8, 450e9 * _WIRE, _LATENCY), Link(1 << 30, 50e9 * _WIRE, 2 * _LATENCY)),
+    forward_tiling=Tiling(128, 128, 176, packs_heads=True),
+    backward_tiling=Tiling(128, 64, 80),
+    kernel="FA3",
+    matmul_share=0.66 * 755 / 989,
+    host_bandwidth=50e9,
+)
+"""Whole published systems on H100s, their hosts within the 25.5 us of an operation: six constants fitted to 24 points,
+which predict 24 others (`python -m benchmarks.published`). Our own runs are priced on the machines below."""
+
+
+def _with_host(machine: Machine, **changes: object) -> Machine:
+    """Return the machine with the costs of Longspan's own operations for device and host."""
+    costs = {"op_seconds": _OP_SECONDS, "launch_seconds": 15e-6, "message_seconds": 5e-6, "call_seconds": 150e-6}
+    return replace(machine, **{**costs, **changes})
+
+
+_H100 = "8 x H100 SXM per node, links and copies as in the published fit; "
+_SHEET_B200 = (
+    "8 x B200 per node: 2,250 TFLOP/s bf16, 148 SMs, 8 TB/s, NVLink 900 GB/s per direction (vendor data sheet); one 400"
+    " Gb/s card per GPU (assumed); "
+)
+_SHEET_A100 = (
+    "8 x A100 80GB SXM per node: 312 TFLOP/s bf16, 108 SMs, 2.04 TB/s, NVLink 300 GB/s per direction, one 200 Gb/s card"
+    " per GPU (vendor data sheet); "
+)
+
+H100 = _with_host(
+    H100_FITTED, name="h100", kernel="FA2", forward_share=0.37, backward_share=0.32, slot_seconds=2.6e-6,
+    forward_tiling=Tiling(128, 64, 64), backward_tiling=Tiling(128, 64, 64),
+    source=_H100 + "FA2 as PyTorch has it, from figures 5 and 6 of the FlashAttention-3 paper",
+)  # fmt: skip
+H100_FA3 = _with_host(
+    H100_FITTED, name="h100-fa3", kernel="FA3",
+    source=_H100 + "FA3 kernels fitted to the MagiAttention v1.1 charts",
+)  # fmt: skip
+H100_CUDNN = _with_host(
+    H100_FITTED, name="h100-cudnn", kernel="cuDNN", forward_share=0.72, backward_share=0.58, slot_seconds=4e-6,
+    forward_tiling=Tiling(128, 128, 128), backward_tiling=Tiling(128, 64, 64),
+    source=_H100 + "cuDNN 9.19 as NVIDIA measured it on an H200, which has the same SMs (cudnn-frontend)",
+)  # fmt: skip
+H100_FLEX = replace(
+    H100, name="h100-flex", kernel="flex", forward_share=1.25 * 0.37, backward_share=1.03 * 0.32,
+    forward_tiling=_TRITON, backward_tiling=_TRITON,
+    source=_H100 + "flex by Triton: 1.25 and 1.03 times FA2, from PyTorch's talk at GTC 2025",
+)  # fmt: skip
+A100 = replace(
+    H100, name="a100", kernel="FA2", flops=312e12, forward_share=0.70, backward_share=0.60, slots=108,
+    copy_bandwidth=_COPIES * 2.039e12,
+    links=(Link(8, 300e9 * _WIRE, _LATENCY), Link(1 << 30, 25e9 * _WIRE, 2 * _LATENCY)),
+    matmul_share=0.66 * 271 / 312, host_bandwidth=25e9,
+    source=_SHEET_A100 + "FA2 from its paper; links and copies borrowed from the H100 fit and unchecked",
+)  # fmt: skip
+A100_FLEX = replace(
+    A100, name="a100-flex", kernel="flex", forward_share=0.90 * 0.70, backward_share=0.85 * 0.60,
+    forward_tiling=_TRITON, backward_tiling=_TRITON,
+    source=_SHEET_A100 + "flex by Triton: 0.90 and 0.85 times FA2, from PyTorch's post on FlexAttention",
+)  # fmt: skip
+B200 = replace(
+    H100, name="b200", kernel="FA2", flops=2250e12, forward_share=0.183, backward_share=0.15, slots=148,
+    slot_seconds=4e-6, copy_bandwidth=_COPIES * 8e12,
+    links=(Link(8, 900e9 * _WIRE, _LATENCY), Link(1 << 30, 50e9 * _WIRE, 2 * _LATENCY)),
+    matmul_share=0.66 * 1429 / 2250,
+    source=_SHEET_B200 + "FA2 of PyTorch 2.8 as NVIDIA measured it on a B200 (cudnn-frontend)",
+)  # fmt: skip
+B200_FA4 = replace(
+    B200, name="b200-fa4", kernel="FA4", forward_share=0.67, backward_share=0.55,
+    forward_tiling=Tiling(256, 128, 128), backward_tiling=Tiling(128, 128, 128),
+    source=_SHEET_B200 + "FA4 4.0.0b15 as NVIDIA measured it on a GB200 (cudnn-frontend)",
+)  # fmt: skip
+B200_CUDNN = replace(
+    B200_FA4, name="b200-cudnn", kernel="cuDNN", forward_share=0.62, backward_share=0.48,
+    source=_SHEET_B200 + "cuDNN 9.10.2 as NVIDIA measured it on a B200 (cudnn-frontend)",
+)  # fmt: skip
+B200_FLEX = replace(
+    B200, name="b200-flex", kernel="flex", forward_share=0.67 / 2.4, backward_share=0.55 / 2.1,
+    forward_tiling=_TRITON, backward_tiling=_TRITON,
+    source=_SHEET_B200 + "flex by Triton: FA4 takes 1/2.4 of its time forward, 1/2.1 backward (PyTorch's post)",
+)  # fmt: skip
+
+CPU = Machine(
+    name="cpu",
+    source="2 cores, one thread per rank, Gloo on loopback, bf16, PyTorch 2.13 (measured: flash operator 219 GFLOP/s"
+    " forward and 0.41 of that backward, key blocks of 512, a window's far border masked, 15 us per call;"
+    " point-to-point 2.25 GB/s, 110 us)",
+    flops=219e9,
+    forward_share=1.0,
+    backward_share=0.41,
+    slots=1,
+    slot_seconds=0.0,
+    copy_bandwidth=14e9,
+    op_seconds=15e-6,
+    one_launch=False,
+    links=(Link(1 << 30, 2.25e9, 110e-6),),
+    forward_tiling=Tiling(1, 512, 64, far_rows=1024, far_share=0.8),
+    backward_tiling=Tiling(1, 512, 64, far_rows=1024, far_share=0.8),
+    kernel="cpu_flash",
+)
+
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        H100, H100_FA3, H100_CUDNN, H100_FLEX, A100, A100_FLEX, B200, B200_FA4, B200_CUDNN, B200_FLEX, CPU,
+    )
+}  # fmt: skip
+
+
+def machine_named(name: str) -> Machine:
+    """Return the preset of that name."""
+    if name not in MACHINES:
+        raise PlanError(f"machine must be a Machine or one of {', '.join(MACHINES)}, but got {name!r}.")
+    return MACHINES[name]
+
+
+def assumed_machine(*, functions: bool) -> Machine:
+    """Return the default machine, an H100, with the kernel that would run there; `functions`: the mask has one.
+
+    >>> assumed_machine(functions=False).kernel, assumed_machine(functions=True).kernel
+    ('FA2', 'flex')
+    """
+    return H100_FLEX if functions else H100
+
+
+def nearest(major: int, kernel: str) -> Machine:
+    """Return the preset for a GPU of this compute capability and kernel, or else for PyTorch's kernel on that GPU.
+
+    >>> nearest(9, "FA3").name, nearest(8, "FA4").name, nearest(12, "FA2").name
+    ('h100-fa3', 'a100', 'b200')
+    """
+    gpu = "a100" if major < 9 else "h100" if major == 9 else "b200"
+    return MACHINES.get(f"{gpu}-{kernel.lower()}", MACHINES[gpu])
 
 
 # -- JSON form: `longspan calibrate` writes it, `--machine FILE` reads and checks it -----------------------------------
@@ -347,18 +527,12 @@ FORMAT = "longspan machine 1"
 MAX_TEXT = 1 << 16
 MAX_LINKS = 8
 MAX_RANKS = 1 << 30
-_MAY_BE_ZERO = (
-    "slot_seconds", "op_seconds", "latency", "far_rows", "launch_seconds", "message_seconds", "call_seconds",
-    "matmul_share", "host_bandwidth",
-)  # fmt: skip
-
 T = TypeVar("T", Link, Tiling, Machine)
 
 
 def machine_text(machine: Machine) -> str:
-    """The machine as JSON that `parse_machine` reads back.
+    """Return the machine as JSON that `parse_machine` reads back.
 
-    >>> from longspan.planning.presets import CPU
     >>> parse_machine(machine_text(CPU)) == CPU
     True
     """
@@ -366,43 +540,43 @@ def machine_text(machine: Machine) -> str:
 
 
 def parse_machine(text: str) -> Machine:
-    """The machine that `machine_text` wrote."""
+    """Parse the JSON that `machine_text` wrote."""
+
+    def refuse_constant(name: str) -> float:
+        raise ValueError(f"{name} is not a measured number")
+
     if len(text) > MAX_TEXT:
         raise PlanError(f"a machine file has at most {MAX_TEXT} characters, but this one has {len(text)}.")
     try:
-        value: Any = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as wrong:
-        raise PlanError(f"a machine file is JSON as `longspan calibrate` writes it: {wrong!s:.100}.") from wrong
+        value: Any = json.loads(text, parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"a machine file is JSON as `longspan calibrate` writes it: {error!s:.100}.") from error
     if not isinstance(value, dict) or cast(dict[str, Any], value).get("format") != FORMAT:
-        raise PlanError(f'a machine file is a JSON object with "format": "{FORMAT}", which was not found.')
+        raise PlanError(f'a machine file is a JSON object with "format": "{FORMAT}", but this one is not.')
     entries = cast(dict[str, Any], value)
     del entries["format"]
-    return _parsed(Machine, entries, "machine")
+    return _parse_fields(Machine, entries, "machine")
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a measured number")
+def _parse_fields(kind: type[T], value: Any, where: str) -> T:
+    """Build a dataclass from JSON that has exactly its fields, each of its type and in its range."""
+    types = {field.name: str(field.type) for field in fields(kind)}
+    if not isinstance(value, dict):
+        raise PlanError(f"{where} must be an object with {', '.join(types)}, but got {value!r:.60}.")
+    entries = cast(dict[str, Any], value)
+    optional = {field.name for field in fields(kind) if field.default is not MISSING}  # newer than the first files
+    for name in sorted((entries.keys() ^ types.keys()) - (optional - entries.keys())):
+        raise PlanError(f"{where}: {name!r:.40} {'is missing' if name in types else 'is not known'}.")
+    return kind(**{name: _parse_value(types[name], entry, f"{where}.{name}") for name, entry in entries.items()})
 
 
-def _parsed(kind: type[T], given: Any, where: str) -> T:
-    """An object of dataclass `kind` from JSON: exactly its fields, each of its type and in its range."""
-    wanted = {field.name: str(field.type) for field in fields(kind)}
-    if not isinstance(given, dict):
-        raise PlanError(f"{where} is an object with {', '.join(wanted)}, but {given!r:.60} was found.")
-    entries = cast(dict[str, Any], given)
-    optional = {field.name for field in fields(kind) if field.default is not MISSING}  # came after the first files
-    for name in sorted((entries.keys() ^ wanted.keys()) - (optional - entries.keys())):
-        raise PlanError(f"{where}: {name!r:.40} {'is missing' if name in wanted else 'is not known'}.")
-    return kind(**{name: _value(wanted[name], value, f"{where}.{name}") for name, value in entries.items()})
-
-
-def _value(declared: str, value: Any, where: str) -> Any:
+def _parse_value(declared: str, value: Any, where: str) -> Any:
     if declared == "Tiling":
-        return _parsed(Tiling, value, where)
+        return _parse_fields(Tiling, value, where)
     if declared.startswith("tuple"):
         if not isinstance(value, list) or not 0 < len(cast(list[Any], value)) <= MAX_LINKS:
-            raise PlanError(f"{where} is a list of 1 to {MAX_LINKS} links, but {value!r:.60} was found.")
-        return tuple(_parsed(Link, link, f"{where}[{i}]") for i, link in enumerate(cast(list[Any], value)))
+            raise PlanError(f"{where} must be a list of 1 to {MAX_LINKS} links, but got {value!r:.60}.")
+        return tuple(_parse_fields(Link, link, f"{where}[{i}]") for i, link in enumerate(cast(list[Any], value)))
     if declared == "bool" and isinstance(value, bool):
         return value
     if declared == "str" and isinstance(value, str) and len(value) <= 1000 and value.isprintable():
@@ -413,5 +587,5 @@ def _value(declared: str, value: Any, where: str) -> Any:
     least = 0.0 if may_be_zero else 1e-12
     if declared == "float" and type(value) in (int, float) and least <= cast(float, value) <= 1e18:
         return float(value)
-    what = {"bool": "true or false", "str": "a printable text", "int": "a whole number", "float": "a positive number"}
-    raise PlanError(f"{where} is {what[declared]}, but {value!r:.60} was found.")
+    kind = {"bool": "true or false", "str": "a printable text", "int": "an integer", "float": "a positive number"}
+    raise PlanError(f"{where} must be {kind[declared]}, but got {value!r:.60}.")

@@ -25,20 +25,20 @@ from longspan.planning.problem import Problem
 from longspan.planning.steps import Piece, Schedule, Sizes, Step
 
 MAX_PLANS = 16
-"""Plans that a mask with a function keeps."""
+"""Number of plans that a mask with a function caches."""
 
 
 X = TypeVar("X")
 
 
-class BatchPart(dict[str, Any]):  # values are whatever a batch holds
-    """What `plan.shard(batch, rank)` gives, for type checkers: a `longspan.training.Batch`, which lies above."""
+class BatchPart(dict[str, Any]):
+    """Type of `plan.shard(batch, rank)` for type checkers. At run time it is a `longspan.training.Batch`."""
 
     def to(self, *args: Any, **options: Any) -> BatchPart: ...
 
 
 class ShardCall(Protocol):
-    """What `plan.shard` takes and gives."""
+    """Type of `plan.shard`."""
 
     @overload
     def __call__(self, batch: Mapping[str, Any], rank: int, **options: Any) -> BatchPart: ...
@@ -63,39 +63,41 @@ class Plan(Handled):
     compared: tuple[Reason, ...] = ()
 
     shard: ClassVar[ShardCall]
-    """`plan.shard(batch, rank, ...)`: the rank's part of a batch, as `longspan.training.shard_batch` cuts it by the
-    plan's own layout; `plan.shard(x, rank, dim=0)`: that of one tensor, as `Layout.shard` does."""
+    """`plan.shard(batch, rank, ...)`: the rank's part of a batch, as `longspan.training.shard_batch` cuts it with the
+    plan's layout; `plan.shard(x, rank, dim=0)`: the rank's part of one tensor, as `Layout.shard` cuts it."""
 
     def check(self, *cut: Any) -> None:
-        """Returns if each of these was cut by a layout that puts every token where the plan has it; otherwise refuses.
-        They are batches of `shard_batch`, tensors straight from one or from `Layout.shard`, plans or layouts.
+        """Raise unless each argument was cut by a layout that puts every token where the plan has it.
+
+        Arguments are batches of `shard_batch`, tensors of such a batch or of `Layout.shard`, plans or layouts.
 
         >>> import longspan as ls
         >>> sizes = {"q_heads": 2, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
-        >>> made = ls.plan(ls.masks.causal(8), ls.layouts.zigzag(8, 2), **sizes)
-        >>> made.check(ls.layouts.zigzag(8, 2))
-        >>> made.check(ls.layouts.contiguous(8, 2))  # doctest: +ELLIPSIS
+        >>> plan = ls.plan(ls.masks.causal(8), ls.layouts.zigzag(8, 2), **sizes)
+        >>> plan.check(ls.layouts.zigzag(8, 2))
+        >>> plan.check(ls.layouts.contiguous(8, 2))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        longspan.errors.PlanError: <layout contiguous, 8 tokens on 2 ranks> cut the tokens, but the plan is over ...
+        longspan.errors.PlanError: the plan is over <layout zigzag, 8 tokens on 2 ranks>, but the tokens were cut by ...
         """
         for value in cut:
             known = value if isinstance(value, Layout) else getattr(value, "layout", None)
             known = known if isinstance(known, Layout) else getattr(carried(value), "layout", None)
             if known is None:
                 raise PlanError(
-                    f"plan.check was given {type(value).__name__} that does not say which layout cut it. Give the batch"
-                    f" as shard_batch made it (copies into a plain dict forget it), or its layout."
+                    f"plan.check takes batches, tensors or plans with a known layout, but got {type(value).__name__}"
+                    f" without one. Pass the batch that shard_batch returned (a copy as a plain dict loses its layout),"
+                    f" or its layout."
                 )
-            alike = (known.seq_len, known.world_size) == (self.layout.seq_len, self.layout.world_size)
-            if not alike or other_tokens(known, self.layout):
+            is_same_size = (known.seq_len, known.world_size) == (self.layout.seq_len, self.layout.world_size)
+            if not is_same_size or other_tokens(known, self.layout):
                 raise PlanError(
-                    f"{known} cut the tokens, but the plan is over {self.layout}, which has other tokens in its slots."
-                    f" Cut the batch with plan.shard(batch, rank, ...), or plan over the layout that cut it."
+                    f"the plan is over {self.layout}, but the tokens were cut by {known}, which has other tokens in its"
+                    f" slots. Cut the batch with plan.shard(batch, rank, ...), or plan over the layout that cut it."
                 )
 
     @cached_property
     def reasons(self) -> tuple[Reason, ...]:
-        """Every scheme compared, with its figures, quickest first; one entry when the scheme was named."""
+        """The costs of every compared scheme, the chosen one first; one entry if the scheme was named."""
         return self.compared or (replace(judge(self.scheme, self.machine, keep=self.keep), chosen=True),)
 
     @cached_property
@@ -109,18 +111,18 @@ class Plan(Handled):
         return self._steps[rank]
 
     def steps(self, rank: int, direction: str = "forward") -> tuple[Step, ...]:
-        """What one rank does, step by step."""
+        """Return the steps of one rank."""
         if direction not in ("forward", "backward"):
-            raise PlanError(f"direction is 'forward' or 'backward', but {direction!r} was asked for.")
+            raise PlanError(f"direction must be 'forward' or 'backward', but got {direction!r}.")
         forward, backward, _ = self._rank(rank)
         return forward if direction == "forward" else backward
 
     def kept(self, rank: int) -> tuple[Piece, ...]:
-        """Remote pieces the rank keeps from forward to backward."""
+        """Return the remote pieces that the rank keeps from forward to backward."""
         return self._rank(rank)[2]
 
     def schedule(self, direction: str = "forward") -> Schedule:
-        """Every rank's steps, written out: for proofs, pictures and small numbers of ranks."""
+        """Return every rank's steps, written out: for validation, plots and small numbers of ranks."""
         ranks = range(self.layout.world_size)
         steps = tuple(self.steps(rank, direction) for rank in ranks)
         kept = tuple(self.kept(rank) for rank in ranks) if direction == "backward" else ()
@@ -128,7 +130,7 @@ class Plan(Handled):
 
     @property
     def chunks(self) -> int | None:
-        """Into how many chunks the sequence is cut to get the same bits on any number of ranks; None: it is not."""
+        """Number of chunks that make results bit-equal on any number of ranks; None: no chunks."""
         cut = self.scheme.problem.chunks
         return None if cut is None else cut.num
 
@@ -139,11 +141,11 @@ class Plan(Handled):
         return float(work.max() / work.mean()) if work.any() else 1.0
 
     def bytes_received(self, rank: int, direction: str = "forward") -> int:
-        """What the rank takes from the wire in one pass."""
+        """Return the bytes that the rank receives in one pass."""
         return received(self.steps(rank, direction), rank, self.sizes)
 
     def peak_bytes(self, rank: int) -> int:
-        """The most memory the rank needs at any step beside its own q, k, v, results and their gradients."""
+        """Return the most memory that the rank needs at any step besides its own q, k, v, results and gradients."""
         forward, backward, kept = self._rank(rank)
         return max(
             peak_bytes(forward, rank, self.layout, self.sizes, "forward"),
@@ -151,16 +153,16 @@ class Plan(Handled):
         )
 
     def workspace_bytes(self, rank: int, *, deterministic: bool = False) -> int | None:
-        """What the machine's kernel allocates on the rank beside its results, and the plan's tables on the device.
+        """Return the bytes of the kernel's workspace on the machine, and of the plan's tables on the device.
 
-        `deterministic`: under `torch.use_deterministic_algorithms`. None where the kernel's workspace is not known.
+        `deterministic`: under `torch.use_deterministic_algorithms`. None if the kernel's workspace is not known.
         """
         forward, backward, _ = self._rank(rank)
         return device_bytes(forward, backward, self.sizes, self.machine, deterministic=deterministic)
 
     @property
     def kernel_assumed(self) -> str:
-        """Whose speed and workspace the predictions have, and why a call would run another kernel, if it would.
+        """The kernel that predictions are for, and why a call would run another one, if it would.
 
         >>> import longspan as ls
         >>> sizes = {"q_heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
@@ -168,7 +170,7 @@ class Plan(Handled):
         "FA2, PyTorch's own flash attention"
         """
         why = why_not(self.machine.kernel, self.sizes, functions=not self.mask.is_structured)
-        other = "" if why is None else f"; but {why}, so another kernel would run, and figures are not for that"
+        other = "" if why is None else f"; but {why}, so another kernel would run, and predictions are not for that"
         return about_kernel(self.machine.kernel) + other
 
     @property
@@ -182,13 +184,13 @@ class Plan(Handled):
 
     @property
     def fingerprint(self) -> str:
-        """A hex digest that ranks compare: everything that decides who sends what. Another one once a function of the
-        mask has been found to read other data."""
+        """A hex digest of everything that decides the messages, which ranks compare. It changes if the mask has a
+        function whose captured data changes."""
         return self._fixed_fingerprint if self.is_structured else self._digest()
 
     @cached_property
     def is_structured(self) -> bool:
-        """Whether closed form decides every pair of its mask."""
+        """Whether the mask has no function: every pair is decided in closed form."""
         return self.mask.is_structured
 
     @cached_property
@@ -196,27 +198,14 @@ class Plan(Handled):
         return self._digest()
 
     @cached_property
-    def _about_sending(self) -> str:
-        parts = (self.layout.fingerprint, self.sizes.text(), self.dtype, self.scheme.name)
+    def _digest_tail(self) -> str:
         problem = self.scheme.problem
-        rest = f"{problem.node} {problem.max_rows} {self.keep}"
-        rest += "" if self.chunks is None else f" chunks {self.chunks}"
-        return " ".join((*parts, rest))
+        parts = (self.layout.fingerprint, self.sizes.text(), self.dtype, self.scheme.name)
+        chunks = "" if self.chunks is None else f" chunks {self.chunks}"
+        return f"{' '.join(parts)} {problem.node} {problem.max_rows} {self.keep}{chunks}"
 
     def _digest(self) -> str:
-        return hashlib.sha256(f"{self.mask.fingerprint} {self._about_sending}".encode()).hexdigest()
-
-    def _about_chunks(self) -> list[str]:
-        chunks = self.scheme.problem.chunks
-        if chunks is None:
-            return []
-        return [f"  chunks     {chunks.num} of {chunks.length}: the same bits on any number of ranks that cuts none"]
-
-    def _about_memory(self, chosen: Reason) -> str:
-        inside = "what kernels use inside, which is not known"
-        if chosen.workspace_bytes is not None:
-            inside = f"{bytes_text(chosen.workspace_bytes)} of kernels and tables"
-        return f"{bytes_text(chosen.peak_bytes)} at the peak + {inside}, beside own tensors"
+        return hashlib.sha256(f"{self.mask.fingerprint} {self._digest_tail}".encode()).hexdigest()
 
     def __repr__(self) -> str:
         return f"<plan {self.scheme.name} of {self.mask} over {self.layout}, {self.fingerprint[:12]}>"
@@ -227,19 +216,27 @@ class Plan(Handled):
         if sizes.v_head_dim != sizes.head_dim:
             heads += f"/{sizes.v_head_dim}"
         assumed = " (assumed: pass machine=)" if self.machine_assumed else ""
+        inside = "internal memory of kernels, which is not known"
+        if chosen.workspace_bytes is not None:
+            inside = f"{bytes_text(chosen.workspace_bytes)} of kernels and tables"
+        chunks = self.scheme.problem.chunks
         lines = [
             f"plan {self.fingerprint[:12]}: {self.scheme.name}",
             f"  mask       {self.mask}",
             f"  layout     {self.layout}",
             f"  tensors    {heads}, {self.dtype}, batch {sizes.batch}",
             f"  imbalance  {self.imbalance:.3f} (most pairs on a rank / mean)",
-            *self._about_chunks(),
+            *(
+                [f"  chunks     {chunks.num} of {chunks.length}: the same bits on any number of ranks that cuts none"]
+                if chunks
+                else []
+            ),
             f"  remote K/V {'kept for backward' if self.keep else 'fetched again in backward'}",
             f"  machine    {self.machine.name}{assumed}; times are simulated",
             f"  kernel     {self.kernel_assumed}",
             f"  predicted  {chosen.forward_seconds * 1e3:.3f} ms forward,"
             f" {chosen.backward_seconds * 1e3:.3f} ms backward",
-            f"  memory     {self._about_memory(chosen)}",
+            f"  memory     {bytes_text(chosen.peak_bytes)} at the peak + {inside}, besides own tensors",
             f"compared ({len(self.reasons)}; bytes are the most of any rank, both passes; times and peaks are of ranks"
             " likely to be busiest):",
             REASON_HEAD,
@@ -249,7 +246,7 @@ class Plan(Handled):
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is asked for beside its mask, checked."""
+    """The checked arguments of a plan other than its mask."""
 
     layout: Layout
     sizes: Sizes
@@ -257,40 +254,38 @@ class PlanRequest:
     scheme: str
     machine: Machine
     assumed: bool
-    """Whether nobody named the machine."""
+    """Whether the machine is the default."""
     keep: bool = False
     max_rows: int | None = None
     chunks: int | None = None
 
 
 def planned(mask: Mask, request: PlanRequest) -> Plan:
-    """The plan of a request; equal ones give the same object, masks with a function only the same mask.
-
-    Those of a mask with a function are kept by the mask, and go with it and with what its function captured.
-    """
+    """Return the plan of a request. Equal requests get the same object; for a mask with a function, only with the same
+    mask object, which owns its plans, so that they are freed with it and with what its function captured."""
     if mask.is_structured:
-        return _made(MaskKey(mask), request)
+        return _build_plan(MaskKey(mask), request)
     if request not in mask.plans:
-        keep_few(mask.plans)[request] = _made.__wrapped__(MaskKey(mask.twin()), request)
+        keep_few(mask.plans)[request] = _build_plan.__wrapped__(MaskKey(mask.twin()), request)
     return mask.plans[request]
 
 
 def keep_few(plans: dict[Any, Any]) -> dict[Any, Any]:
-    """A mask's plans, of which the oldest have gone if there are too many."""
+    """Drop the oldest plans of a mask if there are too many, and return the others."""
     while len(plans) >= MAX_PLANS:
         del plans[next(iter(plans))]
     return plans
 
 
 @lru_cache(maxsize=64)
-def _made(key: MaskKey, request: PlanRequest) -> Plan:
+def _build_plan(key: MaskKey, request: PlanRequest) -> Plan:
     mask, layout, machine, chunks = key.mask, request.layout, request.machine, request.chunks
     problem = Problem.make(mask, layout, request.sizes, node=machine.node, max_rows=request.max_rows, chunks=chunks)
-    # With chunks there is one scheme that computes in them: nothing to compare.
+    # Only one scheme supports chunks: nothing to compare.
     name = "exchange" if request.scheme == "auto" and chunks is not None else request.scheme
     if name == "auto":
         chosen, reasons = choose(problem, machine, keep=request.keep)
     else:
         chosen, reasons = scheme(name, problem), ()
-    whole = mask.resized(layout.seq_len)
-    return Plan(whole, layout, request.sizes, request.dtype, chosen, machine, request.assumed, request.keep, reasons)
+    mask = mask.resized(layout.seq_len)
+    return Plan(mask, layout, request.sizes, request.dtype, chosen, machine, request.assumed, request.keep, reasons)

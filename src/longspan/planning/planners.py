@@ -1,4 +1,4 @@
-"""The planners (ring, exchange, all-gather, chunked), their names, and what a scheme's name stands for.
+"""The planners (ring, exchange, all-gather, chunked, hybrid), their volumes, and schemes by name.
 
 A planner is a function from a problem and a rank to that rank's steps. `PLANNERS` lists planners by name. `VOLUMES`
 gives in closed form how much every rank receives under a planner; a planner without an entry is summed step by step.
@@ -8,34 +8,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
 
 from longspan.errors import PlanError
+from longspan.layouts import Layout
+from longspan.masks import Plane
 from longspan.masks import bands as bd
 from longspan.planning.backward_plan import reverse
 from longspan.planning.cost import received
-from longspan.planning.fetch import Fetch, arrivals, moves
-from longspan.planning.hybrid import Planner, Slices, alone, hybrid
-from longspan.planning.problem import Chunks, Lane, Part, Problem, cells, in_rows
-from longspan.planning.steps import Compute, Piece, Recall, Role, Schedule, Step, Transfer
-from longspan.planning.volume import (
-    Volume,
-    all_gather_volume,
-    alone_volume,
-    exchange_volume,
-    hybrid_volume,
-    ring_volume,
-)
-from longspan.spans import Ints, Span, as_spans, by_position, union
+from longspan.planning.fetch import PORT, START, STOP, TAKER, Fetch, arrivals, by_taker, moves
+from longspan.planning.problem import Chunks, Lane, Part, Problem, cells, in_rows, lanes_of, needed_rows
+from longspan.planning.steps import Compute, Piece, Recall, Role, Schedule, Sizes, Step, Transfer
+from longspan.spans import Ints, Span, as_spans, as_table, by_position, intersect, join, on_one_line, union
+
+Planner = Callable[[Problem, int], tuple[Step, ...]]
 
 # -- Ring: in step i a rank computes on the block of the rank i places behind it, and passes it on ---------------------
 
 
 def ring(problem: Problem, rank: int) -> tuple[Step, ...]:
-    """The rank's steps. Every block visits every rank, whatever the mask."""
+    """Return the rank's steps. Every block visits every rank, independent of the mask."""
     size, rows = problem.layout.world_size, problem.layout.by_position
     arrived = np.column_stack((rows[:, :2], (rank - rows[:, 2]) % size))
     computes = problem.computes(rank, (arrived,) * len(problem.lanes), size)
@@ -43,13 +39,49 @@ def ring(problem: Problem, rank: int) -> tuple[Step, ...]:
     for i in range(size):
         transfers: list[Transfer] = []
         if i < size - 1:
-            # The first hop leaves its owner, who needs nothing back; later hops return what they took along.
+            # The first hop leaves its owner, who needs nothing back; later hops return what they passed on.
             recall = Recall.KEEP if i == 0 else Recall.RETURN
             for src in sorted({rank, (rank - 1) % size}):
                 block = problem.blocks[(src - i) % size]
                 transfers += [Transfer(src, (src + 1) % size, piece, i + 1, recall) for piece in block]
         steps.append(Step(tuple(transfers), tuple(computes[i])))
     return tuple(steps)
+
+
+# -- Exchange: only rows that the mask needs travel, from owner to user, in overlapped stages --------------------------
+
+
+def exchange(problem: Problem, rank: int) -> tuple[Step, ...]:
+    """Return the rank's steps: local pairs first, then those of each stage, while the next stage is in flight."""
+    if problem.chunks is not None:
+        return chunked(problem, problem.chunks, rank)
+    return _fetch_steps(problem, rank, problem.needed_fetches, problem.num_stages)
+
+
+def all_gather(problem: Problem, rank: int) -> tuple[Step, ...]:
+    """Return the rank's steps: local pairs while everything is in flight, then all the rest at once.
+
+    This is an exchange of all rows in one stage. Between nodes every row crosses once per node, as in the collective of
+    the same name.
+    """
+    fetches = (problem.gather_fetch,) * len(problem.lanes)
+    return _fetch_steps(problem, rank, fetches, min(problem.layout.world_size - 1, 1))
+
+
+def _fetch_steps(problem: Problem, rank: int, fetches: tuple[Fetch, ...], stages: int) -> tuple[Step, ...]:
+    node, layout = problem.node, problem.layout
+    # Rows from other nodes come a step later, and their ports hold them one more, which backward needs to fetch again.
+    num_steps = stages + 1 + 2 * (node < layout.world_size)
+    transfers: list[list[Transfer]] = [[] for _ in range(num_steps)]
+    arrived: list[Ints] = []
+    for lane, fetch in zip(problem.lanes, fetches, strict=True):
+        for (step, src, dst, until), rows in moves(fetch, layout, node, rank).items():
+            transfers[step].append(Transfer(src, dst, lane.kv(rows), until))
+        by_step = [problem.held(rank), *arrivals(fetch, node, rank, num_steps)[1:]]
+        number = np.repeat(np.arange(num_steps), [len(rows) for rows in by_step])
+        arrived.append(by_position(np.column_stack((np.concatenate(by_step), number))))
+    computes = problem.computes(rank, arrived, num_steps)
+    return tuple(Step(tuple(moved), tuple(work)) for moved, work in zip(transfers, computes, strict=True))
 
 
 # -- Chunked: an exchange that computes chunk by chunk, in an order independent of the number of ranks -----------------
@@ -59,44 +91,52 @@ def ring(problem: Problem, rank: int) -> tuple[Step, ...]:
 
 
 def chunked(problem: Problem, chunks: Chunks, rank: int) -> tuple[Step, ...]:
-    """The rank's steps: pairs that need nothing from others while the rest is in flight, then all others."""
+    """Return the rank's steps: pairs that need no remote keys while the rest is in flight, then all others."""
     transfers: list[Transfer] = []
     early: list[Compute] = []
     late: list[Compute] = []
     for lane, pairs in zip(problem.lanes, problem.chunk_pairs, strict=True):
-        transfers += _transfers(lane, pairs, chunks, rank)
-        for (q, kv), compute in _computes(lane, chunks, rank):
-            at_once = kv <= q and chunks.run[kv] == chunks.run[q]
-            (early if at_once else late).append(compute)
+        transfers += _chunk_transfers(lane, pairs, chunks, rank)
+        for (q, kv), compute in _chunk_computes(lane, chunks, rank):
+            is_early = kv <= q and chunks.run[kv] == chunks.run[q]
+            (early if is_early else late).append(compute)
     return Step(tuple(transfers), tuple(early)), Step((), tuple(late))
 
 
-def _transfers(lane: Lane, pairs: Ints, chunks: Chunks, rank: int) -> list[Transfer]:
-    """What the rank sends and receives: of every chunk of keys the stretch that is seen, apart by who sees it.
-
-    Stretches have no gaps, so that tiles lie in them as they lie in a whole chunk.
-    """
+def _chunk_transfers(lane: Lane, pairs: Ints, chunks: Chunks, rank: int) -> list[Transfer]:
+    """Return the rank's transfers: of every chunk of keys the stretch that is needed, separate by the branches of
+    queries that need it. Stretches have no gaps, so that tiles lie in them as they lie in a whole chunk."""
     q, kv = pairs[:, 0], pairs[:, 1]
     dst, src = chunks.owner[q], chunks.owner[kv]
     mine = (src != dst) & ((src == rank) | (dst == rank))
-    seen: dict[tuple[int, int, int], tuple[int, int, set[Span]]] = {}
+    needed: dict[tuple[int, int, int], tuple[int, int, set[Span]]] = {}
     for s, d, j, i, start, stop in zip(*(x[mine].tolist() for x in (src, dst, kv, q, *pairs[:, 2:].T)), strict=True):
-        low, high, branches = seen.get((s, d, j), (start, stop, set[Span]()))
-        seen[s, d, j] = (min(low, start), max(high, stop), branches | {chunks.branch(i)})
-    alike: dict[tuple[int, int, tuple[Span, ...]], list[tuple[int, int]]] = {}
-    for (s, d, _), (start, stop, branches) in sorted(seen.items()):
-        alike.setdefault((s, d, tuple(sorted(branches))), []).append((start, stop))
+        low, high, branches = needed.get((s, d, j), (start, stop, set[Span]()))
+        needed[s, d, j] = (min(low, start), max(high, stop), branches | {chunks.branch(i)})
+    by_branches: dict[tuple[int, int, tuple[Span, ...]], list[tuple[int, int]]] = {}
+    for (s, d, _), (start, stop, branches) in sorted(needed.items()):
+        by_branches.setdefault((s, d, tuple(sorted(branches))), []).append((start, stop))
     return [
         Transfer(s, d, Piece(Role.KV, as_spans(union(np.array(rows))), lane.kv_heads, lane.batch, apart), until=1)
-        for (s, d, apart), rows in alike.items()
+        for (s, d, apart), rows in by_branches.items()
     ]
 
 
-def _computes(lane: Lane, chunks: Chunks, rank: int) -> list[tuple[tuple[int, int], Compute]]:
-    """One compute for every pair of chunks and part, in the order of merging."""
+def _chunk_computes(lane: Lane, chunks: Chunks, rank: int) -> list[tuple[tuple[int, int], Compute]]:
+    """Return ((query chunk, key chunk), compute) of every pair of chunks and part, in the order of merging."""
+    mine = chunks.rows[chunks.owner == rank]
     computes: list[tuple[tuple[int, int], Compute]] = []
     for part in lane.parts:
-        for (q, kv), (sure, maybe) in _bands(part, chunks, rank).items():
+        by_pair: dict[tuple[int, int], list[Ints]] = {}
+        for kind, bands in enumerate((part.plane.sure, part.plane.maybe)):
+            cut = bd.tighten(cells(in_rows(bands, mine)[0], chunks.rows))
+            numbers = cut[:, [bd.Q0, bd.K0]] // chunks.length
+            order = np.lexsort((numbers[:, 1], numbers[:, 0]))
+            keys, first = np.unique(numbers[order], axis=0, return_index=True)
+            groups = np.split(cut[order], first[1:]) if len(first) else []
+            for (q, kv), group in zip(keys.tolist(), groups, strict=True):
+                by_pair.setdefault((q, kv), [cut[:0], cut[:0]])[kind] = group
+        for (q, kv), (sure, maybe) in by_pair.items():
             both = np.concatenate((sure, maybe))
             rows = Piece(Role.Q, as_spans(union(both[:, :2])), part.q_heads, lane.batch)
             keys = Piece(Role.KV, as_spans(union(both[:, 2:4])), lane.kv_heads, lane.batch, (chunks.branch(q),))
@@ -105,59 +145,360 @@ def _computes(lane: Lane, chunks: Chunks, rank: int) -> list[tuple[tuple[int, in
     return sorted(computes, key=lambda pair: (pair[0][1] > pair[0][0], -pair[0][1], -pair[0][0]))
 
 
-def _bands(part: Part, chunks: Chunks, rank: int) -> dict[tuple[int, int], tuple[Ints, Ints]]:
-    """The part's sure and maybe bands in the queries of the rank, by chunk of queries and chunk of keys."""
-    mine = chunks.rows[chunks.owner == rank]
-    by_pair: dict[tuple[int, int], list[Ints]] = {}
-    for kind, bands in enumerate((part.plane.sure, part.plane.maybe)):
-        cut = bd.tighten(cells(in_rows(bands, mine)[0], chunks.rows))
-        numbers = cut[:, [bd.Q0, bd.K0]] // chunks.length
-        order = np.lexsort((numbers[:, 1], numbers[:, 0]))
-        keys, first = np.unique(numbers[order], axis=0, return_index=True)
-        for (q, kv), group in zip(keys.tolist(), np.split(cut[order], first[1:]) if len(first) else [], strict=True):
-            by_pair.setdefault((q, kv), [cut[:0], cut[:0]])[kind] = group
-    return {pair: (sure, maybe) for pair, (sure, maybe) in by_pair.items()}
+# -- Hybrid: heads are spread over groups of neighbouring ranks, and another planner works across the groups -----------
+# Inside a group of `heads` ranks, rank u takes the u-th slice of the heads of all the group's tokens. The slices carry
+# equal work: where heads do not divide, a head is cut by query rows, so any number of heads fits any number of ranks,
+# and a key/value head that several ranks need goes to each of them. With one group this is all-to-all over heads; with
+# groups of one rank it is the inner planner itself.
+#
+# Eight causal tokens and two heads (a, b) on four ranks, in groups of two:
+#
+#                  step 0                step 1 and 2                              step 3
+#     rank 0  0:2  gathers head a        a of 0:4 ─┐ keys and values,              results go to their owners
+#     rank 1  2:4  gathers head b        b of 0:4 ─│─┐ by the inner planner
+#     rank 2  4:6  gathers head a        a of 4:8 ◄┘ │
+#     rank 3  6:8  gathers head b        b of 4:8 ◄──┘
+#
+# In steps 1 and 2, ranks 0 and 2 follow the inner planner as if they were the only two ranks and `a` the only head; so
+# do ranks 1 and 3 with `b`. Heads are independent in attention, so the two pairs exchange nothing.
 
 
-# -- Exchange: only rows that the mask needs travel, from owner to user, in overlapped stages --------------------------
+@dataclass(frozen=True, eq=False)
+class Slices:
+    """The problem cut into `heads` slices of heads, each a problem of its own over the groups."""
+
+    problem: Problem
+    heads: int
+
+    def __post_init__(self) -> None:
+        size = self.problem.layout.world_size
+        if self.heads < 1 or size % self.heads:
+            raise PlanError(
+                f"a hybrid spreads heads over groups of {self.heads} ranks, but {size} ranks do not divide into such"
+                f" groups. Use a divisor of {size}."
+            )
+
+    @cached_property
+    def groups(self) -> Layout:
+        """The layout with a whole group in the place of a rank; its rows by group, then by position."""
+        layout = self.problem.layout
+        rows = layout.table.copy()
+        rows[:, 2] //= self.heads
+        return Layout.from_table(layout.seq_len, layout.world_size // self.heads, by_position(rows), layout.name)
+
+    @cached_property
+    def _slices(self) -> dict[int, Problem]:
+        return {}
+
+    def slice(self, number: int) -> Problem:
+        """Return the problem that the ranks with this number, one in each group, solve together."""
+        if number not in self._slices:
+            parts_by_batch: dict[Span | None, list[Part]] = {}
+            for lane in self.problem.lanes:
+                parts_by_batch.setdefault(lane.batch, []).extend(lane.parts)
+            lanes: list[Lane] = []
+            for batch, parts in parts_by_batch.items():
+                parts.sort(key=lambda part: part.q_heads.start)
+                lanes += lanes_of(self._share(parts, number), batch, self.problem.sizes)
+            self._slices[number] = replace(self._whole, lanes=tuple(lanes), stages=self._whole.num_stages)
+        return self._slices[number]
+
+    def kind(self, number: int) -> object:
+        """Return a key of the work and traffic of a slice: slices with as many heads of the same rows are equal."""
+        return tuple(
+            (lane.batch, len(lane.kv_heads), tuple((len(p.q_heads), id(p.plane), id(p.q_rows)) for p in lane.parts))
+            for lane in self.slice(number).lanes
+        )
+
+    @cached_property
+    def _whole(self) -> Problem:
+        """All heads over the groups. No slice needs more rows, so all slices use its number of stages."""
+        lanes = [
+            Lane(lane.batch, lane.kv_heads, tuple(Part(p.q_heads, p.plane, self.groups.table) for p in lane.parts))
+            for lane in self.problem.lanes
+        ]
+        node, size = self.problem.node, self.problem.layout.world_size
+        # If a group fills a node or more, all groups are equally far from one another.
+        has_nodes = node < size and node % self.heads == 0 and node > self.heads
+        return Problem(
+            self.groups,
+            self.problem.sizes,
+            tuple(lanes),
+            node // self.heads if has_nodes else self.groups.world_size,
+            self.problem.max_rows,
+            self.problem.stages,
+        )
+
+    @cached_property
+    def _pairs(self) -> dict[Plane, int]:
+        """The number of pairs of every plane."""
+        planes = {part.plane for lane in self.problem.lanes for part in lane.parts}
+        return {plane: int(bd.area(plane.region).sum()) for plane in planes}
+
+    def _share(self, base: list[Part], number: int) -> list[Part]:
+        """Return the slice's share of parts in head order: whole heads, and query rows of heads that slices share."""
+        weight = [self._pairs[part.plane] for part in base]
+        if not any(weight):  # a mask without pairs: any even cut is fine
+            weight = [1] * len(base)
+        work = [Fraction(w * len(part.q_heads)) for w, part in zip(weight, base, strict=True)]
+        whole = sum(work, Fraction(0))
+        start, stop = whole * number / self.heads, whole * (number + 1) / self.heads
+        parts: list[Part] = []
+        before = Fraction(0)
+        for part, share, w in zip(base, work, weight, strict=True):
+            low, high = max(start - before, Fraction(0)), min(stop - before, share)
+            before += share
+            if high <= low or not w:
+                continue
+            low, high = low / w, high / w  # heads of the part, counted from its first; both may be fractions
+            for head in range(int(low), -(-high.numerator // high.denominator)):
+                first, last = max(low - head, Fraction(0)), min(high - head, Fraction(1))
+                rows = self.groups.table
+                if (first, last) != (0, 1):
+                    rows = self._share_of_rows(part.plane, first, last)
+                parts.append(Part(Span(part.q_heads.start + head, part.q_heads.start + head + 1), part.plane, rows))
+        return parts
+
+    def _share_of_rows(self, plane: Plane, first: Fraction, last: Fraction) -> Ints:
+        """Return for every group the query rows that hold the work between two shares of the group's work."""
+        shares: list[Ints] = []
+        for group in range(self.groups.world_size):
+            rows = self.groups.table[self.groups.table[:, 2] == group]
+            low, high = (_cut_at_work(plane.region, rows[:, :2], share) for share in (first, last))
+            kept = intersect(rows[:, :2], np.array([[low, high]], dtype=np.int64))
+            kept = kept[kept[:, 1] > kept[:, 0]]
+            shares.append(np.column_stack((kept, np.full(len(kept), group, dtype=np.int64))))
+        return np.concatenate(shares)
 
 
-def exchange(problem: Problem, rank: int) -> tuple[Step, ...]:
-    """The rank's steps: local pairs first, then those of each stage, while the next stage is in flight."""
-    if problem.chunks is not None:
-        return chunked(problem, problem.chunks, rank)
-    return fetching(problem, rank, problem.needed_fetches, problem.num_stages)
+def _cut_at_work(bands: Ints, rows: Ints, share: Fraction) -> int:
+    """Return the position in sorted (start, stop) query rows before which `share` of their allowed pairs lie."""
+    if share == 0 or not len(rows):
+        return 0
+    if share == 1:
+        return int(rows[-1, 1])
+    pieces, at = in_rows(bands, rows)
+    work = np.zeros(len(rows), dtype=np.int64)
+    np.add.at(work, at, bd.area(pieces))
+    target = share * int(work.sum())
+    row = min(int(np.searchsorted(np.cumsum(work), float(target))), len(rows) - 1)
+    rest = target - int(work[:row].sum())
+    mine = pieces[at == row]
+    low, high = int(rows[row, 0]), int(rows[row, 1])
+    while low < high:
+        middle = (low + high) // 2
+        upper = mine.copy()
+        upper[:, bd.Q1] = np.minimum(upper[:, bd.Q1], middle)
+        if int(bd.area(upper[upper[:, bd.Q1] > upper[:, bd.Q0]]).sum()) < rest:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
-def fetching(problem: Problem, rank: int, fetches: tuple[Fetch, ...], stages: int) -> tuple[Step, ...]:
-    """The steps of a rank whose rows come as `fetches` say, one for each lane."""
-    node, layout = problem.node, problem.layout
-    # Rows from other nodes come a step later, and their ports hold them one more, which backward needs to ask again.
-    num_steps = stages + 1 + 2 * (node < layout.world_size)
-    transfers: list[list[Transfer]] = [[] for _ in range(num_steps)]
-    arrived: list[Ints] = []
+def hybrid(slices: Slices, rank: int, inner: Planner) -> tuple[Step, ...]:
+    """Return the rank's steps: gather its heads from the group, run `inner` across groups, send results to owners.
+
+    Rank 0 of the example above, with an exchange across the groups:
+
+    >>> from longspan.planning import Sizes, scheme
+    >>> problem = Problem.make(causal(), contiguous(8, 4), Sizes(2, 2, 1, 1, 4))
+    >>> for number, step in enumerate(scheme("hybrid(2, exchange)", problem).steps(rank=0)):
+    ...     print(number, [f"{t.src}>{t.dst} {t.piece}" for t in step.transfers], [c.bands for c in step.computes])
+    0 ['1>0 q[2:4]h0:1', '1>0 kv[2:4]h0:1', '0>1 q[0:2]h1:2', '0>1 kv[0:2]h1:2'] []
+    1 ['0>2 kv[0:4]h0:1'] [(0:4x0:4/0..,)]
+    2 [] []
+    3 ['0>1 out[2:4]h0:1', '1>0 out[0:2]h1:2'] []
+    """
+    problem, heads = slices.problem, slices.heads
+    if heads == 1:
+        return inner(problem, rank)
+    group, number = divmod(rank, heads)
+
+    def shift(step: Step) -> Step:
+        """Replace groups by the ranks that stand for them, one step later."""
+        transfers = [
+            Transfer(t.src * heads + number, t.dst * heads + number, t.piece, t.until + 1, t.recall)
+            for t in step.transfers
+        ]
+        computes = [Compute(c.rank * heads + number, c.q, c.kv, c.bands, c.maybe) for c in step.computes]
+        return Step(tuple(transfers), tuple(computes))
+
+    steps = [shift(step) for step in inner(slices.slice(number), group)]
+    peers = [group * heads + other for other in range(heads)]
+    last = len(steps)
+    gather: list[Transfer] = []
+    deliver: list[Transfer] = []
+    for taker in peers:
+        for piece in _slice_inputs(slices, taker):
+            for src in peers if taker == rank else [rank]:
+                rows = intersect(as_table(piece.spans), problem.held(src))
+                if src == taker or not len(rows):
+                    continue
+                mine = Piece(piece.role, as_spans(rows), piece.heads, piece.batch)
+                # Held one step longer than used: backward fetches it again one step before that.
+                gather.append(Transfer(src, taker, mine, until=last + 1))
+                if mine.role is Role.Q:
+                    deliver.append(Transfer(taker, src, mine.to(Role.OUT), last + 2, Recall.KEEP))
+    return Step(tuple(gather)), *steps, Step(tuple(deliver))
+
+
+def alone(problem: Problem, rank: int) -> tuple[Step, ...]:
+    """Plan one step in which a group that holds everything computes everything: the inner planner of all-to-all."""
+    held = problem.held(rank)
+    rows = np.column_stack((held, np.zeros(len(held), dtype=np.int64)))
+    return (Step((), tuple(problem.computes(rank, (rows,) * len(problem.lanes), 1)[0])),)
+
+
+def _slice_inputs(slices: Slices, taker: int) -> list[Piece]:
+    """Return the pieces that a rank must hold for its slice: the query rows it computes, and the group's K and V.
+
+    If there is only one group, only the K/V rows that the slice's queries attend to are gathered.
+    """
+    group, number = divmod(taker, slices.heads)
+    problem = slices.slice(number)
+    pieces: list[Piece] = []
+    for lane in problem.lanes:
+        for part in lane.parts:
+            bands = bd.tighten(np.concatenate(problem.rank_bands(part, group)))  # without rows that attend to nothing
+            pieces.append(Piece(Role.Q, as_spans(union(bands[:, :2])), part.q_heads, lane.batch))
+        is_alone = slices.groups.world_size == 1
+        pieces.append(lane.kv(needed_rows(lane, problem.layout.seq_len)[:, :2] if is_alone else problem.held(group)))
+    return pieces
+
+
+# -- Volume: how many rows every rank receives, in closed form, without building any rank's steps ----------------------
+# The result is exact and covers all ranks, as a few arrays. Tests check that it equals the sum over every rank's steps.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Volume:
+    """Rows times heads times batch rows that each rank receives and sends in forward."""
+
+    kv_in: Ints
+    kv_out: Ints
+    again: Ints
+    """K/V that is sent to the rank again in backward, if it was not kept."""
+    returned: Ints
+    """K/V that the rank passed on and gets back in backward, if it was not kept."""
+    q_in: Ints
+    """Queries of other ranks: their results are sent, and the gradients of these are received."""
+    q_out: Ints
+
+    @staticmethod
+    def zeros(size: int) -> Volume:
+        return Volume(*(np.zeros(size, dtype=np.int64) for _ in fields(Volume)))
+
+    def received(self, sizes: Sizes, direction: str, *, keep: bool) -> Ints:
+        """Return the bytes that each rank receives in one pass; backward is forward reversed."""
+        kv, q = sizes.row_bytes(Role.KV), sizes.row_bytes(Role.Q)
+        if direction == "forward":
+            return self.kv_in * kv + self.q_in * q + self.q_out * sizes.row_bytes(Role.OUT)
+        gradients = self.kv_out * sizes.row_bytes(Role.DKV) + self.q_out * sizes.row_bytes(Role.DQ)
+        gradients = gradients + self.q_in * sizes.row_bytes(Role.DOUT)
+        return gradients if keep else gradients + (self.again + self.returned) * kv + self.q_in * q
+
+
+def ring_volume(problem: Problem) -> Volume:
+    """Each rank receives every block but its own and passes on every block but the next rank's.
+
+    In backward it gets back those it passed on that are not its own.
+    """
+    size, own = problem.layout.world_size, problem.layout.num_tokens
+    volume = Volume.zeros(size)
+    if size > 1:
+        weight, after = sum(lane.weight(problem.sizes) for lane in problem.lanes), np.roll(own, -1)
+        volume.kv_in[:] = weight * (own.sum() - own)
+        volume.kv_out[:] = weight * (own.sum() - after)
+        volume.returned[:] = weight * (own.sum() - own - after)
+    return volume
+
+
+def _fetch_volume(problem: Problem, fetches: tuple[Fetch, ...]) -> Volume:
+    size, seq_len, volume = problem.layout.world_size, problem.layout.seq_len, Volume.zeros(problem.layout.world_size)
     for lane, fetch in zip(problem.lanes, fetches, strict=True):
-        for (step, src, dst, until), rows in moves(fetch, layout, node, rank).items():
-            transfers[step].append(Transfer(src, dst, lane.kv(rows), until))
-        arrived.append(_with_steps([problem.held(rank), *arrivals(fetch, node, rank, num_steps)[1:]]))
-    computes = problem.computes(rank, arrived, num_steps)
-    return tuple(Step(tuple(moved), tuple(work)) for moved, work in zip(transfers, computes, strict=True))
+        weight = lane.weight(problem.sizes)
+        for rows, taker in ((fetch.near, fetch.near[:, TAKER]), (fetch.far, fetch.far[:, PORT])):
+            np.add.at(volume.kv_in, taker, weight * (rows[:, STOP] - rows[:, START]))
+            volume.kv_out[:] += weight * lent(rows, problem.layout)
+        if problem.node < size:  # rows that ports pass on inside the nodes
+            line = on_one_line(fetch.far, fetch.far[:, TAKER], seq_len)
+            ports = by_position(np.column_stack((line, fetch.far[:, PORT])))
+            users = on_one_line(fetch.remote, fetch.remote[:, 2] // problem.node, seq_len)
+            i, j = join(users, ports)
+            rows = np.minimum(users[i, 1], ports[j, 1]) - np.maximum(users[i, 0], ports[j, 0])
+            port, user = ports[j, 2], fetch.remote[i, 2]
+            rows[port == user] = 0
+            np.add.at(volume.kv_in, user, weight * rows)
+            np.add.at(volume.kv_out, port, weight * rows)
+    volume.again[:] = volume.kv_in
+    return volume
 
 
-def _with_steps(arrived: list[Ints]) -> Ints:
-    """(start, stop, step) of the rows of every step, sorted by position."""
-    step = np.repeat(np.arange(len(arrived)), [len(rows) for rows in arrived])
-    return by_position(np.column_stack((np.concatenate(arrived), step)))
+def lent(needed: Ints, layout: Layout) -> Ints:
+    """Return how many of the needed (start, stop, ...) rows each rank sends, once per rank that needs them."""
+    segments = layout.table
+    covered = np.zeros(len(segments), dtype=np.int64)
+    # Needed rows before the stop of each segment, less those before its start.
+    for ends, sign in ((needed[:, 0], 1), (needed[:, 1], -1)):
+        ordered = np.sort(ends)
+        sums = np.concatenate(([0], np.cumsum(ordered)))
+        for edge, edge_sign in ((segments[:, 1], sign), (segments[:, 0], -sign)):
+            number = np.searchsorted(ordered, edge)
+            covered += edge_sign * (number * edge - sums[number])
+    num_rows = np.zeros(layout.world_size, dtype=np.int64)
+    np.add.at(num_rows, segments[:, 2], covered)
+    return num_rows
 
 
-# -- All-gather: every rank gets all K and V, then computes the rest ---------------------------------------------------
-# This is an exchange of all rows in one stage. Between nodes every row crosses once per node, as in the collective of
-# the same name.
+def hybrid_volume(slices: Slices, inner: Callable[[Problem], Volume]) -> Volume:
+    """Return what the inner planner moves across groups, plus queries and K/V for each rank's heads inside groups."""
+    if slices.heads == 1:
+        return inner(slices.problem)
+    heads, volume = slices.heads, Volume.zeros(slices.problem.layout.world_size)
+    known: dict[object, tuple[Volume, Ints, Ints]] = {}
+    for number in range(heads):
+        problem = slices.slice(number)
+        key = slices.kind(number)
+        if key not in known:
+            known[key] = (inner(problem), *_gathered_rows(slices, problem))
+        across, q, kv = known[key]
+        for name in Volume.__slots__:
+            getattr(volume, name)[number::heads] += getattr(across, name)
+        for rows, names, sent in ((q, ("q_in",), volume.q_out), (kv, ("kv_in", "again"), volume.kv_out)):
+            for name in names:
+                getattr(volume, name)[number::heads] += rows.reshape(-1, heads).sum(axis=1) - rows[number::heads]
+            sent += rows
+            sent[number::heads] -= rows[number::heads]
+    return volume
 
 
-def all_gather(problem: Problem, rank: int) -> tuple[Step, ...]:
-    """The rank's steps: local pairs while everything is in flight, then all the rest at once."""
-    return fetching(problem, rank, (problem.gather_fetch,) * len(problem.lanes), min(problem.layout.world_size - 1, 1))
+def _gathered_rows(slices: Slices, problem: Problem) -> tuple[Ints, Ints]:
+    """Return how many of the query rows, and of the K/V rows, that its group needs for a slice each rank holds."""
+    layout, seq_len = slices.problem.layout, problem.layout.seq_len
+    group_line = on_one_line(layout.table, layout.table[:, 2] // slices.heads, seq_len)
+    owners = by_position(np.column_stack((group_line, layout.table[:, 2])))
+    q, kv = np.zeros(layout.world_size, dtype=np.int64), np.zeros(layout.world_size, dtype=np.int64)
+
+    def add_held(sums: Ints, weight: int, rows: Ints) -> None:
+        """Add how many of its group's (start, stop, group) rows each rank holds."""
+        line = on_one_line(rows, rows[:, 2], seq_len)
+        i, j = join(line, owners)
+        held = np.minimum(line[i, 1], owners[j, 1]) - np.maximum(line[i, 0], owners[j, 0])
+        np.add.at(sums, owners[j, 2], weight * held)
+
+    for lane in problem.lanes:
+        rows = needed_rows(lane, seq_len) if problem.layout.world_size == 1 else problem.layout.table
+        add_held(kv, lane.weight(problem.sizes), rows)
+        for part in lane.parts:
+            q_rows = by_position(part.q_rows)
+            attending: list[Ints] = []  # (start, stop, group) of the query rows that attend to anything
+            for bands in (part.plane.sure, part.plane.maybe):
+                pieces, row = in_rows(bands, q_rows)
+                attending.append(bd.tighten(np.column_stack((pieces, q_rows[row, 2])))[:, [bd.Q0, bd.Q1, 6]])
+            batch = lane.weight(problem.sizes) // len(lane.kv_heads)
+            add_held(q, len(part.q_heads) * batch, by_taker(np.concatenate(attending), seq_len))
+    return q, kv
 
 
 # -- Schemes by name ---------------------------------------------------------------------------------------------------
@@ -170,9 +511,9 @@ PLANNERS: dict[str, Planner] = {
 }
 VOLUMES: dict[Planner, Callable[[Problem], Volume]] = {
     ring: ring_volume,
-    all_gather: all_gather_volume,
-    exchange: exchange_volume,
-    alone: alone_volume,
+    all_gather: lambda problem: _fetch_volume(problem, (problem.gather_fetch,) * len(problem.lanes)),
+    exchange: lambda problem: _fetch_volume(problem, problem.needed_fetches),
+    alone: lambda problem: Volume.zeros(problem.layout.world_size),
 }
 
 _HYBRID = re.compile(r"hybrid\((\d{1,6})(?:,\s*(\w+))?\)")
@@ -188,14 +529,14 @@ class Scheme:
     inner: Planner
 
     def __post_init__(self) -> None:
-        _ = self._slices  # refuses groups that the ranks do not divide into, now and not at the first call
+        _ = self._slices  # raises if the ranks do not divide into groups, now and not at the first call
 
     @cached_property
     def _slices(self) -> Slices:
         return Slices(self.problem, self.heads)
 
     def steps(self, rank: int) -> tuple[Step, ...]:
-        """The forward steps of one rank."""
+        """Return the forward steps of one rank."""
         if not 0 <= rank < self.problem.layout.world_size:
             raise PlanError(f"{self.problem.layout} has no rank {rank}.")
         return hybrid(self._slices, rank, self.inner)
@@ -206,34 +547,33 @@ class Scheme:
         if self.heads == 1:
             return self.problem.work
         kinds = [self._slices.kind(number) for number in range(self.heads)]
-        alike = {kind: self._slices.slice(kinds.index(kind)).work for kind in set(kinds)}
-        return np.stack([alike[kind] for kind in kinds], axis=1).ravel()
+        by_kind = {kind: self._slices.slice(kinds.index(kind)).work for kind in set(kinds)}
+        return np.stack([by_kind[kind] for kind in kinds], axis=1).ravel()
 
     @cached_property
     def _volume(self) -> Volume:
         return hybrid_volume(self._slices, VOLUMES[self.inner])
 
     def received(self, direction: str, *, keep: bool) -> Ints:
-        """Bytes that each rank takes from the wire in one pass."""
+        """Return the bytes that each rank receives in one pass."""
         sizes = self.problem.sizes
         if self.inner in VOLUMES and self.problem.chunks is None:
             return self._volume.received(sizes, direction, keep=keep)
         num_bytes: list[int] = []
         for rank in range(self.problem.layout.world_size):
             steps = self.steps(rank)
-            num_bytes.append(
-                received(steps if direction == "forward" else reverse(steps, rank, keep=keep)[0], rank, sizes)
-            )
+            steps = steps if direction == "forward" else reverse(steps, rank, keep=keep)[0]
+            num_bytes.append(received(steps, rank, sizes))
         return np.array(num_bytes, dtype=np.int64)
 
     def schedule(self) -> Schedule:
-        """Every rank's forward steps, written out."""
+        """Return every rank's forward steps, written out."""
         ranks = tuple(self.steps(rank) for rank in range(self.problem.layout.world_size))
         return Schedule(self.name, "forward", self.problem.layout, self.problem.sizes, ranks)
 
 
 def scheme(name: str, problem: Problem) -> Scheme:
-    """What a name stands for: a planner, `all_to_all`, or `hybrid(HEADS, PLANNER)`.
+    """Return the scheme of this name: a planner, `all_to_all`, or `hybrid(HEADS, PLANNER)`.
 
     >>> from longspan import masks, layouts
     >>> from longspan.planning import Problem, Sizes
@@ -244,9 +584,9 @@ def scheme(name: str, problem: Problem) -> Scheme:
     name = name.replace(" ", "")
     if problem.chunks is not None and name != "exchange":
         raise PlanError(
-            f"scheme {name!r} was asked for with chunks = {problem.chunks.num}. Only an exchange computes in chunks"
-            f" and keeps queries at home, where their real output is; others add gradients up in an order that"
-            f" depends on the number of ranks. Use 'exchange' or 'auto', or leave chunks out."
+            f"scheme must be 'exchange' or 'auto' with chunks = {problem.chunks.num}, but got {name!r}. Only an"
+            f" exchange computes in chunks and keeps queries on their rank, with their real output; others add"
+            f" gradients in an order that depends on the number of ranks. Use 'exchange', or plan without chunks."
         )
     if name in PLANNERS:
         return Scheme(name, problem, 1, PLANNERS[name])
@@ -256,6 +596,6 @@ def scheme(name: str, problem: Problem) -> Scheme:
     if match and (match[2] or "ring") in PLANNERS:
         return Scheme(name, problem, int(match[1]), PLANNERS[match[2] or "ring"])
     raise PlanError(
-        f"scheme {name!r} was asked for. Choose one of {', '.join(PLANNERS)}, all_to_all and hybrid(HEADS, PLANNER),"
-        f" as in hybrid(8, exchange); 'auto' compares them."
+        f"scheme must be one of {', '.join(PLANNERS)}, all_to_all and hybrid(HEADS, PLANNER), as in"
+        f" hybrid(8, exchange), or 'auto', which compares them, but got {name!r}."
     )

@@ -1,4 +1,4 @@
-"""Problem: the input of a planner. Mask, layout and sizes, resolved into lanes, and chunks where requested.
+"""Problem: the input of a planner. Mask, layout and sizes, resolved into lanes, and chunks if requested.
 
 A lane is a set of key/value heads (of some batch rows) whose rows travel together. Its parts are the query heads that
 use them, each with one plane of the mask and the query rows that every rank computes. Usually there is one lane with
@@ -29,7 +29,7 @@ from longspan.spans import LIMIT, Ints, Span, as_spans, by_position, join
 
 
 MAX_CHUNKS = 1 << 10
-"""Plans list pairs of chunks, so there cannot be very many; more is taken for a number of tokens given by mistake."""
+"""Plans list pairs of chunks, so there cannot be very many; more is taken for a number of tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,21 +50,22 @@ class Chunks:
 
     @staticmethod
     def of(layout: Layout, num: int) -> Chunks:
-        """The layout's chunks; refused where it cuts inside of one."""
+        """Return the layout's chunks; raise if it cuts inside of one."""
         if not layout.seq_len or layout.seq_len % num:
             more = -(-layout.seq_len // num) * num or num
             raise PlanError(
-                f"chunks = {num} equal chunks were asked for, but {layout} has {layout.seq_len} positions, which leaves"
-                f" {layout.seq_len % num} over. Pad the sequence to {more}, or use a divisor of its length."
+                f"chunks = {num} equal chunks need a sequence length that {num} divides, but {layout} has"
+                f" {layout.seq_len} positions, which leaves {layout.seq_len % num} over. Pad the sequence to {more}, or"
+                f" use a divisor of its length."
             )
         length, rows = layout.seq_len // num, layout.by_position
         inside = rows[rows[:, 0] % length > 0]
         if len(inside):
             raise PlanError(
-                f"chunks = {num} was asked for, which is chunks of {length} positions, but {layout} begins a span at"
-                f" {int(inside[0, 0])}, inside of one. Use a layout that is cut at multiples of {length} only"
+                f"chunks = {num} means chunks of {length} positions, but {layout} begins a span at"
+                f" {int(inside[0, 0])}, inside of one. Use a layout that is cut only at multiples of {length}"
                 f" (contiguous if {num} is a multiple of the ranks, zigzag if it is a multiple of twice the ranks), or"
-                f" other chunks."
+                f" another number of chunks."
             )
         at = np.searchsorted(rows[:, 0], np.arange(num, dtype=np.int64) * length, side="right") - 1
         owner = rows[at, 2]
@@ -83,7 +84,7 @@ class Chunks:
         return table
 
     def branch(self, chunk: int) -> Span:
-        """The query rows of the chunk's branch: their contributions to a key's gradient are summed on one rank."""
+        """Return the query rows of the chunk's branch, whose contributions to dK/dV are summed on one rank."""
         first, last = self.branches[chunk].tolist()
         return Span(first * self.length, last * self.length)
 
@@ -98,7 +99,7 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Query heads that share a plane, and who computes which of their rows."""
+    """Query heads that share a plane, and the query rows that each rank computes."""
 
     q_heads: Span
     plane: Plane
@@ -115,25 +116,29 @@ class Lane:
     parts: tuple[Part, ...]
 
     def kv(self, rows: Ints) -> Piece:
-        """The piece of K and V with these (start, stop) rows."""
+        """Return the piece of K and V with these (start, stop) rows."""
         return Piece(Role.KV, as_spans(rows), self.kv_heads, self.batch)
+
+    def weight(self, sizes: Sizes) -> int:
+        """Return key/value heads times batch rows."""
+        return len(self.kv_heads) * (sizes.batch if self.batch is None else len(self.batch))
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Who holds K and V (`layout`), and which pairs must be computed (`lanes`)."""
+    """The layout of K and V, and the pairs that must be computed (`lanes`)."""
 
     layout: Layout
     sizes: Sizes
     lanes: tuple[Lane, ...]
     node: int
-    """Ranks per node: neighbours that share fast links. As many as there are ranks when links are all alike."""
+    """Ranks per node: neighbours that share fast links. The number of ranks if all links are equal."""
     max_rows: int | None = None
-    """How many fetched K/V rows a rank may hold at once in an exchange; None leaves it to the planner."""
+    """Limit on fetched K/V rows that a rank holds at once in an exchange; None: no limit."""
     stages: int | None = None
-    """In how many stages an exchange fetches; None lets the rows that are needed decide."""
+    """Stages of an exchange; None: decided by the rows that are needed."""
     chunks: Chunks | None = None
-    """Stretches in which to compute, so that any number of ranks computes alike; None leaves it to the planner."""
+    """Chunks in which to compute, so that any number of ranks computes the same bits; None: no chunks."""
 
     @staticmethod
     def make(
@@ -145,27 +150,27 @@ class Problem:
         max_rows: int | None = None,
         chunks: int | None = None,
     ) -> Problem:
-        """The problem of a mask over a layout; every rank computes the query rows it holds."""
+        """Return the problem of a mask over a layout; every rank computes the query rows it holds."""
         mask = mask.resized(layout.seq_len)
-        for what, number, expected in (
+        for noun, number, expected in (
             ("heads", mask.num_heads, sizes.q_heads),
             ("batch rows", mask.num_rows, sizes.batch),
         ):
             if number not in (1, expected):
                 raise PlanError(
-                    f"{mask} differs over {number} {what}, but the plan is for {expected}. Give the mask {expected}"
-                    f" {what}, or one that serves all."
+                    f"{mask} differs over {number} {noun}, but the plan is for {expected}. Use a mask for {expected}"
+                    f" {noun}, or one that is the same for all."
                 )
         lanes = [lane for rows, row in _row_groups(mask) for lane in _lanes(mask, rows, row, layout, sizes)]
-        # Nodes that are not all whole have no ports for some shares: treat such a group as one level.
-        whole = node is not None and 0 < node < layout.world_size and layout.world_size % node == 0
+        # If the ranks do not fill all nodes, some shares would have no port: treat such a group as one level.
+        if node is None or not 0 < node < layout.world_size or layout.world_size % node:
+            node = layout.world_size
         cut = None if chunks is None else Chunks.of(layout, chunks)
-        node = node if node and whole else layout.world_size
         return Problem(layout, sizes, tuple(lanes), node, max_rows, chunks=cut)
 
     @cached_property
     def needed(self) -> tuple[Ints, ...]:
-        """For each lane, (start, stop, rank) of the K/V rows that a rank's queries see and the rank does not hold."""
+        """For each lane, (start, stop, rank) of the K/V rows that a rank's queries need and the rank does not hold."""
         seq_len = self.layout.seq_len
         return tuple(without(needed_rows(lane, seq_len), self.layout.table, seq_len) for lane in self.lanes)
 
@@ -176,13 +181,12 @@ class Problem:
 
     @cached_property
     def num_stages(self) -> int:
-        """In how many stages all ranks fetch what they need."""
+        """The number of stages in which all ranks fetch the rows they need."""
         if self.stages is not None:
             return self.stages
         rows = np.zeros(self.layout.world_size)
         for lane, needed in zip(self.lanes, self.needed, strict=True):
-            share = len(lane.kv_heads) / self.sizes.kv_heads
-            share *= 1.0 if lane.batch is None else len(lane.batch) / self.sizes.batch
+            share = lane.weight(self.sizes) / (self.sizes.kv_heads * self.sizes.batch)
             np.add.at(rows, needed[:, 2], (needed[:, 1] - needed[:, 0]) * share)
         return num_stages(rows, self.node, self.max_rows)
 
@@ -196,9 +200,18 @@ class Problem:
 
     @cached_property
     def chunk_pairs(self) -> tuple[Ints, ...]:
-        """For each lane, (query chunk, key chunk, start, stop) of the keys between which all seen ones lie."""
+        """For each lane, (query chunk, key chunk, start, stop) with the stretch of keys that the queries attend to."""
         assert self.chunks is not None
-        return tuple(_chunk_pairs(lane, self.chunks) for lane in self.lanes)
+        tables: list[Ints] = []
+        for lane in self.lanes:
+            rows = self.chunks.rows
+            bands = np.concatenate([bd.tighten(cells(in_rows(p.plane.region, rows)[0], rows)) for p in lane.parts])
+            numbers, group = np.unique(bands[:, [bd.Q0, bd.K0]] // self.chunks.length, axis=0, return_inverse=True)
+            ends = np.tile(np.array([LIMIT, 0], dtype=np.int64), (len(numbers), 1))
+            np.minimum.at(ends[:, 0], group.ravel(), bands[:, bd.K0])
+            np.maximum.at(ends[:, 1], group.ravel(), bands[:, bd.K1])
+            tables.append(np.concatenate((numbers, ends), axis=1))
+        return tuple(tables)
 
     @cached_property
     def work(self) -> Ints:
@@ -213,53 +226,45 @@ class Problem:
         return pairs
 
     def held(self, rank: int) -> Ints:
-        """The rank's (start, stop) rows, sorted by position."""
+        """Return the rank's (start, stop) rows, sorted by position."""
         return by_position(self.layout.span_table(rank))
 
     @cached_property
     def blocks(self) -> tuple[tuple[Piece, ...], ...]:
-        """Every rank's own K and V, lane by lane; nothing for a rank without tokens."""
+        """Every rank's own K and V, lane by lane; empty for a rank without tokens."""
         rows = [self.held(rank) for rank in range(self.layout.world_size)]
         return tuple(tuple(lane.kv(held) for lane in self.lanes) if len(held) else () for held in rows)
 
     def computes(self, rank: int, arrived: Sequence[Ints], num_steps: int) -> list[list[Compute]]:
-        """For each step, what the rank has to compute between its query rows and the K/V rows that are there for it.
+        """Return for each step the rank's computes between its query rows and the K/V rows that arrived for that step.
 
         `arrived` has (start, stop, step) rows for each lane, sorted by position and disjoint.
         """
-        steps: list[list[Compute]] = [[] for _ in range(num_steps)]
-        for lane, rows in zip(self.lanes, arrived, strict=True):
-            for part in lane.parts:
-                for step, compute in self._computes(rank, rows, lane, part):
-                    steps[step].append(compute)
-        return steps
-
-    def _computes(self, rank: int, kv_rows: Ints, lane: Lane, part: Part) -> Iterator[tuple[int, Compute]]:
-        """(step, compute) of one part, all steps at once: a ring has as many as there are ranks."""
-        sure, maybe = (_by_step(bd.tighten(cells(bands, kv_rows))) for bands in self.rank_bands(part, rank))
-        both, seq_len = np.concatenate((sure, maybe)), self.layout.seq_len
-        q, kv = (by_taker(both[:, columns], seq_len) for columns in ((bd.Q0, bd.Q1, STEP), (bd.K0, bd.K1, STEP)))
-        spans = [as_spans(rows[:, :2]) for rows in (q, kv)]
-        bands = [bd.as_bands(rows[:, :STEP]) for rows in (sure, maybe)]
-        steps = np.unique(both[:, STEP])
-        labels = (q[:, 2], kv[:, 2], sure[:, STEP], maybe[:, STEP])
-        begins = [np.searchsorted(label, steps).tolist() for label in labels]
-        ends = [np.searchsorted(label, steps, side="right").tolist() for label in labels]
-        for k, step in enumerate(steps.tolist()):
-            (q0, kv0, sure0, maybe0), (q1, kv1, sure1, maybe1) = ([at[k] for at in side] for side in (begins, ends))
-            yield (
-                step,
-                Compute(
-                    rank,
-                    Piece(Role.Q, spans[0][q0:q1], part.q_heads, lane.batch),
-                    Piece(Role.KV, spans[1][kv0:kv1], lane.kv_heads, lane.batch),
-                    bands[0][sure0:sure1],
-                    bands[1][maybe0:maybe1],
-                ),
-            )
+        seq_len = self.layout.seq_len
+        computes: list[list[Compute]] = [[] for _ in range(num_steps)]
+        parts = [(lane, part, rows) for lane, rows in zip(self.lanes, arrived, strict=True) for part in lane.parts]
+        for lane, part, kv_rows in parts:
+            # All steps of a part at once: a ring has as many as there are ranks.
+            tight = [bd.tighten(cells(bands, kv_rows)) for bands in self.rank_bands(part, rank)]
+            sure, maybe = (rows[np.argsort(rows[:, STEP], kind="stable")] for rows in tight)
+            both = np.concatenate((sure, maybe))
+            q, kv = (by_taker(both[:, columns], seq_len) for columns in ((bd.Q0, bd.Q1, STEP), (bd.K0, bd.K1, STEP)))
+            q_spans, kv_spans = as_spans(q[:, :2]), as_spans(kv[:, :2])
+            sure_bands, maybe_bands = bd.as_bands(sure[:, :STEP]), bd.as_bands(maybe[:, :STEP])
+            steps = np.unique(both[:, STEP])
+            labels = (q[:, 2], kv[:, 2], sure[:, STEP], maybe[:, STEP])
+            begins = [np.searchsorted(label, steps).tolist() for label in labels]
+            ends = [np.searchsorted(label, steps, side="right").tolist() for label in labels]
+            for k, step in enumerate(steps.tolist()):
+                (q0, kv0, sure0, maybe0), (q1, kv1, sure1, maybe1) = ([at[k] for at in side] for side in (begins, ends))
+                queries = Piece(Role.Q, q_spans[q0:q1], part.q_heads, lane.batch)
+                keys = Piece(Role.KV, kv_spans[kv0:kv1], lane.kv_heads, lane.batch)
+                bands = sure_bands[sure0:sure1], maybe_bands[maybe0:maybe1]
+                computes[step].append(Compute(rank, queries, keys, *bands))
+        return computes
 
     def rank_bands(self, part: Part, rank: int) -> tuple[Ints, Ints]:
-        """The plane's sure and maybe bands in the query rows that the rank computes."""
+        """Return the plane's sure and maybe bands in the query rows that the rank computes."""
         key = (id(part), rank)
         if key not in self._rank_bands:
             mine = part.q_rows[part.q_rows[:, 2] == rank][:, :2]
@@ -272,7 +277,7 @@ class Problem:
 
 
 def in_rows(bands: Ints, q_rows: Ints) -> tuple[Ints, Ints]:
-    """Bands cut to query rows (sorted by position, disjoint), and for each piece the row it lies in."""
+    """Return bands cut to query rows (sorted by position, disjoint), and for each piece the row it lies in."""
     i, j = join(bands[:, :2], q_rows)
     pieces = bands[i].copy()
     pieces[:, bd.Q0] = np.maximum(pieces[:, bd.Q0], q_rows[j, 0])
@@ -284,15 +289,11 @@ def in_rows(bands: Ints, q_rows: Ints) -> tuple[Ints, Ints]:
 
 
 STEP = 6
-"""The column behind those of a band that says in which step it is computed."""
-
-
-def _by_step(rows: Ints) -> Ints:
-    return rows[np.argsort(rows[:, STEP], kind="stable")]
+"""The column after those of a band: the step in which it is computed."""
 
 
 def cells(bands: Ints, kv_rows: Ints) -> Ints:
-    """Bands cut to K/V rows (sorted by position, disjoint); further columns of the rows go along."""
+    """Return bands cut to K/V rows (sorted by position, disjoint); further columns of the rows are appended."""
     i, j = join(bands[:, 2:4], kv_rows)
     pieces = np.column_stack((bands[i], kv_rows[j, 2:]))
     pieces[:, bd.K0] = np.maximum(pieces[:, bd.K0], kv_rows[j, 0])
@@ -301,7 +302,7 @@ def cells(bands: Ints, kv_rows: Ints) -> Ints:
 
 
 def needed_rows(lane: Lane, seq_len: int) -> Ints:
-    """(start, stop, rank) of all K/V rows each rank's queries see, by rank and position, disjoint."""
+    """Return (start, stop, rank) of all K/V rows that each rank's queries need, by rank and position, disjoint."""
     needed: list[Ints] = []
     for part in lane.parts:
         q_rows = by_position(part.q_rows)
@@ -312,18 +313,8 @@ def needed_rows(lane: Lane, seq_len: int) -> Ints:
     return by_taker(np.concatenate(needed), seq_len)
 
 
-def _chunk_pairs(lane: Lane, chunks: Chunks) -> Ints:
-    cut = [bd.tighten(cells(in_rows(p.plane.region, chunks.rows)[0], chunks.rows)) for p in lane.parts]
-    bands = np.concatenate(cut)
-    numbers, group = np.unique(bands[:, [bd.Q0, bd.K0]] // chunks.length, axis=0, return_inverse=True)
-    ends = np.tile(np.array([LIMIT, 0], dtype=np.int64), (len(numbers), 1))
-    np.minimum.at(ends[:, 0], group.ravel(), bands[:, bd.K0])
-    np.maximum.at(ends[:, 1], group.ravel(), bands[:, bd.K1])
-    return np.concatenate((numbers, ends), axis=1)
-
-
 def _row_groups(mask: Mask) -> Iterator[tuple[Span | None, int]]:
-    """Runs of batch rows that share all planes, with one row that stands for them; None is all rows."""
+    """Yield runs of batch rows that share all planes, each with one row of it; None is all rows."""
     if mask.num_rows == 1:
         yield None, 0
         return
@@ -345,43 +336,35 @@ def _lanes(mask: Mask, batch: Span | None, row: int, layout: Layout, sizes: Size
 
 
 def lanes_of(parts: list[Part], batch: Span | None, sizes: Sizes) -> Iterator[Lane]:
-    """Parts of single heads, in head order, as the fewest lanes: equal neighbours join."""
+    """Yield the fewest lanes for parts of single heads, in head order: equal neighbours are joined."""
+
+    def can_join(a: Part, b: Part) -> bool:
+        return a.q_heads.stop == b.q_heads.start and a.plane is b.plane and a.q_rows is b.q_rows
+
+    def is_whole(lane: Lane) -> bool:
+        """Whether one part has all query heads of the lane, so that joined neighbours stay aligned with their keys."""
+        return len(lane.parts) == 1 and len(lane.parts[0].q_heads) == sizes.group * len(lane.kv_heads)
+
     by_kv: dict[int, list[Part]] = {}
     for part in parts:
-        for piece in _within_groups(part, sizes.group):
-            mine = by_kv.setdefault(piece.q_heads.start // sizes.group, [])
-            if mine and _alike(mine[-1], piece):
-                piece = Part(Span(mine.pop().q_heads.start, piece.q_heads.stop), piece.plane, piece.q_rows)
+        head = part.q_heads.start
+        while head < part.q_heads.stop:  # cut the part where the key/value head changes
+            stop = min((head // sizes.group + 1) * sizes.group, part.q_heads.stop)
+            piece = Part(Span(head, stop), part.plane, part.q_rows)
+            mine = by_kv.setdefault(head // sizes.group, [])
+            if mine and can_join(mine[-1], piece):
+                piece = Part(Span(mine.pop().q_heads.start, stop), piece.plane, piece.q_rows)
             mine.append(piece)
+            head = stop
     run: Lane | None = None
     for head, mine in sorted(by_kv.items()):
         lane = Lane(batch, Span(head, head + 1), tuple(mine))
-        if run and run.kv_heads.stop == head and _whole(run, sizes) and _whole(lane, sizes):
-            last, part = run.parts[0], mine[0]
-            if _alike(last, part):
-                joined = Part(Span(last.q_heads.start, part.q_heads.stop), part.plane, part.q_rows)
-                run = Lane(batch, Span(run.kv_heads.start, head + 1), (joined,))
-                continue
+        if run and run.kv_heads.stop == head and is_whole(run) and is_whole(lane) and can_join(run.parts[0], mine[0]):
+            joined = Part(Span(run.parts[0].q_heads.start, mine[0].q_heads.stop), mine[0].plane, mine[0].q_rows)
+            run = Lane(batch, Span(run.kv_heads.start, head + 1), (joined,))
+            continue
         if run:
             yield run
         run = lane
     if run:
         yield run
-
-
-def _whole(lane: Lane, sizes: Sizes) -> bool:
-    """Whether one part has all query heads of the lane, so that joined neighbours stay in step with their keys."""
-    return len(lane.parts) == 1 and len(lane.parts[0].q_heads) == sizes.group * len(lane.kv_heads)
-
-
-def _alike(a: Part, b: Part) -> bool:
-    return a.q_heads.stop == b.q_heads.start and a.plane is b.plane and a.q_rows is b.q_rows
-
-
-def _within_groups(part: Part, group: int) -> Iterator[Part]:
-    """The part cut where the key/value head changes."""
-    head = part.q_heads.start
-    while head < part.q_heads.stop:
-        stop = min((head // group + 1) * group, part.q_heads.stop)
-        yield Part(Span(head, stop), part.plane, part.q_rows)
-        head = stop

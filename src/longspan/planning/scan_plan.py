@@ -1,15 +1,20 @@
-"""ScanPlan: documents, a layout and a schedule of a recurrence, with its predicted cost and the reasons for the choice.
+"""Plans of scans: planners, the transposed schedule for backward, predicted costs, and ScanPlan.
 
-A plan is a frozen value with a fingerprint and a text form.
+A plan has documents, a layout, a schedule and the reasons for its choice. It is a frozen value with a fingerprint and a
+text form.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longspan._compile import sealed
 from longspan.errors import PlanError
@@ -17,10 +22,172 @@ from longspan.formatting import bytes_text, counted
 from longspan.layouts import Layout
 from longspan.planning.choose import REASON_HEAD, Reason
 from longspan.planning.machine import Floats, Machine, Work
-from longspan.planning.scan_planners import SCAN_PLANNERS, kept, relayout_price, scan_planner, transposed
-from longspan.planning.scan_steps import ChainPiece, Chains, Draft, ScanRole, ScanSchedule, ScanStep, StateSizes
-from longspan.planning.scan_validate import validate_scan
-from longspan.spans import Ints
+from longspan.planning.scan_steps import (
+    ChainPiece,
+    Chains,
+    Draft,
+    ScanRole,
+    ScanSchedule,
+    ScanStep,
+    StateSizes,
+    StateTransfer,
+)
+from longspan.planning.validator import validate_scan
+from longspan.spans import Ints, shortened
+
+# -- Planners: how the owner of every segment gets the state that enters it --------------------------------------------
+# Each planner writes one chain, given the ranks of its segments, from step 0 on; chains are independent. Eight segments
+# on ranks 0 to 7, what rank 7 receives:
+#
+#     chain        state[0:7)                                    after 7 steps, each rank waiting for the one before
+#     exchange     state[0:1) map[1:2) ... map[6:7)              after 1 step, folded locally
+#     doubling     [5:6) is joined by [4:5), then by [2:4) and so on: maps double their reach in every step, and the
+#                  state [0:7) comes from rank 6 in the last one (1 + log2 7 steps)
+#     two_level(4) all maps within a node, only those of whole nodes between nodes
+
+
+ScanPlanner = Callable[[Draft, int, Sequence[int], int], None]
+"""Writes a chain, by number, with the ranks of its segments, on a machine with this many ranks per node."""
+
+
+def one_after_another(draft: Draft, chain: int, ranks: Sequence[int], node: int) -> None:  # noqa: ARG001
+    """A rank waits for the state that enters it, and passes on the one that leaves it. Only states travel."""
+    step = 0
+    for i, (rank, after) in enumerate(itertools.pairwise(ranks)):
+        draft.fold(step, rank, chain, (0, i, i + 1))
+        draft.send(step, (rank, after), chain, (0, i + 1))
+        step += rank != after
+
+
+def exchange(draft: Draft, chain: int, ranks: Sequence[int], node: int) -> None:  # noqa: ARG001
+    """Every rank gets the maps of all segments before its last one, and folds them itself. One step."""
+    _exchange_run(draft, chain, ranks, (0, len(ranks)), is_last=True)
+
+
+def doubling(draft: Draft, chain: int, ranks: Sequence[int], node: int) -> None:  # noqa: ARG001
+    """In every step the piece that ends with a segment is joined with the one before, of the same length."""
+    units = [(i, i + 1, rank) for i, rank in enumerate(ranks[:-1])]
+    step = _double(draft, chain, units, 0)
+    for i, rank in enumerate(ranks[:-1]):
+        draft.send(step, (rank, ranks[i + 1]), chain, (0, i + 1))
+
+
+def _double(draft: Draft, chain: int, units: Sequence[tuple[int, int, int]], step: int) -> int:
+    """Double consecutive units (first, end, owner); return the step at whose beginning each owner has [0:end).
+
+    Folds of a step come before its transfers, so what a transfer brought is folded in the next step.
+    """
+    starts = [first for first, _, _ in units]
+    reach, count = 1, len(units)
+    while reach < count:
+        for i in range(reach, count):
+            _, end, owner = units[i - reach]
+            draft.send(step, (owner, units[i][2]), chain, (starts[i - reach], end))
+        step += 1
+        new = list(starts)
+        for i in range(reach, count):
+            new[i] = starts[i - reach]
+            draft.fold(step, units[i][2], chain, (new[i], starts[i], units[i][1]))
+        starts, reach = new, 2 * reach
+    return step
+
+
+def two_level(draft: Draft, chain: int, ranks: Sequence[int], node: int) -> None:
+    """Consecutive segments in one node exchange maps; the map of each such run goes from node to node by doubling; the
+    state that enters a run is sent to all ranks of the run."""
+    edges = [i for i in range(1, len(ranks)) if ranks[i] // node != ranks[i - 1] // node]
+    runs = list(zip([0, *edges], [*edges, len(ranks)], strict=True))
+    for first, end in runs:
+        _exchange_run(draft, chain, ranks, (first, end), is_last=end == len(ranks))
+    units = [(first, end, ranks[end - 1]) for first, end in runs[:-1]]
+    step = _double(draft, chain, units, 1)
+    for (_, end, owner), (after, _) in zip(units, runs[1:], strict=True):
+        draft.send(step, (owner, ranks[after]), chain, (0, end))
+    for first, end in runs[1:]:
+        for i in range(first, end):
+            draft.send(step + 1, (ranks[first], ranks[i]), chain, (0, first))
+        for i in range(first + 1, end):
+            draft.fold(step + 2, ranks[i], chain, (0, first, i))
+
+
+def _exchange_run(draft: Draft, chain: int, ranks: Sequence[int], run: tuple[int, int], *, is_last: bool) -> None:
+    """Give every owner in the run the map of all segments before its last one, and the owner of the last one that of
+    the whole run, unless the chain ends with it."""
+    first, end = run
+    last = {ranks[i]: i for i in range(first, end)}
+    for i in range(first, end - 1):
+        for other, place in last.items():
+            if place > i:
+                draft.send(0, (ranks[i], other), chain, (i, i + 1))
+    for rank, place in last.items():
+        whole = place + 1 if place == end - 1 and not is_last else place
+        for i in range(first + 1, whole):
+            draft.fold(1, rank, chain, (first, i, i + 1))
+
+
+SCAN_PLANNERS: dict[str, ScanPlanner] = {
+    "chain": one_after_another,
+    "exchange": exchange,
+    "doubling": doubling,
+    "two_level": two_level,
+}
+_TWO_LEVEL = re.compile(r"two_level\((\d{1,6})\)")
+
+
+def build_draft(name: str, chains: Chains, node: int) -> Draft:
+    """Return the draft of all chains by the planner of this name."""
+    match = _TWO_LEVEL.fullmatch(name)
+    if match and int(match[1]):
+        planner, node = two_level, int(match[1])
+    elif name in SCAN_PLANNERS:
+        planner = SCAN_PLANNERS[name]
+    else:
+        raise PlanError(
+            f"scheme of a scan must be one of {', '.join(SCAN_PLANNERS)}, two_level(RANKS PER NODE) and auto, but got"
+            f" {shortened(name)}."
+        )
+    draft = Draft(chains.batches)
+    for number, ranks in enumerate(chains.ranks()):
+        if len(ranks) > 1:
+            planner(draft, number, ranks, node)
+    return draft
+
+
+# -- Backward: the transposed schedule ---------------------------------------------------------------------------------
+# Gradients of states travel back along the path of the states. Forward is linear in the added terms (U) for given maps
+# (M), so backward is its transpose. Where forward folded [i:k) and [k:j), backward gives M_right^T times the gradient
+# of the whole to the left part and the gradient itself to the right part; where a piece was sent, its gradient comes
+# back, and all gradients of one piece are added. No map travels twice: a rank keeps the M of every right part that it
+# folded.
+#
+# Backward begins with the gradient of every entering state [0:i), without contributions of later segments, and ends
+# with the gradient of every [i:i+1): the gradient of the state that leaves segment i, from all segments after it.
+#
+#     forward    step 0  0 ── state[0:1] ──► 1      step 1  1 folds state[0:1] map[1:2], 1 ── state[0:2] ──► 2
+#     backward   step 0  2 ── dstate[0:2] ──► 1     step 1  1 splits it, 1 ── dstate[0:1] ──► 0         step 2
+
+
+def transposed(steps: tuple[ScanStep, ...]) -> tuple[ScanStep, ...]:
+    """Return one rank's backward steps from its forward steps.
+
+    >>> from longspan.planning.scan_steps import Fold
+    >>> state, mapped, whole = map(ChainPiece.parse, ("state[0:1]c0b0:1", "map[1:2]c0b0:1", "state[0:2]c0b0:1"))
+    >>> came = StateTransfer(0, 1, state, 2)
+    >>> went = StateTransfer(1, 2, whole, 2)
+    >>> for step in transposed((ScanStep((came,)), ScanStep((went,), (Fold(1, state, mapped),)), ScanStep())):
+    ...     print(step.transfers, step.computes)
+    (2>1 dstate[0:2]c0b0:1,) ()
+    (1>0 dstate[0:1]c0b0:1,) (fold state[0:1]c0b0:1 map[1:2]c0b0:1,)
+    () ()
+    """
+    count = len(steps)
+    backward: list[ScanStep] = []
+    for number in reversed(range(count)):
+        before = steps[number - 1].transfers if number else ()
+        back = [StateTransfer(t.dst, t.src, t.piece.to_gradient(), count) for t in before]
+        backward.append(ScanStep(tuple(back), steps[number].computes[::-1]))
+    return tuple(backward)
+
 
 # -- Cost of a scan on a machine ---------------------------------------------------------------------------------------
 # Bytes are exact. Times assume that all ranks enter every step together. A step takes as long as its slowest rank: its
@@ -32,118 +199,131 @@ WIDE_SHARE = 0.25
 STEP, SRC, DST, CHAIN, FIRST, END = range(6)
 
 
-@dataclass(frozen=True)
-class Price:
-    """Both passes of a draft on a machine."""
-
-    forward_seconds: float
-    backward_seconds: float
-    received: tuple[Ints, Ints]
-    """Bytes that each rank takes from the wire in each pass."""
-    peak_bytes: int
-    """What the rank with most holds beside its own segments' states: pieces that came, results of folds."""
-    host_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        return self.forward_seconds + self.backward_seconds
-
-
-def price(draft: Draft, world_size: int, sizes: StateSizes, machine: Machine) -> Price:
-    """Of all chains of the draft."""
-    rows = np.array([len(batch) for batch in draft.batches], dtype=np.int64)
+def price(name: str, draft: Draft, world_size: int, sizes: StateSizes, machine: Machine) -> tuple[Reason, Ints]:
+    """Return the costs of all chains of the draft, and the bytes that each rank receives in both passes."""
+    batch = np.array([len(rows) for rows in draft.batches], dtype=np.int64)
     moved, folds = draft.transfers, draft.folds
-    batch = rows[moved[:, CHAIN]]
-    there = batch * (sizes.state_bytes + np.where(moved[:, FIRST] > 0, sizes.map_bytes, 0))
-    back = batch * sizes.state_bytes
-    received = tuple(
-        np.bincount(ends, weights, world_size).astype(np.int64)
-        for ends, weights in ((moved[:, DST], there), (moved[:, SRC], back))
-    )
-    forward = _seconds(moved, there, draft.num_steps, machine, world_size)
-    forward += _fold_seconds(draft, sizes, machine, rows, "forward")
-    backward = _seconds(moved[:, (STEP, DST, SRC)], back, draft.num_steps, machine, world_size)
-    backward += _fold_seconds(draft, sizes, machine, rows, "backward")
-    made = rows[folds[:, 2]] * (sizes.state_bytes + np.where(folds[:, 3] > 0, sizes.map_bytes, 0))
-    held = received[0] + np.bincount(folds[:, 1], made, world_size).astype(np.int64)
+    there = batch[moved[:, CHAIN]] * (sizes.state_bytes + np.where(moved[:, FIRST] > 0, sizes.map_bytes, 0))
+    back = batch[moved[:, CHAIN]] * sizes.state_bytes
+    received = np.bincount(moved[:, DST], there, world_size).astype(np.int64)
+    received_back = np.bincount(moved[:, SRC], back, world_size).astype(np.int64)
+    forward = _message_seconds(moved, there, draft.num_steps, machine, world_size)
+    forward += _draft_fold_seconds(draft, sizes, machine, batch, "forward")
+    backward = _message_seconds(moved[:, (STEP, DST, SRC)], back, draft.num_steps, machine, world_size)
+    backward += _draft_fold_seconds(draft, sizes, machine, batch, "backward")
+    # Memory besides own segments' states: pieces that arrived, and results of folds.
+    folded = batch[folds[:, 2]] * (sizes.state_bytes + np.where(folds[:, 3] > 0, sizes.map_bytes, 0))
+    held = received + np.bincount(folds[:, 1], folded, world_size).astype(np.int64)
     pairs = np.unique((moved[:, STEP] * world_size + moved[:, SRC]) * world_size + moved[:, DST])  # one message each
     messages = np.bincount(np.concatenate((pairs // world_size % world_size, pairs % world_size)), minlength=world_size)
     ops = np.bincount(folds[:, 1], minlength=world_size) * 2 + messages
     host = 2.0 * float((ops * machine.launch_seconds + messages * machine.message_seconds).max(initial=0.0))
-    overhead = 2 * machine.call_seconds
-    return Price(
-        max(float(forward), host / 2) + machine.call_seconds,
-        max(float(backward), host / 2) + machine.call_seconds,
-        (received[0], received[1]),
+    both = received + received_back
+    reason = Reason(
+        name,
+        max(forward, host / 2) + machine.call_seconds,
+        max(backward, host / 2) + machine.call_seconds,
+        int(both.max(initial=0)),
         int(held.max(initial=0)),
-        host + overhead,
+        host_seconds=host + 2 * machine.call_seconds,
     )
+    return reason, both
 
 
-def _seconds(moved: Ints, weights: Ints, num_steps: int, machine: Machine, world_size: int) -> float:
-    """How long messages take, step by step: the busiest port of any rank."""
+def _message_seconds(moved: Ints, num_bytes: Ints, num_steps: int, machine: Machine, world_size: int) -> float:
+    """Return how long messages take, step by step: the time of the busiest port of any rank."""
     if not len(moved):
         return 0.0
     levels = machine.levels(moved[:, SRC], moved[:, DST])
     ports: Floats = np.zeros((num_steps, len(machine.links), 2, world_size))
-    for way, end in enumerate((SRC, DST)):
-        ways = np.full(len(moved), way, dtype=np.int64)
-        np.add.at(ports, (moved[:, STEP], levels, ways, moved[:, end]), weights)
-    busiest = ports.max(axis=(2, 3))
-    latency = np.array([link.latency for link in machine.links])
-    bandwidth = np.array([link.bandwidth for link in machine.links])
-    return float(np.where(busiest > 0, latency + busiest / bandwidth, 0.0).max(axis=1).sum())
+    for side, end in enumerate((SRC, DST)):
+        np.add.at(ports, (moved[:, STEP], levels, np.full(len(moved), side), moved[:, end]), num_bytes)
+    return float(machine.link_seconds(ports.max(axis=(2, 3))).sum())
 
 
-def fold_flop(sizes: StateSizes, composed: bool) -> float:
-    """Of one fold of one batch row; `composed` if M is joined too."""
-    if not sizes.dense:
-        return 2.0 * sizes.heads * sizes.keys * sizes.values
-    return 2.0 * sizes.heads * sizes.keys * sizes.keys * (sizes.values + (sizes.keys if composed else 0))
+def _fold_seconds(is_composed: NDArray[np.bool_], batch: Ints, sizes: StateSizes, machine: Machine) -> Floats:
+    """Return the time of each fold; `is_composed` if the maps are multiplied too."""
+    if sizes.dense:
+        flop = 2.0 * sizes.heads * sizes.keys * sizes.keys * (sizes.values + np.where(is_composed, sizes.keys, 0))
+    else:
+        flop = np.full(len(batch), 2.0 * sizes.heads * sizes.keys * sizes.values)
+    each = flop * batch / (machine.flops * WIDE_SHARE) + 2 * machine.op_seconds
+    return each + 3.0 * sizes.state_bytes * batch / machine.copy_bandwidth
 
 
-def fold_seconds(flop: Floats, rows: Ints, sizes: StateSizes, machine: Machine) -> Floats:
-    """Of folds of so many operations and batch rows each."""
-    each = flop * rows / (machine.flops * WIDE_SHARE) + 2 * machine.op_seconds
-    return each + 3.0 * sizes.state_bytes * rows / machine.copy_bandwidth
-
-
-def _fold_seconds(draft: Draft, sizes: StateSizes, machine: Machine, rows: Ints, direction: str) -> float:
-    """Folds of every step on the rank that has most. In backward maps are used as they are."""
+def _draft_fold_seconds(draft: Draft, sizes: StateSizes, machine: Machine, batch: Ints, direction: str) -> float:
+    """Return the time of the folds of every step on the busiest rank. Backward uses maps without composing them."""
     folds = draft.folds
     if not len(folds):
         return 0.0
-    composed = (folds[:, 3] > 0) & (direction == "forward")
-    flop = np.where(composed, fold_flop(sizes, True), fold_flop(sizes, False))
-    each = fold_seconds(flop, rows[folds[:, 2]], sizes, machine)
+    is_composed = (folds[:, 3] > 0) & (direction == "forward")
+    each = _fold_seconds(is_composed, batch[folds[:, 2]], sizes, machine)
     width = int(folds[:, 1].max()) + 1
     sums = np.bincount(folds[:, 0] * width + folds[:, 1], each)
     return float(np.pad(sums, (0, -len(sums) % width)).reshape(-1, width).max(axis=1).sum())
 
 
 def step_seconds(step: ScanStep, sizes: StateSizes, machine: Machine, direction: str) -> float:
-    """One rank's folds of one step."""
+    """Return the time of one rank's folds of one step."""
     if not step.computes:
         return 0.0
-    composed = [fold.whole.role is ScanRole.MAP and direction == "forward" for fold in step.computes]
-    flop = np.array([fold_flop(sizes, each) for each in composed])
-    rows = np.array([len(fold.left.batch) for fold in step.computes], dtype=np.int64)
-    return float(fold_seconds(flop, rows, sizes, machine).sum())
+    is_composed = [fold.whole.role is ScanRole.MAP and direction == "forward" for fold in step.computes]
+    batch = np.array([len(fold.left.batch) for fold in step.computes], dtype=np.int64)
+    return float(_fold_seconds(np.array(is_composed), batch, sizes, machine).sum())
 
 
 def step_work(step: ScanStep, rank: int) -> Work:
-    """What one rank's host queues in one step: folds, and messages."""
+    """Return what one rank's host queues in one step: folds and messages."""
     peers = {(t.src, t.dst) for t in step.transfers}
     sent = sum(src == rank for src, _ in peers)
     return Work(ops=2.0 * len(step.computes) + sent + bool(peers), messages=float(len(peers)))
 
 
 def held_bytes(steps: tuple[ScanStep, ...], rank: int, sizes: StateSizes, direction: str) -> int:
-    """What a rank holds at the end: pieces that came, and results of folds."""
-    came = sum(t.piece.num_bytes(sizes) for step in steps for t in step.transfers if t.dst == rank)
-    folds = [fold for step in steps for fold in step.computes]
-    made = [fold.whole if direction == "forward" else fold.whole.to_gradient() for fold in folds]
-    return came + sum(piece.num_bytes(sizes) for piece in made)
+    """Return the bytes that a rank holds at the end: pieces that arrived, and results of folds."""
+    pieces = [t.piece for step in steps for t in step.transfers if t.dst == rank]
+    folded = [fold.whole for step in steps for fold in step.computes]
+    pieces += folded if direction == "forward" else [piece.to_gradient() for piece in folded]
+    return sum(piece.num_bytes(sizes) for piece in pieces)
+
+
+# -- Moving tokens to a contiguous layout and back ---------------------------------------------------------------------
+# A layout that suits attention may split every document over all ranks (striped, zigzag per document), which makes
+# chains long. After one relayout the tokens of a rank are contiguous. What travels is every row whose owner changes:
+# inputs and outputs in forward, their gradients in backward.
+
+
+def moved_tokens(source: Layout, target: Layout) -> Ints:
+    """Return (source rank, target rank, tokens) of the tokens that change their owner.
+
+    >>> from longspan.layouts import contiguous, zigzag
+    >>> moved_tokens(zigzag(8, 2), contiguous(8, 2)).tolist()
+    [[0, 1, 2], [1, 0, 2]]
+    """
+    starts = np.union1d(source.by_position[:, 0], target.by_position[:, 0])
+    lengths = np.diff(np.append(starts, source.seq_len))
+    ends = [
+        layout.by_position[np.searchsorted(layout.by_position[:, 0], starts, side="right") - 1, 2]
+        for layout in (source, target)
+    ]
+    pair = ends[0] * source.world_size + ends[1]
+    tokens = np.bincount(pair, lengths, source.world_size**2).astype(np.int64)
+    pairs = np.flatnonzero(tokens)
+    table = np.stack((pairs // source.world_size, pairs % source.world_size, tokens[pairs]), axis=1)
+    return table[table[:, 0] != table[:, 1]]
+
+
+def _relayout_price(source: Layout, target: Layout, token_bytes: int, machine: Machine) -> tuple[float, Ints]:
+    """Return the seconds of one pass, and the bytes that every rank receives in it; `token_bytes`: both ways."""
+    moved = moved_tokens(source, target)
+    num_bytes, size = moved[:, 2] * token_bytes, source.world_size
+    ports: Floats = np.zeros((len(machine.links), 2, size))
+    levels = machine.levels(moved[:, 0], moved[:, 1])
+    for side in range(2):
+        np.add.at(ports, (levels, np.full(len(moved), side), moved[:, side]), num_bytes)
+    seconds = float(machine.link_seconds(ports.max(axis=(1, 2)), hops=2))
+    copied = 2.0 * float(source.num_tokens.max(initial=0)) * token_bytes / machine.copy_bandwidth
+    return seconds + copied, np.bincount(moved[:, 1], num_bytes, size).astype(np.int64)
 
 
 # -- Plans -------------------------------------------------------------------------------------------------------------
@@ -151,7 +331,7 @@ def held_bytes(steps: tuple[ScanStep, ...], rank: int, sizes: StateSizes, direct
 
 RELAYOUT = "relayout"
 MAX_SENDS = 20_000
-"""Of an exchange, about: more are not worth writing down."""
+"""Approximate limit on the transfers of an exchange: it is not compared beyond."""
 
 
 @sealed
@@ -162,22 +342,22 @@ class ScanPlan:
     chains: Chains
     sizes: StateSizes
     dtype: str
-    """Of states."""
+    """The dtype of states."""
     scheme: str
     machine: Machine
     draft: Draft
     reasons: tuple[Reason, ...]
     source: Layout | None = None
-    """Where tokens are before they are moved; None: they stay where they are."""
+    """The layout of tokens before a relayout; None: tokens are not moved."""
 
     @property
     def layout(self) -> Layout:
-        """Who holds which tokens while the recurrence is computed."""
+        """The layout of tokens while the recurrence is computed."""
         return self.chains.layout
 
     @property
     def home(self) -> Layout:
-        """Who holds which tokens before and after."""
+        """The layout of tokens before and after."""
         return self.layout if self.source is None else self.source
 
     @cached_property
@@ -185,31 +365,30 @@ class ScanPlan:
         return {}
 
     def steps(self, rank: int, direction: str = "forward") -> tuple[ScanStep, ...]:
-        """What one rank does, step by step."""
+        """Return the steps of one rank."""
         if direction not in ("forward", "backward"):
-            raise PlanError(f"direction is 'forward' or 'backward', but {direction!r} was asked for.")
+            raise PlanError(f"direction must be 'forward' or 'backward', but got {direction!r}.")
         if rank not in self._steps:
             forward = self.draft.steps(rank)
             self._steps[rank] = forward, transposed(forward)
         return self._steps[rank][direction == "backward"]
 
     def kept(self, rank: int) -> tuple[ChainPiece, ...]:
-        """The pieces whose M the rank keeps from forward to backward."""
-        return kept(self.steps(rank))
+        """Return the pieces whose M the rank keeps from forward to backward, in the order of their first fold."""
+        return tuple(dict.fromkeys(fold.right for step in self.steps(rank) for fold in step.computes))
 
     def schedule(self, direction: str = "forward") -> ScanSchedule:
-        """Every rank's steps, written out."""
-        ranks = range(self.layout.world_size)
-        steps = tuple(self.steps(rank, direction) for rank in ranks)
+        """Return every rank's steps, written out."""
+        steps = tuple(self.steps(rank, direction) for rank in range(self.layout.world_size))
         return ScanSchedule(self.scheme, direction, self.layout, self.sizes, steps)
 
     def bytes_received(self, rank: int, direction: str = "forward") -> int:
-        """What the rank takes from the wire in one pass."""
+        """Return the bytes that the rank receives in one pass."""
         steps = self.steps(rank, direction)
         return sum(t.piece.num_bytes(self.sizes) for step in steps for t in step.transfers if t.dst == rank)
 
     def validate(self) -> None:
-        """Proves the plan without knowing its planner; raises ScheduleError otherwise."""
+        """Raise ScheduleError unless the schedules are correct; the proof does not depend on the planner."""
         validate_scan(self.schedule(), self.schedule("backward"), self.chains)
 
     @cached_property
@@ -219,13 +398,13 @@ class ScanPlan:
         return hashlib.sha256(f"scan {' '.join(parts)}".encode()).hexdigest()
 
     def text(self) -> str:
-        """Layout, chains and steps, in words that people read."""
+        """Return layout, steps and chains as text."""
         lines = [self.schedule().text()]
         lines += [f"chain {n}: {' '.join(map(str, ranks))}" for n, ranks in enumerate(self.chains.ranks())]
         return "\n".join(lines)
 
     def explain(self) -> str:
-        """What was compared, with figures."""
+        """Return a text with the costs of the compared schemes."""
         most = self.reasons[0].bytes_received
         lines = [
             f"{self.scheme} over {self.home}: {counted(len(self.chains.batches), 'chain')},"
@@ -245,20 +424,9 @@ class ScanPlan:
         return isinstance(other, ScanPlan) and self.fingerprint == other.fingerprint
 
 
-def drafted(name: str, chains: Chains, node: int) -> Draft:
-    """What the planner of this name writes for all chains."""
-    planner, node = scan_planner(name, node)
-    draft = Draft(chains.batches)
-    for number, ranks in enumerate(chains.ranks()):
-        if len(ranks) > 1:
-            planner(draft, number, ranks, node)
-    return draft
-
-
 @dataclass(frozen=True, eq=False)
 class Elsewhere:
-    """Another layout in which the recurrence could be computed: its chains, and what a token weighs that goes there and
-    comes back."""
+    """Another layout in which the recurrence could be computed: its chains, and the bytes of a token both ways."""
 
     chains: Chains
     token_bytes: int
@@ -272,61 +440,45 @@ def planned_scan(
     machine: Machine,
     elsewhere: Elsewhere | None = None,
 ) -> ScanPlan:
-    """The plan by the named scheme, or by the quickest on the machine."""
+    """Return the plan of the named scheme, or of the fastest one on the machine."""
     if scheme == RELAYOUT and elsewhere is not None:
-        return _moved(chains.layout, elsewhere, planned_scan(elsewhere.chains, sizes, dtype, "auto", machine))
-    names = _candidates(chains, machine) if scheme == "auto" else [scheme]
-    names = [f"two_level({machine.node})" if name == "two_level" else name for name in names]  # it tells plans apart
+        return _relayout_plan(chains.layout, elsewhere, sizes, dtype, machine)
+    names = [scheme]
+    if scheme == "auto":
+        # An exchange of very long chains is not worth comparing, nor two levels on one node.
+        sends = sum(len(ranks) ** 2 for ranks in chains.ranks() if len(ranks) > 1)
+        names = ["chain", *(["exchange"] if sends <= MAX_SENDS else []), "doubling"]
+        names += ["two_level"] if chains.layout.world_size > machine.node else []
     judged: list[tuple[Reason, Draft]] = []
     for name in names:
-        draft = drafted(name, chains, machine.node)
-        judged.append((_reason(name, draft, chains, sizes, machine), draft))
+        name = f"two_level({machine.node})" if name == "two_level" else name  # the node size is part of the plan
+        draft = build_draft(name, chains, machine.node)
+        judged.append((price(name, draft, chains.layout.world_size, sizes, machine)[0], draft))
     judged.sort(key=lambda pair: (pair[0].seconds, pair[0].bytes_received))
     chosen = replace(judged[0][0], chosen=True)
     others = tuple(reason for reason, _ in judged[1:])
     stays = ScanPlan(chains, sizes, dtype, chosen.scheme, machine, judged[0][1], (chosen, *others))
     if scheme != "auto" or elsewhere is None:
         return stays
-    moves = _moved(chains.layout, elsewhere, planned_scan(elsewhere.chains, sizes, dtype, "auto", machine))
+    moves = _relayout_plan(chains.layout, elsewhere, sizes, dtype, machine)
     first, second = sorted((stays, moves), key=lambda plan: plan.reasons[0].seconds)
-    reasons = first.reasons[0], *sorted((replace(second.reasons[0], chosen=False), *others), key=lambda r: r.seconds)
-    return _told(first, reasons, first.source)
+    slower = sorted((replace(second.reasons[0], chosen=False), *others), key=lambda reason: reason.seconds)
+    reasons = first.reasons[0], *slower
+    return ScanPlan(first.chains, sizes, dtype, first.scheme, machine, first.draft, reasons, first.source)
 
 
-def _moved(source: Layout, elsewhere: Elsewhere, plan: ScanPlan) -> ScanPlan:
-    """The plan of another layout, with tokens moved there and back."""
-    seconds, received = relayout_price(source, plan.layout, elsewhere.token_bytes, plan.machine)
+def _relayout_plan(source: Layout, elsewhere: Elsewhere, sizes: StateSizes, dtype: str, machine: Machine) -> ScanPlan:
+    """Return the fastest plan in another layout, with tokens moved there and back."""
+    plan = planned_scan(elsewhere.chains, sizes, dtype, "auto", machine)
+    seconds, received = _relayout_price(source, plan.layout, elsewhere.token_bytes, machine)
     inner = plan.reasons[0]
-    both = price(plan.draft, plan.layout.world_size, plan.sizes, plan.machine).received
+    _, states = price(inner.scheme, plan.draft, plan.layout.world_size, sizes, machine)
     reason = replace(
-        inner, scheme=f"{RELAYOUT}, {inner.scheme}", forward_seconds=inner.forward_seconds + seconds,
+        inner,
+        scheme=f"{RELAYOUT}, {inner.scheme}",
+        forward_seconds=inner.forward_seconds + seconds,
         backward_seconds=inner.backward_seconds + seconds,
-        bytes_received=int((2 * received + both[0] + both[1]).max(initial=0)),
+        bytes_received=int((2 * received + states).max(initial=0)),
         peak_bytes=inner.peak_bytes + int(received.max(initial=0)),
-    )  # fmt: skip
-    return _told(plan, (reason,), source)
-
-
-def _told(plan: ScanPlan, reasons: tuple[Reason, ...], source: Layout | None) -> ScanPlan:
-    """The plan with other reasons, the first of which is its own."""
-    return ScanPlan(
-        plan.chains, plan.sizes, plan.dtype, reasons[0].scheme, plan.machine, plan.draft, reasons, source
-    )  # fmt: skip
-
-
-def _candidates(chains: Chains, machine: Machine) -> list[str]:
-    """What is worth comparing: an exchange of very long chains is not, nor levels where there is one node."""
-    sends = sum(len(ranks) ** 2 for ranks in chains.ranks() if len(ranks) > 1)
-    names = [name for name in SCAN_PLANNERS if name != "two_level"]
-    if chains.layout.world_size > machine.node:
-        names.append(f"two_level({machine.node})")
-    return [name for name in names if name != "exchange" or sends <= MAX_SENDS]
-
-
-def _reason(name: str, draft: Draft, chains: Chains, sizes: StateSizes, machine: Machine) -> Reason:
-    found = price(draft, chains.layout.world_size, sizes, machine)
-    both = found.received[0] + found.received[1]
-    return Reason(
-        name, found.forward_seconds, found.backward_seconds, int(both.max(initial=0)), found.peak_bytes,
-        host_seconds=found.host_seconds,
-    )  # fmt: skip
+    )
+    return ScanPlan(plan.chains, sizes, dtype, reason.scheme, machine, plan.draft, (reason,), source)

@@ -1,6 +1,6 @@
 """Schedules of scans as data: pieces of chains, folds, transfers and steps, with a text form that parses back.
 
-`Chains` finds the segments of every document on a layout. `Draft` holds the folds and transfers of all ranks as rows of
+`Chains` lists the segments of every document on a layout. `Draft` holds the folds and transfers of all ranks as rows of
 numbers while a planner writes them.
 """
 
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
-from longspan.errors import LongspanError, PlanError, ScheduleError
+from longspan.errors import PlanError, ScheduleError
 from longspan.layouts import Layout
-from longspan.spans import Ints, Span, checked_text, parsed_number, run_table, shortened, whole
+from longspan.planning.steps import AnySchedule, parse_text
+from longspan.spans import Ints, Span, parsed_number, run_table, shortened, whole
 
 # -- Pieces, folds, transfers and steps --------------------------------------------------------------------------------
 # The tokens of a document that lie together on a rank are a *segment*, and the segments of a document in order are its
@@ -44,7 +45,7 @@ MAX_FEATURES = 1 << 24
 
 
 class ScanRole(StrEnum):
-    """What a piece of a chain carries."""
+    """The contents of a piece of a chain."""
 
     MAP = "map"  # M and U
     STATE = "state"  # U alone: the piece begins with its document
@@ -53,7 +54,7 @@ class ScanRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StateSizes:
-    """What states and maps weigh. A state is (heads, keys, values); M acts on its keys, as a matrix if it is dense."""
+    """Sizes of states and maps. A state is (heads, keys, values); M acts on its keys, as a matrix if it is dense."""
 
     heads: int
     keys: int
@@ -67,10 +68,10 @@ class StateSizes:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             low = 0 if name == "dense" else 1
-            whole(getattr(self, name), name, "a scan plan", ScheduleError, low=low, high=MAX_FEATURES)
+            whole(getattr(self, name), name, "scan plan", ScheduleError, low=low, high=MAX_FEATURES)
         rows, cols = self.map_rows, self.map_cols
-        diagonal = rows in (1, self.keys) and cols in (1, self.values)
-        if not (rows == cols == self.keys if self.dense else diagonal):
+        is_diagonal = rows in (1, self.keys) and cols in (1, self.values)
+        if not (rows == cols == self.keys if self.dense else is_diagonal):
             raise ScheduleError(
                 f"a map of {rows} x {cols} numbers does not fit a state of {self.keys} x {self.values}. A dense one has"
                 f" {self.keys} x {self.keys}; a diagonal one has 1 or {self.keys} rows and 1 or {self.values} columns."
@@ -78,12 +79,12 @@ class StateSizes:
 
     @property
     def state_bytes(self) -> int:
-        """Of one batch row."""
+        """Bytes of the state of one batch row."""
         return self.heads * self.keys * self.values * self.itemsize
 
     @property
     def map_bytes(self) -> int:
-        """M of one batch row."""
+        """Bytes of M of one batch row."""
         return self.heads * self.map_rows * self.map_cols * self.itemsize
 
     def text(self) -> str:
@@ -92,7 +93,7 @@ class StateSizes:
 
 @dataclass(frozen=True, slots=True)
 class ChainPiece:
-    """What the segments start, ..., stop - 1 of a chain do together.
+    """The segments start, ..., stop - 1 of a chain, as one map or state.
 
     >>> ChainPiece(ScanRole.MAP, 4, 1, 3, Span(0, 2))
     map[1:3]c4b0:2
@@ -106,16 +107,15 @@ class ChainPiece:
 
     @staticmethod
     def of(chain: int, start: int, stop: int, batch: Span) -> ChainPiece:
-        """In forward: a state where it begins with its document, else a map."""
+        """Return the piece in forward: a state if it begins with its document, else a map."""
         return ChainPiece(ScanRole.MAP if start else ScanRole.STATE, chain, start, stop, batch)
 
     def num_bytes(self, sizes: StateSizes) -> int:
-        each = sizes.state_bytes + (sizes.map_bytes if self.role is ScanRole.MAP else 0)
-        return len(self.batch) * each
+        return len(self.batch) * (sizes.state_bytes + (sizes.map_bytes if self.role is ScanRole.MAP else 0))
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Both ends of a message list its pieces in this order."""
+        """Sort key of the pieces of a message, the same at both ends."""
         return (self.role, self.chain, self.start, self.stop)
 
     def to_gradient(self) -> ChainPiece:
@@ -126,26 +126,26 @@ class ChainPiece:
 
     @staticmethod
     def parse(text: str) -> ChainPiece:
-        """The piece that `repr` wrote.
+        """Parse the output of `repr`.
 
         >>> ChainPiece.parse("state[0:3]c0b0:1")
         state[0:3]c0b0:1
         """
         form = "a piece of a chain is written ROLE[FIRST:END]cCHAINbROWS, as in map[1:3]c0b0:1"
         role, _, rest = text.partition("[")
-        reach, _, rest = rest.partition("]c")
+        segments, _, rest = rest.partition("]c")
         chain, _, batch = rest.partition("b")
         if role not in set(ScanRole) or not batch:
-            raise ScheduleError(f"{form}, but {shortened(text)} was found.")
-        span = Span.parse(reach)
+            raise ScheduleError(f"{form}, but got {shortened(text)}.")
+        span = Span.parse(segments)
         number = parsed_number(chain, form, text, ScheduleError)
         return ChainPiece(ScanRole(role), number, span.start, span.stop, Span.parse(batch))
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """One rank joins two pieces that meet. In backward the same fold takes the gradient of the whole apart: the left
-    part gets M_right^T of it, the right part gets it as it is."""
+    """One rank joins two pieces that meet. In backward the same fold splits the gradient of the whole: the left part
+    gets M_right^T times it, the right part gets it unchanged."""
 
     rank: int
     left: ChainPiece
@@ -160,10 +160,10 @@ class Fold:
 
     @staticmethod
     def parse(text: str, rank: int) -> Fold:
-        """The fold that `repr` wrote."""
+        """Parse the output of `repr`."""
         words = text.removeprefix("fold ").split(" ")
         if len(words) != 2:
-            raise ScheduleError(f"a fold is written fold LEFT RIGHT, but {shortened(text)} was found.")
+            raise ScheduleError(f"a fold is written fold LEFT RIGHT, but got {shortened(text)}.")
         return Fold(rank, *map(ChainPiece.parse, words))
 
 
@@ -182,7 +182,7 @@ class StateTransfer:
 
     @staticmethod
     def parse(text: str, until: int) -> StateTransfer:
-        """The transfer that `repr` wrote."""
+        """Parse the output of `repr`."""
         form = "a transfer of states is written SRC>DST PIECE"
         ends, _, piece = text.partition(" ")
         src, _, dst = ends.partition(">")
@@ -192,85 +192,30 @@ class StateTransfer:
 
 @dataclass(frozen=True, slots=True)
 class ScanStep:
-    """One rank's share of a step: it folds, then sends what it has; what arrives is usable from the next step on."""
+    """One rank's part of a step: it folds, then sends what it has; what arrives is usable from the next step on."""
 
     transfers: tuple[StateTransfer, ...] = ()
     computes: tuple[Fold, ...] = ()
 
 
 @dataclass(frozen=True)
-class ScanSchedule:
-    """Every rank's steps, written out. All ranks have as many."""
+class ScanSchedule(AnySchedule):
+    """The schedule of a scan. All ranks have the same number of steps."""
 
-    scheme: str
-    direction: str
-    layout: Layout
     sizes: StateSizes
     ranks: tuple[tuple[ScanStep, ...], ...]
-
-    @property
-    def world_size(self) -> int:
-        return self.layout.world_size
-
-    @property
-    def num_steps(self) -> int:
-        return max(len(steps) for steps in self.ranks)
-
-    def transfers(self) -> Iterator[tuple[int, StateTransfer]]:
-        """(step, transfer) of every transfer once, as its sender lists it."""
-        for rank, steps in enumerate(self.ranks):
-            for number, step in enumerate(steps):
-                yield from ((number, t) for t in step.transfers if t.src == rank)
-
-    def text(self) -> str:
-        """A text that `parse_scan` reads back."""
-        lines = [f"scan {self.scheme} {self.direction} {self.sizes.text()}", self.layout.text()]
-        for rank, steps in enumerate(self.ranks):
-            lines.append(f"rank {rank}")
-            for number, step in enumerate(steps):
-                lines.append(f"  step {number}")
-                lines += [f"    {item!r}" for item in (*step.computes, *step.transfers)]
-        return "\n".join(lines)
+    kind: ClassVar[str] = "scan"
 
 
 def parse_scan(text: str) -> ScanSchedule:
-    """The schedule that `ScanSchedule.text` wrote; `validate_scan` proves whether it is any good."""
-    lines = checked_text(text, "a scan", ScheduleError).strip("\n").split("\n")
-    try:
-        return _parsed(lines)
-    except ScheduleError:
-        raise
-    except LongspanError as error:  # of a layout or a span
-        raise ScheduleError(str(error)) from error
+    """Parse the text that `ScanSchedule.text` wrote; `validate_scan` checks whether the result is correct."""
 
+    def parse_item(item: str, rank: int, _layout: Layout, _sizes: StateSizes) -> Fold | StateTransfer:
+        return Fold.parse(item, rank) if item.startswith("fold ") else StateTransfer.parse(item, MAX_FEATURES)
 
-def _parsed(lines: list[str]) -> ScanSchedule:
-    words = lines[0].split(" ")
-    fields = [word.partition("=") for word in words[3:]]
-    form = "a scan text begins 'scan SCHEME DIRECTION SIZES'"
-    known = tuple(name for name, _, _ in fields) == StateSizes.__slots__
-    if not known or words[0] != "scan" or words[2] not in ("forward", "backward"):
-        raise ScheduleError(f"{form}, but {shortened(lines[0])} was found.")
-    sizes = StateSizes(*(parsed_number(value, form, lines[0], ScheduleError) for _, _, value in fields))
-    first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), len(lines))
-    layout = Layout.parse("\n".join(lines[1:first]))
-    ranks: list[list[tuple[list[StateTransfer], list[Fold]]]] = []
-    for line in lines[first:]:
-        item = line.strip()
-        if line == f"rank {len(ranks)}":
-            ranks.append([])
-        elif ranks and line == f"  step {len(ranks[-1])}":
-            ranks[-1].append(([], []))
-        elif ranks and ranks[-1] and item.startswith("fold "):
-            ranks[-1][-1][1].append(Fold.parse(item, len(ranks) - 1))
-        elif ranks and ranks[-1]:
-            ranks[-1][-1][0].append(StateTransfer.parse(item, MAX_FEATURES))
-        else:
-            raise ScheduleError(f"a scan text lists ranks and their steps in order, but {shortened(line)} was found.")
-    if len(ranks) != layout.world_size:
-        raise ScheduleError(f"the scan text has steps of {len(ranks)} ranks, and a layout of {layout.world_size}.")
-    steps = tuple(tuple(ScanStep(tuple(moved), tuple(folds)) for moved, folds in rank) for rank in ranks)
-    return ScanSchedule(words[1], words[2], layout, sizes, steps)
+    scheme, direction, layout, sizes, ranks = parse_text(text, "scan", StateSizes, parse_item)
+    steps = tuple(tuple(ScanStep(tuple(moved), tuple(folds)) for moved, folds in rank) for _, rank in ranks)
+    return ScanSchedule(scheme, direction, layout, sizes, steps)
 
 
 # -- Chains: the segments of every document in order, and the ranks that hold them -------------------------------------
@@ -285,10 +230,7 @@ CHAIN, PLACE, START, STOP, RANK = range(5)
 
 @dataclass(frozen=True, eq=False)
 class Chains:
-    """The segments of all documents of a batch.
-
-    Batch rows in a row whose documents are cut alike have their chains in common.
-    """
+    """The segments of all documents of a batch. Consecutive batch rows with the same documents share their chains."""
 
     layout: Layout
     table: Ints
@@ -298,23 +240,23 @@ class Chains:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hex digest of documents and owners."""
+        """A hex digest of documents and owners, which ranks compare."""
         return hashlib.sha256(repr(self.batches).encode() + self.table.tobytes()).hexdigest()
 
     @cached_property
     def documents(self) -> str:
-        """A hex digest of documents alone, whoever holds them."""
+        """A hex digest of documents alone, independent of the layout."""
         begin = self.table[self.table[:, PLACE] == 0][:, (CHAIN, START)]
         return hashlib.sha256(repr(self.batches).encode() + begin.tobytes()).hexdigest()
 
     @property
     def first(self) -> Ints:
-        """The number of every chain's first segment, and of all segments."""
+        """The row in `table` of every chain's first segment, and the number of segments."""
         return np.searchsorted(self.table[:, CHAIN], np.arange(len(self.batches) + 1, dtype=np.int64))
 
     @property
     def whole(self) -> Ints:
-        """(batch row, start, stop) of every document, whoever holds it, by batch row."""
+        """(batch row, start, stop) of every document, sorted."""
         first = self.first
         start, stop = self.table[first[:-1], START], self.table[first[1:] - 1, STOP]
         rows = [
@@ -325,13 +267,13 @@ class Chains:
         return np.array(sorted(rows), dtype=np.int64).reshape(-1, 3)
 
     def ranks(self) -> list[list[int]]:
-        """Who holds the segments of every chain."""
+        """Return the ranks that hold the segments of every chain."""
         first = self.first.tolist()
         ranks: list[int] = self.table[:, RANK].tolist()
         return [ranks[start:stop] for start, stop in itertools.pairwise(first)]
 
     def of_rank(self, rank: int) -> Ints:
-        """The rank's segments, (chain, place, first slot, end slot), by slot."""
+        """Return (chain, place, first slot, end slot) of the rank's segments, by slot."""
         mine = self.table[self.table[:, RANK] == rank]
         _, slot = self.layout.locate(mine[:, START])
         local = np.stack((mine[:, CHAIN], mine[:, PLACE], slot, slot + mine[:, STOP] - mine[:, START]), axis=1)
@@ -339,19 +281,19 @@ class Chains:
 
 
 def chains_of(numbers: Ints, layout: Layout, batch: int) -> Chains:
-    """The chains of documents that are numbered per position, (R, S) with R = 1 where all batch rows are alike.
+    """Return the chains of documents given as a number per position, (R, S), with R = 1 if all batch rows are equal.
 
-    >>> found = chains_of(np.array([[0, 0, 0, 0, 0, 1, 1, 1]]), Layout.from_spans(8, [[(0, 3), (6, 8)], [(3, 6)]]), 1)
-    >>> found.table.tolist()
+    >>> layout = Layout.from_spans(8, [[(0, 3), (6, 8)], [(3, 6)]])
+    >>> chains_of(np.array([[0, 0, 0, 0, 0, 1, 1, 1]]), layout, 1).table.tolist()
     [[0, 0, 0, 3, 0], [0, 1, 3, 5, 1], [1, 0, 5, 6, 1], [1, 1, 6, 8, 0]]
     """
     if len(numbers) not in (1, batch):
-        raise PlanError(f"documents are given for {len(numbers)} batch rows, but the plan is for batch = {batch}.")
+        raise PlanError(f"documents have {len(numbers)} batch rows, but the plan is for batch = {batch}.")
     borders = numbers[:, 1:] != numbers[:, :-1]
-    alike = run_table((borders[1:] != borders[:-1]).any(axis=1), len(numbers))
+    equal_rows = run_table((borders[1:] != borders[:-1]).any(axis=1), len(numbers))
     tables: list[Ints] = []
     batches: list[Span] = []
-    for start, stop in alike.tolist():
+    for start, stop in equal_rows.tolist():
         edges = np.concatenate(([0], np.flatnonzero(borders[start]) + 1, [layout.seq_len])).astype(np.int64)
         tables.append(_segments(edges, layout, len(batches)))
         rows = Span(0, batch) if len(numbers) == 1 else Span(start, stop)
@@ -360,7 +302,7 @@ def chains_of(numbers: Ints, layout: Layout, batch: int) -> Chains:
 
 
 def _segments(edges: Ints, layout: Layout, first: int) -> Ints:
-    """The segments of documents with these edges, whose chains are numbered from `first` on."""
+    """Return the segments of documents with these edges; chains are numbered from `first` on."""
     if not layout.seq_len:
         return np.empty((0, 5), dtype=np.int64)
     spans = layout.by_position
@@ -377,12 +319,8 @@ def _segments(edges: Ints, layout: Layout, first: int) -> Ints:
 # estimates.
 
 
-Reach = tuple[int, int]
-"""Segments first, ..., end - 1 of a chain."""
-
-
 class Draft:
-    """What planners write. What a rank has already it is neither sent nor folds again."""
+    """The output of scan planners. Pieces that a rank has already are neither sent to it nor folded again."""
 
     def __init__(self, batches: tuple[Span, ...]) -> None:
         self.batches = batches
@@ -390,12 +328,12 @@ class Draft:
         self.folded: list[tuple[int, int, int, int, int, int]] = []  # step, rank, chain, first, middle, end
         self._has: set[tuple[int, int, int, int]] = set()
 
-    def send(self, step: int, ends: tuple[int, int], chain: int, reach: Reach) -> None:
+    def send(self, step: int, ends: tuple[int, int], chain: int, segments: tuple[int, int]) -> None:
         src, dst = ends
-        key = (dst, chain, *reach)
+        key = (dst, chain, *segments)
         if src != dst and key not in self._has:
             self._has.add(key)
-            self.sent.append((step, src, dst, chain, *reach))
+            self.sent.append((step, src, dst, chain, *segments))
 
     def fold(self, step: int, rank: int, chain: int, joined: tuple[int, int, int]) -> None:
         first, middle, end = joined
@@ -414,12 +352,12 @@ class Draft:
 
     @cached_property
     def num_steps(self) -> int:
-        """Steps with a transfer, and one more for folds of what the last one brought."""
+        """Steps up to the last transfer, and one more for folds of what it brought."""
         last = max(int(self.transfers[:, 0].max(initial=-1)) + 1, int(self.folds[:, 0].max(initial=-1)))
         return last + 1 if len(self.transfers) or len(self.folds) else 0
 
     def steps(self, rank: int) -> tuple[ScanStep, ...]:
-        """One rank's steps."""
+        """Return the steps of one rank."""
         transfers: list[list[StateTransfer]] = [[] for _ in range(self.num_steps)]
         folds: list[list[Fold]] = [[] for _ in range(self.num_steps)]
         mine = (self.transfers[:, 1] == rank) | (self.transfers[:, 2] == rank)

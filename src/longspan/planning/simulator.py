@@ -1,27 +1,26 @@
 """Discrete-event simulator of whole schedules: time, bytes, memory, and whether the schedule can finish.
 
 A rank enters a step, offers its messages, computes, and leaves when its computes and messages are done. A message
-starts when both ends offer it, and takes its turn at both ports of its link level; anything may delay it. Where a host
-queues work for its device, no step is left before all of it was queued (see `machine`). There is no other coupling
-between ranks, so a schedule that finishes here under every delay cannot deadlock.
+starts when both ends offer it, and waits for both ports of its link level; anything may delay it. If a host queues work
+for its device, no step is left before all of it was queued (see `machine`). There is no other coupling between ranks,
+so a schedule that finishes here under every delay cannot deadlock.
 
-In a scan the messages of a step carry what its folds made, so they are offered when these are done.
+In a scan the messages of a step carry the results of its folds, so they are offered when these are done.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from longspan.errors import ScheduleError
 from longspan.planning.cost import peak_bytes
-from longspan.planning.machine import Machine, Work, queued_at, steps_work
+from longspan.planning.machine import Machine, queued_at, steps_work
 from longspan.planning.scan_plan import held_bytes, step_seconds, step_work
 from longspan.planning.scan_steps import ScanSchedule
-from longspan.planning.steps import Schedule
-from longspan.planning.text import table
+from longspan.planning.steps import Schedule, table
 
 Delay = Callable[[int, int, int], float]
 """Extra seconds of the message of a step from a source to a target."""
@@ -29,7 +28,7 @@ Delay = Callable[[int, int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that kept a rank busy: `compute`, or a message seen from its target."""
+    """A period in which a rank was busy: `compute`, or a message seen from its target."""
 
     rank: int
     step: int
@@ -42,7 +41,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the simulation saw."""
+    """The result of a simulation."""
 
     seconds: float
     finished: tuple[float, ...]
@@ -52,7 +51,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule | ScanSchedule, machine: Machine, delay: Delay | None = None) -> Timeline:
-    """Runs the schedule on the machine; raises ScheduleError, with the first stuck message, if it cannot finish."""
+    """Simulate the schedule on the machine; raise ScheduleError, with the first stuck message, if it cannot finish."""
     return _Simulation(schedule, machine, delay).run()
 
 
@@ -69,41 +68,36 @@ class _Simulation:
         self.finished = [0.0] * size
         self.received = [0] * size
         self.events: list[Event] = []
-        self.messages = [self._messages(rank) for rank in range(size)]
-        loads = [self._loads(rank) for rank in range(size)]
-        self.busy = [busy for busy, _ in loads]
-        self.queued = [queued_at(works, machine) for _, works in loads]
-
-    def _messages(self, rank: int) -> list[dict[tuple[int, int], int]]:
-        """For each step of a rank, bytes by (source, target): all pieces between two ranks are one message."""
-        messages: list[dict[tuple[int, int], int]] = []
-        weights: Any = self.schedule.sizes  # its pieces are of its own kind
-        for step in self.schedule.ranks[rank]:
-            sums: dict[tuple[int, int], int] = {}
-            for t in step.transfers:
-                sums[t.src, t.dst] = sums.get((t.src, t.dst), 0) + t.piece.num_bytes(weights)
-            messages.append(sums)
-        return messages
-
-    def _loads(self, rank: int) -> tuple[list[float], list[Work]]:
-        """How long each step keeps the rank's device busy, and what it asks of its host."""
-        schedule, machine = self.schedule, self.machine
-        if isinstance(schedule, ScanSchedule):
-            steps, sizes = schedule.ranks[rank], schedule.sizes
-            busy = [step_seconds(step, sizes, machine, schedule.direction) for step in steps]
-            return busy, [step_work(step, rank) for step in steps]
-        works = steps_work(schedule.ranks[rank], rank, schedule.sizes, machine, schedule.direction)
-        return [work.seconds(machine, schedule.direction) for work in works], works
-
-    def _peaks(self) -> Iterator[int]:
-        schedule = self.schedule
-        for rank in range(schedule.world_size):
+        self.messages: list[list[dict[tuple[int, int], int]]] = []
+        """For each rank and step, bytes by (source, target): all pieces between two ranks are one message."""
+        self.busy: list[list[float]] = []
+        """For each rank, how long each step keeps its device busy."""
+        self.queued: list[list[float]] = []
+        sizes: Any = schedule.sizes  # of the schedule's own kind, as its pieces are
+        for rank, steps in enumerate(schedule.ranks):
+            self.messages.append([])
+            for step in steps:
+                sums: dict[tuple[int, int], int] = {}
+                for t in step.transfers:
+                    sums[t.src, t.dst] = sums.get((t.src, t.dst), 0) + t.piece.num_bytes(sizes)
+                self.messages[-1].append(sums)
             if isinstance(schedule, ScanSchedule):
-                yield held_bytes(schedule.ranks[rank], rank, schedule.sizes, schedule.direction)
+                works = [step_work(step, rank) for step in schedule.ranks[rank]]
+                busy = [
+                    step_seconds(step, schedule.sizes, machine, schedule.direction) for step in schedule.ranks[rank]
+                ]
             else:
-                kept = schedule.kept[rank] if schedule.kept else ()
-                steps, way = schedule.ranks[rank], schedule.direction
-                yield peak_bytes(steps, rank, schedule.layout, schedule.sizes, way, kept)
+                works = steps_work(schedule.ranks[rank], rank, schedule.sizes, machine, schedule.direction)
+                busy = [work.seconds(machine, schedule.direction) for work in works]
+            self.busy.append(busy)
+            self.queued.append(queued_at(works, machine))
+
+    def _peak_bytes(self, rank: int) -> int:
+        schedule = self.schedule
+        if isinstance(schedule, ScanSchedule):
+            return held_bytes(schedule.ranks[rank], rank, schedule.sizes, schedule.direction)
+        kept = schedule.kept[rank] if schedule.kept else ()
+        return peak_bytes(schedule.ranks[rank], rank, schedule.layout, schedule.sizes, schedule.direction, kept)
 
     def run(self) -> Timeline:
         for rank in range(self.schedule.world_size):
@@ -114,7 +108,7 @@ class _Simulation:
             if not self.waiting[rank]:
                 self._enter(rank, step + 1, now)
         self._check_done()
-        peaks = tuple(self._peaks())
+        peaks = tuple(self._peak_bytes(rank) for rank in range(self.schedule.world_size))
         return Timeline(max(self.finished), tuple(self.finished), tuple(self.received), peaks, tuple(self.events))
 
     def _enter(self, rank: int, number: int, now: float) -> None:
@@ -145,7 +139,7 @@ class _Simulation:
         level = self.machine.level(src, dst)
         link = self.machine.links[level]
         out, into = (src, level, "out"), (dst, level, "in")
-        # Messages travel in small packets, so each port works off its own queue and none blocks the other end.
+        # Messages travel in small packets, so each port works through its own queue and none blocks the other end.
         start = max(now, self.ports.get(out, 0.0))
         self.ports[out] = start + size / link.bandwidth
         self.ports[into] = max(now, self.ports.get(into, 0.0)) + size / link.bandwidth
@@ -167,5 +161,5 @@ class _Simulation:
             f"{self.schedule.scheme} {self.schedule.direction} cannot finish: {len(stuck)} of"
             f" {self.schedule.world_size} ranks wait forever; the first is rank {rank} in step {step}, for the message"
             f" from rank {src} to rank {dst}, which the other end never offers.\n"
-            + table(cast(Any, self.schedule), mark=(rank, min(step, self.schedule.num_steps - 1)))
+            + table(self.schedule, mark=(rank, min(step, self.schedule.num_steps - 1)))
         )

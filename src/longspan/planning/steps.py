@@ -6,48 +6,39 @@ and including step `until`. There are only two instructions; schemes differ in n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
-from longspan.errors import PlanError, ScheduleError
+from longspan.errors import LongspanError, PlanError, ScheduleError
 from longspan.layouts import Layout
 from longspan.masks import Band
-from longspan.spans import Span, parsed_number, shortened, whole
-
-# -- Dtypes by name, since planning does not import torch --------------------------------------------------------------
-
+from longspan.spans import Span, checked_text, parsed_number, shortened, whole
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of dtypes by name, since planning does not import torch."""
+MAX_SIZE = 1 << 24
+"""Limit of heads, features and batch rows: more is taken for a mistake."""
+MAX_BATCH = 256
+"""Point-to-point operations that may be started in one batch: NCCL cuts longer lists differently on different ranks."""
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of a torch dtype, or of its name; others are refused.
+    """Return the name of a torch dtype, which may be passed as a name too; raise if plans do not support it.
 
     >>> dtype_name("bfloat16")
     'bfloat16'
     """
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
-        raise PlanError(
-            f"dtype {shortened(dtype)} was asked for. Choose one of {', '.join(ITEMSIZE)}, as torch dtypes or names."
-        )
+        raise PlanError(f"dtype must be one of {', '.join(ITEMSIZE)}, as a dtype or name, but got {shortened(dtype)}.")
     return name
 
 
-# -- Roles, pieces, transfers, computes, steps and schedules -----------------------------------------------------------
-
-
-MAX_SIZE = 1 << 24
-"""Heads, features and batch rows: more is taken for a mistake."""
-MAX_BATCH = 256
-"""Point-to-point operations that may be started in one batch: NCCL cuts longer lists differently on different ranks."""
-
-
 class Role(StrEnum):
-    """What a piece holds. K and V always travel together; `out` carries its log-sum-exp, `dout` also row sums."""
+    """The contents of a piece. K and V always travel together; `out` carries its log-sum-exp, `dout` also row sums."""
 
     Q = "q"
     KV = "kv"
@@ -58,11 +49,11 @@ class Role(StrEnum):
 
 
 class Recall(StrEnum):
-    """How a piece that is not kept after forward gets back to where backward needs it."""
+    """How backward gets a piece that was not kept after forward."""
 
     AGAIN = "again"  # the same source sends it again
-    RETURN = "return"  # it was handed on, and comes back along with the gradient
-    KEEP = "keep"  # nobody brings it back: it stays
+    RETURN = "return"  # it was passed on, and comes back along with the gradient
+    KEEP = "keep"  # no rank sends it: it must be kept
 
 
 GRADIENT = {Role.Q: Role.DQ, Role.KV: Role.DKV, Role.OUT: Role.DOUT}
@@ -70,24 +61,24 @@ GRADIENT = {Role.Q: Role.DQ, Role.KV: Role.DKV, Role.OUT: Role.DOUT}
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a row of each role weighs."""
+    """Heads, features and batch rows of the tensors, from which the bytes of a row of each role follow."""
 
     q_heads: int
     kv_heads: int
     head_dim: int
     v_head_dim: int
-    """0 where a row is one tensor, not a key and a value: see `planning/conv_plan.py`."""
+    """0 if a row is one tensor, not a key and a value: see `planning/conv_plan.py`."""
     itemsize: int
     batch: int = 1
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             low = 0 if name == "v_head_dim" else 1
-            whole(getattr(self, name), name, "a plan", ScheduleError, low=low, high=MAX_SIZE)
+            whole(getattr(self, name), name, "plan", ScheduleError, low=low, high=MAX_SIZE)
         if self.q_heads % self.kv_heads:
             raise ScheduleError(
-                f"q_heads = {self.q_heads} query heads share kv_heads = {self.kv_heads} key/value heads, which leaves"
-                f" {self.q_heads % self.kv_heads} over. Query heads must be a multiple of key/value heads."
+                f"q_heads must be a multiple of kv_heads, but got q_heads = {self.q_heads} and kv_heads ="
+                f" {self.kv_heads}, which leaves {self.q_heads % self.kv_heads} over."
             )
 
     @property
@@ -96,7 +87,7 @@ class Sizes:
         return self.q_heads // self.kv_heads
 
     def row_bytes(self, role: Role) -> int:
-        """Bytes of one token of one head. Statistics, and gradients of K and V, which are partial sums, are float32."""
+        """Return the bytes of one token of one head. Statistics and gradients of K and V (partial sums) are float32."""
         qk, v, item, wide = self.head_dim, self.v_head_dim, self.itemsize, max(self.itemsize, 4)
         return {
             Role.Q: qk * item,
@@ -113,7 +104,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of one role: which positions, which heads, which batch rows (None: all).
+    """Rows of one role: positions, heads and batch rows (None: all).
 
     >>> Piece(Role.KV, (Span(0, 4), Span(9, 12)), Span(0, 2))
     kv[0:4 9:12]h0:2
@@ -136,15 +127,15 @@ class Piece:
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Both ends of a message list its pieces in this order."""
+        """Sort key of the pieces of a message, the same at both ends."""
         return (self.role, self.heads, self.spans, self.apart)
 
     def to(self, role: Role) -> Piece:
-        """The same rows in another role."""
+        """Return the same rows in another role."""
         return Piece(role, self.spans, self.heads, self.batch, self.apart)
 
     def gradients(self) -> tuple[Piece, ...]:
-        """What comes back for the piece: one sum, or one for each stretch of queries that is kept apart."""
+        """Return the gradients that are sent back for the piece: one sum, or one for each span of `apart`."""
         gradient = self.to(GRADIENT[self.role])
         return tuple(replace(gradient, apart=(span,)) for span in self.apart) or (gradient,)
 
@@ -155,15 +146,13 @@ class Piece:
 
     @staticmethod
     def parse(text: str) -> Piece:
-        """The piece that `repr` wrote."""
+        """Parse the output of `repr`."""
         role, _, rest = text.partition("[")
         spans, _, rest = rest.partition("]h")
         rest, _, apart = rest.partition("q")
         heads, _, batch = rest.partition("b")
         if role not in set(Role) or not heads:
-            raise ScheduleError(
-                f"a piece is written role[spans]hHEADS, as in kv[0:4]h0:2, but {shortened(text)} was found."
-            )
+            raise ScheduleError(f"a piece is written role[spans]hHEADS, as in kv[0:4]h0:2, but got {shortened(text)}.")
         return Piece(
             Role(role),
             tuple(map(Span.parse, spans.split())),
@@ -174,7 +163,7 @@ class Piece:
 
 
 class Moved(Protocol):
-    """A piece on its way, of whatever kind of plan."""
+    """A transfer of any kind of plan."""
 
     @property
     def src(self) -> int: ...
@@ -187,7 +176,7 @@ class Moved(Protocol):
 
 
 class PlanStep(Protocol):
-    """One rank's share of a step, of whatever kind of plan."""
+    """One rank's part of a step, of any kind of plan."""
 
     @property
     def transfers(self) -> Sequence[Moved]: ...
@@ -211,21 +200,21 @@ class Transfer:
 
     @staticmethod
     def parse(text: str) -> Transfer:
-        """The transfer that `repr` wrote."""
+        """Parse the output of `repr`."""
         ends, _, rest = text.partition(" ")
         piece, _, tail = rest.partition(" until ")
         src, _, dst = ends.partition(">")
         until, _, recall = tail.partition(" ")
         form = "a transfer is written SRC>DST PIECE until STEP RECALL"
         if recall not in set(Recall):
-            raise ScheduleError(f"{form}, but {shortened(text)} was found.")
+            raise ScheduleError(f"{form}, but got {shortened(text)}.")
         counts = [parsed_number(part, form, text, ScheduleError) for part in (src, dst, until)]
         return Transfer(counts[0], counts[1], Piece.parse(piece), counts[2], Recall(recall))
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One rank works on the pairs of `bands`, and of `maybe` where the mask's function agrees."""
+    """One rank computes the pairs of `bands`, and those pairs of `maybe` that the mask's function allows."""
 
     rank: int
     q: Piece
@@ -239,11 +228,11 @@ class Compute:
 
     @staticmethod
     def parse(text: str, rank: int) -> Compute:
-        """The compute that `repr` wrote."""
+        """Parse the output of `repr`."""
         pieces, colon, rest = text.removeprefix("compute ").partition(" : ")
         q, _, kv = pieces.partition(" kv[")
         if not colon or not kv:
-            raise ScheduleError(f"a compute is written compute Q KV : BANDS ? MAYBE, but {shortened(text)} was found.")
+            raise ScheduleError(f"a compute is written compute Q KV : BANDS ? MAYBE, but got {shortened(text)}.")
         sure, _, maybe = rest.partition("? ")
         bands = tuple(map(Band.parse, sure.split())), tuple(map(Band.parse, maybe.split()))
         return Compute(rank, Piece.parse(q), Piece.parse("kv[" + kv), *bands)
@@ -251,15 +240,15 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One rank's share of a step: transfers that it sends or receives, in flight while its computes run."""
+    """One rank's part of a step: transfers that it sends or receives, in flight while its computes run."""
 
     transfers: tuple[Transfer, ...] = ()
     computes: tuple[Compute, ...] = ()
 
     def batches(self, world_size: int) -> tuple[tuple[Transfer, ...], ...]:
-        """The transfers in the lists that are started together, at most MAX_BATCH operations each.
+        """Return the transfers in lists that are started together, of at most MAX_BATCH operations each.
 
-        Both ends sort a transfer into the same list, because both know the distance from source to target.
+        Both ends put a transfer into the same list, because both know the distance from source to target.
         """
         half = MAX_BATCH // 2
         lists: dict[int, list[Transfer]] = {}
@@ -269,20 +258,23 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Every rank's steps, written out. Execution asks for one rank at a time; proofs and pictures want them all."""
+class AnySchedule:
+    """The common part of attention and scan schedules: every rank's steps, written out. Execution reads the steps of
+    one rank at a time; the validator and the simulator need all of them."""
 
     scheme: str
     direction: str
     layout: Layout
-    sizes: Sizes
-    ranks: tuple[tuple[Step, ...], ...]
-    kept: tuple[tuple[Piece, ...], ...] = field(default=())
-    """What each rank holds from forward when backward begins, beside its own tokens."""
+    sizes: Any
+    ranks: tuple[tuple[Any, ...], ...]
+    kept: tuple[tuple[Any, ...], ...] = ()
+    """The pieces that each rank holds from forward when backward begins, besides its own tokens."""
+    kind: ClassVar[str]
+    """The first word of the text form."""
 
     def __post_init__(self) -> None:
         if self.direction not in ("forward", "backward"):
-            raise ScheduleError(f"direction is 'forward' or 'backward', but {self.direction!r} was given.")
+            raise ScheduleError(f"direction must be 'forward' or 'backward', but got {self.direction!r}.")
         if len(self.ranks) != self.world_size or (self.kept and len(self.kept) != self.world_size):
             raise ScheduleError(
                 f"{self.layout} has {self.world_size} ranks, but the schedule lists steps for {len(self.ranks)} and"
@@ -297,23 +289,190 @@ class Schedule:
     def num_steps(self) -> int:
         return max(len(steps) for steps in self.ranks)
 
-    def transfers(self) -> Iterator[tuple[int, Transfer]]:
-        """(step, transfer) of every transfer once, as its sender lists it."""
+    def transfers(self) -> Iterator[tuple[int, Any]]:
+        """Yield (step, transfer) of every transfer once, as its sender lists it."""
         for rank, steps in enumerate(self.ranks):
             for number, step in enumerate(steps):
                 yield from ((number, transfer) for transfer in step.transfers if transfer.src == rank)
 
     def bytes_received(self, rank: int) -> int:
-        """What the rank takes from the wire, all steps together."""
+        """Return the bytes that the rank receives in all steps."""
         return sum(t.piece.num_bytes(self.sizes) for s in self.ranks[rank] for t in s.transfers if t.dst == rank)
 
     def text(self) -> str:
-        """A text that `text_parser.parse_schedule` reads back."""
-        lines = [f"schedule {self.scheme} {self.direction} {self.sizes.text()}", self.layout.text()]
+        """Return a text that `parse_schedule` (or `parse_scan`) reads back."""
+        lines = [f"{self.kind} {self.scheme} {self.direction} {self.sizes.text()}", self.layout.text()]
         for rank, steps in enumerate(self.ranks):
             lines.append(f"rank {rank}")
             lines += [f"  kept {piece!r}" for piece in (self.kept[rank] if self.kept else ())]
             for number, step in enumerate(steps):
                 lines.append(f"  step {number}")
-                lines += [f"    {item!r}" for item in (*step.transfers, *step.computes)]
+                items = (step.computes, step.transfers) if self.kind == "scan" else (step.transfers, step.computes)
+                lines += [f"    {item!r}" for part in items for item in part]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Schedule(AnySchedule):
+    """The schedule of an attention."""
+
+    sizes: Sizes
+    ranks: tuple[tuple[Step, ...], ...]
+    kept: tuple[tuple[Piece, ...], ...] = ()
+    kind: ClassVar[str] = "schedule"
+
+
+# -- Table: ranks down, steps across -----------------------------------------------------------------------------------
+
+
+_NEAR = 4
+
+
+def table(schedule: AnySchedule, mark: tuple[int, int] | None = None) -> str:
+    """Draw one cell per rank and step: peers sent to (>), peers received from (<), computes (*).
+
+    The cell of `mark`, (rank, step), is set in !! !!, and large schedules are cut to its neighbourhood.
+    """
+    rows, columns = range(schedule.world_size), range(schedule.num_steps)
+    if mark is not None:
+        rows = [r for r in rows if len(rows) <= 2 * _NEAR + 1 or abs(r - mark[0]) <= _NEAR]
+        columns = [c for c in columns if len(columns) <= 2 * _NEAR + 1 or abs(c - mark[1]) <= _NEAR]
+    lines = [["rank", *(f"step {c}" for c in columns)]]
+    for rank in rows:
+        line = [str(rank)]
+        for c in columns:
+            text = _cell(schedule.ranks[rank][c], rank) if c < len(schedule.ranks[rank]) else ""
+            line.append(f"!! {text} !!" if (rank, c) == mark else text)
+        lines.append(line)
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = "\n".join("  ".join(word.ljust(w) for word, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    hidden = schedule.world_size - len(rows), schedule.num_steps - len(columns)
+    return text + (f"\n({hidden[0]} ranks and {hidden[1]} steps left out)" if any(hidden) else "")
+
+
+def _cell(step: PlanStep, rank: int) -> str:
+    words: list[str] = []
+    targets = sorted({t.dst for t in step.transfers if t.src == rank})
+    sources = sorted({t.src for t in step.transfers if t.dst == rank})
+    for sign, peers in ((">", targets), ("<", sources)):
+        if peers:
+            words.append(sign + (",".join(map(str, peers)) if len(peers) <= 4 else f"({len(peers)})"))
+    if step.computes:
+        words.append(f"*{len(step.computes)}")
+    return " ".join(words) or "."
+
+
+# -- Parser ------------------------------------------------------------------------------------------------------------
+# The input is data, never code: it is bounded and checked line by line. The result is well formed: ranks, positions,
+# heads and batch rows exist, and sends and receives name this rank. Whether it computes what a mask requires is for
+# `validate` to prove; call it for every schedule from outside.
+
+
+MAX_LINE = 1 << 20
+MAX_STEPS = 1 << 16
+S = TypeVar("S")
+Ranks = list[tuple[list[Any], list[tuple[list[Any], list[Any]]]]]
+"""For each rank, its kept pieces, and the (transfers, computes) of each step."""
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Parse the text that `Schedule.text` wrote."""
+    scheme, direction, layout, sizes, ranks = parse_text(text, "schedule", Sizes, _parse_item)
+    if direction == "forward" and any(kept for kept, _ in ranks):
+        raise ScheduleError("a forward schedule must have no 'kept' lines, but the text has some. Take them out.")
+    steps = tuple(tuple(Step(tuple(moved), tuple(work)) for moved, work in rank) for _, rank in ranks)
+    kept = tuple(tuple(pieces) for pieces, _ in ranks) if direction == "backward" else ()
+    return Schedule(scheme, direction, layout, sizes, steps, kept)
+
+
+def parse_text(
+    text: str, kind: str, sizes_type: type[S], parse_item: Callable[[str, int, Layout, S], Any]
+) -> tuple[str, str, Layout, S, Ranks]:
+    """Return the scheme, direction, layout, sizes and ranks of a schedule text; `parse_item` parses one line."""
+    lines = checked_text(text, f"a {kind}", ScheduleError).strip("\n").split("\n")
+    long = next((i for i, line in enumerate(lines) if len(line) > MAX_LINE), None)
+    if long is not None:
+        raise ScheduleError(
+            f"line {long + 1} of the {kind} text has {len(lines[long])} characters; the limit is {MAX_LINE}."
+        )
+    names = [field.name for field in fields(cast(Any, sizes_type))]
+    form = (
+        f"a {kind} text begins '{kind} SCHEME DIRECTION SIZES', where sizes are written"
+        f" {' '.join(f'{name}=N' for name in names)}"
+    )
+    words = lines[0].split(" ")
+    pairs = [word.partition("=") for word in words[3:]]
+    if words[0] != kind or sorted(name for name, _, _ in pairs) != sorted(names):
+        raise ScheduleError(f"{form}, but got {shortened(lines[0])}.")
+    sizes = sizes_type(**{name: parsed_number(value, form, lines[0], ScheduleError) for name, _, value in pairs})
+    first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), len(lines))
+    try:
+        layout = Layout.parse("\n".join(lines[1:first]))
+    except LongspanError as error:
+        raise ScheduleError(str(error)) from error
+    ranks: Ranks = []
+    for at, line in enumerate(lines[first:], start=first + 1):
+        item = line.strip(" ")
+        word, _, rest = item.partition(" ")
+        try:
+            if word == "rank":
+                _check_next(rest, len(ranks), "rank", layout.world_size)
+                ranks.append(([], []))
+                continue
+            kept, steps = ranks[-1]  # the first of these lines begins with "rank "
+            if word == "step":
+                _check_next(rest, len(steps), "step", MAX_STEPS)
+                steps.append(([], []))
+            elif word == "kept":
+                kept.append(parse_item(item, len(ranks) - 1, layout, sizes))
+            elif not steps:
+                raise ScheduleError("'step 0' comes before transfers and computes.")
+            else:
+                steps[-1][word in ("compute", "fold")].append(parse_item(item, len(ranks) - 1, layout, sizes))
+        except LongspanError as error:
+            raise ScheduleError(f"line {at} of the {kind} text, {shortened(line)}, cannot be read: {error}") from error
+    return words[1], words[2], layout, sizes, ranks
+
+
+def _check_next(text: str, expected: int, name: str, limit: int) -> None:
+    if text != str(expected):
+        raise ScheduleError(f"{name} {expected} comes next.")
+    if expected >= limit:
+        raise ScheduleError(f"there are {limit} {name}s at most.")
+
+
+def _parse_item(text: str, rank: int, layout: Layout, sizes: Sizes) -> Piece | Transfer | Compute:
+    def check_spans(spans: Sequence[Span], size: int, name: str) -> None:
+        for span in spans:
+            if span.stop > size or not len(span):
+                raise ScheduleError(f"{name} must be non-empty spans within 0:{size}, but got {span!r}.")
+
+    def check_piece(piece: Piece) -> None:
+        is_kv = piece.role in (Role.KV, Role.DKV)
+        check_spans(piece.spans, layout.seq_len, "positions")
+        check_spans((piece.heads,), sizes.kv_heads if is_kv else sizes.q_heads, f"heads of {piece.role}")
+        check_spans(piece.apart, layout.seq_len, "queries that are summed apart")
+        if piece.apart and not is_kv:
+            raise ScheduleError(f"only gradients of keys are summed apart by queries, but got {piece!r}.")
+        check_spans(() if piece.batch is None else (piece.batch,), sizes.batch, "batch rows")
+
+    if text.startswith("kept "):
+        piece = Piece.parse(text.removeprefix("kept "))
+        check_piece(piece)
+        return piece
+    if text.startswith("compute "):
+        compute = Compute.parse(text, rank)
+        if (compute.q.role, compute.kv.role) != (Role.Q, Role.KV):
+            raise ScheduleError("a compute works on q and kv pieces.")
+        check_piece(compute.q)
+        check_piece(compute.kv)
+        for band in (*compute.bands, *compute.maybe):
+            check_spans((band.q, band.kv), layout.seq_len, "positions")
+        return compute
+    transfer, size = Transfer.parse(text), layout.world_size
+    if rank not in (transfer.src, transfer.dst) or transfer.src == transfer.dst:
+        raise ScheduleError(f"rank {rank} lists transfers that it sends to or receives from another rank.")
+    if max(transfer.src, transfer.dst) >= size or transfer.until > MAX_STEPS:
+        raise ScheduleError(f"ranks run from 0 to {size - 1}, and steps up to {MAX_STEPS}.")
+    check_piece(transfer.piece)
+    return transfer

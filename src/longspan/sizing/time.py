@@ -12,7 +12,7 @@ optimizer        Adam's passes over a rank's shard
 
 Four ranks of one link of 1 GB/s gather a layer of 1 GB: each takes in three quarters of it.
 
->>> from longspan.planning.presets import CPU
+>>> from longspan.planning.machine import CPU
 >>> from dataclasses import replace
 >>> from longspan.planning.machine import Link
 >>> gathered_seconds(1e9, 4, replace(CPU, links=(Link(1 << 30, 1e9, 0.0),)))
