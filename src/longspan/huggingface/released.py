@@ -19,6 +19,7 @@ import json
 import os
 import re
 import sys
+from contextlib import suppress
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -36,7 +37,8 @@ def release_of(model: nn.Module | None, config: Any) -> str | None:
     if model is None:
         return None
     models = [kind for kind in classes_of(model).values() if _package(kind.__module__) not in HARMLESS]
-    kinds = {part for kind in (*models, *_config_classes(config)) for part in kind.__mro__}
+    configs = [config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))]
+    kinds = {part for kind in (*models, *map(type, configs)) for part in kind.__mro__}
     modules = {name: module for name, module in list(sys.modules.items()) if _package(name) == "transformers"}
     homes = {name: modules.get(name) for name in {kind.__module__ for kind in kinds} if _package(name) in modules}
     own = {name: module for name, module in homes.items() if name.startswith("transformers.models.")}
@@ -59,12 +61,6 @@ def release_of(model: nn.Module | None, config: Any) -> str | None:
         if (text := _origins(value) or _constant(name, value))
     ]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:24]
-
-
-def _config_classes(config: Any) -> list[type]:
-    """Return the class of a configuration and those of the configurations in it."""
-    inner = [value for value in vars(config).values() if hasattr(value, "to_dict")]
-    return [type(value) for value in (config, *inner)]
 
 
 def _package(name: str) -> str:
@@ -149,13 +145,9 @@ def _record(package: str) -> tuple[str, frozenset[str]]:
 @lru_cache(maxsize=1)
 def _required() -> frozenset[str]:
     """Return the names of packages whose functions transformers and torch themselves use."""
-    names = (re.match(r"[\w.-]+", line) for package in CHECKED for line in _requirements(package))
-    packages = {name[0].lower().replace("-", "_") for name in names if name}
-    return frozenset(sys.stdlib_module_names | packages | {"longspan"})
-
-
-def _requirements(package: str) -> list[str]:
-    try:
-        return importlib.metadata.requires(package) or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
+    packages = {"longspan"}
+    for package in CHECKED:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            names = [re.match(r"[\w.-]+", line) for line in importlib.metadata.requires(package) or ()]
+            packages |= {name[0].lower().replace("-", "_") for name in names if name}
+    return frozenset(sys.stdlib_module_names | packages)
