@@ -18,8 +18,7 @@ from torch import Tensor
 
 from longspan.errors import AgreementError, RankError
 from longspan.planning.steps import Moved
-from longspan.watch.store import Store
-from longspan.watch.store_client import LostError
+from longspan.watch.store_client import LostError, Store
 
 # -- Message headers in checked mode -----------------------------------------------------------------------------------
 # Every message states what it is, and a receiver refuses what it did not expect. Point-to-point messages are matched by

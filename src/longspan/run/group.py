@@ -23,9 +23,9 @@ from longspan.errors import AgreementError, BusyError, PlanError, RankError
 from longspan.planning.steps import MAX_BATCH
 from longspan.run import agreement
 from longspan.run.agreement import Comparison, Header, Record, rows_alone
-from longspan.watch.monitor import Watch, direction_named
-from longspan.watch.records import Phase
-from longspan.watch.store import Store, job_store
+from longspan.watch.detector import Direction, Phase
+from longspan.watch.monitor import Watch, job_store
+from longspan.watch.store_client import Store
 
 # -- Safety settings of a scope ----------------------------------------------------------------------------------------
 # A backward pass uses those of the last forward pass.
@@ -215,9 +215,8 @@ class Members:
         if self._watch is None:
             ranks = dist.get_process_group_ranks(self.group)
             self._watch = Watch(self.store, self.rank, ranks, world_size=dist.get_world_size())
-            finalize(self.group, self._watch.end)
-            self._watch.publish(training_step=self.training_step)
-        self._watch.patience = safety.patience
+            finalize(self.group, self._watch.stop)
+            self._watch.status.training_step = self.training_step
         return self._watch
 
     def timeout(self, safety: Safety) -> float:
@@ -255,16 +254,12 @@ class Members:
             running.meet(call.device)
             yield running
             return
-        if call.device.type == "cpu":
-            watch.check()
-        else:
-            watch.check_device()
-            watch.abort = partial(_abort, self._group, call.device)
         is_new = running.is_new
         identity = zlib.crc32(f"{call.identity} {self.training_step} {is_new}".encode())
-        watch.enter(
-            call=self.calls, name=call.name, identity=identity, direction=direction_named(call.direction), step=0,
-            num_steps=call.num_steps, plan=call.plan, forward=call.forward, compares=is_new,
+        abort = None if call.device.type == "cpu" else partial(_abort, self._group, call.device)
+        watch.begin_call(
+            self.calls, identity, call.name, patience=call.safety.patience, abort=abort, num_steps=call.num_steps,
+            direction=Direction[call.direction.upper()], plan=call.plan, forward=call.forward, is_new=is_new,
             phase=Phase.AGREEING if is_new else Phase.RUNNING,
         )  # fmt: skip
         try:
@@ -272,37 +267,37 @@ class Members:
             if call.device.type != "cpu":
                 watch.detector.remember(self.calls, identity)
             running.meet(call.device)
-            watch.publish(phase=Phase.RUNNING)
+            watch.status.phase = Phase.RUNNING
             yield running
         except AgreementError:
             raise  # on all ranks alike
         except BaseException as error:
             if not (isinstance(error, RankError) and watch.failed):
-                watch.tell(error)
+                watch.report(error)
             raise
         finally:
-            watch.publish(phase=Phase.IDLE)
+            watch.status.phase = Phase.IDLE
 
     def tell_step(self) -> None:
         if self._watch is not None:
-            self._watch.publish(training_step=self.training_step)
+            self._watch.status.training_step = self.training_step
 
     def check_told(self) -> None:
         if self._watch is not None:
-            self._watch.check_told()
+            self._watch.check(once=True)
 
     def tell(self, error: BaseException, safety: Safety) -> None:
         """Tells the others that this rank leaves its loop because of an error, unless a call has told them already."""
         watch = self.watch(safety)
         if watch is not None and watch.failed is None:
-            watch.tell(error)
+            watch.report(error)
 
     def announce_refusal(self, error: BaseException, safety: Safety) -> None:
         """Tells the others that this rank refused a call, which they may have entered."""
         self.calls += 1
         watch = self.watch(safety)
         if watch is not None:
-            watch.refuse(self.calls, error)
+            watch.report(error, refused=self.calls)
 
 
 @dataclass(frozen=True)
@@ -438,7 +433,7 @@ class Running:
         PyTorch to begin them."""
         flight, device = None, device or self.call.device
         if self.watch is not None and peers and device.type != "cpu" and not is_captured(device):
-            flight = self.watch.fly(peers, self.members.timeout(self.call.safety))
+            flight = self.watch.track(peers, self.members.timeout(self.call.safety))
         started = self._blamed(start, peers)
         if flight is not None:
             flight.works = works_of(started)
@@ -451,14 +446,14 @@ class Running:
         except RuntimeError as error:
             if self.watch is None or not peers:
                 raise
-            self.watch.broken(error, peers)
+            self.watch.diagnose(error, peers)
             raise
 
     def at(self, step: int) -> None:
         if self.watch is not None:
             if self.watch.failed is not None:
                 self.watch.check()
-            self.watch.publish(step=step)
+            self.watch.status.step = step
 
     def wait(
         self,
@@ -489,7 +484,7 @@ class Running:
         """What a message of this call must say of itself."""
         call = self.call
         dtype = str(call.dtype).removeprefix("torch.").encode()[:8].ljust(8, b"\0")
-        way = direction_named(call.direction)
+        way = Direction[call.direction.upper()]
         where = (self.number, self.members.training_step, int(way), step, src, dst)
         return Header(
             call.plan, *where, pieces, num_bytes, dtype, call.forward, zlib.crc32(call.name.encode()) & 0xFFFF
