@@ -281,15 +281,15 @@ def test_documents_within_a_rank_send_nothing():
     [
         ({"scheme": "ring"}, "There are chain, exchange, doubling, two_level"),
         ({"scheme": "two_level(0)"}, "There are chain"),
-        ({"scheme": 3}, "A scheme is a name"),
-        ({"maps": "dense"}, "Choose one of matrix, scalar, rows, elements"),
-        ({"dtype": "bfloat16"}, "float32 or wider"),
+        ({"scheme": 3}, "scheme must be a name"),
+        ({"maps": "dense"}, "maps must be one of matrix, scalar, rows, elements"),
+        ({"dtype": "bfloat16"}, "dtype must be float32 or float64"),
         ({"heads": 0}, "heads"),
         ({"batch": 1.5}, "batch"),
         ({"documents": [3]}, "add up to 3"),
         ({"documents": [[16, 16], [32]]}, "2 batch rows, but the plan is for batch = 1"),
-        ({"machine": 3}, "a machine is a name"),
-        ({"layout": [1, 2]}, "takes a layout, but list"),
+        ({"machine": 3}, "and machine a name"),
+        ({"layout": [1, 2]}, "layout must be a Layout"),
     ],
 )
 def test_plans_that_are_refused(asked, words):
