@@ -130,7 +130,7 @@ class WorkQueue:
 
 class DevicePoller:
     """A thread that polls works while the host does not wait. It calls `on_failure` once: with the verdict, or with
-    None if the host has found one first."""
+    None if the host failed first."""
 
     def __init__(
         self, detector: Detector, host_waits: threading.Lock, on_failure: Callable[[Verdict | None], None]
@@ -138,7 +138,7 @@ class DevicePoller:
         """`host_waits` is held by a host that waits, and checks ranks itself: one wait at a time."""
         self.detector, self.queue, self._host_waits, self._on_failure = detector, WorkQueue(), host_waits, on_failure
         self.has_failed = threading.Event()
-        """Set when the host has found why the group cannot be used any more."""
+        """Set when the host knows why the group cannot be used any more."""
         self._since: float | None = None
         """Since when no work has finished; None: none is in flight."""
         self._num_done = 0

@@ -576,9 +576,10 @@ def job_store(group: dist.ProcessGroup) -> Store | None:
         )
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
+    inner: Any = store
     prefix = f"{ROOT}/{name}"
-    client = _connect_client(store, prefix) if isinstance(store, dist.TCPStore) else None  # type: ignore[attr-defined]
-    return client or TorchStore(store.clone(), prefix)
+    client = _connect_client(inner, prefix) if isinstance(inner, dist.TCPStore) else None  # type: ignore[attr-defined]
+    return client or TorchStore(inner.clone(), prefix)
 
 
 def _connect_client(store: Any, prefix: str) -> StoreClient | None:
