@@ -22,8 +22,8 @@ import longspan as ls
 from longspan.layouts import Layout
 from longspan.masks.document_rows import document_rows
 from longspan.mixers import scans
-from longspan.mixers.recurrences import ScanWork
 from longspan.mixers.scan_kernels import choose_scan_kernel
+from longspan.mixers.scan_reference import ScanWork
 from longspan.mixers.scan_run import LocalSegments, RankScan, spread
 from longspan.mixers.scans import check_plan
 from longspan.planning.scan_plan import ScanPlan
@@ -285,13 +285,13 @@ def in_threads() -> Iterator[None]:
         scans.run = real
 
 
-def _run_on_rank(recurrence: Any, tokens: Any, shared: Any, request: Any) -> Tensor:
-    ranks: RankScan = request.plan
+def _run_on_rank(recurrence: Any, tokens: Any, shared: Any, call: Any, kernel: str) -> Tensor:
+    ranks: RankScan = call.plan
     check_plan(ranks.plan, recurrence, tokens, (ranks.rank, ranks.plan.layout.world_size))
     work = ScanWork(recurrence, tokens, shared, ranks.local.segments)
     given = (*tokens, *shared, *recurrence.captured)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-    return spread(choose_scan_kernel(request.kernel, work), work, ranks, learns=learns)
+    return spread(choose_scan_kernel(kernel, work), work, ranks, learns=learns)
 
 
 def loopback(p: Problem, plan: ScanPlan, transport: Any = None, dtype: Any = None, **more: Any) -> dict[str, Tensor]:

@@ -241,10 +241,10 @@ def causal_conv1d(
     >>> causal_conv1d(x, weight, documents=[3, 1]).flatten().tolist()
     [1.0, 12.0, 24.0, 8.0]
     """
-    from longspan.mixers.convolution import ConvRequest
     from longspan.mixers.convolution import causal_conv1d as run
+    from longspan.mixers.operators import OperatorCall
 
-    return run(x, weight, bias, ConvRequest(documents, plan, group, activation, name))
+    return run(x, weight, bias, OperatorCall("causal_conv1d", documents, plan, group, name), activation)
 
 
 @untraced

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # torch is loaded by the functions that touch tensors
     from longspan.validate import Group
 
 MAPS = ("matrix", "scalar", "rows", "elements")
+_HEADS, _KEYS, _VALUES = "batch tokens heads", "batch tokens key_heads keys", "batch tokens heads values"
 
 
 @untraced
@@ -45,43 +46,42 @@ def scan_plan(
     machine: Machine | str | None = None,
     token_bytes: int | None = None,
 ) -> ScanPlan:
-    """Who sends which states to whom in a recurrence. Every rank makes the same plan.
+    """Plan which rank sends which states to which in a recurrence. Every rank makes the same plan.
 
     Args:
         documents: lengths, lengths per batch row, or a mask of documents (see `gated_delta_rule`); None is one.
-        layout: who holds which tokens.
+        layout: which rank holds which tokens.
         heads: heads of a state.
         keys: rows of a head's state.
         values: columns of a head's state.
-        maps: what a segment does to a state that enters it, beside adding to it: "matrix" (delta rules), "scalar" (one
-            decay a head: Mamba-2, lightning attention), "rows" (one for every key: GLA), "elements".
-        dtype: of states: "float32", or "float64" where tokens are.
+        maps: what a segment multiplies a state by that enters it: "matrix" (delta rules), "scalar" (one decay per head:
+            Mamba-2, lightning attention), "rows" (one per key: GLA), "elements".
+        dtype: of states: "float32", or "float64" for float64 tokens.
         batch: batch rows.
-        scheme: "chain", "exchange", "doubling", "two_level" or "two_level(RANKS OF A NODE)", which is obeyed or
-            refused; "relayout" moves tokens to a contiguous layout and back; "auto" compares all, with reasons.
-        machine: what "auto" prices schemes on: a `Machine`, or the name of one, such as "h100".
-        token_bytes: what all that goes into the recurrence for one token weighs, and what comes out of it: with it,
-            "auto" compares moving tokens too.
+        scheme: "chain", "exchange", "doubling", "two_level" or "two_level(RANKS OF A NODE)", which is used or refused;
+            "relayout" moves tokens to a contiguous layout and back; "auto" compares all, with reasons.
+        machine: what "auto" estimates costs for: a `Machine`, or the name of one, such as "h100".
+        token_bytes: bytes of all inputs and outputs of the recurrence for one token: with it, "auto" also considers
+            moving tokens.
 
-    >>> made = scan_plan([600, 424], zigzag(1024, 4), heads=2, keys=8, values=8, maps="scalar")
-    >>> made.bytes_received(0) > 0
+    >>> plan = scan_plan([600, 424], zigzag(1024, 4), heads=2, keys=8, values=8, maps="scalar")
+    >>> plan.bytes_received(0) > 0
     True
     """
     if not isinstance(layout, Layout):
-        raise PlanError(
-            f"scan_plan(documents, layout, ...) takes a layout, but {type(layout).__name__} was given. See"
-            f" longspan.layouts."
-        )
+        raise PlanError(f"layout must be a Layout (see longspan.layouts), but got {type(layout).__name__}.")
     with in_context(lambda: f"The call: scan_plan over {shortened(layout, 120)}."):
         name = dtype_name(dtype)
         if name not in ("float32", "float64"):
-            raise PlanError(f"states of dtype {name} were asked for. They are sums over many tokens: float32 or wider.")
+            raise PlanError(
+                f"dtype must be float32 or float64, since states are sums over many tokens, but got {name}."
+            )
         if maps not in MAPS:
-            raise PlanError(f"maps = {shortened(maps)} was asked for. Choose one of {', '.join(MAPS)}.")
+            raise PlanError(f"maps must be one of {', '.join(MAPS)}, but got {shortened(maps)}.")
         if not isinstance(scheme, str) or not isinstance(machine, str | Machine | None):
             raise PlanError(
-                f"scheme = {shortened(scheme)} and machine = {shortened(machine)} were given. A scheme is a name,"
-                f" as in 'auto' or 'doubling'; a machine is a name, a Machine of longspan.planning, or None."
+                f"scheme must be a name such as 'auto' or 'doubling', and machine a name, a Machine of"
+                f" longspan.planning, or None, but got {shortened(scheme)} and {shortened(machine)}."
             )
         numbers = {"heads": heads, "keys": keys, "values": values, "batch": batch}
         h, k, v, b = (whole(n, which, "scan_plan()", PlanError, 1, MAX_FEATURES) for which, n in numbers.items())
@@ -91,11 +91,11 @@ def scan_plan(
         chains = chains_of(rows, layout, b)
         hardware = machine_named(machine) if isinstance(machine, str) else machine
         hardware = hardware or assumed_machine(functions=False)
-        elsewhere = None
+        relayout = None
         if token_bytes is not None or scheme == RELAYOUT:
             weight = whole(token_bytes or 0, "token_bytes", "scan_plan()", PlanError)
-            elsewhere = Elsewhere(chains_of(rows, contiguous(layout.seq_len, layout.world_size), b), weight * b)
-        return planned_scan(chains, sizes, name, scheme.replace(" ", ""), hardware, elsewhere)
+            relayout = Elsewhere(chains_of(rows, contiguous(layout.seq_len, layout.world_size), b), weight * b)
+        return planned_scan(chains, sizes, name, scheme.replace(" ", ""), hardware, relayout)
 
 
 def gated_delta_rule(
@@ -115,14 +115,14 @@ def gated_delta_rule(
 ) -> Tensor:
     """The gated delta rule (Gated DeltaNet; with a vector gate, Kimi delta attention), exact and differentiable.
 
-    A head's state S, (keys, values), decays, is corrected by what the token's key brings to light, and is read:
+    A head's state S, (keys, values), decays, is corrected towards the token's value at its key, and is read:
     S = exp(g) S;  S = S + beta k (v - k^T S)^T;  out = scale * q^T S.
 
     Args:
         q: (batch, tokens, key heads, keys).
         k: as q.
         v: (batch, tokens, heads, values); heads are a multiple of key heads.
-        g: logarithms of decays, (batch, tokens, heads), or (batch, tokens, heads, keys) with one for every key.
+        g: logarithms of decays, (batch, tokens, heads), or (batch, tokens, heads, keys) with one per key.
         beta: (batch, tokens, heads).
         documents: on one device: lengths, lengths per batch row, or a mask of documents; None is one document. A mask
             such as `documents(lengths) & causal()` may also have a window, or a prefix that all later tokens of a
@@ -130,10 +130,10 @@ def gated_delta_rule(
             other documents in other heads, and masks in which documents see each other or a token not itself.
         plan: made by `longspan.scan_plan(..., maps="matrix")`, for this rank's shards.
         group: with a plan, the ranks of the sequence: a process group or a mesh of one axis.
-        scale: what queries are multiplied by; 1 / sqrt(keys) by default.
-        l2norm: divide q and k by their lengths first.
-        kernel: "auto", "reference" or "fla"; a named one is obeyed or refused.
-        name: tells apart calls of one plan: ranks that are in calls of different names are told so.
+        scale: factor of queries; 1 / sqrt(keys) by default.
+        l2norm: normalize q and k first.
+        kernel: "auto", "reference" or "fla"; a named one is used or refused.
+        name: distinguishes calls of one plan: ranks that are in calls of different names raise an error.
 
     >>> import torch
     >>> q, k, v = torch.ones(3, 1, 2, 1, 1)
@@ -141,18 +141,16 @@ def gated_delta_rule(
     >>> gated_delta_rule(q, k, 4 * v, g, beta).flatten().tolist()
     [2.0, 3.0]
     """
-    from longspan.mixers.recurrences import GatedDelta
-    from longspan.mixers.scans import ScanRequest, check_tensors, run
+    from longspan.mixers import scans
+    from longspan.mixers.scan_reference import GatedDelta
 
-    head = "batch tokens"
     shapes = {
-        "q": (f"{head} key_heads keys",), "k": (f"{head} key_heads keys",), "v": (f"{head} heads values",),
-        "g": (f"{head} heads", f"{head} heads keys"), "beta": (f"{head} heads",),
+        "q": (_KEYS,), "k": (_KEYS,), "v": (_VALUES,), "g": (_HEADS, f"{_HEADS} keys"), "beta": (_HEADS,),
     }  # fmt: skip
-    sizes = check_tensors("gated_delta_rule", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, shapes)
-    recurrence = GatedDelta(_scale(scale, sizes["keys"]), _flag("l2norm", l2norm))
-    asked = ScanRequest("gated_delta_rule", documents, plan, group, kernel, name)
-    return run(recurrence, (q, k, v, g, beta), (), asked)
+    sizes = scans.check_tensors("gated_delta_rule", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, shapes)
+    recurrence = GatedDelta(_check_scale(scale, sizes["keys"]), _check_bool("l2norm", l2norm))
+    call = scans.OperatorCall("gated_delta_rule", documents, plan, group, name)
+    return scans.run(recurrence, (q, k, v, g, beta), (), call, kernel)
 
 
 def linear_attention(
@@ -174,31 +172,28 @@ def linear_attention(
         q: (batch, tokens, key heads, keys).
         k: as q.
         v: (batch, tokens, heads, values); heads are a multiple of key heads.
-        decay: logarithms: (heads,) for all tokens, (batch, tokens, heads), or (batch, tokens, heads, keys) with one for
-            every key. None: nothing decays.
+        decay: logarithms: (heads,) for all tokens, (batch, tokens, heads), or (batch, tokens, heads, keys) with one per
+            key. None: no decay.
         documents: see `gated_delta_rule`.
-        plan: made by `longspan.scan_plan(..., maps="scalar")`, or `maps="rows"` with a decay for every key.
+        plan: made by `longspan.scan_plan(..., maps="scalar")`, or `maps="rows"` with a decay per key.
         group: see `gated_delta_rule`.
-        scale: what queries are multiplied by; 1 / sqrt(keys) by default.
-        kernel: "auto", "reference" or "fla"; a named one is obeyed or refused.
+        scale: factor of queries; 1 / sqrt(keys) by default.
+        kernel: see `gated_delta_rule`.
         name: see `gated_delta_rule`.
     """
-    from longspan.mixers.recurrences import LinearAttention
-    from longspan.mixers.scans import ScanRequest, check_tensors, run
+    from longspan.mixers import scans
+    from longspan.mixers.scan_reference import LinearAttention
 
-    head = "batch tokens"
-    shapes = {
-        "q": (f"{head} key_heads keys",), "k": (f"{head} key_heads keys",), "v": (f"{head} heads values",),
-        "decay": ("heads", f"{head} heads", f"{head} heads keys"),
-    }  # fmt: skip
-    given = {"q": q, "k": k, "v": v} | ({} if decay is None else {"decay": decay})
-    sizes = check_tensors("linear_attention", given, shapes)
+    shapes = {"q": (_KEYS,), "k": (_KEYS,), "v": (_VALUES,), "decay": ("heads", _HEADS, f"{_HEADS} keys")}
+    tensors = {"q": q, "k": k, "v": v} | ({} if decay is None else {"decay": decay})
+    sizes = scans.check_tensors("linear_attention", tensors, shapes)
     if decay is None:
         decay = v.new_zeros(v.shape[:3])
     elif decay.ndim == 1:
         decay = decay.expand(v.shape[:3])
-    recurrence = LinearAttention(_scale(scale, sizes["keys"]))
-    return run(recurrence, (q, k, v, decay), (), ScanRequest("linear_attention", documents, plan, group, kernel, name))
+    recurrence = LinearAttention(_check_scale(scale, sizes["keys"]))
+    call = scans.OperatorCall("linear_attention", documents, plan, group, name)
+    return scans.run(recurrence, (q, k, v, decay), (), call, kernel)
 
 
 def ssd(
@@ -222,32 +217,38 @@ def ssd(
 
     Args:
         x: (batch, tokens, heads, values).
-        dt: (batch, tokens, heads). d is dt + dt_bias, through softplus if asked for, then within `dt_limit`.
+        dt: (batch, tokens, heads). d is dt + dt_bias, through softplus if `dt_softplus`, then clamped to `dt_limit`.
         A: (heads,), negative.
         B: (batch, tokens, groups, states); heads are a multiple of groups.
         C: as B.
         D: (heads,) or (heads, values), or None.
         dt_bias: (heads,), or None.
-        dt_softplus: whether dt goes through softplus.
-        dt_limit: the least and the largest d.
+        dt_softplus: whether to apply softplus to dt.
+        dt_limit: the smallest and the largest d.
         documents: see `gated_delta_rule`.
         plan: made by `longspan.scan_plan(..., keys=states, maps="scalar")`.
         group: see `gated_delta_rule`.
-        kernel: "auto", "reference", "fla" or "mamba_ssm"; a named one is obeyed or refused.
+        kernel: "auto", "reference", "fla" or "mamba_ssm"; a named one is used or refused.
         name: see `gated_delta_rule`.
     """
-    from longspan.mixers.recurrences import Ssd
-    from longspan.mixers.scans import ScanRequest, check_tensors, run
+    from longspan.mixers import scans
+    from longspan.mixers.scan_reference import Ssd
 
-    head = "batch tokens"
+    states = "batch tokens key_heads states"
     shapes = {
-        "x": (f"{head} heads values",), "dt": (f"{head} heads",), "A": ("heads",), "B": (f"{head} key_heads states",),
-        "C": (f"{head} key_heads states",), "D": ("heads", "heads values"), "dt_bias": ("heads",),
+        "x": (_VALUES,), "dt": (_HEADS,), "A": ("heads",), "B": (states,), "C": (states,),
+        "D": ("heads", "heads values"), "dt_bias": ("heads",),
     }  # fmt: skip
-    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "dt_bias": dt_bias}
-    check_tensors("ssd", {n: t for n, t in given.items() if t is not None or n in "xdtABC"}, shapes)
-    recurrence = Ssd(_flag("dt_softplus", dt_softplus), _limits(dt_limit))
-    return run(recurrence, (x, dt, B, C), (A, D, dt_bias), ScanRequest("ssd", documents, plan, group, kernel, name))
+    tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
+    tensors |= {n: t for n, t in (("D", D), ("dt_bias", dt_bias)) if t is not None}
+    scans.check_tensors("ssd", tensors, shapes)
+    limits = dt_limit if isinstance(dt_limit, Sequence) and len(dt_limit) == 2 else (None, None)
+    low, high = (float(limit) if isinstance(limit, int | float) else math.nan for limit in limits)
+    if not low <= high:
+        raise PlanError(f"dt_limit must be two numbers, the smallest and the largest d, but got {shortened(dt_limit)}.")
+    recurrence = Ssd(_check_bool("dt_softplus", dt_softplus), (low, high))
+    call = scans.OperatorCall("ssd", documents, plan, group, name)
+    return scans.run(recurrence, (x, dt, B, C), (A, D, dt_bias), call, kernel)
 
 
 def linear_recurrence(
@@ -260,31 +261,29 @@ def linear_recurrence(
     kernel: str = "auto",
     name: str = "",
 ) -> Tensor:
-    """h = a h + b, channel by channel (RG-LRU, Mamba-1): all h, in the shape of b.
+    """Compute h = a h + b, channel by channel (RG-LRU, Mamba-1); return all h, in the shape of b.
 
     Args:
-        a: (batch, tokens, ...): factors, any numbers, 0 and negative ones too.
+        a: (batch, tokens, ...): factors, any numbers including 0 and negative ones.
         b: as a.
         documents: see `gated_delta_rule`.
         plan: made by `longspan.scan_plan(..., heads=1, keys=channels, values=1, maps="elements")`.
         group: see `gated_delta_rule`.
-        kernel: "auto" or "reference"; a named one is obeyed or refused.
+        kernel: "auto" or "reference"; a named one is used or refused.
         name: see `gated_delta_rule`.
 
     >>> import torch
     >>> linear_recurrence(torch.full((1, 4, 1), 0.5), torch.ones(1, 4, 1), documents=[3, 1]).flatten().tolist()
     [1.0, 1.5, 1.75, 1.0]
     """
-    from longspan.mixers.recurrences import LinearRecurrence
-    from longspan.mixers.scans import ScanRequest, check_tensors, run
+    from longspan.mixers import scans
+    from longspan.mixers.scan_reference import LinearRecurrence
 
-    extra = max(1, getattr(b, "ndim", 3) - 2)
-    more = " ".join(f"channels_{i}" for i in range(extra)) if extra > 1 else "channels"
-    check_tensors(
-        "linear_recurrence", {"a": a, "b": b}, {"a": (f"batch tokens {more}",), "b": (f"batch tokens {more}",)}
-    )
-    asked = ScanRequest("linear_recurrence", documents, plan, group, kernel, name)
-    return run(LinearRecurrence(), (a.flatten(2), b.flatten(2)), (), asked).view(b.shape)
+    num_dims = max(1, getattr(b, "ndim", 3) - 2)
+    channels = " ".join(f"channels_{i}" for i in range(num_dims)) if num_dims > 1 else "channels"
+    scans.check_tensors("linear_recurrence", {"a": a, "b": b}, dict.fromkeys("ab", (f"batch tokens {channels}",)))
+    call = scans.OperatorCall("linear_recurrence", documents, plan, group, name)
+    return scans.run(LinearRecurrence(), (a.flatten(2), b.flatten(2)), (), call, kernel).view(b.shape)
 
 
 def scan(
@@ -300,17 +299,17 @@ def scan(
     group: Group = None,
     name: str = "",
 ) -> Tensor:
-    """A linear recurrence of one's own, S = A_t S + B_t, given by what it does to one stretch of tokens.
+    """Run a user-defined linear recurrence, S = A_t S + B_t, defined by two functions of one segment of tokens.
 
     Args:
-        tokens: tensors (batch, tokens, ...). The functions get the rows of one stretch of one batch row, (n, ...) each.
+        tokens: tensors (batch, tokens, ...). The functions get the rows of one segment of one batch row, (n, ...) each.
         local: a function `(*rows, state) -> (output with n rows, state)`, in plain PyTorch.
         summary: a function `(*rows) -> (M, U)`: the state that leaves is M times the one that enters plus U. M is
             (heads, keys, keys) and multiplies from the left (maps="matrix"), or it multiplies elementwise and is
             (heads, 1, 1) ("scalar"), (heads, keys, 1) ("rows") or (heads, keys, values) ("elements").
         state: (heads, keys, values).
         maps: see `summary` and `longspan.scan_plan`.
-        parameters: tensors that the functions use and that want gradients; each rank gets its share.
+        parameters: tensors that the functions use and that require gradients; each rank gets its share.
         documents: see `gated_delta_rule`.
         plan: made by `longspan.scan_plan` with the same sizes.
         group: see `gated_delta_rule`.
@@ -330,53 +329,45 @@ def scan(
     """
     from torch import Tensor
 
+    from longspan.mixers import scans
     from longspan.mixers.scan_kernels import OwnRecurrence
-    from longspan.mixers.scans import ScanRequest, check_tensors, run
 
     if isinstance(tokens, Tensor) or not tokens or not callable(local) or not callable(summary) or maps not in MAPS:
         raise PlanError(
-            f"scan takes a list of tensors, two functions and maps= one of {', '.join(MAPS)}, but"
+            f"scan takes a list of tensors, two functions and maps= one of {', '.join(MAPS)}, but got"
             f" {type(tokens).__name__}, local={shortened(local)}, summary={shortened(summary)} and"
-            f" maps={shortened(maps)} were given."
+            f" maps={shortened(maps)}."
         )
-    given = {f"tokens[{i}]": t for i, t in enumerate(tokens)}
+    tensors = {f"tokens[{i}]": t for i, t in enumerate(tokens)}
     forms = {
         n: (" ".join(("batch", "tokens", *(f"{n}.{i}" for i in range(2, getattr(t, "ndim", 2))))),)
-        for n, t in given.items()
+        for n, t in tensors.items()
     }
-    check_tensors("scan", given, forms)
+    scans.check_tensors("scan", tensors, forms)
     if not isinstance(state, Sequence) or len(state) != 3:
-        raise PlanError(f"state = {shortened(state)} was given to scan. It is (heads, keys, values), three numbers.")
+        raise PlanError(f"state must be three numbers (heads, keys, values), but got {shortened(state)}.")
     h, k, v = (whole(n, "state", "scan()", PlanError, 1, MAX_FEATURES) for n in state)
     is_list = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor)
     captured: tuple[Any, ...] = tuple(parameters) if is_list else (None,)
     if not all(isinstance(p, Tensor) for p in captured):
-        raise PlanError(f"parameters = {shortened(parameters)} was given to scan. It is a list of tensors.")
+        raise PlanError(f"parameters must be a list of tensors, but got {shortened(parameters)}.")
     shape = {"matrix": (h, k, k), "scalar": (h, 1, 1), "rows": (h, k, 1), "elements": (h, k, v)}[maps]
     recurrence = OwnRecurrence(local, summary, (h, k, v), shape, maps == "matrix", captured)
-    return run(recurrence, tuple(tokens), (), ScanRequest("scan", documents, plan, group, "own", name))
+    call = scans.OperatorCall("scan", documents, plan, group, name)
+    return scans.run(recurrence, tuple(tokens), (), call, "own")
 
 
-def _flag(name: str, value: Any) -> bool:
+def _check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise PlanError(f"{name} = {shortened(value)} was given. It is True or False.")
+        raise PlanError(f"{name} must be a bool, but got {shortened(value)}.")
     return value
 
 
-def _limits(given: Any) -> tuple[float, float]:
-    """The least and the largest d; infinity is a limit, too."""
-    ends = given if isinstance(given, Sequence) and len(given) == 2 else (None, None)
-    low, high = (float(end) if isinstance(end, int | float) else math.nan for end in ends)
-    if not low <= high:
-        raise PlanError(f"dt_limit = {shortened(given)} was given. It is two numbers, the least and the largest d.")
-    return low, high
-
-
-def _scale(scale: float | None, keys: int) -> float:
+def _check_scale(scale: float | None, keys: int) -> float:
     from longspan.validate import is_number
 
     if scale is None:
         return keys**-0.5
     if not is_number(scale):
-        raise PlanError(f"scale = {shortened(scale)} was given. It multiplies queries: one finite number, or None.")
+        raise PlanError(f"scale must be one finite number or None, but got {shortened(scale)}.")
     return float(scale)

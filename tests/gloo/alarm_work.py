@@ -39,8 +39,8 @@ class Rank:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         self.rank, self.world, self.torch = rank, world, torch
         if far:  # every rank on a host of its own, as far as the others can tell
-            this = liveness.this_process
-            liveness.this_process = lambda: this()._replace(host=bytes([rank + 1]) * 16)
+            this = liveness.current_process
+            liveness.current_process = lambda: this()._replace(host=bytes([rank + 1]) * 16)
         store = dist.TCPStore("127.0.0.1", port, world, False, wait_for_workers=False)
         dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world)
         self.group, self.said = dist.group.WORLD, Lines()
@@ -112,13 +112,13 @@ def struck(rank, world, port, what):
     found.step()
     if rank == 1:
         from longspan.run.group import members_of
-        from longspan.watch.companion import _companions
+        from longspan.watch.monitor import _watchers
 
         store = members_of(found.group)._watch.store.again(20.0)
-        while store.get("life/1") is None:  # its watcher has not begun
+        while store.get("heartbeat/1") is None:  # its watcher has not begun
             time.sleep(0.1)
         time.sleep(0.5)
-        watcher = next(iter(_companions.values())).process.pid
+        watcher = next(iter(_watchers.values())).process.pid
         found.pipe.send(("struck", time.time(), watcher))
         if what == "lost":
             os.kill(watcher, signal.SIGSTOP)

@@ -234,15 +234,15 @@ for t in threads:
 
 
 def nothing_is_polled():
-    from longspan.watch.waiting import Flights
+    from longspan.watch.devices import WorkQueue
 
-    Flights.poll = lambda self: None
+    WorkQueue.poll = lambda self: None
 
 
 def nobody_looks():
-    from longspan.watch.waiting import Lookout
+    from longspan.watch.devices import DevicePoller
 
-    Lookout.tick = lambda self, now: None
+    DevicePoller.tick = lambda self, now: None
 
 
 def nothing_is_aborted():
@@ -252,25 +252,25 @@ def nothing_is_aborted():
 
 
 def nobody_is_interrupted():
-    from longspan.watch.waiting import Interrupt
+    from longspan.watch.devices import Interrupt
 
     Interrupt.send = lambda self, text: None
 
 
 def patience_is_ignored():
-    from longspan.watch.monitor import Watch
+    from longspan.watch.detector import Detector
 
-    Watch.patience = property(lambda self: 0.2, lambda self, seconds: setattr(self.detector, "patience", 0.2))
+    Detector.patience = property(lambda self: 0.2, lambda self, seconds: None)
 
 
 def devices_are_taken_for_hosts():
-    from longspan.watch.records import Status
+    from longspan.watch.detector import Status
 
     Status.has_finished = Status.has_left
 
 
 def who_has_delivered_is_not_known():
-    from longspan.watch.records import Status
+    from longspan.watch.detector import Status
 
     Status.has_finished = lambda self, call: False
 
@@ -278,19 +278,19 @@ def who_has_delivered_is_not_known():
 def calls_are_not_compared():
     from longspan.watch import detector
 
-    detector.first_apart = lambda made, theirs: None
+    detector.first_difference = lambda calls, theirs: None
 
 
 def calls_are_compared_too_early():
     from longspan.watch.monitor import Watch
 
-    enter = Watch.enter
+    begin_call = Watch.begin_call
 
-    def enters(self, **changes):
-        self.detector.remember(changes["call"], changes["identity"])
-        enter(self, **changes)
+    def begin(self, call, identity, name, **fields):
+        self.detector.remember(call, identity)
+        begin_call(self, call, identity, name, **fields)
 
-    Watch.enter = enters
+    Watch.begin_call = begin
 
 
 def rows_are_not_compared():
@@ -301,21 +301,21 @@ def rows_are_not_compared():
 
 def debuggers_are_stops():
     from longspan.watch import monitor
-    from longspan.watch.processes import STOPPED, TRACED, Sight, seen
+    from longspan.watch.processes import STOPPED, TRACED, ProcessState, inspect_process
 
     def seeing(process):
-        found = seen(process)
-        return Sight(STOPPED, found.seconds) if found.state == TRACED else found
+        found = inspect_process(process)
+        return ProcessState(STOPPED, found.seconds) if found.state == TRACED else found
 
-    monitor.seen = seeing
+    monitor.inspect_process = seeing
 
 
 def the_start_is_not_watched():
     """As if works were only kept once the host has begun them."""
-    from longspan.watch import waiting
+    from longspan.watch.devices import DevicePoller
 
-    look = waiting.Lookout._look
-    waiting.Lookout._look = lambda self, now: None if self.flights.oldest.works is None else look(self, now)
+    check = DevicePoller._check_ranks
+    DevicePoller._check_ranks = lambda self, now: None if self.queue.oldest.works is None else check(self, now)
 
 
 MUTANTS = {

@@ -44,7 +44,7 @@ def test_calls_that_do_not_fit_are_refused():
         "dtype": ("x has dtype torch.float64", "Cast x, or plan for it"),
         "size": ("the plan is for 3 ranks, but the group has 2", "Plan for the group's size"),
         "width": ("a width of 2, but the plan is for width 3", "Plan for the width of the weight"),
-        "attention's": ("Plan was given, which is a plan of attention", "longspan.conv_plan("),
+        "attention's": ("but got Plan, which is a plan of attention", "longspan.conv_plan("),
         "a convolution's": ("the fourth argument is ConvPlan", "attention(q, k, v, plan, group=...)"),
         "both": ("documents and a plan were given", "Leave one of them out"),
         "no group at all": (

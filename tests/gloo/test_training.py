@@ -134,19 +134,19 @@ IDS = torch.arange(8).view(1, 8)
         ({"input_ids": IDS}, {"dims": {"input_ids": 0}}, "known by name"),
         ({"input_ids": IDS, "x": IDS}, {"dims": {"x": None}, "fills": {"x": 1}}, "Add it to dims"),
         ({"x": [1]}, {"dims": {"x": 0}}, "not a tensor but list"),
-        ({"input_ids": IDS[:, :4]}, {}, "Give whole tensors, not shards"),
+        ({"input_ids": IDS[:, :4]}, {}, "Pass whole tensors, not shards"),
         ({"input_ids": IDS.tolist()}, {}, "Collate the batch first"),
-        ({"input_ids": IDS.expand(2, 8), "labels": IDS.expand(3, 8)}, {}, "Give them all one shape"),
+        ({"input_ids": IDS.expand(2, 8), "labels": IDS.expand(3, 8)}, {}, "must have one shape"),
         ({"labels": IDS, "shift_labels": IDS}, {}, "not both"),
         ({"input_ids": IDS, "loss_mask": IDS > 3}, {}, "without labels"),
         ({"labels": IDS, "loss_mask": IDS}, {}, "0 and 1 only"),
-        ({"labels": IDS}, {"num_shifts": 0}, "num_shifts must be an integer, at least 1"),
-        ({"labels": IDS}, {"documents": [3, 5]}, "Say positions='document'"),
-        ({"x": IDS}, {"documents": [3, 5], "dims": {"x": 1}}, "Say positions='document'"),
+        ({"labels": IDS}, {"num_shifts": 0}, "num_shifts must be a whole number, 1 or more"),
+        ({"labels": IDS}, {"documents": [3, 5]}, "Pass positions='document'"),
+        ({"x": IDS}, {"documents": [3, 5], "dims": {"x": 1}}, "Pass positions='document'"),
         ({"labels": IDS, "position_ids": IDS}, {"positions": "sequence"}, "Take one of them out"),
-        ({"labels": IDS}, {"positions": "rotary"}, "Choose 'sequence' or 'document'"),
+        ({"labels": IDS}, {"positions": "rotary"}, "positions must be"),
         ({"labels": IDS}, {"documents": [3, 4], "positions": "document"}, "add up to 7"),
-        ({"labels": IDS}, {"documents": [[8], [4, 4]], "positions": "document"}, "given for 2 batch rows"),
+        ({"labels": IDS}, {"documents": [[8], [4, 4]], "positions": "document"}, "got 2 lists for"),
         (
             {"labels": IDS},
             {"documents": ls.masks.from_mask_mod(lambda b, h, q, k: q >= k, 8), "positions": "document"},
@@ -263,7 +263,7 @@ def test_calls_that_do_not_fit_their_group_are_refused():
         assert "Pass the dim of the tokens" in said["slots"]
         assert "one sequence on the same ranks" in said["size"]
         assert "a group of 2 ranks" in said["group"]
-        assert "ranks 0 to 1" in said["to"]
+        assert "must be a rank in [0, 2)" in said["to"]
         assert "NoneType was given" in said["none"]
 
 

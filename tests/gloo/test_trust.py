@@ -1,4 +1,4 @@
-"""Agreement, headers, records and settings: what is compared, what is refused, what it costs. Faults of processes are
+"""Agreement, headers, records and settings: what is compared, what is refused, what it costs. Verdicts of processes are
 in test_faults.py."""
 
 from contextlib import suppress
@@ -13,12 +13,12 @@ from longspan.errors import AgreementError, PlanError, RankError
 from longspan.run import agreement
 from longspan.run.agreement import Header
 from longspan.run.group import Safety, safely, safety
-from longspan.watch.records import Direction, Fault, Phase, Status
+from longspan.watch.detector import Direction, Phase, Status, Verdict
 from tests.gloo import trust_work
 from tests.pool import pool
 
 HEADER = Header(b"12345678", 3, -1, 1, 2, 0, 1, 77, 24, b"float32\0")
-STATUS = Status(9, 3, Direction.BACKWARD, 1, 4, Phase.WAITING, True, 12, b"abcdefgh", flying=2)
+STATUS = Status(9, 3, Direction.BACKWARD, 1, 4, Phase.WAITING, True, 12, b"abcdefgh", pending=2)
 
 
 def message():
@@ -67,35 +67,35 @@ def test_a_message_without_header_is_found():
 
 
 def test_records_come_back():
-    assert Status.parsed(STATUS.packed()) == STATUS
+    assert Status.parse(STATUS.pack()) == STATUS
     for spoils in (False, True):
-        fault = Fault(2, "ValueError: no", spoils)
-        assert Fault.parsed(fault.packed(), 4) == fault
-    assert len(Fault.parsed(Fault(2, "x" * 5000).packed(), 4).text) == 1000
+        fault = Verdict(2, "ValueError: no", spoils)
+        assert Verdict.parse(fault.pack(), 4) == fault
+    assert len(Verdict.parse(Verdict(2, "x" * 5000).pack(), 4).text) == 1000
 
 
 @given(st.binary(max_size=200))
 def test_whatever_a_stranger_writes_is_refused(raw):
-    for parse in (Status.parsed, lambda raw: Fault.parsed(raw, 4)):
+    for parse in (Status.parse, lambda raw: Verdict.parse(raw, 4)):
         with pytest.raises(RankError, match=r"not a (status|fault) of Longspan"):
             parse(raw)
 
 
-@given(st.integers(0, len(STATUS.packed()) - 1), st.integers(0, 255))
+@given(st.integers(0, len(STATUS.pack()) - 1), st.integers(0, 255))
 def test_a_changed_status_is_a_status_or_refused(place, value):
-    raw = bytearray(STATUS.packed())
+    raw = bytearray(STATUS.pack())
     raw[place] = value
     with suppress(RankError):
-        assert isinstance(str(Status.parsed(bytes(raw))), str)
+        assert isinstance(str(Status.parse(bytes(raw))), str)
 
 
 def test_texts_of_faults_cannot_drive_a_terminal():
-    assert "\x1b" not in Fault.parsed(Fault(0, "\x1b[31mred").packed(), 2).text
+    assert "\x1b" not in Verdict.parse(Verdict(0, "\x1b[31mred").pack(), 2).text
 
 
 def test_a_fault_that_names_no_rank_of_the_group_is_refused():
     with pytest.raises(RankError, match="not a fault"):
-        Fault.parsed(Fault(9, "x").packed(), 4)
+        Verdict.parse(Verdict(9, "x").pack(), 4)
 
 
 # -- agreement ------------------------------------------------------------------------------------------------------

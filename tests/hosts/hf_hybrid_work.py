@@ -112,14 +112,14 @@ def batch_of(case, seed=3):
 
 
 def _delta(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **_):
-    from longspan.mixers.recurrences import GatedDelta
+    from longspan.mixers.scan_reference import GatedDelta
 
     out = _tokens(GatedDelta(key.shape[3] ** -0.5, use_qk_l2norm_in_kernel), (query, key, value, g, beta), ())
     return out.to(query.dtype), None
 
 
 def _ssd(x, dt, A, B, C, chunk_size=None, D=None, dt_bias=None, dt_softplus=False, dt_limit=(0.0, float("inf")), **_):
-    from longspan.mixers.recurrences import Ssd
+    from longspan.mixers.scan_reference import Ssd
 
     return _tokens(Ssd(dt_softplus, tuple(dt_limit)), (x, dt, B, C), (A, D, dt_bias)).to(x.dtype)
 
@@ -127,7 +127,7 @@ def _ssd(x, dt, A, B, C, chunk_size=None, D=None, dt_bias=None, dt_softplus=Fals
 def _tokens(recurrence, tokens, shared):
     import numpy as np
 
-    from longspan.mixers.recurrences import ScanWork, Segments
+    from longspan.mixers.scan_reference import ScanWork, Segments
     from longspan.testing.oracle import recurrence_by_tokens
 
     batch, length = tokens[0].shape[:2]

@@ -50,7 +50,7 @@ HOSTS = re.compile(r"\b(?:https?|ftp|tcp|wss?)://(?!www\.w3\.org/)", re.IGNORECA
 INDEXES = re.compile(r"--?(extra-)?index-url|--find-links|--trusted-host|PIP_(EXTRA_)?INDEX_URL", re.IGNORECASE)
 CLIENTS = {
     ("watch/store_client.py", "import socket: connects"),
-    ("watch/waiting.py", "import ctypes: runs what it is given"),
+    ("watch/devices.py", "import ctypes: runs what it is given"),
 }
 """To the job's own store, whose address PyTorch has; and to the interpreter and CUDA's runtime that run anyway, by two
 functions of fixed names (`test_native_calls_are_two_of_fixed_names`)."""
@@ -110,7 +110,7 @@ def _calls(node: ast.Call, in_hash: bool):
 
 
 def test_native_calls_are_two_of_fixed_names():
-    tree = ast.parse((SRC / "watch/waiting.py").read_text())
+    tree = ast.parse((SRC / "watch/devices.py").read_text())
     calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     assert {name for name in calls if name.startswith(("ctypes.", "runtime."))} == {
         "ctypes.pythonapi.PyThreadState_SetAsyncExc",

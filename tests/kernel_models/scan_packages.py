@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from longspan.mixers.recurrences import GatedDelta, LinearAttention, ScanWork, Segments, Ssd
+from longspan.mixers.scan_reference import GatedDelta, LinearAttention, ScanWork, Segments, Ssd
 from longspan.testing.oracle import recurrence_by_tokens
 
 

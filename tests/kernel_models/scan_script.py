@@ -17,8 +17,8 @@ from importlib.util import find_spec
 import torch
 from triton.runtime import autotuner
 
-from longspan.mixers.recurrences import Segments
 from longspan.mixers.scan_kernels import scan_kernel_named
+from longspan.mixers.scan_reference import Segments
 from tests.scan_cases import distance, like_output, random_states, random_work, results, widened
 
 CASES = {  # kind, (key heads, heads for each, K, V), segments, slots, batch rows

@@ -198,7 +198,7 @@ def weights_turned(patch):
 @mutant
 def bias_of_every_segment_but_the_first_lost(patch):
     """Segments that are convolved one by one forget the bias."""
-    own = convolution._own
+    own = convolution._convolve_own
 
     def forgets(rows, which, weight, bias):
         if not isinstance(which, list) or len(which) < 3 or bias is None:
@@ -207,7 +207,7 @@ def bias_of_every_segment_but_the_first_lost(patch):
         made = [convolution.depthwise(part, weight, bias if not n else None) for n, part in enumerate(parts)]
         return torch.cat(made, 1)
 
-    patch.setattr(convolution, "_own", forgets)
+    patch.setattr(convolution, "_convolve_own", forgets)
 
 
 @mutant

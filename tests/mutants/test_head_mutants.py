@@ -99,11 +99,11 @@ PROBES = (
 
 MUTANTS = {
     # -- facts of all words
-    "sums of ranks have each their own maximum": (head, "_together", "(powers * shift.exp())", "(powers)"),
-    "entropy of ranks has each its own maximum": (head, "_together", "weighted + shift * powers", "weighted"),
-    "the first rank's logits are all": (head, "_together", "total.sum(0)", "total[0]"),
-    "the first rank has the label": (head, "_together", "label.sum(0)", "label[0]"),
-    "words of a rank begin at zero": (head, "_found", "labels - work.first", "labels"),
+    "sums of ranks have each their own maximum": (head, "_merge_ranks", "(powers * shift.exp())", "(powers)"),
+    "entropy of ranks has each its own maximum": (head, "_merge_ranks", "weighted + shift * powers", "weighted"),
+    "the first rank's logits are all": (head, "_merge_ranks", "total.sum(0)", "total[0]"),
+    "the first rank has the label": (head, "_merge_ranks", "label.sum(0)", "label[0]"),
+    "words of a rank begin at zero": (head, "_locate_labels", "labels - work.first", "labels"),
     "words are cut evenly": (loss, "call_of", "first=sum(sizes[:rank])", "first=rank * max(sizes)"),
     "0 * -inf": (head, "_finite", "x.clamp_(min=torch.finfo(x.dtype).min)", "x"),
     "-inf minus -inf": (loss, "facts_of", "most.masked_fill(most.isneginf(), 0.0)", "most"),
@@ -127,7 +127,7 @@ MUTANTS = {
     ),
     "smoothing leaves the label its whole share": (LossTerms, "slopes", "self.smoothing - 1)", "-1.0)"),
     "the slope of a square is one": (LossTerms, "slopes", "2 * self.z_loss * lse", "self.z_loss * lse"),
-    "z-loss is not in the loss": (LossTerms, "losses", "found + self.z_loss * facts.lse.square()", "found"),
+    "z-loss is not in the loss": (LossTerms, "losses", "losses + self.z_loss * facts.lse.square()", "losses"),
     "labels of other ranks are not counted": (
         loss, "token_loss",
         "all_summed(sums, members)",
@@ -155,7 +155,7 @@ MUTANTS = {
     "a second backward takes what the first has scaled": (
         SlabLoss, "backward", "ready, ctx.ready = ctx.ready, None", "ready = ctx.ready",
     ),
-    "what comes in is not multiplied": (loss, "_times", "x.mul_(factor)", "x"),
+    "what comes in is not multiplied": (SlabLoss, "backward", "x.mul_(grads[0])", "x"),
     "entropy has no gradient of its own": (
         PerToken, "backward", "log_p=None if of_entropy is None else -of_entropy", "log_p=None",
     ),

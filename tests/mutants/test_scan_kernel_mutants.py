@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from longspan.mixers import scan_kernels, scan_reference
-from longspan.mixers.recurrences import Segments
 from longspan.mixers.scan_kernels import FlaScan, MambaScan, PackageScan, scan_kernel_named
 from longspan.mixers.scan_reference import (
     ChunkedAttention,
@@ -25,6 +24,7 @@ from longspan.mixers.scan_reference import (
     Packing,
     ReferenceScan,
     RowMoves,
+    Segments,
 )
 from tests.kernel_models.scan_packages import KERNELS, use_models
 from tests.lanes import share
@@ -138,7 +138,7 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
         ("packages: D is forgotten there", "None if d is None else d.contiguous()", "None"),
         ("packages: dt is clamped by them", '(float("-inf"), float("inf"))', "(0.1, 0.2)"),
     ]),
-    (scan_kernels.alike, [
+    (scan_kernels.group_by_length, [
         ("packages: the longer ones come apart", "int(lengths[order[i]])", "int(lengths[order[j - 1]])"),
     ]),
 ]  # fmt: skip

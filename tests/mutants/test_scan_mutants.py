@@ -70,8 +70,8 @@ MUTANTS = {
     # -- states
     "a state is lost": (
         RankScan, "forward",
-        "_joined(found[:num], states)",
-        "_joined(found[:num], states) * 0",
+        "_concat(results[:num], states)",
+        "_concat(results[:num], states) * 0",
     ),
     "only the last segment's state enters": (
         scan_run, "apply_dense",
@@ -125,13 +125,13 @@ MUTANTS = {
     ),
     "batch rows are mixed": (
         RankScan, "forward",
-        "_joined(found[:num], states)",
-        "_joined([x.flip(0) for x in found[:num]], states)",
+        "_concat(results[:num], states)",
+        "_concat([x.flip(0) for x in results[:num]], states)",
     ),
     "the first head's states are everybody's": (
         RankScan, "forward",
-        "_joined(found[:num], states)",
-        "_joined(found[:num], states)[:, :1].expand(-1, states.shape[1], -1, -1).clone()",
+        "_concat(results[:num], states)",
+        "_concat(results[:num], states)[:, :1].expand(-1, states.shape[1], -1, -1).clone()",
     ),
     "segments are in the order of documents, slots are not": (
         Chains, "of_rank",
@@ -146,8 +146,8 @@ MUTANTS = {
     # -- gradients
     "a gradient is lost": (
         RankScan, "backward",
-        "_joined(found, gradients)",
-        "_joined(found, gradients) * 0",
+        "_concat(results, gradients)",
+        "_concat(results, gradients) * 0",
     ),
     "M is not transposed in backward": (
         scan_run, "apply_dense_transposed",
@@ -165,17 +165,17 @@ MUTANTS = {
         "parts[2:]",
     ),
     "the left part's gradient lacks M": (
-        GradientsWalk, "_take_apart",
-        "self._add(fold.left, self.recorder.call(turned, sources, self.format.state(fold.left)))",
+        GradientsWalk, "_split",
+        "self._add(fold.left, self.recorder.call(apply, sources, self.format.state(fold.left)))",
         "self._add(fold.left, whole)",
     ),
     "the right part gets the left one's gradient": (
-        GradientsWalk, "_take_apart",
+        GradientsWalk, "_split",
         "self._add(fold.right, whole)",
-        "self._add(fold.right, self.recorder.call(turned, sources, self.format.state(fold.left)))",
+        "self._add(fold.right, self.recorder.call(apply, sources, self.format.state(fold.left)))",
     ),
     "the right part gets no gradient": (
-        GradientsWalk, "_take_apart",
+        GradientsWalk, "_split",
         "self._add(fold.right, whole)",
         "self._add(fold.right, self.recorder.new(self.format.state(fold.right), self.format.dtype))",
     ),
@@ -200,12 +200,12 @@ MUTANTS = {
         "dout, leaving + leaving.mean(), *(None",
     ),
     "what enters is no part of the graph": (
-        scan_run, "_computed",
+        scan_run, "_compute",
         "kernel.local(work, whole)",
         "kernel.local(work, whole.detach())",
     ),
     "what leaves has no gradient": (
-        scan_run, "_computed",
+        scan_run, "_compute",
         "leaving[left]",
         "leaving[left].detach()",
     ),

@@ -27,7 +27,7 @@ def mutant(function):
 @mutant
 def shift_lost(patch):
     """Numbers of tokens stay in the tokens' own places."""
-    patch.setattr(tokens, "_moved", lambda values, *others: values)
+    patch.setattr(tokens, "shifted", lambda values, *others: values)
 
 
 @mutant
@@ -45,9 +45,9 @@ def shifted_after_the_cut(patch):
 @mutant
 def documents_run_together(patch):
     """Side tensors are shifted across the ends of documents."""
-    moved = tokens._moved
-    one = lambda values, shift, dim, cut, fill: moved(values, shift, dim, batch.BatchCut(cut.layout), fill)  # noqa: E731
-    patch.setattr(tokens, "_moved", one)
+    shifted = tokens.shifted
+    one = lambda values, shift, numbers, fill: shifted(values, shift, numbers[:1] * 0, fill)  # noqa: E731
+    patch.setattr(tokens, "shifted", one)
 
 
 @mutant
@@ -98,20 +98,20 @@ def gradient_summed_over_ranks(patch):
 @mutant
 def gradients_of_numbers_stay_where_they_are(patch):
     """What other ranks' tokens say of a sequence's number is forgotten."""
-    patch.setattr(tokens.Met, "apply", lambda factor, *parts: [part / 1 for part in parts])
+    patch.setattr(tokens.SumHere, "apply", lambda factor, *parts: [part / 1 for part in parts])
 
 
 @mutant
 def numbers_gradients_not_divided(patch):
     """Shares that were multiplied for FSDP are multiplied once more."""
-    apply = tokens.Met.apply
-    patch.setattr(tokens.Met, "apply", lambda factor, *parts: apply(1, *parts))
+    apply = tokens.SumHere.apply
+    patch.setattr(tokens.SumHere, "apply", lambda factor, *parts: apply(1, *parts))
 
 
 @mutant
 def mask_ignored(patch):
     """Every token counts."""
-    patch.setattr(tokens, "_as_bool", lambda mask: torch.ones_like(mask))
+    patch.setattr(tokens, "as_bool", lambda mask, *_: torch.ones_like(mask))
 
 
 @mutant

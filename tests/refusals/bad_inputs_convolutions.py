@@ -41,11 +41,11 @@ def _tensors():
     yield bad("channels first", lambda: conv(X.mT), PlanError, *says)
     says = "x has 4 channels, but bias of shape (5,) is for 5"
     yield bad("bias of 5", lambda: conv(bias=torch.zeros(5)), PlanError, says)
-    says = "a width of 0", "1 token or more"
+    says = "the width of weight must be >= 1", "(4, 0)"
     yield bad("width 0", lambda: conv(weight=torch.zeros(4, 0)), PlanError, *says)
     for name in ("weight", "bias"):
         made = {"weight": WEIGHT, "bias": BIAS}[name].double()
-        says = f"x is torch.float32, but {name} is torch.float64", "torch.autocast"
+        says = f"{name} must have the dtype of x, torch.float32", "torch.autocast"
         yield bad(f"{name} of another dtype", lambda n=name, v=made: conv(**{n: v}), PlanError, *says)
         made = made.float().to("meta")
         says = f"x is on cpu, but {name} is on meta", "Move it there"
@@ -54,12 +54,12 @@ def _tensors():
 
 def _options():
     for value in ("relu", 3, "SiLU", [None]):
-        says = f"activation = {value!r}", "Choose None, 'silu' or 'swish'"
+        says = "activation must be None, 'silu' or 'swish'", f"but got {value!r}"
         yield bad(f"activation {value!r}", lambda v=value: conv(activation=v), PlanError, *says)
-    yield bad("name", lambda: conv(name=3), PlanError, "name = 3", "a str")
+    yield bad("name", lambda: conv(name=3), PlanError, "name must be a str", "but got 3")
     says = "document lengths add up to 7, but the sequence has 8 tokens", "one more document"
     yield bad("too few tokens", lambda: conv(documents=[3, 4]), PlanError, *says)
-    says = "documents are given for 3 batch rows, but x of shape (2, 8, 4) has 2", "or one per row"
+    says = "documents must be", "got 3 lists for 2 batch rows"
     yield bad("three rows", lambda: conv(documents=[[8]] * 3), PlanError, *says)
     yield bad("negative", lambda: conv(documents=[9, -1]), MaskError, "document 1 has length -1")
     yield bad("a text", lambda: conv(documents="8"), PlanError, "documents = '8'", "a list of lengths")
@@ -70,7 +70,7 @@ def _options():
     says = "group is a mesh of 2 axes ('dp', 'cp')", "mesh['cp']"
     yield bad("two axes", lambda: conv(plan=plan, group=mesh("dp", "cp")), PlanError, *says)
     yield bad("both", lambda: conv(plan=plan, documents=[8]), PlanError, "documents and a plan", "Leave one")
-    says = "str was given", "Make one: longspan.conv_plan("
+    says = "but got str", "Make one: longspan.conv_plan("
     yield bad("plan of another kind", lambda: conv(plan="exchange"), PlanError, *says)
     says = "the plan is for 2 ranks", "needs group="
     yield bad("no group", lambda: conv(plan=planned(batch=2)), PlanError, *says)

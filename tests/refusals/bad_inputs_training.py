@@ -41,13 +41,13 @@ def _batches():
             says = f"{name} must be a tensor, but is {type(value).__name__}", "Collate the batch first"
             yield bad(f"{name} {type(value).__name__}", lambda n=name, v=value: shard({n: v}), BatchError, *says)
         for shape in ((7,), (2, 9), ()):
-            says = f"{name} has shape {shape}", "the 8 tokens of", "Give whole tensors, not shards"
+            says = f"{name} has shape {shape}", "the 8 tokens of", "Pass whole tensors, not shards"
             zeros = torch.zeros(shape, dtype=torch.int64)
             yield bad(f"{name} {shape}", lambda n=name, v=zeros: shard({n: v}), BatchError, *says)
     both = {"labels": IDS, "shift_labels": IDS}
-    yield bad("labels twice", lambda: shard(both), BatchError, "labels and shift_labels", "not both")
+    yield bad("labels twice", lambda: shard(both), BatchError, "shift_labels", "not both")
     mixed = {"input_ids": torch.zeros(2, 8), "labels": torch.zeros(3, 8)}
-    yield bad("batch sizes", lambda: shard(mixed), BatchError, "(2, 8), (3, 8)", "Give them all one shape")
+    yield bad("batch sizes", lambda: shard(mixed), BatchError, "(2, 8), (3, 8)", "must have one shape")
     only = {"loss_mask": torch.ones(8)}
     yield bad("loss_mask alone", lambda: shard(only), BatchError, "without labels", "Add labels")
     yield bad("shifts alone", lambda: shard({"input_ids": IDS}, num_shifts=2), BatchError, "without labels")
@@ -59,13 +59,13 @@ def _batches():
     nan = {"labels": IDS, "loss_mask": torch.full((8,), NAN)}
     yield bad("nan in loss_mask", lambda: shard(nan), BatchError, "must hold 0 and 1 only")
     ids, placed = {"input_ids": IDS}, {"input_ids": IDS, "position_ids": IDS}
-    yield bad("positions", lambda: shard(ids, positions="local"), BatchError, "positions = 'local'", "'document'")
-    yield bad("positions twice", lambda: shard(placed, positions="sequence"), BatchError, "has position_ids")
+    yield bad("positions", lambda: shard(ids, positions="local"), BatchError, "positions must be", "but got 'local'")
+    yield bad("positions twice", lambda: shard(placed, positions="sequence"), BatchError, "position_ids", "Take one")
     yield bad("no positions", lambda: shard(ids, documents=[8]), BatchError, "no position_ids", "positions='document'")
     more = {"input_ids": IDS, "extra": torch.zeros(3, 8), "mask": torch.zeros(8), "attention_mask": torch.ones(8)}
     one = lambda name: {"input_ids": IDS, name: more[name]}  # noqa: E731
     yield bad("unnamed", lambda: shard(one("extra")), BatchError, "extra of shape (3, 8)", "dims={'extra': 1}")
-    says = "attention_mask of shape (8,)", "Who sees whom is said by the plan's mask"
+    says = "attention_mask of shape (8,)", "The plan has the mask of attention"
     yield bad("attention_mask", lambda: shard(one("attention_mask")), BatchError, *says)
     yield bad("dims unknown", lambda: shard(ids, dims={"x": 0}), BatchError, "dims names 'x'", "not in the batch")
     yield bad("dims known", lambda: shard(ids, dims={"input_ids": 0}), BatchError, "known by name")
@@ -92,7 +92,7 @@ def _documents():
         ("long", [8, 1], BatchError, "add up to 9, but the sequence has 8"),
         ("negative", [9, -1], MaskError, "document 1 has length -1"),
         ("floats", [4.0, 4.0], MaskError, "flat list of whole numbers"),
-        ("rows", [[8], [4, 4]], BatchError, "2 batch rows", "has 1"),
+        ("rows", [[8], [4, 4]], BatchError, "documents must be", "got 2 lists for 1 batch rows"),
         ("a text", "4 4", LongspanError, "documents = '4 4'", "a list of lengths per batch row, or a mask"),
         ("a number", 8, LongspanError, "documents = 8", "a list of lengths per batch row, or a mask"),
         (
@@ -119,22 +119,30 @@ def _documents():
         yield bad(f"shard_like {dtype}", like, LayoutError, "fill must be", *says)
         whole = lambda x=narrow: LAYOUT.shard(x, 0, dim=-1, fill=-100)  # noqa: E731
         yield bad(f"Layout.shard {dtype}", whole, LayoutError, "fill must be", *says)
-    yield bad("shift a list", lambda: shift_tokens([1], 1), BatchError, "takes a tensor", "list")
-    yield bad("shift a number", lambda: shift_tokens(torch.zeros(()), 1), BatchError, "takes a tensor", "()")
+    yield bad("shift a list", lambda: shift_tokens([1], 1), BatchError, "x must be a tensor", "list")
+    yield bad("shift a number", lambda: shift_tokens(torch.zeros(()), 1), BatchError, "x must be a tensor", "()")
 
 
 def _losses():
     for value in ("mean", None, 1, "Sum"):
         yield bad(
-            f"gradients {value!r}", lambda v=value: loss(gradients=v), BatchError, f"gradients = {value!r}", "'sum'"
+            f"gradients {value!r}",
+            lambda v=value: loss(gradients=v),
+            BatchError,
+            "gradients must be 'sum'",
+            f"{value!r}",
         )
     for value in ("none", None, "avg"):
         yield bad(
-            f"reduction {value!r}", lambda v=value: loss(reduction=v), BatchError, f"reduction = {value!r}", "'mean'"
+            f"reduction {value!r}",
+            lambda v=value: loss(reduction=v),
+            BatchError,
+            "reduction must be 'mean'",
+            f"{value!r}",
         )
-    yield bad("both", lambda: loss(reduction="sum", num_tokens=3), BatchError, "num_tokens was given", "Leave one")
+    yield bad("both", lambda: loss(reduction="sum", num_tokens=3), BatchError, "num_tokens", "Leave one")
     for value in (NAN, "3", -1, True, [3]):
-        says = "num_tokens = ", "a number, 0 or more"
+        says = ("num_tokens must be a number >= 0",)
         yield bad(f"num_tokens {value!r}", lambda v=value: loss(num_tokens=v), BatchError, *says)
     for shape in ((5,), (4, 1), (2, 2), ()):
         labels = torch.zeros(shape, dtype=torch.int64)
@@ -144,10 +152,10 @@ def _losses():
         says = f"{word} must be a tensor", type(value).__name__
         yield bad(f"loss {word} {type(value).__name__}", lambda w=word, v=value: loss(**{w: v}), BatchError, *says)
     for value in (torch.zeros(4), torch.zeros(4, dtype=torch.bool)):
-        says = f"labels have dtype {value.dtype}", "whole numbers"
+        says = "labels must be integers", str(value.dtype)
         yield bad(f"labels {value.dtype}", lambda v=value: loss(labels=v), BatchError, *says)
     ints = torch.zeros(4, 5, dtype=torch.int64)
-    yield bad("logits int64", lambda: loss(logits=ints), BatchError, "logits have dtype torch.int64", "floating-point")
+    yield bad("logits int64", lambda: loss(logits=ints), BatchError, "logits must be floating-point", "torch.int64")
     yield bad("a label too large", lambda: loss(labels=LABELS + 5), BatchError, "labels run from 5 to 5", "0 to 4")
     yield bad(
         "a label below 0", lambda: loss(labels=LABELS - 3), BatchError, "labels run from -3 to -3", "ignore_index"
@@ -162,15 +170,15 @@ def _losses():
 def _heads():
     hidden, weight = torch.zeros(4, 3), torch.zeros(5, 3)
     for value in ("weight", 3, nn.Embedding(5, 3), [weight]):
-        says = "head must be a Head, a weight", type(value).__name__, "nn.Linear"
+        says = "head must be a Head", type(value).__name__, "nn.Linear"
         yield bad(f"head {type(value).__name__}", lambda v=value: loss(hidden, head=v), BatchError, *says)
     for value in (torch.zeros(5), torch.zeros(5, 3, 1)):
-        says = "a head's weight has shape (words, features)", f"{tuple(value.shape)}"
+        says = "weight of a head must be (vocab_size, hidden_size)", f"{tuple(value.shape)}"
         yield bad(f"head {tuple(value.shape)}", lambda v=value: loss(hidden, head=v), BatchError, *says)
     ints = weight.to(torch.int8)
     yield bad("head int8", lambda: loss(hidden, head=ints), BatchError, "has dtype torch.int8", "Dequantize it first")
     for value in (torch.zeros(4), torch.zeros(5, 1), torch.zeros(5, dtype=torch.float64)):
-        says = "a head's bias has one number per word, here 5 of torch.float32", f"{tuple(value.shape)}"
+        says = "bias of a head must have shape (5,) and dtype torch.float32", f"{tuple(value.shape)}"
         yield bad(f"bias {tuple(value.shape)} {value.dtype}", lambda v=value: Head(weight, v), BatchError, *says)
     for name, values in {
         "scale": (NAN, "1", None, torch.ones(1)),
@@ -178,10 +186,10 @@ def _heads():
         "temperature": (0, None),
     }.items():
         for value in values:
-            says = f"{name} = ", "was given for a head", "a number"
+            says = f"{name} of a head must be a number", "but got"
             yield bad(f"{name} {value!r}", lambda n=name, v=value: Head(weight, **{n: v}), BatchError, *says)
     yield bad("head group", lambda: Head(weight, group=3), BatchError, "Head needs a process group")
-    says = "do not fit a head of 5 words x 3 features", "not logits"
+    says = "do not fit a head of vocab_size=5 and hidden_size=3", "not logits"
     yield bad("width", lambda: loss(torch.zeros(4, 5), head=weight), BatchError, *says)
     says = "hidden states are torch.bfloat16", "the head is torch.float32", "torch.autocast"
     yield bad("head dtype", lambda: loss(hidden.bfloat16(), head=weight), BatchError, *says)
@@ -194,7 +202,9 @@ def _heads():
         yield bad(f"{name} list", lambda c=call: c([1.0], labels=LABELS, head=weight), BatchError, says_list)
     for name, values in {"label_smoothing": (-0.1, 1.5, NAN, "0.1"), "z_loss": (-1, NAN, None)}.items():
         for value in values:
-            yield bad(f"{name} {value!r}", lambda n=name, v=value: loss(**{n: v}), BatchError, f"{name} = ", "a number")
+            yield bad(
+                f"{name} {value!r}", lambda n=name, v=value: loss(**{n: v}), BatchError, f"{name} must be", "a number"
+            )
 
 
 def _moving():
@@ -227,10 +237,10 @@ def _moving():
     other = layouts.contiguous(9, 1)
     yield bad("sequences", lambda: relayout(x, ONE, other, one_rank(), 0), BatchError, "both must be of one sequence")
     leaf = torch.zeros(8, requires_grad=True)
-    says = "for evaluation, but this tensor wants gradients", "torch.no_grad()"
+    says = "for evaluation, but this tensor requires gradients", "torch.no_grad()"
     yield bad("gradients", lambda: gather_outputs(leaf, ONE, one_rank(), 0), BatchError, *says)
     for to in (1, -1):
-        says = f"to rank {to}", "ranks 0 to 0"
+        says = "must be a rank in [0, 1)", f"but got {to}"
         yield bad(f"to {to}", lambda t=to: gather_outputs(x, ONE, one_rank(), 0, to=t), BatchError, *says)
     for value in ([x], None, 3):
         says = "takes a mapping of names to tensors", type(value).__name__
@@ -252,7 +262,7 @@ def _meshes():
     for value in (2.5, "2", None, True):
         says = f"cp = {value!r}", "an integer"
         yield bad(f"cp {value!r}", lambda v=value: (one_rank(), make_mesh(cp=v)), BatchError, *says)
-    says = "device_type = 'nowhere'", "torch does not know"
+    says = ("device_type must be", "'nowhere'")
     yield bad("device type", lambda: (one_rank(), make_mesh(device_type="nowhere")), BatchError, *says)
 
 

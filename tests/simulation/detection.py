@@ -1,4 +1,4 @@
-"""The production failure detector (`execution.detector`) in a simulated world of hosts, processes and a store.
+"""The production failure detector (`watch.detector`) in a simulated world of hosts, processes and a store.
 
 Ranks make calls of a few steps; each step sends, computes, and waits for messages. Every rank runs the very `Detector`
 that a real one runs, with the same turns and looks, on a clock of its own. Things happen: a rank is killed or stopped,
@@ -18,9 +18,8 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from longspan.watch.detector import BEAT, DELIVERY, LOOK, Detector, Question, Verdict
-from longspan.watch.processes import GONE, LIFE, LIFE_MARK, STOPPED, Process, Sight
-from longspan.watch.records import Direction, Fault, Phase
+from longspan.watch.detector import BEAT, DELIVERY, LOOK, Detector, Direction, Phase, Request, Verdict
+from longspan.watch.processes import GONE, HEARTBEAT, HEARTBEAT_MAGIC, STOPPED, Process, ProcessState
 
 HARMLESS = ("nothing", "lock", "all stand still", "short stop", "clock", "slow store", "late messages")
 STRIKES = ("kill", "stop", "host", "raise")
@@ -84,7 +83,7 @@ class Rank:
         if self.call > world.num_calls:
             return self.finish()
         if self.step == 0:
-            self.detector.status = self.detector.status.entered(self.call, 1, "")
+            self.detector.status = self.detector.status.enter(self.call, 1, "")
         self.detector.status = replace(
             self.detector.status, direction=Direction.FORWARD, step=self.step, num_steps=world.num_steps,
             phase=Phase.RUNNING,
@@ -107,14 +106,14 @@ class Rank:
         self.wait += 1
         self.waits_since = self.world.now
         self.detector.status = replace(self.detector.status, phase=Phase.WAITING)
-        self.detector.begin(self.clock(), self.unstarted or self.left, TIMEOUT)
+        self.detector.begin_wait(self.clock(), self.unstarted or self.left, TIMEOUT)
         self.needs_since = self.world.now
         self.world.soon(self.number, BEAT / 4, self.look, self.wait)
         self.progress()
 
     def progress(self) -> None:
         """Takes what has arrived, in the order in which it is waited for."""
-        if self.ended is not None or not self.detector.waiting or self.unstarted:
+        if self.ended is not None or self.detector.wait is None or self.unstarted:
             return
         while self.left and (self.call, self.step, self.left[0]) in self.box:
             self.left.pop(0)
@@ -122,7 +121,7 @@ class Rank:
             self.broken = None
             self.needs_since = self.world.now
         if not self.left:
-            self.detector.end()
+            self.detector.wait = None
             self.wait += 1
             self.detector.status = replace(self.detector.status, phase=Phase.IDLE)
             self.begin()
@@ -137,10 +136,10 @@ class Rank:
         self.detector.warning()
         current = self.number if self.unstarted else self.left[0]
         broken = bool(self.unstarted) or self.broken == current
-        found = self.detector.look(self.clock(), current, self.num_waits, broken=broken)
+        found = self.detector.check(self.clock(), current, self.num_waits, broken=broken)
         self.broken_looks += broken
         if found is None and self.broken_looks > (self.detector.patience + DELIVERY) / (BEAT / 4):
-            found = self.detector.unexplained(current, "connection closed")
+            found = self.detector.explain_failure(current, "connection closed")
         if found is not None:
             return self.raises(found)
         return self.world.soon(self.number, BEAT / 4, self.look, wait)
@@ -149,10 +148,10 @@ class Rank:
         """The first finding counts for all, as far as the store can still be asked."""
         world = self.world
         if found.rank >= 0 and world.store_answers(2 * BEAT):
-            first = world.store.setdefault("fault", Fault(found.rank, found.text).packed())
-            found = replace(found, rank=Fault.parsed(first, world.size).rank)
+            first = world.store.setdefault("fault", Verdict(found.rank, found.text).pack())
+            found = replace(found, rank=Verdict.parse(first, world.size).rank)
         self.finding, self.ended = found, world.now
-        self.detector.end()
+        self.detector.wait = None
         if world.draw.random() < 0.5:  # others learn of it by the store, and by connections that are closed
             world.soon(self.number, 0.75 if world.holder == self.number else 0.3, self.leave)
 
@@ -166,8 +165,8 @@ class Rank:
     def leave(self) -> None:
         """The process ends in good order."""
         if self.world.store_answers(2 * BEAT):
-            last = replace(self.detector.status, phase=Phase.ENDED, beat=self.detector.num_beats + 1)
-            self.world.store[f"status/{self.number}"] = last.packed()
+            last = replace(self.detector.status, phase=Phase.ENDED, beat=self.detector.beat + 1)
+            self.world.store[f"status/{self.number}"] = last.pack()
         self.process.state = GONE
         self.world.connections_close(self.number)
 
@@ -175,21 +174,21 @@ class Rank:
 
     def live(self) -> None:
         """A turn with the store, question by question."""
-        self.converse(self.detector.turn(self.clock), None)
+        self.converse(self.detector.exchange(self.clock), None)
 
     def converse(self, turn: Any, answer: bytes | None) -> None:
         try:
             question = turn.send(answer)
         except StopIteration:
-            if not self.detector.is_alone and not self.watched:
+            if not self.detector.is_single_host and not self.watched:
                 self.watched = True
                 self.world.at(self.world.now + self.world.draw.uniform(0.05, 1.0), self.watcher, 1)
-            return self.world.soon(self.number, LOOK if self.detector.waiting else BEAT, self.live)
-        self.detector.asks(self.clock())
+            return self.world.soon(self.number, BEAT if self.detector.wait is None else LOOK, self.live)
+        self.detector.mark_request_sent(self.clock())
         return self.world.asked(self, question, turn)
 
     def answered(self, turn: Any, answer: bytes | None) -> None:
-        self.detector.answered(self.clock())
+        self.detector.mark_answered(self.clock())
         self.converse(turn, answer)
 
     def lost(self) -> None:
@@ -210,8 +209,10 @@ class Rank:
             world.at(world.now + BEAT + world.latency(), self.watcher, number + 1)
         return None
 
-    def written(self, number: int, sight: Sight) -> None:
-        self.world.store[f"life/{self.number}"] = LIFE.pack(LIFE_MARK, number, sight.state.encode(), sight.seconds)
+    def written(self, number: int, sight: ProcessState) -> None:
+        self.world.store[f"heartbeat/{self.number}"] = HEARTBEAT.pack(
+            HEARTBEAT_MAGIC, number, sight.state.encode(), sight.seconds
+        )
 
 
 def world_sources(world: World, rank: int, step: int) -> list[int]:
@@ -281,7 +282,7 @@ class World:
             return  # it has said goodbye
         if kind != "raise":
             self.strike_time = self.now
-        self.was_watched = f"life/{self.victim}" in self.store
+        self.was_watched = f"heartbeat/{self.victim}" in self.store
         long = draw.choice((0.5, 3.0, 10.0, 10.0, draw.uniform(30, 200) if self.seed % 16 == 0 else 5.0))
         if kind == "lock":
             victim.until = self.now + long
@@ -397,10 +398,10 @@ class World:
             within < self.slowness and self.is_slow and self.now > self.strike_time
         ) and self.processes[self.holder].state == "R"  # fmt: skip
 
-    def asked(self, rank: Rank, question: Question, turn: Any) -> None:
+    def asked(self, rank: Rank, question: Request, turn: Any) -> None:
         self.at(self.now + self.latency() / 2, self._served, rank, question, turn)
 
-    def _served(self, rank: Rank, question: Question, turn: Any) -> None:
+    def _served(self, rank: Rank, question: Request, turn: Any) -> None:
         holder = self.processes[self.holder]
         if holder.state == GONE:
             return self.soon(rank.number, 0.001, rank.lost)
@@ -415,9 +416,9 @@ class World:
             answer = self.store.get(key)
         return self.soon(rank.number, self.latency() / 2, rank.answered, turn, answer)
 
-    def look_from(self, host: bytes, process: Process) -> Sight:
+    def look_from(self, host: bytes, process: Process) -> ProcessState:
         """A look at a process of one's own host; what has its number elsewhere is another one."""
-        return self.look_at(process) if process.host == host else Sight("R")
+        return self.look_at(process) if process.host == host else ProcessState("R")
 
-    def look_at(self, process: Process) -> Sight:
-        return Sight(self.processes[process.pid - FIRST].state, self.now / 2)
+    def look_at(self, process: Process) -> ProcessState:
+        return ProcessState(self.processes[process.pid - FIRST].state, self.now / 2)

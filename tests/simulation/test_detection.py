@@ -101,28 +101,28 @@ def blind_to_the_store(patch):
 
 def all_are_near(patch):
     """Processes of other hosts are looked for on this one."""
-    patch.setattr(detector.Detector, "_is_near", lambda self, peer: peer.process is not None)
+    patch.setattr(detector.Detector, "_is_local", lambda self, peer: peer.process is not None)
 
 
 def deaf(patch):
     """What others wrote down is not read."""
-    patch.setattr(detector.Fault, "parsed", classmethod(lambda cls, raw, size: None))
+    patch.setattr(detector.Verdict, "parse", classmethod(lambda cls, raw, size: None))
 
 
 def without_watchers(patch):
     """Ranks of other hosts are judged by their own signs of life, which need the interpreter's lock."""
     patch.setattr(detector, "SLOW_SIGNS", 2.0)
-    patch.setattr(detector, "parsed_life", lambda raw: (-1, detector.Sight("R")))
+    patch.setattr(detector, "parse_heartbeat", lambda raw: (-1, detector.ProcessState("R")))
 
 
 def blames_the_first(patch):
     """Of several ranks whose messages could not be begun, only the first is looked at."""
-    look = detector.Detector.look
+    check = detector.Detector.check
 
-    def looks(self, now, current, num_waits, **options):
-        return look(self, now, self.waiting[0] if current == self.rank else current, num_waits, **options)
+    def checks(self, now, current, num_waits, **options):
+        return check(self, now, self.wait.peers[0] if current == self.rank else current, num_waits, **options)
 
-    patch.setattr(detector.Detector, "look", looks)
+    patch.setattr(detector.Detector, "check", checks)
 
 
 MUTANTS = {

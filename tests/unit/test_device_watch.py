@@ -13,13 +13,12 @@ import torch.distributed as dist
 
 from longspan.errors import RankError
 from longspan.run.agreement import Comparison, rows_alone
-from longspan.watch import waiting
-from longspan.watch.detector import BEAT, LOOK, Detector
-from longspan.watch.processes import GONE, STOPPED, TRACED, Process, Sight
-from longspan.watch.records import Direction, Fault, Phase, Status
-from longspan.watch.store import TorchStore
+from longspan.watch import devices
+from longspan.watch.detector import BEAT, LOOK, Detector, Direction, Phase, Status, Verdict
+from longspan.watch.devices import DevicePoller, Interrupt, WorkQueue
+from longspan.watch.monitor import TorchStore
+from longspan.watch.processes import GONE, STOPPED, TRACED, Process, ProcessState
 from longspan.watch.store_client import StoreClient
-from longspan.watch.waiting import Flights, Interrupt, Lookout
 
 pytestmark = pytest.mark.timeout(60)
 TIMEOUT = 100.0
@@ -40,45 +39,45 @@ class Broken:
 
 def status(call, **more):
     more = {"direction": Direction.FORWARD, "num_steps": 1, "phase": Phase.IDLE, **more}
-    return replace(Status().entered(call, 7, ""), **more)
+    return replace(Status().enter(call, 7, ""), **more)
 
 
 # -- flights ----------------------------------------------------------------------------------------------------------
 
 
 def test_flights_are_over_in_their_order():
-    queue, works = Flights(), [Work() for _ in range(3)]
+    queue, works = WorkQueue(), [Work() for _ in range(3)]
     for call, (peer, work) in enumerate(zip((1, 2, 1), works, strict=True), start=4):
-        queue.begin(status(call), [peer], TIMEOUT).works = [work]
-    assert (queue.flying, {p: s.call for p, s in queue.owed().items()}) == (4, {1: 6, 2: 5})
+        queue.add(status(call), [peer], TIMEOUT).works = [work]
+    assert (queue.oldest.status.call, {p: s.call for p, s in queue.pending().items()}) == (4, {1: 6, 2: 5})
     works[1].is_done = True
     queue.poll()
-    assert queue.num_over == 0, "the oldest is not done"
+    assert queue.num_done == 0, "the oldest is not done"
     works[0].is_done = True
     queue.poll()
-    assert (queue.num_over, queue.flying) == (2, 6)
-    assert {p: s.call for p, s in queue.owed().items()} == {1: 6}
+    assert (queue.num_done, queue.oldest.status.call) == (2, 6)
+    assert {p: s.call for p, s in queue.pending().items()} == {1: 6}
     works[2].is_done = True
     queue.poll()
-    assert (queue.num_over, queue.flying, queue.owed(), queue.oldest) == (3, 0, {}, None)
+    assert (queue.num_done, queue.pending(), queue.oldest) == (3, {}, None)
 
 
 def test_what_is_over_is_let_go_by_the_next_call():
     """Works may hold the memory of their messages: a loop must not gather them until somebody polls."""
-    queue, held = Flights(), []
+    queue, held = WorkQueue(), []
     for call in range(50):
         work = Work(is_done=True)
-        queue.begin(status(call), [1], TIMEOUT).works = [work]
+        queue.add(status(call), [1], TIMEOUT).works = [work]
         held.append(weakref.ref(work))
         del work
     assert sum(each() is not None for each in held) <= 1
 
 
 def test_two_threads_may_poll():
-    queue, num = Flights(), 2000
+    queue, num = WorkQueue(), 2000
     works = [Work() for _ in range(num)]
     for call, work in enumerate(works):
-        queue.begin(status(call), [1], TIMEOUT).works = [work]
+        queue.add(status(call), [1], TIMEOUT).works = [work]
     threads = [threading.Thread(target=lambda: [queue.poll() for _ in range(500)]) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -87,22 +86,22 @@ def test_two_threads_may_poll():
     for thread in threads:
         thread.join()
     queue.poll()
-    assert (queue.num_over, queue.oldest) == (num, None)
+    assert (queue.num_done, queue.oldest) == (num, None)
 
 
 def test_what_the_host_has_not_begun_is_not_over():
-    queue = Flights()
-    flight = queue.begin(status(1), [1], TIMEOUT)
+    queue = WorkQueue()
+    batch = queue.add(status(1), [1], TIMEOUT)
     queue.poll()
-    assert queue.oldest is flight
-    flight.works = []
+    assert queue.oldest is batch
+    batch.works = []
     queue.poll()
     assert queue.oldest is None
 
 
 def test_a_device_that_is_broken_is_nobody_elses_fault():
-    queue = Flights()
-    queue.begin(status(1), [1], TIMEOUT).works = [Broken()]
+    queue = WorkQueue()
+    queue.add(status(1), [1], TIMEOUT).works = [Broken()]
     queue.poll()
     assert queue.oldest is None
 
@@ -121,10 +120,10 @@ def test_polling_leaves_captures_alone(is_loaded, monkeypatch):
         def cudaThreadExchangeStreamCaptureMode(self, mode):  # noqa: N802
             modes.append(mode._obj.value)
 
-    monkeypatch.setattr(waiting.torch.version, "cuda", "13.2")
-    monkeypatch.setattr(waiting.ctypes, "CDLL", Runtime)
-    waiting.poll_beside_captures()
-    assert modes == ([waiting.RELAXED] if is_loaded else [])
+    monkeypatch.setattr(devices.torch.version, "cuda", "13.2")
+    monkeypatch.setattr(devices.ctypes, "CDLL", Runtime)
+    devices.allow_polling_during_capture()
+    assert modes == ([devices.RELAXED] if is_loaded else [])
 
 
 # -- rules, in virtual time -------------------------------------------------------------------------------------------
@@ -136,26 +135,26 @@ class World:
     def __init__(self):
         self.state, self.theirs, self.store = "S", status(3), {}
         me = Process(b"h" * 16, 1, 1)
-        self.detector = Detector(0, (0, 1), me, None, lambda process: Sight(self.state))
+        self.detector = Detector(0, (0, 1), me, None, lambda process: ProcessState(self.state))
         self.detector.status = status(3)
-        self.flights = Flights()
-        self.lookout = Lookout.__new__(Lookout)  # without its thread
-        self.lookout.detector, self.lookout.flights = self.detector, self.flights
-        self.lookout._since, self.lookout._num_over = None, 0
-        self.peer = self.detector._peer(1)
+        self.queue = WorkQueue()
+        self.poller = DevicePoller.__new__(DevicePoller)  # without its thread
+        self.poller.detector, self.poller.queue = self.detector, self.queue
+        self.poller._since, self.poller._num_done = None, 0
+        self.peer = self.detector.peers[1]
         self.peer.process = Process(b"h" * 16, 2, 2)
         self.now = 1000.0
 
-    def fly(self, call, timeout=TIMEOUT, work=None):
-        self.flights.begin(status(call), [1], timeout).works = [work or Work()]
+    def track(self, call, timeout=TIMEOUT, work=None):
+        self.queue.add(status(call), [1], timeout).works = [work or Work()]
 
     def found_within(self, seconds):
         """What is found in this time, and when."""
         begin = self.now
         while self.now < begin + seconds:
             self.now += LOOK
-            self.peer.status, self.peer.heard = self.theirs, self.now
-            verdict = self.lookout.tick(self.now)
+            self.peer.status, self.peer.queried = self.theirs, self.now
+            verdict = self.poller.tick(self.now)
             if verdict is not None:
                 return self.now - begin, verdict.text
         return None
@@ -166,28 +165,28 @@ class World:
 )
 def test_who_owes_something_is_named(state, bar, text):
     world = World()
-    world.fly(3)
-    world.state, world.theirs = state, status(3, flying=3)
+    world.track(3)
+    world.state, world.theirs = state, status(3, pending=3)
     took, found = world.found_within(10)
     assert took < bar
     assert text in found
 
 
 @pytest.mark.parametrize("state", [GONE, STOPPED])
-@pytest.mark.parametrize("theirs", [status(3), status(9, flying=4), status(3, phase=Phase.ENDED)])
+@pytest.mark.parametrize("theirs", [status(3), status(9, pending=4), status(3, phase=Phase.ENDED)])
 def test_who_has_delivered_everything_is_not_needed_any_more(state, theirs):
     world = World()
-    world.fly(3)
+    world.track(3)
     world.state, world.theirs = state, theirs
     assert world.found_within(5 * TIMEOUT) is None
 
 
 def test_nobody_is_looked_at_while_the_device_gets_on():
     world = World()
-    world.state, world.theirs = STOPPED, status(9, flying=1)
+    world.state, world.theirs = STOPPED, status(9, pending=1)
     for call in range(1, 200):  # the host of rank 1 is stopped; its device works on
         work = Work()
-        world.fly(call, work=work)
+        world.track(call, work=work)
         assert world.found_within(BEAT - LOOK) is None
         work.is_done = True
         assert world.found_within(LOOK) is None
@@ -196,14 +195,14 @@ def test_nobody_is_looked_at_while_the_device_gets_on():
 @pytest.mark.parametrize("state", ["R", "S", "D", TRACED])
 def test_who_lives_and_has_come_may_take_any_time(state):
     world = World()
-    world.fly(3)
-    world.state, world.theirs = state, status(9, flying=2)
+    world.track(3)
+    world.state, world.theirs = state, status(9, pending=2)
     assert world.found_within(20 * TIMEOUT) is None
 
 
 def test_who_lives_and_does_not_come_is_waited_for_until_the_timeout():
     world = World()
-    world.fly(3)
+    world.track(3)
     world.theirs = status(2)
     took, found = world.found_within(2 * TIMEOUT)
     assert TIMEOUT < took < TIMEOUT + 1
@@ -212,8 +211,8 @@ def test_who_lives_and_does_not_come_is_waited_for_until_the_timeout():
 
 def test_who_stood_still_itself_has_seen_nobody_stopped():
     world = World()
-    world.fly(3)
-    world.theirs, world.state = status(3, flying=3), STOPPED
+    world.track(3)
+    world.theirs, world.state = status(3, pending=3), STOPPED
     assert world.found_within(1.0) is None
     world.now += 500  # all were stopped; the other one goes on a moment later
     assert world.found_within(0.5) is None
@@ -227,9 +226,9 @@ def test_other_calls_are_noticed_also_when_nobody_waits(is_flying):
     world.detector.remember(3, 7)
     world.theirs = status(3)
     if is_flying:
-        world.fly(3)
+        world.track(3)
     assert world.found_within(5) is None
-    world.theirs = replace(Status().entered(3, 8, "").entered(4, 7, ""), direction=Direction.FORWARD)
+    world.theirs = replace(Status().enter(3, 8, "").enter(4, 7, ""), direction=Direction.FORWARD)
     took, found = world.found_within(5)
     assert took < 1
     assert "rank 1 did something else in call 3" in found
@@ -240,7 +239,7 @@ def test_calls_that_only_one_rank_knows_are_not_compared():
     world.detector.remember(30, 7)
     world.theirs = status(3)  # far behind: its trail tells of other calls
     assert world.found_within(5) is None
-    world.theirs = replace(Status().entered(50, 9, ""), direction=Direction.FORWARD)  # far ahead
+    world.theirs = replace(Status().enter(50, 9, ""), direction=Direction.FORWARD)  # far ahead
     assert world.found_within(5) is None
 
 
@@ -249,9 +248,9 @@ def test_calls_that_only_one_rank_knows_are_not_compared():
 def test_a_fault_of_others_disturbs_only_who_needs_them_unless_it_spoils_results(is_flying, spoils):
     world = World()
     world.detector.remember(3, 7)
-    world.detector.fault = Fault(1, "rank 1 raised ValueError", spoils)
+    world.detector.fault = Verdict(1, "rank 1 raised ValueError", spoils)
     if is_flying:
-        world.fly(3)
+        world.track(3)
     found = world.found_within(5)
     assert (found is not None) == (is_flying or spoils)
     assert found is None or (found[0] < 0.5 and "ValueError" in found[1])
@@ -369,7 +368,7 @@ def test_the_main_thread_gets_the_error_with_its_text():
 
 def test_an_error_that_a_call_has_raised_does_not_come_again():
     interrupt = Interrupt()
-    interrupt.take()
+    interrupt.cancel()
     interrupt.send("rank 1 is dead")
     loop(0.1)
 
@@ -382,7 +381,7 @@ def test_an_error_that_is_on_its_way_is_taken_back():
         inside.wait()
         time.sleep(0.1)  # the main thread waits in C
         interrupt.send("rank 1 is dead")
-        interrupt.take()
+        interrupt.cancel()
         go.set()
 
     thread = threading.Thread(target=other)

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.errors import RankError
-from longspan.watch.processes import GONE, STOPPED, Process, listener, seen, this_process
-from longspan.watch.records import packed_process, parsed_life, parsed_process
+from longspan.watch.detector import pack_process, parse_heartbeat, parse_process
+from longspan.watch.processes import GONE, STOPPED, Process, current_process, find_listener, inspect_process
 from longspan.watch.store_client import LostError, StoreClient
 
 
 def until(process, state):
     end = time.monotonic() + 20
-    while seen(process).state != state and time.monotonic() < end:
+    while inspect_process(process).state != state and time.monotonic() < end:
         time.sleep(0.02)
-    return seen(process).state
+    return inspect_process(process).state
 
 
 def until_every_thread_stands(pid):
@@ -40,26 +40,26 @@ def test_a_process_is_seen_to_run_stop_go_on_and_end():
     child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     try:
         start = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
-        process = Process(this_process().host, child.pid, start)
-        assert seen(process).state not in (GONE, STOPPED)
+        process = Process(current_process().host, child.pid, start)
+        assert inspect_process(process).state not in (GONE, STOPPED)
         child.send_signal(signal.SIGSTOP)
         assert until(process, STOPPED) == STOPPED
         child.send_signal(signal.SIGCONT)
         assert until(process, "S") == "S"
-        assert seen(process._replace(start=start + 1)).state == GONE  # its number was another one's before
+        assert inspect_process(process._replace(start=start + 1)).state == GONE  # its number was another one's before
         child.kill()
         assert until(process, GONE) == GONE  # a zombie, since nobody has waited for it
     finally:
         child.kill()
         child.wait()
-    assert seen(process).state == GONE
+    assert inspect_process(process).state == GONE
 
 
-def test_this_process_is_itself():
-    me = this_process()
-    assert me == this_process()
+def test_current_process_is_itself():
+    me = current_process()
+    assert me == current_process()
     assert me.pid == os.getpid()
-    assert seen(me).seconds > 0
+    assert inspect_process(me).seconds > 0
 
 
 @pytest.mark.parametrize("libuv", [True, False])
@@ -79,7 +79,7 @@ def test_the_client_speaks_with_pytorchs_store(libuv):
     assert deep.get("a") is None
     deep.close()
     assert client.is_local
-    assert listener(store.port) == this_process()
+    assert find_listener(store.port) == current_process()
     client.close()
     with pytest.raises(LostError):
         client.get("a")
@@ -120,11 +120,11 @@ def test_a_store_that_is_gone_or_silent_is_noticed():
 
 @given(st.binary(max_size=60))
 def test_whatever_a_stranger_writes_is_refused(raw):
-    for parse in (parsed_process, parsed_life):
-        with pytest.raises(RankError, match=r"not a (process|sign of life) of Longspan"):
+    for parse in (parse_process, parse_heartbeat):
+        with pytest.raises(RankError, match=r"not a (process|heartbeat) of Longspan"):
             parse(raw)
 
 
 def test_processes_that_cannot_be_are_refused():
     with pytest.raises(RankError, match="not a process"):
-        parsed_process(packed_process(Process(bytes(16), 0, 1)))
+        parse_process(pack_process(Process(bytes(16), 0, 1)))

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from longspan.errors import KernelError
-from longspan.mixers.recurrences import Segments
 from longspan.mixers.scan_kernels import choose_scan_kernel, scan_kernel_named
-from longspan.mixers.scan_reference import cut, in_chunks
+from longspan.mixers.scan_reference import Segments, cut, in_chunks
 from longspan.testing.oracle import recurrence_by_tokens
 from tests.scan_cases import (
     KINDS,

@@ -14,8 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longspan.errors import KernelError
-from longspan.mixers.recurrences import Segments
-from longspan.mixers.scan_kernels import alike, choose_scan_kernel, scan_kernel_named
+from longspan.mixers.scan_kernels import choose_scan_kernel, group_by_length, scan_kernel_named
+from longspan.mixers.scan_reference import Segments
 from tests.jobs.runner import ROOT
 from tests.kernel_models.scan_packages import KERNELS, use_models
 from tests.scan_cases import KINDS, errors, random_segments, random_states, random_work
@@ -68,7 +68,7 @@ def test_segments_of_about_the_same_length_are_together():
     rng = random.Random(0)
     for _ in range(50):
         segments = random_segments(rng, 3, 60)
-        groups = alike(segments)
+        groups = group_by_length(segments)
         assert sorted(np.concatenate([which for which, _ in groups]).tolist()) == list(range(len(segments)))
         lengths = segments.table[:, 2] - segments.table[:, 1]
         for which, longest in groups:

@@ -288,8 +288,8 @@ def test_documents_within_a_rank_send_nothing():
         ({"batch": 1.5}, "batch"),
         ({"documents": [3]}, "add up to 3"),
         ({"documents": [[16, 16], [32]]}, "2 batch rows, but the plan is for batch = 1"),
-        ({"machine": 3}, "a machine is a name"),
-        ({"layout": [1, 2]}, "takes a layout, but list"),
+        ({"machine": 3}, "and machine a name"),
+        ({"layout": [1, 2]}, "layout must be a Layout"),
     ],
 )
 def test_plans_that_are_refused(asked, words):

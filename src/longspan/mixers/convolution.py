@@ -3,125 +3,115 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
 from longspan import _torch
 from longspan._compile import found_under, handle_of
-from longspan.errors import PlanError, in_context
+from longspan.errors import PlanError
 from longspan.layouts import Layout, contiguous
-from longspan.masks.document_rows import document_rows
-from longspan.planning.conv_plan import ConvPlan, Haloed, planned_convolution
+from longspan.mixers.operators import OperatorCall, number_documents, run_operator
+from longspan.planning.conv_plan import ConvPlan, planned_convolution
 from longspan.planning.steps import Sizes
 from longspan.run import ops
-from longspan.run.group import told
 from longspan.run.halo import HaloBackward, HaloForward, HaloTask
 from longspan.run.ops import apart, call_of, pass_of, place_in, record_of, run_over, settings_of, ticket_of, told_in
-from longspan.run.simulated import SimulatedRank
-from longspan.spans import shortened
-from longspan.validate import as_autocast, check_carried, check_no_tangent, check_plain_numbers, group_of, planned_group
+from longspan.validate import as_autocast, check_carried, check_no_tangent, check_plain_numbers
 
 # -- The convolution in plain PyTorch: rows with halos in, the rank's own rows out -------------------------------------
 
 
-BY_IMAGE = (torch.float32, torch.bfloat16)
-"""What PyTorch's convolution of images takes with channels last on CPUs: four times quicker than `conv1d`, which copies
-rows so that tokens are last, and back."""
+CONV2D_DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes that PyTorch's conv2d takes with channels last on CPUs: four times faster than `conv1d`, which copies rows so
+that tokens are last, and back."""
 MANY = 32
-"""Segments that are convolved as one, and whose rows are then taken by their numbers. Fewer are convolved one by one,
-which leaves nothing to drop."""
-_known: WeakKeyDictionary[ConvPlan, dict[tuple[int, torch.device], OwnRows]] = WeakKeyDictionary()
+"""Segments above this number are convolved as one, and their own rows are selected by index afterwards. Fewer are
+convolved one by one, so that no row has to be dropped."""
+_own_rows: WeakKeyDictionary[ConvPlan, dict[tuple[int, torch.device], OwnRows]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
 class OwnRows:
     """Which of the convolved rows are the rank's own.
 
-    Row i of what comes out belongs to row i + width - 1 of what went in, so that rows in front of a segment are
-    nobody's. Segments of one length are convolved as so many batch rows, and a few others one by one: then nothing has
-    to be dropped.
+    Row i of the output belongs to row i + width - 1 of the input, so that rows in front of a segment have no output.
+    Segments of one length are convolved as batch rows, and a few others one by one: then no row has to be dropped.
     """
 
     fold: int
-    """Rows of a segment with its halo where all have as many; 0 where not."""
+    """Rows of a segment with its halo if all segments have as many, else 0."""
     batches: list[int]
-    """How many batch rows have the same documents."""
+    """The numbers of consecutive batch rows with the same documents."""
     rows: list[list[int] | Tensor]
-    """For each of them the rows of every segment with its halo, or, of many segments, the numbers of own rows."""
+    """For each of them the rows of every segment with its halo or, for many segments, the indices of own rows."""
     num_padding: int
 
     @staticmethod
     def of(plan: ConvPlan, rank: int, device: torch.device) -> OwnRows:
-        """Those of a rank, remembered: a plan is used many times."""
-        known = _known.setdefault(plan, {})
-        if (rank, device) not in known:
-            parts = plan.haloed(rank)
-            rows = [_rows(part, plan.width, plan.num_rows(rank), device) for part in parts]
-            batches, padding = [len(part.batch) for part in parts], plan.layout.num_padding(rank)
-            known[rank, device] = OwnRows(_fold(parts, plan.width), batches, rows, padding)
-        return known[rank, device]
+        """Return those of a rank; they are cached, since a plan is used many times."""
+        cache = _own_rows.setdefault(plan, {})
+        if (rank, device) in cache:
+            return cache[rank, device]
+        parts = plan.haloed(rank)
+        rows: list[list[int] | Tensor] = []
+        for part in parts:
+            sizes = part.table[:, 1] - part.table[:, 0]
+            if len(sizes) > MANY:
+                rows.append(torch.from_numpy(part.places() - (plan.width - 1)).to(device))
+            else:
+                counts = (sizes + plan.width - 1).tolist()
+                rows.append([*counts, plan.num_rows(rank) - sum(counts)])  # the last: rows of other batch rows only
+        sizes = np.concatenate([part.table[:, 1] - part.table[:, 0] for part in parts])
+        is_even = len(sizes) and len({len(part.table) for part in parts}) == 1 and (sizes == sizes[0]).all()
+        fold = int(sizes[0]) + plan.width - 1 if is_even else 0
+        own = OwnRows(fold, [len(part.batch) for part in parts], rows, plan.layout.num_padding(rank))
+        cache[rank, device] = own
+        return own
 
     def convolved(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Own rows in local order, convolved; padding is zeros."""
+        """Return own rows in local order, convolved; padding is zeros."""
         batch, num_rows, channels = rows.shape
         if self.fold:
-            taken = depthwise(rows.view(batch * (num_rows // self.fold), self.fold, channels), weight, bias)
-            taken = taken.reshape(batch, -1, channels)
+            out = depthwise(rows.view(batch * (num_rows // self.fold), self.fold, channels), weight, bias)
+            out = out.reshape(batch, -1, channels)
         else:
             parts = rows.split(self.batches) if len(self.batches) > 1 else (rows,)
-            own = [_own(part, which, weight, bias) for part, which in zip(parts, self.rows, strict=True)]
-            taken = own[0] if len(own) == 1 else torch.cat(own)
-        return functional.pad(taken, (0, 0, 0, self.num_padding)) if self.num_padding else taken
+            own = [_convolve_own(part, which, weight, bias) for part, which in zip(parts, self.rows, strict=True)]
+            out = own[0] if len(own) == 1 else torch.cat(own)
+        return functional.pad(out, (0, 0, 0, self.num_padding)) if self.num_padding else out
 
 
-def _fold(parts: Sequence[Haloed], width: int) -> int:
-    sizes = np.concatenate([part.table[:, 1] - part.table[:, 0] for part in parts])
-    counts = {len(part.table) for part in parts}
-    alike = len(sizes) and len(counts) == 1 and (sizes == sizes[0]).all()
-    return int(sizes[0]) + width - 1 if alike else 0
-
-
-def _rows(part: Haloed, width: int, num_rows: int, device: torch.device) -> list[int] | Tensor:
-    sizes = part.table[:, 1] - part.table[:, 0]
-    if len(sizes) > MANY:
-        return torch.from_numpy(part.places() - (width - 1)).to(device)
-    each = [own + width - 1 for own in sizes.tolist()]
-    return [*each, num_rows - sum(each)]  # the last is what other batch rows have more
-
-
-def _own(rows: Tensor, which: list[int] | Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _convolve_own(rows: Tensor, which: list[int] | Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not isinstance(which, list):
         return depthwise(rows, weight, bias).index_select(1, which)
-    if len(which) == 1:  # no segment at all: nothing is own, but all depends on everything, as on other ranks
+    if len(which) == 1:  # no segment: the output is empty, but must depend on all inputs, as on other ranks
         return depthwise(rows, weight, bias)[:, :0]
     return torch.cat([depthwise(part, weight, bias) for part in rows.split(which, 1)[:-1]], 1)
 
 
 def convolved(rows: Tensor, weight: Tensor, bias: Tensor | None, own: OwnRows, activation: str | None) -> Tensor:
-    """The rank's output: its rows with their halos convolved channel by channel, rows that are not its own dropped."""
-    found = own.convolved(rows, weight, bias)
-    return found if activation is None else functional.silu(found)
+    """Return the rank's output from its rows with halos."""
+    out = own.convolved(rows, weight, bias)
+    return out if activation is None else functional.silu(out)
 
 
 def depthwise(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(batch, rows, channels) convolved along rows, each channel with its own weights: width - 1 rows fewer.
+    """Convolve (batch, rows, channels) along rows, each channel with its own weights: width - 1 rows fewer.
 
     >>> rows, weight = torch.tensor([[[1.0], [2.0], [4.0]]]), torch.tensor([[10.0, 1.0]])
     >>> depthwise(rows, weight, None).flatten().tolist()
     [12.0, 24.0]
     """
     channels = len(weight)
-    if rows.device.type == "cpu" and rows.dtype in BY_IMAGE:
-        image = rows.unsqueeze(2).permute(0, 3, 1, 2)  # one pixel wide, and channels last as they lie
+    if rows.device.type == "cpu" and rows.dtype in CONV2D_DTYPES:
+        image = rows.unsqueeze(2).permute(0, 3, 1, 2)  # one pixel wide; channels are last in memory already
         return functional.conv2d(image, weight[:, None, :, None], bias, groups=channels).squeeze(3).mT
     return functional.conv1d(rows.mT, weight.unsqueeze(1), bias, groups=channels).mT
 
@@ -129,19 +119,23 @@ def depthwise(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 # -- Checks of tensors against each other and the plan -----------------------------------------------------------------
 
 
-ACTIVATIONS = (None, "silu", "swish")
+SHAPES = {"x": "(batch, tokens, channels)", "weight": "(channels, width)", "bias": "(channels,)"}
+NUM_DIMS = {"x": 3, "weight": 2, "bias": 1}
 
 
 def check_tensors(x: Any, weight: Any, bias: Any, activation: Any) -> None:
-    """Refuses what is no tensor of the right kind, and shapes that do not belong together."""
-    shapes = {"x": "(batch, tokens, channels)", "weight": "(channels, width)", "bias": "(channels,)"}
-    dims = {"x": 3, "weight": 2, "bias": 1}
-    given: dict[str, Any] = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
-    for name, tensor in given.items():
-        _check_kind(name, tensor, shapes[name])
-        if tensor.ndim != dims[name]:
+    """Check types, shapes and devices of the tensors, and the activation."""
+    tensors: dict[str, Any] = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise PlanError(
+                f"{name} must be a torch.Tensor of shape {SHAPES[name]}, but got {type(tensor).__name__}. Convert it"
+                f" with torch.as_tensor."
+            )
+        check_plain_numbers("causal_conv1d", name, tensor)
+        if tensor.ndim != NUM_DIMS[name]:
             hint = " Pass weight.squeeze(1) of a Conv1d." if name == "weight" and tensor.ndim == 3 else ""
-            raise PlanError(f"{name} must be {shapes[name]}, but has shape {tuple(tensor.shape)}.{hint}")
+            raise PlanError(f"{name} must be {SHAPES[name]}, but has shape {tuple(tensor.shape)}.{hint}")
         if tensor.device != x.device:
             raise PlanError(f"x is on {x.device}, but {name} is on {tensor.device}. Move it there.")
         channels = tensor.shape[2 if name == "x" else 0]
@@ -151,40 +145,19 @@ def check_tensors(x: Any, weight: Any, bias: Any, activation: Any) -> None:
                 f" (batch, tokens, channels): transpose it if its tokens are last."
             )
     if not weight.shape[1]:
-        raise PlanError(f"weight has shape {tuple(weight.shape)}: a width of 0. A convolution takes 1 token or more.")
-    if activation not in ACTIVATIONS:
-        raise PlanError(
-            f"activation = {activation!r} was asked for. Choose None, 'silu' or 'swish', which is the same."
-        )
+        raise PlanError(f"the width of weight must be >= 1, but got shape {tuple(weight.shape)}.")
+    if activation not in (None, "silu", "swish"):
+        raise PlanError(f"activation must be None, 'silu' or 'swish' (the same), but got {activation!r}.")
     check_no_tangent(x=x, weight=weight, bias=bias)
 
 
-def _check_kind(name: str, tensor: Any, shape: str) -> None:
-    if not isinstance(tensor, Tensor):
-        raise PlanError(
-            f"{name} must be a torch.Tensor of shape {shape}, but {type(tensor).__name__} was given. Convert it with"
-            f" torch.as_tensor."
-        )
-    check_plain_numbers("causal_conv1d", name, tensor)
-
-
-def check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Refuses different dtypes; autocast would make them the same."""
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != x.dtype:
-            raise PlanError(
-                f"x is {x.dtype}, but {name} is {tensor.dtype}. Cast one of them, or call this under torch.autocast."
-            )
-
-
 def check_plan(plan: Any, weight: Tensor) -> None:
-    """Refuses what is no plan of a convolution, or one of another width."""
+    """Check that the plan is one of convolutions of this width."""
     if not isinstance(plan, ConvPlan):
         kind = type(plan).__name__
         raise PlanError(
-            f"causal_conv1d takes a plan of longspan.conv_plan, but {kind} was given"
-            f"{', which is a plan of attention' if kind == 'Plan' else ''}. Make one: longspan.conv_plan(documents,"
-            f" layout, channels=..., width=..., dtype=...)."
+            f"plan must be made by longspan.conv_plan, but got {kind}"
+            f"{', which is a plan of attention' if kind == 'Plan' else ''}. Make one: {USAGE}."
         )
     if weight.shape[1] != plan.width:
         raise PlanError(
@@ -194,20 +167,17 @@ def check_plan(plan: Any, weight: Tensor) -> None:
 
 
 def check_rows(plan: ConvPlan, x: Tensor, place: tuple[int, int] | None) -> None:
-    """Refuses rows that do not fit the plan. `place` is this rank and the group's size."""
+    """Check that rows fit the plan. `place` is this rank and the group's size."""
     size = plan.layout.world_size
     if place is None and size > 1:
-        raise PlanError(
-            f"the plan is for {size} ranks, so it needs group= (a process group or a mesh axis), but NoneType was"
-            f" given."
-        )
+        raise PlanError(f"the plan is for {size} ranks, so it needs group= (a process group or a mesh axis).")
     if place is not None and place[1] != size:
         raise PlanError(f"the plan is for {size} ranks, but the group has {place[1]}. Plan for the group's size.")
     rank = 0 if place is None else place[0]
-    wanted = (plan.batch, plan.layout.num_slots(rank), plan.channels)
-    if tuple(x.shape) != wanted:
+    expected = (plan.batch, plan.layout.num_slots(rank), plan.channels)
+    if tuple(x.shape) != expected:
         raise PlanError(
-            f"x has shape {tuple(x.shape)}, but on rank {rank} the plan expects (batch, tokens, channels) = {wanted}."
+            f"x has shape {tuple(x.shape)}, but on rank {rank} the plan expects (batch, tokens, channels) = {expected}."
             f" Shard with layout.shard(x, rank, dim=1), or plan for these shapes."
         )
     if str(x.dtype).removeprefix("torch.") != plan.dtype:
@@ -219,12 +189,12 @@ def check_rows(plan: ConvPlan, x: Tensor, place: tuple[int, int] | None) -> None
 
 
 FORM = 1
-"""The form of both operators, as in `run/ops.py`."""
+"""The version of both operators' arguments, as in `run/ops.py`."""
 
 
 @dataclass(frozen=True, eq=False)
 class HaloPass:
-    """A forward pass, as its backward needs to know it."""
+    """What backward needs of its forward pass."""
 
     task: HaloTask
     group: str
@@ -232,23 +202,18 @@ class HaloPass:
     name: str
 
 
-def _plan_of(handle: Tensor) -> ConvPlan:
-    found = found_under(int(handle))
-    if not isinstance(found, ConvPlan):
-        raise PlanError(
-            "the plan of this convolution is gone: compiled code was given its handle, but nobody holds it any more."
-            " Keep a reference to it as long as the call runs."
-        )
-    return found
-
-
 def run_forward(
     x: Tensor, handle: Tensor, group: str, num_rows: int, saves: bool, name: str, form: int
 ) -> tuple[Tensor, Tensor]:
-    """The rank's rows with their halos, and the ticket of this pass; `saves` says that a backward may come."""
+    """Return the rank's rows with halos, and the ticket of this pass; `saves` tells that a backward may follow."""
     with told_in(group):
         assert form == FORM, "compiled code of another version"
-        plan, place = _plan_of(handle), place_in(group)
+        plan, place = found_under(int(handle)), place_in(group)
+        if not isinstance(plan, ConvPlan):
+            raise PlanError(
+                "the plan of this convolution is gone: compiled code has its handle, but no reference to it is left."
+                " Keep a reference to it as long as the call runs."
+            )
         check_rows(plan, x, place)
         task = HaloTask(plan, 0 if place is None else place[0], x.dtype)
         settings = settings_of(group)
@@ -256,8 +221,8 @@ def run_forward(
         call = call_of(task, "forward", x.device, settings, record=record, name=name)
         rows, number = run_over(HaloForward(task, x).program(), group, call)
         assert rows.shape[1] == num_rows, "compiled code of another plan"
-        done = HaloPass(task, group, number, name)
-        return apart((rows.contiguous(),), (x,))[0], ticket_of(done)
+        ticket = ticket_of(HaloPass(task, group, number, name))
+        return apart((rows.contiguous(),), (x,))[0], ticket
 
 
 def _fake_forward(
@@ -268,7 +233,7 @@ def _fake_forward(
 
 
 def run_backward(drows: Tensor, ticket: Tensor, num_slots: int) -> Tensor:
-    """The gradient of the rank's rows, of which there are `num_slots`."""
+    """Return the gradient of the rank's `num_slots` rows."""
     forward = pass_of(ticket, HaloPass)
     with told_in(forward.group):
         task = forward.task
@@ -288,14 +253,14 @@ halo_backward = ops.defined("longspan::halo_backward", run_backward, _fake_backw
 
 
 class _Halo(torch.autograd.Function):
-    """The forward operator with the backward one behind it."""
+    """Differentiate the forward operator by the backward one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         with _torch.below_autograd():
             rows, ticket = halo(x, *others)
         if type(ticket) is Tensor:  # not traced
-            ctx.forward_pass = pass_of(ticket, HaloPass)  # hooks may copy what is saved: the copy holds nothing
+            ctx.forward_pass = pass_of(ticket, HaloPass)  # hooks may copy saved tensors, and a copy keeps nothing alive
         ctx.num_slots = x.shape[1]
         ctx.save_for_backward(ticket)
         ctx.mark_non_differentiable(ticket)
@@ -321,101 +286,70 @@ ops.refuse_derivative(halo_backward)
 # -- The call ----------------------------------------------------------------------------------------------------------
 
 
-HOW = "longspan.conv_plan(documents, layout, channels=..., width=..., dtype=...)"
-"""How plans of these calls are made."""
+USAGE = "longspan.conv_plan(documents, layout, channels=..., width=..., dtype=...)"
 
 
-@dataclass(frozen=True, eq=False)
-class ConvRequest:
-    """What is asked for beside tensors; see `longspan.causal_conv1d`."""
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: OperatorCall, activation: str | None = None
+) -> Tensor:
+    """Run `longspan.causal_conv1d`."""
+    plan = call.plan
 
-    documents: Any = None
-    plan: Any = None
-    group: Any = None
-    activation: str | None = None
-    name: str = ""
+    def check(place: tuple[int, int] | None) -> None:
+        check_tensors(x, weight, bias, activation)
+        if isinstance(plan, ConvPlan):
+            check_carried(plan.layout, 1, x=x)
+        if place is not None:
+            check_plan(plan, weight)
+            check_rows(plan, x, place)
 
+    def run_whole(tensors: Sequence[Tensor]) -> Tensor:
+        documents = [np.diff(edges) for edges in plan.edges]
+        return _run(tensors[0], weight, bias, OperatorCall(call.operator, documents, name=call.name), activation, "")
 
-def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, asked: ConvRequest) -> Tensor:
-    """The convolution of the rank's rows, with the errors of a public call."""
-    group = group_of(asked.group)
-    telling = told(group) if isinstance(group, dist.ProcessGroup) else nullcontext()
-    with in_context(lambda: _described(x, weight, asked, group)), telling:
-        check_tensors(x, weight, bias, asked.activation)
-        if not isinstance(asked.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise PlanError(
-                f"name = {shortened(asked.name)} was given. A call's name is a str, the same on every rank."
-            )
-        if isinstance(asked.plan, ConvPlan):
-            check_carried(asked.plan.layout, 1, x=x)
-        if isinstance(group, SimulatedRank) and isinstance(asked.plan, ConvPlan):
-            return _together(x, weight, bias, asked, group)
-        return _run(x, weight, bias, asked, planned_group(group, asked.plan, asked.documents, HOW))
-
-
-def _together(x: Tensor, weight: Tensor, bias: Tensor | None, asked: ConvRequest, here: SimulatedRank) -> Tensor:
-    """All ranks are in this process: whole sequences, of which each rank takes its rows."""
-    plan, layout = asked.plan, asked.plan.layout
-    check_plan(plan, weight)
-    check_rows(plan, x, (here.rank(), here.size()))
-    alone = replace(asked, documents=[np.diff(edges) for edges in plan.edges], plan=None, group=None)
-
-    def compute(parts: list[Tensor]) -> list[Tensor]:
-        out = _run(layout.unshard(parts, 1), weight, bias, alone, "")
-        return [layout.shard(out, rank, 1) for rank in range(here.size())]
-
-    return here.meet("causal_conv1d", x, compute)
+    return run_operator(
+        call,
+        {"x": x, "weight": weight},
+        num_sharded=1,
+        layout=plan.layout if isinstance(plan, ConvPlan) else None,
+        usage=USAGE,
+        check=check,
+        run=lambda group: _run(x, weight, bias, call, activation, group),
+        run_whole=run_whole,
+    )
 
 
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None, asked: ConvRequest, group: str) -> Tensor:
-    plan = asked.plan
+def _run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: OperatorCall, activation: str | None, group: str
+) -> Tensor:
+    plan = call.plan
     if plan is None:
         x = as_autocast(x)
-        plan = _one_device_plan(x, weight.shape[1], asked.documents)
+        batch, tokens, channels = x.shape
+        numbers = number_documents(call.documents, batch, tokens)
+        sizes = Sizes(1, 1, channels, 0, x.dtype.itemsize, batch)
+        dtype = str(x.dtype).removeprefix("torch.")
+        plan = planned_convolution(numbers, _one_rank(tokens), weight.shape[1], sizes, dtype)
     check_plan(plan, weight)
     if not torch.is_autocast_enabled(x.device.type):
-        check_dtypes(x, weight, bias)
+        for name, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None and tensor.dtype != x.dtype:
+                raise PlanError(
+                    f"{name} must have the dtype of x, {x.dtype}, but has {tensor.dtype}. Cast one of them, or call"
+                    f" this under torch.autocast."
+                )
     elif str(as_autocast(x).dtype).removeprefix("torch.") == plan.dtype:
-        x = as_autocast(x)  # halos travel as what the convolution will make of them
+        x = as_autocast(x)  # halos are sent in the dtype in which the convolution runs
     place = place_in(group)
     check_rows(plan, x, place)
     rank = 0 if place is None else place[0]
+    if plan.handle is None:  # the plan was made before torch was imported
+        object.__setattr__(plan, "handle", handle_of(plan))
     saves = torch.is_grad_enabled() and x.requires_grad
-    others = group, plan.num_rows(rank), saves, asked.name, FORM
-    rows, _ = halo(x, _handle(plan), *others)
-    return convolved(rows, weight, bias, OwnRows.of(plan, rank, x.device), asked.activation)
-
-
-def _one_device_plan(x: Tensor, width: int, documents: Any) -> ConvPlan:
-    batch, tokens, channels = x.shape
-    numbers = document_rows(documents, tokens, PlanError)
-    if len(numbers) not in (1, batch):
-        raise PlanError(
-            f"documents are given for {len(numbers)} batch rows, but x of shape {tuple(x.shape)} has {batch}. Give one"
-            f" list of lengths for all rows, or one per row."
-        )
-    sizes = Sizes(1, 1, channels, 0, x.dtype.itemsize, batch)
-    return planned_convolution(numbers, _whole(tokens), width, sizes, str(x.dtype).removeprefix("torch."))
+    rows, _ = halo(x, plan.handle, group, plan.num_rows(rank), saves, call.name, FORM)
+    return convolved(rows, weight, bias, OwnRows.of(plan, rank, x.device), activation)
 
 
 @lru_cache(maxsize=64)
-def _whole(tokens: int) -> Layout:
+def _one_rank(tokens: int) -> Layout:
     return contiguous(tokens, 1)
-
-
-def _handle(plan: ConvPlan) -> Tensor:
-    if plan.handle is None:  # made before torch was loaded
-        object.__setattr__(plan, "handle", handle_of(plan))
-    handle: Any = plan.handle
-    return handle
-
-
-def _described(x: Any, weight: Any, asked: ConvRequest, group: Any) -> str:
-    """The call in a sentence, as far as its arguments are what they should be."""
-    shapes = [f"{name} {tuple(t.shape)}" for name, t in (("x", x), ("weight", weight)) if isinstance(t, Tensor)]
-    parts = [f"causal_conv1d of {', '.join(shapes)}" if shapes else "causal_conv1d"]
-    if isinstance(asked.plan, ConvPlan):
-        parts.append(f"by {shortened(asked.plan, 160)}")
-    if isinstance(group, dist.ProcessGroup):
-        parts.append(f"on rank {group.rank()} of {group.size()}")
-    return f"The call: {', '.join(parts)}."

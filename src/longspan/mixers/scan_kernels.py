@@ -1,4 +1,4 @@
-"""Kernels of recurrences by name: `reference`, fla, mamba_ssm, and users' functions.
+"""Kernels of recurrences by name: `reference`, fla, mamba_ssm, and user-defined functions.
 
 A named kernel is used or refused; only "auto" chooses.
 """
@@ -18,10 +18,16 @@ import torch
 from torch import Tensor
 
 from longspan.errors import KernelError
-from longspan.mixers.recurrences import GatedDelta, LinearAttention, Recurrence, ScanKernel, ScanWork, Segments, Ssd
 from longspan.mixers.scan_reference import (
     ChunkTable,
+    GatedDelta,
+    LinearAttention,
+    Recurrence,
     ReferenceScan,
+    ScanKernel,
+    ScanWork,
+    Segments,
+    Ssd,
     cut,
     own_precision,
     packing,
@@ -38,28 +44,29 @@ HALVES = torch.bfloat16, torch.float16, torch.float32
 
 
 class PackageScan(ScanKernel):
-    """Functions of a package that is imported when one of them is called for the first time."""
+    """A kernel in a package that is imported on first use."""
 
     package: ClassVar[str]
     install: ClassVar[str]
-    """What brings it."""
+    """The package's name for pip."""
 
     @abstractmethod
     def why_not_this(self, work: ScanWork) -> str | None:
-        """Why the package has no function for it, or None."""
+        """Return why the package has no function for it, or None."""
 
     @abstractmethod
     def address(self, work: ScanWork) -> tuple[str, str]:
-        """Module and name of the function that computes it."""
+        """Return module and name of the function that computes it."""
 
     @abstractmethod
     def run(self, work: ScanWork, states: Tensor) -> tuple[Tensor, Tensor]:
-        """`local`, where there are segments."""
+        """Run `local`; there is at least one segment."""
 
     def why_not(self, work: ScanWork) -> str | None:
         tokens, table = work.tokens, work.segments.table
-        if (why := self.why_not_this(work)) is not None:
-            return why
+        reason = self.why_not_this(work)
+        if reason is not None:
+            return reason
         if tokens[0].device.type != "cuda":
             return f"it runs on GPUs, and the tensors are on {tokens[0].device}"
         if any(x.dtype not in HALVES for x in tokens):
@@ -84,20 +91,12 @@ class PackageScan(ScanKernel):
         return self.run(work, states)
 
 
-def nothing(work: ScanWork) -> Tensor:
-    """Entering states of zeros."""
-    shape = work.recurrence.state_shape(work.tokens)
-    return torch.zeros(
-        len(work.segments), *shape, dtype=work.recurrence.state_dtype(work.tokens), device=work.tokens[0].device
-    )
-
-
 # -- flash-linear-attention: Triton kernels of delta rules and linear attention ----------------------------------------
 # Segments are passed as its `cu_seqlens`.
 
 
-MOST_KEYS = 256
-"""Features of keys that the kernels of delta rules take."""
+MAX_KEYS = 256
+"""The largest size of keys that the kernels of delta rules take."""
 
 
 class FlaScan(PackageScan):
@@ -114,17 +113,17 @@ class FlaScan(PackageScan):
         if len(dtypes) > 1:
             return f"it takes q, k and v of one dtype, and they are {', '.join(sorted(dtypes))}"
         features = work.tokens[1].shape[3]
-        if isinstance(work.recurrence, GatedDelta) and features > MOST_KEYS:
-            return f"it takes keys of up to {MOST_KEYS} features, and these have {features}"
+        if isinstance(work.recurrence, GatedDelta) and features > MAX_KEYS:
+            return f"it takes keys of up to {MAX_KEYS} features, and these have {features}"
         return None
 
     def address(self, work: ScanWork) -> tuple[str, str]:
         by_rows = work.tokens[3].ndim == 4
         if isinstance(work.recurrence, GatedDelta):
-            found = ("kda", "chunk_kda") if by_rows else ("gated_delta_rule", "chunk_gated_delta_rule")
+            name = "kda" if by_rows else "gated_delta_rule"
         else:
-            found = ("gla", "chunk_gla") if by_rows else ("simple_gla", "chunk_simple_gla")
-        return f"fla.ops.{found[0]}", found[1]
+            name = "gla" if by_rows else "simple_gla"
+        return f"fla.ops.{name}", f"chunk_{name}"
 
     def run(self, work: ScanWork, states: Tensor) -> tuple[Tensor, Tensor]:
         recurrence, values = work.recurrence, values_of(work)
@@ -145,7 +144,7 @@ class FlaScan(PackageScan):
 
     def summary(self, work: ScanWork) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            start = nothing(work)
+            start = work.zero_states()
             if isinstance(work.recurrence, LinearAttention):
                 with own_precision(work):
                     return passed(work), self.local(work, start)[1]
@@ -164,7 +163,7 @@ class FlaScan(PackageScan):
 
 
 CHUNK = 16, 256
-"""Tokens of a chunk of theirs: at least, at most."""
+"""The smallest and the largest number of tokens in one of its chunks."""
 
 
 class MambaScan(PackageScan):
@@ -188,23 +187,23 @@ class MambaScan(PackageScan):
 
     def run(self, work: ScanWork, states: Tensor) -> tuple[Tensor, Tensor]:
         batch, slots = work.tokens[0].shape[:2]
-        groups = alike(work.segments)
+        groups = group_by_length(work.segments)
         out, after = torch.zeros_like(work.tokens[0]), []
         for which, longest in groups:
-            table = cut(work.segments.of(which), longest, batch, slots, states.device)
+            table = cut(work.segments.select(which), longest, batch, slots, states.device)
             part, left = self._rows(work, table, states[torch.as_tensor(which, device=states.device)])
-            out = out + table.unfold(part.flatten(2).unsqueeze(1)).view(out.shape)  # each slot is in one of them
+            out = out + table.unfold(part.flatten(2).unsqueeze(1)).view(out.shape)  # each slot is in one group
             after.append(left)
         place = torch.as_tensor(np.argsort(np.concatenate([which for which, _ in groups])), device=states.device)
         return out, torch.cat(after)[place]
 
     def _rows(self, work: ScanWork, table: ChunkTable, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Output (segments, longest, H, V), and the states that leave."""
+        """Return output (segments, longest, H, V), and the states that leave."""
         assert isinstance(work.recurrence, Ssd)
         x, dt, b, c = (table.fold(y.flatten(2).unsqueeze(2)).squeeze(1).unflatten(2, y.shape[2:]) for y in work.tokens)
         with own_precision(work):
             ended = (table.slot < 0)[:, None, None, :, None]
-            by_heads = dt.float().mT[:, None, ..., None]  # one key head, as far as steps are concerned
+            by_heads = dt.float().mT[:, None, ..., None]  # as if there were one key head
             steps = stepped(by_heads, ended, work.recurrence, work.shared)[0][:, 0, ..., 0].mT
         a, d, _ = work.shared
         assert a is not None
@@ -218,14 +217,14 @@ class MambaScan(PackageScan):
 
     def summary(self, work: ScanWork) -> tuple[Tensor, Tensor]:
         with torch.no_grad(), own_precision(work):
-            return passed(work), self.local(work, nothing(work))[1]
+            return passed(work), self.local(work, work.zero_states())[1]
 
 
-def alike(segments: Segments) -> list[tuple[Ints, int]]:
-    """Numbers of segments that are computed together, and the length of the longest: of those that are together, none
-    is less than half as long, so at most half of what is computed is blank.
+def group_by_length(segments: Segments) -> list[tuple[Ints, int]]:
+    """Return groups of segments that are computed together, each with the length of its longest segment. None is less
+    than half as long as the longest, so at most half of the computed tokens are padding.
 
-    >>> [(which.tolist(), n) for which, n in alike(Segments(np.array([[0, 0, 5], [0, 5, 14], [0, 14, 16]])))]
+    >>> [(which.tolist(), n) for which, n in group_by_length(Segments(np.array([[0, 0, 5], [0, 5, 14], [0, 14, 16]])))]
     [([1, 0], 9), ([2], 2)]
     """
     lengths = segments.table[:, 2] - segments.table[:, 1]
@@ -240,14 +239,11 @@ def alike(segments: Segments) -> list[tuple[Ints, int]]:
 # -- User-defined recurrences: two functions of one segment's tokens, called segment by segment ------------------------
 
 
-Local = Callable[..., Any]
-
-
 @dataclass(frozen=True, eq=False)
 class OwnRecurrence(Recurrence):
-    """`local(*tokens, state)` gives output and state of one segment of one batch row, `summary(*tokens)` M and U."""
+    """`local(*tokens, state)` returns output and state of one segment of one batch row, `summary(*tokens)` M and U."""
 
-    local: Local
+    local: Callable[..., Any]
     summary: Callable[..., Any]
     state: tuple[int, int, int]
     maps: tuple[int, int, int]
@@ -279,99 +275,85 @@ class OwnKernel(ScanKernel):
         return None if isinstance(work.recurrence, OwnRecurrence) else "it runs functions of ls.scan only"
 
     def local(self, work: ScanWork, states: Tensor) -> tuple[Tensor, Tensor]:
-        recurrence = _own(work)
-        outs: list[tuple[tuple[int, int, int], Tensor]] = []
-        leaving: list[Tensor] = []
+        recurrence, (batch, slots) = work.recurrence, work.tokens[0].shape[:2]
+        assert isinstance(recurrence, OwnRecurrence)
+        outs, leaving, rows, places = [], [], [], []
         for (row, start, stop), state in zip(work.segments.table.tolist(), states, strict=True):
             part = [x[row, start:stop] for x in work.tokens]
-            out, after = _pair(recurrence.local(*part, state), "local(...) must return output and state")
-            _check(out, (stop - start,), "local(...) must return an output with one row for each token")
-            _check(after, recurrence.state, "local(...) must return a state of shape")
-            outs.append(((row, start, stop), out))
+            out, after = _check_pair(recurrence.local(*part, state), "local(...) must return output and state")
+            _check_shape(out, (stop - start,), "local(...) must return an output with one row for each token")
+            _check_shape(after, recurrence.state, "local(...) must return a state of shape")
+            outs.append(out)
             leaving.append(after.to(states.dtype))
-        if not outs:  # a rank without tokens asks what an output looks like
-            none = recurrence.local(*(x[0, :0] for x in work.tokens), states.new_zeros(recurrence.state))
-            empty, _ = _pair(none, "local(...) must return output and state, also of no tokens")
-            _check(empty, (0,), "local(...) must return an output with one row for each token, also of no tokens:")
-            return empty.new_zeros((*work.tokens[0].shape[:2], *empty.shape[1:])), states
-        return _placed(outs, work), torch.stack(leaving)
+            rows.append(torch.full((stop - start,), row))
+            places.append(torch.arange(start, stop))
+        if not outs:  # a rank without tokens, which needs the shape of an output
+            pair = recurrence.local(*(x[0, :0] for x in work.tokens), states.new_zeros(recurrence.state))
+            empty, _ = _check_pair(pair, "local(...) must return output and state, also for no tokens")
+            _check_shape(empty, (0,), "local(...) must return an output with one row for each token, also for none:")
+            return empty.new_zeros((batch, slots, *empty.shape[1:])), states
+        whole = outs[0].new_zeros((batch, slots, *outs[0].shape[1:]))  # padding is 0
+        index = torch.cat(rows).to(whole.device), torch.cat(places).to(whole.device)
+        return whole.index_put(index, torch.cat(outs)), torch.stack(leaving)
 
     def summary(self, work: ScanWork) -> tuple[Tensor, Tensor]:
-        recurrence, dtype = _own(work), work.recurrence.state_dtype(work.tokens)
-        found: list[tuple[Tensor, Tensor]] = []
+        recurrence, dtype = work.recurrence, work.recurrence.state_dtype(work.tokens)
+        assert isinstance(recurrence, OwnRecurrence)
+        maps: list[Tensor] = []
+        states: list[Tensor] = []
         with torch.no_grad():
             for row, start, stop in work.segments.table.tolist():
-                both = recurrence.summary(*(x[row, start:stop] for x in work.tokens))
-                m, u = _pair(both, "summary(...) must return M and U")
-                _check(m, recurrence.maps, "summary(...) must return M of shape")
-                _check(u, recurrence.state, "summary(...) must return U of shape")
-                found.append((m.to(dtype), u.to(dtype)))
-        if not found:
-            like = work.tokens[0].new_empty((0,), dtype=dtype)
-            return like.view(0, *recurrence.maps), like.view(0, *recurrence.state)
-        return torch.stack([m for m, _ in found]), torch.stack([u for _, u in found])
+                pair = recurrence.summary(*(x[row, start:stop] for x in work.tokens))
+                m, u = _check_pair(pair, "summary(...) must return M and U")
+                _check_shape(m, recurrence.maps, "summary(...) must return M of shape")
+                _check_shape(u, recurrence.state, "summary(...) must return U of shape")
+                maps.append(m.to(dtype))
+                states.append(u.to(dtype))
+        if not maps:
+            empty = work.tokens[0].new_empty((0,), dtype=dtype)
+            return empty.view(0, *recurrence.maps), empty.view(0, *recurrence.state)
+        return torch.stack(maps), torch.stack(states)
 
 
-def _own(work: ScanWork) -> OwnRecurrence:
-    assert isinstance(work.recurrence, OwnRecurrence)
-    return work.recurrence
+def _check_pair(pair: Any, expected: str) -> tuple[Any, Any]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        got = f"{len(pair)} values" if isinstance(pair, tuple | list) else type(pair).__name__
+        raise KernelError(f"{expected}, but got {got}.")
+    return pair[0], pair[1]
 
 
-def _pair(found: Any, what: str) -> tuple[Any, Any]:
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        given = f"{len(found)} values" if isinstance(found, tuple | list) else type(found).__name__
-        raise KernelError(f"{what}, but {given} was returned.")
-    return found[0], found[1]
-
-
-def _check(found: Any, shape: tuple[int, ...], what: str) -> None:
-    if not isinstance(found, Tensor) or tuple(found.shape[: len(shape)]) != shape:
-        given = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise KernelError(f"{what} {shape}, but {given} was returned.")
-
-
-def _placed(outs: list[tuple[tuple[int, int, int], Tensor]], work: ScanWork) -> Tensor:
-    """Outputs of segments in their slots; slots of padding are 0."""
-    batch, slots = work.tokens[0].shape[:2]
-    whole = outs[0][1].new_zeros((batch, slots, *outs[0][1].shape[1:]))
-    rows = [torch.full((stop - start,), row) for (row, start, stop), _ in outs]
-    places = [torch.arange(start, stop) for (_, start, stop), _ in outs]
-    at = tuple(torch.cat(parts).to(whole.device) for parts in (rows, places))
-    return whole.index_put(at, torch.cat([out for _, out in outs]))
+def _check_shape(tensor: Any, shape: tuple[int, ...], expected: str) -> None:
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape[: len(shape)]) != shape:
+        got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise KernelError(f"{expected} {shape}, but got {got}.")
 
 
 # -- Kernels by name ---------------------------------------------------------------------------------------------------
 
 
-__all__ = ["choose_scan_kernel", "scan_kernel_named"]
-
-_ALL = FlaScan(), MambaScan(), ReferenceScan(), OwnKernel()  # in the order in which "auto" asks them
+_ALL = FlaScan(), MambaScan(), ReferenceScan(), OwnKernel()  # in the order in which "auto" tries them
 _KERNELS: dict[str, ScanKernel] = {kernel.name: kernel for kernel in _ALL}
 
 
 def scan_kernel_named(name: str) -> ScanKernel:
-    """The kernel of that name.
+    """Return the kernel of that name.
 
     >>> scan_kernel_named("reference").name
     'reference'
     """
     if not isinstance(name, str) or name not in _KERNELS:
-        names = ", ".join(("auto", *_KERNELS))
-        raise KernelError(
-            f"kernel {name!r} was asked for, but there is none of that name for recurrences. Use one of {names}."
-        )
+        raise KernelError(f"kernel must be one of {', '.join(('auto', *_KERNELS))}, but got {name!r}.")
     return _KERNELS[name]
 
 
-def choose_scan_kernel(asked: str, work: ScanWork) -> ScanKernel:
-    """The kernel asked for, or the first that can compute this."""
-    named = list(_KERNELS.values()) if asked == "auto" else [scan_kernel_named(asked)]
-    whys = []
-    for kernel in named:
-        why = kernel.why_not(work)
-        if why is None:
+def choose_scan_kernel(name: str, work: ScanWork) -> ScanKernel:
+    """Return the kernel of that name, or for "auto" the first that can compute this."""
+    reasons = []
+    for kernel in _KERNELS.values() if name == "auto" else [scan_kernel_named(name)]:
+        reason = kernel.why_not(work)
+        if reason is None:
             return kernel
-        whys.append(f"{kernel.name}: {why}" if asked == "auto" else why)
-    fit = [repr(name) for name, kernel in _KERNELS.items() if kernel.why_not(work) is None]
-    advice = f"Use {' or '.join(fit)}, or 'auto'." if fit else "No kernel can."
-    raise KernelError(f"kernel {asked!r} was asked for, but {'; '.join(whys)}. {advice}")
+        reasons.append(f"{kernel.name}: {reason}" if name == "auto" else reason)
+    able = [repr(other) for other, kernel in _KERNELS.items() if kernel.why_not(work) is None]
+    advice = f"Use {' or '.join(able)}, or 'auto'." if able else "No kernel can."
+    raise KernelError(f"kernel {name!r} cannot compute this: {'; '.join(reasons)}. {advice}")

@@ -1,58 +1,238 @@
-"""`reference` kernel of recurrences: plain tensor math in chunks, on any device and dtype, with gradients by autograd.
+"""Recurrences, the interface of their kernels, and the `reference` kernel: plain tensor math in chunks.
 
-Half precision is computed in float32.
+The reference kernel runs on any device and dtype, with gradients by autograd. Half precision is computed in float32.
+
+Shapes: B batch, T slots, H heads, J key heads (H % J == 0, each serves H // J consecutive heads), K and V rows and
+columns of a state, D channels.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import hardshrink, pad, softplus, threshold
 
-from longspan.mixers.recurrences import (
-    EPSILON,
-    GatedDelta,
-    LinearAttention,
-    LinearRecurrence,
-    ScanKernel,
-    ScanWork,
-    Segments,
-    Ssd,
-)
 from longspan.spans import Ints
+from longspan.tile import wide
+
+# -- The interface of a recurrence kernel ------------------------------------------------------------------------------
+# A linear recurrence S_t = A_t S_{t-1} + B_t maps the state that enters a segment to the state that leaves it:
+# S_out = M S_in + U. A *segment* is a range of consecutive tokens of one document on one rank. States of all
+# segments are one tensor (segments, heads, K, V), float32 or wider; M is
+#
+# - dense, (segments, heads, K, K), and acts from the left (delta rules), or
+# - diagonal, (segments, heads, 1 or K, 1 or V), and multiplies elementwise (decays).
+#
+# A tiny worked example, one head with K = V = 1, decays 1/2, inputs k v = 1, 1, 1 in one segment that a state s enters:
+#
+#     S = s/2 + 1,  s/4 + 3/2,  s/8 + 7/4        M = 1/8, U = 7/4
+#
+# Tokens have shape (batch, slots, ...); slots outside of segments are padding: their output and gradients are 0.
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """A rank's segments, in the order of their states: rows of (batch row, first slot, end slot)."""
+
+    table: Ints
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def select(self, which: Ints) -> Segments:
+        return Segments(self.table[which])
+
+
+class Recurrence(ABC):
+    """A kind of recurrence with the options of one call."""
+
+    name: ClassVar[str]
+    is_dense: bool
+    """Whether M is a matrix for each head."""
+
+    @property
+    def captured(self) -> tuple[Tensor, ...]:
+        """Return further tensors that may require gradients, next to tokens and shared parameters."""
+        return ()
+
+    @abstractmethod
+    def state_shape(self, tokens: tuple[Tensor, ...]) -> tuple[int, int, int]:
+        """Return (heads, K, V) of a state."""
+
+    @abstractmethod
+    def map_shape(self, tokens: tuple[Tensor, ...]) -> tuple[int, int, int]:
+        """Return (heads, rows, columns) of M."""
+
+    def state_dtype(self, tokens: tuple[Tensor, ...]) -> torch.dtype:
+        """Return the dtype of states and maps: float32, or float64 if any token is."""
+        return wide(reduce(torch.promote_types, (x.dtype for x in tokens)))
+
+
+@dataclass(frozen=True, eq=False)
+class ScanWork:
+    """One rank's share of a recurrence."""
+
+    recurrence: Recurrence
+    tokens: tuple[Tensor, ...]
+    """(batch, slots, ...) each."""
+    shared: tuple[Tensor | None, ...]
+    """Parameters that all tokens and all ranks share."""
+    segments: Segments
+
+    def zero_states(self) -> Tensor:
+        """Return zeros for the states that enter all segments."""
+        shape = (len(self.segments), *self.recurrence.state_shape(self.tokens))
+        return torch.zeros(shape, dtype=self.recurrence.state_dtype(self.tokens), device=self.tokens[0].device)
+
+
+class ScanKernel(ABC):
+    """Computes recurrences on one device, differentiable by autograd unless noted."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def why_not(self, work: ScanWork) -> str | None:
+        """Return why it cannot compute this, or None."""
+
+    @abstractmethod
+    def local(self, work: ScanWork, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output (batch, slots, ...) and the states that leave, from those that enter."""
+
+    @abstractmethod
+    def summary(self, work: ScanWork) -> tuple[Tensor, Tensor]:
+        """Return (M, U) of every segment, without gradients."""
+
+
+# -- Delta rule, linear attention, Mamba-2 (SSD), elementwise recurrence -----------------------------------------------
+
+
+EPSILON = 1e-6
+"""Added to the sum of squares when queries and keys are normalized."""
+
+
+@dataclass(frozen=True)
+class GatedDelta(Recurrence):
+    """The gated delta rule; with a decay per row of the state it is KDA.
+
+    Tokens q, k (B, T, J, K), v (B, T, H, V), g (B, T, H) or (B, T, H, K), beta (B, T, H):
+
+        R_t = exp(g_t) S_{t-1}        the decayed state
+        S_t = R_t + k_t (beta_t (v_t - k_t^T R_t))^T
+        o_t = scale * q_t^T S_t
+
+    With K = V = 1, g = 0, k = 1, beta = 1/2, v = 4 and a state 2: S = 2 + (4 - 2) / 2 = 3, so M = 1/2 and U = 2.
+    """
+
+    scale: float
+    l2norm: bool
+    """Whether q and k are first divided by the root of their sum of squares plus 1e-6."""
+    name = "gated_delta"
+    is_dense = True
+
+    def state_shape(self, tokens: tuple[Tensor, ...]) -> tuple[int, int, int]:
+        return tokens[2].shape[2], tokens[1].shape[3], tokens[2].shape[3]
+
+    def map_shape(self, tokens: tuple[Tensor, ...]) -> tuple[int, int, int]:
+        return tokens[2].shape[2], tokens[1].shape[3], tokens[1].shape[3]
+
+
+@dataclass(frozen=True)
+class LinearAttention(Recurrence):
+    """Linear attention with a decay: lightning attention, RetNet, and GLA with one per row of the state.
+
+    Tokens q, k (B, T, J, K), v (B, T, H, V), g (B, T, H) or (B, T, H, K):
+
+        S_t = exp(g_t) S_{t-1} + k_t v_t^T        o_t = scale * q_t^T S_t
+    """
+
+    scale: float
+    name = "linear_attention"
+    is_dense = False
+
+    def state_shape(self, tokens: tuple[Tensor, ...]) -> tuple[int, int, int]:
+        return tokens[2].shape[2], tokens[1].shape[3], tokens[2].shape[3]
+
+    def map_shape(self, tokens: tuple[Tensor, ...]) -> tuple[int, int, int]:
+        g = tokens[3]
+        return g.shape[2], g.shape[3] if g.ndim == 4 else 1, 1
+
+
+@dataclass(frozen=True)
+class Ssd(Recurrence):
+    """Mamba-2.
+
+    Tokens x (B, T, H, V), dt (B, T, H), B and C (B, T, J, K); shared A (H,), D (H,) or (H, V) or None, dt_bias (H,) or
+    None:
+
+        d_t = clamp(softplus(dt_t + dt_bias), limits)
+        S_t = exp(A d_t) S_{t-1} + d_t B_t x_t^T        y_t = C_t^T S_t + D x_t
+    """
+
+    softplus: bool
+    limits: tuple[float, float]
+    name = "ssd"
+    is_dense = False
+
+    def state_shape(self, tokens: tuple[Tensor, ...]) -> tuple[int, int, int]:
+        return tokens[0].shape[2], tokens[2].shape[3], tokens[0].shape[3]
+
+    def map_shape(self, tokens: tuple[Tensor, ...]) -> tuple[int, int, int]:
+        return tokens[0].shape[2], 1, 1
+
+
+@dataclass(frozen=True)
+class LinearRecurrence(Recurrence):
+    """Independent channels: RG-LRU, Mamba-1. Decays are any numbers, including 0 and negative ones.
+
+    Tokens a, b (B, T, D):
+
+        S_t = a_t S_{t-1} + b_t        o_t = S_t
+    """
+
+    name = "linear_recurrence"
+    is_dense = False
+
+    def state_shape(self, tokens: tuple[Tensor, ...]) -> tuple[int, int, int]:
+        return 1, tokens[0].shape[2], 1
+
+    def map_shape(self, tokens: tuple[Tensor, ...]) -> tuple[int, int, int]:
+        return 1, tokens[0].shape[2], 1
+
 
 # -- Decays inside of chunks -------------------------------------------------------------------------------------------
-# Exponents are sums of logarithms between two tokens, never positive where decays are at most 1: what would be is
-# masked before `exp`. Sums are made in float64, since the difference of two long ones has lost digits.
+# Exponents are sums of logarithms between two tokens, never positive where decays are at most 1: others are masked
+# before `exp`. Sums are computed in float64, since the difference of two long sums loses digits.
 #
+# "Decay from i to j" is the factor by which a state at token i has decayed at token j.
 # Shapes: N chunks, J key heads, R heads that share one, C tokens of a chunk, K features; x is 1 or K.
 
 
 LEAST = {torch.float32: 2.0**-100, torch.float64: 2.0**-1000}
-"""Decays below are taken for 0. Products with them would leave the range in which processors are quick: a summary took
-three times as long for a few chunks of such numbers."""
+"""Smaller decays are replaced by 0. Products with them would be subnormal, which is slow: a summary took three times as
+long for a few chunks of such numbers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Decays:
-    """Of all chunks."""
+    """Decays inside of all chunks."""
 
     sums: Tensor
-    """(N, J, R, C, x) in float64: logarithms of what is left, at each token, of what entered its chunk."""
+    """(N, J, R, C, x) in float64: logarithms of decays from the chunk's begin to each token."""
     dtype: torch.dtype
 
     @classmethod
     def of(cls, g: Tensor) -> Decays:
-        """From the logarithm of each token's decay. One that is taken for 0 may be minus infinity: sums are finite.
+        """Build from the logarithm of each token's decay. One of minus infinity is clamped, so that sums are finite.
 
         >>> Decays.of(torch.tensor([-1.0, -torch.inf, -2.0]).view(1, 1, 1, 3, 1)).left.flatten().tolist()
         [0.0, 0.1353352814912796, 1.0]
@@ -61,24 +241,24 @@ class Decays:
 
     @cached_property
     def entered(self) -> Tensor:
-        """(N, J, R, C, x): what is left, at each token, of what entered its chunk."""
+        """(N, J, R, C, x): decays from the chunk's begin to each token."""
         return self.exp(self.sums)
 
     @cached_property
     def left(self) -> Tensor:
-        """(N, J, R, C, x): what is left of each token at the end of its chunk."""
+        """(N, J, R, C, x): decays from each token to the chunk's end."""
         return self.exp(self.sums[..., -1:, :] - self.sums)
 
     @cached_property
     def whole(self) -> Tensor:
-        """(N, J, R, x, 1): what is left of rows of a state that went through the chunk."""
+        """(N, J, R, x, 1): decays of whole chunks, for rows of a state."""
         return self.entered[..., -1, :].unsqueeze(-1)
 
     def exp(self, logarithms: Tensor) -> Tensor:
         return threshold(logarithms.to(self.dtype).exp(), LEAST[self.dtype], 0.0)
 
     def products(self, a: Tensor, b: Tensor) -> Tensor:
-        """(N, J, R, C, C): a_i . b_j, times what is left of token j at token i; 0 where j comes after i."""
+        """Return (N, J, R, C, C): a_i . b_j times the decay from j to i; 0 if j is after i."""
         return (a @ b.mT) * self._pairs if self.sums.shape[-1] == 1 else self._halved(a, b)
 
     @cached_property
@@ -88,8 +268,8 @@ class Decays:
         return self.exp((self.sums - self.sums.mT).to(self.dtype).masked_fill(later, -torch.inf))
 
     def _halved(self, a: Tensor, b: Tensor) -> Tensor:
-        """Where each feature has its own decay: the second half of a stretch reads what its first half left at the
-        border between them, both halves are halved in turn, down to tokens that read themselves.
+        """Compute `products` for one decay per feature: the second half of a range reads its first half through the
+        border between them, and both halves are split in turn, down to tokens that read themselves.
 
             a_0 b_0
             [1|0]     a_1 b_1
@@ -97,66 +277,66 @@ class Decays:
                                 [3|2]     a_3 b_3
         """
         shape = self.sums.shape
-        found = (a * b).sum(-1)[..., None, None].expand(*shape[:4], 1, 1)
+        out = (a * b).sum(-1)[..., None, None].expand(*shape[:4], 1, 1)
         for rows, columns in self._halves:
             half = rows.shape[-2]
             first, second = (x.unflatten(3, (-1, 2, half)).select(4, at) for x, at in ((b, 0), (a, 1)))
             below = (second * rows) @ (first * columns).mT
-            upper, lower = found.unflatten(3, (-1, 2)).unbind(4)
+            upper, lower = out.unflatten(3, (-1, 2)).unbind(4)
             above = torch.zeros_like(below)
-            found = torch.cat((torch.cat((upper, above), -1), torch.cat((below, lower), -1)), -2)
-        return found.squeeze(3)
+            out = torch.cat((torch.cat((upper, above), -1), torch.cat((below, lower), -1)), -2)
+        return out.squeeze(3)
 
     @cached_property
     def _halves(self) -> list[tuple[Tensor, Tensor]]:
-        """For halves of 1, 2, 4... tokens: what is left of the border at each token of the second one, and of each
-        token of the first one at the border."""
-        found, half = [], 1
+        """For halves of 1, 2, 4... tokens: decays from the border to each token of the second half, and from each token
+        of the first half to the border."""
+        halves, half = [], 1
         while half < self.sums.shape[3]:
             first, second = self.sums.unflatten(3, (-1, 2, half)).unbind(4)
             border = first[..., -1:, :]
-            found.append((self.exp(second - border), self.exp(border - first)))
+            halves.append((self.exp(second - border), self.exp(border - first)))
             half *= 2
-        return found
+        return halves
 
 
 # -- Segments cut into chunks of one size ------------------------------------------------------------------------------
-# Segments cut into chunks of one size: the work inside of all chunks is one batch, then states go from chunk to chunk.
-# Chunks are ordered by their number within their segment; within a number, segments with more chunks come first. So
-# those that still have a chunk are always the first ones. Segments of 5, 2 and 9 tokens, chunks of 4:
+# The work inside of all chunks is one batch, then states are passed from chunk to chunk. Chunks are ordered by their
+# number within their segment; within a number, segments with more chunks come first. So those that still have a chunk
+# are always the first ones. Segments of 5, 2 and 9 tokens, chunks of 4:
 #
 #     number 0: segment 2, segment 0, segment 1        number 1: segment 2, segment 0        number 2: segment 2
 
 
 @dataclass(frozen=True, eq=False)
 class RowMoves:
-    """Where rows come from: a row of the result is a row of what is given, or blank. No row is taken twice."""
+    """A gather of rows: each row of the result is a row of the input, none twice, or blank."""
 
     taken: Tensor
-    """For every row of the result; 0 where it is blank."""
+    """The input row of every row of the result; 0 if it is blank."""
     blank: Tensor
     """Rows of the result that are zeros."""
 
     @classmethod
     def of(cls, source: Tensor) -> RowMoves:
-        """From the row that each row of the result takes, or -1."""
+        """Build from the input row of each row of the result, or -1."""
         source = source.flatten()
         return cls(source.clamp(min=0), (source < 0).nonzero().flatten())
 
     def take(self, x: Tensor) -> Tensor:
         if not len(x):
             return x.new_zeros((len(self.taken), *x.shape[1:]))
-        found = x.index_select(0, self.taken)
-        return found.index_fill_(0, self.blank, 0) if len(self.blank) else found
+        rows = x.index_select(0, self.taken)
+        return rows.index_fill_(0, self.blank, 0) if len(self.blank) else rows
 
 
 class MovedRows(torch.autograd.Function):
-    """Rows that are taken once go back by the inverse table: adding them up one by one takes far longer."""
+    """A gather whose gradient is the inverse gather: accumulating rows one by one takes far longer."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: RowMoves, back: RowMoves) -> Tensor:
-        ctx.tables = back, there
-        return there.take(x)
+    def forward(ctx: Any, x: Tensor, moves: RowMoves, inverse: RowMoves) -> Tensor:
+        ctx.tables = inverse, moves
+        return moves.take(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -165,30 +345,30 @@ class MovedRows(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class ChunkTable:
-    """Segments, cut."""
+    """Segments cut into chunks."""
 
     size: int
     """Tokens of a chunk."""
     steps: tuple[int, ...]
-    """How many segments have a chunk of each number."""
+    """The number of segments that have a chunk of each number."""
     order: Tensor
     """Segments, those with most chunks first."""
     place: Tensor
-    """Where each segment is in that order."""
+    """The index of each segment in that order."""
     slot: Tensor
-    """(chunks, size): the slot of every token, counted through batch rows; -1 where a segment has ended."""
+    """(chunks, size): the slot of every token, counted through batch rows; -1 after a segment's end."""
     home: Tensor
-    """(batch, slots): the chunk's token in every slot, counted through chunks; -1 where no segment is."""
+    """(batch, slots): the index of every slot's token among those of chunks; -1 outside of segments."""
 
     def fold(self, x: Tensor) -> Tensor:
-        """(batch, slots, heads, ...) -> (chunks, heads, size, ...); zeros where a segment has ended."""
+        """(batch, slots, heads, ...) -> (chunks, heads, size, ...); zeros after a segment's end."""
         heads = x.shape[2]
         rows = MovedRows.apply(x.flatten(0, 2), *_tables(self, heads))
         assert isinstance(rows, Tensor)
         return rows.view(len(self.slot), heads, self.size, *x.shape[3:])
 
     def unfold(self, x: Tensor) -> Tensor:
-        """(chunks, heads, size, ...) -> (batch, slots, heads, ...); zeros in slots that no segment has."""
+        """(chunks, heads, size, ...) -> (batch, slots, heads, ...); zeros outside of segments."""
         heads = x.shape[1]
         into, out_of = _tables(self, heads)
         rows = MovedRows.apply(x.flatten(0, 2), out_of, into)
@@ -196,8 +376,8 @@ class ChunkTable:
         return rows.view(*self.home.shape, heads, *x.shape[3:])
 
     def carry(self, states: Tensor, step: Callable[[int, Tensor], Tensor]) -> tuple[list[Tensor], Tensor]:
-        """States go through the chunks of their segments: `step` makes those after chunks of a number from those
-        before. Returns the states before the chunks of every number, and those that leave segments.
+        """Pass states through the chunks of their segments: `step` maps those before chunks of a number to those after.
+        Return the states before the chunks of every number, and those that leave segments.
 
         >>> import numpy as np
         >>> table = cut(Segments(np.array([[0, 0, 5], [0, 5, 7], [0, 7, 16]])), 4, 1, 16, torch.device("cpu"))
@@ -208,10 +388,10 @@ class ChunkTable:
         ([[30.0, 10.0, 20.0], [31.0, 11.0], [32.0]], [12.0, 21.0, 33.0])
         """
         state, before, left = states[self.order], [], []
-        for number, going_on in enumerate(self.steps):
-            if going_on < len(state):
-                left.append(state[going_on:])
-                state = state[:going_on]
+        for number, num_segments in enumerate(self.steps):
+            if num_segments < len(state):
+                left.append(state[num_segments:])
+                state = state[:num_segments]
             before.append(state)
             state = step(number, state)
         left.append(state)
@@ -219,22 +399,18 @@ class ChunkTable:
 
 
 def cut(segments: Segments, size: int, batch: int, slots: int, device: torch.device) -> ChunkTable:
-    """The chunks of segments of tokens (batch, slots, ...). They are remembered: layers and steps have the same."""
-    return _cut(_written(segments), size, batch, slots, device)
+    """Cut segments of tokens (batch, slots, ...) into chunks. Cached: layers and training steps have the same."""
+    return _cut(segments.table.astype(np.int64).tobytes(), size, batch, slots, device)
 
 
-def _written(segments: Segments) -> bytes:
-    return segments.table.astype(np.int64).tobytes()
-
-
-def _read(segments: bytes) -> Ints:
-    """Batch rows, first slots and end slots."""
+def _read_segments(segments: bytes) -> Ints:
+    """Return batch rows, first slots and end slots."""
     return np.frombuffer(segments, dtype=np.int64).reshape(-1, 3).T
 
 
 @lru_cache(maxsize=64)
 def _cut(segments: bytes, size: int, batch: int, slots: int, device: torch.device) -> ChunkTable:
-    row, first, end = _read(segments)
+    row, first, end = _read_segments(segments)
     counts = -(-(end - first) // size)
     order = np.argsort(-counts, kind="stable")
     most = int(counts.max(initial=0))
@@ -251,8 +427,8 @@ def _cut(segments: bytes, size: int, batch: int, slots: int, device: torch.devic
 
 @lru_cache(maxsize=64)
 def _tables(table: ChunkTable, heads: int) -> tuple[RowMoves, RowMoves]:
-    """Rows of heads of chunks out of those of slots, and back. Token t of head h is row t * heads + h among slots; in
-    chunks the heads of a chunk come first, then its tokens."""
+    """Return the moves from rows of slots to rows of chunks, and back. Token t of head h is row t * heads + h among
+    slots; in chunks the heads of a chunk come first, then its tokens."""
     head = torch.arange(heads, device=table.slot.device)
     slot, chunk, token = table.slot[:, None], table.home // table.size, table.home % table.size
     into = torch.where(slot < 0, -1, slot * heads + head[:, None])
@@ -262,41 +438,41 @@ def _tables(table: ChunkTable, heads: int) -> tuple[RowMoves, RowMoves]:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Segments one after the other, as kernels with `cu_seqlens` want them."""
+    """Segments packed one after the other, for kernels with `cu_seqlens`."""
 
     edges: Tensor
-    """0, and where each segment ends."""
+    """0, and the end of each segment."""
     into: RowMoves
     out_of: RowMoves
 
     def pack(self, x: Tensor) -> Tensor:
         """(batch, slots, ...) -> (1, tokens, ...)."""
-        found = MovedRows.apply(x.flatten(0, 1), self.into, self.out_of)
-        assert isinstance(found, Tensor)
-        return found.unsqueeze(0)
+        rows = MovedRows.apply(x.flatten(0, 1), self.into, self.out_of)
+        assert isinstance(rows, Tensor)
+        return rows.unsqueeze(0)
 
     def unpack(self, x: Tensor, shape: torch.Size) -> Tensor:
-        found = MovedRows.apply(x.squeeze(0), self.out_of, self.into)
-        assert isinstance(found, Tensor)
-        return found.view(shape)
+        rows = MovedRows.apply(x.squeeze(0), self.out_of, self.into)
+        assert isinstance(rows, Tensor)
+        return rows.view(shape)
 
 
 def packing(segments: Segments, batch: int, slots: int, device: torch.device) -> Packing:
-    """The order in which segments of tokens (batch, slots, ...) are packed is that of their states.
+    """Return the packing of segments of tokens (batch, slots, ...), in the order of their states.
 
     >>> import numpy as np
-    >>> made = packing(Segments(np.array([[0, 3, 5], [0, 0, 2]])), 1, 6, torch.device("cpu"))
-    >>> made.edges.tolist(), made.pack(torch.arange(6).view(1, 6)).tolist()
+    >>> packed = packing(Segments(np.array([[0, 3, 5], [0, 0, 2]])), 1, 6, torch.device("cpu"))
+    >>> packed.edges.tolist(), packed.pack(torch.arange(6).view(1, 6)).tolist()
     ([0, 2, 4], [[3, 4, 0, 1]])
-    >>> made.unpack(torch.tensor([[3, 4, 7, 1]]), torch.Size((1, 6))).tolist()
+    >>> packed.unpack(torch.tensor([[3, 4, 7, 1]]), torch.Size((1, 6))).tolist()
     [[7, 1, 0, 3, 4, 0]]
     """
-    return _packing(_written(segments), batch, slots, device)
+    return _packing(segments.table.astype(np.int64).tobytes(), batch, slots, device)
 
 
 @lru_cache(maxsize=64)
 def _packing(segments: bytes, batch: int, slots: int, device: torch.device) -> Packing:
-    row, first, end = _read(segments)
+    row, first, end = _read_segments(segments)
     edges = np.concatenate(([0], np.cumsum(end - first)))
     taken = np.repeat(row * slots + first - edges[:-1], end - first) + np.arange(edges[-1])
     home = np.full(batch * slots, -1)
@@ -306,13 +482,13 @@ def _packing(segments: bytes, batch: int, slots: int, device: torch.device) -> P
 
 
 # -- Linear attention with decays, and the delta rule, in chunks -------------------------------------------------------
-# Linear attention with decays in chunks, and the delta rule: what all recurrences but `LinearRecurrence` come down to.
-# Inside of a chunk that a state S enters, with decays d from its begin to each token (one head, tokens as rows):
+# All recurrences but `LinearRecurrence` are reduced to this. Inside of a chunk that a state S enters, with decays d
+# from its begin to each token (one head, tokens as rows):
 #
-#     without the delta rule      O = d Q S + P V        P_ij = q_i . k_j (what is left of j at i), for j <= i
+#     without the delta rule      O = d Q S + P V        P_ij = q_i . k_j (decay from j to i), for j <= i
 #     with it                     the same with V' = X - W S in the place of V, where
 #                                 (I + A) [X | W] = [beta V | beta d K]    A_ij = beta_i k_i . k_j (...), for j < i
-#     at the end                  S' = (decay of the chunk) S + (K, each what is left of it at the end)^T V
+#     at the end                  S' = (decay of the chunk) S + (K, each decayed to the chunk's end)^T V
 #
 # A chunk of two tokens, K = V = 1, all k = q = 1, beta = 1, no decay, v = 3, 5, that 2 enters: A_10 = 1, so X = 3, 5 -
 # 3 and W = 1, 0; V' = 3 - 2, 2; O = 2 + 1, 2 + 1 + 2. The delta rule with beta 1 reads what was written last: 3, 5.
@@ -325,7 +501,7 @@ Step = Callable[[int, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class ChunkedDecays:
-    """Tokens in chunks, in the dtype of states: what is left of states that go through them, without the delta rule."""
+    """Decays of tokens in chunks, in the dtype of states."""
 
     table: ChunkTable
     g: Tensor
@@ -336,14 +512,14 @@ class ChunkedDecays:
         return Decays.of(self.g)
 
     def passed(self) -> Tensor:
-        """(S, H, 1 or K, 1): what is left of states that went through whole segments, M."""
+        """Return M without the delta rule, (S, H, 1 or K, 1): decays of whole segments."""
         sums = self.decays.sums[..., -1, :].unsqueeze(-1)
         parts = sums.split(self.table.steps)
         start = sums.new_zeros(len(self.table.order), *sums.shape[1:]).flatten(1, 2)
         return self.decays.exp(self._carried(start, lambda number, state: state + parts[number])[1])
 
     def _carried(self, states: Tensor, step: Step) -> tuple[list[Tensor], Tensor]:
-        """States (S, H, ...), which steps see as (S, J, R, ...)."""
+        """Pass states (S, H, ...) through chunks; `step` gets them as (S, J, R, ...)."""
         before, after = self.table.carry(self._grouped(states), step)
         return before, after.flatten(1, 2)
 
@@ -353,10 +529,10 @@ class ChunkedDecays:
 
 @dataclass(frozen=True, eq=False)
 class ChunkedAttention(ChunkedDecays):
-    """With what is written into states and read from them."""
+    """Queries, keys and values of tokens in chunks."""
 
     q: Tensor | None
-    """(N, J, 1, C, K), scaled. None where nothing is read."""
+    """(N, J, 1, C, K), scaled. None if no output is computed."""
     k: Tensor
     """(N, J, 1, C, K)"""
     v: Tensor
@@ -364,33 +540,33 @@ class ChunkedAttention(ChunkedDecays):
     beta: Tensor | None = None
     """(N, J, R, C, 1) with the delta rule."""
     skip: Tensor | None = None
-    """(N, J, R, C, V): what is added to the output."""
+    """(N, J, R, C, V): added to the output."""
 
     def local(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, H, C, V), and the states that leave (S, H, K, V)."""
+        """Return the output (N, H, C, V), and the states that leave (S, H, K, V)."""
         assert self.q is not None
-        made: list[Tensor] = []
-        step = self._decayed() if self.beta is None else self._corrected(*self._solved(), made)
+        corrected: list[Tensor] = []
+        step = self._decayed() if self.beta is None else self._corrected(*self._solved(), corrected)
         before, after = self._carried(states, step)
-        values = torch.cat(made) if made else self.v
+        values = torch.cat(corrected) if corrected else self.v
         read = (self.q * self.decays.entered) @ torch.cat((self._grouped(states)[:0], *before))
         out = _added(read, self.decays.products(self.q, self.k), values)
         return (out if self.skip is None else out + self.skip).flatten(1, 2), after
 
     def zeros(self) -> Tensor:
-        """States (S, H, K, V)."""
+        """Return zero states (S, H, K, V)."""
         _, j, r, _, v = self.v.shape
         return self.v.new_zeros(len(self.table.order), j * r, self.k.shape[-1], v)
 
     def summary(self) -> tuple[Tensor, Tensor]:
-        """(M, U)."""
+        """Return (M, U)."""
         if self.beta is None:
             return self.passed(), self._carried(self.zeros(), self._decayed())[1]
         start, (k, v) = self.zeros(), (self.k.shape[-1], self.v.shape[-1])
         one = torch.eye(k, dtype=start.dtype, device=start.device).expand(*start.shape[:2], k, k)
         values, weights = self._solved()
         step = self._corrected(pad(values, (0, k)), weights, [])  # values [v | 0] and states [0 | I] give [U | M]
-        least = LEAST[start.dtype]  # for the map shrinks and shrinks
+        least = LEAST[start.dtype]  # the map gets smaller with every chunk
         both = torch.cat((start, one), -1)
         _, after = self._carried(both, lambda number, state: hardshrink(step(number, state), least))
         u, m = after.split((v, k), -1)
@@ -402,28 +578,28 @@ class ChunkedAttention(ChunkedDecays):
         return lambda number, state: torch.addcmul(added[number], whole[number], state)
 
     def _solved(self) -> tuple[Tensor, Tensor]:
-        """X (N, J, R, C, V) and W (N, J, R, C, K)."""
+        """Return X (N, J, R, C, V) and W (N, J, R, C, K)."""
         assert self.beta is not None
-        system = self.decays.products(self.k, self.k) * self.beta  # the solver looks below the diagonal only
-        wanted = self.v * self.beta, self.k * (self.decays.entered * self.beta)
-        values, weights = (torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True) for x in wanted)
+        system = self.decays.products(self.k, self.k) * self.beta  # the solver reads below the diagonal only
+        sides = self.v * self.beta, self.k * (self.decays.entered * self.beta)
+        values, weights = (torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True) for x in sides)
         return values, weights
 
-    def _corrected(self, values: Tensor, weights: Tensor, made: list[Tensor]) -> Step:
-        """With the delta rule; `made` gets V' of chunks of every number."""
+    def _corrected(self, values: Tensor, weights: Tensor, corrected: list[Tensor]) -> Step:
+        """Return a step with the delta rule, which appends V' of chunks of every number to `corrected`."""
         everything = values, weights, self.decays.whole, (self.k * self.decays.left).mT
         parts = list(zip(*(x.split(self.table.steps) for x in everything), strict=True))
 
         def step(number: int, state: Tensor) -> Tensor:
             values, weights, whole, keys = parts[number]
-            made.append(_added(values, weights, state, -1))
-            return _added(whole * state, keys, made[-1])
+            corrected.append(_added(values, weights, state, -1))
+            return _added(whole * state, keys, corrected[-1])
 
         return step
 
 
 def _added(x: Tensor, a: Tensor, b: Tensor, factor: int = 1) -> Tensor:
-    """x + factor * a @ b, of as many dims."""
+    """Return x + factor * a @ b."""
     flat = torch.baddbmm(x.flatten(0, 2), a.flatten(0, 2), b.flatten(0, 2), alpha=factor)
     return flat.view(x.shape)
 
@@ -437,72 +613,71 @@ def _added(x: Tensor, a: Tensor, b: Tensor, factor: int = 1) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ChunkedElements:
-    """Tokens in chunks, (N, C, D), in the dtype of states; a is 1 where a segment has ended."""
+    """Tokens in chunks, (N, C, D), in the dtype of states; a is 1 after a segment's end."""
 
     table: ChunkTable
     a: Tensor
     b: Tensor
 
     def local(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, 1, C, D), and the states that leave (S, 1, D, 1)."""
+        """Return the output (N, 1, C, D), and the states that leave (S, 1, D, 1)."""
         before, after = self._continued(states)
         return (self._sums + self._products * before.unsqueeze(1)).unsqueeze(1), after
 
     def zeros(self) -> Tensor:
-        """States (S, 1, D, 1)."""
+        """Return zero states (S, 1, D, 1)."""
         return self.a.new_zeros(len(self.table.order), 1, self.a.shape[-1], 1)
 
     def summary(self) -> tuple[Tensor, Tensor]:
-        """(M, U)."""
+        """Return (M, U)."""
         return self.passed(), self._continued(self.zeros())[1]
 
     def passed(self) -> Tensor:
-        """(S, 1, D, 1): M."""
+        """Return M, (S, 1, D, 1)."""
         whole = self._products[:, -1].split(self.table.steps)
         return self._carried(torch.ones_like(self.zeros()), lambda number, state: whole[number] * state)[1]
 
     def _continued(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """States before each chunk (N, D), and those that leave."""
+        """Return the states before each chunk (N, D), and those that leave."""
         whole, added = (x[:, -1].split(self.table.steps) for x in (self._products, self._sums))
         return self._carried(states, lambda number, state: whole[number] * state + added[number])
 
     def _carried(self, states: Tensor, step: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """`ChunkTable.carry` of states (S, 1, D, 1), with what was before every chunk (N, D) as one tensor."""
+        """Run `ChunkTable.carry` on states (S, 1, D, 1); those before every chunk are one tensor (N, D)."""
         flat = states.flatten(1)
         before, after = self.table.carry(flat, step)
         return torch.cat((flat[:0], *before)), after.view(states.shape)
 
     @cached_property
     def _sums(self) -> Tensor:
-        """(N, C, D): the output as if nothing had entered the chunk."""
+        """(N, C, D): the output for zero states."""
         return self._scanned(self.b)
 
     @cached_property
     def _products(self) -> Tensor:
-        """(N, C, D): of decays from the chunk's begin up to each token."""
+        """(N, C, D): products of decays from the chunk's begin to each token."""
         return self._scanned(None)
 
     def _scanned(self, b: Tensor | None) -> Tensor:
         decays = self.a.unbind(1)
         added = None if b is None else b.unbind(1)
-        found = [decays[0] if added is None else added[0]]
+        out = [decays[0] if added is None else added[0]]
         for t in range(1, len(decays)):
-            carried = decays[t] * found[-1]
-            found.append(carried if added is None else carried + added[t])
-        return torch.stack(found, 1)
+            carried = decays[t] * out[-1]
+            out.append(carried if added is None else carried + added[t])
+        return torch.stack(out, 1)
 
 
 # -- A rank's share of any recurrence in chunks ------------------------------------------------------------------------
-# Half precision is widened.
 
 
 SHORT = {size: size * size + 128 * size + 4096 for size in (16, 32, 64)}
-"""Tokens of a chunk, and what one costs: its pairs, its tokens (blank ones too) and its state, as measured for 4 heads
-of the gated delta rule with K = V = 128. 64 is best for long segments, 16 for short ones."""
+"""The cost of a chunk by its size: its pairs, its tokens (with padding) and its state, as measured for 4 heads of the
+gated delta rule with K = V = 128. 64 is best for long segments, 16 for short ones."""
 LONG = {size: size + 64 for size in (16, 64, 256, 1024, 4096)}
-"""The same where no pairs are looked at."""
+"""The same without pairs."""
 VALUES = {GatedDelta: 2, LinearAttention: 2, Ssd: 0, LinearRecurrence: 1}
-"""Which of a recurrence's tokens is like its output."""
+"""The index of the token tensor that has the shape of the output."""
 
 
 def values_of(work: ScanWork) -> Tensor:
@@ -510,13 +685,13 @@ def values_of(work: ScanWork) -> Tensor:
 
 
 def in_slots(out: Tensor, table: ChunkTable, work: ScanWork) -> Tensor:
-    """Chunks of the output in their slots, in the shape and dtype of values."""
+    """Return the output in slots from chunks, in the shape and dtype of values."""
     values = values_of(work)
     return table.unfold(out.to(values.dtype)).view(values.shape)
 
 
 def in_chunks(work: ScanWork, reads: bool = True) -> ChunkedAttention | ChunkedElements:
-    """Everything that outputs and states are made of; without what only outputs are made of, unless it `reads`."""
+    """Return all inputs in chunks; with `reads=False`, without those that only outputs need."""
     recurrence = work.recurrence
     if isinstance(recurrence, LinearRecurrence):
         return _elements(work)
@@ -527,17 +702,17 @@ def in_chunks(work: ScanWork, reads: bool = True) -> ChunkedAttention | ChunkedE
 
 
 def stages_of_segments(work: ScanWork) -> list[Ints]:
-    """Cut segments where a number is not finite for the first time, so that no such token is in a chunk with tokens
-    before it. Stage i has the i-th parts, as rows of (segment, batch row, first slot, end slot).
+    """Cut segments at the first non-finite value of each feature, so that no such token is in a chunk with earlier
+    tokens. Stage i has the i-th parts, as rows of (segment, batch row, first slot, end slot).
 
-    Once is enough for each number of a token and each of NaN, inf and -inf: what it writes into a state stays there.
-    Queries write nothing, so segments are not cut there.
+    The first of NaN, inf and -inf is enough for each feature of a token, since it stays in the state. Queries are not
+    written to states, so segments are not cut there.
     """
     if isinstance(work.recurrence, LinearRecurrence):  # computed token by token
         return []
     queries = 3 if isinstance(work.recurrence, Ssd) else 0
     writes = [x.detach().flatten(2) for at, x in enumerate(work.tokens) if at != queries]
-    bad = torch.cat([found for x in writes for found in (x.isnan(), x.isposinf(), x.isneginf())], -1)
+    bad = torch.cat([flags for x in writes for flags in (x.isnan(), x.isposinf(), x.isneginf())], -1)
     stages: dict[int, list[tuple[int, ...]]] = {}
     for segment, (row, first, end) in enumerate(work.segments.table.tolist()):
         here = bad[row, first:end]
@@ -549,7 +724,7 @@ def stages_of_segments(work: ScanWork) -> list[Ints]:
 
 
 def passed(work: ScanWork) -> Tensor:
-    """Diagonal maps only: M of every segment."""
+    """Return M of every segment, for diagonal maps only."""
     recurrence = work.recurrence
     if isinstance(recurrence, LinearRecurrence):
         return _elements(work).passed()
@@ -563,7 +738,7 @@ def passed(work: ScanWork) -> Tensor:
 
 
 def _table(work: ScanWork, costs: dict[int, int]) -> ChunkTable:
-    """Chunks of the size with the least work."""
+    """Cut segments into chunks of the size with the least cost."""
     batch, slots = work.tokens[0].shape[:2]
     lengths = work.segments.table[:, 2] - work.segments.table[:, 1]
     size = min(costs, key=lambda size: int(np.sum(-(-lengths // size))) * costs[size])
@@ -571,7 +746,7 @@ def _table(work: ScanWork, costs: dict[int, int]) -> ChunkTable:
 
 
 def _folded(work: ScanWork, table: ChunkTable) -> Callable[[Tensor], Tensor]:
-    """What puts tokens (B, T, H or J, ...) into chunks (N, J, H / J or 1, C, features)."""
+    """Return a function that cuts tokens (B, T, H or J, ...) into chunks (N, J, H / J or 1, C, features)."""
     dtype, groups = work.recurrence.state_dtype(work.tokens), min(x.shape[2] for x in work.tokens)
 
     def folded(x: Tensor) -> Tensor:
@@ -608,7 +783,7 @@ def _ssd(work: ScanWork, recurrence: Ssd, reads: bool) -> ChunkedAttention:
 
 
 def stepped(dt: Tensor, ended: Tensor, recurrence: Ssd, shared: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
-    """dt as it is used, and the logarithm of the decay; both are 0 where a segment has ended."""
+    """Return the final dt and the logarithm of the decay; both are 0 after a segment's end."""
     a, _, bias = shared
     assert a is not None
     dt = dt if bias is None else dt + _of_heads(bias, dt)
@@ -631,7 +806,7 @@ def _elements(work: ScanWork) -> ChunkedElements:
 
 
 class ReferenceScan(ScanKernel):
-    """All recurrences of `recurrences`."""
+    """The reference kernel, for all recurrences of this file."""
 
     name = "reference"
 
@@ -640,9 +815,8 @@ class ReferenceScan(ScanKernel):
         return None if known else f"it does not know the recurrence {work.recurrence.name!r}"
 
     def local(self, work: ScanWork, states: Tensor) -> tuple[Tensor, Tensor]:
-        """A NaN or infinite token of a chunk reaches all of the chunk, so tokens before it are computed apart from it.
-
-        Only outputs are looked at, and only on CPUs: a GPU would have to wait for the answer.
+        """Compute in chunks. A NaN or infinite token would reach its whole chunk, so tokens before it are computed
+        separately. Only outputs are checked for it, and only on CPUs: a GPU would have to synchronize.
         """
         with own_precision(work):
             out, after = _computed(work, states)
@@ -664,17 +838,17 @@ def _computed(work: ScanWork, states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _computed_in_stages(work: ScanWork, states: Tensor, stages: list[Ints]) -> tuple[Tensor, Tensor]:
-    """As `_computed`: the parts of a segment one after the other, the first parts of all segments together."""
+    """Do as `_computed`, the parts of a segment one after the other, the first parts of all segments together."""
     out: Tensor | None = None
     for stage in stages:
         which = torch.as_tensor(stage[:, 0])
         part, after = _computed(replace(work, segments=Segments(stage[:, 1:])), states[which])
-        out = part if out is None else out + part  # zeros but for their own slots
+        out = part if out is None else out + part  # zeros outside of its own slots
         states = states.index_copy(0, which, after)
     assert out is not None
     return out, states
 
 
 def own_precision(work: ScanWork) -> AbstractContextManager[object]:
-    """Autocast would multiply in half precision what is widened here."""
+    """Disable autocast, which would multiply in half precision."""
     return torch.autocast(work.tokens[0].device.type, enabled=False)

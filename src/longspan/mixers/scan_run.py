@@ -1,10 +1,10 @@
 """One call of a recurrence over ranks: each rank computes its segments, and a scan plan passes states between them.
 
-Forward: the maps of segments that have successors go into the scan, which returns the entering states; with these the
-rank computes its output. Backward: autograd runs through what the kernel did, once to get the gradient of
-entering states (without later segments), then, after the transposed scan, with the gradient of leaving states
-as well. `Tail` connects autograd and the scan: it is the last node after output and leaving states, so it runs first in
-backward, and has the second gradient ready when autograd continues.
+Forward: the maps of segments that have successors are inputs of the scan, which returns the entering states; with these
+the rank computes its output. Backward: autograd runs through the kernel's graph, once for the gradient of entering
+states (without later segments), then, after the transposed scan, with the gradient of leaving states as well. `Tail`
+connects autograd and the scan: it is the last node after output and leaving states, so it runs first in backward, and
+has the second gradient ready when autograd continues.
 
     tokens ──► kernel ──► out ─────► Tail ──► out
                  ▲  └──► leaving ──►  │
@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from longspan.mixers.recurrences import ScanKernel, ScanWork, Segments
+from longspan.mixers.scan_reference import ScanKernel, ScanWork, Segments
 from longspan.planning.scan_plan import ScanPlan
 from longspan.planning.scan_steps import ChainPiece, Fold, ScanRole, StateSizes
 from longspan.planning.steps import Moved, PlanStep
-from longspan.run.moves import Memory
 from longspan.run.program import FlatProgram, memory_for, part_of
 from longspan.run.recorder import Buffer, Launched, Recorder, Rows
 from longspan.run.transports import Program
@@ -41,12 +40,12 @@ from longspan.spans import Ints, steps_within
 
 
 Place = tuple[int, int, int]
-"""A chain, and which of its segments: first, end."""
+"""A chain, and the range of its segments: first, end."""
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """Which tensors make up a piece, and how they lie in a message."""
+    """The tensors of a piece, and their layout in a message."""
 
     sizes: StateSizes
     dtype: torch.dtype
@@ -65,13 +64,13 @@ class StateFormat:
         return len(piece.batch), self.sizes.heads, self.sizes.map_rows, self.sizes.map_cols
 
     def tensors(self, recorder: Recorder, piece: ChainPiece, message: Buffer, offset: int) -> tuple[list[Rows], int]:
-        """M, if it is a map, and U or its gradient, and where the next piece begins."""
+        """Return M, if it is a map, and U or its gradient, and the offset of the next piece."""
         shapes = [self.map(piece)] if piece.role is ScanRole.MAP else []
-        found: list[Rows] = []
+        tensors: list[Rows] = []
         for shape in (*shapes, self.state(piece)):
-            found.append(recorder.new(shape, self.dtype, inside=message, offset=offset))
-            offset += found[-1].buffer.num_bytes
-        return found, offset
+            tensors.append(recorder.new(shape, self.dtype, inside=message, offset=offset))
+            offset += tensors[-1].buffer.num_bytes
+        return tensors, offset
 
 
 def place_of(piece: ChainPiece) -> Place:
@@ -80,12 +79,12 @@ def place_of(piece: ChainPiece) -> Place:
 
 @dataclass(frozen=True)
 class Ends:
-    """A rank's segments as a scan sees them: those that a state enters, and those whose state somebody needs."""
+    """A rank's segments in a scan: those that a state enters, and those whose state is needed."""
 
     entered: tuple[ChainPiece, ...]
     """[0:i) of every segment i > 0, by slot."""
     left: tuple[ChainPiece, ...]
-    """[i:i+1) of every segment that is not its chain's last."""
+    """[i:i+1) of every segment that is not the last of its chain."""
 
 
 def ends_of(plan: ScanPlan, rank: int) -> Ends:
@@ -99,8 +98,8 @@ def ends_of(plan: ScanPlan, rank: int) -> Ends:
 
 
 class StatesWalk(PlanWalk):
-    """Forward. Inputs are M (none where a document begins) and U of every segment that is followed by another; results
-    the states that enter segments, and then the M that backward needs."""
+    """The forward walk. Inputs are M (none at a document's begin) and U of every segment that is followed by another;
+    results are the states that enter segments, and then the M that backward needs."""
 
     def __init__(self, plan: ScanPlan, rank: int, form: StateFormat) -> None:
         super().__init__(plan.steps(rank), rank, form)
@@ -118,7 +117,7 @@ class StatesWalk(PlanWalk):
             self._join(fold)
 
     def compute(self, compute: Fold) -> None:
-        """Folds are done before messages are packed."""
+        """Do nothing: folds are computed before messages are packed."""
 
     def _join(self, fold: Fold) -> None:
         left, right, whole = place_of(fold.left), place_of(fold.right), place_of(fold.whole)
@@ -148,8 +147,8 @@ class StatesWalk(PlanWalk):
 
 
 class GradientsWalk(PlanWalk):
-    """Backward. Inputs are gradients of the states that enter segments, and the M that forward kept; results gradients
-    of the states that leave segments which are followed by another."""
+    """The backward walk. Inputs are gradients of the states that enter segments, and the M that forward kept; results
+    are gradients of the states that leave segments which are followed by another."""
 
     def __init__(self, plan: ScanPlan, rank: int, form: StateFormat) -> None:
         super().__init__(plan.steps(rank, "backward"), rank, form)
@@ -162,23 +161,23 @@ class GradientsWalk(PlanWalk):
 
     def prepare(self, step: PlanStep) -> None:
         for fold in step.computes:
-            self._take_apart(fold)
+            self._split(fold)
 
     def compute(self, compute: Fold) -> None:
-        """Folds are taken apart before messages are packed."""
+        """Do nothing: folds are split before messages are packed."""
 
-    def _take_apart(self, fold: Fold) -> None:
+    def _split(self, fold: Fold) -> None:
         whole = self._total(fold.whole)
-        turned = apply_dense_transposed if self.dense else torch.mul
+        apply = apply_dense_transposed if self.dense else torch.mul
         sources = self.maps[place_of(fold.right)], whole
-        self._add(fold.left, self.recorder.call(turned, sources, self.format.state(fold.left)))
+        self._add(fold.left, self.recorder.call(apply, sources, self.format.state(fold.left)))
         self._add(fold.right, whole)
 
     def _add(self, piece: ChainPiece, rows: Rows) -> None:
         self.gradients.setdefault(place_of(piece), []).append(rows)
 
     def _total(self, piece: ChainPiece) -> Rows:
-        """All that came for a piece, added up."""
+        """Return the sum of all gradients of a piece."""
         parts = self.gradients.pop(place_of(piece))
         if len(parts) == 1:
             return parts[0]
@@ -203,7 +202,7 @@ def _sum_into(target: Rows, parts: Sequence[Rows]) -> None:
 
 
 def apply_dense(m: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """The state that leaves, of the one that enters: M S + U."""
+    """Return the state that leaves, M S + U."""
     return torch.matmul(m, left).add_(right)
 
 
@@ -219,26 +218,22 @@ _programs: WeakKeyDictionary[ScanPlan, dict[tuple[int, str], FlatProgram]] = Wea
 
 
 def scan(plan: ScanPlan, rank: int, direction: str, inputs: Sequence[Tensor], like: Tensor) -> Program[list[Tensor]]:
-    """One rank's run of a scan plan: its walk says what inputs and results are. They have the dtype and device of
+    """Run one rank's part of a scan plan; see the walks for its inputs and results. They have the dtype and device of
     `like`: a rank may have no inputs and still take part."""
-    known = _programs.setdefault(plan, {})
-    if (rank, direction) not in known:
+    cache = _programs.setdefault(plan, {})
+    if (rank, direction) not in cache:
         walk = StatesWalk if direction == "forward" else GradientsWalk
-        known[rank, direction] = walk(plan, rank, StateFormat(plan.sizes, like.dtype)).program()
-    program = known[rank, direction]
+        cache[rank, direction] = walk(plan, rank, StateFormat(plan.sizes, like.dtype)).program()
+    program = cache[rank, direction]
     memory = memory_for(program, like.device)
     memory.tensors[: len(inputs)] = list(inputs)
-    yield from program.run(memory, _nothing_to_launch, direction, rank)
-    return [_own(memory, rows) for rows in program.results]
+    yield from program.run(memory, _launch_nothing, direction, rank)
+    # A part of a message is cloned: it would keep all messages of its step alive.
+    parts = [(part_of(memory, rows), rows.buffer.inside is not None) for rows in program.results]
+    return [part.clone() if is_inside else part for part, is_inside in parts]
 
 
-def _own(memory: Memory, rows: Rows) -> Tensor:
-    """A result in memory of its own: a part of a message would keep all messages of its step alive."""
-    part = part_of(memory, rows)
-    return part.clone() if rows.buffer.inside is not None else part
-
-
-def _nothing_to_launch(launch: Launched, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:  # noqa: ARG001
+def _launch_nothing(launch: Launched, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:  # noqa: ARG001
     raise AssertionError("a scan launches no attention")
 
 
@@ -246,22 +241,22 @@ def _nothing_to_launch(launch: Launched, tensors: Sequence[Tensor]) -> Iterator[
 
 
 Carrier = Callable[[Program[list[Tensor]], str, int], tuple[list[Tensor], int]]
-"""Runs a rank's program in a direction, of the forward call with this number; gives results and the call's number."""
+"""Runs a rank's program in a direction, for the forward call of this number; returns results and the call's number."""
 
 
 @dataclass(frozen=True, eq=False)
 class LocalSegments:
-    """A rank's segments: their states in one tensor, batch row by batch row, and which of them the scan is about."""
+    """A rank's segments, whose states are one tensor, batch row by batch row, and which of them the scan uses."""
 
     segments: Segments
     entered: Ints
-    """Numbers of the states that enter from before."""
+    """Indices of the states that enter from earlier segments."""
     left: Ints
-    """Numbers of the states that somebody needs."""
+    """Indices of the states that later segments need."""
     rows: tuple[list[int], list[int]]
-    """How many batch rows each entered and each left segment has."""
+    """The numbers of batch rows of each entered and each left segment."""
     first: list[bool]
-    """Of each left segment, whether its document begins with it."""
+    """For each left segment, whether it is the first of its document."""
 
     @staticmethod
     def of(plan: ScanPlan, rank: int) -> LocalSegments:
@@ -285,111 +280,101 @@ class LocalSegments:
 
 @dataclass(frozen=True, eq=False)
 class RankScan:
-    """This rank's share of a scan plan, and who carries its messages."""
+    """This rank's part of a scan plan, and the function that runs its messages."""
 
     plan: ScanPlan
     rank: int
     local: LocalSegments
     carry: Carrier
-    told: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Inside of it, an error in backward is told to the others, who wait for this rank."""
+    broadcast_errors: Callable[[], AbstractContextManager[None]] = nullcontext
+    """A context in which an error of backward is sent to the other ranks, which wait for this one."""
 
     def forward(self, maps: Tensor, states: Tensor) -> tuple[Tensor, list[Tensor], int]:
-        """The states that enter, the maps that backward needs, and the call's number, from (M, U) of left segments."""
+        """Return the states that enter, the maps that backward needs, and the call's number, from (M, U) of left
+        segments."""
         inputs: list[Tensor] = []
         counts = self.local.rows[1]
         for m, u, is_first in zip(maps.split(counts), states.split(counts), self.local.first, strict=True):
             inputs += [u] if is_first else [m, u]
-        found, number = self._run(inputs, "forward", 0, states)
+        results, number = self._run(inputs, "forward", 0, states)
         num = len(self.local.rows[0])
-        return _joined(found[:num], states), found[num:], number
+        return _concat(results[:num], states), results[num:], number
 
     def backward(self, gradients: Tensor, kept: Sequence[Tensor], number: int) -> Tensor:
-        """Gradients of states that leave, from those of states that enter."""
+        """Return gradients of states that leave, from those of states that enter."""
         inputs = [*gradients.split(self.local.rows[0]), *kept]
-        found, _ = self._run(inputs, "backward", number, gradients)
-        return _joined(found, gradients)
+        results, _ = self._run(inputs, "backward", number, gradients)
+        return _concat(results, gradients)
 
     def _run(self, inputs: list[Tensor], direction: str, number: int, like: Tensor) -> tuple[list[Tensor], int]:
         return self.carry(scan(self.plan, self.rank, direction, inputs, like), direction, number)
 
 
-def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+def _concat(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat(list(parts)) if parts else like.new_empty((0, *like.shape[1:]))
 
 
 def spread(kernel: ScanKernel, work: ScanWork, ranks: RankScan, *, learns: bool) -> Tensor:
-    """The output of this rank's tokens; `learns` says whether a backward may come."""
+    """Return the output of this rank's tokens; `learns` tells that a backward may follow."""
     if not learns:
-        return _computed(kernel, work, ranks, None).out
+        return _compute(kernel, work, ranks, None)[0]
     saved = Stash(keeps=kernel.name == "own")
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-        # Entering states are a part of the graph whatever else is, so that their gradients can be asked for.
+        # The anchor makes entering states a part of the graph even if no input requires gradients.
         anchor = torch.zeros((), device=work.tokens[0].device, requires_grad=True)
-        found = _computed(kernel, work, ranks, anchor)
-        out = found.out if found.out.requires_grad else found.out + anchor.to(found.out.dtype)  # no tokens
-    ends = get_gradient_edge(out), get_gradient_edge(found.entering)
-    way = Way(*ends, found.entering.shape, found.number, ranks, saved)
-    given = (*work.tokens, *work.shared, *work.recurrence.captured)
-    return Tail.apply(way, found.kept, out, found.leaving, *(x for x in given if x is not None))
+        out, leaving, entering, kept, number = _compute(kernel, work, ranks, anchor)
+        out = out if out.requires_grad else out + anchor.to(out.dtype)  # no tokens
+    context = ScanContext(get_gradient_edge(out), get_gradient_edge(entering), entering.shape, number, ranks, saved)
+    inputs = (*work.tokens, *work.shared, *work.recurrence.captured)
+    return Tail.apply(context, kept, out, leaving, *(x for x in inputs if x is not None))
 
 
-@dataclass(frozen=True, eq=False)
-class Computed:
-    """What a rank finds in forward."""
-
-    out: Tensor
-    leaving: Tensor
-    """States that somebody needs."""
-    entering: Tensor
-    kept: list[Tensor]
-    """Maps that backward needs."""
-    number: int
-    """Of the call."""
-
-
-def _computed(kernel: ScanKernel, work: ScanWork, ranks: RankScan, anchor: Tensor | None) -> Computed:
+def _compute(
+    kernel: ScanKernel, work: ScanWork, ranks: RankScan, anchor: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], int]:
+    """Return output, states that later segments need, entering states, maps that backward needs, and the number of the
+    call."""
     local, device = ranks.local, work.tokens[0].device
     entered, left = (torch.as_tensor(which, device=device) for which in (local.entered, local.left))
-    states, kept, number = ranks.forward(*kernel.summary(replace(work, segments=local.segments.of(local.left))))
+    states, kept, number = ranks.forward(*kernel.summary(replace(work, segments=local.segments.select(local.left))))
     entering = states if anchor is None else EnteringStates.apply(states, anchor)
     whole = states.new_zeros((len(local.segments), *states.shape[1:])).index_put((entered,), entering)
     out, leaving = kernel.local(work, whole)
-    return Computed(out, leaving[left], entering, kept, number)
+    return out, leaving[left], entering, kept, number
 
 
 class Stash:
-    """What autograd saves of a rank's computation, held by `Tail`, because backward needs it twice.
+    """Tensors that autograd saved for a rank's computation, held by `Tail`, because backward needs them twice.
 
-    Somebody may stand between: a checkpoint throws it away and computes, and so calls, again when it is asked for,
-    once in every pass of autograd. Tail asks in the pass that all ranks are in, and its own pass inside of that one
-    finds everything here.
+    Activation checkpointing drops them and recomputes them, which repeats this call, when they are unpacked, once in
+    every pass of autograd. `Tail` unpacks them in the pass that all ranks are in, and its own pass inside of that one
+    reads them here.
     """
 
     def __init__(self, *, keeps: bool) -> None:
         self.packed: list[Tensor] = []
-        self.found: list[Tensor | None] = []
+        self.unpacked: list[Tensor | None] = []
         self.keeps = keeps
-        """Whether a tensor may be asked for more than once, as functions of users may do."""
+        """Whether a tensor may be unpacked more than once, as in user-defined functions."""
 
     def pack(self, tensor: Tensor) -> int:
         self.packed.append(tensor)
         return len(self.packed) - 1
 
-    def unpack(self, at: int) -> Tensor:
-        found = self.found[at]
-        assert found is not None
+    def unpack(self, index: int) -> Tensor:
+        tensor = self.unpacked[index]
+        assert tensor is not None
         if not self.keeps:
-            self.found[at] = None
-        return found
+            self.unpacked[index] = None
+        return tensor
 
-    def taken(self) -> list[Tensor]:
+    def take_packed(self) -> list[Tensor]:
         packed, self.packed = self.packed, []
         return packed
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """While it lasts, tensors are kept for those who ask after it."""
+        """Keep tensors that are unpacked inside of this context."""
         keeps, self.keeps = self.keeps, True
         try:
             yield
@@ -398,21 +383,21 @@ class Stash:
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
-    """What backward has to know of its forward."""
+class ScanContext:
+    """What backward needs of its forward pass."""
 
     out: GradientEdge
     entering: GradientEdge
     shape: torch.Size
-    """Of the states that enter."""
+    """The shape of entering states."""
     number: int
-    """Of the forward call."""
+    """The number of the forward call."""
     ranks: RankScan
     saved: Stash
 
 
 class EnteringStates(torch.autograd.Function):
-    """States that enter, as a part of the graph: gradients are asked for here, and end here."""
+    """Entering states as a node of the graph, where gradients are read and end."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, anchor: Tensor) -> Tensor:  # type: ignore[override]  # noqa: ARG004
@@ -424,30 +409,30 @@ class EnteringStates(torch.autograd.Function):
 
 
 class Tail(torch.autograd.Function):
-    """The output as it is. Its backward finds the gradient of leaving states first, by the scan turned round.
+    """Return the output unchanged. Its backward first computes the gradient of leaving states, by the transposed scan.
 
-    All tensors of the call lead here, so that every rank comes by whichever of them gradients are asked for, also one
-    without tokens, whose output depends on none.
+    All tensors of the call are its inputs, so that every rank runs this backward whichever of them require gradients,
+    also a rank without tokens, whose output depends on none.
     """
 
     @staticmethod
-    def forward(ctx: Any, way: Way, kept: Sequence[Tensor], out: Tensor, *_: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.way, ctx.num_kept = way, len(kept)
-        # Something is saved on every rank: where a checkpoint computes again, and so calls again, is when it is asked
-        # for, and that must be the same moment on all ranks.
-        ctx.save_for_backward(out.new_empty(0), *kept, *way.saved.taken())
+    def forward(ctx: Any, scan: ScanContext, kept: Sequence[Tensor], out: Tensor, *_: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.scan, ctx.num_kept = scan, len(kept)
+        # At least one tensor is saved on every rank: a checkpoint recomputes, which repeats this call, when a saved
+        # tensor is unpacked, and all ranks must do that at the same time.
+        ctx.save_for_backward(out.new_empty(0), *kept, *scan.saved.take_packed())
         return out.view_as(out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:  # type: ignore[override]
-        way: Way = ctx.way
+        scan: ScanContext = ctx.scan
         _, *saved = ctx.saved_tensors
-        kept, way.saved.found = saved[: ctx.num_kept], saved[ctx.num_kept :]
-        with way.ranks.told():
-            with way.saved.keeping():
-                (gradients,) = torch.autograd.grad(way.out, way.entering, dout, retain_graph=True, allow_unused=True)
+        kept, scan.saved.unpacked = saved[: ctx.num_kept], saved[ctx.num_kept :]
+        with scan.ranks.broadcast_errors():
+            with scan.saved.keeping():
+                (gradients,) = torch.autograd.grad(scan.out, scan.entering, dout, retain_graph=True, allow_unused=True)
             if gradients is None:  # an output that does not depend on states
-                gradients = dout.new_zeros(way.shape, dtype=getattr(torch, way.ranks.plan.dtype))
-            leaving = way.ranks.backward(gradients, kept, way.number)
+                gradients = dout.new_zeros(scan.shape, dtype=getattr(torch, scan.ranks.plan.dtype))
+            leaving = scan.ranks.backward(gradients, kept, scan.number)
         return None, None, dout, leaving, *(None for _ in ctx.needs_input_grad[4:])

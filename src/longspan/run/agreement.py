@@ -18,8 +18,7 @@ from torch import Tensor
 
 from longspan.errors import AgreementError, RankError
 from longspan.planning.steps import Moved
-from longspan.watch.store import Store
-from longspan.watch.store_client import LostError
+from longspan.watch.store_client import LostError, Store
 
 # -- Message headers in checked mode -----------------------------------------------------------------------------------
 # Point-to-point messages are matched by order and size only. With a header, a receiver detects a swapped, short, stale

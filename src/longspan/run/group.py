@@ -23,9 +23,9 @@ from longspan.errors import AgreementError, BusyError, PlanError, RankError
 from longspan.planning.steps import MAX_BATCH
 from longspan.run import agreement
 from longspan.run.agreement import Comparison, Header, Record, rows_alone
-from longspan.watch.monitor import Watch, direction_named
-from longspan.watch.records import Phase
-from longspan.watch.store import Store, job_store
+from longspan.watch.detector import Direction, Phase
+from longspan.watch.monitor import Watch, job_store
+from longspan.watch.store_client import Store
 
 # -- Safety settings of a scope. A backward pass uses those of the last forward pass ----------------------------------
 
@@ -210,9 +210,8 @@ class Members:
         if self._watch is None:
             ranks = dist.get_process_group_ranks(self.group)
             self._watch = Watch(self.store, self.rank, ranks, world_size=dist.get_world_size())
-            finalize(self.group, self._watch.end)
-            self._watch.publish(training_step=self.training_step)
-        self._watch.patience = safety.patience
+            finalize(self.group, self._watch.stop)
+            self._watch.status.training_step = self.training_step
         return self._watch
 
     def timeout(self, safety: Safety) -> float:
@@ -248,16 +247,12 @@ class Members:
             running.meet(call.device)
             yield running
             return
-        if call.device.type == "cpu":
-            watch.check()
-        else:
-            watch.check_device()
-            watch.abort = partial(_abort, self._group, call.device)
         is_new = running.is_new
         identity = zlib.crc32(f"{call.identity} {self.training_step} {is_new}".encode())
-        watch.enter(
-            call=self.calls, name=call.name, identity=identity, direction=direction_named(call.direction), step=0,
-            num_steps=call.num_steps, plan=call.plan, forward=call.forward, compares=is_new,
+        abort = None if call.device.type == "cpu" else partial(_abort, self._group, call.device)
+        watch.begin_call(
+            self.calls, identity, call.name, patience=call.safety.patience, abort=abort, num_steps=call.num_steps,
+            direction=Direction[call.direction.upper()], plan=call.plan, forward=call.forward, is_new=is_new,
             phase=Phase.AGREEING if is_new else Phase.RUNNING,
         )  # fmt: skip
         try:
@@ -265,37 +260,37 @@ class Members:
             if call.device.type != "cpu":
                 watch.detector.remember(self.calls, identity)
             running.meet(call.device)
-            watch.publish(phase=Phase.RUNNING)
+            watch.status.phase = Phase.RUNNING
             yield running
         except AgreementError:
             raise  # raised on all ranks
         except BaseException as error:
             if not (isinstance(error, RankError) and watch.failed):
-                watch.tell(error)
+                watch.report(error)
             raise
         finally:
-            watch.publish(phase=Phase.IDLE)
+            watch.status.phase = Phase.IDLE
 
     def tell_step(self) -> None:
         if self._watch is not None:
-            self._watch.publish(training_step=self.training_step)
+            self._watch.status.training_step = self.training_step
 
     def check_told(self) -> None:
         if self._watch is not None:
-            self._watch.check_told()
+            self._watch.check(once=True)
 
     def tell(self, error: BaseException, safety: Safety) -> None:
         """Report to the other ranks that this rank leaves its loop with an error, unless a call has done so."""
         watch = self.watch(safety)
         if watch is not None and watch.failed is None:
-            watch.tell(error)
+            watch.report(error)
 
     def announce_refusal(self, error: BaseException, safety: Safety) -> None:
         """Report to the other ranks that this rank refused a call, which they may have entered."""
         self.calls += 1
         watch = self.watch(safety)
         if watch is not None:
-            watch.refuse(self.calls, error)
+            watch.report(error, refused=self.calls)
 
 
 @dataclass(frozen=True)
@@ -427,12 +422,12 @@ class Running:
         """
         flight, device = None, device or self.call.device
         if self.watch is not None and peers and device.type != "cpu" and not is_captured(device):
-            flight = self.watch.fly(peers, self.members.timeout(self.call.safety))
+            flight = self.watch.track(peers, self.members.timeout(self.call.safety))
         try:
             works: Any = start()
         except RuntimeError as error:
             if self.watch is not None and peers:
-                self.watch.broken(error, peers)
+                self.watch.diagnose(error, peers)
             raise
         if flight is not None:  # one work, a list of works, or a list of (peer, work)
             entries = works if isinstance(works, list) else [works]
@@ -443,7 +438,7 @@ class Running:
         if self.watch is not None:
             if self.watch.failed is not None:
                 self.watch.check()
-            self.watch.publish(step=step)
+            self.watch.status.step = step
 
     def wait(
         self,
@@ -462,7 +457,7 @@ class Running:
                 work.wait()
         except RuntimeError as error:
             if self.watch is not None:
-                self.watch.broken(error, [peer for peer, _ in works] if peers is None else peers)
+                self.watch.diagnose(error, [peer for peer, _ in works] if peers is None else peers)
             raise
 
     def tag(self, step: int) -> int:
@@ -482,7 +477,7 @@ class Running:
         """Return the header of a message of this call."""
         call = self.call
         dtype = str(call.dtype).removeprefix("torch.").encode()[:8].ljust(8, b"\0")
-        direction = int(direction_named(call.direction))
+        direction = int(Direction[call.direction.upper()])
         where = (self.number, self.members.training_step, direction, step, src, dst)
         return Header(
             call.plan, *where, pieces, num_bytes, dtype, call.forward, zlib.crc32(call.name.encode()) & 0xFFFF

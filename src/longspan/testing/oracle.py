@@ -1,6 +1,6 @@
 """The oracle: dense attention in float64, and recurrences token by token, written as directly as possible.
 
-See `longspan.mixers.recurrences` for the recurrences.
+See `longspan.mixers.scan_reference` for the recurrences.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from longspan.masks import Mask
-from longspan.mixers.recurrences import GatedDelta, LinearAttention, LinearRecurrence, Recurrence, ScanWork, Ssd
+from longspan.mixers.scan_reference import GatedDelta, LinearAttention, LinearRecurrence, Recurrence, ScanWork, Ssd
 
 # -- Attention with every pair written out -----------------------------------------------------------------------------
 

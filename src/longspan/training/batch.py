@@ -34,7 +34,7 @@ from longspan.training.groups import BatchError, check_batch, check_layout
 
 
 def document_numbers(documents: Any, seq_len: int) -> Ints:
-    """The document each position belongs to, as `document_rows` says; refusals are those of a batch.
+    """Return the document of each position, as `document_rows`, raising `BatchError`.
 
     >>> document_numbers([2, 3], 5).tolist()
     [[0, 0, 1, 1, 1]]
@@ -43,7 +43,7 @@ def document_numbers(documents: Any, seq_len: int) -> Ints:
 
 
 def document_counts(documents: Any, numbers: Ints) -> list[int]:
-    """How many documents each row of `numbers` has; those of length 0 count where lengths were given.
+    """Return the number of documents in each row of `numbers`, including those of length 0 among lengths.
 
     >>> document_counts([2, 0, 3], document_numbers([2, 0, 3], 5)), document_counts(None, document_numbers(None, 5))
     ([3], [1])
@@ -55,7 +55,7 @@ def document_counts(documents: Any, numbers: Ints) -> list[int]:
 
 
 def positions_within(numbers: Ints) -> Ints:
-    """Positions that start again at 0 with every document.
+    """Return positions that restart at 0 with every document.
 
     >>> positions_within(np.array([[0, 0, 1, 1, 1]])).tolist()
     [[0, 1, 0, 1, 2]]
@@ -67,24 +67,24 @@ def positions_within(numbers: Ints) -> Ints:
 
 
 def shift_tokens(x: Tensor, shift: int, *, documents: Documents = None, fill: float = 0) -> Tensor:
-    """The whole tensor, tokens last, with the token `shift` positions later in each place; `fill` where that is past
-    the end of the sequence or in another document.
+    """Shift a whole tensor, tokens last, so that each position has the token `shift` positions later; `fill` if that is
+    past the end of the sequence or in another document.
 
     >>> shift_tokens(torch.arange(5), 1, documents=[2, 3], fill=-1).tolist()
     [1, -1, 3, 4, -1]
     """
     if not isinstance(x, Tensor) or not x.ndim:
-        given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise BatchError(f"shift_tokens takes a tensor whose last dim is tokens, but {given} was given.")
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise BatchError(f"x must be a tensor whose last dim is tokens, but got {got}.")
     return shifted(x, shift, document_numbers(documents, x.shape[-1]), fill)
 
 
 def shifted(x: Tensor, shift: int, numbers: Ints, fill: float, reach: int | None = None) -> Tensor:
-    """As `shift_tokens`; places whose document ends within `reach` tokens are filled (`shift` unless given)."""
+    """Do as `shift_tokens`; positions whose document ends within `reach` tokens (default: `shift`) are filled."""
     seq_len = x.shape[-1]
     reach = shift if reach is None else reach
     shift = whole(shift, "shift", "shift_tokens()", BatchError)
-    check_rows(x, numbers)
+    check_rows(numbers, 1 if x.ndim < 2 else x.shape[-2])
     check_fill(x, fill, "fill", BatchError)
     moved = x.new_full(x.shape, fill)
     if reach >= seq_len:
@@ -97,13 +97,12 @@ def shifted(x: Tensor, shift: int, numbers: Ints, fill: float, reach: int | None
     return moved
 
 
-def check_rows(x: Tensor, numbers: Ints) -> None:
-    """Refuses documents for another number of batch rows than `x` (..., B, S) has."""
-    rows = 1 if x.ndim < 2 else x.shape[-2]
+def check_rows(numbers: Ints, rows: int) -> None:
+    """Check that documents are for this number of batch rows, or the same for all."""
     if len(numbers) not in (1, rows):
         raise BatchError(
-            f"documents are given for {len(numbers)} batch rows, but the tensor of shape {tuple(x.shape)} has {rows}."
-            f" Give one list of lengths for all rows, or one per row."
+            f"documents must be lengths for all batch rows, or one list per row, but got {len(numbers)} lists for"
+            f" {rows} batch rows."
         )
 
 
@@ -112,7 +111,7 @@ def check_rows(x: Tensor, numbers: Ints) -> None:
 
 
 def restarts(position_ids: Any, batch: int, length: int) -> NDArray[Any] | None:
-    """Document numbers (rows, S) from positions that do not go on by one; None for one document.
+    """Return document numbers (rows, S) from positions: a document starts unless they increase by one; None for one.
 
     >>> import torch
     >>> restarts(torch.tensor([[0, 1, 0, 1, 2]]), 1, 5)
@@ -129,15 +128,15 @@ def restarts(position_ids: Any, batch: int, length: int) -> NDArray[Any] | None:
 
 
 def numbers_of(documents: dict[str, Any], batch: int, length: int) -> NDArray[Any] | None:
-    """Document numbers (rows, S) from what flash attention and recurrent layers are told: cumulative lengths, or
+    """Return document numbers (rows, S) from arguments of flash attention and recurrent layers: cumulative lengths, or
     numbers.
 
     >>> import torch
     >>> numbers_of({"cu_seq_lens_q": torch.tensor([0, 1, 3])}, 1, 3)
     array([[0, 1, 1]])
     """
-    given = [documents.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
-    edges = {_edges(x) for x in given if x is not None}
+    lengths = [documents.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    edges = {_edges(x) for x in lengths if x is not None}
     if len(edges) > 1:
         raise MaskError("cu_seq_lens_q and cu_seq_lens_k differ, but queries and keys are the same tokens.")
     if not edges:
@@ -150,21 +149,24 @@ def numbers_of(documents: dict[str, Any], batch: int, length: int) -> NDArray[An
         )
     if batch != 1:
         raise MaskError(
-            f"cu_seq_lens came with {batch} rows of {length} tokens, but they are about one row. Pack all documents"
-            f" into one row, or give seq_idx (batch, tokens), a number for each token's document."
+            f"cu_seq_lens are for one batch row, but got {batch} rows of {length} tokens. Pack all documents into one"
+            f" row, or pass seq_idx (batch, tokens), a number for each token's document."
         )
     return np.repeat(np.arange(len(borders) - 1), np.diff(borders))[None]
 
 
-def _edges(given: Any) -> tuple[int, ...]:
-    """Cumulative lengths as numbers."""
-    whole = isinstance(given, Tensor) and not given.is_floating_point() and given.ndim == 1
-    edges = tuple(given.tolist()) if whole else ()
+def _edges(lengths: Any) -> tuple[int, ...]:
+    is_integer = isinstance(lengths, Tensor) and not lengths.is_floating_point() and lengths.ndim == 1
+    edges = tuple(lengths.tolist()) if is_integer else ()
     if len(edges) < 2 or list(edges) != sorted(edges):
-        kind = f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        got = (
+            f"{lengths.dtype} of shape {tuple(lengths.shape)}"
+            if isinstance(lengths, Tensor)
+            else type(lengths).__name__
+        )
         raise MaskError(
-            f"cu_seq_lens must be a tensor of whole numbers that do not fall, 0 and where each document ends, but"
-            f" {kind} was given. Give torch.tensor([0, 10, 25]) for documents of 10 and 15 tokens."
+            f"cu_seq_lens must be a non-decreasing integer tensor that starts at 0, such as torch.tensor([0, 10, 25])"
+            f" for documents of 10 and 15 tokens, but got {got}."
         )
     return edges
 
@@ -190,7 +192,7 @@ KNOWN = ("input_ids", "labels", "shift_labels", "loss_mask", "position_ids")
 @sealed
 @dataclass(frozen=True, eq=False)
 class BatchCut:
-    """How a batch was cut: what has to be known of it to cut something else alike, or to count by document."""
+    """How a batch was sharded: enough to shard other tensors the same way, or to count by document."""
 
     layout: Layout
     rank: int | None = None
@@ -198,19 +200,19 @@ class BatchCut:
 
     @cached_property
     def numbers(self) -> Ints:
-        """The document each position belongs to, (rows or 1, S)."""
+        """The document of each position, (rows or 1, S)."""
         return document_numbers(self.documents, self.layout.seq_len)
 
     @cached_property
     def counts(self) -> list[int]:
-        """How many documents each of these rows has."""
+        """The number of documents in each of these rows."""
         return document_counts(self.documents, self.numbers)
 
 
 class Batch(dict[str, Any]):
-    """One rank's part of a batch: a dict that knows how it was `cut`, so that nobody has to say it a second time.
+    """One rank's part of a batch: a dict that records in `cut` how it was sharded.
 
-    What copies it into another dict forgets that, and is told so where it matters; `to` does not.
+    A copy into another dict has no such record, and is refused where it is needed; `to` keeps it.
     """
 
     cut: BatchCut | None
@@ -221,30 +223,30 @@ class Batch(dict[str, Any]):
 
     @property
     def layout(self) -> Layout | None:
-        """Who holds which tokens; None where that was forgotten."""
+        """Which rank holds which tokens; None if unknown."""
         return None if self.cut is None else self.cut.layout
 
     def to(self, *args: Any, **options: Any) -> Batch:
-        """The batch with all its tensors on another device, as `Tensor.to` does it."""
+        """Return the batch with `Tensor.to` applied to all its tensors."""
         moved = {name: x.to(*args, **options) if isinstance(x, Tensor) else x for name, x in self.items()}
         return Batch(moved, self.cut)
 
 
 Like: TypeAlias = Batch | Layout | Plan
-"""What says how tokens were cut: a batch that `shard_batch` made, a layout, or the plan that has it."""
+"""How tokens were sharded: a batch from `shard_batch`, a layout, or a plan with a layout."""
 
 
-def cut_of(like: Any, what: str) -> BatchCut:
-    """How to cut, from a batch that was cut, from a layout, or from a plan over one."""
+def cut_of(like: Any, caller: str) -> BatchCut:
+    """Return how to shard, from a batch that was sharded, a layout, or a plan."""
     if isinstance(like, Batch) and like.cut is not None:
         return like.cut
     if isinstance(like, Mapping):
         raise BatchError(
-            f"{what} was given {type(like).__name__} that does not say how it was cut. Give the batch as shard_batch"
-            f" made it (copies into another dict forget it; batch.to(device) does not), or the layout."
+            f"{caller} got a {type(like).__name__} that does not say how it was cut. Pass the batch that shard_batch"
+            f" returned (copies into another dict lose it; batch.to(device) does not), or the layout."
         )
     layout = like if isinstance(like, Layout) else getattr(like, "layout", like)
-    check_layout(layout, what)
+    check_layout(layout, caller)
     return BatchCut(layout)
 
 
@@ -262,23 +264,23 @@ def shard_batch(
     pad_id: int = 0,
     ignore_index: int = -100,
 ) -> Batch:
-    """The rank's part of a batch that every rank of the sequence has whole. `layout` may be the plan of the step, which
-    has one: `shard_batch(batch, plan, rank)`, or `plan.shard(batch, rank)`, cannot cut by another.
+    """Return the rank's part of a batch that every rank of the sequence has whole. `layout` may be the step's plan, so
+    that both use one layout: `shard_batch(batch, plan, rank)`, or `plan.shard(batch, rank)`.
 
-    - `labels` are tokens in their own places, as tokenizers give them. They come back as `shift_labels`: each place has
-      the next token's label, `ignore_index` where the sequence or the document ends. A batch that has `shift_labels`
+    - `labels` are unshifted tokens, as tokenizers return them. The result has `shift_labels`: each position has the
+      next token's label, `ignore_index` at the end of the sequence or document. A batch that has `shift_labels`
       instead is taken as shifted by one already. With `num_shifts` = n (multi-token prediction) there are also
-      `shift_labels_2` to `shift_labels_n`, the tokens 2 to n places later.
-    - `loss_mask` (0 or 1) moves with the labels it comes with; labels it strikes become `ignore_index`, and it comes
-      back telling which `shift_labels` count.
-    - `position_ids` are (B, S), or (3, B, S) as for images and video, and are obeyed. Without them `positions` says
-      what to make: "sequence" counts through, "document" starts again with every document.
+      `shift_labels_2` to `shift_labels_n`, the tokens 2 to n positions later.
+    - `loss_mask` (0 or 1) is shifted with its labels; labels it excludes become `ignore_index`, and the result's
+      `loss_mask` tells which `shift_labels` count.
+    - `position_ids` are (B, S), or (3, B, S) as for images and video. Without them `positions` defines them: "sequence"
+      counts through, "document" restarts with every document.
     - `documents`: lengths, or a list of lengths per batch row. Or `mask`: the mask of attention, from which documents
-      are read (see `longspan.gated_delta_rule` for which masks; for chunked attention give lengths).
-    - Other tensors are cut along the dim that `dims` names, or come back whole where it names None. One that is as long
-      as the sequence somewhere and is not named is refused. All else comes back unchanged.
+      are read (see `longspan.gated_delta_rule` for which masks; for chunked attention pass lengths).
+    - Other tensors are sharded along their dim in `dims`, or stay whole if that is None. A tensor with a dim as long as
+      the sequence that is not in `dims` is refused. All else is returned unchanged.
 
-    Slots that are padding hold `pad_id`, `ignore_index`, position 0, and 0 or what `fills` says for other tensors.
+    Padding slots hold `pad_id`, `ignore_index`, position 0, and 0 or the value in `fills` for other tensors.
 
     >>> batch = {"input_ids": torch.arange(8), "labels": torch.arange(8)}
     >>> shard_batch(batch, zigzag(8, 2), 0, documents=[6, 2], positions="document")
@@ -299,21 +301,25 @@ def shard_batch(
     if position_ids is not None:
         part["position_ids"] = layout.shard(position_ids, rank, -1, 0)
     for name in (name for name in batch if name not in KNOWN):
-        dim = dims[name] if name in dims else _no_dim(name, batch[name], layout.seq_len)
+        if name not in dims:
+            _check_no_tokens(name, batch[name], layout.seq_len)
+        dim = dims.get(name)
         part[name] = batch[name] if dim is None else layout.shard(batch[name], rank, dim, fills.get(name, 0))
     return part
 
 
 def _documents(documents: Any, mask: Any) -> Any:
-    """What was said of documents, in the one way that the rest knows."""
+    """Return documents, from either argument."""
     if mask is None:
         return documents.tolist() if hasattr(documents, "tolist") else documents
     if documents is not None:
-        raise BatchError("documents and a mask were given, but documents are read from a mask. Leave one of them out.")
+        raise BatchError(
+            "documents and mask cannot be combined: documents are read from a mask. Leave one of them out."
+        )
     if not isinstance(mask, Mask):
         raise BatchError(
-            f"mask must be one of longspan.masks, who sees whom, but {type(mask).__name__} was given. Which labels"
-            f" count is said by loss_mask in the batch."
+            f"mask must be one of longspan.masks, the mask of attention, but got {type(mask).__name__}. Labels are"
+            f" excluded by loss_mask in the batch."
         )
     return mask
 
@@ -331,7 +337,7 @@ def _check(batch: Mapping[str, Any], like: Any, dims: Mapping[str, Any], fills: 
             )
         if dims[name] is not None and not hasattr(batch[name], "shape"):
             raise BatchError(
-                f"dims names {name!r}, which is not a tensor but {type(batch[name]).__name__}. Make it one."
+                f"dims names {name!r}, which is not a tensor but {type(batch[name]).__name__}. Convert it."
             )
     for name in fills:
         if dims.get(name) is None:
@@ -350,39 +356,40 @@ def _check_known(batch: Mapping[str, Any], layout: Layout) -> None:
         if value.ndim < 1 or value.ndim > 2 + (name == "position_ids") or value.shape[-1] != layout.seq_len:
             raise BatchError(
                 f"{name} has shape {tuple(value.shape)}, but its last dim must be the {layout.seq_len} tokens of"
-                f" {layout}. Give whole tensors, not shards, and a layout for their length."
+                f" {layout}. Pass whole tensors, not shards, and a layout for their length."
             )
         shapes.add(tuple(value.shape[-2:]) if name == "position_ids" and value.ndim == 3 else tuple(value.shape))
     batched = {shape for shape in shapes if len(shape) == 2 and shape[0] != 1}
     if len(batched) > 1 or (len({len(shape) for shape in shapes}) > 1 and batched):
         raise BatchError(
-            f"ids, labels and positions of one batch have shapes {sorted(shapes)}. Give them all one shape, (batch,"
-            f" tokens); position_ids may have one more dim in front."
+            f"ids, labels and positions of a batch must have one shape, (batch, tokens), but got {sorted(shapes)}."
+            f" Only position_ids may have one more dim in front."
         )
 
 
 def _labels(batch: Mapping[str, Any], numbers: Any, num_shifts: int, ignore_index: int) -> dict[str, Tensor]:
-    """Labels for every shift, and which of the first count, all in whole sequences."""
+    """Return labels for every shift, and which of the first count, all in whole sequences."""
     num_shifts = whole(num_shifts, "num_shifts", "shard_batch()", BatchError, low=1)
-    given = [name for name in ("labels", "shift_labels") if name in batch]
-    if len(given) > 1:
-        raise BatchError(
-            "the batch has labels and shift_labels. Give labels (each token in its own place) or shift_labels (each"
-            " place has the next token), not both."
-        )
-    if not given:
+    names = [name for name in ("labels", "shift_labels") if name in batch]
+    if len(names) > 1:
+        raise BatchError("the batch must have labels (unshifted) or shift_labels (shifted by one), but not both.")
+    if not names:
         if "loss_mask" in batch or num_shifts > 1:
             raise BatchError(
-                "loss_mask or num_shifts was given without labels. Add labels (or shift_labels) to the batch, or name"
-                " the mask in dims under another name if it does not belong to labels."
+                "loss_mask and num_shifts cannot be used without labels. Add labels (or shift_labels) to the batch, or"
+                " rename the mask and name it in dims if it does not belong to labels."
             )
         return {}
-    labels, done = batch[given[0]], int(given[0] == "shift_labels")
+    labels, done = batch[names[0]], int(names[0] == "shift_labels")
     check_fill(labels, ignore_index, "ignore_index", BatchError)
     if "loss_mask" in batch:
-        labels = labels.masked_fill(~_as_bool(batch["loss_mask"]), ignore_index)
+        hint = (
+            "If these are weights of tokens, shift them with longspan.training.shift_tokens, name them in dims, and"
+            " multiply the losses of tokens by them."
+        )
+        labels = labels.masked_fill(~as_bool(batch["loss_mask"], "loss_mask", hint), ignore_index)
     seq_len = labels.shape[-1]
-    if done:  # the last place has a label, too: a token after the sequence, of its last document
+    if done:  # the last position has a label, too: a token after the sequence, of its last document
         labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)
         numbers = np.concatenate((numbers, numbers[:, -1:]), axis=1)
     shifts = {
@@ -396,48 +403,43 @@ def _labels(batch: Mapping[str, Any], numbers: Any, num_shifts: int, ignore_inde
     return shifts
 
 
-def _as_bool(mask: Tensor) -> Tensor:
+def as_bool(mask: Tensor, name: str, hint: str) -> Tensor:
+    """Return a mask of 0 and 1 as booleans."""
     kept = mask != 0
     if not torch.equal(kept.to(mask.dtype), mask):
-        raise BatchError(
-            "loss_mask must hold 0 and 1 only, but holds other values. If these are weights of tokens, shift them with"
-            " longspan.training.shift_tokens, name them in dims, and weigh single tokens' losses yourself."
-        )
+        raise BatchError(f"{name} must hold 0 and 1 only, but holds other values. {hint}")
     return kept
 
 
 def _position_ids(batch: Mapping[str, Any], numbers: Any, positions: str | None, packed: bool) -> Tensor | None:
     if "position_ids" in batch:
         if positions is not None:
-            raise BatchError(
-                f"positions = {positions!r} was asked for, but the batch has position_ids. Take one of them out."
-            )
+            raise BatchError("positions and position_ids of the batch cannot be combined. Take one of them out.")
         return batch["position_ids"]
     like = next((batch[name] for name in ("input_ids", "labels", "shift_labels") if name in batch), None)
     if positions is None and packed:
         raise BatchError(
-            "the batch has documents but no position_ids. Say positions='document' if they start again with every"
+            "the batch has documents but no position_ids. Pass positions='document' if they restart with every"
             " document, or positions='sequence' if they count through."
         )
     if positions not in (None, "sequence", "document"):
-        raise BatchError(f"positions = {positions!r} was asked for. Choose 'sequence' or 'document'.")
+        raise BatchError(f"positions must be 'sequence' or 'document', but got {positions!r}.")
     places = positions_within(numbers if positions == "document" else np.zeros_like(numbers[:1]))
     if like is None:
         return None if positions is None else torch.as_tensor(places)
     position_ids = to_device(torch.from_numpy(places), like.device)
-    check_rows(like, numbers)
+    check_rows(numbers, 1 if like.ndim < 2 else like.shape[-2])
     return position_ids[0] if like.ndim == 1 else position_ids.expand(like.shape).contiguous()
 
 
-def _no_dim(name: str, value: Any, seq_len: int) -> None:
-    """Refuses a value that may have to do with tokens."""
+def _check_no_tokens(name: str, value: Any, seq_len: int) -> None:
+    """Check that no dim of a value that is not in `dims` may be tokens."""
     shape = tuple(getattr(value, "shape", ()))
     if seq_len not in shape:
         return
     advice = f"Name its dim: dims={{{name!r}: {shape.index(seq_len)}}}, or dims={{{name!r}: None}} to keep it whole."
     if name == "attention_mask":
-        advice = "Who sees whom is said by the plan's mask: take this out of the batch. Otherwise: " + advice
+        advice = "The plan has the mask of attention: take this out of the batch. Otherwise: " + advice
     raise BatchError(
-        f"{name} of shape {shape} has a dim as long as the sequence, {seq_len}, but nothing says what it means."
-        f" {advice}"
+        f"{name} of shape {shape} has a dim as long as the sequence, {seq_len}, but is not in dims. {advice}"
     )

@@ -1,66 +1,63 @@
-"""Process groups and meshes of training helpers, and `check_same`: do all ranks of a sequence have the same batch?
-
-A data loader that gives them different samples makes each rank hold parts of different sequences, which nothing else
-would detect. `check_same` sends int64 tensors of known size: first one digest per rank, and a row per key only if
-digests differ.
-"""
+"""Process groups and collectives of training helpers, `check_same`, `make_mesh`, `watch` and `attempt_store`."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from longspan import _torch
+from longspan._compile import sealed
 from longspan.errors import LongspanError
 from longspan.layouts import Layout
-from longspan.run.group import message_device, run_collective
+from longspan.run.group import Members, Safety, members_of, message_device, run_collective, safely
 from longspan.run.simulated import TAKEN, SimulatedRank
-from longspan.spans import Ints
+from longspan.spans import LIMIT, Ints, whole
 from longspan.validate import Group, group_handed, group_of, not_yet
 
-# -- Process groups and meshes, and the package's error ----------------------------------------------------------------
-
-
-__all__ = [
-    "BatchError",
-    "all_gathered",
-    "all_summed",
-    "check_batch",
-    "check_layout",
-    "message_device",
-    "process_group",
-    "run_collective",
-]
+# -- Process groups, and collectives over them -------------------------------------------------------------------------
 
 
 class BatchError(LongspanError, ValueError):
-    """A batch, or a training call, that cannot mean what was asked."""
+    """An invalid batch, or invalid arguments of a training helper."""
 
 
-def check_batch(batch: object, what: str) -> None:
-    """Raises unless it is a mapping."""
+def check_batch(batch: object, caller: str) -> None:
+    """Check that a batch is a mapping."""
     if not isinstance(batch, Mapping):
         raise BatchError(
-            f"{what} takes a mapping of names to tensors, as in {{'input_ids': ids}}, but {type(batch).__name__} was"
-            f" given."
+            f"{caller} takes a mapping of names to tensors, as in {{'input_ids': ids}}, but got {type(batch).__name__}."
         )
 
 
-def check_layout(layout: object, what: str) -> None:
-    """Raises unless it is a layout."""
+def check_layout(layout: object, caller: str) -> None:
+    """Check that a layout is one."""
     if not isinstance(layout, Layout):
-        raise BatchError(f"{what} takes a layout, but {type(layout).__name__} was given. See longspan.layouts.")
+        raise BatchError(f"{caller} takes a layout (see longspan.layouts), but got {type(layout).__name__}.")
+
+
+def check_gradients(gradients: object) -> None:
+    """Check an argument `gradients`."""
+    if gradients not in ("sum", "average"):
+        raise BatchError(
+            f"gradients must be 'sum' if gradients of parameters are summed over the group after backward, or 'average'"
+            f" if they are averaged (FSDP and DDP do that), but got {gradients!r}."
+        )
 
 
 def all_summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks of a tensor, in place; without gradients."""
+    """Sum a tensor over the ranks, in place; without gradients."""
     if isinstance(group, SimulatedRank):
         return x.copy_(group.summed(x.detach().clone()))
     _all_reduce(x, group)
@@ -79,40 +76,39 @@ def all_gathered(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return parts
 
 
-def process_group(group: Any, what: str, *, real: bool = False) -> dist.ProcessGroup:
-    """The process group of a group or a mesh of one axis; a simulated rank is as good as one, unless a real group is
-    needed."""
+def process_group(group: Any, caller: str, *, real: bool = False) -> dist.ProcessGroup:
+    """Return the process group of a group or a mesh of one axis; a simulated rank counts as one, unless `real`."""
     group = group_of(group)
     if isinstance(group, SimulatedRank):
         if real:
-            raise BatchError(
-                f"{what} needs a process group, but a simulated rank was given, which is no process. {TAKEN}"
-            )
+            raise BatchError(f"{caller} needs a process group, but got a simulated rank. {TAKEN}")
         return cast(dist.ProcessGroup, group)
     if isinstance(group, DeviceMesh):
         raise BatchError(
-            f"{what} got a mesh of {group.ndim} axes {group.mesh_dim_names} as its group. Pass one axis, as in"
+            f"{caller} got a mesh of {group.ndim} axes {group.mesh_dim_names} as its group. Pass one axis, as in"
             f" mesh['cp'], or several of them flattened, as in make_mesh(...).dp_cp."
         )
     if not isinstance(group, dist.ProcessGroup):
         raise BatchError(
-            f"{what} needs a process group or a mesh of one axis, but {group_handed(group)}. The group of all ranks is"
-            f" torch.distributed.group.WORLD.{not_yet()}"
+            f"{caller} needs a process group or a mesh of one axis, but {group_handed(group)}. The group of all ranks"
+            f" is torch.distributed.group.WORLD.{not_yet()}"
         )
     return group
 
 
 # -- Equal batches on all ranks ----------------------------------------------------------------------------------------
+# A data loader that gives ranks of a sequence different samples makes each rank hold parts of different sequences,
+# which nothing else would detect. `check_same` sends int64 tensors of known size: first one digest per rank, and a row
+# per key only if digests differ.
 
 
 NAME_BYTES = 64
 _DIGEST = 4
 """int64 words of a sha256 digest."""
-_PLAIN = (int, float, str, bool, type(None))
 
 
 class DifferentBatchesError(BatchError):
-    """Ranks of one sequence were fed different batches; `differences` says key by key where."""
+    """Ranks of one sequence got different batches; `differences` lists the keys."""
 
     def __init__(self, num_ranks: int, differences: list[str]) -> None:
         self.differences = "; ".join(differences)
@@ -124,10 +120,10 @@ class DifferentBatchesError(BatchError):
 
 
 def check_same(batch: Mapping[str, Any], group: Group) -> None:
-    """Returns if every rank of the group has the same batch, with the same keys, types, shapes and values; otherwise
-    every rank raises the same error, with the keys that differ and the ranks that have something else than rank 0.
+    """Check that every rank of the group has the same batch, with the same keys, types, shapes and values; otherwise
+    every rank raises the same error, with the keys that differ and the ranks that differ from rank 0.
 
-    Tensors are digested on the CPU, 7 ms per million ids: call it every step, or every thousandth.
+    Tensors are hashed on the CPU, 7 ms per million ids: call it every step, or every thousandth.
     """
     members = process_group(group, "check_same")
     check_batch(batch, "check_same")
@@ -138,7 +134,13 @@ def check_same(batch: Mapping[str, Any], group: Group) -> None:
     total = _words(hashlib.sha256(b"".join(row.tobytes() for row in rows)).digest())
     heads = _gathered(np.concatenate(([len(names), unknown], total)), members)
     if heads[:, 1].any():
-        raise BatchError(_no_digest(batch, contents, np.flatnonzero(heads[:, 1]).tolist()))
+        unread = [f"{n!r} ({_kind(batch[n])})" for n, c in zip(names, contents, strict=True) if c is None]
+        here = f" Here these are {', '.join(unread)}." if unread else ""
+        raise BatchError(
+            f"check_same compares dense tensors, arrays, numbers, texts and lists of these, but on ranks"
+            f" {np.flatnonzero(heads[:, 1]).tolist()} the batch has values of other types.{here} Leave them out:"
+            f" check_same({{...}}, group) takes any part of a batch."
+        )
     if (heads == heads[0]).all():
         return
     table = np.zeros((int(heads[:, 0].max()), NAME_BYTES // 8 + _DIGEST), dtype=np.int64)
@@ -150,7 +152,7 @@ def check_same(batch: Mapping[str, Any], group: Group) -> None:
 
 
 def _digest(name: str, value: Any) -> Ints | None:
-    """Words that differ when key, type, shape or values do; None for what has no values to compare."""
+    """Return a hash of key, type, shape and values; None for types that cannot be compared."""
     if isinstance(value, np.ndarray) and value.dtype != object:
         value = torch.as_tensor(value)
     if isinstance(value, Tensor):
@@ -171,7 +173,7 @@ def _is_plain(value: Any) -> bool:
         return all(_is_plain(item) for item in value)
     if isinstance(value, dict):
         return all(_is_plain(item) for pair in value.items() for item in pair)
-    return isinstance(value, _PLAIN)
+    return isinstance(value, int | float | str | bool | None)
 
 
 def _words(digest: bytes) -> Ints:
@@ -179,20 +181,11 @@ def _words(digest: bytes) -> Ints:
 
 
 def _gathered(row: Ints, group: dist.ProcessGroup) -> Ints:
-    """Every rank's row, by rank."""
+    """Return every rank's row, by rank."""
     if isinstance(group, SimulatedRank):
         return group.meet("check_same", row, lambda rows: [np.stack(rows)] * len(rows))
     mine = torch.as_tensor(row.copy(), device=message_device(group))
     return torch.stack(all_gathered(mine, group)).cpu().numpy()
-
-
-def _no_digest(batch: Mapping[str, Any], contents: list[Ints | None], ranks: list[int]) -> str:
-    unread = [f"{n!r} ({_kind(batch[n])})" for n, c in zip(sorted(batch), contents, strict=True) if c is None]
-    here = f" Here these are {', '.join(unread)}." if unread else ""
-    return (
-        f"check_same compares dense tensors, arrays, numbers, texts and lists of these, but on ranks {ranks} the batch"
-        f" has values of other types.{here} Leave them out: check_same({{...}}, group) takes any part of a batch."
-    )
 
 
 def _kind(value: Any) -> str:
@@ -202,13 +195,13 @@ def _kind(value: Any) -> str:
 
 
 def _differences(tables: Ints, counts: list[int]) -> list[str]:
-    """What is missing or other on which ranks, for each key where ranks differ."""
+    """Describe, for each key, on which ranks it is missing or different."""
     words = NAME_BYTES // 8
     by_rank: list[dict[str, bytes]] = [{} for _ in counts]
     for contents, table, count in zip(by_rank, tables, counts, strict=True):
         for row in table[:count]:
             name = row[:words].tobytes().rstrip(b"\0").decode(errors="replace")
-            contents[name] = contents.get(name, b"") + row[words:].tobytes()  # long names may begin alike
+            contents[name] = contents.get(name, b"") + row[words:].tobytes()  # long names may have the same beginning
     parts: list[str] = []
     for name in sorted(set().union(*by_rank)):
         missing = [rank for rank, rows in enumerate(by_rank) if name not in rows]
@@ -218,3 +211,126 @@ def _differences(tables: Ints, counts: list[int]) -> list[str]:
         elif other:
             parts.append(f"{name!r} on ranks {other} is not what rank 0 has")
     return parts
+
+
+# -- The ranks of a training run as a mesh -----------------------------------------------------------------------------
+
+
+@sealed
+@dataclass(frozen=True)
+class Mesh:
+    """A mesh and its axes, each of one dimension."""
+
+    whole: DeviceMesh
+    dp: DeviceMesh
+    """Different samples."""
+    cp: DeviceMesh
+    """Parts of one sequence: the group of `longspan.attention`."""
+    tp: DeviceMesh
+    """Parts of one layer: the same tokens, other heads. Neighbouring ranks, since they exchange most."""
+    dp_cp: DeviceMesh
+    """dp and cp as one axis: over these the loss is one mean, and parameters are sharded or replicated."""
+
+
+def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None = None) -> Mesh:
+    """Return the mesh of all `dp * cp * tp` ranks; the device is this machine's accelerator, or else the CPU.
+
+    The process group must be initialized. A recipe, for data, sequence ("context") and tensor parallelism together::
+
+        mesh = make_mesh(dp=2, cp=4, tp=2)
+        parallelize_module(model, mesh.tp, ...)            # tensor parallel: heads and features
+        fully_shard(model, mesh=mesh.dp_cp)                # parameters over both: their gradients are one mean
+        plan = ls.plan(mask, layout, q_heads=heads // 2, kv_heads=kv_heads // 2, ...)  # heads of one tp rank
+        out = ls.attention(q, k, v, plan, group=mesh.cp)
+        loss = token_loss(logits, labels, group=mesh.dp_cp, gradients="average")
+
+    - The data loader assigns samples by `mesh.dp.get_local_rank()`: all ranks of a `cp` (and `tp`) axis get the same
+      batch. `check_same(batch, mesh.cp)` checks this.
+    - DDP: `DistributedDataParallel(model, process_group=mesh.dp_cp.get_group())`, and the same loss.
+    - Neither: sum gradients over `mesh.dp_cp`, and pass `gradients="sum"`.
+    - Learned sinks, biases and tensors that a score function captures are parameters like others: with FSDP, DDP or
+      your own sum, pass `captured_grads="share"` to `longspan.attention`, or they are counted once per rank.
+    """
+    if not dist.is_initialized():
+        raise BatchError("make_mesh was called before torch.distributed.init_process_group. Call that first.")
+    for name, size in (("dp", dp), ("cp", cp), ("tp", tp)):
+        whole(size, name, "make_mesh()", BatchError, low=-LIMIT)
+    if min(dp, cp, tp) < 1 or dp * cp * tp != dist.get_world_size():
+        raise BatchError(
+            f"make_mesh(dp={dp}, cp={cp}, tp={tp}) is a mesh of {dp * cp * tp} ranks, but there are"
+            f" {dist.get_world_size()}. Choose sizes of 1 or more whose product is the number of ranks."
+        )
+    if device_type is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)  # a build with CUDA, a host without
+        device_type = "cpu" if accelerator is None else accelerator.type
+    try:
+        torch.device(device_type)
+    except (RuntimeError, TypeError) as error:
+        raise BatchError(
+            f"device_type must be a device type of torch, such as 'cpu', but got {device_type!r}."
+        ) from error
+    mesh = init_device_mesh(device_type, (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+    return Mesh(mesh, mesh["dp"], mesh["cp"], mesh["tp"], _torch.flattened(mesh["dp", "cp"], "dp_cp"))
+
+
+# -- Detecting failed ranks during a training loop ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Watching:
+    """The watched ranks; see `watch`."""
+
+    members: Members
+
+    def step(self, number: int) -> None:
+        """Set the training step of this rank. Ranks in different steps raise an error when they communicate, so a rank
+        that skipped a step is noticed."""
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise BatchError(f"the training step must be an int >= 0, but got {number!r}.")
+        self.members.check_told()
+        self.members.training_step = number
+        self.members.tell_step()
+
+
+@contextmanager
+def watch(
+    group: Group, *, enabled: bool = True, patience: float = 2.0, timeout: float | None = None, checked: bool = False
+) -> Iterator[Watching]:
+    """Watch the ranks of a group while a training loop runs inside of this context.
+
+    Calls of attention are watched without this, too: a rank that dies, stops or raises inside of one is named on all
+    others. This also reports exceptions elsewhere in the loop to the others, detects ranks that skipped a training step
+    (`step`), and has settings: `patience` is the number of seconds for which a rank may be stopped, or its host silent;
+    `timeout` is how long to wait for one that is alive but busy (the group's own if None), with warnings by the logger
+    "longspan" meanwhile; `checked` puts a header and a checksum on every message. `enabled=False` turns watching off.
+    """
+    members = members_of(process_group(group, "watch", real=True))
+    settings = Safety(patience if enabled else 0.0, timeout, checked)
+    members.watch(settings)  # others see this rank from here on, before its first call
+    with safely(settings):
+        try:
+            yield Watching(members)
+            members.check_told()
+        except BaseException as error:
+            is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+            if not isinstance(error, GeneratorExit) and not is_exit:  # not a normal end of the loop
+                members.tell(error, settings)
+            raise
+        finally:
+            members.training_step = -1
+            members.tell_step()
+
+
+def attempt_store(timeout: float = 60.0) -> Any:
+    """Return the launcher's store under a prefix of this attempt, for `init_process_group(store=..., rank=...)`.
+
+    After `torchrun --max-restarts` has started all ranks again, the store still holds the addresses of processes that
+    are gone, and Gloo would try to reach those.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE") if name not in os.environ]
+    if missing:
+        raise BatchError(
+            f"attempt_store() needs the variables of a launcher, but {', '.join(missing)} are not set. Start the ranks"
+            f" with torchrun, or pass a store of your own to init_process_group."
+        )
+    return _torch.attempt_store_of(timedelta(seconds=timeout))

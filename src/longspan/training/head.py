@@ -35,16 +35,16 @@ from longspan.validate import Group, as_autocast, check_no_tangent, is_number
 
 class _Copy(NamedTuple):
     labels: Tensor
-    """Held, so that its memory is not that of other labels."""
+    """Kept, so that its memory is not reused for other labels."""
     version: int
     host: Tensor
     event: Any
 
     def is_of(self, labels: Tensor) -> bool:
-        """Whether these are the same numbers, unchanged, in any shape."""
-        known = self.labels
+        """Whether these are the same labels, unchanged, in any shape."""
+        mine = self.labels
         return (
-            (labels.data_ptr(), labels.numel(), labels.dtype) == (known.data_ptr(), known.numel(), known.dtype)
+            (labels.data_ptr(), labels.numel(), labels.dtype) == (mine.data_ptr(), mine.numel(), mine.dtype)
             and labels.is_contiguous()
             and version(labels) == self.version
         )
@@ -89,15 +89,15 @@ def labels_on_host(labels: Tensor) -> Tensor:
 
 
 PARTS, LEAST, MOST = 24, 1 << 24, 1 << 30
-"""A slab is this part of all logits, but of no fewer and no more bytes. The gradient of a head is read and written once
-for each slab, which for few tokens takes longer than the products: a slab wants hundreds of them."""
+"""A slab is 1 / PARTS of all logits, within these limits in bytes. The gradient of a head is read and written once for
+each slab, which for few tokens takes longer than the products: a slab should have hundreds."""
 BLOCKS = 24
-"""A slab's rows are worked on in so many blocks, and the head's words in so many strips."""
+"""The number of blocks of a slab's rows, and of strips of the vocabulary."""
 
 
 class Inputs(NamedTuple):
-    """What gradients are taken of: hidden states (tokens, features) and a head's rows on this rank; or logits (tokens,
-    words) and nothing."""
+    """The differentiable inputs: hidden states (tokens, hidden_size) and a head's rows on this rank; or logits (tokens,
+    vocab_size) alone."""
 
     values: Tensor
     weight: Tensor | None = None
@@ -106,7 +106,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlabWork:
-    """What a call does to its inputs: tokens with a label, and how logits come from a product with the head's words."""
+    """Options of a call: tokens with a label, and how logits are computed from products with the head."""
 
     labels: Tensor
     places: Tensor | None
@@ -116,19 +116,19 @@ class SlabWork:
     temperature: float = 1.0
     group: dist.ProcessGroup | None = None
     first: int = 0
-    """The word that this rank's first row stands for."""
+    """The vocabulary index of this rank's first row."""
 
     def slabs(self) -> Iterator[slice]:
-        """Tokens with a label, some at a time."""
+        """Return ranges of tokens with a label."""
         total = len(self.labels)
         return (slice(start, min(start + self.rows, total)) for start in range(0, total, self.rows))
 
     def rows_of(self, tensor: Tensor, span: slice) -> Tensor:
-        """Rows of these tokens, of a tensor that has one for every token."""
+        """Return the rows of these tokens from a tensor with one row per token."""
         return tensor[span] if self.places is None else tensor.index_select(0, self.places[span])
 
     def put(self, target: Tensor, span: slice, rows: Tensor) -> None:
-        """Rows of these tokens, into a tensor that has one for every token."""
+        """Write the rows of these tokens to a tensor with one row per token."""
         if self.places is None:
             target[span] = rows
         else:
@@ -136,7 +136,7 @@ class SlabWork:
 
 
 class Facts(NamedTuple):
-    """Per token: logsumexp over all words, log-probability of the label, entropy, and the sum of all words' logits."""
+    """Per token: logsumexp over the vocabulary, log-probability of the label, entropy, and the sum of logits."""
 
     lse: Tensor
     logprobs: Tensor
@@ -145,8 +145,8 @@ class Facts(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Per token, what the gradient of a word's logit is made of: p (plain + log_p log(p)) + every, and `label` on top
-    for the label itself. `log_p` may be missing."""
+    """Per token, the terms of the gradient of a logit: p (plain + log_p log(p)) + every, plus `label` for the label
+    itself. `log_p` may be None."""
 
     plain: Tensor
     label: Tensor
@@ -154,13 +154,13 @@ class Slopes(NamedTuple):
     log_p: Tensor | None = None
 
     def of(self, span: slice) -> Slopes:
-        """Those of some tokens."""
+        """Return those of some tokens."""
         log_p = None if self.log_p is None else self.log_p[span]
         return Slopes(self.plain[span], self.label[span], self.every, log_p)
 
 
 def rows_for(num_tokens: int, num_words: int, itemsize: int) -> int:
-    """How many tokens a slab has.
+    """Return the number of tokens of a slab.
 
     >>> rows_for(8192, 128256, 4), rows_for(32768, 128256, 4), rows_for(100, 11, 4)
     (341, 1365, 100)
@@ -171,8 +171,8 @@ def rows_for(num_tokens: int, num_words: int, itemsize: int) -> int:
 
 
 class SlabMemory(NamedTuple):
-    """What slabs take turns in: rows of one of them, and two blocks beside it. Logits that can be read as they are need
-    no slab, which has no rows then."""
+    """Memory that all slabs of a call share: rows of one slab, and two blocks. The slab has no rows if logits can be
+    read in place."""
 
     slab: Tensor
     scratch: Tensor
@@ -180,7 +180,7 @@ class SlabMemory(NamedTuple):
 
 
 def memory_for(work: SlabWork, inputs: Inputs) -> SlabMemory:
-    """Memory for the slabs of a call, allocated at once."""
+    """Allocate memory for the slabs of a call."""
     values, weight, _ = inputs
     dtype, rows = wide(values.dtype), min(work.rows, len(work.labels))
     block = -(-rows // BLOCKS)
@@ -191,7 +191,7 @@ def memory_for(work: SlabWork, inputs: Inputs) -> SlabMemory:
 
 
 def logits_of(work: SlabWork, inputs: Inputs, span: slice, memory: SlabMemory) -> Tensor:
-    """Logits of these tokens for this rank's words, wide, in this memory."""
+    """Compute logits of these tokens for this rank's part of the vocabulary, in this memory."""
     if not len(memory.slab):
         return inputs.values[span]
     slab = memory.slab[: span.stop - span.start]
@@ -215,17 +215,17 @@ def logits_of(work: SlabWork, inputs: Inputs, span: slice, memory: SlabMemory) -
 def facts_of(
     work: SlabWork, slab: Tensor, memory: SlabMemory, labels: Tensor, *, entropy: bool = False, total: bool = False
 ) -> Facts:
-    """Facts of a slab's tokens, over the words of all ranks of the group."""
+    """Return facts of a slab's tokens, over the vocabulary of all ranks of the group."""
     local = slab.new_zeros((len(slab), 5))
     local[:, 0] = -torch.inf
-    place, own = _found(work, slab, labels)
+    place, own = _locate_labels(work, slab, labels)
     if slab.shape[1]:
         local[:, 2] = torch.where(own, slab.gather(1, place).squeeze(1), 0)
         for block in _blocks(slab):
             z, into = slab[block], local[block]
             most = z.amax(1)
             into[:, 0] = most
-            most = most.masked_fill(most.isneginf(), 0.0)  # -inf minus -inf is nan, not "nothing"
+            most = most.masked_fill(most.isneginf(), 0.0)  # -inf minus -inf is nan, not 0
             shifted = torch.sub(z, most[:, None], out=memory.scratch[: len(z)])
             if entropy:
                 powers = torch.exp(shifted, out=memory.other[: len(z)])
@@ -235,24 +235,22 @@ def facts_of(
                 into[:, 1] = shifted.exp_().sum(1)
             if total:
                 into[:, 3] = z.sum(1)
-    return _together(_of_all(work, local))
+    return _merge_ranks(local[None] if work.group is None else _gather_rows(local, work.group))
 
 
-def _of_all(work: SlabWork, local: Tensor) -> Tensor:
-    """Numbers of every rank of the group, by one sum of which each rank fills its place."""
-    if work.group is None:
-        return local[None]
-    found = local.new_zeros((work.group.size(), *local.shape))
-    found[work.group.rank()] = local
-    return all_summed(found, work.group)
+def _gather_rows(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather a tensor of every rank, by one all-reduce."""
+    parts = mine.new_zeros((group.size(), *mine.shape))
+    parts[group.rank()] = mine
+    return all_summed(parts, group)
 
 
-def _together(found: Tensor) -> Facts:
-    """Facts from every rank's largest logit, sum of exp(z - largest), label's logit, sum of z, and sum of
+def _merge_ranks(parts: Tensor) -> Facts:
+    """Return facts from every rank's largest logit, sum of exp(z - largest), label's logit, sum of z, and sum of
     exp(z - largest) (z - largest)."""
-    most, powers, label, total, weighted = found.unbind(-1)
+    most, powers, label, total, weighted = parts.unbind(-1)
     top = most.amax(0)
-    shift = _finite(most - top)  # of a rank without words, or whose words are all impossible: it adds nothing
+    shift = _finite(most - top)  # a rank without vocabulary, or whose logits are all -inf, adds nothing
     powers_all = (powers * shift.exp()).sum(0)
     weighted_all = ((weighted + shift * powers) * shift.exp()).sum(0)
     log = powers_all.log()
@@ -262,10 +260,9 @@ def _together(found: Tensor) -> Facts:
 def to_gradients(
     work: SlabWork, slab: Tensor, memory: SlabMemory, lse: Tensor, labels: Tensor, slopes: Slopes
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of a slab and the gradients of the products that its logits came from, some rows at a time; they are gone
-    with the next ones."""
+    """Yield rows of a slab and the gradients of their products with the head; the next ones overwrite them."""
     factor = work.scale / work.temperature
-    place, own = _found(work, slab, labels)
+    place, own = _locate_labels(work, slab, labels)
     on_label = torch.where(own, slopes.label, 0)[:, None]
     for block in _blocks(slab):
         z = slab[block]
@@ -286,7 +283,7 @@ def to_gradients(
 
 
 class Gradients:
-    """Gradients of inputs, slab by slab; None for those that are not wanted. That of a head is summed in float32."""
+    """Gradients of inputs, slab by slab; None for those not required. That of a head is accumulated in float32."""
 
     def __init__(self, inputs: Inputs, memory: SlabMemory, wanted: tuple[bool, bool, bool]) -> None:
         values, weight, bias = inputs
@@ -298,12 +295,12 @@ class Gradients:
         )
 
     def add(self, work: SlabWork, span: slice, slab: Tensor, lse: Tensor, slopes: Slopes) -> None:
-        """Those of one slab, whose memory is theirs from now on."""
+        """Add those of one slab, whose memory they overwrite."""
         if self.inputs.weight is None:
             self._add_to_logits(work, span, slab, lse, slopes)
             return
         dtype = self.inputs.values.dtype
-        narrow = slab.view(dtype)[:, : slab.shape[1]]  # a row's gradients lie where its logits lay
+        narrow = slab.view(dtype)[:, : slab.shape[1]]  # a row's gradients overwrite its logits
         for block, grad in to_gradients(work, slab, self.memory, lse, work.labels[span], slopes):
             if self.bias is not None:
                 self.bias += grad.sum(0)
@@ -314,12 +311,12 @@ class Gradients:
             self._add_to_weight(narrow, work.rows_of(self.inputs.values, span))
 
     def narrowed(self) -> tuple[Tensor | None, ...]:
-        """Those of values, weight and bias in their dtypes; but sums over tokens may leave the range of float16."""
+        """Return those of values, weight and bias in their dtypes, but not in float16, which they may exceed."""
         del self.memory  # it is not needed while sums are copied
-        found = [self.values]
+        gradients = [self.values]
         for x, like in zip((self.weight, self.bias), self.inputs[1:], strict=True):
-            found.append(x if x is None or like is None or like.dtype == torch.float16 else x.to(like.dtype))
-        return tuple(found)
+            gradients.append(x if x is None or like is None or like.dtype == torch.float16 else x.to(like.dtype))
+        return tuple(gradients)
 
     def _add_to_logits(self, work: SlabWork, span: slice, slab: Tensor, lse: Tensor, slopes: Slopes) -> None:
         assert self.values is not None
@@ -344,22 +341,22 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | No
 
 
 def _shaped(work: SlabWork, z: Tensor) -> None:
-    """Scale, soft cap and temperature, in place."""
+    """Apply scale, soft cap and temperature, in place."""
     if work.soft_cap is not None:
         z.mul_(work.scale / work.soft_cap).tanh_().mul_(work.soft_cap / work.temperature)
     elif work.scale != work.temperature:
         z.mul_(work.scale / work.temperature)
 
 
-def _found(work: SlabWork, slab: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Where labels are among this rank's words, and whether they are there at all."""
+def _locate_labels(work: SlabWork, slab: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the columns of labels in this rank's part of the vocabulary, and whether they are in it."""
     place = labels - work.first
     own = (place >= 0) & (place < slab.shape[1])
     return torch.where(own, place, 0)[:, None], own
 
 
 def _finite(x: Tensor) -> Tensor:
-    """What is impossible counts nothing: 0 * -inf would be nan. In place."""
+    """Replace -inf by a finite number, in place: 0 * -inf would be nan."""
     return x.clamp_(min=torch.finfo(x.dtype).min)
 
 
@@ -369,12 +366,12 @@ def _blocks(slab: Tensor) -> list[slice]:
 
 
 def _within(span: slice, block: slice) -> slice:
-    """Tokens of a block of a slab that has these tokens."""
+    """Return the tokens of a block of a slab with these tokens."""
     return slice(span.start + block.start, span.start + block.stop)
 
 
 def _strips(slab: Tensor, dtype: torch.dtype) -> Iterator[slice]:
-    """Words whose logits are computed at once: all, where products need not be widened."""
+    """Return ranges of the vocabulary whose logits are computed at once: all, if products need not be cast."""
     step = max(1, slab.shape[1] if slab.dtype == dtype else -(-slab.shape[1] // BLOCKS))
     return (slice(start, start + step) for start in range(0, slab.shape[1], step))
 
@@ -384,14 +381,14 @@ def _strips(slab: Tensor, dtype: torch.dtype) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """The last layer of a language model: weight (words, features), bias (words), and what happens to their product.
+    """The last layer of a language model: weight (vocab_size, hidden_size), bias (vocab_size,), and how logits follow.
 
     `scale` multiplies (Cohere's logit_scale, 1 / Granite's logits_scaling), `soft_cap` bounds (Gemma's
-    final_logit_softcapping), `temperature` divides at the end. `group` is that of the ranks over which the words are
-    cut, consecutive rows in rank order; None if every rank has all words.
+    final_logit_softcapping), `temperature` divides at the end. `group` has the ranks over which the vocabulary is
+    sharded, consecutive rows in rank order; None if every rank has the whole vocabulary.
 
     >>> Head(torch.zeros(11, 4), soft_cap=30.0)
-    Head(11 words x 4 features, soft_cap=30.0)
+    Head(vocab_size=11, hidden_size=4, soft_cap=30.0)
     """
 
     weight: Tensor
@@ -408,29 +405,29 @@ class Head:
             if (name == "soft_cap") if value is None else (_is_plain(value) and (name == "scale" or value > 0)):
                 continue
             other = ", or None for no cap" if name == "soft_cap" else ""
-            kind = "a number" if name == "scale" else "a number above 0"
+            kind = "a number" if name == "scale" else "a number > 0"
             raise BatchError(
-                f"{name} = {shortened(value)} was given for a head. It is {kind}{other}, and no tensor: no gradient of"
-                f" it is computed."
+                f"{name} of a head must be {kind}{other}, and no tensor, since it gets no gradient, but got"
+                f" {shortened(value)}."
             )
         if self.group is not None:
             process_group(self.group, "Head")
 
     def __repr__(self) -> str:
-        usual = {"scale": 1.0, "soft_cap": None, "temperature": 1.0}
-        said = [f"{self.weight.shape[0]} words x {self.weight.shape[1]} features"]
-        said += ["bias"] * (self.bias is not None)
-        said += [f"{name}={getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value]
+        defaults = {"scale": 1.0, "soft_cap": None, "temperature": 1.0}
+        parts = [f"vocab_size={self.weight.shape[0]}, hidden_size={self.weight.shape[1]}"]
+        parts += ["bias"] * (self.bias is not None)
+        parts += [f"{name}={getattr(self, name)}" for name, value in defaults.items() if getattr(self, name) != value]
         if self.group is not None:
-            said.append(f"cut over {process_group(self.group, 'Head').size()} ranks")
-        return f"Head({', '.join(said)})"
+            parts.append(f"sharded over {process_group(self.group, 'Head').size()} ranks")
+        return f"Head({', '.join(parts)})"
 
 
 def head_of(head: Any) -> Head:
-    """A head as users give it: a `Head`, a weight, or an nn.Linear.
+    """Return the `Head` of a `Head`, a weight, or an nn.Linear.
 
     >>> head_of(nn.Linear(4, 11))
-    Head(11 words x 4 features, bias)
+    Head(vocab_size=11, hidden_size=4, bias)
     """
     if isinstance(head, Head):
         return head
@@ -438,8 +435,8 @@ def head_of(head: Any) -> Head:
         return Head(head)
     if not isinstance(head, nn.Linear):
         raise BatchError(
-            f"head must be a Head, a weight of shape (words, features) or an nn.Linear, but {type(head).__name__} was"
-            f" given. Head(weight, bias, scale=, soft_cap=) says what the last layer computes."
+            f"head must be a Head(weight, bias, scale=, soft_cap=), a weight of shape (vocab_size, hidden_size) or an"
+            f" nn.Linear, but got {type(head).__name__}."
         )
     if type(head).forward is not nn.Linear.forward or "forward" in vars(head) or any(hooks_of(head)):
         raise BatchError(
@@ -451,7 +448,7 @@ def head_of(head: Any) -> Head:
 
 
 class HeadCall(NamedTuple):
-    """A call made ready: inputs, what to do with them, and how many words there are."""
+    """A prepared call: inputs, options, and the size of the vocabulary."""
 
     inputs: Inputs
     work: SlabWork
@@ -459,7 +456,7 @@ class HeadCall(NamedTuple):
 
 
 def call_of(values: Tensor, labels: Tensor, head: Head | None, ignore_index: int) -> HeadCall:
-    """Hidden states (or logits, without a head) and flat labels as slabs want them; tokens without a label are left
+    """Prepare hidden states (or logits, without a head) and flat labels for slabs; tokens without a label are left
     out."""
     weight, bias = (None, None) if head is None else (head.weight, head.bias)
     check_no_tangent(values=values, weight=weight, bias=bias)
@@ -485,26 +482,24 @@ def call_of(values: Tensor, labels: Tensor, head: Head | None, ignore_index: int
 
 
 def check_range(labels: Tensor, num_words: int, ignore_index: int) -> None:
-    """Raises if a label is no word."""
+    """Check that labels are in the vocabulary."""
     if labels.numel() and not bool(((labels >= 0) & (labels < num_words)).all()):
         raise BatchError(
             f"labels run from {int(labels.min())} to {int(labels.max())}, but logits are for 0 to {num_words - 1}."
-            f" Mark places without a label with ignore_index = {ignore_index}."
+            f" Mark tokens without a label with ignore_index = {ignore_index}."
         )
 
 
 def _sizes(local: int, labels: Tensor, group: dist.ProcessGroup) -> list[int]:
-    """How many words every rank has; raises unless all ranks hold the same labels."""
+    """Return the size of every rank's part of the vocabulary, after checking that all ranks have the same labels."""
     order = torch.arange(1, labels.numel() + 1, device=labels.device)
     mine = torch.stack((order.new_tensor(local), order.new_tensor(labels.numel()), ((labels + 211) * order).sum()))
-    found = order.new_zeros((group.size(), 3))
-    found[group.rank()] = mine
-    sizes, tokens, sums = all_summed(found, group).t().tolist()
+    sizes, tokens, sums = _gather_rows(mine, group).t().tolist()
     if len(set(tokens)) > 1 or len(set(sums)) > 1:
         raise BatchError(
-            f"the ranks of a head's group hold different words of the same tokens, but labels differ between them"
-            f" (numbers of tokens: {tokens}). Head(group=) is for tensor parallelism; ranks that hold other parts of"
-            f" the sequence go to group= of token_loss."
+            f"the ranks of a head's group must hold the same tokens, but labels differ between them (numbers of tokens:"
+            f" {tokens}). Head(group=) is for tensor parallelism; pass the ranks that hold other parts of the sequence"
+            f" as group= of token_loss."
         )
     return sizes
 
@@ -513,23 +508,23 @@ def _sizes(local: int, labels: Tensor, group: dist.ProcessGroup) -> list[int]:
 
 
 def differentiated_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """A backward pass whose results raise when they are differentiated. PyTorch's once_differentiable asks only whether
-    what came in has a graph, and lets go of that of the inputs: a penalty on gradients would be lost without a word."""
+    """Make double backward of a backward function raise. PyTorch's once_differentiable checks only whether the incoming
+    gradient requires gradients, not the inputs: a gradient penalty would be dropped silently."""
 
     @wraps(backward)
-    def called(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def wrapper(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            results = backward(ctx, *grads)
         if not torch.is_grad_enabled():
-            return found
-        came_from = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
-        return tuple(None if x is None else Once.apply(x, *came_from) for x in found)  # type: ignore[misc]
+            return results
+        sources = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
+        return tuple(None if x is None else NoDoubleBackward.apply(x, *sources) for x in results)  # type: ignore[misc]
 
-    return called
+    return wrapper
 
 
-class Once(torch.autograd.Function):
-    """A gradient with a graph that leads nowhere."""
+class NoDoubleBackward(torch.autograd.Function):
+    """Return a gradient unchanged; its own backward raises."""
 
     @staticmethod
     def forward(_ctx: Any, grad: Tensor, *_: Tensor) -> Tensor:
@@ -538,8 +533,8 @@ class Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
         raise BatchError(
-            "a gradient of token_logprobs, or of token_loss with head=, was differentiated again (create_graph=True)."
-            " Second derivatives are not computed there. Compute logits, and leave head out of token_loss."
+            "Double backward (create_graph=True) is not supported by token_logprobs and token_loss with head=. Compute"
+            " logits, and call token_loss without head."
         )
 
 
@@ -547,7 +542,8 @@ class Once(torch.autograd.Function):
 
 
 def shared(x: Tensor, group: Any) -> Tensor:
-    """The same tensor, whose gradient is summed over the group: each rank has that of its own words."""
+    """Return the same tensor, whose gradient is summed over the group: each rank has that of its part of the
+    vocabulary."""
     if group is None or not (torch.is_grad_enabled() and x.requires_grad):
         return x
     if isinstance(group, SimulatedRank):
@@ -556,7 +552,7 @@ def shared(x: Tensor, group: Any) -> Tensor:
 
 
 class Shared(torch.autograd.Function):
-    """Over a process group."""
+    """`shared` over a process group."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -571,7 +567,7 @@ class Shared(torch.autograd.Function):
 
 
 class SharedHere(torch.autograd.Function):
-    """Over simulated ranks, which have one graph: tensors of all of them in, tensors of all of them out."""
+    """`shared` over simulated ranks, which have one graph: takes and returns the tensors of all ranks."""
 
     @staticmethod
     def forward(_ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -596,31 +592,31 @@ def _check_weight(weight: Any, bias: Any) -> None:
         if value is None and name == "bias":
             continue
         if not isinstance(value, Tensor):
-            raise BatchError(f"a head's {name} must be a tensor, but {type(value).__name__} was given.")
+            raise BatchError(f"{name} of a head must be a tensor, but got {type(value).__name__}.")
         if isinstance(value, DTensor):
             raise BatchError(
-                f"a head's {name} is a DTensor {value.placements}. Under FSDP2 take the loss within the forward of the"
+                f"{name} of a head is a DTensor {value.placements}. Under FSDP2 compute the loss in the forward of the"
                 f" module that holds it, where parameters are whole, or pass {name}.full_tensor(). Under tensor"
-                f" parallelism, cut along dim 0, pass {name}.to_local() and Head(..., group=mesh['tp'])."
+                f" parallelism, sharded along dim 0, pass {name}.to_local() and Head(..., group=mesh['tp'])."
             )
         if not value.is_floating_point():
             raise BatchError(
-                f"a head's {name} has dtype {value.dtype}, but must be floating-point. Dequantize it first."
+                f"{name} of a head must be floating-point, but has dtype {value.dtype}. Dequantize it first."
             )
     if weight.ndim != 2:
-        raise BatchError(f"a head's weight has shape (words, features), but {tuple(weight.shape)} was given.")
+        raise BatchError(f"weight of a head must be (vocab_size, hidden_size), but has shape {tuple(weight.shape)}.")
     if bias is not None and (tuple(bias.shape), bias.dtype) != ((len(weight),), weight.dtype):
         raise BatchError(
-            f"a head's bias has one number per word, here {len(weight)} of {weight.dtype} as its weight, but shape"
-            f" {tuple(bias.shape)} of {bias.dtype} was given."
+            f"bias of a head must have shape ({len(weight)},) and dtype {weight.dtype} as its weight, but got"
+            f" {tuple(bias.shape)} and {bias.dtype}."
         )
 
 
 def _check_fit(values: Tensor, weight: Tensor) -> None:
     if values.shape[-1] != weight.shape[1]:
         raise BatchError(
-            f"hidden states of shape {tuple(values.shape)} do not fit a head of {weight.shape[0]} words x"
-            f" {weight.shape[1]} features. With head= the first argument is what goes into the last layer, not logits."
+            f"hidden states of shape {tuple(values.shape)} do not fit a head of vocab_size={weight.shape[0]} and"
+            f" hidden_size={weight.shape[1]}. With head= the first argument is the input of the last layer, not logits."
         )
     if (values.dtype, values.device) != (weight.dtype, weight.device):
         raise BatchError(

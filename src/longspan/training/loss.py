@@ -1,6 +1,6 @@
 """`token_loss` and `token_logprobs` of tokens that are spread over ranks.
 
-Losses are normalised by the labels of all ranks, not by ranks. Ranks hold different numbers of labels: a mean of the
+Losses are normalized by the labels of all ranks, not by ranks. Ranks hold different numbers of labels: a mean of the
 ranks' means would weight tokens by the rank that holds them. With the model's head, logits of all tokens never exist at
 once (`head.py`).
 """
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan.spans import shortened
 from longspan.tile import wide
-from longspan.training.groups import BatchError, all_summed, process_group
+from longspan.training.groups import BatchError, all_summed, check_gradients, process_group
 from longspan.training.head import (
     Facts,
     Gradients,
@@ -50,19 +50,19 @@ def token_loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Cross-entropy of this rank's tokens (labels already shifted) such that gradients are those of one device.
+    """Return the cross-entropy of this rank's tokens (labels already shifted), with the gradients of one device.
 
     `values` are logits; or hidden states, with the model's last layer as `head` (a `Head`, a weight, an nn.Linear):
-    then loss and gradients are computed in one pass, some tokens at a time, and logits of all tokens are never there.
+    then loss and gradients are computed in one pass, some tokens at a time, without logits of all tokens.
 
     The *value* is the loss of the whole group, the same on every rank, for logging. *Backward* is that of the local
     share: the sum over local tokens, divided by the number of labels in the whole group, or by `num_tokens` (with
     gradient accumulation: labels of all micro-batches and ranks). `reduction="sum"` does not divide.
 
-    `gradients` says what happens to parameters' gradients afterwards: they are added up over the group ("sum"), or
-    averaged over it as FSDP and DDP do ("average"; the share is then multiplied by the group's size). `group` is that
-    of all ranks over which the loss is one mean: `make_mesh(...).dp_cp`, the sequence's group alone, or None for one
-    process. A rank without labels takes part with a share of zero; no label anywhere is a loss of zero.
+    `gradients` tells how gradients of parameters are reduced afterwards: summed over the group ("sum"), or averaged
+    over it as FSDP and DDP do ("average"; the share is then multiplied by the group's size). `group` has all ranks over
+    which the loss is one mean: `make_mesh(...).dp_cp`, the sequence's group alone, or None for one process. A rank
+    without labels takes part with a share of zero; without any label the loss is zero.
 
     `label_smoothing` is that of torch.nn.functional.cross_entropy. `z_loss` times the square of each token's logsumexp
     is added to its loss.
@@ -90,14 +90,14 @@ def token_loss(
         size = members.size()
         all_summed(sums, members)
     count = torch.ones_like(sums[1])
-    if reduction == "mean":  # nothing to predict is a sum of zero, over one
+    if reduction == "mean":  # without labels, a sum of zero is divided by one
         count = (sums[1] if num_tokens is None else torch.as_tensor(num_tokens)).clamp(min=1)
     value = (sums[0] / count).to(wide(values.dtype))
     return Reported.apply(share * (size if gradients == "average" else 1) / count, value)  # type: ignore[return-value]
 
 
 class TokenLogprobs(NamedTuple):
-    """Per token: the log-probability of its label, and the entropy of the distribution it was drawn from; in nats."""
+    """Per token: the log-probability of its label, and the entropy of the predicted distribution; in nats."""
 
     logprobs: torch.Tensor
     entropies: torch.Tensor
@@ -107,16 +107,16 @@ class TokenLogprobs(NamedTuple):
 def token_logprobs(
     values: Tensor, labels: Tensor, *, head: Head | Tensor | torch.nn.Linear | None = None, ignore_index: int = -100
 ) -> TokenLogprobs:
-    """Log-probabilities of labels (already shifted) and entropies of this rank's tokens, in float32 (float64 for
-    float64) and in the shape of labels; 0 where the label is ignored. Differentiable in both.
+    """Return log-probabilities of labels (already shifted) and entropies of this rank's tokens, in float32 (float64 for
+    float64) and in the shape of labels; 0 where the label is ignored. Both are differentiable.
 
-    `values` are logits; or hidden states, with the model's last layer as `head`: then logits of all tokens are never
-    there, neither in forward nor in backward. Nothing is sent, except over the head's own group. Compiled code stops
-    before and goes on after.
+    `values` are logits; or hidden states, with the model's last layer as `head`: then logits of all tokens never exist
+    at once, neither in forward nor in backward. Nothing is sent, except over the head's own group. This is a graph
+    break under torch.compile.
 
     >>> weight = torch.tensor([[1.0], [0.0]])
-    >>> found = token_logprobs(torch.tensor([[1.0986], [5.0]]), torch.tensor([0, -100]), head=weight)
-    >>> [[round(x, 3) for x in one.tolist()] for one in found]  # 3 to 1: log(3 / 4), and its entropy
+    >>> outputs = token_logprobs(torch.tensor([[1.0986], [5.0]]), torch.tensor([0, -100]), head=weight)
+    >>> [[round(x, 3) for x in one.tolist()] for one in outputs]  # 3 to 1: log(3 / 4), and its entropy
     [[-0.288, 0.0], [0.562, 0.0]]
     """
     _check_tensors("token_logprobs", values, labels, head)
@@ -130,38 +130,32 @@ def token_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """What a token's loss is made of."""
+    """The terms of a token's loss."""
 
     smoothing: float
     z_loss: float
 
     def __post_init__(self) -> None:
         if not is_number(self.smoothing) or not 0 <= self.smoothing <= 1:
-            raise BatchError(
-                f"label_smoothing = {shortened(self.smoothing)} was given. It is the share that goes to all words"
-                f" alike: a number from 0 to 1."
-            )
+            raise BatchError(f"label_smoothing must be a number from 0 to 1, but got {shortened(self.smoothing)}.")
         if not is_number(self.z_loss) or self.z_loss < 0:
-            raise BatchError(
-                f"z_loss = {shortened(self.z_loss)} was given. It multiplies the square of logsumexp: a number, 0 or"
-                f" more."
-            )
+            raise BatchError(f"z_loss must be a number >= 0, but got {shortened(self.z_loss)}.")
 
     def losses(self, facts: Facts, num_words: int) -> Tensor:
-        """Each token's loss."""
-        found = facts.logprobs * (self.smoothing - 1)
+        """Return each token's loss."""
+        losses = facts.logprobs * (self.smoothing - 1)
         if self.smoothing:
-            found = found + self.smoothing * (facts.lse - facts.totals / num_words)
-        return found + self.z_loss * facts.lse.square() if self.z_loss else found
+            losses = losses + self.smoothing * (facts.lse - facts.totals / num_words)
+        return losses + self.z_loss * facts.lse.square() if self.z_loss else losses
 
     def slopes(self, lse: Tensor, num_words: int) -> Slopes:
-        """Its gradient: p - label with the label's share, and 2 z lse p of the z-loss."""
+        """Return the gradient of the losses: p minus the smoothed label, and 2 z lse p of the z-loss."""
         label = torch.full_like(lse, self.smoothing - 1)
         return Slopes(1 + 2 * self.z_loss * lse, label, -self.smoothing / max(num_words, 1))
 
 
 def _share_of_logits(logits: Tensor, labels: Tensor, ignore_index: int, terms: LossTerms) -> Tensor:
-    """In plain PyTorch, which compilers fuse and autograd differentiates as often as asked."""
+    """Compute the sum of losses in plain PyTorch, which compilers fuse and which supports double backward."""
     precise = logits.to(wide(logits.dtype)).reshape(-1, logits.shape[-1])
     try:
         share = torch.nn.functional.cross_entropy(
@@ -171,7 +165,7 @@ def _share_of_logits(logits: Tensor, labels: Tensor, ignore_index: int, terms: L
         check_range(labels[labels != ignore_index], logits.shape[-1], ignore_index)
         raise
     if terms.z_loss:
-        kept = labels != ignore_index  # what stands in other rows, infinity say, must not reach a gradient
+        kept = labels != ignore_index  # values of other rows, such as infinity, must not reach a gradient
         lse = precise.masked_fill(~kept[:, None], 0).logsumexp(-1)
         share = share + terms.z_loss * lse.square().masked_fill(~kept, 0).sum()
     return share
@@ -185,16 +179,16 @@ def _share_of_hidden(values: Tensor, labels: Tensor, head: Head, ignore_index: i
 
 
 class SlabLoss(torch.autograd.Function):
-    """The sum of tokens' losses. Gradients are computed along with it, where a slab's logits are at hand, and wait for
-    what they are to be multiplied by."""
+    """The sum of tokens' losses. Gradients are computed in forward, while a slab's logits exist, and multiplied by the
+    incoming gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         inputs, (call, terms, wanted) = Inputs(*args[:3]), args[3:]
-        losses, lses, found = _one_pass(inputs, call, terms, wanted)
+        losses, lses, gradients = _one_pass(inputs, call, terms, wanted)
         ctx.call, ctx.terms, ctx.wanted = call._replace(inputs=None), terms, wanted
         ctx.save_for_backward(*inputs, lses)
-        ctx.ready = None if found is None else found.narrowed()
+        ctx.ready = None if gradients is None else gradients.narrowed()
         return losses.sum(dtype=torch.float64)
 
     @staticmethod
@@ -205,29 +199,29 @@ class SlabLoss(torch.autograd.Function):
             *inputs, lses = ctx.saved_tensors
             slopes = ctx.terms.slopes(lses, ctx.call.num_words)
             ready = _gradients(ctx.call.work, Inputs(*inputs), lses, slopes, ctx.wanted).narrowed()
-        return *(_times(x, grads[0]) for x in ready), None, None, None
+        return *(None if x is None else x.mul_(grads[0]) for x in ready), None, None, None
 
 
 class PerToken(torch.autograd.Function):
-    """Log-probabilities and entropies, one for every token; logits are computed again in backward."""
+    """Log-probabilities and entropies, one for every token; logits are recomputed in backward."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         inputs, work = Inputs(*args[:3]), args[3]
         lses = work.labels.new_empty(len(work.labels), dtype=wide(inputs.values.dtype))
-        found = lses.new_zeros((2, len(inputs.values)))
+        logprobs, entropies = (lses.new_zeros(len(inputs.values)) for _ in range(2))
         memory = memory_for(work, inputs)
         with _no_autocast(inputs.values):
             for span in work.slabs():
                 slab = logits_of(work, inputs, span, memory)
                 facts = facts_of(work, slab, memory, work.labels[span], entropy=True)
                 lses[span] = facts.lse
-                work.put(found[0], span, facts.logprobs)
-                work.put(found[1], span, facts.entropies)
+                work.put(logprobs, span, facts.logprobs)
+                work.put(entropies, span, facts.entropies)
         ctx.work = work
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, lses, found[1].clone())
-        return found[0].clone(), found[1]
+        ctx.save_for_backward(*inputs, lses, entropies.clone())
+        return logprobs, entropies
 
     @staticmethod
     @differentiated_once
@@ -242,54 +236,49 @@ class PerToken(torch.autograd.Function):
         if of_entropy is not None:  # -p (log p + entropy)
             plain = plain - of_entropy * work.rows_of(entropies, everything)
         slopes = Slopes(plain, label, log_p=None if of_entropy is None else -of_entropy)
-        found = _gradients(work, Inputs(*inputs), lses, slopes, ctx.needs_input_grad[:3])
-        return *found.narrowed(), None
+        return *_gradients(work, Inputs(*inputs), lses, slopes, ctx.needs_input_grad[:3]).narrowed(), None
 
 
 def _one_pass(
     inputs: Inputs, call: HeadCall, terms: LossTerms, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Gradients | None]:
-    """Each token's loss and logsumexp, and gradients of their sum."""
+    """Return each token's loss and logsumexp, and gradients of the sum of losses."""
     work = call.work
     memory = memory_for(work, inputs)
-    found = Gradients(inputs, memory, wanted) if any(wanted) else None
+    gradients = Gradients(inputs, memory, wanted) if any(wanted) else None
     losses, lses = (work.labels.new_empty(len(work.labels), dtype=wide(inputs.values.dtype)) for _ in range(2))
     with _no_autocast(inputs.values):
         for span in work.slabs():
             slab = logits_of(work, inputs, span, memory)
             facts = facts_of(work, slab, memory, work.labels[span], total=terms.smoothing > 0)
             losses[span], lses[span] = terms.losses(facts, call.num_words), facts.lse
-            if found is not None:
-                found.add(work, span, slab, facts.lse, terms.slopes(facts.lse, call.num_words))
-    return losses, lses, found
+            if gradients is not None:
+                gradients.add(work, span, slab, facts.lse, terms.slopes(facts.lse, call.num_words))
+    return losses, lses, gradients
 
 
 def _gradients(
     work: SlabWork, inputs: Inputs, lses: Tensor, slopes: Slopes, wanted: tuple[bool, bool, bool]
 ) -> Gradients:
-    """Gradients of all tokens with a label, from logits that are computed once more."""
+    """Return gradients of all tokens with a label, from logits that are recomputed."""
     memory = memory_for(work, inputs)
-    found = Gradients(inputs, memory, wanted)
+    gradients = Gradients(inputs, memory, wanted)
     with _no_autocast(inputs.values):
         for span in work.slabs():
             slab = logits_of(work, inputs, span, memory)
-            found.add(work, span, slab, lses[span], slopes.of(span))
-    return found
-
-
-def _times(x: Tensor | None, factor: Tensor) -> Tensor | None:
-    return None if x is None else x.mul_(factor)
+            gradients.add(work, span, slab, lses[span], slopes.of(span))
+    return gradients
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Dtypes have been settled before, and what is summed in float32 stays so."""
+    """Disable autocast: dtypes are chosen before, and sums stay in float32."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class Reported(torch.autograd.Function):
-    """The value of one tensor with the gradient of another. Adding a detached difference would round differently on
-    every rank."""
+    """Return the value of one tensor with the gradient of another. Adding a detached difference would round differently
+    on every rank."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, value: Tensor) -> Tensor:
@@ -305,46 +294,39 @@ class Reported(torch.autograd.Function):
 
 
 def _check(gradients: str, reduction: str, num_tokens: Any) -> None:
-    if gradients not in ("sum", "average"):
-        raise BatchError(
-            f"gradients = {gradients!r} was asked for. Say what happens to gradients over the group after backward:"
-            f" 'sum' if they are added up, 'average' if they are averaged (FSDP and DDP do that)."
-        )
+    check_gradients(gradients)
     if reduction not in ("mean", "sum"):
         raise BatchError(
-            f"reduction = {reduction!r} was asked for. Choose 'mean' (over all labels of the group) or 'sum'."
-            f" Single tokens' losses are torch.nn.functional.cross_entropy(..., reduction='none'), or those of"
-            f" token_logprobs with the sign changed."
+            f"reduction must be 'mean' (over all labels of the group) or 'sum', but got {reduction!r}. For losses of"
+            f" single tokens use torch.nn.functional.cross_entropy(..., reduction='none'), or -token_logprobs."
         )
     if num_tokens is not None and reduction == "sum":
-        raise BatchError("num_tokens was given with reduction='sum', which divides by nothing. Leave one of them out.")
-    if isinstance(num_tokens, Tensor) and num_tokens.device.type not in (
-        "cpu",
-        "meta",
-    ):  # not read: the host would wait
+        raise BatchError(
+            "num_tokens cannot be combined with reduction='sum', which does not divide. Leave one of them out."
+        )
+    host = ("cpu", "meta")
+    if isinstance(num_tokens, Tensor) and num_tokens.device.type not in host:  # not read: the host would wait
         is_count = num_tokens.numel() == 1 and not num_tokens.is_complex() and num_tokens.dtype != torch.bool
     else:
         is_count = num_tokens is None or (is_number(num_tokens) and (isinstance(num_tokens, Tensor) or num_tokens >= 0))
     if not is_count:
-        raise BatchError(f"num_tokens = {shortened(num_tokens)} was given. It counts labels: a number, 0 or more.")
+        raise BatchError(f"num_tokens must be a number >= 0, but got {shortened(num_tokens)}.")
 
 
-def _check_tensors(what: str, values: Any, labels: Any, head: Any) -> None:
-    """`what` takes these values and labels."""
+def _check_tensors(caller: str, values: Any, labels: Any, head: Any) -> None:
     name = "logits" if head is None else "hidden states"
     for word, value in ((name, values), ("labels", labels)):
         if not isinstance(value, Tensor):
-            raise BatchError(f"{word} must be a tensor, but {type(value).__name__} was given. Convert it first.")
+            raise BatchError(f"{word} must be a tensor, but got {type(value).__name__}. Convert it first.")
         if isinstance(value, DTensor):
-            raise BatchError(f"{what} takes plain tensors, but {word} are a DTensor. Pass their full_tensor().")
+            raise BatchError(f"{caller} takes plain tensors, but {word} are a DTensor. Pass their full_tensor().")
     check_no_tangent(values=values)
     if not values.is_floating_point():
-        kind = "scores of tokens" if head is None else "those"
-        raise BatchError(f"{name} have dtype {values.dtype}, but {kind} are floating-point numbers. Cast them.")
+        raise BatchError(f"{name} must be floating-point, but have dtype {values.dtype}. Cast them.")
     if labels.dtype not in (torch.int64, torch.uint8):
-        raise BatchError(f"labels have dtype {labels.dtype}, but they are whole numbers. Cast them to torch.int64.")
+        raise BatchError(f"labels must be integers, but have dtype {labels.dtype}. Cast them to torch.int64.")
     if values.shape[:-1] != labels.shape or not values.ndim:
         raise BatchError(
             f"{name} of shape {tuple(values.shape)} need labels of shape {tuple(values.shape[:-1])}, one per token and"
-            f" already shifted, but labels have shape {tuple(labels.shape)}. shard_batch makes them."
+            f" already shifted, but labels have shape {tuple(labels.shape)}. shard_batch returns them."
         )

@@ -16,16 +16,24 @@ from longspan.run.relayout import Relayout
 from longspan.run.simulated import SimulatedRank
 from longspan.spans import Ints, whole
 from longspan.tile import wide
-from longspan.training.batch import BatchCut, Like, cut_of, shifted
-from longspan.training.groups import BatchError, all_gathered, all_summed, check_layout, process_group, run_collective
+from longspan.training.batch import BatchCut, Like, as_bool, check_rows, cut_of, shifted
+from longspan.training.groups import (
+    BatchError,
+    all_gathered,
+    all_summed,
+    check_gradients,
+    check_layout,
+    process_group,
+    run_collective,
+)
 from longspan.validate import Group, check_carried, check_no_tangent
 
 # -- Per-token tensors that are not inputs of the model ----------------------------------------------------------------
 # Examples are advantages, log-probabilities of other models, and values. They are sharded as the batch was, and
 # gathered where a loss needs whole sequences. Index t of a rank predicts token t + 1, and `shift_labels` has that
-# token's label there. What is known of the *token* (its advantage, its reward, its log-probability from a sampler) must
-# move along: `shift=1`. What belongs to the *index* (the value of a state, anything that a model computed there and
-# `gather_tokens` returned) stays: `shift=0`.
+# token's label there. Values of the *token* (its advantage, its reward, its log-probability from a sampler) are shifted
+# with it: `shift=1`. Values of the *index* (the value of a state, anything that a model computed there and
+# `gather_tokens` returned) are not: `shift=0`.
 #
 # Shapes: B batch rows, S tokens of the whole sequence.
 
@@ -40,78 +48,68 @@ def shard_like(
     fill: float = 0,
     documents: Documents = None,
 ) -> Tensor:
-    """The rank's part of a whole tensor, cut as a batch was; differentiable.
+    """Return the rank's part of a whole tensor, sharded as a batch was; differentiable.
 
     Args:
-        values: numbers of all tokens. Tokens are along `dim`, batch rows along the dim before it, if there is one.
-        like: the batch that `shard_batch` cut; or a layout or a plan, with `rank` and, where tokens are packed,
-            `documents`.
+        values: values of all tokens. Tokens are along `dim`, batch rows along the dim before it, if there is one.
+        like: the batch from `shard_batch`; or a layout or a plan, with `rank` and, for packed tokens, `documents`.
         rank: this rank, with a layout or a plan.
-        shift: 0 for what belongs to the place itself; 1 for what belongs to the token that is predicted there, as
-            labels do; n for what belongs to the token n places later. Across the end of a document there is `fill`.
-        dim: where tokens are.
-        fill: what slots of padding and places without such a token hold.
+        shift: 0 for values of the position itself; 1 for values of the token that is predicted there, like labels; n
+            for values of the token n positions later. Across the end of a document there is `fill`.
+        dim: the dim of tokens.
+        fill: the value in padding slots and in positions without such a token.
         documents: lengths, lengths per batch row, or a mask of documents; with a layout or a plan.
 
-    >>> tens = torch.arange(8) * 10  # the first of two ranks holds the places 0, 1, 6 and 7
+    >>> tens = torch.arange(8) * 10  # the first of two ranks holds the positions 0, 1, 6 and 7
     >>> shard_like(tens, zigzag(8, 2), 0, shift=0, documents=[6, 2]).tolist()
     [0, 10, 60, 70]
-    >>> shard_like(tens, zigzag(8, 2), 0, shift=1, documents=[6, 2], fill=-1).tolist()  # nothing follows the last token
+    >>> shard_like(tens, zigzag(8, 2), 0, shift=1, documents=[6, 2], fill=-1).tolist()  # no token follows the last
     [10, 20, 70, -1]
     """
-    cut = _known(like, rank, documents, "shard_like")
+    cut = cut_of(like, "shard_like")
+    if cut.rank is None:
+        if rank is None:
+            raise BatchError(f"shard_like got {cut.layout} without a rank. Pass rank=, or the batch that was sharded.")
+        cut = BatchCut(cut.layout, rank, documents)
+    elif rank is not None or documents is not None:
+        raise BatchError(
+            "shard_like takes no rank or documents with a batch, which has its own. Leave them out, or pass the layout"
+            " instead of the batch."
+        )
     if not isinstance(values, Tensor):
-        raise BatchError(f"shard_like takes a tensor, but {type(values).__name__} was given. Convert it first.")
+        raise BatchError(f"values must be a tensor, but got {type(values).__name__}. Convert it first.")
     shift = whole(shift, "shift", "shard_like()", BatchError, low=0)
-    cut.layout._check_size(values, dim, cut.layout.seq_len, "the whole sequence")
+    layout = cut.layout
+    layout._check_size(values, dim, layout.seq_len, "the whole sequence")
     assert cut.rank is not None
-    if shift:
-        values = _moved(values, shift, dim % values.ndim, cut, fill)
-    return cut.layout.shard(values, cut.rank, dim, fill)
-
-
-def _known(like: Any, rank: int | None, documents: Documents, what: str) -> BatchCut:
-    """How to cut, with all that has to be known for it, said once."""
-    cut = cut_of(like, what)
-    if cut.rank is not None:
-        if rank is not None or documents is not None:
+    axis = dim % values.ndim
+    if shift and axis:
+        moved = shifted(values.movedim((axis - 1, axis), (-2, -1)), shift, cut.numbers, fill)
+        values = moved.movedim((-2, -1), (axis - 1, axis))
+    elif shift:
+        if len(cut.numbers) > 1:
             raise BatchError(
-                f"{what} was given a batch that knows its rank and documents, and rank or documents beside it. Leave"
-                f" them out, or give the layout instead of the batch."
+                f"documents are for {len(cut.numbers)} batch rows, but a tensor of shape {tuple(values.shape)} with"
+                f" tokens along dim 0 has one. Pass tensors (batch, tokens, ...), and dim=1."
             )
-        return cut
-    if rank is None:
-        raise BatchError(f"{what} was given {cut.layout} without a rank. Say rank=, or give the batch that was cut.")
-    return BatchCut(cut.layout, rank, documents)
-
-
-def _moved(values: Tensor, shift: int, dim: int, cut: BatchCut, fill: float) -> Tensor:
-    """The tokens `shift` places later, with batch rows and tokens in their places."""
-    numbers = cut.numbers
-    if not dim:
-        if len(numbers) > 1:
-            raise BatchError(
-                f"documents are given for {len(numbers)} batch rows, but a tensor of shape {tuple(values.shape)} with"
-                f" tokens along dim 0 has one. Give tensors (batch, tokens, ...), and dim=1."
-            )
-        return shifted(values.movedim(0, -1), shift, numbers, fill).movedim(-1, 0)
-    return shifted(values.movedim((dim - 1, dim), (-2, -1)), shift, numbers, fill).movedim((-2, -1), (dim - 1, dim))
+        values = shifted(values.movedim(0, -1), shift, cut.numbers, fill).movedim(-1, 0)
+    return layout.shard(values, cut.rank, dim, fill)
 
 
 @torch.compiler.disable()
 def gather_tokens(values: Tensor, like: Like, group: Group, dim: int = -1, *, gradients: str | None = None) -> Tensor:
-    """The whole tensor in global order, without padding, on every rank, from each rank's part; differentiable.
+    """Return the whole tensor in global order, without padding, on every rank, from each rank's part; differentiable.
 
-    For a loss that every rank computes alike on whole sequences. Each rank's backward gives the gradient of its own
-    tokens, and parameters have to be summed over the ranks: `gradients="sum"` says that they are, `"average"` that they
-    are averaged over the group, as FSDP and DDP do; then each rank's gradient is multiplied by the group's size. It may
-    be left out where no gradient is wanted. Nothing is sent in the backward pass.
+    For a loss that every rank computes in the same way on whole sequences. Each rank's backward returns the gradient of
+    its own tokens, and gradients of parameters must be summed over the ranks: pass `gradients="sum"` if they are, or
+    "average" if they are averaged over the group, as FSDP and DDP do; then each rank's gradient is multiplied by the
+    group's size. It may be None if no gradient is required. Nothing is sent in the backward pass.
 
-    `like` is the layout, or the batch or plan that has it; `group` is that of the sequence. Compiled code stops before
-    and goes on after. With two ranks that hold the tokens 0, 3 and 1, 2::
+    `like` is the layout, or the batch or plan that has it; `group` is that of the sequence. This is a graph break under
+    torch.compile. With two ranks that hold the tokens 0, 3 and 1, 2::
 
-        rank 0 brings a, d.  rank 1 brings b, c.  Both get a, b, c, d and compute f(a, b, c, d).
-        rank 0 gets df/da, df/dd back, and rank 1 gets df/db, df/dc.
+        rank 0 has a, d.  rank 1 has b, c.  Both get a, b, c, d and compute f(a, b, c, d).
+        rank 0 gets the gradients df/da, df/dd, and rank 1 gets df/db, df/dc.
     """
     members, layout = group_and_layout(values, like, group, dim, "gather_tokens")
     factor = share_factor(gradients, members, "gather_tokens", values)
@@ -123,8 +121,8 @@ def gather_tokens(values: Tensor, like: Like, group: Group, dim: int = -1, *, gr
 
 
 class Gathered(torch.autograd.Function):
-    """Whole sequences, of which each rank gets the gradient of its own tokens. A gradient of that gradient would need
-    what other ranks have."""
+    """Gather whole sequences; each rank gets the gradient of its own tokens. Double backward is not supported: it would
+    need tensors of other ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, group: dist.ProcessGroup, dim: int, factor: int) -> Tensor:
@@ -140,46 +138,43 @@ class Gathered(torch.autograd.Function):
         return layout.shard(grads[0], rank, dim) * factor, None, None, None, None
 
 
-def group_and_layout(values: Any, like: Any, group: Group, dim: int, what: str) -> tuple[dist.ProcessGroup, Layout]:
-    """The group and the layout of a rank's part, which fits them."""
-    layout = cut_of(like, what).layout
+def group_and_layout(values: Any, like: Any, group: Group, dim: int, caller: str) -> tuple[dist.ProcessGroup, Layout]:
+    """Return the group and the layout of a rank's part, after checking that they fit."""
+    layout = cut_of(like, caller).layout
     check_no_tangent(values=values)
-    members = process_group(group, what)
-    check_size(layout, members, what)
+    members = process_group(group, caller)
+    check_size(layout, members, caller)
     rank = members.rank()
     layout._check_size(values, dim, layout.num_slots(rank), f"the shard of rank {rank}")
     check_carried(layout, dim % values.ndim, values=values)
     return members, layout
 
 
-def share_factor(gradients: str | None, group: dist.ProcessGroup | None, what: str, values: Tensor) -> int:
-    """What a rank's share of the gradient is multiplied by, so that it is right after what happens to parameters."""
-    if gradients is None and values.requires_grad and torch.is_grad_enabled():
+def share_factor(gradients: str | None, group: dist.ProcessGroup | None, caller: str, values: Tensor) -> int:
+    """Return the factor of a rank's share of the gradient, for how gradients of parameters are reduced."""
+    if gradients is not None:
+        check_gradients(gradients)
+    elif values.requires_grad and torch.is_grad_enabled():
         raise BatchError(
-            f"{what} was given a tensor that wants gradients, but not what happens to them. Say gradients='sum' if"
-            f" parameters' gradients are added up over the group after backward, 'average' if they are averaged (FSDP"
-            f" and DDP do that); or call it under torch.no_grad(), or on values.detach()."
-        )
-    if gradients not in (None, "sum", "average"):
-        raise BatchError(
-            f"gradients = {gradients!r} was asked for. Say what happens to gradients over the group after backward:"
-            f" 'sum' if they are added up, 'average' if they are averaged (FSDP and DDP do that)."
+            f"{caller} needs gradients= for a tensor that requires gradients: 'sum' if gradients of parameters are"
+            f" summed over the group after backward, 'average' if they are averaged (FSDP and DDP do that). Or call it"
+            f" under torch.no_grad(), or on values.detach()."
         )
     return 1 if group is None or gradients != "average" else group.size()
 
 
-def check_size(layout: Layout, group: dist.ProcessGroup | None, what: str) -> None:
-    """Refuses a group of another size than the layout's."""
+def check_size(layout: Layout, group: dist.ProcessGroup | None, caller: str) -> None:
+    """Check that the group has the layout's size."""
     size = 1 if group is None else group.size()
     if size != layout.world_size:
         raise BatchError(
-            f"{what} got {layout} and a group of {size} ranks. Make the layout for the group that holds the"
-            f" sequence, or pass that group."
+            f"{caller} got {layout} and a group of {size} ranks. Make the layout for the group that holds the sequence,"
+            f" or pass that group."
         )
 
 
 def whole_rows(x: Tensor, layout: Layout, group: dist.ProcessGroup, dim: int, to: int | None = None) -> Tensor | None:
-    """The whole tensor from every rank's part, without gradients: on every rank, or on rank `to` alone."""
+    """Gather the whole tensor from every rank's part, without gradients: on every rank, or on rank `to` alone."""
     rank, size = group.rank(), group.size()
     if isinstance(group, SimulatedRank):
         parts = lambda parts: [layout.unshard(parts, dim).contiguous()] * size  # noqa: E731
@@ -187,7 +182,7 @@ def whole_rows(x: Tensor, layout: Layout, group: dist.ProcessGroup, dim: int, to
         return gathered.clone() if to in (None, rank) else None
     rows = x.detach().movedim(dim, 0)
     most = max(layout.num_slots(r) for r in range(size))
-    message = rows.new_zeros((most, *rows.shape[1:]))  # collectives want one size; what is beyond a shard is not read
+    message = rows.new_zeros((most, *rows.shape[1:]))  # collectives need one size; values beyond a shard are not read
     message[: len(rows)] = rows
     if to is None:
         parts = all_gathered(message, group)
@@ -208,10 +203,10 @@ def whole_rows(x: Tensor, layout: Layout, group: dist.ProcessGroup, dim: int, to
 
 @torch.compiler.disable()
 def relayout(x_local: Tensor, source: Layout, target: Layout, group: Group, dim: int) -> Tensor:
-    """This rank's rows in `target`, from its rows in `source`, along `dim`. Gradients take the way back.
+    """Return this rank's rows in `target`, from its rows in `source`, along `dim`; differentiable.
 
     Shards may differ in length. Padding of `target` holds zeros; padding of `source` is dropped and gets no gradient.
-    Compiled code stops before and goes on after.
+    This is a graph break under torch.compile.
     """
     for layout in (source, target):
         check_layout(layout, "relayout")
@@ -231,18 +226,18 @@ def relayout(x_local: Tensor, source: Layout, target: Layout, group: Group, dim:
 
 @torch.compiler.disable()
 def gather_outputs(x_local: Tensor, layout: Layout, group: Group, dim: int, *, to: int | None = None) -> Tensor | None:
-    """Logits, hidden states or losses of the whole sequence in global order, without padding: on every rank, or on
-    group rank `to` alone (None on the others). For evaluation: no gradients; `gather_tokens` has them.
+    """Gather logits, hidden states or losses of the whole sequence in global order, without padding: on every rank, or
+    on group rank `to` alone (None on the others). For evaluation, without gradients; `gather_tokens` has them.
     """
     members, layout = group_and_layout(x_local, layout, group, dim, "gather_outputs")
     if x_local.requires_grad and torch.is_grad_enabled():
         raise BatchError(
-            "gather_outputs is for evaluation, but this tensor wants gradients, which would be dropped. Call it under"
+            "gather_outputs is for evaluation, but this tensor requires gradients, which would be lost. Call it under"
             " torch.no_grad(); for a loss of whole sequences use gather_tokens, to train on other rows relayout."
         )
     size = members.size()
     if to is not None and not 0 <= to < size:
-        raise BatchError(f"gather_outputs was asked to gather to rank {to}, but the group has ranks 0 to {size - 1}.")
+        raise BatchError(f"`to` must be a rank in [0, {size}), but got {to}.")
     return whole_rows(x_local, layout, members, dim, to)
 
 
@@ -253,7 +248,7 @@ def _shards(whole: Tensor, layout: Layout, dim: int) -> list[Tensor]:
 # -- Numbers per sequence, and back to tokens --------------------------------------------------------------------------
 # A sequence is a document of a packed batch, or a batch row. Its numbers are the same on every rank, and so is
 # everything computed from them, such as the loss. Tokens and their gradients belong to one rank: every rank's backward
-# gives its share, and shares are summed (or averaged) with the parameters' gradients.
+# computes its share, and shares are summed (or averaged) with the parameters' gradients.
 #
 #     tokens, a share on each rank  -- per_sequence -->  equal numbers  -- per_token -->  tokens
 #
@@ -271,20 +266,20 @@ def per_sequence(
     documents: Documents = None,
     gradients: str | None = None,
 ) -> Tensor:
-    """One number per sequence, (N,), the same on every rank, from each rank's tokens (B, S) or (S,); differentiable.
+    """Reduce tokens (B, S) or (S,) of each rank to one number per sequence, (N,), equal on all ranks; differentiable.
 
-    One all-reduce, in float64; nothing is sent in the backward pass. A rank without a token takes part. Padding never
-    counts, and neither does what `mask` strikes, be it infinite. A sequence without a token that counts has 0.
+    One all-reduce, in float64; nothing is sent in the backward pass. A rank without tokens takes part. Padding and
+    tokens that `mask` excludes do not count, even infinite ones. A sequence without a token that counts has 0.
 
     Args:
         values: this rank's tokens, floating-point.
-        like: the batch that `shard_batch` cut; or a layout or a plan, with `documents` where tokens are packed.
+        like: the batch from `shard_batch`; or a layout or a plan, with `documents` if tokens are packed.
         group: the ranks of the sequence, or None for one process.
         reduce: "sum" over the tokens that count, or their "mean".
         mask: which tokens count, this rank's, 0 and 1 or bool, as in `batch["shift_labels"] != -100`. All, by default.
         documents: lengths, lengths per batch row, or a mask of documents; with a layout or a plan.
-        gradients: as in `gather_tokens`: the loss is computed alike on every rank, and parameters' gradients are added
-            up over the group ("sum") or averaged ("average"). It may be left out where no gradient is wanted.
+        gradients: as in `gather_tokens`: every rank computes the same loss, and gradients of parameters are summed over
+            the group ("sum") or averaged ("average"). It may be None if no gradient is required.
 
     >>> values, counts = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), torch.tensor([1, 1, 0, 0, 0])
     >>> per_sequence(values, contiguous(5, 1), None, documents=[3, 2]).tolist()
@@ -299,7 +294,9 @@ def per_sequence(
     index, total = _index(cut, rank, 1 if values.ndim < 2 else values.shape[0])
     real = index.shape[1]  # padding comes last
     flat = values[..., :real].reshape(-1).double()
-    counts = torch.ones_like(flat, dtype=torch.bool) if mask is None else _as_bool(mask)[..., :real].reshape(-1)
+    counts = torch.ones_like(flat, dtype=torch.bool)
+    if mask is not None:
+        counts = as_bool(mask, "mask", "If these are weights, multiply values by them.")[..., :real].reshape(-1)
     where = torch.as_tensor(index.reshape(-1), device=values.device)
     terms = torch.stack((flat.masked_fill(~counts, 0.0), counts.double()))
     sums = Summed.apply(terms.new_zeros(2, total).index_add(1, where, terms), members, factor)
@@ -317,37 +314,37 @@ def per_token(
     gradients: str | None = None,
     fill: float = 0,
 ) -> Tensor:
-    """Each sequence's number in all of its tokens: this rank's (B, S), from numbers (N,) that are alike on every rank;
-    differentiable. Slots of padding hold `fill`.
+    """Expand numbers per sequence, (N,) and equal on all ranks, to this rank's tokens (B, S); differentiable. Padding
+    slots hold `fill`.
 
-    The way back from `per_sequence`, for losses that weigh tokens by what was computed of whole sequences. Losses of
-    tokens are shares, so the gradients of all ranks' tokens are added up for the numbers, by one all-reduce in the
-    backward pass: every rank must go through it. `gradients` is as in `per_sequence`, and the same in both: with
-    "average", the shares that come back were multiplied by the group's size, and are divided by it.
+    The reverse of `per_sequence`, for losses that weight tokens by values of whole sequences. Losses of tokens are
+    shares, so gradients of all ranks' tokens are summed, by one all-reduce in the backward pass: every rank must run
+    it. `gradients` is as in `per_sequence`, and the same in both: with "average", gradients of tokens were multiplied
+    by the group's size, and are divided by it.
 
     >>> per_token(torch.tensor([0.5, -1.0]), contiguous(5, 1), None, documents=[3, 2]).tolist()
     [[0.5, 0.5, 0.5, -1.0, -1.0]]
     """
     cut, members = _place(like, group, documents, "per_token")
     if not isinstance(numbers, Tensor) or numbers.ndim != 1:
-        given = f"shape {tuple(numbers.shape)}" if isinstance(numbers, Tensor) else type(numbers).__name__
-        raise BatchError(f"per_token takes a tensor with one number per sequence, of one dim, but {given} was given.")
+        got = f"shape {tuple(numbers.shape)}" if isinstance(numbers, Tensor) else type(numbers).__name__
+        raise BatchError(f"numbers must be a tensor with one number per sequence, of one dim, but got {got}.")
     check_no_tangent(numbers=numbers)
     factor = share_factor(gradients, members, "per_token", numbers)
     rank = 0 if members is None else members.rank()
     index, _ = _index(cut, rank, _rows(cut, len(numbers)))
     if members is not None and numbers.requires_grad and torch.is_grad_enabled():
         if isinstance(members, SimulatedRank):
-            numbers = members.meet("per_token", numbers, lambda parts: Met.apply(factor, *parts))  # type: ignore[arg-type,return-value]
+            numbers = members.meet("per_token", numbers, lambda parts: SumHere.apply(factor, *parts))  # type: ignore[arg-type,return-value]
         else:
-            numbers = Alike.apply(numbers, members, factor)  # type: ignore[assignment]
+            numbers = SumGradients.apply(numbers, members, factor)  # type: ignore[assignment]
     tokens = numbers[torch.as_tensor(index, device=numbers.device)]
     padding = numbers.new_full((len(index), cut.layout.num_padding(rank)), fill)
     return torch.cat((tokens, padding), dim=1)
 
 
 class Summed(torch.autograd.Function):
-    """The sum over ranks. Every rank computes the same loss of it, so a rank's own part has that loss's gradient."""
+    """Sum over ranks. Every rank computes the same loss from it, so each rank's part has the gradient of that loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None, factor: int) -> Tensor:
@@ -360,8 +357,8 @@ class Summed(torch.autograd.Function):
         return grads[0] * ctx.factor, None, None
 
 
-class Alike(torch.autograd.Function):
-    """Numbers that are alike on every rank, to be used on each rank's own tokens: their gradients are summed."""
+class SumGradients(torch.autograd.Function):
+    """Return equal numbers unchanged for each rank's own tokens; their gradients are summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
@@ -374,8 +371,8 @@ class Alike(torch.autograd.Function):
         return all_summed(grads[0].clone(), ctx.group) / ctx.factor, None, None
 
 
-class Met(torch.autograd.Function):
-    """As `Alike`, of all simulated ranks at once, which share one graph."""
+class SumHere(torch.autograd.Function):
+    """Do as `SumGradients` for all simulated ranks at once, which share one graph."""
 
     @staticmethod
     def forward(ctx: Any, factor: int, *parts: Tensor) -> tuple[Tensor, ...]:
@@ -388,30 +385,30 @@ class Met(torch.autograd.Function):
         return None, *[torch.stack(grads).sum(0) / ctx.factor] * len(grads)
 
 
-def _place(like: Any, group: Any, documents: Documents, what: str) -> tuple[BatchCut, dist.ProcessGroup | None]:
-    """How tokens were cut, with their documents, and over whom."""
-    cut = cut_of(like, what)
-    members = None if group is None else process_group(group, what)
-    check_size(cut.layout, members, what)
+def _place(like: Any, group: Any, documents: Documents, caller: str) -> tuple[BatchCut, dist.ProcessGroup | None]:
+    """Return how tokens were sharded, with their documents, and the process group."""
+    cut = cut_of(like, caller)
+    members = None if group is None else process_group(group, caller)
+    check_size(cut.layout, members, caller)
     if cut.rank is None:
         return BatchCut(cut.layout, documents=documents), members
     if documents is not None:
-        raise BatchError(f"{what} was given a batch that knows its documents, and documents beside it. Leave them out.")
+        raise BatchError(f"{caller} takes no documents with a batch, which has its own. Leave them out.")
     rank = 0 if members is None else members.rank()
     if cut.rank != rank:
         raise BatchError(
-            f"{what} was given the batch of rank {cut.rank}, but this is rank {rank} of the group. Cut it for the rank"
-            f" in the group of the sequence, as in shard_batch(batch, plan, mesh.cp.get_local_rank())."
+            f"{caller} got the batch of rank {cut.rank}, but this is rank {rank} of the group. Shard it for the rank in"
+            f" the group of the sequence, as in shard_batch(batch, plan, mesh.cp.get_local_rank())."
         )
     return cut, members
 
 
 def _check_values(values: Any, mask: Any, cut: BatchCut, rank: int, reduce: str) -> None:
     if not isinstance(values, Tensor) or not values.is_floating_point():
-        given = str(values.dtype) if isinstance(values, Tensor) else type(values).__name__
-        raise BatchError(f"per_sequence takes a floating-point tensor, but {given} was given. Cast it first.")
+        got = str(values.dtype) if isinstance(values, Tensor) else type(values).__name__
+        raise BatchError(f"values must be a floating-point tensor, but got {got}. Cast it first.")
     if reduce not in ("sum", "mean"):
-        raise BatchError(f"reduce = {reduce!r} was asked for. Choose 'sum' or 'mean', over the tokens that count.")
+        raise BatchError(f"reduce must be 'sum' or 'mean' (over the tokens that count), but got {reduce!r}.")
     if values.ndim > 2:
         raise BatchError(
             f"per_sequence takes one number per token, (batch, tokens) or (tokens,), but the tensor has shape"
@@ -421,40 +418,27 @@ def _check_values(values: Any, mask: Any, cut: BatchCut, rank: int, reduce: str)
     cut.layout._check_size(values, -1, cut.layout.num_slots(rank), f"the shard of rank {rank}")
     check_carried(cut.layout, values.ndim - 1, values=values)
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != values.shape):
-        given = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise BatchError(
-            f"mask says which of this rank's tokens count, so it has their shape, {tuple(values.shape)}, but {given}"
-            f" was given. shard_like cuts one of whole sequences; masks of attention go to documents=."
+            f"mask must have the shape of this rank's tokens, {tuple(values.shape)}, but got {got}. Shard a mask of"
+            f" whole sequences with shard_like; pass masks of attention as documents=."
         )
-
-
-def _as_bool(mask: Tensor) -> Tensor:
-    counts = mask != 0
-    if not torch.equal(counts.to(mask.dtype), mask):
-        raise BatchError(
-            "mask must hold 0 and 1 only, but holds other values. If these are weights, multiply values by them."
-        )
-    return counts
 
 
 def _rows(cut: BatchCut, num: int) -> int:
-    """How many batch rows have that many sequences in all."""
-    found = len(cut.counts) if len(cut.counts) > 1 else num // max(cut.counts[0], 1)
-    wanted = sum(cut.counts) if len(cut.counts) > 1 else cut.counts[0] * found
-    if num != wanted or not found:
-        said = f"{wanted}" if len(cut.counts) > 1 else f"a multiple of {cut.counts[0]}, as many in each batch row"
-        raise BatchError(f"per_token was given {num} numbers, but the number of sequences is {said}.")
-    return found
+    """Return the number of batch rows that have that many sequences in all."""
+    rows = len(cut.counts) if len(cut.counts) > 1 else num // max(cut.counts[0], 1)
+    expected = sum(cut.counts) if len(cut.counts) > 1 else cut.counts[0] * rows
+    if num != expected or not rows:
+        size = f"{expected}" if len(cut.counts) > 1 else f"a multiple of {cut.counts[0]}, as many in each batch row"
+        raise BatchError(f"per_token got {num} numbers, but the number of sequences is {size}.")
+    return rows
 
 
 def _index(cut: BatchCut, rank: int, rows: int) -> tuple[Ints, int]:
-    """The sequence that each of the rank's tokens belongs to, (rows, tokens), and how many there are in all."""
+    """Return the sequence of each of the rank's tokens, (rows, tokens), and the number of sequences."""
     numbers, counts = cut.numbers, cut.counts
-    if len(numbers) not in (1, rows):
-        raise BatchError(
-            f"documents are given for {len(numbers)} batch rows, but the tokens have {rows}. Give one list of lengths"
-            f" for all rows, or one per row."
-        )
+    check_rows(numbers, rows)
     counts = counts * rows if len(counts) == 1 else counts
     real = cut.layout.positions(rank)[: int(cut.layout.num_tokens[rank])]
     last = np.cumsum(np.array(counts, dtype=np.int64))
