@@ -16,7 +16,7 @@ pytestmark = [  # PyTorch's compiler uses what PyTorch warns of
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 CASES = work.cases()
-OTHER_WORDS = "" if minor(torch.__version__) >= (2, 13) else "|made anew in every call|trace builtin operator `setattr`"
+OTHER_WORDS = "" if minor(torch.__version__) >= (2, 13) else "|every call creates|trace builtin operator `setattr`"
 """In which older compilers refuse the same: modes do not see calls that make tensors, classes cannot count."""
 
 
@@ -214,12 +214,12 @@ def writes(s, b, h, i, j):
 
 
 UNCOMPILED = {
-    "attribute": (lambda s, b, h, i, j: s + s.data * TABLE[h], "made anew in every call"),
-    "hidden by an operation": (lambda s, b, h, i, j: (s.data * 2).exp() * s, "made anew in every call"),
+    "attribute": (lambda s, b, h, i, j: s + s.data * TABLE[h], "every call creates"),
+    "hidden by an operation": (lambda s, b, h, i, j: (s.data * 2).exp() * s, "every call creates"),
     "own backward": (lambda s, b, h, i, j: StraightThrough.apply(s) + s, "autograd.Function"),
     "own backward without operations": (lambda s, b, h, i, j: Stop.apply(s) * TABLE[h], "autograd.Function"),
     "own backward of what is captured": (lambda s, b, h, i, j: s * Stop.apply(TABLE[h]), "autograd.Function"),
-    "vmap": (lambda s, b, h, i, j: s + torch.vmap(lambda x: x * i)(FIXED).sum(), "made anew in every call"),
+    "vmap": (lambda s, b, h, i, j: s + torch.vmap(lambda x: x * i)(FIXED).sum(), "every call creates"),
     "operator by its schema": (lambda s, b, h, i, j: torch.ops.aten.sin(s), "it uses sin"),
 }
 
