@@ -221,7 +221,7 @@ class Scene:
         body = re.sub(r"\s*font-family: [^;\"]*;", "", body)
         body = re.sub(r' transform="rotate\(-0 [^"]*"|(?<=<g) id="(?!note)[^"]*"', "", body)
         body = re.sub(r'<g id="note(\d+)">', lambda n: f"<g><title>{escaped(self.notes[int(n[1])])}</title>", body)
-        body = re.sub(r"\s*\n\s*(?!<)", " ", body)  # path data in one line
+        body = re.sub(r"\s*\n\s*+(?!<)", " ", body)  # path data in one line
         body = re.sub(r"\n\s*", "\n", body)
         size = f"{self.width:g}", f"{self.height:g}"
         return (
