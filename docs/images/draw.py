@@ -98,4 +98,4 @@ if __name__ == "__main__":
         (HERE / f"{name}.svg").write_text(scene.svg(), encoding="utf-8")
         if not name.endswith("-64") and not name.startswith("tutorial"):
             write_png(scene, HERE / f"{name}.png", scale=1.5)
-        print(f"{name}: {len(scene.items)} items")
+        print(f"{name}: {scene.width:g} x {scene.height:g}")

@@ -31,9 +31,11 @@ from longspan.viz import (
     traffic_picture,
     write_png,
 )
-from longspan.viz.layout import runs
 from longspan.viz.mask import even_edges, owner_edges, owners, row_work, stretches, tile_pairs
-from longspan.viz.scene import ROLES, SERIES, Area, Line, Rect, Text, ramp, rank_color, text_width
+from longspan.viz.scene import ROLES, SERIES, ramp, rank_color
+from longspan.viz.timeline import runs
+
+pytest.importorskip("matplotlib")
 
 SIZES = {"q_heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&\x1b\x00"
@@ -71,31 +73,39 @@ def scenes(plan):
     }
 
 
+def texts(scene: Scene) -> list:
+    """Return the text objects that are visible."""
+    found = scene.figure.findobj(lambda artist: hasattr(artist, "get_text") and hasattr(artist, "get_window_extent"))
+    return [text for text in found if text.get_text().strip() and text.get_visible()]
+
+
+def words_of(scene: Scene) -> str:
+    return " ".join(text.get_text() for text in texts(scene))
+
+
+def boxes_of(scene: Scene) -> list[tuple[str, object]]:
+    """Return (tooltip, patch) of every box with a tooltip."""
+    patches = scene.figure.findobj(lambda artist: str(artist.get_gid() or "").startswith("note"))
+    return [(scene.notes[int(patch.get_gid()[4:])], patch) for patch in patches]
+
+
 def check_drawn(scene: Scene) -> ET.Element:
-    """Well-formed, titled, and nothing beyond the paper's edge."""
+    """Well-formed, titled, with every text inside the paper, upon no other text and large enough to be read."""
     root = ET.fromstring(scene.svg())
     assert root.tag == f"{SVG}svg"
     assert root.findtext(f"{SVG}title")
     assert root.findtext(f"{SVG}desc")
-    kinds = {"rect": Rect, "polyline": Line, "polygon": Area, "text": Text}
-    for name, kind in kinds.items():
-        drawn = len(root.findall(f"{SVG}{name}"))
-        assert drawn == sum(isinstance(item, kind) for item in scene.items) + (name == "rect")  # and the paper
-    for item in scene.items:
-        match item:
-            case Rect():
-                corners = [(item.x, item.y), (item.x + item.width, item.y + item.height)]
-                assert item.width >= 0
-                assert item.height >= 0
-            case Line() | Area():
-                corners = item.points
-            case Text():
-                wide = text_width(item.text, item.size)
-                left = item.x - {"start": 0.0, "middle": wide / 2, "end": wide}[item.anchor]
-                corners = [(item.x, item.y)] if item.upright else [(left, item.y), (left + wide, item.y)]
-        for x, y in corners:
-            assert -1 <= x <= scene.width + 1, item
-            assert -1 <= y <= scene.height + 1, item
+    drawn = texts(scene)
+    assert all(text.get_fontsize() >= 9 for text in drawn)
+    boxes = np.array([text.get_window_extent().extents for text in drawn])
+    assert (boxes[:, :2] >= -1).all(), drawn[int(boxes[:, :2].min(axis=1).argmin())]
+    assert (boxes[:, 2] <= scene.width + 1).all(), drawn[int(boxes[:, 2].argmax())]
+    assert (boxes[:, 3] <= scene.height + 1).all(), drawn[int(boxes[:, 3].argmax())]
+    low = np.maximum(boxes[:, None, :2], boxes[None, :, :2])
+    shared = np.minimum(boxes[:, None, 2:], boxes[None, :, 2:]) - low
+    upon = np.argwhere(np.triu((shared > 1.5).all(axis=2), 1))
+    assert not len(upon), [(drawn[i].get_text(), drawn[j].get_text()) for i, j in upon[:5]]
+    assert len(root.findall(f".//{SVG}g/{SVG}title")) == len(scene.notes)
     return root
 
 
@@ -132,10 +142,26 @@ def test_every_picture_as_png(tmp_path):
     assert is_blank(read_png(tmp_path / "blank.png"))
 
 
-def test_a_png_without_matplotlib_is_refused(monkeypatch, tmp_path):
+def test_pictures_without_matplotlib_are_refused(monkeypatch):
+    layout = ls.layouts.contiguous(16, 2)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(LongspanError, match=r"matplotlib is not installed\. Install longspan\[viz\]"):
-        write_png(Scene(10, 10, "x"), tmp_path / "x.png")
+    for draw in (lambda: layout_picture(layout), lambda: mask_picture(ls.masks.causal(16)), lambda: Scene(9, 9, "x")):
+        with pytest.raises(LongspanError, match=r"`matplotlib` is required .*pip install longspan\[viz\]"):
+            draw()
+    shown = layout._repr_html_()  # a notebook shows at least the text
+    assert "&lt;layout contiguous" in shown
+    assert "pip install longspan[viz]" in shown
+
+
+def test_pictures_do_not_depend_on_the_users_settings():
+    import matplotlib
+
+    layout = ls.layouts.zigzag(64, 2)
+    expected = layout_picture(layout, title="costs $5 and $6").svg()
+    assert "costs $5 and $6" in expected
+    with matplotlib.rc_context({"font.size": 30, "axes.grid": True, "figure.facecolor": "red", "svg.fonttype": "path"}):
+        assert layout_picture(layout, title="costs $5 and $6").svg() == expected
+        assert matplotlib.rcParams["font.size"] == 30
 
 
 # -- the figures in the pictures are the plan's ---------------------------------------------------------------------
@@ -153,15 +179,14 @@ def test_traffic_cells_show_their_bytes():
     matrices = [traffic(plan, direction) for direction in ("forward", "backward")]
     scene = traffic_picture(plan)
     most = max(int(m.max()) for m in matrices)
-    notes = {item.note for item in scene.items if isinstance(item, Rect)}
-    words = [item.text for item in scene.items if isinstance(item, Text)]
+    words = [text.get_text() for text in texts(scene)]
     unit = 2**20 if most >= 2**20 else 2**10
     for matrix in matrices:
         for src, dst in np.argwhere(matrix).tolist():
-            assert f"rank {src} to rank {dst}: {bytes_text(int(matrix[src, dst]))}" in notes
+            assert f"rank {src} to rank {dst}: {bytes_text(int(matrix[src, dst]))}" in scene.notes
             assert three(int(matrix[src, dst]) / unit) in words
-    darkest = [r for r in scene.items if isinstance(r, Rect) and " to rank " in r.note and r.opacity == 1]
-    assert [r.note.rsplit(": ")[1] for r in darkest] == [bytes_text(most)] * len(darkest)
+    darkest = [note for note, box in boxes_of(scene) if " to rank " in note and box.get_alpha() is None]
+    assert [note.rsplit(": ")[1] for note in darkest] == [bytes_text(most)] * len(darkest)
     assert darkest
 
 
@@ -169,7 +194,7 @@ def test_memory_peaks_are_the_plans(plan):
     both = runs(plan)
     peaks = [plan.peak_bytes(rank) for rank in range(plan.layout.world_size)]
     assert [max(int(run.alive[r].max(initial=0)) for run in both) for r in range(len(peaks))] == peaks
-    words = " ".join(item.text for item in memory_picture(plan).items if isinstance(item, Text))
+    words = words_of(memory_picture(plan))
     assert f"peak {bytes_text(max(peaks))} on rank {peaks.index(max(peaks))}" in words
 
 
@@ -182,34 +207,30 @@ def test_steps_end_when_the_simulator_says(plan):
 def test_timeline_bars_are_the_events():
     plan = PLANS["1k on 4"]()
     forward, backward = runs(plan)
-    bars = [item for item in timeline_picture(plan).items if isinstance(item, Rect) and "computes" in item.note]
+    scene = timeline_picture(plan)
+    bars = [box for note, box in boxes_of(scene) if "computes" in note]
     events = [e for run in (forward, backward) for e in run.timeline.events if e.kind == "compute"]
-    assert len(bars) == len(events)
-    first = {run.direction: min(bars, key=lambda bar: bar.x) for run in (forward,)}["forward"]
-    panel = (820 - 62 - 52 - 28) * forward.timeline.seconds / (forward.timeline.seconds + backward.timeline.seconds)
-    event = next(e for e in forward.timeline.events if e.kind == "compute" and e.start == 0)
-    whole = (event.stop - event.start) / forward.timeline.seconds * panel
-    assert min(abs(bar.width + 1 - whole) for bar in bars if bar.x == first.x) < 0.1
+    assert [bar.get_x() for bar in bars] == [event.start for event in events]
+    pixel = (forward.timeline.seconds + backward.timeline.seconds) / (scene.width - 2 * 20 - 62 - 52 - 28)
+    widths = [event.stop - event.start for event in events]
+    assert [bar.get_width() for bar in bars] == pytest.approx([max(w - pixel, pixel) for w in widths], abs=1e-9)
 
 
 def test_mask_pictures_say_how_much_is_allowed(plan):
     share = 100 * plan.mask.area() / plan.layout.seq_len**2
-    words = [item.text for item in mask_picture(plan.mask, plan.layout).items if isinstance(item, Text)]
-    assert any(f"{share:.3g}% of all pairs allowed" in line for line in words)
+    assert f"{share:.3g}% of all pairs allowed" in words_of(mask_picture(plan.mask, plan.layout))
 
 
 def test_layout_strips_hold_every_token():
     layout = ls.layouts.zigzag(1000, 4)
     scene = layout_picture(layout)
-    spans = [item for item in scene.items if isinstance(item, Rect) and item.note.startswith("rank ")]
+    spans = [(note, box) for note, box in boxes_of(scene) if note.startswith("rank ")]
     assert len(spans) == len(layout.table)
-    widths = {rank: sum(r.width for r in spans if r.note.startswith(f"rank {rank}:")) for rank in range(4)}
-    assert list(widths.values()) == pytest.approx([sum(widths.values()) / 4] * 4)
-    layout = ls.layouts.striped(1600, 4, stripe=20)
-    for item in layout_picture(layout).items:
-        if isinstance(item, Rect) and item.note:
-            start, stop = (int(word.replace(",", "")) for word in item.note.split(": ")[1].split(" to "))
-            assert abs(item.width / 650 * 1600 - (stop - start)) < 1.5
+    for rank in range(4):
+        assert sum(box.get_width() for note, box in spans if note.startswith(f"rank {rank}:")) == 250
+    for note, box in boxes_of(layout_picture(ls.layouts.striped(1600, 4, stripe=20))):
+        start, stop = (int(word.replace(",", "")) for word in note.split(": ")[1].split(" to "))
+        assert (box.get_x(), box.get_width()) == (start, stop - start)
     check_drawn(layout_picture(ls.layouts.striped(100_000, 8)))
 
 
@@ -220,8 +241,7 @@ def test_scaling_points_are_the_plans():
         layout = ls.layouts.balanced(mask, world_size=point.ranks)
         reason = next(r for r in ls.plan(mask, layout, scheme=point.scheme, **SIZES).reasons if r.chosen)
         assert (point.seconds, point.bytes_received) == (reason.seconds, reason.bytes_received)
-    notes = " ".join(i.note for i in scaling_picture(points).items if isinstance(i, Rect))
-    assert f"ring, 4 ranks: {bytes_text(points[-1].bytes_received)}" in notes
+    assert f"ring, 4 ranks: {bytes_text(points[-1].bytes_received)}" in scaling_picture(points).notes
 
 
 @pytest.mark.parametrize("asked", [(), ("--schemes", "all")], ids=["default", "all"])
@@ -236,16 +256,15 @@ def test_the_legend_of_compared_schemes_is_inside_of_the_picture(asked, tmp_path
     words = ["compare", "--seq", "64k", "--ranks", "4,8", "--plot", str(tmp_path / "curves.svg"), *asked]
     assert main(words) == 0
     check_drawn(drawn[0])
-    words = [item.text for item in drawn[0].items if isinstance(item, Text)]
     named = ("quickest of all", "PyTorch all_gather", "PyTorch ring", "exchange", "all_to_all", "hybrid", "ring")
-    assert {*named, "ideal"} <= set(words)
-    legend = [item for item in drawn[0].items if isinstance(item, Text) and item.text in (*named, "ideal")]
-    assert len({item.y for item in legend}) == 2  # one row has no room for all
+    legend = [text for text in texts(drawn[0]) if text.get_text() in (*named, "ideal")]
+    assert {text.get_text() for text in legend} == {*named, "ideal"}
+    assert len({text.get_position()[1] for text in legend}) == 2  # one row has no room for all
 
 
 def test_scaling_of_hardly_anything():
     check_drawn(scaling_picture(scaling_points(ls.masks.causal(256), (1,), schemes=("auto",), **SIZES)))
-    with pytest.raises(PlanError, match="no points"):
+    with pytest.raises(PlanError, match="points"):
         scaling_picture([])
 
 
@@ -298,7 +317,7 @@ def test_ten_million_tokens_cost_what_their_bands_do():
     layout = ls.layouts.per_document([int(lengths[0]), 10_000_000 - int(lengths[0])], 64)
     scene = mask_picture(mask, layout)
     check_drawn(scene)
-    assert len(scene.items) < 5000
+    assert len(scene.svg()) < 500_000
     assert (
         int(tile_pairs(mask.plane().sure, even_edges(10_000_000, 64), even_edges(10_000_000, 64)).sum()) == mask.area()
     )
@@ -341,17 +360,13 @@ def scans(lengths, ranks, scheme="doubling", layout=None):
     return ls.scan_plan(mask, layout, heads=2, keys=16, values=16, maps="matrix", scheme=scheme)
 
 
-def notes_of(scene):
-    return [item.note for item in scene.items if isinstance(item, Rect) and item.note]
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_segments_wait_until_the_last_step_of_a_scan(scheme):
     """At first those wait that are not first of their document; at the end none does."""
     plan = scans([300, 420, 180, 124], 4, scheme)
     scene = scan_picture(plan)
     check_drawn(scene)
-    notes = [note for note in notes_of(scene) if note.startswith("segment ")]
+    notes = [note for note in scene.notes if note.startswith("segment ")]
     chains = [ranks for ranks in plan.chains.ranks() if len(ranks) > 1]
     segments, cuts, columns = sum(map(len, chains)), sum(len(ranks) - 1 for ranks in chains), plan.draft.num_steps
     assert len(notes) == segments * columns
@@ -372,11 +387,11 @@ def test_any_scan_is_drawn(lengths, ranks, scheme, striped):
 def test_pieces_of_a_scan_say_where_they_came_from():
     """Four segments one after the other: rank 2 gets what ranks 0 and 1 did from rank 1, and adds its own."""
     plan = scans([400], 4, "chain", ls.layouts.contiguous(400, 4))
-    notes = notes_of(scan_picture(plan))
+    notes = scan_picture(plan).notes
     assert "state[0:3], of which [0:2] from rank 1" in notes
     assert "state[0:3], of which [2:3] from rank 2" in notes
     assert not any(note.startswith("map") for note in notes)
-    assert any(note.startswith("map") for note in notes_of(scan_picture(scans([400], 8))))
+    assert any(note.startswith("map") for note in scan_picture(scans([400], 8)).notes)
 
 
 def test_tokens_that_are_moved_are_told():
@@ -385,7 +400,7 @@ def test_tokens_that_are_moved_are_told():
     plan = ls.scan_plan(mask, ls.layouts.striped(640, 4), **sizes, scheme="relayout", token_bytes=640)
     scene = scan_picture(plan)
     check_drawn(scene)
-    assert "moved to it from striped and back" in " ".join(i.text for i in scene.items if isinstance(i, Text))
+    assert "moved to it from striped and back" in words_of(scene)
 
 
 def test_long_scans_are_drawn_in_part_and_say_so():
@@ -452,7 +467,7 @@ def test_hostile_names_are_escaped():
     for scene in drawn:
         root = check_drawn(scene)
         assert {element.tag for element in root.iter()} <= {
-            f"{SVG}{name}" for name in ("svg", "title", "desc", "style", "rect", "polyline", "polygon", "text")
+            f"{SVG}{name}" for name in ("svg", "title", "desc", "style", "g", "defs", "path", "use", "clipPath", "text")
         }
         assert "&lt;/script&gt;&lt;img" in scene.svg()
         assert "<img" not in scene.svg() + picture_page(scene, HOSTILE)
@@ -462,7 +477,7 @@ def test_hostile_names_are_escaped():
 
 def test_too_many_ranks_are_refused():
     plan = made([4000, 96], 200, scheme="ring")
-    with pytest.raises(PlanError, match=r"has 200 ranks.*Ask for 128 ranks or fewer"):
+    with pytest.raises(PlanError, match=r"`plan` .*128.*200"):
         timeline_picture(plan)
     check_drawn(mask_picture(plan.mask, plan.layout))
     assert "64 of 200 ranks are drawn" in layout_picture(plan.layout).svg()
@@ -570,7 +585,7 @@ def test_show_writes_png_and_json(capsys, tmp_path):
         (["show"], "required"),
         (["show", "mask"], "--seq"),
         (["show", "mask", *DOCS, "--svg", "/nowhere/at/all.svg"], "/nowhere/at/all.svg"),
-        (["show", "schedule", "--seq", "64k", "--ranks", "129", "--scheme", "ring"], "Ask for 128 ranks or fewer"),
+        (["show", "schedule", "--seq", "64k", "--ranks", "129", "--scheme", "ring"], "128 ranks or fewer"),
     ],
 )
 def test_show_refuses(capsys, words, said):

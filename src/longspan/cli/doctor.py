@@ -221,7 +221,7 @@ def advice(findings: dict[str, Any]) -> Iterator[str]:
         yield "Only one process was seen: run this under torchrun to examine the ranks' clocks and links."
     for name in ("rich", "matplotlib"):
         if findings["versions"][name] is None:
-            yield f"{name} is not installed: {'plain tables' if name == 'rich' else 'no PNG pictures'}. It is optional."
+            yield f"{name} is not installed: {'plain tables' if name == 'rich' else 'no pictures'}. It is optional."
 
 
 def headline(findings: dict[str, Any]) -> str:

@@ -28,13 +28,13 @@ from longspan.planning.scan_plan import ScanPlan
 from longspan.planning.steps import table
 from longspan.recurrences import scan_plan
 from longspan.spans import join
-from longspan.viz.layout import layout_picture, runs
+from longspan.viz.layout import layout_picture
 from longspan.viz.mask import even_edges, mask_picture, row_work
 from longspan.viz.memory import memory_picture
 from longspan.viz.report import picture_page
 from longspan.viz.scan import scan_picture
 from longspan.viz.scene import Scene, write_png
-from longspan.viz.timeline import timeline_picture
+from longspan.viz.timeline import runs, timeline_picture
 from longspan.viz.traffic_table import traffic, traffic_picture
 
 WHAT = ("mask", "layout", "schedule", "traffic", "memory", "scan")
@@ -47,7 +47,7 @@ _MATRIX = 12
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=WHAT, help="what to show")
     out = parser.add_argument_group("pictures")
-    out.add_argument("--svg", type=to_write(".svg"), metavar="FILE", help="write the picture as SVG")
+    out.add_argument("--svg", type=to_write(".svg"), metavar="FILE", help="write the picture as SVG (needs matplotlib)")
     out.add_argument("--png", type=to_write(".png"), metavar="FILE", help="write the picture as PNG (needs matplotlib)")
     out.add_argument(
         "--html", type=to_write(".html", ".htm"), metavar="FILE", help="write a self-contained page with the picture"

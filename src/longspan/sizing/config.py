@@ -13,21 +13,18 @@ from typing import Any
 
 from longspan.errors import PlanError
 
-# -- Reading a configuration: every size is present, an integer and positive, or the error names it --------------------
-
-
 MOST = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigReader:
-    """The keys of a `config.json`.
+    """The keys of a `config.json`. Every size must be present, an integer and positive, or the error names it.
 
     >>> ConfigReader({"model_type": "llama", "hidden_size": 64}).size("hidden_size")
     64
     >>> ConfigReader({"model_type": "llama"}).size("vocab_size")
     Traceback (most recent call last):
-    longspan.errors.PlanError: the configuration of a llama has no vocab_size. Give the whole config.json of the model.
+    longspan.errors.PlanError: the configuration of a llama has no vocab_size. Pass the whole config.json of the model.
     """
 
     keys: Mapping[str, Any]
@@ -37,74 +34,69 @@ class ConfigReader:
         return str(self.keys["model_type"])
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """A whole number above 0, under the first of these names that is there."""
-        found = self.optional_size(*names)
-        if found is not None:
-            return found
-        if default is not None:
-            return default
-        raise PlanError(
-            f"the configuration of a {self.model_type} has no {' or '.join(names)}. Give the whole config.json of the"
-            f" model."
-        )
+        """Return a positive integer, under the first of these names that is present."""
+        value = self.optional_size(*names)
+        value = default if value is None else value
+        if value is None:
+            raise PlanError(
+                f"the configuration of a {self.model_type} has no {' or '.join(names)}. Pass the whole config.json of"
+                " the model."
+            )
+        return value
 
     def optional_size(self, *names: str) -> int | None:
-        """The same, or None where it is missing or null."""
+        """Return a positive integer, or None where it is missing or null."""
         for name in names:
             value = self.keys.get(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST:
-                raise PlanError(f"{name} of the configuration is {value!r:.40}. A whole number above 0 is expected.")
-            return value
+            if value is not None:
+                if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST:
+                    raise _wrong(name, "a positive integer", value)
+                return value
         return None
 
     def count(self, *names: str, default: int = 0) -> int:
-        """A whole number that may be 0."""
-        given = next((self.keys[name] for name in names if self.keys.get(name) is not None), default)
-        return 0 if given == 0 and not isinstance(given, bool) else self.size(*names, default=default)
+        """Return an integer that may be 0."""
+        value = next((self.keys[name] for name in names if self.keys.get(name) is not None), default)
+        return 0 if value == 0 and not isinstance(value, bool) else self.size(*names, default=default)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
+        """Return a bool."""
         value = self.keys.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise PlanError(f"{name} of the configuration is {value!r:.40}. True or false is expected.")
-        return value
+        if value is not None and not isinstance(value, bool):
+            raise _wrong(name, "true or false", value)
+        return default if value is None else value
 
     def indices(self, name: str) -> list[int] | None:
-        """Numbers of layers, or None."""
+        """Return indices of layers, or None where the key is missing."""
         value = self.keys.get(name)
         if value is None:
             return None
         if not isinstance(value, list | tuple) or any(isinstance(x, bool) or not isinstance(x, int) for x in value):
-            raise PlanError(f"{name} of the configuration is {value!r:.60}. A list of whole numbers is expected.")
+            raise _wrong(name, "a list of integers", value)
         return list(value)
 
     def words(self, name: str, length: int, known: tuple[str, ...]) -> list[str] | None:
-        """One known word for each layer, or None where the key is missing."""
+        """Return one known word for each layer, or None where the key is missing."""
         value = self.keys.get(name)
         if value is None:
             return None
         if not isinstance(value, list | tuple) or len(value) != length:
-            raise PlanError(
-                f"{name} of the configuration is {value!r:.60}. A word for each of {length} layers is expected."
-            )
+            raise _wrong(name, f"a list of {length} words, one for each layer", value)
         for word in value:
             if word not in known:
-                raise PlanError(
-                    f"{name} of the configuration names a layer {word!r:.40}. Known of a {self.model_type}:"
-                    f" {', '.join(known)}."
-                )
+                raise _wrong(name, f"words of a {self.model_type} ({', '.join(known)})", word)
         return [str(word) for word in value]
+
+
+def _wrong(name: str, expected: str, value: Any) -> PlanError:
+    return PlanError(f"`{name}` of the configuration must be {expected}, but got {value!r:.60}.")
 
 
 # -- Built-in configurations -------------------------------------------------------------------------------------------
 
 
 def _config(model_type: str, sizes: tuple[int, ...], **more: Any) -> dict[str, Any]:
-    """A configuration from (hidden size, MLP's inner size, layers, query heads, key/value heads, vocabulary)."""
+    """Return a configuration of (hidden size, MLP size, layers, query heads, key/value heads, vocabulary size)."""
     names = (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "vocab_size",
@@ -152,18 +144,18 @@ BUILT_IN = {  # name: (configuration, published parameters in 1e9)
         _config("lfm2", (2048, 12288, 16, 32, 8, 65536), conv_L_cache=3, full_attn_idxs=[2, 5, 8, 10, 12, 14]), 1.17,
     ),
 }  # fmt: skip
-"""Gemma's is its language model, without the part that sees."""
+"""Gemma's is its language model, without the vision encoder."""
 
 
 def built_in_config(name: str) -> dict[str, Any]:
-    """The configuration of that name.
+    """Return the built-in configuration of a model.
 
     >>> built_in_config("qwen3-8b")["num_hidden_layers"]
     36
     """
     if name not in BUILT_IN:
         raise PlanError(
-            f"model {name!r:.60} was asked for. Choose one of {', '.join(BUILT_IN)}, or give its own file, with"
-            f" --config."
+            f"`model` must be one of {', '.join(BUILT_IN)}, but got {name!r:.60}. For another model, pass its file with"
+            " --config."
         )
     return dict(BUILT_IN[name][0])

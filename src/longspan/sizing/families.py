@@ -1,4 +1,4 @@
-"""From configurations of transformers to model sizes: one short function per kind of family, and a table of families.
+"""Model sizes from configurations of transformers: one short function per kind of family, and a table of families.
 
 The number of parameters is that of the model that transformers builds (a test builds all of them). A family that is not
 in the table is refused: sizes are never guessed.
@@ -16,10 +16,7 @@ from longspan.sizing.config import ConfigReader
 from longspan.sizing.modules import (
     AttentionTraits,
     Block,
-    DeltaSizes,
-    ExpertSizes,
     Heads,
-    LatentSizes,
     LayerSizes,
     MambaSizes,
     ModelSizes,
@@ -43,10 +40,11 @@ from longspan.sizing.modules import (
 MIXING = ("full_attention", "linear_attention")
 
 
-def _heads(reader: ConfigReader, head_dim: int | None = None) -> Heads:
+def _heads(reader: ConfigReader, head_dim: int | None = None, kv_heads: int | None = None) -> Heads:
+    """Return the heads of an attention without a window; the arguments are defaults for keys that are missing."""
     q_heads, hidden = reader.size("num_attention_heads"), reader.size("hidden_size")
     size = reader.size("head_dim", default=head_dim or max(hidden // q_heads, 1))
-    return Heads(q_heads, reader.size("num_key_value_heads"), size, size)
+    return Heads(q_heads, reader.size("num_key_value_heads", default=kv_heads), size, size)
 
 
 def _model(reader: ConfigReader, layers: list[LayerSizes], *, style: str = "rms", tied: bool = False) -> ModelSizes:
@@ -69,21 +67,17 @@ def qwen_hybrid(reader: ConfigReader) -> ModelSizes:
         words = [MIXING[1] if (layer + 1) % period else MIXING[0] for layer in range(num_layers)]
     bias = reader.flag("attention_bias")
     traits = AttentionTraits(bias, bias, qk_norm="wide", gated=True)
-    delta = DeltaSizes(
-        reader.size("linear_num_key_heads"), reader.size("linear_num_value_heads"), reader.size("linear_key_head_dim"),
-        reader.size("linear_value_head_dim"), reader.size("linear_conv_kernel_dim"),
-    )  # fmt: skip
     norms, inner = (norm("norm", hidden, style="wide"),), dense if reader.model_type == "qwen3_5_text" else qwen_experts
     mixers = {
         MIXING[0]: attention(hidden, _heads(reader, 256), norms, traits),
-        MIXING[1]: gated_delta(hidden, delta, norms),
+        MIXING[1]: gated_delta(reader, norms),
     }
     layers = [LayerSizes((mixers[word], _after(norms, inner(reader, i)))) for i, word in enumerate(words)]
     return _model(reader, layers, style="wide")
 
 
 def _mamba(reader: ConfigReader) -> MambaSizes:
-    """A Mamba-2 mixer by the names that IBM's and TII's configurations have."""
+    """Return a Mamba-2 mixer, from the keys of IBM's and TII's configurations."""
     heads = reader.size("mamba_n_heads")
     inner = reader.optional_size("mamba_d_ssm") or reader.size("mamba_expand", default=2) * reader.size("hidden_size")
     head_dim = reader.keys.get("mamba_d_head")
@@ -92,7 +86,7 @@ def _mamba(reader: ConfigReader) -> MambaSizes:
     if head_dim * heads != inner:
         raise PlanError(
             f"mamba_n_heads = {heads} and mamba_d_head = {head_dim} make {head_dim * heads} features, but the mixer has"
-            f" {inner}. Give the config.json as it was published."
+            f" {inner}. Pass the config.json as it was published."
         )
     return MambaSizes(
         heads, head_dim, reader.size("mamba_n_groups"), reader.size("mamba_d_state"), reader.size("mamba_d_conv"),
@@ -101,7 +95,7 @@ def _mamba(reader: ConfigReader) -> MambaSizes:
 
 
 def _mamba_layers(reader: ConfigReader) -> list[bool]:
-    """For each layer whether it is attention."""
+    """Return for each layer whether it is attention."""
     num_layers = reader.size("num_hidden_layers")
     words = reader.words("layer_types", num_layers, (*MIXING, "attention", "mamba"))
     if words is not None:
@@ -122,7 +116,7 @@ def bamba(reader: ConfigReader) -> ModelSizes:
 
 
 def granite_hybrid(reader: ConfigReader) -> ModelSizes:
-    """The same, with experts beside an MLP for all tokens, or that MLP alone."""
+    """Bamba with experts and an MLP for all tokens, or that MLP alone."""
     hidden = reader.size("hidden_size")
     bias = reader.flag("attention_bias")
     norms = (norm("norm", hidden),)
@@ -131,8 +125,8 @@ def granite_hybrid(reader: ConfigReader) -> ModelSizes:
     total, shared = reader.count("num_local_experts"), reader.size("shared_intermediate_size")
     inner = Block("mlp", (*norms, *gated_mlp(hidden, shared)))
     if total:
-        choice = ExpertSizes(total, reader.size("num_experts_per_tok"), reader.size("intermediate_size"))
-        inner = Block("experts", (*norms, *experts(hidden, choice), *gated_mlp(hidden, shared, keeps=False)))
+        routed = experts(hidden, total, reader.size("num_experts_per_tok"), reader.size("intermediate_size"))
+        inner = Block("experts", (*norms, *routed, *gated_mlp(hidden, shared, keeps=False)))
     return _model(reader, [LayerSizes((attend if full else recur, inner)) for full in _mamba_layers(reader)])
 
 
@@ -151,7 +145,7 @@ def falcon_h1(reader: ConfigReader) -> ModelSizes:
 
 
 def nemotron_h(reader: ConfigReader) -> ModelSizes:
-    """One thing a layer: Mamba-2, attention, an MLP or experts."""
+    """One block per layer: Mamba-2, attention, an MLP or experts."""
     hidden = reader.size("hidden_size")
     norms = (norm("norm", hidden, style="wide"),)
     makers: dict[str, Callable[[], Block]] = {
@@ -163,29 +157,26 @@ def nemotron_h(reader: ConfigReader) -> ModelSizes:
         ),
         "moe": lambda: Block("experts", (*norms, *_nemotron_experts(reader))),
     }
-    found: dict[str, LayerSizes] = {}
-    layers: list[LayerSizes] = []
-    for word in _nemotron_words(reader):
-        if word not in found:
-            found[word] = LayerSizes((makers[word](),))
-        layers.append(found[word])
+    words = _nemotron_words(reader)
+    kinds = {word: LayerSizes((makers[word](),)) for word in dict.fromkeys(words)}
+    layers = [kinds[word] for word in words]
     return replace(_model(reader, layers, style="wide"), tied=False)  # whatever tie_word_embeddings says
 
 
 def _nemotron_words(reader: ConfigReader) -> list[str]:
-    """For each layer what it is, from words or from letters."""
+    """Return the kind of each layer, from words or from letters."""
     letters = reader.keys.get("hybrid_override_pattern")
     if isinstance(letters, str):
         names = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
         wrong = sorted(set(letters) - names.keys())
         if wrong or not letters:
-            raise PlanError(f"hybrid_override_pattern is {letters!r:.60}. M, *, - and E are known, not {wrong}.")
+            raise PlanError(f"`hybrid_override_pattern` must be M, *, - and E, not {wrong}, but got {letters!r:.60}.")
         return [names[letter] for letter in letters]
-    given = reader.keys.get("layers_block_type")
-    if not isinstance(given, list | tuple):
+    kinds = reader.keys.get("layers_block_type")
+    if not isinstance(kinds, list | tuple):
         raise PlanError("the configuration of a nemotron_h has neither layers_block_type nor hybrid_override_pattern.")
     known = ("mamba", "attention", "mlp", "moe", *MIXING)
-    words = reader.words("layers_block_type", len(given), known) or []
+    words = reader.words("layers_block_type", len(kinds), known) or []
     return [{"linear_attention": "mamba", "full_attention": "attention"}.get(word, word) for word in words]
 
 
@@ -199,15 +190,13 @@ def _nemotron_mamba(reader: ConfigReader) -> MambaSizes:
 
 def _nemotron_experts(reader: ConfigReader) -> tuple[ModuleSizes, ...]:
     if reader.optional_size("moe_latent_size") is not None:
-        raise PlanError("experts with a moe_latent_size were given. They are not sized yet.")
+        raise PlanError("experts with `moe_latent_size` are not supported.")
     hidden = reader.size("hidden_size")
-    choice = ExpertSizes(
-        reader.size("n_routed_experts"), reader.size("num_experts_per_tok"), reader.size("moe_intermediate_size"),
-        gated=False,
-    )  # fmt: skip
+    total, active = reader.size("n_routed_experts"), reader.size("num_experts_per_tok")
+    routed = experts(hidden, total, active, reader.size("moe_intermediate_size"), gated=False)
     inner = reader.size("moe_shared_expert_intermediate_size")
     shared = plain_mlp(hidden, inner, bias=reader.flag("mlp_bias"), keeps=False)
-    return (*experts(hidden, choice), ModuleSizes("router's input", 0, 0, hidden), *shared)
+    return (*routed, ModuleSizes("router's input", 0, 0, hidden), *shared)
 
 
 def lfm2(reader: ConfigReader) -> ModelSizes:
@@ -228,7 +217,7 @@ def lfm2(reader: ConfigReader) -> ModelSizes:
 
 
 def _lfm2_inner(reader: ConfigReader) -> int:
-    """The MLP's size, which the configuration gives before two thirds of it are taken and rounded up."""
+    """Return the MLP's size: two thirds of the configured one, rounded up."""
     inner = reader.size("block_ff_dim", "intermediate_size")
     if not reader.flag("block_auto_adjust_ff_dim", True):
         return inner
@@ -260,29 +249,29 @@ WINDOWS = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What families of attention and MLPs differ in."""
+    """The differences between families of attention and MLPs."""
 
     style: str = "rms"
-    """Of its norms."""
+    """Style of its norms."""
     num_norms: int = 2
-    """In a layer."""
+    """Norms in a layer."""
     tied: bool = False
     head_dim: int | None = None
-    """Where a configuration has none; None: hidden size / heads."""
+    """Default of head_dim; None for hidden size / heads."""
     kv_heads: bool = False
-    """Whether a configuration may leave out how many key/value heads there are: as many as query heads."""
+    """Whether num_key_value_heads may be missing: as many as query heads."""
     attention: AttentionTraits = PLAIN
     bias: bool = False
-    """Where attention_bias is not given."""
+    """Default of attention_bias."""
     biases: str = "all"
-    """Which projections attention_bias is about: "all", or "none" where the family has no such key."""
+    """Which projections attention_bias applies to: "all", or "none" where the family has no such key."""
     window: str = "none"
-    """Which layers have a sliding window, where layer_types does not say."""
+    """Which layers have a sliding window, where layer_types is missing."""
     mlp: Callable[[ConfigReader, int], Block] = modules.dense
 
 
 def sizes_of(config: Mapping[str, Any]) -> ModelSizes:
-    """The sizes of the model that a `config.json` describes.
+    """Return the sizes of the model that a `config.json` describes.
 
     >>> tiny = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
     ...         "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100}
@@ -290,33 +279,27 @@ def sizes_of(config: Mapping[str, Any]) -> ModelSizes:
     (107328, {'full': 2, 'mlp': 2})
     """
     if not isinstance(config, Mapping) or not isinstance(config.get("model_type"), str):
-        raise PlanError("the configuration names no model_type. Give a config.json as transformers writes it.")
+        raise PlanError("the configuration has no `model_type`. Pass a config.json as transformers writes it.")
     reader = ConfigReader(config)
     name = reader.model_type
     if isinstance(config.get("text_config"), Mapping):
         raise PlanError(
             f"the configuration is that of a {name:.60}, which has more than its language model. Only language models"
-            f" are sized: save its text_config as a file of its own and give that."
+            f" are sized: save its text_config as a file and pass that."
         )
     if name in FAMILIES:
         return _transformer(reader, FAMILIES[name])
     if name in HYBRID_FAMILIES:
         return HYBRID_FAMILIES[name](reader)
     known = ", ".join(sorted((*FAMILIES, *HYBRID_FAMILIES)))
-    raise PlanError(f"a configuration of model_type {name!r:.60} was given. Sizes are known of: {known}.")
-
-
-def heads_of(reader: ConfigReader, family: Family) -> Heads:
-    """The heads of a family's attention, without a window."""
-    q_heads = reader.size("num_attention_heads")
-    kv_heads = reader.size("num_key_value_heads", default=q_heads if family.kv_heads else None)
-    hidden = reader.size("hidden_size")
-    head_dim = reader.size("head_dim", default=family.head_dim or max(hidden // q_heads, 1))
-    return Heads(q_heads, kv_heads, head_dim, head_dim)
+    raise PlanError(f"`model_type` of the configuration must be one of {known}, but got {name!r:.60}.")
 
 
 def windows_of(reader: ConfigReader, family: Family, num_layers: int) -> list[int | None]:
-    """For each layer how many tokens before its own a token sees, or None; configurations count its own as well."""
+    """Return each layer's window: how many tokens before its own a token sees, or None for all of them.
+
+    Configurations count the token itself as well.
+    """
     window = (
         reader.size("sliding_window") - 1 if family.window != "none" and reader.keys.get("sliding_window") else None
     )
@@ -325,10 +308,10 @@ def windows_of(reader: ConfigReader, family: Family, num_layers: int) -> list[in
     words = reader.words("layer_types", num_layers, WINDOWS)
     if words is not None:
         return [window if word == "sliding_attention" else None for word in words]
-    if family.window in ("late", "asked"):
+    if family.window in ("late", "optional"):
         first = reader.count("max_window_layers", default=28) if family.window == "late" else 0
-        asked = reader.flag("use_sliding_window")
-        return [window if asked and layer >= first else None for layer in range(num_layers)]
+        is_used = reader.flag("use_sliding_window")
+        return [window if is_used and layer >= first else None for layer in range(num_layers)]
     if family.window == "all":
         return [window] * num_layers
     period = reader.size("sliding_window_pattern", "_sliding_window_pattern", default=int(family.window))
@@ -345,32 +328,16 @@ def _transformer(reader: ConfigReader, family: Family) -> ModelSizes:
         out_bias=bias,
     )
     norms = tuple(norm("norm", hidden, style=family.style) for _ in range(family.num_norms // 2))
-    heads = None if reader.model_type == "deepseek_v3" else heads_of(reader, family)
+    kv_heads = reader.size("num_attention_heads") if family.kv_heads else None
+    heads = None if reader.model_type == "deepseek_v3" else _heads(reader, family.head_dim, kv_heads)
     layers: list[LayerSizes] = []
     for layer, window in enumerate(windows_of(reader, family, num_layers)):
         if heads is None:
-            mixer = latent_attention(hidden, _latent(reader), norms)
+            mixer = latent_attention(reader, norms)
         else:
             mixer = attention(hidden, replace(heads, window=window), norms, traits)
-        inner = family.mlp(reader, layer)
-        layers.append(LayerSizes((mixer, replace(inner, modules=(*norms, *inner.modules)))))
-    last = norm("last norm", hidden, style=family.style)
-    return ModelSizes(
-        reader.model_type, hidden, reader.size("vocab_size"), reader.flag("tie_word_embeddings", family.tied),
-        tuple(layers), last,
-    )  # fmt: skip
-
-
-def _latent(reader: ConfigReader) -> LatentSizes:
-    return LatentSizes(
-        reader.size("num_attention_heads"),
-        reader.size("qk_nope_head_dim"),
-        reader.size("qk_rope_head_dim"),
-        reader.size("v_head_dim"),
-        reader.size("kv_lora_rank"),
-        reader.optional_size("q_lora_rank"),
-        reader.flag("attention_bias"),
-    )
+        layers.append(LayerSizes((mixer, _after(norms, family.mlp(reader, layer)))))
+    return replace(_model(reader, layers, style=family.style), tied=reader.flag("tie_word_embeddings", family.tied))
 
 
 _QK = AttentionTraits(qk_norm="rms")
@@ -385,7 +352,7 @@ FAMILIES = {
     "qwen2_moe": Family(
         attention=AttentionTraits(qkv_bias=True), biases="none", window="late", mlp=modules.qwen_experts
     ),
-    "qwen3_moe": Family(attention=_QK, window="asked", mlp=modules.qwen_experts),
+    "qwen3_moe": Family(attention=_QK, window="optional", mlp=modules.qwen_experts),
     "mixtral": Family(biases="none", window="all", mlp=modules.all_experts),
     "gemma2": Family(style="wide", num_norms=4, tied=True, head_dim=256, window="2"),
     "gemma3_text": Family(

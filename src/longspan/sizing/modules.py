@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from longspan.sizing.config import ConfigReader
 
@@ -35,14 +36,14 @@ class ModuleSizes:
     kept_indices: int = 0
     """In int64."""
     working: int = 0
-    """In the model's dtype, beside what is kept: gradients of rows, while its backward runs."""
+    """In the model's dtype, in addition to what is kept: gradients of rows, while its backward runs."""
     active: int | None = None
-    """Parameters that one token meets; all, unless experts are chosen from."""
+    """Parameters that one token meets; all of them, unless a router chooses experts."""
     products: int = 0
-    """Multiplications of one token, forward, beside those with parameters: a recurrence's. A plan has attention's."""
+    """Multiplications of one token, forward, without those with parameters: a recurrence's. A plan has attention's."""
 
     def kept_bytes(self, itemsize: int) -> int:
-        """Bytes that are kept of one token."""
+        """Return the bytes of one token that are kept."""
         copies = self.kept_copies * WIDE if itemsize < WIDE else 0
         return self.kept * itemsize + self.kept_wide * WIDE + copies + self.kept_indices * INDEX
 
@@ -80,18 +81,18 @@ class Block:
         return sum(module.products for module in self.modules)
 
     def kept_bytes(self, itemsize: int) -> int:
-        """Bytes that are kept of one token until backward."""
+        """Return the bytes of one token that are kept until backward."""
         return sum(module.kept_bytes(itemsize) for module in self.modules)
 
     @property
     def working(self) -> int:
-        """Numbers of one token, beside those that are kept, while the backward of its hungriest module runs."""
+        """Numbers of one token, in addition to those kept, while the backward of its largest module runs."""
         return max(module.working for module in self.modules)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """What is checkpointed and gathered as one."""
+    """A layer, which is checkpointed and gathered as a whole."""
 
     blocks: tuple[Block, ...]
 
@@ -104,7 +105,7 @@ class LayerSizes:
         return sum(block.active_params for block in self.blocks)
 
     def kept_bytes(self, itemsize: int) -> int:
-        """Bytes that are kept of one token until backward."""
+        """Return the bytes of one token that are kept until backward."""
         return sum(block.kept_bytes(itemsize) for block in self.blocks)
 
 
@@ -118,7 +119,7 @@ class ModelSizes:
     tied: bool
     layers: tuple[LayerSizes, ...]
     last: ModuleSizes
-    """What follows the last layer: a norm."""
+    """The norm after the last layer."""
 
     @property
     def root_params(self) -> int:
@@ -141,12 +142,12 @@ class ModelSizes:
 
     @property
     def num_blocks(self) -> dict[str, int]:
-        """How many blocks of each kind there are: full, window, recurrent, convolution, mlp, experts."""
+        """Number of blocks by kind: full, window, recurrent, convolution, mlp, experts."""
         return dict(Counter(block.kind for block in self.blocks))
 
     @property
     def attentions(self) -> dict[Heads, int]:
-        """How many attentions of each size there are."""
+        """Number of attentions by size."""
         return dict(Counter(block.heads for block in self.blocks if block.heads is not None))
 
 
@@ -167,8 +168,8 @@ def norm(name: str, features: int, groups: int = 1, *, style: str = "rms") -> Mo
 
 
 def core(heads: Heads, *, values: int | None = None) -> ModuleSizes:
-    """What Longspan's attention keeps: q, k, v, its output, and a logsumexp for each query head. `values` is the row
-    of which v is a part, if it is one."""
+    """Longspan's attention, which keeps q, k, v, its output, and a logsumexp for each query head. `values` is the size
+    of the row of which v is a part, if it is one."""
     q, k = heads.q_heads * heads.head_dim, heads.kv_heads * heads.head_dim
     v = heads.kv_heads * heads.v_head_dim if values is None else values
     out = heads.q_heads * heads.v_head_dim
@@ -186,7 +187,7 @@ def gated_mlp(hidden: int, inner: int, *, bias: bool = False, keeps: bool = True
 
 
 def plain_mlp(hidden: int, inner: int, *, bias: bool = False, keeps: bool = True) -> tuple[ModuleSizes, ...]:
-    """down(act(up)): what the activation keeps and gives are kept."""
+    """down(act(up)): the input and the output of the activation are kept."""
     return (
         linear("up", hidden, inner, bias=bias, keeps=keeps),
         ModuleSizes("activation", 0, inner, working=inner),
@@ -194,31 +195,20 @@ def plain_mlp(hidden: int, inner: int, *, bias: bool = False, keeps: bool = True
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertSizes:
-    """Experts of one inner size, and how many of them a token goes to."""
+def experts(
+    hidden: int, total: int, active: int, inner: int, *, gated: bool = True, bias: bool = False, kept_inner: int = 0
+) -> tuple[ModuleSizes, ...]:
+    """A router and `total` experts, of which a token goes to `active`, by grouped products.
 
-    total: int
-    active: int
-    inner: int
-    gated: bool = True
-    bias: bool = False
-    kept_inner: int | None = None
-    """Rows of the inner size that an expert keeps; 4 where it is gated and 2 where not, unless it does more."""
-
-
-def experts(hidden: int, choice: ExpertSizes, *, keeps: bool = True) -> tuple[ModuleSizes, ...]:
-    """A router and its experts, by grouped products: tokens are sorted by expert, so that every expert of a token has
-    a copy of its row, and keeps what an MLP keeps."""
-    ways = 3 if choice.gated else 2
-    one = ways * hidden * choice.inner + choice.bias * ((ways - 1) * choice.inner + hidden)
-    rows = 2 * (ways - 1) if choice.kept_inner is None else choice.kept_inner
-    kept = choice.active * (2 * hidden + rows * choice.inner)
-    router = ModuleSizes(
-        "router", choice.total * (hidden + choice.bias), hidden * keeps, choice.total, kept_indices=4 * choice.active
-    )
-    working = choice.active * ((ways - 1) * choice.inner + hidden)
-    return router, ModuleSizes("experts", choice.total * one, kept, working=working, active=choice.active * one)
+    Tokens are sorted by expert, so that every expert of a token has a copy of its row, and keeps what an MLP keeps:
+    `kept_inner` rows of the inner size, by default 4 with a gate and 2 without.
+    """
+    ways = 3 if gated else 2
+    one = ways * hidden * inner + bias * ((ways - 1) * inner + hidden)
+    kept = active * (2 * hidden + (kept_inner or 2 * (ways - 1)) * inner)
+    working = active * ((ways - 1) * inner + hidden)
+    router = ModuleSizes("router", total * (hidden + bias), hidden, total, kept_indices=4 * active)
+    return router, ModuleSizes("experts", total * one, kept, working=working, active=active * one)
 
 
 # -- MLPs and experts of a layer, from a configuration -----------------------------------------------------------------
@@ -229,21 +219,17 @@ def dense(reader: ConfigReader, _layer: int) -> Block:
     return Block("mlp", gated_mlp(hidden, inner, bias=reader.flag("mlp_bias")))
 
 
-def all_experts(reader: ConfigReader, _layer: int) -> Block:
+def all_experts(reader: ConfigReader, _layer: int, **traits: Any) -> Block:
     """Experts in every layer, of the MLP's size (Mixtral)."""
-    choice = ExpertSizes(
-        reader.size("num_local_experts"), reader.size("num_experts_per_tok"), reader.size("intermediate_size")
+    total, active = reader.size("num_local_experts"), reader.size("num_experts_per_tok")
+    return Block(
+        "experts", experts(reader.size("hidden_size"), total, active, reader.size("intermediate_size"), **traits)
     )
-    return Block("experts", experts(reader.size("hidden_size"), choice))
 
 
-def gpt_oss_experts(reader: ConfigReader, _layer: int) -> Block:
-    """The same with biases; clamping gate and up keeps three more rows."""
-    choice = ExpertSizes(
-        reader.size("num_local_experts"), reader.size("num_experts_per_tok"), reader.size("intermediate_size"),
-        bias=True, kept_inner=7,
-    )  # fmt: skip
-    return Block("experts", experts(reader.size("hidden_size"), choice))
+def gpt_oss_experts(reader: ConfigReader, layer: int) -> Block:
+    """Experts with biases; clamping gate and up keeps three more rows."""
+    return all_experts(reader, layer, bias=True, kept_inner=7)
 
 
 def qwen_experts(reader: ConfigReader, layer: int) -> Block:
@@ -252,8 +238,7 @@ def qwen_experts(reader: ConfigReader, layer: int) -> Block:
     total = reader.count("num_experts", "num_local_experts")
     if layer in (reader.indices("mlp_only_layers") or []) or not total or (layer + 1) % step:
         return dense(reader, layer)
-    choice = ExpertSizes(total, reader.size("num_experts_per_tok"), reader.size("moe_intermediate_size"))
-    modules = experts(hidden, choice)
+    modules = experts(hidden, total, reader.size("num_experts_per_tok"), reader.size("moe_intermediate_size"))
     if reader.model_type != "qwen3_moe":
         shared = reader.size("shared_expert_intermediate_size")
         modules += (
@@ -264,13 +249,13 @@ def qwen_experts(reader: ConfigReader, layer: int) -> Block:
 
 
 def deepseek_experts(reader: ConfigReader, layer: int) -> Block:
-    """An MLP in the first layers, then experts beside one for all tokens; its router works in float32."""
+    """An MLP in the first layers, then experts and one for all tokens; the router computes in float32."""
     if layer < reader.count("first_k_dense_replace"):
         return dense(reader, layer)
     hidden, inner = reader.size("hidden_size"), reader.size("moe_intermediate_size")
-    choice = ExpertSizes(reader.size("n_routed_experts"), reader.size("num_experts_per_tok"), inner)
+    routed = experts(hidden, reader.size("n_routed_experts"), reader.size("num_experts_per_tok"), inner)
     shared = gated_mlp(hidden, inner * reader.size("n_shared_experts"), keeps=False)
-    return Block("experts", (*experts(hidden, choice), ModuleSizes("router's input", 0, 0, hidden), *shared))
+    return Block("experts", (*routed, ModuleSizes("router's input", 0, 0, hidden), *shared))
 
 
 # -- Blocks that mix tokens: attention, recurrences, convolutions ------------------------------------------------------
@@ -286,7 +271,7 @@ SSD_CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class AttentionTraits:
-    """What attentions of different families differ in."""
+    """The differences between attentions of families."""
 
     qkv_bias: bool = False
     out_bias: bool = False
@@ -300,7 +285,7 @@ class AttentionTraits:
 
 
 def attention(hidden: int, heads: Heads, norms: tuple[ModuleSizes, ...], traits: AttentionTraits) -> Block:
-    """Projections, norms of queries and keys, attention, and the way back."""
+    """Projections, norms of queries and keys, attention, and the output projection."""
     q, k = heads.q_heads * heads.head_dim, heads.kv_heads * heads.head_dim
     v, out = heads.kv_heads * heads.v_head_dim, heads.q_heads * heads.v_head_dim
     modules = [
@@ -325,85 +310,62 @@ def attention(hidden: int, heads: Heads, norms: tuple[ModuleSizes, ...], traits:
     return Block("full" if heads.window is None else "window", tuple(modules), heads)
 
 
-@dataclass(frozen=True, slots=True)
-class LatentSizes:
-    """Multi-head latent attention (DeepSeek)."""
-
-    heads: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
-    kv_rank: int
-    q_rank: int | None
-    bias: bool = False
-
-
-def latent_attention(hidden: int, sizes: LatentSizes, norms: tuple[ModuleSizes, ...]) -> Block:
-    """Keys and values from a small row that all heads share; attention itself has whole heads."""
-    head_dim = sizes.nope_dim + sizes.rope_dim
-    heads = Heads(sizes.heads, sizes.heads, head_dim, sizes.v_dim)
-    both = sizes.heads * (sizes.nope_dim + sizes.v_dim)
-    if sizes.q_rank is None:
-        query = (linear("q", hidden, sizes.heads * head_dim),)
+def latent_attention(reader: ConfigReader, norms: tuple[ModuleSizes, ...]) -> Block:
+    """Multi-head latent attention (DeepSeek): keys and values come from a small row that all heads share."""
+    hidden, num_heads, v_dim = reader.size("hidden_size"), reader.size("num_attention_heads"), reader.size("v_head_dim")
+    nope_dim, rope_dim = reader.size("qk_nope_head_dim"), reader.size("qk_rope_head_dim")
+    kv_rank, q_rank = reader.size("kv_lora_rank"), reader.optional_size("q_lora_rank")
+    bias, head_dim = reader.flag("attention_bias"), nope_dim + rope_dim
+    heads = Heads(num_heads, num_heads, head_dim, v_dim)
+    both = num_heads * (nope_dim + v_dim)
+    if q_rank is None:
+        query = (linear("q", hidden, num_heads * head_dim),)
     else:
         query = (
-            linear("q down", hidden, sizes.q_rank, bias=sizes.bias),
-            norm("q norm", sizes.q_rank),
-            linear("q up", sizes.q_rank, sizes.heads * head_dim),
+            linear("q down", hidden, q_rank, bias=bias),
+            norm("q norm", q_rank),
+            linear("q up", q_rank, num_heads * head_dim),
         )
-    return Block(
-        "full",
-        (
-            *norms,
-            *query,
-            linear("kv down", hidden, sizes.kv_rank + sizes.rope_dim, bias=sizes.bias, keeps=False),
-            norm("kv norm", sizes.kv_rank),
-            linear("kv up", sizes.kv_rank, both),
-            core(heads, values=both),
-            linear("out", sizes.heads * sizes.v_dim, hidden, bias=sizes.bias),
-        ),
-        heads,
+    modules = (
+        *norms,
+        *query,
+        linear("kv down", hidden, kv_rank + rope_dim, bias=bias, keeps=False),
+        norm("kv norm", kv_rank),
+        linear("kv up", kv_rank, both),
+        core(heads, values=both),
+        linear("out", num_heads * v_dim, hidden, bias=bias),
     )
+    return Block("full", modules, heads)
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaSizes:
-    """A gated delta rule: heads of keys and of values, and the convolution before it."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    width: int
-
-
-def gated_delta(hidden: int, sizes: DeltaSizes, norms: tuple[ModuleSizes, ...]) -> Block:
-    """Projections, a convolution, the recurrence, a gated norm, and the way back."""
-    values = sizes.value_heads * sizes.value_dim
-    channels = 2 * sizes.key_heads * sizes.key_dim + values
-    repeated = 2 * sizes.value_heads * sizes.key_dim
+def gated_delta(reader: ConfigReader, norms: tuple[ModuleSizes, ...]) -> Block:
+    """A gated delta rule: projections, a convolution, the recurrence, a gated norm, and the output projection."""
+    hidden, width = reader.size("hidden_size"), reader.size("linear_conv_kernel_dim")
+    key_heads, value_heads = reader.size("linear_num_key_heads"), reader.size("linear_num_value_heads")
+    key_dim, value_dim = reader.size("linear_key_head_dim"), reader.size("linear_value_head_dim")
+    values = value_heads * value_dim
+    channels = 2 * key_heads * key_dim + values
+    repeated = 2 * value_heads * key_dim
     # in a chunk: scores, the triangle and what it multiplies; with the state: read twice, written once
-    inside = DELTA_CHUNK * (3 * sizes.key_dim + 2 * sizes.value_dim)
-    products = sizes.value_heads * (inside + 3 * sizes.key_dim * sizes.value_dim)
-    return Block(
-        "recurrent",
-        (
-            *norms,
-            linear("q, k, v, gate", hidden, channels + values),
-            linear("beta, decay", hidden, 2 * sizes.value_heads, keeps=False),
-            ModuleSizes("convolution", channels * sizes.width, 2 * channels),
-            ModuleSizes(
-                "recurrence",
-                2 * sizes.value_heads,
-                repeated + channels + (DELTA_CHUNK + 1) * sizes.value_heads,
-                5 * sizes.value_heads,
-                working=repeated + 2 * values,
-                products=products,
-            ),
-            ModuleSizes("gated norm", sizes.value_dim, 2 * values, 3 * values + sizes.value_heads),
-            linear("out", values, hidden),
-        ),
+    inside = DELTA_CHUNK * (3 * key_dim + 2 * value_dim)
+    recurrence = ModuleSizes(
+        "recurrence",
+        2 * value_heads,
+        repeated + channels + (DELTA_CHUNK + 1) * value_heads,
+        5 * value_heads,
+        working=repeated + 2 * values,
+        products=value_heads * (inside + 3 * key_dim * value_dim),
     )
+    modules = (
+        *norms,
+        linear("q, k, v, gate", hidden, channels + values),
+        linear("beta, decay", hidden, 2 * value_heads, keeps=False),
+        ModuleSizes("convolution", channels * width, 2 * channels),
+        recurrence,
+        ModuleSizes("gated norm", value_dim, 2 * values, 3 * values + value_heads),
+        linear("out", values, hidden),
+    )
+    return Block("recurrent", modules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,7 +384,7 @@ class MambaSizes:
 
 
 def mamba2(hidden: int, sizes: MambaSizes, norms: tuple[ModuleSizes, ...]) -> Block:
-    """One projection, a convolution, the recurrence, a gated norm, and the way back."""
+    """One projection, a convolution, the recurrence, a gated norm, and the output projection."""
     inner = sizes.heads * sizes.head_dim
     channels = inner + 2 * sizes.groups * sizes.state
     projected = inner + channels + sizes.heads

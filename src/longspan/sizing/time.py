@@ -1,16 +1,16 @@
 """Time and cost of a training step, part by part. All times are simulated, from a machine's rates and few assumptions.
 
-attention        forward and backward of its plans, and forward once more where layers are computed again
+attention        forward and backward of its plans, and forward once more where layers are recomputed
 matrix products  2 operations for each parameter that a token meets, forward; twice that backward
 between them     what a layer keeps is written and read forward; backward it is read, and a gradient as large is written
                  and read
 loss             the head's products, and passes over logits
-FSDP             parameters of a layer are gathered, and its gradient is reduced, while another layer runs: seen is what
-                 takes longer than a layer; embedding and head are always seen
+FSDP             parameters of a layer are gathered, and its gradient is reduced, while another layer runs: exposed is
+                 the time beyond that of the layer; embedding and head are always exposed
 offload          inputs of layers, to the host and back, in line with everything else
 optimizer        Adam's passes over a rank's shard
 
-Four ranks of one link of 1 GB/s gather a layer of 1 GB: each takes in three quarters of it.
+Four ranks with links of 1 GB/s gather a layer of 1 GB: each receives three quarters of it.
 
 >>> from longspan.planning.machine import CPU
 >>> from dataclasses import replace
@@ -34,10 +34,10 @@ from longspan.masks import Mask
 from longspan.planning.machine import Machine
 from longspan.planning.plan import Plan
 from longspan.sizing.memory import AttentionBytes, Recipe, TrainingStep
-from longspan.sizing.modules import Block, Heads, LayerSizes, ModelSizes
+from longspan.sizing.modules import Heads, LayerSizes, ModelSizes
 
 KEPT_FORWARD, KEPT_BACKWARD = 2, 3
-"""How often a byte that a layer keeps passes through memory. Assumed: kernels that fuse more pass over less."""
+"""How often a byte that a layer keeps passes through memory. An assumption: kernels that fuse more move less."""
 LOGIT_BYTES = 16
 """A logit is written and read in float32, and so is its gradient."""
 ADAM_PASSES = 7
@@ -46,7 +46,7 @@ ADAM_PASSES = 7
 
 @dataclass(frozen=True, slots=True)
 class AttentionSeconds:
-    """One attention's passes, and the operations of its forward pass that the mask needs, on average of all ranks."""
+    """Times of one attention, and the operations that its mask needs forward, on average of all ranks."""
 
     forward: float
     backward: float
@@ -55,7 +55,7 @@ class AttentionSeconds:
 
 @dataclass(frozen=True, slots=True)
 class TimeLine:
-    """Seconds of a step under a name, and what they are made of."""
+    """Seconds of a step with a name and a reason."""
 
     name: str
     seconds: float
@@ -64,7 +64,7 @@ class TimeLine:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Where the time of a step goes."""
+    """The time of a step by its parts."""
 
     lines: tuple[TimeLine, ...]
 
@@ -95,7 +95,7 @@ class _Parts:
 
 
 def why_no_time(step: TrainingStep, machine: Machine) -> str | None:
-    """Why the time of a step is not known on this machine, or None where it is."""
+    """Return why the time of a step is not known on this machine, or None where it is."""
     if not machine.matmul_share:
         return f"{machine.name} has no matmul_share, the speed of matrix products as a share of its flops"
     if step.recipe.itemsize != 2:
@@ -106,34 +106,39 @@ def why_no_time(step: TrainingStep, machine: Machine) -> str | None:
 
 
 def step_time(step: TrainingStep, seconds: Mapping[Heads, AttentionSeconds], machine: Machine) -> StepTime:
-    """Where the time of a step goes, on the rank with most tokens."""
+    """Return the time of a step by its parts, on the rank with most tokens."""
     if (why := why_no_time(step, machine)) is not None:
-        raise PlanError(f"how long a step takes was asked for, but {why}.")
-    total, waited = _Parts(), 0.0
-    for layer, number in Counter(step.sizes.layers).items():
+        raise PlanError(f"the time of a step is not known: {why}.")
+    sizes, recipe = step.sizes, step.recipe
+    total, exposed = _Parts(), 0.0
+    for layer, number in Counter(sizes.layers).items():
         forward, backward = _layer(step, layer, seconds, machine)
         total += (forward + backward).times(number)
-        waited += number * _exposed(step, layer.params, (forward.seconds, backward.seconds), machine)
-    waited += _exposed(step, step.sizes.root_params, (0.0, 0.0), machine)
-    again = ", forward twice" if step.recipe.checkpointing else ""
+        exposed += number * _exposed(step, layer.params, (forward.seconds, backward.seconds), machine)
+    exposed += _exposed(step, sizes.root_params, (0.0, 0.0), machine)
+    logits, rate = float(step.tokens) * sizes.vocab, machine.flops * machine.matmul_share
+    loss = 6 * logits * sizes.hidden / rate + LOGIT_BYTES * logits / machine.copy_bandwidth
+    adam = ADAM_PASSES * -(-sizes.params // step.ranks) * recipe.state_size / machine.copy_bandwidth
+    again = ", forward twice" if recipe.checkpointing else ""
     lines = [
         TimeLine("attention", total.attention, f"from the plans{again}"),
-        TimeLine("matrix products", total.products, f"at {_rate(machine) / 1e12:,.0f} TFLOP/s{again}"),
+        TimeLine("matrix products", total.products, f"at {rate / 1e12:,.0f} TFLOP/s{again}"),
         TimeLine("between them", total.between, "norms, activations and the like: bytes through memory"),
-        TimeLine("loss", _loss(step, machine), "the head's products, and passes over logits"),
-        TimeLine("FSDP", waited, f"what layers do not hide, over {step.ranks:,} ranks"),
-        TimeLine("optimizer", _optimizer(step, machine), "Adam over a rank's shard"),
+        TimeLine("loss", loss, "the head's products, and passes over logits"),
+        TimeLine("FSDP", exposed, f"what layers do not hide, over {step.ranks:,} ranks"),
+        TimeLine("optimizer", adam, "Adam over a rank's shard"),
     ]
-    if step.recipe.offload:
-        lines.append(TimeLine("offload", _offload(step, machine), "inputs of layers to the host and back"))
+    if recipe.offload:
+        size = float(step.tokens) * sizes.hidden * recipe.itemsize
+        moved = 2 * len(sizes.layers) * size / machine.host_bandwidth
+        lines.append(TimeLine("offload", moved, "inputs of layers to the host and back"))
     return StepTime(tuple(lines))
 
 
 def gathered_seconds(size: float, ranks: int, machine: Machine) -> float:
-    """How long gathering so many bytes takes that are spread over all ranks, or reducing them back.
+    """Return the time to all-gather `size` bytes that are sharded over all ranks, or to reduce-scatter them.
 
-    Every rank takes in what is not its own. From other nodes it enters a node once, over the links of all its ranks
-    at a time.
+    Every rank receives what it does not hold. Bytes of other nodes enter a node once, over the links of all its ranks.
     """
     slowest, inner = 0.0, 1
     for link in machine.links:
@@ -145,56 +150,32 @@ def gathered_seconds(size: float, ranks: int, machine: Machine) -> float:
     return slowest
 
 
-def _rate(machine: Machine) -> float:
-    return machine.flops * machine.matmul_share
-
-
-def _block(step: TrainingStep, block: Block, seconds: Mapping[Heads, AttentionSeconds], machine: Machine) -> _Parts:
-    """One forward pass of a block, but for how long attention's is."""
-    flop = 2.0 * step.tokens * (block.active_params + block.products)
-    moved = step.tokens * block.kept_bytes(step.recipe.itemsize)
-    attention = 0.0 if block.heads is None else seconds[block.heads].forward
-    return _Parts(attention, flop / _rate(machine), KEPT_FORWARD * moved / machine.copy_bandwidth)
-
-
 def _layer(
     step: TrainingStep, layer: LayerSizes, seconds: Mapping[Heads, AttentionSeconds], machine: Machine
 ) -> tuple[_Parts, _Parts]:
-    """Forward, and backward with what is computed again in it."""
+    """Return the parts of forward, and of backward with what is recomputed in it."""
     forward, backward = _Parts(), _Parts()
     for block in layer.blocks:
-        one = _block(step, block, seconds, machine)
-        attention = 0.0 if block.heads is None else seconds[block.heads].backward
+        flop = 2.0 * step.tokens * (block.active_params + block.products)
+        moved = step.tokens * block.kept_bytes(step.recipe.itemsize)
+        times = AttentionSeconds(0.0, 0.0, 0.0) if block.heads is None else seconds[block.heads]
+        products, between = flop / (machine.flops * machine.matmul_share), KEPT_FORWARD * moved / machine.copy_bandwidth
+        one = _Parts(times.forward, products, between)
         again = step.recipe.checkpointing + (step.recipe.mlp_chunks > 1 and block.kind in ("mlp", "experts"))
         forward += one
-        backward += _Parts(attention, 2 * one.products, KEPT_BACKWARD / KEPT_FORWARD * one.between)
+        backward += _Parts(times.backward, 2 * products, KEPT_BACKWARD / KEPT_FORWARD * between)
         backward += one.times(again)
     return forward, backward
 
 
-def _exposed(step: TrainingStep, params: int, beside: tuple[float, float], machine: Machine) -> float:
-    """How much of gathering parameters, twice, and of reducing their gradient takes longer than what runs beside."""
+def _exposed(step: TrainingStep, params: int, hidden_behind: tuple[float, float], machine: Machine) -> float:
+    """Return how much of two gathers of parameters and of reducing their gradient is not hidden behind the layer."""
     gather = gathered_seconds(params * step.recipe.itemsize, step.ranks, machine)
     reduce = gathered_seconds(params * step.recipe.state_size, step.ranks, machine)
-    forward, backward = beside
+    forward, backward = hidden_behind
     if not forward:  # embedding and head: they stay gathered
         return gather + reduce
     return max(gather - forward, 0.0) + max(gather + reduce - backward, 0.0)
-
-
-def _loss(step: TrainingStep, machine: Machine) -> float:
-    logits = float(step.tokens) * step.sizes.vocab
-    return 6 * logits * step.sizes.hidden / _rate(machine) + LOGIT_BYTES * logits / machine.copy_bandwidth
-
-
-def _optimizer(step: TrainingStep, machine: Machine) -> float:
-    shard = -(-step.sizes.params // step.ranks)
-    return ADAM_PASSES * shard * step.recipe.state_size / machine.copy_bandwidth
-
-
-def _offload(step: TrainingStep, machine: Machine) -> float:
-    size = float(step.tokens) * step.sizes.hidden * step.recipe.itemsize
-    return 2 * len(step.sizes.layers) * size / machine.host_bandwidth
 
 
 # -- Plans of all attentions of a model, and the recipes to try --------------------------------------------------------
@@ -216,18 +197,18 @@ class PlanOptions:
 
 
 def mask_for(mask: Mask, heads: Heads) -> Mask:
-    """What these heads see of what the documents allow."""
+    """Return the mask of these heads: the documents' mask, with their window."""
     return mask if heads.window is None else mask & masks.sliding_window(heads.window)
 
 
 def widest(sizes: ModelSizes, mask: Mask) -> Mask:
-    """The mask that the layout is balanced for: that of the attentions that see most."""
+    """Return the mask that the layout is balanced for: that of the attentions with the widest window."""
     heads = max(sizes.attentions, key=lambda one: 1 << 60 if one.window is None else one.window, default=None)
     return mask if heads is None else mask_for(mask, heads)
 
 
 def attention_plans(sizes: ModelSizes, mask: Mask, layout: Layout, options: PlanOptions) -> dict[Heads, Plan]:
-    """A plan for each size of attention that the model has, over one layout."""
+    """Plan each size of attention that the model has, over one layout."""
     return {
         heads: plan(
             mask_for(mask, heads), layout, q_heads=heads.q_heads, kv_heads=heads.kv_heads, head_dim=heads.head_dim,
@@ -239,30 +220,29 @@ def attention_plans(sizes: ModelSizes, mask: Mask, layout: Layout, options: Plan
 
 
 def attention_seconds(plans: Mapping[Heads, Plan]) -> dict[Heads, AttentionSeconds]:
-    """How long each size of attention takes, by its plan."""
-    found = {}
+    """Return the times of each size of attention, from its plan."""
+    times: dict[Heads, AttentionSeconds] = {}
     for heads, one in plans.items():
         chosen = next(reason for reason in one.reasons if reason.chosen)
         flop = 2.0 * (heads.head_dim + heads.v_head_dim) * float(one.scheme.work.mean())
-        found[heads] = AttentionSeconds(chosen.forward_seconds, chosen.backward_seconds, flop)
-    return found
+        times[heads] = AttentionSeconds(chosen.forward_seconds, chosen.backward_seconds, flop)
+    return times
 
 
 def training_step(
     sizes: ModelSizes, layout: Layout, plans: Mapping[Heads, Plan], batch: int, recipe: Recipe, data_parallel: int = 1
 ) -> TrainingStep:
-    """What is needed to know what the step takes, on the rank with most tokens; FSDP is over the ranks of all
-    sequences."""
-    found = {}
+    """Return the training step of the rank with most tokens. FSDP is over the ranks of all sequences."""
+    attentions: dict[Heads, AttentionBytes] = {}
     for heads, one in plans.items():
         chosen = next(reason for reason in one.reasons if reason.chosen)
-        found[heads] = AttentionBytes(chosen.peak_bytes, chosen.workspace_bytes)
+        attentions[heads] = AttentionBytes(chosen.peak_bytes, chosen.workspace_bytes)
     slots = layout.local_len or int(layout.num_tokens.max())
-    return TrainingStep(sizes, slots * batch, layout.world_size * data_parallel, found, recipe)
+    return TrainingStep(sizes, slots * batch, layout.world_size * data_parallel, attentions, recipe)
 
 
 def recipes(given: Recipe) -> list[Recipe]:
-    """From what takes most to what takes least, in the order in which one would switch things on; and what was given.
+    """Return recipes from the one that needs most memory to the one that needs least, and `given`.
 
     >>> for recipe in recipes(Recipe()):
     ...     print(recipe.words)
@@ -277,8 +257,8 @@ def recipes(given: Recipe) -> list[Recipe]:
     without = replace(plain, logits=False)
     again = replace(without, checkpointing=True)
     chunked = replace(again, mlp_chunks=given.mlp_chunks if given.mlp_chunks > 1 else CHUNKS)
-    found = [plain, without, again, chunked, replace(again, offload=True), replace(chunked, offload=True)]
-    return found if given in found else [*found, given]
+    all_recipes = [plain, without, again, chunked, replace(again, offload=True), replace(chunked, offload=True)]
+    return all_recipes if given in all_recipes else [*all_recipes, given]
 
 
 # -- Tokens per second, share of a machine's peak, and price -----------------------------------------------------------
@@ -289,7 +269,7 @@ HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """A step of so many tokens on so many GPUs.
+    """The cost of a step of `tokens` tokens on `gpus` GPUs.
 
     1,000 tokens in 2 seconds on 4 GPUs of 1 PFLOP/s, 2e15 operations in all; an hour of a GPU costs 3.60, so that all
     of them cost 0.004 a second:
@@ -305,9 +285,9 @@ class StepCost:
     tokens: int
     seconds: float
     flop: float
-    """Of the model, on all GPUs together, without what is computed again."""
+    """Operations of the model, on all GPUs together, without recomputation."""
     peak: float
-    """Of one GPU, a second."""
+    """Operations of one GPU per second."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -319,18 +299,18 @@ class StepCost:
 
     @property
     def mfu(self) -> float:
-        """Model FLOP utilisation: operations a second that the model needs, as a share of peak."""
+        """Model FLOP utilisation: operations per second that the model needs, as a share of peak."""
         return self.flop / (self.seconds * self.gpus * self.peak)
 
     def per_billion(self, price: float) -> float:
-        """What a billion tokens cost, where an hour of a GPU costs `price`."""
+        """Return the price of a billion tokens, where an hour of a GPU costs `price`."""
         if not math.isfinite(price) or price <= 0:
-            raise PlanError(f"a price of {price!r} an hour was given. Give what an hour of one GPU costs, above 0.")
+            raise PlanError(f"`price` of an hour of one GPU must be a finite number above 0, but got {price!r}.")
         return self.gpus * price * self.seconds / HOUR / self.tokens * 1e9
 
 
 def model_flop(sizes: ModelSizes, tokens: int, seconds: Mapping[Heads, AttentionSeconds], ranks: int) -> float:
-    """Operations that a step needs: 6 for each token and parameter that it meets, and three times attention's forward
-    pass, of pairs that the mask has; as published figures of utilisation are counted."""
+    """Return the operations of a step as published figures of utilisation count them: 6 for each token and parameter
+    that it meets, and three times the forward pass of attention over the pairs of the mask."""
     attention = sum(number * seconds[heads].flop for heads, number in sizes.attentions.items())
     return 6.0 * sizes.active_params * tokens + 3.0 * attention * ranks

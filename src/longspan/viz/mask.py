@@ -1,4 +1,4 @@
-"""Pictures of masks: allowed pairs per tile of a grid, counted in closed form, and the grid drawn.
+"""Pictures of masks: the allowed pairs in every tile of a grid, counted in closed form.
 
 The cost depends on the number of bands and tiles, not on the sequence length.
 """
@@ -14,64 +14,56 @@ from longspan.masks import bands as bd
 from longspan.spans import Ints, by_position, join, run_table
 from longspan.viz.scene import (
     FORWARD,
+    LANE,
     MARGIN,
     MIXED,
+    MUTED,
     SMALL,
-    Rect,
-    Scale,
     Scene,
-    Text,
-    bottom_axis,
-    frame,
     headed,
-    left_axis,
-    position_ticks,
+    legend_key,
+    picture,
     rank_color,
     rank_legend,
+    token_ticks,
     wrapped,
 )
 
-ASKED = 2048
-"""A mask's function is asked about every pair of sequences up to this length; of longer ones it is shown as open."""
+MAX_CALLED = 2048
+"""Longest sequence for which a mask's function is called, on every pair. Pairs of longer ones are shown as open."""
 
 
 def tile_pairs(bands: Ints, q_edges: Ints, kv_edges: Ints) -> Ints:
-    """How many pairs the bands allow in every tile between neighbouring edges.
+    """Return how many pairs the bands allow in every tile between neighbouring edges.
 
     >>> from longspan import masks
     >>> tile_pairs(masks.causal(4).plane().sure, np.array([0, 2, 4]), np.array([0, 2, 4])).tolist()
     [[3, 0], [4, 3]]
     """
     counts = np.zeros((len(q_edges) - 1, len(kv_edges) - 1), dtype=np.int64)
-    pieces, row = _cut(bands, bd.Q0, bd.Q1, q_edges)
+    pieces, _, row = _cut(bands, bd.Q0, bd.Q1, q_edges)
     tight = pieces.copy()
     tight[:, bd.K0] = np.maximum(pieces[:, bd.K0], pieces[:, bd.Q0] - pieces[:, bd.HI])
     tight[:, bd.K1] = np.minimum(pieces[:, bd.K1], pieces[:, bd.Q1] - pieces[:, bd.LO])
     keep = tight[:, bd.K1] > tight[:, bd.K0]
-    cut, column = _cut(tight[keep], bd.K0, bd.K1, kv_edges)
-    origin = _origin(tight[keep], kv_edges)
+    cut, origin, column = _cut(tight[keep], bd.K0, bd.K1, kv_edges)
     np.add.at(counts, (row[keep][origin], column), bd.area(cut))
     return counts
 
 
-def _cut(bands: Ints, start: int, stop: int, edges: Ints) -> tuple[Ints, Ints]:
-    """Bands cut at edges along one side, and the number of the interval each part lies in."""
+def _cut(bands: Ints, start: int, stop: int, edges: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cut bands at edges along one side; return the parts, and for each its band and its interval."""
     i, j = join(bands[:, start : stop + 1], np.stack((edges[:-1], edges[1:]), axis=1))
     parts = bands[i].copy()
     parts[:, start] = np.maximum(parts[:, start], edges[j])
     parts[:, stop] = np.minimum(parts[:, stop], edges[j + 1])
-    return parts, j
-
-
-def _origin(bands: Ints, edges: Ints) -> Ints:
-    """For each part that `_cut` makes along keys, the band it came from."""
-    return join(bands[:, bd.K0 : bd.K1 + 1], np.stack((edges[:-1], edges[1:]), axis=1))[0]
+    return parts, i, j
 
 
 def shares(plane: Plane, seq_len: int, q_edges: Ints, kv_edges: Ints, ask: bool) -> tuple[np.ndarray, np.ndarray]:
-    """For each tile, the share of pairs that are allowed, and whether a function that was not asked may allow more."""
+    """Return the allowed share of pairs of each tile, and whether a function that was not called may allow more."""
     sizes = np.diff(q_edges)[:, None] * np.diff(kv_edges).astype(np.float64)
-    if plane.predicate is not None and ask and seq_len <= ASKED:
+    if plane.predicate is not None and ask and seq_len <= MAX_CALLED:
         at = np.arange(seq_len, dtype=np.int64)
         allowed = plane.allows(at[:, None], at[None, :]).astype(np.int64)
         counts = np.add.reduceat(np.add.reduceat(allowed, q_edges[:-1], axis=0), kv_edges[:-1], axis=1)
@@ -81,18 +73,18 @@ def shares(plane: Plane, seq_len: int, q_edges: Ints, kv_edges: Ints, ask: bool)
 
 
 def even_edges(seq_len: int, num: int) -> Ints:
-    """Edges of at most `num` tiles as even as whole tokens allow."""
+    """Return the edges of at most `num` tiles of nearly equal numbers of tokens."""
     return np.unique(np.linspace(0, seq_len, min(num, max(seq_len, 1)) + 1).round().astype(np.int64))
 
 
 def owner_edges(layout: Layout, edges: Ints, most: int = 520) -> Ints:
-    """The edges, and those between owners where there are few enough to be seen."""
+    """Return the edges, with those between owners added where there are few enough to be seen."""
     cuts = np.unique(layout.table[:, 0])
     return np.unique(np.concatenate((edges, cuts))) if len(cuts) + len(edges) <= most else edges
 
 
 def equal_runs(values: Ints) -> list[tuple[int, int]]:
-    """(start, stop) of every stretch of equal neighbours.
+    """Return (start, stop) of every run of equal neighbours.
 
     >>> equal_runs(np.array([7, 7, 2]))
     [(0, 2), (2, 3)]
@@ -101,19 +93,19 @@ def equal_runs(values: Ints) -> list[tuple[int, int]]:
 
 
 def document_edges(mask: Mask, edges: Ints, most: int = 64) -> Ints:
-    """The edges, and those between a few documents, so that corners are sharp."""
+    """Return the edges, with those between a few documents added, so that corners are sharp."""
     documents = stretches(mask, int(edges[-1]))
     return np.unique(np.concatenate((edges, documents.ravel()))) if len(documents) <= most else edges
 
 
 def mask_name(mask: Mask) -> str:
-    """The mask in words, without the brackets around all of it."""
+    """Return the mask's `repr` without the brackets and its length."""
     whole = repr(mask).removeprefix("<mask ").removesuffix(">")
     return whole if mask.seq_len is None else whole.removesuffix(f", {mask.seq_len} tokens")
 
 
 def owners(layout: Layout, edges: Ints) -> Ints:
-    """The rank that holds more than half of the tokens between neighbouring edges; -1 where none does."""
+    """Return the rank that holds more than half of the tokens between neighbouring edges, -1 where none does."""
     i, j = join(layout.table[:, :2], np.stack((edges[:-1], edges[1:]), axis=1))
     held = np.minimum(layout.table[i, 1], edges[j + 1]) - np.maximum(layout.table[i, 0], edges[j])
     most = np.full(len(edges) - 1, -1, dtype=np.int64)
@@ -126,7 +118,7 @@ def owners(layout: Layout, edges: Ints) -> Ints:
 
 
 def row_work(mask: Mask, layout: Layout, row: int, head: int) -> Ints:
-    """Pairs in the query rows of each rank, in one plane (of a function's pairs: at most)."""
+    """Return the pairs in the query rows of each rank, in one plane (an upper bound where a function decides)."""
     by_start = layout.by_position
     i, j = join(mask.plane(row, head).region[:, :2], by_start[:, :2])
     pieces = mask.plane(row, head).region[i].copy()
@@ -138,7 +130,7 @@ def row_work(mask: Mask, layout: Layout, row: int, head: int) -> Ints:
 
 
 def stretches(mask: Mask, seq_len: int) -> Ints:
-    """(start, stop) rows of the sequence such that no pair of tokens in different ones is allowed: documents, mostly.
+    """Return (start, stop) of the parts of the sequence that do not see each other: documents, in most cases.
 
     >>> from longspan import masks
     >>> stretches(masks.documents([3, 2]) & masks.causal(), 5).tolist()
@@ -155,17 +147,15 @@ def stretches(mask: Mask, seq_len: int) -> Ints:
     return np.stack((rows[first, 0], reach[after - 1]), axis=1)
 
 
-# A picture of a mask: queries go down, keys go right, tiles have the colour of the rank that holds the queries.
-
+# -- the picture -------------------------------------------------------------------------------------------------------
 
 SIDE = 520.0
 TILES = 104
 _LEVELS = 5
-
-Edges = tuple[np.ndarray, np.ndarray]
-"""Of query rows and of keys."""
+_ABOUT = "Queries go down, keys go right; a tile is the darker the more of its pairs are allowed."
 
 
+@picture
 def mask_picture(
     mask: Mask,
     layout: Layout | None = None,
@@ -176,120 +166,98 @@ def mask_picture(
     title: str | None = None,
     ask: bool = True,
 ) -> Scene:
-    """What may attend to what, in tiles. With a layout they have the colour of the rank that holds the query rows.
+    """Draw which queries may attend to which keys, in tiles.
 
-    The larger the share of a tile's pairs that is allowed, the darker it is. Functions are asked about every pair of
-    short sequences; `ask=False` shows their pairs as open instead, as those of longer ones always are.
+    Args:
+        mask: The mask.
+        layout: With a layout, a tile has the colour of the rank that holds its query rows.
+        seq_len: Number of tokens, for a mask without a length of its own.
+        row: Batch row of a mask that differs from row to row.
+        head: Head of a mask that differs from head to head.
+        title: Title of the picture.
+        ask: Call the function of a mask on every pair of a short sequence. With False, and for long sequences, the
+            pairs on which it decides are shown as open.
+
+    Returns:
+        The picture. The larger the share of a tile's pairs that is allowed, the darker the tile.
     """
     length = layout.seq_len if layout is not None and mask.seq_len is None else mask.length(seq_len)
     mask = mask.resized(length)
     edges = document_edges(mask, even_edges(length, TILES))
     q_edges = edges if layout is None else owner_edges(layout, edges)
     share, is_open = shares(mask.plane(row, head), length, q_edges, edges, ask)
+    allowed = float(np.diff(q_edges) @ share @ np.diff(edges)) / max(length, 1) ** 2
+    remark = f"{count_text(length)} tokens, {100 * allowed:.3g}% of all pairs allowed"
+    remark += ", and more where its function allows them" if is_open.any() else ""
+    remark += f", batch row {row} of {mask.num_rows}" if mask.num_rows > 1 else ""
+    remark += f", head {head} of {mask.num_heads}" if mask.num_heads > 1 else ""
+    scene, top = headed(title or f"Mask: {mask_name(mask)}", [remark], _ABOUT)
+
+    left, top, end = MARGIN + 92, top + 4, max(length, 1)
+    axes = scene.axes(left, top, SIDE, SIDE, xlim=(0, end), ylim=(end, 0))
+    axes.set_xticks(*token_ticks(length))
+    axes.set_yticks(*token_ticks(length))
+    axes.set(xlabel="key position (tokens)", ylabel="query position (tokens)")
+    colors = [FORWARD] * len(share)
     owner = None if layout is None else owners(layout, q_edges)
-    scene, top = headed(
-        title or f"Mask: {mask_name(mask)}", _remarks(mask, length, row, head, share, is_open, (q_edges, edges)), _ABOUT
-    )
-    left = MARGIN + 92
-    x, y = Scale(0, max(length, 1), left, left + SIDE), Scale(0, max(length, 1), top + 4, top + 4 + SIDE)
-    scene.add(Rect(left, y(0), SIDE, SIDE, "lane"))
-    _tiles(scene, x, y, (q_edges, edges), share, is_open, _colors(owner, len(share), layout))
     if owner is not None and layout is not None:
-        _owner_strip(scene, x(0) - 14, y, q_edges, owner, layout)
-    frame(scene, left, y(0), left + SIDE, y.stop)
-    ticks = [float(tick) for tick in position_ticks(length)]
-    count = lambda tick: count_text(int(tick))  # noqa: E731
-    bottom_axis(scene, x, y.stop, ticks, "key position (tokens)", count)
-    left_axis(scene, y, left - (18 if owner is not None else 4), ticks, "query position (tokens)", count)
-    _legend(scene, (left + SIDE + 24, y(0) + 10), mask, layout, (row, head), bool(is_open.any()), owner)
-    scene.height = y.stop + 52
-    return scene
+        colors = [MIXED if rank < 0 else rank_color(rank, layout.world_size) for rank in owner.tolist()]
+        axes.tick_params(axis="y", pad=18)
+        strip = scene.axes(left - 14, top, 10, SIDE, ylim=(end, 0), has_frame=False)
+        for start, stop in equal_runs(owner):
+            note = "several ranks" if owner[start] < 0 else f"rank {owner[start]}"
+            scene.box(strip, 0, q_edges[start], 1, q_edges[stop] - q_edges[start], colors[start], note=note)
 
-
-_ABOUT = "Queries go down, keys go right; a tile is the darker the more of its pairs are allowed."
-
-
-def _remarks(
-    mask: Mask, length: int, row: int, head: int, share: np.ndarray, is_open: np.ndarray, edges: Edges
-) -> list[str]:
-    allowed = float(np.diff(edges[0]) @ share @ np.diff(edges[1])) / max(length, 1) ** 2
-    words = f"{count_text(length)} tokens, {100 * allowed:.3g}% of all pairs allowed"
-    if is_open.any():
-        words += " for sure, more where its function says so"
-    which = [
-        f"{what} {index} of {size}"
-        for what, index, size in (("batch row", row, mask.num_rows), ("head", head, mask.num_heads))
-        if size > 1
-    ]
-    return [", ".join((words, *which))]
-
-
-def _colors(owner: np.ndarray | None, num: int, layout: Layout | None) -> list[str]:
-    if owner is None or layout is None:
-        return [FORWARD] * num
-    return [MIXED if rank < 0 else rank_color(int(rank), layout.world_size) for rank in owner]
-
-
-def _tiles(
-    scene: Scene,
-    x: Scale,
-    y: Scale,
-    edges: Edges,
-    share: np.ndarray,
-    is_open: np.ndarray,
-    colors: list[str],
-) -> None:
-    """Boxes of neighbouring tiles with the same shade."""
+    # Neighbouring tiles of one shade are one box.
     level = np.where(share >= 1, _LEVELS, np.ceil(share * (_LEVELS - 1) - 1e-12).astype(np.int64))
     level = np.where((level == 0) & is_open, -1, level)
+    boxes: list[tuple[float, float, float, float]] = []
+    shades: list[tuple[str, float]] = []
     for i, line in enumerate(level):
-        top, bottom = y(float(edges[0][i])), y(float(edges[0][i + 1]))
         for start, stop in equal_runs(line):
             if line[start]:
-                begin, end = x(float(edges[1][start])), x(float(edges[1][stop]))
-                scene.add(Rect(begin, top, end - begin, bottom - top, colors[i], _opacity(int(line[start]))))
+                width = edges[stop] - edges[start]
+                boxes.append((edges[start], q_edges[i], width, q_edges[i + 1] - q_edges[i]))
+                shades.append((colors[i], _opacity(int(line[start]))))
+    scene.boxes(axes, boxes, shades)
+    _legend(scene, left + SIDE + 24, top + 10, mask, layout, (row, head), bool(is_open.any()), owner)
+    scene.height = top + SIDE + 52
+    return scene
 
 
 def _opacity(level: int) -> float:
     return 0.16 if level < 0 else 1.0 if level == _LEVELS else 0.24 + 0.46 * level / (_LEVELS - 1)
 
 
-def _owner_strip(scene: Scene, x: float, y: Scale, edges: np.ndarray, owner: np.ndarray, layout: Layout) -> None:
-    for start, stop in equal_runs(owner):
-        rank = int(owner[start])
-        begin, end = y(float(edges[start])), y(float(edges[stop]))
-        color = MIXED if rank < 0 else rank_color(rank, layout.world_size)
-        scene.add(Rect(x, begin, 10, end - begin, color, note="several ranks" if rank < 0 else f"rank {rank}"))
-
-
 def _legend(
     scene: Scene,
-    corner: tuple[float, float],
+    x: float,
+    y: float,
     mask: Mask,
     layout: Layout | None,
     plane: tuple[int, int],
     is_open: bool,
-    owner: np.ndarray | None,
+    owner: Ints | None,
 ) -> None:
-    x, y = corner
-    color = MIXED if layout is not None else FORWARD
-    if layout is not None:
+    color = FORWARD
+    if layout is not None and owner is not None:
+        color = MIXED
         work = row_work(mask, layout, *plane).astype(np.float64)
-        part = work / (work.sum() or 1.0)
-        scene.add(Text(x, y, "query rows held by", SMALL, bold=True))
-        words = [f"rank {rank}: {100 * value:.1f}% of pairs" for rank, value in enumerate(part.tolist())]
-        y = rank_legend(scene, x, y + 20, layout.world_size, words)
-        if owner is not None and (owner < 0).any():
-            scene.add(Rect(x, y - 9, 12, 10, MIXED), Text(x + 18, y, "several ranks", SMALL))
+        shares_of_work = (work / (work.sum() or 1.0)).tolist()
+        scene.text(x, y, "query rows held by", SMALL, bold=True)
+        texts = [f"rank {rank}: {100 * value:.1f}% of pairs" for rank, value in enumerate(shares_of_work)]
+        y = rank_legend(scene, x, y + 20, layout.world_size, texts)
+        if (owner < 0).any():
+            legend_key(scene, x, y, "several ranks", MIXED)
             y += 18
-        spread = float(work.max(initial=0.0)) / (float(work.mean()) or 1.0)
-        for line in wrapped(f"most pairs in a rank's rows / mean: {spread:.3f}", 190, SMALL):
-            scene.add(Text(x, y + 2, line, SMALL, "muted"))
+        imbalance = float(work.max(initial=0.0)) / (float(work.mean()) or 1.0)
+        for line in wrapped(scene, f"most pairs in a rank's rows / mean: {imbalance:.3f}", 190, SMALL):
+            scene.text(x, y + 2, line, SMALL, MUTED)
             y += 16
         y += 16
-    scene.add(Text(x, y, "shade of a tile", SMALL, bold=True))
+    scene.text(x, y, "shade of a tile", SMALL, bold=True)
     keys = [("all pairs allowed", _LEVELS), ("most", _LEVELS - 1), ("some", 1)]
-    for words, level in (*keys, *([("a function decides", -1)] if is_open else [])):
+    for text, level in (*keys, *([("a function decides", -1)] if is_open else [])):
         y += 18
-        scene.add(Rect(x, y - 9, 12, 10, color, _opacity(level)), Text(x + 18, y, words, SMALL))
-    scene.add(Rect(x, y + 9, 12, 10, "lane"), Text(x + 18, y + 18, "none", SMALL))
+        legend_key(scene, x, y, text, color, _opacity(level))
+    legend_key(scene, x, y + 18, "none", LANE)

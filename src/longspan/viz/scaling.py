@@ -1,4 +1,4 @@
-"""Curves over the number of ranks: time and bytes of each scheme, as the plan predicts them."""
+"""Curves over the number of ranks: time and bytes of each scheme, as plans predict them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,17 @@ from longspan.errors import PlanError
 from longspan.formatting import bytes_text, seconds_text
 from longspan.layouts import Layout, balanced
 from longspan.masks import Mask
-from longspan.viz.scene import (
-    MARGIN,
-    SERIES,
-    SMALL,
-    Line,
-    Rect,
-    Scale,
-    Scene,
-    Text,
-    bottom_axis,
-    frame,
-    headed,
-    text_width,
-)
+from longspan.viz.scene import MARGIN, MUTED, SERIES, SMALL, Scene, headed, picture
 
 SCHEMES = ("auto", "exchange", "all_to_all", "ring", "all_gather")
 CHOSEN = {"auto": "auto (what plan() takes)", "quickest": "quickest of all"}
-"""Lines that lie upon another one's, and what the legend says of them."""
-_TALL, _WIDE = 300.0, 320.0
+"""Lines that lie on top of another scheme's, and their names in the legend."""
+_HEIGHT, _WIDTH = 300.0, 320.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
-    """What a plan predicts for one scheme on one number of ranks: bytes of the rank that receives most, and time
+    """The predictions of a plan for one scheme on one number of ranks: bytes of the rank that receives most, and time
     and memory of ranks likely to be busiest."""
 
     scheme: str
@@ -53,116 +40,108 @@ def scaling_points(
     layout: Callable[[Mask, int], Layout] | None = None,
     **sizes: Any,
 ) -> tuple[ScalingPoint, ...]:
-    """Plans of every scheme for every number of ranks, over balanced layouts unless `layout` makes others."""
-    make = layout or (lambda mask, size: balanced(mask, world_size=size))
+    """Plan every scheme for every number of ranks, over balanced layouts unless `layout` returns others."""
+    build = layout or (lambda mask, size: balanced(mask, world_size=size))
     points: list[ScalingPoint] = []
     for size in ranks:
-        held = make(mask, size)
+        held = build(mask, size)
         for name in schemes:
-            one = plan(mask, held, scheme=name, **sizes)
-            reason = next(reason for reason in one.reasons if reason.chosen)
+            reason = next(reason for reason in plan(mask, held, scheme=name, **sizes).reasons if reason.chosen)
             points.append(ScalingPoint(name, size, reason.seconds, reason.bytes_received, reason.peak_bytes))
     return tuple(points)
 
 
+@picture
 def scaling_picture(
     points: Sequence[ScalingPoint], *, title: str = "Scaling", remark: str = "Simulated, not run."
 ) -> Scene:
-    """Time, and bytes received, over the number of ranks, one line per scheme, on logarithmic axes."""
+    """Draw time, and bytes received, over the number of ranks, one line per scheme, on logarithmic axes."""
     if not points:
-        raise PlanError("a picture of no points was asked for. Give scaling_points one number of ranks or more.")
+        raise PlanError("`points` must hold at least one point, but got none. Pass scaling_points a number of ranks.")
     scene, top = headed(title, [remark], "Time and bytes of each scheme over the number of ranks.")
     top += 26
+    left = MARGIN + 62
     names = list(dict.fromkeys(point.scheme for point in points))
-    sides = (
-        ("time, forward and backward", lambda point: point.seconds, seconds_text),
-        ("most bytes received by a rank", lambda point: float(point.bytes_received), bytes_text),
-    )
-    for number, (label, value, text) in enumerate(sides):
-        left = MARGIN + 62 + number * (_WIDE + 106)
-        scene.add(Text(left, top - 8, label, SMALL, bold=True))
-        _panel(scene, (left, top), points, names, value, text, ideal=number == 0)
-    scene.height = _legend(scene, names, top + _TALL + 64) + 8
+    others = [name for name in names if name not in CHOSEN]
+    colors = {name: SERIES[i % len(SERIES)] for i, name in enumerate(others)} | dict.fromkeys(CHOSEN, "#aab4bf")
+    _panel(scene, left, top, points, colors, is_time=True)
+    _panel(scene, left + _WIDTH + 106, top, points, colors, is_time=False)
+
+    x, y = left, top + _HEIGHT + 64
+    for name in [*names, "ideal"]:
+        text = CHOSEN.get(name) or name
+        width = 26 + scene.text_width(text, SMALL) + 20
+        if x > left and x + width > scene.width - MARGIN:
+            x, y = left, y + 18
+        scene.canvas.plot([x, x + 20], [y - 4, y - 4], **_line(name, colors))
+        scene.text(x + 26, y, text, SMALL)
+        x += width
+    scene.height = y + 26
     return scene
 
 
+def _line(name: str, colors: dict[str, str]) -> dict[str, Any]:
+    """Return the style of a scheme's line, or of the ideal."""
+    if name not in colors:
+        return {"color": MUTED, "linewidth": 1, "linestyle": (0, (5, 4))}
+    # A chosen scheme's line lies under the others, and is wider.
+    wide = name in CHOSEN
+    return {
+        "color": colors[name],
+        "linewidth": 8 if wide else 1.8,
+        "solid_capstyle": "butt",
+        "zorder": 1.5 if wide else 2,
+    }
+
+
 def _panel(
-    scene: Scene,
-    corner: tuple[float, float],
-    points: Sequence[ScalingPoint],
-    names: list[str],
-    value: Callable[[ScalingPoint], float],
-    text: Callable[[float], str],
-    ideal: bool,
+    scene: Scene, left: float, top: float, points: Sequence[ScalingPoint], colors: dict[str, str], *, is_time: bool
 ) -> None:
-    left, top = corner
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    def value(point: ScalingPoint) -> float:
+        return point.seconds if is_time else float(point.bytes_received)
+
+    def label(tick: float) -> str:
+        number, unit = text(tick).split(" ")
+        return f"{float(number):g} {unit}"
+
+    text = seconds_text if is_time else bytes_text
     some = [value(point) for point in points if value(point) > 0] or [1.0]
-    low, high = _outwards(min(some), max(some))
+    room = 10 ** (0.06 * max(math.log10(max(some) / min(some)), 0.5))
+    low, high = min(some) / room, max(some) * room
     ranks = sorted({point.ranks for point in points})
-    x = Scale(math.log2(ranks[0]), math.log2(ranks[-1]), left + 10, left + _WIDE - 10)
-    y = Scale(math.log10(low), math.log10(high), top + _TALL, top)
-    scene.add(Rect(left, top, _WIDE, _TALL, "lane", 0.5))
-    for tick in _log_ticks(low, high, base=10 if ideal else 2):
-        at = y(math.log10(tick))
-        scene.add(Line(((left, at), (left + _WIDE, at)), "grid", 0.7))
-        scene.add(Text(left - 6, at + 4, _short(text(tick)), SMALL, "muted", "end"))
-    every = max(1, math.ceil(len(ranks) / 8))
-    bottom_axis(scene, x, top + _TALL, [math.log2(r) for r in ranks[::every]], "ranks", lambda t: f"{2**t:,.0f}")
-    for name in sorted(names, key=lambda name: name not in CHOSEN):  # what was chosen lies below, wider
-        mine = [p for p in sorted(points, key=lambda p: p.ranks) if p.scheme == name and value(p) > 0]
-        line = tuple((x(math.log2(p.ranks)), y(math.log10(value(p)))) for p in mine)
-        color = _color(name, names)
-        side = 10.0 if name in CHOSEN else 5.0
-        if len(line) > 1:
-            scene.add(Line(line, color, 8.0 if name in CHOSEN else 1.8))
-        for at, p in zip(line, mine, strict=True):
-            note = f"{name}, {p.ranks} ranks: {text(value(p))}"
-            scene.add(Rect(at[0] - side / 2, at[1] - side / 2, side, side, color, note=note))
-    if ideal and len(ranks) > 1:
+    margin = (ranks[-1] / ranks[0]) ** (10 / (_WIDTH - 20)) if len(ranks) > 1 else 1.5
+    axes = scene.axes(left, top, _WIDTH, _HEIGHT)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=10 if is_time else 2)
+    axes.set(xlim=(ranks[0] / margin, ranks[-1] * margin), ylim=(low, high), xlabel="ranks")
+    subs = (1.0, 2.0, 5.0) if is_time and high / low < 10**2.2 else (1.0,)
+    locator = LogLocator(base=10 if is_time else 2, subs=subs, numticks=12 if is_time else 8)
+    ticks = [tick for tick in locator.tick_values(low, high) if low <= tick <= high]
+    axes.set_yticks(ticks, [label(tick) for tick in ticks])
+    numbers = ranks[:: max(1, math.ceil(len(ranks) / 8))]
+    axes.set_xticks(numbers, [f"{number:,}" for number in numbers])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.tick_params(axis="y", length=0, pad=6)
+    axes.patch.set_alpha(0.5)
+    axes.grid(axis="y")
+    title = "time, forward and backward" if is_time else "most bytes received by a rank"
+    scene.text(left, top - 8, title, SMALL, bold=True)
+
+    for name in dict.fromkeys(point.scheme for point in points):
+        mine = sorted((p for p in points if p.scheme == name and value(p) > 0), key=lambda p: p.ranks)
+        style = _line(name, colors)
+        axes.plot([p.ranks for p in mine], [value(p) for p in mine], **style)
+        for p in mine:  # one by one, for their tooltips
+            size = 10 if name in CHOSEN else 5
+            marker = axes.plot(
+                [p.ranks], [value(p)], "s", color=style["color"], markersize=size, zorder=style["zorder"]
+            )
+            marker[0].set(gid=f"note{len(scene.notes)}", markeredgewidth=0)
+            scene.notes.append(f"{name}, {p.ranks} ranks: {text(value(p))}")
+    if is_time and len(ranks) > 1:
         first = min(value(point) for point in points if point.ranks == ranks[0])
-        ends = [(r, first * ranks[0] / r) for r in (ranks[0], min(ranks[-1], ranks[0] * first / low))]
-        scene.add(Line(tuple((x(math.log2(r)), y(math.log10(v))) for r, v in ends), "muted", 1, dashed=True))
-    frame(scene, left, top, left + _WIDE, top + _TALL)
-
-
-def _color(name: str, names: list[str]) -> str:
-    others = [other for other in names if other not in CHOSEN]
-    return "#aab4bf" if name in CHOSEN else SERIES[others.index(name) % len(SERIES)]
-
-
-def _legend(scene: Scene, names: list[str], y: float) -> float:
-    """Which line is which, in as many rows as fit the picture; gives the height below them."""
-    first = at = MARGIN + 62
-    for name in [*names, None]:
-        words = "ideal" if name is None else CHOSEN.get(name) or name
-        wide = 26 + text_width(words, SMALL) + 20
-        if at > first and at + wide > scene.width - MARGIN:
-            at, y = first, y + 18
-        color = "muted" if name is None else _color(name, names)
-        width = 1.0 if name is None else 8.0 if name in CHOSEN else 2.0
-        scene.add(Line(((at, y - 4), (at + 20, y - 4)), color, width, dashed=name is None))
-        scene.add(Text(at + 26, y, words, SMALL))
-        at += wide
-    return y + 18
-
-
-def _outwards(low: float, high: float) -> tuple[float, float]:
-    """The range, wider by a little on a logarithmic scale."""
-    room = 10 ** (0.06 * max(math.log10(high / low), 0.5))
-    return low / room, high * room
-
-
-def _log_ticks(low: float, high: float, base: int) -> list[float]:
-    """Round values in a range: 1, 2 and 5 times powers of ten, or powers of two, fewer in a wide range."""
-    if base == 2:
-        powers = range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)
-        return [2.0**power for power in powers][:: max(1, math.ceil(len(powers) / 7))]
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1, 2, 5) if math.log10(high / low) < 2.2 else (1,)
-    return [factor * 10.0**d for d in decades for factor in factors if low <= factor * 10.0**d <= high]
-
-
-def _short(text: str) -> str:
-    """A tick's words without zeros after the point."""
-    value, unit = text.split(" ")
-    return f"{float(value):g} {unit}"
+        last = min(ranks[-1], ranks[0] * first / low)
+        axes.plot([ranks[0], last], [first, first * ranks[0] / last], **_line("ideal", colors))
