@@ -31,7 +31,7 @@ COMMANDS = {  # name: (module, what it does)
     "report": ("longspan.cli.report", "one HTML file that explains a plan to a colleague"),
     "verify": ("longspan.cli.verify", "compares a context-parallel run with one device"),
     "prove": ("longspan.cli.prove", "tries a model of transformers over simulated ranks, without weights"),
-    "acceptance": ("longspan.cli.acceptance.command", "every promise tried on this machine, a verdict for each line"),
+    "acceptance": ("longspan.cli.acceptance", "every promise tried on this machine, a verdict for each line"),
     "doctor": ("longspan.cli.doctor", "versions, kernels, clocks, bandwidth and a self-check"),
 }
 
