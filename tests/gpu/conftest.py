@@ -9,7 +9,6 @@ of every test (`session.py`), so all of them end with the same exit status.
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -17,7 +16,8 @@ import pytest
 import torch
 
 from longspan.cli.acceptance import add_arguments
-from longspan.cli.launch import joined
+from longspan.cli.command import print_error
+from longspan.cli.launch import join_ranks
 from longspan.cli.output import print_json, progress, screen_of
 from longspan.errors import LongspanError
 from tests.gpu.page import show
@@ -35,8 +35,9 @@ def line_name(item: pytest.Item) -> str:
 
 
 def usage_error(error: object) -> pytest.UsageError:
-    """Return an error that pytest prints on rank 0 only."""
-    return pytest.UsageError(*([str(error)] if os.environ.get("RANK", "0") == "0" else []))
+    """Print the error as commands do, on rank 0 only, and return one for pytest."""
+    print_error(f"longspan acceptance: {error}")
+    return pytest.UsageError()
 
 
 def pytest_addoption(parser):
@@ -50,7 +51,7 @@ def pytest_sessionstart(session):
     option, stack = session.config.option, ExitStack()
     session.config.add_cleanup(stack.close)
     try:
-        ranks = stack.enter_context(joined("acceptance", option.backend, alone=option.list))
+        ranks = stack.enter_context(join_ranks("acceptance", option.backend, alone=option.list))
     except LongspanError as error:
         raise usage_error(error) from error
     torch.set_num_threads(1)
@@ -78,7 +79,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtestloop(session):
     option, site, names = session.config.option, session.config.stash[SITE], list(map(line_name, session.items))
     if option.list:
-        if site.ranks.speaks:
+        if site.ranks.is_main:
             print("\n".join(names))
         session.items.clear()
         return (yield)
@@ -97,7 +98,7 @@ def pytest_runtestloop(session):
         )
 
     with bar:
-        advance = bar.enter_context(progress(option, "acceptance", len(names), speaks=site.ranks.speaks))
+        advance = bar.enter_context(progress(option, "acceptance", len(names), is_main=site.ranks.is_main))
         running = session.config.stash[SESSION] = Session(site, names, option.out, advance, finish)
         with running.until_sigterm():
             result = yield

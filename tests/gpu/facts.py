@@ -14,7 +14,7 @@ import torch
 from torch.cuda import nccl
 
 import longspan
-from longspan.cli.launch import kernel_used
+from longspan.cli.launch import describe_kernel
 from longspan.formatting import bytes_text
 from longspan.kernels.cuda_flash import implementation
 from tests.gpu.site import Site
@@ -27,7 +27,7 @@ PLAIN_VALUE = re.compile(r"[\w:,.^=-]{1,40}")
 def facts(site: Site) -> dict[str, Any]:
     """Return what a reader of the page needs to know about the machine, without host names, users and paths."""
     ranks = site.ranks
-    kernels = [f"{kernel_used(site.sizes, dtype, ranks.device)} for {dtype}" for dtype in ("bfloat16", "float32")]
+    kernels = [f"{describe_kernel(site.sizes, dtype, ranks.device)} for {dtype}" for dtype in ("bfloat16", "float32")]
     rows: dict[str, Any] = {
         "ranks": f"{ranks.size} over {ranks.backend}, {ranks.local_size} a host",
         "device": "CPU",

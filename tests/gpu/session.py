@@ -125,7 +125,7 @@ class Session:
             now = time.monotonic()
             self.report.add(name, outcome, now - self.test_start)
             self.report.seconds = now - self.start
-            if self.site.ranks.speaks and self.out is not None:
+            if self.site.ranks.is_main and self.out is not None:
                 write(self.report, self.out)
 
     def end(self, why: str = "ranks were lost before it") -> None:
@@ -138,7 +138,7 @@ class Session:
             for name in self.names[len(self.report.rows) :]:
                 self.report.add(name, Outcome("not run", f"not run: {why}"), 0.0)
             self.report.seconds = time.monotonic() - self.start
-            if self.site.ranks.speaks:
+            if self.site.ranks.is_main:
                 if self.out is not None:
                     write(self.report, self.out)
                 self.finish(self.report)
@@ -160,7 +160,7 @@ class Session:
         The main thread may be stuck in a collective, where Python runs no signal handlers. So a thread reads the pipe
         that the interpreter's own C handler writes the number of a signal to.
         """
-        if not self.site.ranks.speaks or threading.current_thread() is not threading.main_thread():
+        if not self.site.ranks.is_main or threading.current_thread() is not threading.main_thread():
             yield
             return
         read, write_end = os.pipe()

@@ -49,7 +49,7 @@ Message = tuple[int, str, float, str]
 def test_fault(site: Site, fault: str, backend: str) -> None:
     if backend == "nccl" and torch.cuda.device_count() < RANKS:
         pytest.skip(f"it needs {RANKS} GPUs on a host, and there are {torch.cuda.device_count()}")
-    if not site.ranks.speaks:
+    if not site.ranks.is_main:
         return
     messages = run_job(fault, backend)
     every = "; ".join(f"rank {rank}: {word} {text}" for rank, word, _, text in messages) or "no rank reported anything"

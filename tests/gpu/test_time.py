@@ -159,7 +159,7 @@ def test_workload(site: Site, mask: str, size: str) -> None:
     )
     figures = {f"{direction}_seconds": measured[direction] for direction in DIRECTIONS}
     figures |= {f"predicted_{direction}_seconds": predicted[direction] for direction in DIRECTIONS}
-    if site.ranks.speaks:
+    if site.ranks.is_main:
         site.compare(ratio, LIMITS, text, **figures)
     else:
         site.record(text)

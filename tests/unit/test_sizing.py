@@ -235,12 +235,12 @@ def test_what_does_not_fit_is_a_failed_check_that_says_what_would(plan):
 
 REFUSED = [
     (("--model", "gpt5"), "model 'gpt5' was asked for. Choose one of llama3-8b, "),
-    (("--config", "nowhere.json"), "is no file"),
+    (("--config", "nowhere.json"), "--config must be"),
     (("--model", "qwen3-8b", "--config", "x"), "not allowed with argument"),
-    (("--model", "qwen3-8b", "--q-heads", "8"), "--q-heads was given beside a model"),
-    (("--model", "qwen3-8b", "--window", "8"), "--window was given beside a model"),
-    (("--offload",), "--offload is about a whole model"),
-    (("--memory", "80"), "--memory is about a whole model"),
+    (("--model", "qwen3-8b", "--q-heads", "8"), "--q-heads must not be set with a model"),
+    (("--model", "qwen3-8b", "--window", "8"), "--window must not be set with a model"),
+    (("--offload",), "--offload needs a whole model"),
+    (("--memory", "80"), "--memory needs a whole model"),
     (("--model", "qwen3-8b", "--no-checkpointing", "--offload"), "Leave checkpointing on"),
     (("--model", "qwen3-8b", "--no-checkpointing", "--keep"), "every layer would keep remote K/V"),
     (("--model", "qwen3-8b", "--dtype", "float32", "--state", "bfloat16"), "computing in float32"),

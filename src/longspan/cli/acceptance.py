@@ -41,8 +41,8 @@ def find_tests() -> Path:
         if (root / "tests" / "gpu" / "conftest.py").exists():
             return root / "tests" / "gpu"
     raise LongspanError(
-        "acceptance runs the tests in tests/gpu, which an installed package does not contain. Run it in a checkout:"
-        " git clone https://github.com/longspan/longspan && cd longspan && pip install -e . --group test"
+        "acceptance runs the tests in tests/gpu, which an installed package does not contain. Run it in a checkout: git"
+        " clone Longspan's repository, and in it pip install -e . --group test."
     )
 
 
