@@ -18,6 +18,8 @@ from tests.lanes import NIGHTLY, SEED, left_out
 ROOT = Path(__file__).parent
 # Importing it imports torchtitan, which replaces functions of torch: only in processes of their own (test_torchtitan).
 collect_ignore = ["src/longspan/torchtitan", "src/longspan/integrations"]
+# `torchrun ... -m longspan acceptance` runs these (tests/gpu/pytest.ini); tests/unit/test_acceptance.py their examples.
+collect_ignore += ["tests/gpu"]
 if find_spec("transformers") is None:
     collect_ignore += ["src/longspan/huggingface/sharding.py", "tests/hosts/hf_versions.py"]
 if find_spec("triton") is None:
@@ -29,6 +31,7 @@ MARKERS = (
     "quick: something of every layer, within a minute of processor time",
     "share(n): one case in n runs each time, all of them at night (tests/lanes.py)",
     "nightly: runs at night only, or when selected by name (tests/lanes.py)",
+    *(f"{name}: in tests/gpu" for name in ("ranks(n)", "slow", "cpu", "cuda")),
 )
 # Doctests that `pytest -m quick` runs: modules that do not import torch, so that the first dot comes soon.
 QUICK_DOCTESTS = tuple(ROOT / "src" / "longspan" / name for name in ("spans.py", "masks", "layouts", "planning"))

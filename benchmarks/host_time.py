@@ -25,13 +25,12 @@ import numpy as np
 import torch
 
 import longspan as ls
-from longspan.cli.acceptance.host import Counted, pretended
-from longspan.cli.acceptance.programs import RankPrograms, driven
 from longspan.cli.measure import DIRECTIONS
 from longspan.cli.workload import drawn_lengths
 from longspan.planning.machine import H100
 from longspan.run import fused, walk
 from longspan.run.moves import Memory
+from tests.gpu.programs import LaunchCounter, RankPrograms, drive, programs_without_kernel
 
 SEQ, HEADS, KV_HEADS, DIM = 1 << 20, 32, 8, 128
 SMALLER, FEW, ROUNDS = 512, 8, 15
@@ -120,12 +119,12 @@ def both_plans(case: Case) -> tuple[ls.Plan, ls.Plan]:
 
 def passes(plan: ls.Plan, rank: int, device: str) -> tuple[Callable[[], Any], ...]:
     """Run one rank's forward and backward, warm, with messages left in memory."""
-    programs = pretended(plan, rank, device)
+    programs = programs_without_kernel(plan, rank, device)
     return tuple(partial(_run, programs, way) for way in DIRECTIONS)
 
 
 def _run(programs: RankPrograms, way: str) -> Any:
-    return driven(programs.program(way), zeros=False)
+    return drive(programs.program(way), zeros=False)
 
 
 def best(run: Callable[[], Any], rounds: int = ROUNDS) -> float:
@@ -138,9 +137,9 @@ def best(run: Callable[[], Any], rounds: int = ROUNDS) -> float:
     return min(times) * 1e3
 
 
-def counted(run: Callable[[], Any], device: str) -> Counted:
+def counted(run: Callable[[], Any], device: str) -> LaunchCounter:
     before = Launcher.launches
-    with Counted(device) as counts:
+    with LaunchCounter(device) as counts:
         run()
     counts.launches += Launcher.launches - before
     return counts

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from longspan.cli import measure
-from longspan.cli.acceptance import faults, host, memory, timing
-from longspan.cli.acceptance.lines import Site
 from longspan.planning.steps import Sizes
 from tests.device import forms
 from tests.gloo.cli_work import command
+from tests.gpu import site, test_faults, test_host, test_time
 
 TOKENS = {"16k": 512, "64k": 512, "256k": 1024, "1M": 1536}
 """In the place of the sizes that lines are named after."""
@@ -41,19 +40,19 @@ class LaunchProfile:
 
 def replacements(judges_speed):
     """(owner, name, value) of what is smaller here, and of what a CPU has not got."""
-    yield from ((module, "tokens_of", TOKENS.__getitem__) for module in (memory, host, timing))
-    yield Site, "sizes", Sizes(8, 4, 32, 32, 2)
+    yield site, "tokens_of", TOKENS.__getitem__
+    yield site.Site, "sizes", Sizes(8, 4, 32, 32, 2)
     yield measure, "GPU_TILES", ((256, 256, True), (128, 256, False), (64, 512, False), (192, 192, True))
     yield measure, "GPU_COPIED", measure.COPIED
     yield measure, "GPU_SHORT", 64
     yield measure, "GPU_LONG", 256
-    yield timing, "LINK_BYTES", {"cuda": 1 << 20}
-    yield host, "profile", LaunchProfile
-    yield faults, "PROGRAM", "tests.device.fault_rank"
+    yield test_time, "LINK_BYTES", {"cuda": 1 << 20}
+    yield test_host, "profile", LaunchProfile
+    yield test_faults, "PROGRAM", "tests.device.fault_rank"
     if not judges_speed:
-        yield timing, "BARS", ANY_TIME
-        yield timing, "SLOW_LINK", {"cuda": float("inf")}
-        yield host, "SHARE", ANY_TIME
+        yield test_time, "LIMITS", ANY_TIME
+        yield test_time, "SLOW_LINK", {"cuda": float("inf")}
+        yield test_host, "LIMITS", ANY_TIME
 
 
 def accepted(*words, judges_speed=False):

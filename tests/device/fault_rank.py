@@ -7,8 +7,8 @@ from tests.device import forms
 
 if __name__ == "__main__":
     forms.start("cuda")
-    from longspan.cli.acceptance import fault_rank
     from tests.device import models  # noqa: F401  (registers kernels)
+    from tests.gpu import fault_rank
 
     rank, size, port, what, backend = sys.argv[1:]
     fault_rank.run(int(rank), int(size), int(port), what, backend)

@@ -5,7 +5,7 @@ import sys
 from functools import partial
 
 from longspan import training
-from longspan.cli.acceptance import fault_rank
+from tests.gpu import fault_rank
 
 if __name__ == "__main__":
     training.watch = partial(training.watch, enabled=False)

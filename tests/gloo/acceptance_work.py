@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from longspan.cli import measure
-from longspan.cli.acceptance import faults, session
 from longspan.kernels import kernel_named
 from longspan.kernels.cuda_flash import Flash
 from longspan.run.transports import ProcessGroup
 from tests.gloo.cli_work import command
+from tests.gpu import session, test_faults
 
 SLOW = 10e6
 """Bytes per second of the slow link, from rank 1 to rank 2."""
@@ -139,35 +139,32 @@ def slow_call():
 
 def death():
     """Rank 2 is killed in one line."""
-    tried = session.Session._tried
-
-    def dying(self, line):
-        if line.name == "exact.exchange" and self.site.ranks.rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return tried(self, line)
-
-    return replaced(session.Session, "_tried", dying)
+    return in_one_line(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def raises():
-    """One rank alone raises in one line, with a text that names a path."""
-    tried = session.Session._tried
+    """Rank 2 alone raises in one line, with a text that names a path."""
 
-    def raising(self, line):
-        if line.name == "exact.exchange" and self.site.ranks.rank == 2:
-            line = session.AcceptanceLine(line.name, _fail)
-        return tried(self, line)
+    def fail():
+        raise OSError("cannot read /home/someone/secret.bin")
 
-    return replaced(session.Session, "_tried", raising)
+    return in_one_line(fail)
 
 
-def _fail(_):
-    raise OSError("cannot read /home/someone/secret.bin")
+def in_one_line(act):
+    right = session.Session._try
+
+    def attempt(self, name, least_ranks, test, arguments):
+        if name == "exact.exchange" and self.site.ranks.rank == 2:
+            test, arguments = act, {}
+        return right(self, name, least_ranks, test, arguments)
+
+    return replaced(session.Session, "_try", attempt)
 
 
 def blind_watch():
-    """Nobody watches in the jobs that faults happen to."""
-    return replaced(faults, "PROGRAM", "tests.gloo.acceptance_blind_rank")
+    """Faults happen to jobs whose ranks do not watch each other."""
+    return replaced(test_faults, "PROGRAM", "tests.gloo.acceptance_blind_rank")
 
 
 PLANTS = {

@@ -27,7 +27,7 @@ def test_the_backend_of_the_job_is_taken():
 def test_another_backend_than_that_of_the_job_is_refused():
     found = pool(2).run(command, "bench", "--seq", "64", *SMALL, "--backend", "nccl", timeout=240)
     assert [code for code, _, _ in found] == [2, 2]
-    assert all("--backend nccl was asked for, but the ranks talk over" in err for _, _, err in found)
+    assert all("--backend nccl does not fit the process group" in err for _, _, err in found)
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def test_another_backend_than_that_of_the_job_is_refused():
 )
 def test_every_rank_has_a_gpu_of_its_own(asked, gpus, local_rank, shown, found):
     env = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
-    assert launch.place(asked, gpus, local_rank, shown_one=launch.is_shown_one(env)) == found
+    assert launch.place(asked, gpus, local_rank, sees_one_gpu=launch.sees_one_gpu(env)) == found
 
 
 @pytest.mark.parametrize(("gpus", "local_rank", "shown"), [(1, 1, None), (2, 2, "0,1"), (2, 3, None)])
 def test_ranks_that_would_share_a_gpu_are_refused(gpus, local_rank, shown):
     env = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
     with pytest.raises(LongspanError, match=rf"PyTorch sees {gpus} on this host, which has a rank {local_rank}"):
-        launch.place(None, gpus, local_rank, shown_one=launch.is_shown_one(env))
+        launch.place(None, gpus, local_rank, sees_one_gpu=launch.sees_one_gpu(env))
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan.cli.acceptance.host import no_backward, no_forward
-from longspan.cli.acceptance.programs import driven
 from longspan.kernels.cuda_flash import Flash
 from longspan.run.passes import Backward, Forward, Saved
 from longspan.run.transports import Buffers
 from longspan.run.walk import Job
 from tests.cases import LAYOUTS
+from tests.gpu.programs import drive, no_backward, no_forward
 from tests.simulation.streams import Batch, DeadlockError, HostCopyError, HostWaitError, Memory, NoHostWaits, Simulation
 from tests.simulation.streams_capture import UnjoinedError, capturing, other_inputs, pass_of, replayed
 from tests.simulation.streams_cases import AHEAD, DTYPES, KINDS, case_of, check, on_gpus, same, schemes
@@ -179,14 +178,14 @@ def test_warm_calls_neither_wait_nor_copy(scheme):
         job = Job(plan, rank, Flash(op=no_forward, backward_op=no_backward), 0.1, torch.bfloat16)
         try:
             with NoHostWaits():
-                driven(Forward(job, q, k, v).program(saves=True))
+                drive(Forward(job, q, k, v).program(saves=True))
         except HostCopyError:
             copied += 1
-        out, lse, kept = driven(Forward(job, q, k, v).program(saves=True))
-        driven(Backward(job, Saved(q, k, v, out, lse, kept), out).program())
+        out, lse, kept = drive(Forward(job, q, k, v).program(saves=True))
+        drive(Backward(job, Saved(q, k, v, out, lse, kept), out).program())
         with NoHostWaits():
-            driven(Forward(job, q, k, v).program(saves=True))
-            driven(Backward(job, Saved(q, k, v, out, lse, kept), out).program())
+            drive(Forward(job, q, k, v).program(saves=True))
+            drive(Backward(job, Saved(q, k, v, out, lse, kept), out).program())
     assert copied
 
 

@@ -1,36 +1,43 @@
-"""`longspan acceptance`, piece by piece: kernels by model, guard zones, verdicts, names of lines, and a page that names
-nobody."""
+"""`longspan acceptance` (tests/gpu) by parts: kernels by model, guard zones, verdicts, names, an anonymous page."""
 
+import contextlib
+import doctest
 import json
 import os
 import platform
 import re
 import signal
+import sys
+import threading
 from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
+import longspan
+import tests.gpu.conftest
 from longspan.cli import main
-from longspan.cli.acceptance import exactness, facts, host, memory, operators, timing
-from longspan.cli.acceptance.guard_zones import GUARD, LAYOUTS, GuardedMemory
-from longspan.cli.acceptance.lines import (
-    AcceptanceLine,
-    Judgement,
-    Site,
-    compared,
-    not_run,
-    right,
-    worst,
-    wrong,
-)
-from longspan.cli.acceptance.operators import check_case, operator_cases
-from longspan.cli.acceptance.page import AcceptanceReport, cleaned, markdown, private_words, write
-from longspan.cli.acceptance.session import Session, all_lines, chosen_lines
 from longspan.cli.launch import JobRanks
 from longspan.errors import LongspanError
 from longspan.kernels import cuda_sdpa, kernel_named
+from tests.gpu import (
+    facts,
+    guard_zones,
+    page,
+    programs,
+    session,
+    site,
+    test_exact,
+    test_host,
+    test_memory,
+    test_operators,
+)
+from tests.gpu.guard_zones import GUARD, LAYOUTS, GuardedMemory
+from tests.gpu.page import Report, anonymize, markdown, private_words, write
+from tests.gpu.session import Session, select
+from tests.gpu.site import VERDICTS, Outcome, Site, compare_times, worst
+from tests.gpu.test_operators import check_case, operator_cases
 from tests.unit.test_kernel_addresses import DTYPES, KERNELS
 
 FULL = operator_cases(quick=False)
@@ -121,7 +128,7 @@ def test_what_a_kernel_writes_beside_its_operands_is_seen():
 
 
 @pytest.mark.parametrize("tensor", ["out", "lse", "dq", "dk", "dv"])
-@pytest.mark.parametrize("dtype", operators.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", test_operators.DTYPES, ids=str)
 def test_every_tensor_is_compared(tensor, dtype):
     """Off by eight roundings of its dtype in every number, and only this one is."""
 
@@ -155,7 +162,7 @@ def test_cases_have_what_plans_make():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_operands_lie_in_nan(layout):
     x = torch.randn(2, 3, 5, 8)
-    found = GuardedMemory().placed("q", x, layout)
+    found = GuardedMemory().place("q", x, layout)
     assert torch.equal(found, x)
     whole = torch.empty(0).set_(found.untyped_storage())
     assert int((~whole.isnan()).sum()) == x.numel()
@@ -166,36 +173,62 @@ def test_operands_lie_in_nan(layout):
 # ---- verdicts --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_red():
-    assert [kind for kind in Judgement if kind.is_red] == [Judgement.TOO_SLOW, Judgement.WRONG]
-    assert compared(2.0, (1.25, 2.0), "").judgement == Judgement.SLOWER
-    assert compared(1.25, (1.25, 2.0), "").judgement == Judgement.RIGHT
+def right(text="", **figures):
+    return Outcome("right", text, figures)
 
 
-def test_the_worst_rank_speaks_for_all():
-    assert worst([right("a"), not_run("b"), right("c")]).text == "rank 1: b"
+def wrong(text):
+    return Outcome("wrong", text)
+
+
+def test_which_verdicts_are_red():
+    assert [verdict for verdict in VERDICTS if Outcome(verdict).is_red] == ["too slow", "wrong"]
+    assert compare_times(2.0, (1.25, 2.0), "").verdict == "slower"
+    assert compare_times(1.25, (1.25, 2.0), "").verdict == "right"
+
+
+def test_the_worst_rank_decides():
+    assert worst([right("a"), Outcome("not run", "b"), right("c")]).text == "rank 1: b"
     assert worst([wrong("a"), wrong("b")]) == wrong("a")
-    assert worst([compared(1.1, (2, 3), "a"), compared(1.4, (2, 3), "b")]).text == "b"
+    assert worst([compare_times(1.1, (2, 3), "a"), compare_times(1.4, (2, 3), "b")]).text == "b"
     assert worst([right("fine", used=0.2)] * 3) == right("fine", used=0.2)
+
+
+@pytest.mark.parametrize("module", [facts, guard_zones, page, programs, session, site, test_exact])
+def test_examples_in_docstrings(module):
+    assert doctest.testmod(module).failed == 0
 
 
 # ---- lines by name ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_gpu", [False, True])
-def test_names_of_lines_are_unique_and_sections_whole(is_gpu):
-    lines = all_lines(is_gpu=is_gpu)
-    names = [line.name for line in lines]
+@pytest.fixture
+def lines(monkeypatch, capsys):
+    """The names of all lines, as `--list` prints them for a device."""
+
+    def names(device, *words):
+        ranks = JobRanks(0, 1, 1, "nccl" if device == "cuda:0" else "gloo", device)
+        monkeypatch.setattr(tests.gpu.conftest, "join_ranks", lambda *_, **__: contextlib.nullcontext(ranks))
+        assert main(["acceptance", "--list", *words]) == 0
+        return capsys.readouterr().out.split()
+
+    return names
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_names_of_lines_are_unique_and_sections_whole(lines, device):
+    names = lines(device)
     assert len(set(names)) == len(names)
-    assert {line.section for line in lines} == {"operators", "exact", "memory", "time", "host", "faults"}
+    assert list(dict.fromkeys(name.partition(".")[0] for name in names)) == list(tests.gpu.conftest.SECTIONS)
     assert all(re.fullmatch(r"[a-z]+(\.\w+)+", name) for name in names)
-    quick = chosen_lines(lines, None, quick=True)
-    assert {line.section for line in quick} == {line.section for line in lines}
-    assert len(quick) < len(lines)
+    quick = lines(device, "--quick")
+    assert {name.partition(".")[0] for name in quick} == set(tests.gpu.conftest.SECTIONS)
+    assert len(quick) < len(names)
 
 
-def test_on_gpus_both_kinds_of_group_are_there_and_a_first_call_comes_first():
-    names = [line.name for line in all_lines(is_gpu=True)]
+def test_on_gpus_both_kinds_of_group_are_there_and_a_first_call_comes_first(lines):
+    names = lines("cuda:0")
+    assert len(names) == 57
     exact = [name for name in names if name.startswith("exact.")]
     assert exact[:2] == ["exact.first_call.nccl", "exact.first_call.mixed"]
     assert {"exact.group.nccl", "exact.group.mixed", "faults.kill.nccl", "faults.kill.gloo"} <= set(names)
@@ -205,21 +238,20 @@ def test_on_gpus_both_kinds_of_group_are_there_and_a_first_call_comes_first():
     assert {"time.causal.1M", "time.documents.64k", "time.window.256k"} <= set(names)
 
 
-def test_lines_are_chosen_by_name_or_beginning():
-    lines = all_lines(is_gpu=False)
-    assert [line.name for line in chosen_lines(lines, "exact.ring", quick=True)] == ["exact.ring"]
-    assert [line.name for line in chosen_lines(lines, "faults", quick=True)] == ["faults.kill.gloo"]
-    assert [line.name for line in chosen_lines(lines, "faults.late.gloo", quick=True)] == ["faults.late.gloo"]
-    faults = [line.name for line in chosen_lines(lines, "faults, host.waits", quick=False)]
-    assert faults == ["host.waits", *(f"faults.{what}.gloo" for what in ("kill", "stop", "raise", "late"))]
+def test_lines_are_chosen_by_name_or_beginning(lines):
+    assert lines("cpu", "--quick", "--only", "exact.ring") == ["exact.ring"]
+    assert lines("cpu", "--quick", "--only", "faults") == ["faults.kill.gloo"]
+    assert lines("cpu", "--quick", "--only", "faults.late.gloo") == ["faults.late.gloo"]
+    faults = lines("cpu", "--only", "faults, host.waits")
+    assert faults == ["host.waits", *(f"faults.{fault}.gloo" for fault in ("kill", "stop", "raise", "late"))]
     for unknown in ("exact.rin", "", "ring", "exact.ring,nothing"):
-        with pytest.raises(LongspanError, match=r"--only.*operators"):
-            chosen_lines(lines, unknown, quick=False)
+        with pytest.raises(LongspanError, match=r"--only must name lines .* They are: exact.ring, faults"):
+            select({"exact.ring": False, "faults": False}, unknown, quick=False)
 
 
 def test_ranks_without_messages_are_in_the_first_call():
     for size in (3, 4, 8):
-        made = exactness.quiet_plan(size, "float32")
+        made = test_exact.quiet_plan(size, "float32")
         busy = {r for r in range(size) if made.bytes_received(r) or made.bytes_received(r, "backward")}
         assert busy == {0, 1}
 
@@ -228,9 +260,9 @@ def test_ranks_without_messages_are_in_the_first_call():
 
 
 def report_of(*outcomes, complete=True):
-    found = AcceptanceReport({"device": "CPU", "versions": {"torch": "2.13"}}, 4, False, private_words())
+    found = Report({"device": "CPU", "versions": {"torch": "2.13"}}, 4, False, private_words())
     for number, outcome in enumerate(outcomes):
-        found.add(AcceptanceLine(f"exact.line{number}", not_run), outcome, 0.5)
+        found.add(f"exact.line{number}", outcome, 0.5)
     found.is_complete = complete
     return found
 
@@ -248,7 +280,7 @@ def report_of(*outcomes, complete=True):
     ],
 )
 def test_the_page_names_no_host_person_or_path(text, gone):
-    assert gone not in cleaned(text, private_words())
+    assert gone not in anonymize(text, private_words())
     found = report_of(wrong(text))
     assert gone not in markdown(found) + json.dumps(found.as_dict())
 
@@ -258,28 +290,27 @@ def test_the_page_names_no_host_person_or_path(text, gone):
     ["off by 2.5e-03 of 1.0", "torch 2.13.0+cu132", "3:4 heads and/or keys", "1.5 GB/s a/b", "rank 1: dq differs"],
 )
 def test_what_is_no_secret_stays(text):
-    assert cleaned(text, ["node7"]) == text
+    assert anonymize(text, ["node7"]) == text
 
 
 def test_the_page_says_how_to_repeat_a_line_and_whether_it_is_accepted():
-    good, slow, bad = right("fine"), compared(1.6, (1.25, 2.0), "slow"), wrong("dq is off")
+    good, slow, bad = right("fine"), compare_times(1.6, (1.25, 2.0), "slow"), wrong("dq is off")
     assert report_of(good, slow).ok
     assert not report_of(good, complete=False).ok
     found = report_of(good, slow, bad)
     assert not found.ok
-    page = markdown(found)
-    assert "NOT ACCEPTED: 1 right, 1 slower, 1 wrong" in page
-    assert "slower than predicted by 1.60x" in page
-    assert "torchrun --nproc-per-node 4 -m longspan acceptance --only exact.line2" in page
+    text = markdown(found)
+    assert "NOT ACCEPTED: 1 right, 1 slower, 1 wrong" in text
+    assert "slower than predicted by 1.60x" in text
+    assert "torchrun --nproc-per-node 4 -m longspan acceptance --only exact.line2" in text
     lines = found.as_dict()["lines"]
     assert [line["red"] for line in lines] == [False, False, True]
     assert lines[1]["repeat"].endswith("--only exact.line1")
 
 
 def test_files_are_whole(tmp_path):
-    page, data = write(report_of(right("fine")), tmp_path / "found")
-    assert (page.name, data.name) == ("found.md", "found.json")
-    assert json.loads(data.read_text())["ok"] is True
+    write(report_of(right("fine")), tmp_path / "found")
+    assert json.loads((tmp_path / "found.json").read_text())["ok"] is True
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.md"]
 
 
@@ -293,7 +324,7 @@ def test_links_as_nvidia_smi_prints_them():
 def test_variables_with_paths_are_told_by_name_alone(monkeypatch):
     monkeypatch.setenv("NCCL_TOPO_FILE", "/home/someone/topology.xml")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    told = facts._settings()
+    told = facts.settings()
     assert "NCCL_DEBUG=WARN" in told
     assert "NCCL_TOPO_FILE" in told
     assert not any("someone" in line for line in told)
@@ -309,7 +340,22 @@ def test_without_a_launcher_it_says_what_to_type(capsys):
 
 def test_lines_are_listed_without_a_launcher(capsys):
     assert main(["acceptance", "--list"]) == 0
-    assert capsys.readouterr().out.split() == [line.name for line in all_lines(is_gpu=False)]
+    names = capsys.readouterr().out.split()
+    assert "exact.first_call.gloo" in names
+    assert len(names) == 36
+
+
+def test_without_a_checkout_it_says_how_to_get_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(longspan, "__file__", str(tmp_path / "site-packages" / "longspan" / "__init__.py"))
+    assert main(["acceptance", "--list"]) == 2
+    assert "in a checkout" in capsys.readouterr().err
+
+
+def test_without_pytest_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    assert main(["acceptance", "--list"]) == 2
+    assert "pip install pytest" in capsys.readouterr().err
 
 
 # ---- what only GPUs run, on stand-ins: that the code runs, not that the figures are right ----------------------------
@@ -347,63 +393,97 @@ def gpu_site(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 50_000_000)
-    monkeypatch.setattr(timing, "tokens_of", lambda _: 256)
-    monkeypatch.setattr(host, "tokens_of", lambda _: 256)
-    monkeypatch.setattr(memory, "tokens_of", lambda _: 256)
-    for module in (host, memory):
+    monkeypatch.setattr(site, "tokens_of", lambda _: 256)
+    for module in (test_host, test_memory):
         call = module.attention
         monkeypatch.setattr(module, "attention", lambda q, k, v, plan, group, call=call: call(q, k, v, plan.mask))
     return GpuSite(ALONE, quick=False)
 
 
 def test_memory_of_gpus_by_the_allocator(gpu_site):
-    found = memory._memory("ring", "causal", "256k", gpu_site)
-    assert found.judgement == Judgement.WRONG, "50 MB are more than a call of 256 tokens may take"
-    assert found.figures["taken_bytes"] > 49_000_000
+    with pytest.raises(pytest.fail.Exception, match="the plan says"):  # 50 MB are more than 256 tokens may take
+        test_memory.test_peak(gpu_site, "ring", "causal")
+    assert gpu_site.outcome.figures["taken_bytes"] > 49_000_000
 
 
-def test_host_time_of_gpus_by_events(gpu_site):
-    found = host._host_time(gpu_site)
-    assert found.judgement != Judgement.NOT_RUN
-    assert "of the device's time" in found.text
+def test_host_time_of_gpus_by_events(gpu_site, monkeypatch):
+    monkeypatch.setattr(gpu_site, "ranks", replace(ALONE, size=1))
+    with pytest.raises(pytest.skip.Exception, match="2 ranks"):
+        test_host.test_time(gpu_site)
+    seconds = test_host.gpu_seconds(gpu_site, gpu_site.plan("causal", "256k"))
+    assert all(0 < host < 5 and device == 0.005 for host, device in seconds.values())
 
 
 def test_launches_of_gpus_by_the_profiler(gpu_site, monkeypatch):
-    profile = host.profile
-    monkeypatch.setattr(host, "profile", lambda activities: profile(activities=[host.ProfilerActivity.CPU]))
-    found = host._waits(gpu_site)
-    assert found.judgement == Judgement.RIGHT, found
+    profile = test_host.profile
+    cpu = test_host.ProfilerActivity.CPU
+    monkeypatch.setattr(test_host, "profile", lambda activities: profile(activities=[cpu]))
+    test_host.test_waits(gpu_site)
+    assert "no host wait" in gpu_site.outcome.text
     error = RuntimeError("called a synchronizing CUDA operation")
-    monkeypatch.setattr(host, "no_waiting", lambda _: (_ for _ in ()).throw(error))
-    assert "called a synchronizing CUDA operation" in host._waits(gpu_site).text
+    monkeypatch.setattr(test_host, "no_host_waits", lambda _: (_ for _ in ()).throw(error))
+    with pytest.raises(pytest.fail.Exception, match="called a synchronizing CUDA operation"):
+        test_host.test_waits(gpu_site)
 
 
 def test_waits_of_gpus_are_forbidden_around_kernels_and_calls(gpu_site, monkeypatch):
     modes = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    with operators.no_waiting("cuda:0"):
+    with test_operators.no_host_waits("cuda:0"):
         assert modes == ["error"]
     assert modes == ["error", "default"]
-    with pytest.raises(ValueError, match="x"), operators.no_waiting("cuda:0"):
+    with pytest.raises(ValueError, match="x"), test_operators.no_host_waits("cuda:0"):
         raise ValueError("x")
     assert modes[-1] == "default"
 
 
-# ---- a job that is ended ---------------------------------------------------------------------------------------------
+# ---- a job that ends early -------------------------------------------------------------------------------------------
 
 
-def test_the_line_under_way_has_its_own_seconds(monkeypatch):
-    """It was once counted from the start of the machine's clock: 8,782 s."""
-    session = Session(Site(ALONE, quick=True), [AcceptanceLine("exact.ring", lambda _: right(""))] * 3, None)
-    session._run_line(session.lines[0])
-    session._line_begin -= 5.0  # the second line began five seconds ago
-    monkeypatch.setattr("longspan.cli.acceptance.session.GRACE", 0.0)
+def session_of(*names):
+    return Session(Site(ALONE, quick=True), names, None, lambda name: None, lambda report: None)
+
+
+def verdicts(running):
+    return [outcome.verdict for _, outcome, _ in running.report.rows]
+
+
+def test_the_running_line_has_its_own_seconds(monkeypatch):
+    """They were once counted from the start of the machine's clock: 8,782 s."""
+    running = session_of("a", "b", "c")
+    running.run("a", 1, lambda: None, {})
+    running.test_start -= 5.0  # the second line began five seconds ago
+    monkeypatch.setattr(session, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(os, "_exit", lambda code: None)
     read, write_end = os.pipe()
     os.write(write_end, bytes([signal.SIGTERM]))
-    session._speak_at_the_end(read, lambda report: None)
+    running._wait_for_sigterm(read)
     os.close(write_end)
-    (_, first, _), (_, ended, seconds), (_, last, _) = session.report.rows
-    assert [str(outcome.judgement) for outcome in (first, ended, last)] == ["right", "wrong", "not run"]
-    assert 5.0 <= seconds < 6.0
-    assert session.report.seconds < 5.0
+    assert verdicts(running) == ["right", "wrong", "not run"]
+    assert 5.0 <= running.report.rows[1][2] < 6.0
+    assert running.report.seconds < 5.0
+    assert not running.report.is_complete
+
+
+def test_a_test_that_hangs_ends_the_run(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(session, "TEST_SECONDS", 0.05)
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    running = session_of("a", "b")
+    running.run("a", 1, lambda: ended.wait(30), {})
+    assert ended.is_set()
+    assert verdicts(running) == ["wrong", "not run"]
+    assert "not finished within" in running.report.rows[0][1].text
+    assert not running.report.ok
+
+
+def test_outcomes_of_a_test(monkeypatch):
+    running = session_of("a", "b", "c", "d", "e")
+    site = running.site
+    assert running.run("a", 1, lambda: site.record("fine", cases=3), {}) == right("fine", cases=3)
+    assert running.run("b", 2, lambda: None, {}).text == "it needs 2 ranks, and there are 1"
+    assert running.run("c", 1, pytest.skip, {"reason": "why"}) == Outcome("not run", "why")
+    assert running.run("d", 1, pytest.fail, {"reason": "off"}) == wrong("off")
+    assert running.run("e", 1, lambda: [].pop(), {}) == wrong("IndexError: pop from empty list")
+    running.end()
+    assert running.report.is_complete

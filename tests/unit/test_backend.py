@@ -9,8 +9,8 @@ import torch
 
 from longspan.cli import main
 from longspan.cli.bench import _check_trace
-from longspan.cli.launch import JobRanks, joined, place
-from longspan.cli.verify import _usual_device
+from longspan.cli.launch import JobRanks, join_ranks, place
+from longspan.cli.verify import _default_device
 from longspan.errors import LongspanError
 
 SMALL = ("--q-heads", "4", "--kv-heads", "2", "--head-dim", "16", "--repeats", "1")
@@ -75,10 +75,10 @@ def test_a_job_on_gpus_has_its_tensors_on_the_gpu_of_the_rank(monkeypatch):
         monkeypatch.setenv(name, value)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
-    with joined("bench", None) as ranks:
+    with join_ranks("bench", None) as ranks:
         assert ranks == JobRanks(6, 8, 4, "nccl", "cuda:2")
     assert asked == ["cuda:2", "nccl"]
-    with joined("bench", "gloo") as ranks:
+    with join_ranks("bench", "gloo") as ranks:
         assert ranks == JobRanks(6, 8, 4, "gloo", "cpu")
     assert asked[2:] == ["gloo"]
 
@@ -91,11 +91,11 @@ def test_verify_takes_gpus_where_every_rank_has_one(monkeypatch, num_gpus, ranks
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert _usual_device(num_gpus) == found
+    assert _default_device(num_gpus) == found
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     for config, device in (("cpu:gloo", "cpu"), ("cpu:gloo,cuda:nccl", found), ("cuda:nccl", found)):
         monkeypatch.setattr(torch.distributed, "get_backend_config", lambda config=config: config)
-        assert _usual_device(num_gpus) == device
+        assert _default_device(num_gpus) == device
 
 
 def test_commands_say_device_and_kernel():

@@ -7,12 +7,12 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from longspan.cli.acceptance.memory import Ledger
 from longspan.errors import PlanError
 from longspan.run.simulated import simulate
 from longspan.training import BatchError, Head, token_logprobs, token_loss
 from longspan.training import head as slabs
 from longspan.training.head import head_of
+from tests.gpu.programs import MemoryLedger
 from tests.head_cases import BAR, check
 
 ONE = {"group": None, "gradients": "sum"}
@@ -320,7 +320,7 @@ def test_memory_is_a_slab(monkeypatch, dtype, share):
     small = 8 * tokens * 16  # labels, their places, and a few numbers per token
 
     def peak(call):
-        with Ledger() as ledger:
+        with MemoryLedger() as ledger:
             call()
         return ledger.peak - results - small
 
@@ -339,7 +339,7 @@ def test_memory_is_a_slab(monkeypatch, dtype, share):
 
 def test_log_probabilities_of_logits_take_no_copy_of_them():
     logits, labels = drawn(2400, 2000, dtype=torch.bfloat16).requires_grad_(), labelled(2400, 2000)
-    with pytest.MonkeyPatch.context() as patch, Ledger() as ledger:
+    with pytest.MonkeyPatch.context() as patch, MemoryLedger() as ledger:
         patch.setattr(slabs, "LEAST", 1)
         found = token_logprobs(logits, labels)
         torch.autograd.grad(torch.stack(found).sum(), logits)

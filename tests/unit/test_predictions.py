@@ -11,8 +11,8 @@ import torch
 import longspan as ls
 from benchmarks.host_time import CASES, plan_of
 from benchmarks.kernels import LONG, MAX_ERROR, points
-from longspan.cli.calibrate import taken_over
-from longspan.cli.measure import line
+from longspan.cli.calibrate import assumptions
+from longspan.cli.measure import fit_line
 from longspan.errors import PlanError
 from longspan.kernels.cuda_flash import Flash, implementation
 from longspan.planning import MACHINES, Machine, simulate
@@ -369,12 +369,12 @@ def test_figures_of_the_audit():
 
 
 def test_calibration_says_what_it_did_not_measure():
-    assert taken_over(H100, on_gpu=True, alone=True) == [
+    assert assumptions(H100, on_gpu=True, alone=True) == [
         "rows and widths of tiles, as in h100",
         "that a step takes one launch for each window, as in h100",
-        "links, as in h100, for there is one rank",
+        "links, as in h100, since there is one rank",
     ]
-    assert not any("links" in words for words in taken_over(CPU, on_gpu=False, alone=False))
+    assert not any("links" in words for words in assumptions(CPU, on_gpu=False, alone=False))
 
 
 @pytest.mark.parametrize(
@@ -393,9 +393,9 @@ def test_the_nearest_preset(major, kernel, name):
 
 def test_a_line_through_what_hosts_took():
     made = [(ops, 150e-6 + 12e-6 * ops) for ops in (4.0, 9.0, 30.0, 55.0)]
-    assert line(made) == pytest.approx((12e-6, 150e-6))
-    assert line([(5.0, 1e-4), (5.0, 3e-4)]) == pytest.approx((0.0, 2e-4))
-    assert line([(1.0, 2e-4), (2.0, 1e-4)])[0] == 0.0
+    assert fit_line(made) == pytest.approx((12e-6, 150e-6))
+    assert fit_line([(5.0, 1e-4), (5.0, 3e-4)]) == pytest.approx((0.0, 2e-4))
+    assert fit_line([(1.0, 2e-4), (2.0, 1e-4)])[0] == 0.0
 
 
 def test_machines_are_hashable_values():

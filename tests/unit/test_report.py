@@ -204,7 +204,7 @@ def test_report_json_and_refusals(capsys, tmp_path):
     assert main(["report", "--ranks", "4"]) == 2
     assert "--seq" in capsys.readouterr().err
     assert main(["report", *WORKLOADS[0], "--out", str(tmp_path / "no" / "r.html")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "there is no directory" in capsys.readouterr().err
 
 
 # -- a browser ------------------------------------------------------------------------------------------------------

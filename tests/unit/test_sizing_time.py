@@ -257,21 +257,21 @@ def test_without_a_rate_there_is_no_time_and_no_price(plan):
     assert found["recipes"][0]["seconds"] is None
     code, out, err = plan(*asked, "--price", "2")
     assert (code, out) == (2, "")
-    assert "--price was given, but how long a step takes is not known" in err
+    assert "--price needs the time of a step" in err
 
 
 @pytest.mark.parametrize("price", ["0", "-2", "nan", "inf", "cheap", "2,50", ""])
 def test_prices_that_are_none_are_refused(plan, price):
     code, out, err = plan("--model", "qwen3-8b", *ASKED, f"--price={price}")
     assert (code, out) == (2, "")
-    assert "the price of an hour of one GPU is above 0" in err
+    assert "the price of an hour of one GPU must be above 0" in err
 
 
 @pytest.mark.parametrize("words", [("--price", "2"), ("--data-parallel", "2")])
 def test_they_are_about_a_whole_model(plan, words):
     code, out, err = plan(*ASKED, *words)
     assert (code, out) == (2, "")
-    assert f"{words[0]} is about a whole model. Say which: --model or --config." in err
+    assert f"{words[0]} needs a whole model: add --model or --config." in err
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -1,4 +1,4 @@
-"""Measures kernels, copies, links and whole attentions on the ranks of torchrun and writes a Machine file.
+"""Measure kernels, copies, links and whole attention calls on the ranks of torchrun, and write a Machine file.
 
   torchrun --nproc-per-node 4 -m longspan calibrate --q-heads 8 --kv-heads 2 --head-dim 64 --out machine.json
 
@@ -15,15 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from longspan.cli.launch import JobRanks, add_backend, joined
+from longspan.cli.launch import JobRanks, add_backend, join_ranks
 from longspan.cli.output import Screen, count, print_json, progress, screen_of, to_write
 from longspan.formatting import rate_text, seconds_text
 from longspan.planning.machine import CPU, Link, Machine, machine_text, nearest
 from longspan.planning.steps import ITEMSIZE, Sizes
 
-EVERYBODY = 1 << 30
+ALL_RANKS = 1 << 30
 NUM_PARTS = 12
-"""About how often `measure` says what it is at."""
+"""About how often `measure` calls `advance`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,10 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     sizes = Sizes(args.q_heads, args.kv_heads, args.head_dim, args.head_dim, ITEMSIZE[args.dtype])
-    joining = joined("calibrate", args.backend)
-    with joining as ranks, progress(args, "measuring", NUM_PARTS, speaks=ranks.speaks) as advance:
+    with (
+        join_ranks("calibrate", args.backend) as ranks,
+        progress(args, "measuring", NUM_PARTS, is_main=ranks.is_main) as advance,
+    ):
         machine, about = measure(ranks, sizes, args.dtype, args.rounds, args.name, advance)
-    if not ranks.speaks:
+    if not ranks.is_main:
         return 0
     if args.out is not None:
         args.out.write_text(machine_text(machine))
@@ -63,29 +65,36 @@ def measure(
     advance: Callable[[str], None],
     whole: bool = True,
 ) -> tuple[Machine, dict[str, Any]]:
-    """The machine that these ranks run on; unless `whole`, measured by bare kernels, copies and links alone."""
+    """Return the machine that these ranks run on, and a description; without `whole` from bare kernels, copies and
+    links only."""
     import torch
 
-    from longspan.cli.measure import SMALL, Tensors, copy_rate, kernel_rate, kernel_times, measure_and_fit, wire
+    from longspan.cli.measure import SMALL, KernelTimer, copy_rate, fit_host, kernel_rate, link_cost, measure_and_fit
 
-    tensors = Tensors(sizes, getattr(torch, dtype), ranks.device)
-    base = _base(ranks, tensors.kernel.name)
-    times = kernel_times(ranks, tensors, rounds, advance)
-    forward = kernel_rate(times.forward, sizes, base, "forward")
-    backward = kernel_rate(times.backward, sizes, base, "backward")
+    timer = KernelTimer(sizes, getattr(torch, dtype), ranks)
+    kernel, base = timer.kernel.name, CPU
+    if ranks.device != "cpu":
+        from longspan.kernels.cuda_flash import implementation
+
+        about_gpu = torch.cuda.get_device_properties(ranks.device)
+        runs = implementation() if kernel in ("varlen", "flash") else {"cudnn": "cuDNN"}.get(kernel, kernel)
+        base = replace(nearest(about_gpu.major, runs), kernel=runs, slots=about_gpu.multi_processor_count)
+    forward_times, backward_times = timer.measure(rounds, advance)
+    forward = kernel_rate(forward_times, sizes, base, "forward")
+    backward = kernel_rate(backward_times, sizes, base, "backward")
     advance("copies")
     copies = copy_rate(ranks, rounds)
-    # Hops to the next rank stay in a host for most ranks; hops of a host's size never do.
+    # A hop to the next rank stays inside a host for most ranks; a hop of a host's size never does.
     inside = min(ranks.local_size, ranks.size)
-    links = [Link(EVERYBODY, *_link(wire(ranks, 1, rounds, advance)))] if ranks.size > 1 else list(base.links)
+    links = [Link(ALL_RANKS, *link_cost(ranks, 1, rounds, advance))] if ranks.size > 1 else list(base.links)
     if 1 < inside < ranks.size:
-        links = [replace(links[0], ranks=inside), Link(EVERYBODY, *_link(wire(ranks, inside, rounds, advance)))]
+        links = [replace(links[0], ranks=inside), Link(ALL_RANKS, *link_cost(ranks, inside, rounds, advance))]
     flops = max(forward, backward)
-    calls = (times.forward[SMALL, 1, False] + times.backward[SMALL, 1, False]) / 2
-    assumed = taken_over(base, on_gpu=ranks.device != "cpu", alone=ranks.size == 1)
+    calls = (forward_times[SMALL, 1, False] + backward_times[SMALL, 1, False]) / 2
+    assumed = assumptions(base, on_gpu=ranks.device != "cpu", alone=ranks.size == 1)
     source = (
         f"measured by longspan calibrate: {ranks.size} ranks at once, {inside} a host with {os.cpu_count()} cores,"
-        f" {torch.get_num_threads()} threads a rank, kernel {times.name}, {dtype},"
+        f" {torch.get_num_threads()} threads a rank, kernel {kernel}, {dtype},"
         f" {sizes.q_heads}:{sizes.kv_heads} heads of {sizes.head_dim}, {ranks.backend}, torch {torch.__version__};"
         f" not measured: {'; '.join(assumed)}"
     )
@@ -95,40 +104,21 @@ def measure(
     )  # fmt: skip
     bare = {"bare_forward_flops": forward, "bare_backward_flops": backward, "bare_call_seconds": calls}
     if ranks.device != "cpu":
-        from longspan.cli.measure import host_costs
-
-        machine = host_costs(ranks, machine, sizes, dtype, rounds, advance).put_into(machine)
+        machine = fit_host(ranks, machine, sizes, dtype, rounds, advance)
     if whole:
         machine = measure_and_fit(ranks, machine, sizes, dtype, rounds, advance)
-    return machine, _about(machine, times.name, ranks, dtype) | bare | {"assumed": assumed}
+    return machine, _about(machine, kernel, ranks, dtype) | bare | {"assumed": assumed}
 
 
-def _base(ranks: JobRanks, kernel: str) -> Machine:
-    """The preset nearest to what runs here, of which tiles are taken; a GPU's multiprocessors are counted."""
-    if ranks.device == "cpu":
-        return CPU
-    import torch
+def assumptions(base: Machine, *, on_gpu: bool, alone: bool) -> list[str]:
+    """Return what a calibrated machine has from a preset, not from a measurement.
 
-    from longspan.kernels.cuda_flash import implementation
-
-    facts = torch.cuda.get_device_properties(ranks.device)
-    runs = implementation() if kernel in ("varlen", "flash") else {"cudnn": "cuDNN"}.get(kernel, kernel)
-    return replace(nearest(facts.major, runs), kernel=runs, slots=facts.multi_processor_count)
-
-
-def taken_over(base: Machine, *, on_gpu: bool, alone: bool) -> list[str]:
-    """What a calibrated machine has from a preset and not from a measurement, in words.
-
-    >>> taken_over(CPU, on_gpu=False, alone=False)
+    >>> assumptions(CPU, on_gpu=False, alone=False)
     ['rows and widths of tiles, as in cpu']
     """
     words = [f"rows and widths of tiles, as in {base.name}"]
     words += [f"that a step takes one launch for each window, as in {base.name}"] if on_gpu else []
-    return words + ([f"links, as in {base.name}, for there is one rank"] if alone else [])
-
-
-def _link(link: Any) -> tuple[float, float]:
-    return link.bandwidth, link.latency
+    return words + ([f"links, as in {base.name}, since there is one rank"] if alone else [])
 
 
 def _about(machine: Machine, kernel: str, ranks: JobRanks, dtype: str) -> dict[str, Any]:
@@ -157,32 +147,29 @@ def _about(machine: Machine, kernel: str, ranks: JobRanks, dtype: str) -> dict[s
     }
 
 
-def _rates(about: dict[str, Any], direction: str) -> str:
-    bare = rate_text(about[f"bare_{direction}_flops"], "FLOP/s")
-    return f"{rate_text(about[f'{direction}_flops'], 'FLOP/s')} a rank in whole attentions, {bare} in bare kernels"
-
-
-def _by(about: dict[str, Any]) -> str:
-    return "" if about["implementation"] == about["kernel"] else f" ({about['implementation']})"
-
-
 def show(machine: Machine, about: dict[str, Any], out: Path | None, screen: Screen) -> None:
-    """What was found, and what to do with it."""
     hosts = f"{about['ranks_per_host']} on a host of {about['cores']} cores"
     screen.title(f"{machine.name}: {about['ranks']} ranks at once on {about['device'].partition(':')[0]}, {hosts}")
     call, bare = seconds_text(about["call_seconds"]), seconds_text(about["bare_call_seconds"])
+    runs = "" if about["implementation"] == about["kernel"] else f" ({about['implementation']})"
+    rates = {name: rate_text(value, "FLOP/s") for name, value in about.items() if name.endswith("_flops")}
     facts = [
-        ("kernel", f"{about['kernel']}{_by(about)}, {about['dtype']}"),
-        ("forward", _rates(about, "forward")),
-        ("backward", _rates(about, "backward")),
+        ("kernel", f"{about['kernel']}{runs}, {about['dtype']}"),
+        *(
+            (
+                name,
+                f"{rates[f'{name}_flops']} a rank in whole attentions, {rates[f'bare_{name}_flops']} in bare kernels",
+            )
+            for name in ("forward", "backward")
+        ),
         ("operation", f"{call}, {bare} of a bare kernel's call"),
         ("copies", rate_text(about["copy_bytes_per_second"], "B/s")),
     ]
     if about["host_launch_seconds"] or about["host_call_seconds"]:
         host = [seconds_text(about[f"host_{name}_seconds"]) for name in ("launch", "message", "call")]
-        facts.append(("host", "{} to queue an operation, {} a message, {} a call beside them".format(*host)))
+        facts.append(("host", "{} to queue an operation, {} a message, {} a call in addition".format(*host)))
     for link in about["links"]:
-        label = "link" if link["ranks"] == EVERYBODY else f"link of {link['ranks']}"
+        label = "link" if link["ranks"] == ALL_RANKS else f"link of {link['ranks']}"
         facts.append(
             (label, f"{rate_text(link['bytes_per_second'], 'B/s')}, {seconds_text(link['latency_seconds'])} a message")
         )

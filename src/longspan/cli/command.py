@@ -1,7 +1,7 @@
-"""The command itself: finds the subcommand, turns refusals into one line, and answers with an exit code.
+"""The `longspan` command: find the subcommand, print errors as one line, return an exit code.
 
-0: fine. 1: a check failed. 2: what was asked cannot be done, or the answer cannot be written, and the line on stderr
-says why. 130: interrupted (Ctrl-C).
+0: fine. 1: a check failed. 2: the arguments are refused, or the output cannot be written; a line on stderr says why.
+130: interrupted (Ctrl-C).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMMANDS = {  # name: (module, what it does)
     "report": ("longspan.cli.report", "one HTML file that explains a plan to a colleague"),
     "verify": ("longspan.cli.verify", "compares a context-parallel run with one device"),
     "prove": ("longspan.cli.prove", "tries a model of transformers over simulated ranks, without weights"),
-    "acceptance": ("longspan.cli.acceptance.command", "every promise tried on this machine, a verdict for each line"),
+    "acceptance": ("longspan.cli.acceptance", "every promise tried on this machine, a verdict for each line"),
     "doctor": ("longspan.cli.doctor", "versions, kernels, clocks, bandwidth and a self-check"),
 }
 
@@ -40,22 +40,24 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        say(f"{self.prog}: {message} See {self.prog} --help." if message.endswith(".") else f"{self.prog}: {message}")
+        print_error(
+            f"{self.prog}: {message} See {self.prog} --help." if message.endswith(".") else f"{self.prog}: {message}"
+        )
         self.exit(REFUSED)
 
     def print_help(self, file: Any = None) -> None:
         print(self.format_help(), end="", file=file)  # argparse's own swallows errors
 
 
-def say(line: str) -> None:
-    """Prints an error once: torchrun's ranks were all asked the same, so only the first speaks."""
+def print_error(line: str) -> None:
+    """Print an error on rank 0 only, since all ranks of torchrun have the same arguments."""
     if os.environ.get("RANK", "0") == "0":
-        with suppress(OSError):  # a full disk: the exit status has to do
+        with suppress(OSError):  # a full disk: the exit status must suffice
             print(line, file=sys.stderr)
 
 
 def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser for these arguments; only the subcommand that they name adds its own options."""
+    """Build the parser; only the subcommand that `arguments` name adds its own options."""
     parser = Parser(
         prog="longspan",
         description="Exact attention over sequences too long for one device: plan it, see it, measure it.",
@@ -63,40 +65,34 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    named = next((word for word in arguments if not word.startswith("-")), None)
+    command = next((word for word in arguments if not word.startswith("-")), None)
     for name, (module, help_line) in COMMANDS.items():
         formatter = argparse.RawDescriptionHelpFormatter
-        # A subcommand may say --json in its own words.
         sub = commands.add_parser(name, help=help_line, conflict_handler="resolve", formatter_class=formatter)
-        if name == named:
+        if name == command:
             sub.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
             sub.add_argument("--plain", action="store_true", help="plain text, even if rich is installed")
-            loaded = _load(module, sub)
+            try:
+                loaded = importlib.import_module(module)
+            except ModuleNotFoundError as missing:
+                sub.error(f"this command needs {missing.name}, which is not installed.")
             sub.description = loaded.__doc__
             loaded.add_arguments(sub)
             sub.set_defaults(run=loaded.run, known=re.findall(r"--[a-z][a-z-]*", sub.format_usage()))
     return parser
 
 
-def _about_unknown(name: str, words: Sequence[str], known: Sequence[str]) -> str:
-    """What to say of arguments that a command does not have.
-
-    >>> _about_unknown("plan", ["--schemes", "ring"], ["--scheme", "--seq"])
+def _describe_unknown(name: str, words: Sequence[str], known: Sequence[str]) -> str:
+    """
+    >>> _describe_unknown("plan", ["--schemes", "ring"], ["--scheme", "--seq"])
     'plan has no --schemes ring. Did you mean --scheme?'
     """
     near = [match for word in words for match in get_close_matches(word.partition("=")[0], known, 1, 0.7)]
     return f"{name} has no {' '.join(words)}." + (f" Did you mean {near[0]}?" if near else "")
 
 
-def _load(module: str, parser: argparse.ArgumentParser) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as missing:
-        parser.error(f"this command needs {missing.name}, which is not installed.")
-
-
 class Output:
-    """Stdout. Errors name it, and what the reader of a pipe (such as `head`) does not wait for goes nowhere."""
+    """Stdout whose errors name it; output after a pipe was closed (as by `head`) is dropped."""
 
     def __init__(self, stream: TextIO, is_closed: bool) -> None:
         self.stream, self.is_closed = stream, is_closed
@@ -123,18 +119,18 @@ class Output:
 
 
 def drop(stream: TextIO) -> None:
-    """Let go of what could not be written: Python would try again at its end, and complain."""
+    """Drop what could not be written, since Python would try again at exit, and print an error."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager
 def usable_streams() -> Iterator[Output]:
-    """Stdout and stderr that can be written to, though the shell may have closed them (`>&-`)."""
+    """Make stdout and stderr writable, though the shell may have closed them (`>&-`)."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
-        except OSError:  # the next file would take its number, and get what is written there
+        except OSError:  # the next file would take this number, and get the output
             os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr  # None where one is closed
     with open(os.devnull, "w") as nowhere:
@@ -151,16 +147,16 @@ def usable_streams() -> Iterator[Output]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     with usable_streams() as output:
         try:
             code = _run(words)
             if not output.is_closed:
-                output.flush()  # here, where an error can still be told
+                output.flush()  # here, where an error can still be reported
             return code
-        except (LongspanError, OSError, UnicodeEncodeError) as refusal:
-            say(f"longspan {words[0] if words else ''}: {_why(refusal)}")
+        except (LongspanError, OSError, UnicodeEncodeError) as error:
+            print_error(f"longspan {words[0] if words else ''}: {_describe_error(error)}")
             return REFUSED
         except KeyboardInterrupt:
             return INTERRUPTED
@@ -171,7 +167,7 @@ def _run(words: list[str]) -> int:
         parser = make_parser(words)
         args, unknown = parser.parse_known_args(words)
         if unknown:
-            parser.error(_about_unknown(words[0], unknown, getattr(args, "known", ())))
+            parser.error(_describe_unknown(words[0], unknown, getattr(args, "known", ())))
         if args.version:
             import longspan
 
@@ -181,15 +177,16 @@ def _run(words: list[str]) -> int:
             parser.print_help()
             return REFUSED
         return int(args.run(args))
-    except SystemExit as stop:  # argparse has said what there is to say
+    except SystemExit as stop:  # argparse has printed the error
         return stop.code if isinstance(stop.code, int) else REFUSED
 
 
-def _why(refusal: Exception) -> str:
-    """What went wrong, in a line."""
-    if isinstance(refusal, UnicodeEncodeError):
-        lacks = f"stdout has the encoding {refusal.encoding}, which lacks characters of the answer"
-        return f"{lacks}. Set PYTHONIOENCODING=utf-8."
-    if isinstance(refusal, OSError) and refusal.strerror and refusal.filename:
-        return f"{refusal.filename}: {refusal.strerror}."
-    return " ".join(str(refusal).split("\n"))
+def _describe_error(error: Exception) -> str:
+    if isinstance(error, UnicodeEncodeError):
+        return (
+            f"stdout has the encoding {error.encoding}, which lacks characters of the answer. Set"
+            f" PYTHONIOENCODING=utf-8."
+        )
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}."
+    return " ".join(str(error).split("\n"))

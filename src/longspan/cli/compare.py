@@ -52,11 +52,11 @@ class Entry:
     reason: Reason
     chosen: bool = False
     fewer: float = 1.0
-    """How many times the bytes PyTorch's all-gather receives."""
+    """Bytes that PyTorch's all-gather receives, over those of this entry."""
 
     @property
     def memory(self) -> int:
-        """The peak beside a rank's own tensors, and what kernels allocate on top, where that is known."""
+        """The peak without a rank's own tensors, with what kernels allocate inside, where that is known."""
         return self.reason.peak_bytes + (self.reason.workspace_bytes or 0)
 
     @property
@@ -67,11 +67,8 @@ class Entry:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload(parser, ranks="many", layout=False)
     which = parser.add_argument_group("what to compare")
-    which.add_argument(
-        "--schemes",
-        type=schemes,
-        help="names such as ring,hybrid(4,exchange), or all (exchange, all_gather, ring, all_to_all, widest hybrids)",
-    )
+    text = "names such as ring,hybrid(4,exchange), or all (exchange, all_gather, ring, all_to_all, widest hybrids)"
+    which.add_argument("--schemes", type=schemes, help=text)
     which.add_argument("--layouts", help=f"names separated by commas, of {', '.join(LAYOUTS)}")
     which.add_argument(
         "--plot", type=to_write(*PLOTS), metavar="FILE", help=f"draw scaling curves ({', '.join(PLOTS)})"
@@ -83,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     screen = screen_of(args)
     cases = list(_cases(workload, args))
     with progress(args, "comparing", len(cases)) as advance:
-        entries = compared(workload, cases, advance)
+        entries = compare(workload, cases, advance)
     if args.plot is not None:
         plot(entries, workload, args.plot)
     if args.json:
@@ -94,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cases(workload: Workload, args: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
-    """(ranks, layout, scheme) of everything to compare; PyTorch's two are always included."""
+    """Yield (ranks, layout, scheme) of everything to compare; PyTorch's two are always included."""
     for name in () if args.layouts is None else args.layouts.split(","):
         if name not in LAYOUTS:
-            raise PlanError(f"--layouts names {name!r:.40}. Choose one of {', '.join(LAYOUTS)}.")
+            raise PlanError(f"--layouts must be of {', '.join(LAYOUTS)}, but got {name!r:.40}.")
     default = ("balanced", "zigzag", "contiguous") + (("per_document",) if len(workload.lengths) > 1 else ())
     layouts = default if args.layouts is None else tuple(args.layouts.split(","))
     for ranks in dict.fromkeys(args.ranks):
@@ -108,19 +105,19 @@ def _cases(workload: Workload, args: argparse.Namespace) -> Iterator[tuple[int, 
         )
 
 
-def _schemes(workload: Workload, ranks: int, asked: tuple[str, ...] | None) -> Iterator[str]:
-    if asked is not None and asked != ("all",):
-        if "auto" in asked or "all" in asked:
+def _schemes(workload: Workload, ranks: int, names: tuple[str, ...] | None) -> Iterator[str]:
+    if names is not None and names != ("all",):
+        if "auto" in names or "all" in names:
             raise PlanError(
-                f"--schemes {','.join(asked):.60} was asked for. It takes names such as ring,hybrid(4,exchange), or all"
-                f" alone; without it, the usual ones are compared."
+                f"--schemes must be names such as ring,hybrid(4,exchange), or all alone, but got"
+                f" {','.join(names):.60}. Leave it out to compare the usual ones."
             )
-        yield from asked
+        yield from names
         return
     sizes = workload.plan(ranks, "all_gather", "contiguous").sizes
     layout = workload.layout(ranks, "contiguous")
     every = list(candidates(Problem.make(workload.mask, layout, sizes, node=workload.machine.node)))
-    if asked is not None:
+    if names is not None:
         yield from every
         return
     yield from (name for name in ("exchange", *PLANNERS, "all_to_all") if name in every)
@@ -129,10 +126,8 @@ def _schemes(workload: Workload, ranks: int, asked: tuple[str, ...] | None) -> I
     yield from [name for name in hybrids if name.endswith("ring)")][:1]
 
 
-def compared(
-    workload: Workload, cases: list[tuple[int, str, str]], advance: Callable[[str], None] = lambda _: None
-) -> list[Entry]:
-    """The entries of all cases, by number of ranks and predicted time, with factors against PyTorch's all-gather."""
+def compare(workload: Workload, cases: list[tuple[int, str, str]], advance: Callable[[str], None]) -> list[Entry]:
+    """Return the entries of all cases, by number of ranks and predicted time."""
     by_case: dict[tuple[int, str, str], tuple[Plan, Reason]] = {}
     for ranks, layout, scheme in cases:
         advance(f"{ranks} ranks, {scheme} over {layout}")
@@ -150,7 +145,7 @@ def compared(
 
 
 def as_json(entry: Entry) -> dict[str, Any]:
-    reason = entry.reason
+    names = ("forward_seconds", "backward_seconds", "bytes_received", "peak_bytes", "workspace_bytes", "host_seconds")
     return {
         "ranks": entry.ranks,
         "layout": entry.layout,
@@ -158,13 +153,8 @@ def as_json(entry: Entry) -> dict[str, Any]:
         "note": entry.note,
         "chosen": entry.chosen,
         "imbalance": entry.imbalance,
-        "forward_seconds": reason.forward_seconds,
-        "backward_seconds": reason.backward_seconds,
-        "bytes_received": reason.bytes_received,
-        "peak_bytes": reason.peak_bytes,
-        "workspace_bytes": reason.workspace_bytes,
-        "host_seconds": reason.host_seconds,
-        "figures_of_ranks": list(reason.ranks),
+        **{name: getattr(entry.reason, name) for name in names},
+        "figures_of_ranks": list(entry.reason.ranks),
         "fewer_bytes_than_torch_all_gather": entry.fewer if entry.fewer != float("inf") else None,
     }
 
@@ -173,7 +163,7 @@ HEADS = ("imbalance", "received", "fewer", "memory", "forward", "backward")
 
 
 def show(workload: Workload, entries: list[Entry], screen: Screen, plot: Path | None) -> None:
-    """One table for each number of ranks."""
+    """Print one table for each number of ranks."""
     screen.title(f"{workload.seq_len:,} tokens: {workload.about_docs()}")
     kernel = workload.plan(entries[0].ranks, entries[0].scheme, entries[0].layout).kernel_assumed
     screen.facts((("tensors", workload.about_tensors()), ("machine", workload.about_machine()), ("kernel", kernel)))
@@ -217,9 +207,9 @@ def _rows(entries: list[Entry]) -> Iterator[Row]:
 
 
 def plot(entries: list[Entry], workload: Workload, path: Path) -> None:
-    """Writes curves over the numbers of ranks: the quickest, PyTorch's, and each scheme over its quickest layout."""
+    """Draw curves over the numbers of ranks: the quickest, PyTorch's, and each scheme over its quickest layout."""
+    from longspan.cli.show import write as write_scene
     from longspan.viz.scaling import ScalingPoint, scaling_picture
-    from longspan.viz.scene import write_png
 
     points: list[ScalingPoint] = []
     for ranks in dict.fromkeys(entry.ranks for entry in entries):
@@ -235,14 +225,11 @@ def plot(entries: list[Entry], workload: Workload, path: Path) -> None:
     remark = f"{workload.about_docs()}; {workload.about_tensors()}; simulated on {workload.machine.name}"
     remark += f" ({workload.machine.kernel or 'kernel not named'}), not run."
     scene = scaling_picture(points, title=f"{workload.seq_len:,} tokens on more and more ranks", remark=remark)
-    if path.suffix.lower() == ".svg":
-        path.write_text(scene.svg())
-    else:
-        write_png(scene, path)
+    write_scene(scene, path.suffix.lower()[1:], path)
 
 
 def verdict(entries: list[Entry]) -> str:
-    """The quickest against PyTorch's all-gather, in a sentence."""
+    """Compare the quickest with PyTorch's all-gather in a sentence."""
     best = entries[0]
     theirs = next(entry for entry in entries if (entry.scheme, entry.layout) == TORCH[0])
     if best is theirs:

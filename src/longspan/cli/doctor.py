@@ -4,7 +4,7 @@ self-check, and advice.
   longspan doctor                                  # one process, all ranks of the self-check inside it
   torchrun --nproc-per-node 4 -m longspan doctor   # with the clocks and links between ranks, on GPUs where there are
 
-Exit code 1: the self-check failed. Versions that were not tested are named, and change no exit code.
+Exit code 1: the self-check failed. Untested versions are named, and change no exit code.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from longspan.cli.bench import LEGEND, CheckedScheme, show_shares
-from longspan.cli.launch import BACKENDS, JobRanks, add_backend, clocks, device_used, joined, kernel_used
-from longspan.cli.output import Screen, many, print_json, progress, screen_of
-from longspan.formatting import rate_text, seconds_text
+from longspan.cli.launch import BACKENDS, JobRanks, add_backend, clocks, describe_device, describe_kernel, join_ranks
+from longspan.cli.output import Screen, print_json, progress, screen_of
+from longspan.cli.verify import LEGEND, check_row, one_thread, show_shares
+from longspan.formatting import counted, rate_text, seconds_text
 from longspan.versions import check_versions
 
 PACKAGES = ("torch", "numpy", "rich", "matplotlib", "transformers", "accelerate")
@@ -36,15 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with progress(args, "examining", speaks=os.environ.get("RANK", "0") == "0", lines=True) as advance:
+    with progress(args, "examining", is_main=os.environ.get("RANK", "0") == "0", lines=True) as advance:
         advance("loading PyTorch")
         import torch.distributed  # noqa: F401  # takes seconds
     with (
-        joined("doctor", args.backend, alone=True) as ranks,
-        progress(args, "examining", num_parts(ranks, args.quick), speaks=ranks.speaks, lines=True) as advance,
+        join_ranks("doctor", args.backend, alone=True) as ranks,
+        progress(args, "examining", num_parts(ranks, args.quick), is_main=ranks.is_main, lines=True) as advance,
     ):
         findings = examine(ranks, args.quick, advance)
-    if ranks.speaks:
+    if ranks.is_main:
         if args.json:
             print_json("doctor", findings)
         else:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def num_parts(ranks: JobRanks, quick: bool) -> int:
-    """How many times `examine` says what it is at."""
+    """Return how many times `examine` calls `advance`."""
     checks = len(_cases(ranks, quick))
     if quick:
         return checks
@@ -63,12 +63,15 @@ def num_parts(ranks: JobRanks, quick: bool) -> int:
 
 
 def examine(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> dict[str, Any]:
-    """Everything that was found, with advice."""
+    """Return all findings, with advice."""
+    import torch
+
     from longspan.kernels.cuda_flash import implementation
 
-    found = versions()
-    findings: dict[str, Any] = {"versions": found, "backends": backends(), "kernels": kernels()}
-    findings["tested"] = asdict(check_versions(found["torch"] or "(of no known version)", found["transformers"]))
+    installed = versions()
+    findings: dict[str, Any] = {"versions": installed, "backends": backends(), "kernels": kernels()}
+    tested = check_versions(installed["torch"] or "(of no known version)", installed["transformers"])
+    findings["tested"] = asdict(tested)
     findings["flash_implementation"] = implementation()
     findings["host"] = {
         "system": f"{platform.system()} {platform.machine()}",
@@ -77,44 +80,44 @@ def examine(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> dic
         "ranks_per_host": ranks.local_size,
         "backend": ranks.backend,
         "device": ranks.device,
-        "threads_per_rank": _threads(),
+        "threads_per_rank": torch.get_num_threads(),
     }
     findings["clocks"] = [{"ahead_seconds": c.ahead, "round_trip_seconds": c.round_trip} for c in clocks(ranks)]
     findings["speed"] = None if quick else speed(ranks, advance)
-    findings["checks"] = run_self_check(ranks, quick, advance)
+    with one_thread():
+        findings["checks"] = list(self_checks(ranks, quick, advance))
     findings["ok"] = all(check["ok"] for check in findings["checks"])
     findings["advice"] = list(advice(findings))
     return findings
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what is installed; None for what is not."""
+    """Return installed versions; None for missing packages."""
     import longspan
 
-    by_package: dict[str, str | None] = {"longspan": longspan.__version__, "python": platform.python_version()}
+    installed: dict[str, str | None] = {"longspan": longspan.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            by_package[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            by_package[name] = None
-    return by_package
+            installed[name] = None
+    return installed
 
 
 def backends() -> dict[str, bool]:
-    """The backends that ranks could talk through, and whether there is a GPU."""
     import torch
     import torch.distributed as dist
 
-    there = dist.is_available()
+    has_dist = dist.is_available()
     return {
-        "gloo": there and dist.is_gloo_available(),
-        "nccl": there and dist.is_nccl_available(),
+        "gloo": has_dist and dist.is_gloo_available(),
+        "nccl": has_dist and dist.is_nccl_available(),
         "cuda": torch.cuda.is_available(),
     }
 
 
 def kernels() -> dict[str, str]:
-    """For each kernel, "yes", or why it does not take bfloat16 tensors of the best device here."""
+    """Return for each kernel "yes", or why it does not take bfloat16 tensors of the best device here."""
     import torch
 
     from longspan.kernels import kernel_named
@@ -125,14 +128,8 @@ def kernels() -> dict[str, str]:
     return {name: kernel_named(name).refuses(q, k, v) or "yes" for name in names}
 
 
-def _threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
-
-
 def speed(ranks: JobRanks, advance: Callable[[str], None]) -> dict[str, float]:
-    """What `longspan calibrate` would find, in a few rounds."""
+    """Measure what `longspan calibrate` does, in a few rounds."""
     from longspan.cli.calibrate import measure
     from longspan.planning.steps import Sizes
 
@@ -148,28 +145,16 @@ def speed(ranks: JobRanks, advance: Callable[[str], None]) -> dict[str, float]:
     return rates
 
 
-def run_self_check(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The self-check, on one thread: its tensors are small."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return list(self_checks(ranks, quick, advance))
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _cases(ranks: JobRanks, quick: bool) -> list[tuple[str, str]]:
-    """Dtypes and schemes of the self-check."""
+    """Return dtypes and schemes of the self-check."""
     schemes = SCHEMES[:2] if quick else SCHEMES
-    even = ranks.size == 1 or ranks.size % 2 == 0
-    fitting = [name for name in schemes if even or not name.startswith("hybrid")]
-    return [(dtype, name) for dtype in (DTYPES[:1] if quick else DTYPES) for name in fitting]
+    is_even = ranks.size == 1 or ranks.size % 2 == 0
+    names = [name for name in schemes if is_even or not name.startswith("hybrid")]
+    return [(dtype, name) for dtype in (DTYPES[:1] if quick else DTYPES) for name in names]
 
 
 def self_checks(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Small attentions over ranks, compared with dense float64 by `longspan.verification.verify`."""
+    """Compare small attention calls over ranks with dense float64, by `longspan.verification.verify`."""
     import torch.distributed as dist
 
     from longspan import layouts, masks
@@ -191,18 +176,18 @@ def self_checks(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) ->
 
         probes = 1 if quick else 3
         report = verify(call, None, scheme_plan, group=group, probes=probes, device=ranks.device)
-        found = CheckedScheme.of(report, name, dtype).as_json()
-        kernel = kernel_used(scheme_plan.sizes, dtype, ranks.device)
-        yield {**found, "ranks": size, "kernel": kernel, "text": "" if report.ok else str(report)}
+        kernel = describe_kernel(scheme_plan.sizes, dtype, ranks.device)
+        text = "" if report.ok else str(report)
+        yield {**check_row(report, name, dtype), "ranks": size, "kernel": kernel, "text": text}
 
 
 def advice(findings: dict[str, Any]) -> Iterator[str]:
-    """What to change, most urgent first."""
+    """Yield what to change, most urgent first."""
     host, link = findings["host"], findings["speed"] or {}
     if not findings["ok"]:
         yield "The self-check failed: do not train with this installation. Report the text above."
     if not findings["backends"]["gloo"] and not findings["backends"]["nccl"]:
-        yield "This torch has neither Gloo nor NCCL: ranks cannot talk. Install one that has either."
+        yield "This torch has neither Gloo nor NCCL, so ranks cannot communicate. Install one that has either."
     if findings["tested"]["advice"] is not None:
         yield findings["tested"]["advice"]
     if findings["backends"]["cuda"]:
@@ -218,14 +203,14 @@ def advice(findings: dict[str, Any]) -> Iterator[str]:
     if link.get("link_latency_seconds", 0.0) > SLOW_MESSAGE:
         yield "A message takes over a millisecond: prefer schemes with few steps (exchange, all_to_all) to rings."
     if host["ranks"] == 1:
-        yield "Only one process was seen: run this under torchrun to examine the ranks' clocks and links."
+        yield "There is only one process: run this under torchrun to examine the ranks' clocks and links."
     for name in ("rich", "matplotlib"):
         if findings["versions"][name] is None:
             yield f"{name} is not installed: {'plain tables' if name == 'rich' else 'no pictures'}. It is optional."
 
 
 def headline(findings: dict[str, Any]) -> str:
-    """The answer in a few words: what was not tested is not called fit, though its self-check passed.
+    """Return the verdict; untested versions are not called fit, though the self-check passed.
 
     >>> headline({"ok": True, "tested": {"tested": True}}), headline({"ok": True, "tested": {"tested": False}})
     ('fit', 'right in the self-check, on versions that were NOT tested')
@@ -236,11 +221,10 @@ def headline(findings: dict[str, Any]) -> str:
 
 
 def show(findings: dict[str, Any], screen: Screen) -> None:
-    """The findings as a person reads them."""
     screen.title(f"longspan {findings['versions']['longspan']}: {headline(findings)}")
-    screen.facts([*_host_facts(findings), *_speed_facts(findings), ("self-check", _self_check(findings))])
+    screen.facts(list(_facts(findings)))
     screen.text()
-    show_shares([CheckedScheme.from_json(check) for check in findings["checks"]], screen)
+    show_shares(findings["checks"], screen)
     screen.text()
     for check in findings["checks"]:
         if not check["ok"]:
@@ -252,40 +236,31 @@ def show(findings: dict[str, Any], screen: Screen) -> None:
             screen.text(f"- {line}")
 
 
-def _host_facts(findings: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    host = findings["host"]
-    threads = many(host["threads_per_rank"], "thread")
-    there = [f"{name} {release}" for name, release in findings["versions"].items() if release and name != "longspan"]
-    yield "versions", ", ".join(there)
+def _facts(findings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    host, rates, checks = findings["host"], findings["speed"], findings["checks"]
+    installed = [f"{name} {number}" for name, number in findings["versions"].items() if number and name != "longspan"]
+    yield "versions", ", ".join(installed)
     yield "tested", findings["tested"]["text"]
-    yield "host", f"{host['system']}, {host['cores']} cores; {many(host['ranks'], 'rank')} of {threads}"
-    yield "device", device_used(host["device"])
-    yield "backends", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in findings["backends"].items())
-    yield "kernels", ", ".join(name for name, why in findings["kernels"].items() if why == "yes")
+    ranks, threads = counted(host["ranks"], "rank"), counted(host["threads_per_rank"], "thread")
+    yield "host", f"{host['system']}, {host['cores']} cores; {ranks} of {threads}"
+    yield "device", describe_device(host["device"])
+    yield "backends", ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in findings["backends"].items())
+    yield "kernels", ", ".join(name for name, reason in findings["kernels"].items() if reason == "yes")
     if findings["backends"]["cuda"]:
         yield "flash attention", findings["flash_implementation"]
-
-
-def _speed_facts(findings: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    host, fast = findings["host"], findings["speed"]
     if host["ranks"] > 1:
         worst = max(abs(clock["ahead_seconds"]) for clock in findings["clocks"])
-        back = max(clock["round_trip_seconds"] for clock in findings["clocks"])
-        yield "clocks", f"within {seconds_text(worst)} of rank 0's; there and back in {seconds_text(back)}"
-    if fast is None:
-        return
-    forward, backward = (rate_text(fast[f"{way}_flops"], "FLOP/s") for way in ("forward", "backward"))
-    copies = rate_text(fast["copy_bytes_per_second"], "B/s")
-    yield "speed", f"{forward} forward, {backward} backward, copies {copies}, a rank"
-    if "link_bytes_per_second" in fast:
-        latency = seconds_text(fast["link_latency_seconds"])
-        yield "links", f"{rate_text(fast['link_bytes_per_second'], 'B/s')}, {latency} a message"
-
-
-def _self_check(findings: dict[str, Any]) -> str:
-    host, checks = findings["host"], findings["checks"]
+        trip = max(clock["round_trip_seconds"] for clock in findings["clocks"])
+        yield "clocks", f"within {seconds_text(worst)} of rank 0's; there and back in {seconds_text(trip)}"
+    if rates is not None:
+        forward, backward = (rate_text(rates[f"{name}_flops"], "FLOP/s") for name in ("forward", "backward"))
+        copies = rate_text(rates["copy_bytes_per_second"], "B/s")
+        yield "speed", f"{forward} forward, {backward} backward, copies {copies}, a rank"
+        if "link_bytes_per_second" in rates:
+            latency = seconds_text(rates["link_latency_seconds"])
+            yield "links", f"{rate_text(rates['link_bytes_per_second'], 'B/s')}, {latency} a message"
     how = f"over {BACKENDS[host['backend']]}" if host["ranks"] > 1 else "in one process"
     how += "" if host["device"] == "cpu" else f", on {host['device']} and its like"
-    kernels = ", ".join(dict.fromkeys(check["kernel"] for check in checks if "kernel" in check))
+    names = ", ".join(dict.fromkeys(check["kernel"] for check in checks if "kernel" in check))
     good = sum(check["ok"] for check in checks)
-    return f"{good} of {len(checks)} attentions equal dense float64, gradients too, {how}, by {kernels}"
+    yield "self-check", f"{good} of {len(checks)} attentions equal dense float64, gradients too, {how}, by {names}"

@@ -1,6 +1,6 @@
-"""The ranks that torchrun started, seen from a command: joining them, asking all of them for numbers, their clocks.
+"""The ranks that torchrun started: join them, gather numbers, compare their clocks.
 
-Numbers travel as tensors of a fixed layout; nothing is pickled.
+Numbers are sent as tensors; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class JobRanks:
     """Where this rank's tensors live, so that the backend can send them."""
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank prints and writes for all."""
+    def is_main(self) -> bool:
+        """Whether this rank prints and writes files."""
         return self.rank == 0
 
     def gather(self, mine: Tensor) -> list[Tensor]:
-        """Every rank's tensor, by rank, on the CPU; they share dtype and all sizes but the first."""
+        """Return every rank's tensor on the CPU; they must agree in dtype and all sizes but the first."""
         import torch
         import torch.distributed as dist
 
@@ -56,7 +56,7 @@ class JobRanks:
         return [rows[: int(length)].cpu() for rows, length in zip(parts, lengths, strict=True)]
 
     def most(self, value: float) -> float:
-        """The largest of every rank's number."""
+        """Return the largest value of any rank."""
         import torch
 
         return max(float(number) for number in self.gather(torch.tensor([value], dtype=torch.float64)))
@@ -69,7 +69,7 @@ class JobRanks:
         self.finish()
 
     def finish(self) -> None:
-        """Waits until the device has done what it was given, so that a clock read next tells the truth."""
+        """Synchronize the device, so that a clock read next includes its work."""
         if self.device != "cpu":
             import torch
 
@@ -77,53 +77,51 @@ class JobRanks:
 
 
 def is_launched() -> bool:
-    """Whether torchrun, or something that speaks like it, started this process."""
+    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
-    """The argument of commands that measure on all ranks."""
-    words = "what ranks talk over: nccl, with tensors on GPUs, or gloo, on CPUs (nccl where there is CUDA)"
-    parser.add_argument("--backend", choices=("nccl", "gloo"), help=words)
+    text = "nccl, with tensors on GPUs, or gloo, on CPUs (nccl where there is CUDA)"
+    parser.add_argument("--backend", choices=("nccl", "gloo"), help=text)
 
 
-def place(asked: str | None, num_gpus: int, local_rank: int, *, shown_one: bool = False) -> tuple[str, str]:
-    """The backend, and the device of this rank's tensors: each rank of a host has a GPU of its own.
+def place(backend: str | None, num_gpus: int, local_rank: int, *, sees_one_gpu: bool = False) -> tuple[str, str]:
+    """Return the backend, and the device of this rank's tensors; each rank of a host has its own GPU.
 
-    With `shown_one` the launcher has shown this rank a single GPU, its own, which is number 0 to each of them.
+    With `sees_one_gpu` the launcher has made one GPU visible to this rank, which is number 0 for every rank.
 
-    >>> place(None, 8, 3), place("gloo", 8, 3), place(None, 0, 3), place(None, 1, 3, shown_one=True)
+    >>> place(None, 8, 3), place("gloo", 8, 3), place(None, 0, 3), place(None, 1, 3, sees_one_gpu=True)
     (('nccl', 'cuda:3'), ('gloo', 'cpu'), ('gloo', 'cpu'), ('nccl', 'cuda:0'))
     """
-    backend = asked or ("nccl" if num_gpus else "gloo")
+    backend = backend or ("nccl" if num_gpus else "gloo")
     if backend == "gloo":
         return backend, "cpu"
-    if num_gpus == 1 and shown_one:
+    if num_gpus == 1 and sees_one_gpu:
         return backend, "cuda:0"
     if local_rank >= num_gpus:
         raise LongspanError(
-            f"NCCL gives every rank a GPU of its own, but PyTorch sees {num_gpus} on this host, which has a rank"
-            f" {local_rank} (they count from 0). Start at most {num_gpus} ranks on a host, show each rank its own GPU"
-            f" only (CUDA_VISIBLE_DEVICES), or say --backend gloo."
+            f"NCCL needs a GPU for every rank, but PyTorch sees {num_gpus} on this host, which has a rank {local_rank}"
+            f" (they count from 0). Start at most {num_gpus} ranks on a host, make one GPU visible to each rank"
+            f" (CUDA_VISIBLE_DEVICES), or use --backend gloo."
             if num_gpus
-            else "--backend nccl was asked for, but PyTorch sees no CUDA device here. Say --backend gloo, or leave it"
-            " out."
+            else "--backend nccl needs CUDA devices, but PyTorch sees none here. Use --backend gloo, or leave it out."
         )
     return backend, f"cuda:{local_rank}"
 
 
-def is_shown_one(env: Mapping[str, str]) -> bool:
-    """Whether whoever started this process has shown it exactly one of the GPUs.
+def sees_one_gpu(env: Mapping[str, str]) -> bool:
+    """Return whether CUDA_VISIBLE_DEVICES names exactly one GPU.
 
-    >>> [is_shown_one({"CUDA_VISIBLE_DEVICES": names}) for names in ("3", "GPU-1f", "0,1", "")], is_shown_one({})
+    >>> [sees_one_gpu({"CUDA_VISIBLE_DEVICES": names}) for names in ("3", "GPU-1f", "0,1", "")], sees_one_gpu({})
     ([True, True, False, False], False)
     """
-    shown = env.get("CUDA_VISIBLE_DEVICES", "")
-    return bool(shown) and "," not in shown
+    visible = env.get("CUDA_VISIBLE_DEVICES", "")
+    return bool(visible) and "," not in visible
 
 
-def meet(backend: str, device: str) -> None:
-    """Makes the group of all ranks, or says in plain words why it cannot be made."""
+def init_group(backend: str, device: str) -> None:
+    """Create the process group of all ranks, or raise a PlanError that says why it cannot be created."""
     import torch
     import torch.distributed as dist
 
@@ -131,66 +129,58 @@ def meet(backend: str, device: str) -> None:
         torch.cuda.set_device(device)
     try:
         dist.init_process_group(backend)
-    except (ValueError, RuntimeError) as wrong:
-        reason = str(wrong).strip().partition("\n")[0].rstrip(".")
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise PlanError(
             f"the ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe did not meet: {reason:.160}. Start"
             f" all with torchrun."
-        ) from wrong
-
-
-def _ranks_of_group(asked: str | None) -> JobRanks:
-    """This process's place in a group that somebody else has made, and that outlives the command."""
-    import torch
-    import torch.distributed as dist
-
-    known = str(dist.get_backend_config())
-    if asked is not None and asked not in known:
-        raise LongspanError(f"--backend {asked} was asked for, but the ranks talk over {known} already. Leave it out.")
-    backend = asked or ("nccl" if "nccl" in known else "gloo")
-    device = f"cuda:{torch.cuda.current_device()}" if backend == "nccl" else "cpu"
-    size = dist.get_world_size()
-    return JobRanks(dist.get_rank(), size, int(os.environ.get("LOCAL_WORLD_SIZE", size)), backend, device)
+        ) from error
 
 
 @contextmanager
-def joined(command: str, backend: str | None, *, alone: bool = False) -> Iterator[JobRanks]:
-    """The ranks of the job for as long as they are needed; with `alone`, also without a launcher, as one rank."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler talks on stderr
+def join_ranks(command: str, backend: str | None, *, alone: bool = False) -> Iterator[JobRanks]:
+    """Join the ranks of the job while the context lasts; with `alone`, also without a launcher, as one rank."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints to stderr
     import torch
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        yield _ranks_of_group(backend)
+    if dist.is_initialized():  # the caller's group, which outlives the command
+        used, size = str(dist.get_backend_config()), dist.get_world_size()
+        if backend is not None and backend not in used:
+            raise LongspanError(f"--backend {backend} does not fit the process group, which uses {used}. Leave it out.")
+        backend = backend or ("nccl" if "nccl" in used else "gloo")
+        device = f"cuda:{torch.cuda.current_device()}" if backend == "nccl" else "cpu"
+        yield JobRanks(dist.get_rank(), size, int(os.environ.get("LOCAL_WORLD_SIZE", size)), backend, device)
         return
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    where = place(backend, torch.cuda.device_count(), local_rank, shown_one=is_shown_one(os.environ))
-    if not is_launched() and not alone:
-        raise LongspanError(
-            f"{command} runs on all ranks at once. Start it as: torchrun --nproc-per-node 4 -m longspan {command} ..."
-        )
+    where = place(backend, torch.cuda.device_count(), local_rank, sees_one_gpu=sees_one_gpu(os.environ))
     if not is_launched():
+        if not alone:
+            raise LongspanError(
+                f"{command} runs on all ranks at once. Start it as: torchrun --nproc-per-node 4 -m longspan"
+                f" {command} ..."
+            )
         yield JobRanks(0, 1, 1, *where)
         return
-    meet(*where)
+    init_group(*where)
     try:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         yield JobRanks(dist.get_rank(), dist.get_world_size(), local, *where)
-        dist.barrier()  # nobody tears connections down that another still uses
+        dist.barrier()  # other ranks may still use the connections
     finally:
         dist.destroy_process_group()
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """What a rank's clock shows beyond that of rank 0, and how long a message takes there and back, in seconds."""
+    """How far a rank's clock is ahead of rank 0's, and how long a message takes there and back, in seconds."""
 
     ahead: float
     round_trip: float
 
 
 def clocks(ranks: JobRanks, rounds: int = 20) -> list[Clock]:
-    """Every rank's clock against that of rank 0: of many questions, the answer that came back soonest is believed."""
+    """Return every rank's clock against that of rank 0, from the exchange of many that took least time."""
     import torch
     import torch.distributed as dist
 
@@ -202,11 +192,11 @@ def clocks(ranks: JobRanks, rounds: int = 20) -> list[Clock]:
         best = (float("inf"), 0.0)
         for _ in range(rounds):
             if ranks.rank == 0:
-                asked = time.perf_counter()
+                begin = time.perf_counter()
                 dist.send(reading, peer)
                 dist.recv(reading, peer)
-                answered = time.perf_counter()
-                best = min(best, (answered - asked, float(reading) - (asked + answered) / 2))
+                end = time.perf_counter()
+                best = min(best, (end - begin, float(reading) - (begin + end) / 2))
             elif ranks.rank == peer:
                 dist.recv(reading, 0)
                 reading[0] = time.perf_counter()
@@ -217,15 +207,11 @@ def clocks(ranks: JobRanks, rounds: int = 20) -> list[Clock]:
     return [Clock(ahead, back) for ahead, back in table.tolist()]
 
 
-# -- Where a command's tensors live and which kernel `auto` takes for them, in a word ----------------------------------
+def describe_kernel(sizes: Sizes, dtype: str, device: Any, **features: bool) -> str:
+    """Return the name of the kernel that `auto` chooses, with the flash attention that it runs.
 
-
-def kernel_used(sizes: Sizes, dtype: str, device: Any, **features: bool) -> str:
-    """The kernel's name, and whose flash attention it is where that can be chosen.
-
-    >>> kernel_used(Sizes(4, 2, 64, 64, 2), "bfloat16", "cpu"), kernel_used(Sizes(4, 2, 64, 64, 4), "float32", "cpu",
-    ...     score_function=True)
-    ('cpu_flash', 'reference')
+    >>> describe_kernel(Sizes(4, 2, 64, 64, 4), "float32", "cpu", score_function=True)
+    'reference'
     """
     import torch
 
@@ -239,10 +225,10 @@ def kernel_used(sizes: Sizes, dtype: str, device: Any, **features: bool) -> str:
     return f"{name} ({implementation()})" if name in ("varlen", "flash") else name
 
 
-def device_used(device: Any) -> str:
-    """The device, and the GPU's own name.
+def describe_device(device: Any) -> str:
+    """Return the device with the name of the GPU.
 
-    >>> device_used("cpu")
+    >>> describe_device("cpu")
     'cpu'
     """
     if str(device) == "cpu":

@@ -1,14 +1,14 @@
 """Measure this machine: kernels, copies, links, whole attention calls, and a Machine fitted to them.
 
 Calls go through `longspan.attention`, as users call it. All ranks meet between forward and backward, so that each pass
-can be compared with its own simulation.
+can be compared with its own simulation. Every figure is the median of several rounds with all ranks at work at once,
+as in a step: ranks that share cores slow each other down, so the machine is right for this many ranks on this host.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from longspan import layouts, masks
 from longspan.api import attention, plan
 from longspan.cli.launch import JobRanks, clocks
-from longspan.cli.trace import COMPUTE, MESSAGE, WAIT, Slice
+from longspan.cli.trace import COMPUTE, DIRECTIONS, MESSAGE, WAIT, Slice
 from longspan.kernels import choose_kernel, kernel_named
 from longspan.kernels.contract import TileWork, Upstream
 from longspan.masks import Mask
@@ -33,92 +33,83 @@ from longspan.planning.steps import Schedule, Sizes
 from longspan.run.transports import observe
 from longspan.tile import Tile
 
-# How fast kernels, copies and links are here, with all ranks at work at once, as they are in a step.
-# Ranks that share cores slow each other down, also while this is measured, so the resulting machine is right for this
-# many ranks on this many cores. Every figure is the median of several rounds.
+# -- Kernels, copies and links -----------------------------------------------------------------------------------------
 
 
-Tiles = tuple[tuple[int, int, bool], ...]
-TILES: Tiles = (  # query rows, key rows, causal
-    (1024, 1024, True),
-    (512, 1024, False),
-    (256, 2048, False),
-    (768, 768, True),
+TileShape = tuple[int, int, bool]
+"""Query rows, key rows, causal."""
+TileSeconds = dict[TileShape, float]
+TILES: tuple[TileShape, ...] = ((1024, 1024, True), (512, 1024, False), (256, 2048, False), (768, 768, True))
+GPU_TILES: tuple[TileShape, ...] = (
+    (16384, 16384, True),
+    (8192, 16384, False),
+    (4096, 32768, False),
+    (12288, 12288, True),
 )
-GPU_TILES: Tiles = ((16384, 16384, True), (8192, 16384, False), (4096, 32768, False), (12288, 12288, True))
 """Enough to fill all multiprocessors many times over."""
 SMALL = 64
-"""Query rows, one key: next to nothing to compute, so what is left is the call."""
+"""Query rows of a tile with one key, which measures the cost of the call itself."""
 MESSAGES = (1 << 16, 1 << 20, 1 << 22)
 COPIED, GPU_COPIED = 1 << 20, 1 << 26
-"""Numbers of a copy; a GPU's are beyond its caches."""
+"""Numbers of a copy; on a GPU they exceed its caches."""
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """Seconds of one tile, forward and backward, by (query rows, key rows, causal)."""
-
-    name: str
-    forward: dict[tuple[int, int, bool], float]
-    backward: dict[tuple[int, int, bool], float]
-
-
-def median_seconds(ranks: JobRanks, act: Callable[[], object], rounds: int, together: int = 1) -> float:
-    """Seconds of one act in the median round, which has `together` of them in a row; all ranks begin a round
-    together."""
-    act()  # to warm up; the barrier waits for it
+def median_seconds(ranks: JobRanks, call: Callable[[], object], rounds: int, together: int = 1) -> float:
+    """Return the seconds of one call in the median round of `together` calls, which all ranks begin together."""
+    call()  # to warm up; the barrier waits for it
     seconds: list[float] = []
     for _ in range(rounds):
         ranks.barrier()
         begin = time.perf_counter()
         for _ in range(together):
-            act()
+            call()
         ranks.finish()
         seconds.append((time.perf_counter() - begin) / together)
     return float(np.median(seconds))
 
 
-def tiles_on(device: str) -> Tiles:
-    return TILES if device == "cpu" else GPU_TILES
+class KernelTimer:
+    """q, k, v and a gradient of the output, and the kernel that `auto` chooses for them."""
 
-
-class Tensors:
-    """q, k, v and an output's gradient for kernels to work on."""
-
-    def __init__(self, sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> None:
-        self.sizes, self.tiles = sizes, tiles_on(device)
+    def __init__(self, sizes: Sizes, dtype: torch.dtype, ranks: JobRanks) -> None:
+        self.ranks, self.tiles = ranks, TILES if ranks.device == "cpu" else GPU_TILES
         most_q, most_k = (max(tile[i] for tile in self.tiles) for i in (0, 1))
 
-        def drawn(heads: int, rows: int, dim: int) -> Tensor:
-            return torch.randn(1, heads, rows, dim).to(device, dtype)
+        def draw(heads: int, rows: int, dim: int) -> Tensor:
+            return torch.randn(1, heads, rows, dim).to(ranks.device, dtype)
 
-        self.q, self.dout = drawn(sizes.q_heads, most_q, sizes.head_dim), drawn(sizes.q_heads, most_q, sizes.v_head_dim)
-        self.k, self.v = drawn(sizes.kv_heads, most_k, sizes.head_dim), drawn(sizes.kv_heads, most_k, sizes.v_head_dim)
+        self.q, self.dout = draw(sizes.q_heads, most_q, sizes.head_dim), draw(sizes.q_heads, most_q, sizes.v_head_dim)
+        self.k, self.v = draw(sizes.kv_heads, most_k, sizes.head_dim), draw(sizes.kv_heads, most_k, sizes.v_head_dim)
         self.kernel = kernel_named(choose_kernel("auto", self.q, self.k, self.v))
 
-    def passes(self, q_rows: int, k_rows: int, causal: bool) -> tuple[Callable[[], object], Callable[[], object]]:
-        """A forward and a backward of one tile."""
-        q, k, v, dout = self.q[:, :, :q_rows], self.k[:, :, :k_rows], self.v[:, :, :k_rows], self.dout[:, :, :q_rows]
-        tiles, scale = [Tile(0, q_rows, 0, k_rows, lo=0 if causal else None)], q.shape[-1] ** -0.5
-        work = TileWork(q, k, v, tiles, scale)
-        ((out, lse),) = list(self.kernel.forward(work))
-        out = out.to(q.dtype)
-        upstream = Upstream(dout, out, lse, (dout.float() * out.float()).sum(-1))
-        return lambda: list(self.kernel.forward(work)), lambda: list(self.kernel.backward(work, upstream))
+    def measure(self, rounds: int, advance: Callable[[str], None]) -> tuple[TileSeconds, TileSeconds]:
+        """Return the seconds of every tile, and of the smallest one, forward and backward."""
+        forward: TileSeconds = {}
+        backward: TileSeconds = {}
+        for q_rows, k_rows, causal in (*self.tiles, (SMALL, 1, False)):
+            advance(f"kernel, {q_rows} x {k_rows}")
+            q, k, v = self.q[:, :, :q_rows], self.k[:, :, :k_rows], self.v[:, :, :k_rows]
+            dout = self.dout[:, :, :q_rows]
+            work = TileWork(q, k, v, [Tile(0, q_rows, 0, k_rows, lo=0 if causal else None)], q.shape[-1] ** -0.5)
+            ((out, lse),) = list(self.kernel.forward(work))
+            out = out.to(q.dtype)
+            upstream = Upstream(dout, out, lse, (dout.float() * out.float()).sum(-1))
+            together = 20 if k_rows == 1 else 1
+
+            def run_forward(work: TileWork = work) -> object:
+                return list(self.kernel.forward(work))
+
+            def run_backward(work: TileWork = work, upstream: Upstream = upstream) -> object:
+                return list(self.kernel.backward(work, upstream))
+
+            for seconds, call in ((forward, run_forward), (backward, run_backward)):
+                median = median_seconds(self.ranks, call, rounds, together)
+                seconds[q_rows, k_rows, causal] = self.ranks.most(median)
+        return forward, backward
 
 
-def kernel_times(ranks: JobRanks, tensors: Tensors, rounds: int, advance: Callable[[str], None]) -> Kernels:
-    """Seconds of every tile, and of one with next to nothing in it."""
-    seconds: tuple[dict[tuple[int, int, bool], float], ...] = {}, {}
-    for tile in (*tensors.tiles, (SMALL, 1, False)):
-        advance(f"kernel, {tile[0]} x {tile[1]}")
-        for direction, act in zip(seconds, tensors.passes(*tile), strict=True):
-            direction[tile] = ranks.most(median_seconds(ranks, act, rounds, 20 if tile[1] == 1 else 1))
-    return Kernels(tensors.kernel.name, *seconds)
-
-
-def kernel_rate(times: dict[tuple[int, int, bool], float], sizes: Sizes, base: Machine, direction: str) -> float:
-    """FLOP per second, counted as the model of `base` counts them, without the time that a call costs anyway."""
+def kernel_rate(times: TileSeconds, sizes: Sizes, base: Machine, direction: str) -> float:
+    """Return FLOP per second, counted as the model of `base` does, without the cost of the call."""
     call = times[SMALL, 1, False]
     work = spent = 0.0
     for q_rows, k_rows, causal in times.keys() - {(SMALL, 1, False)}:
@@ -130,48 +121,38 @@ def kernel_rate(times: dict[tuple[int, int, bool], float], sizes: Sizes, base: M
 
 
 def copy_rate(ranks: JobRanks, rounds: int) -> float:
-    """Bytes per second of adding float32 rows to others, which is how partial results meet: read, read, written."""
+    """Return bytes per second of adding float32 rows, as merging partial results does: two reads and a write."""
     a, b = torch.randn(2, COPIED if ranks.device == "cpu" else GPU_COPIED, device=ranks.device)
-    took = median_seconds(ranks, lambda: a.add_(b), rounds, 4)
-    return 12.0 * a.numel() / ranks.most(took)
+    return 12.0 * a.numel() / ranks.most(median_seconds(ranks, lambda: a.add_(b), rounds, 4))
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """What a message costs: seconds per message, and seconds per byte."""
-
-    latency: float
-    bandwidth: float
-
-
-def wire(ranks: JobRanks, hop: int, rounds: int, advance: Callable[[str], None]) -> Wire:
-    """All ranks send to the rank `hop` places on, at once, as they do in a step."""
-    took: list[float] = []
+def link_cost(ranks: JobRanks, hop: int, rounds: int, advance: Callable[[str], None]) -> tuple[float, float]:
+    """Return bandwidth and latency of messages to the rank `hop` places on, sent by all ranks at once."""
+    seconds: list[float] = []
     for size in MESSAGES:
         advance(f"link, {size >> 10} KiB")
         outgoing, incoming = torch.zeros(2, size, dtype=torch.uint8, device=ranks.device)
 
-        def act(outgoing: Tensor = outgoing, incoming: Tensor = incoming) -> None:
+        def exchange(outgoing: Tensor = outgoing, incoming: Tensor = incoming) -> None:
             ends = ((dist.isend, outgoing, ranks.rank + hop), (dist.irecv, incoming, ranks.rank - hop))
             for work in dist.batch_isend_irecv([dist.P2POp(kind, t, peer % ranks.size) for kind, t, peer in ends]):
                 work.wait()
 
-        took.append(ranks.most(median_seconds(ranks, act, rounds, max(1, (1 << 20) // size))))
-    slope = max((took[-1] - took[0]) / (MESSAGES[-1] - MESSAGES[0]), 1e-12)
-    return Wire(max(took[0] - slope * MESSAGES[0], 0.0), 1 / slope)
+        seconds.append(ranks.most(median_seconds(ranks, exchange, rounds, max(1, (1 << 20) // size))))
+    slope = max((seconds[-1] - seconds[0]) / (MESSAGES[-1] - MESSAGES[0]), 1e-12)
+    return 1 / slope, max(seconds[0] - slope * MESSAGES[0], 0.0)
 
 
 # -- Passes, timed and traced ------------------------------------------------------------------------------------------
 
 
-DIRECTIONS = ("forward", "backward")
 KINDS = (COMPUTE, MESSAGE, WAIT)
 _ANCHOR = "longspan anchor"
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of each repetition of each pass, from the moment all ranks began to the end of the last one."""
+    """Seconds of each repetition of each pass, from when all ranks have begun to the end of the last one."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -181,102 +162,102 @@ class Passes:
 
 
 class MeasuredRun:
-    """One rank's tensors and the plan they are for."""
+    """A plan, and one rank's tensors for it."""
 
     def __init__(self, plan: Plan, ranks: JobRanks, seed: int = 0) -> None:
         self.plan, self.ranks = plan, ranks
         self.group = dist.group.WORLD if dist.is_initialized() else None
-        chance = torch.Generator().manual_seed(seed + ranks.rank)
-        s, rank = plan.sizes, ranks.rank
-        slots = plan.layout.num_slots(rank)
-        shapes = ((s.q_heads, s.head_dim), (s.kv_heads, s.head_dim), (s.kv_heads, s.v_head_dim))
+        generator = torch.Generator().manual_seed(seed + ranks.rank)
+        s, slots = plan.sizes, plan.layout.num_slots(ranks.rank)
         dtype: torch.dtype = getattr(torch, plan.dtype)
 
-        def drawn(heads: int, dim: int) -> Tensor:
-            return torch.randn(s.batch, heads, slots, dim, generator=chance).to(ranks.device, dtype)
+        def draw(heads: int, dim: int) -> Tensor:
+            return torch.randn(s.batch, heads, slots, dim, generator=generator).to(ranks.device, dtype)
 
-        self.inputs = [drawn(*shape).requires_grad_() for shape in shapes]
-        self.upstream = drawn(s.q_heads, s.v_head_dim)
+        shapes = ((s.q_heads, s.head_dim), (s.kv_heads, s.head_dim), (s.kv_heads, s.v_head_dim))
+        self.inputs = [draw(*shape).requires_grad_() for shape in shapes]
+        self.upstream = draw(s.q_heads, s.v_head_dim)
 
-    def once(self, times: dict[str, list[tuple[float, float]]] | None = None) -> None:
-        """Forward and backward; `times` are given when each began and ended here."""
-        self.ranks.barrier()
-        begin = time.perf_counter()
-        plan_or_mask = self.plan if self.ranks.size > 1 else self.plan.mask
+    def forward(self) -> Tensor:
         q, k, v = self.inputs
-        out = attention(q, k, v, plan_or_mask, group=self.group if self.ranks.size > 1 else None)
-        self.ranks.finish()
-        middle = time.perf_counter()
-        self.ranks.barrier()
-        again = time.perf_counter()
-        torch.autograd.grad(out, self.inputs, self.upstream)
-        self.ranks.finish()
-        end = time.perf_counter()
+        if self.ranks.size > 1:
+            return attention(q, k, v, self.plan, group=self.group)
+        return attention(q, k, v, self.plan.mask)
+
+    def once(self, times: dict[str, list[tuple[float, float]]] | None = None, *, queued: bool = False) -> None:
+        """Run forward and backward; append (begin, end) of each to `times`.
+
+        With `queued` a pass ends when the host has queued it, not when the device has finished it.
+        """
+        spans: list[tuple[float, float]] = []
+        out: Tensor | None = None
+        for direction in DIRECTIONS:
+            self.ranks.barrier()
+            begin = time.perf_counter()
+            if direction == "forward":
+                out = self.forward()
+            else:
+                torch.autograd.grad(out, self.inputs, self.upstream)  # type: ignore[arg-type]
+            end = time.perf_counter()
+            self.ranks.finish()
+            spans.append((begin, end if queued else time.perf_counter()))
         if times is not None:
-            times["forward"].append((begin, middle))
-            times["backward"].append((again, end))
+            for direction, span in zip(DIRECTIONS, spans, strict=True):
+                times[direction].append(span)
 
 
 def time_passes(run: MeasuredRun, repeats: int, ahead: list[float], advance: Any = None) -> Passes:
-    """The passes, after one that warms up."""
+    """Time the passes, after one repetition to warm up."""
     run.once()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in DIRECTIONS}
     for number in range(repeats):
         if advance is not None:
             advance(f"repetition {number + 1}")
         run.once(times)
-    took: list[tuple[float, ...]] = []
+    seconds: list[tuple[float, ...]] = []
     for name in DIRECTIONS:
         by_rank = run.ranks.gather(torch.tensor(times[name], dtype=torch.float64))
-        # (ranks, repeats, begin and end)
+        # (ranks, repeats, begin and end), on the clock of rank 0
         common = torch.stack([rows - ahead[rank] for rank, rows in enumerate(by_rank)])
-        # A barrier lets ranks go one after another: the pass begins when the last one may.
-        took.append(tuple((common[:, :, 1].amax(0) - common[:, :, 0].amin(0)).tolist()))
-    return Passes(*took)
+        seconds.append(tuple((common[:, :, 1].amax(0) - common[:, :, 0].amin(0)).tolist()))
+    return Passes(*seconds)
 
 
 def profile_slices(run: MeasuredRun, ahead: list[float]) -> list[Slice]:
-    """One repetition of all ranks taken apart, on the clock of rank 0, beginning at 0."""
-    with _profiled() as timings:
-        run.once()
-    mine = torch.tensor(_rows(timings, run), dtype=torch.int64).view(-1, 7)
-    mine[:, 3:5] -= round(ahead[run.ranks.rank] * 1e9)
-    slices: list[Slice] = []
-    every = run.ranks.gather(mine)
-    zero = min(int(rows[:, 3].min()) for rows in every)
-    for rank, rows in enumerate(every):
-        for way, step, kind, start, stop, peer, size in rows.tolist():
-            begin, end = (start - zero) / 1e9, (stop - zero) / 1e9
-            slices.append(Slice(rank, DIRECTIONS[way], step, KINDS[kind], begin, end, peer, size))
-    return slices
-
-
-@contextmanager
-def _profiled() -> Iterator[list[tuple[str, int, int]]]:
-    """(name, start, stop) of what the profiler saw, in nanoseconds of `time.perf_counter`, filled in at the end."""
-    timings: list[tuple[str, int, int]] = []
+    """Return the slices of one repetition on all ranks, on the clock of rank 0, beginning at 0."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler, observe(marks=True):
-        anchor = time.perf_counter_ns()
+        anchor = time.perf_counter_ns()  # the same moment on both clocks
         with record_function(_ANCHOR):
             pass
-        yield timings
+        run.once()
     events: list[Any] = list(profiler.events() or [])
     zero = next(event.time_range.start for event in events if event.name == _ANCHOR)
+    timings: list[tuple[str, int, int]] = []  # in nanoseconds of time.perf_counter
     for event in events:
         start, stop = (anchor + round((t - zero) * 1e3) for t in (event.time_range.start, event.time_range.end))
         timings.append((event.name, start, stop))
+    mine = torch.tensor(_slice_rows(timings, run), dtype=torch.int64).view(-1, 7)
+    mine[:, 3:5] -= round(ahead[run.ranks.rank] * 1e9)
+    every = run.ranks.gather(mine)
+    first = min(int(rows[:, 3].min()) for rows in every)
+    slices: list[Slice] = []
+    for rank, rows in enumerate(every):
+        for direction, step, kind, start, stop, peer, size in rows.tolist():
+            begin, end = (start - first) / 1e9, (stop - first) / 1e9
+            slices.append(Slice(rank, DIRECTIONS[direction], step, KINDS[kind], begin, end, peer, size))
+    return slices
 
 
-def _rows(timings: list[tuple[str, int, int]], run: MeasuredRun) -> list[list[int]]:
-    """(direction, step, kind, start, stop, peer, bytes) of this rank's steps.
+def _slice_rows(timings: list[tuple[str, int, int]], run: MeasuredRun) -> list[list[int]]:
+    """Return (direction, step, kind, start, stop, peer, bytes) of this rank's steps.
 
-    A message is seen from where its step's computes begin, just after it was started, to where the rank has waited for
-    all of the step's messages: it may have arrived before.
+    A message lasts from where its step's computes begin, just after it was started, to where the rank has waited for
+    all of the step's messages: it may have arrived earlier.
     """
     rank = run.ranks.rank
     waits = sorted((stop, start) for name, start, stop in timings if name in ("gloo:recv", "gloo:send"))
     rows: list[list[int]] = []
-    for way, direction in enumerate(DIRECTIONS):
+    for index, direction in enumerate(DIRECTIONS):
         for number, step in enumerate(run.plan.steps(rank, direction)):
             name = f"longspan {direction} rank {rank} step {number}"
             marked = [(start, stop) for label, start, stop in timings if label == name]
@@ -284,28 +265,30 @@ def _rows(timings: list[tuple[str, int, int]], run: MeasuredRun) -> list[list[in
                 continue
             start, stop = marked[0]
             if step.computes:
-                rows.append([way, number, 0, start, stop, -1, 0])
-            # Its messages were started before the computes, and none of them was waited for before these ended.
+                rows.append([index, number, 0, start, stop, -1, 0])
+            # Its messages were started before the computes, and the rank waited for none of them before these ended.
             ends = [end for end, begun in waits if begun <= start and end >= stop]
             if not step.transfers or not ends:
                 continue
-            rows.append([way, number, 2, stop, max(ends), -1, 0])
+            rows.append([index, number, 2, stop, max(ends), -1, 0])
             sizes: dict[int, int] = {}
             for t in step.transfers:
                 if t.dst == rank:
                     sizes[t.src] = sizes.get(t.src, 0) + t.piece.num_bytes(run.plan.sizes)
-            rows += [[way, number, 1, start, max(ends), src, size] for src, size in sizes.items()]
+            rows += [[index, number, 1, start, max(ends), src, size] for src, size in sizes.items()]
     return rows
 
 
 def clocks_ahead(ranks: JobRanks) -> list[float]:
-    """What every rank's clock shows beyond that of rank 0."""
+    """Return how far every rank's clock is ahead of rank 0's."""
     return [clock.ahead for clock in clocks(ranks)]
 
 
-# What queueing costs the host of a GPU: for each operation, for each message, for each call. Whole attentions are
-# queued as users queue them, with so few tokens that nothing else takes time, and the clock is read before anybody
-# waits for the device. Plans with few and with many operations tell a call's fixed part from the rest.
+# -- Host costs of a GPU: seconds for each operation, message and call -------------------------------------------------
+#
+# Attention calls are queued as users queue them, with so few tokens that nothing else takes time, and the clock is read
+# before anything waits for the device. Plans with few and with many operations separate the cost of a call from that of
+# its operations.
 
 
 TOKENS = 64
@@ -313,38 +296,41 @@ TOKENS = 64
 SCHEMES = ("exchange", "ring", "all_to_all", "all_gather")
 
 
-@dataclass(frozen=True, slots=True)
-class HostCosts:
-    """Seconds of the host."""
-
-    launch: float
-    message: float
-    call: float
-
-    def put_into(self, machine: Machine) -> Machine:
-        return replace(machine, launch_seconds=self.launch, message_seconds=self.message, call_seconds=self.call)
-
-
-def host_costs(
+def fit_host(
     ranks: JobRanks, machine: Machine, sizes: Sizes, dtype: str, rounds: int, advance: Callable[[str], None]
-) -> HostCosts:
-    """The host's costs, the most of any rank."""
+) -> Machine:
+    """Return the machine with the largest host costs of any rank."""
     advance("host")
     message = ranks.most(_message_seconds(ranks, rounds))
+    mask, layout = masks.causal(TOKENS * ranks.size), layouts.zigzag(TOKENS * ranks.size, ranks.size)
     rows: list[tuple[float, float]] = []
-    for made in _host_plans(ranks, machine, sizes, dtype):
-        for way, seconds in zip(DIRECTIONS, _queueing(MeasuredRun(made, ranks), rounds), strict=True):
-            works = steps_work(made.steps(ranks.rank, way), ranks.rank, made.sizes, made.machine, way)
+    for scheme in SCHEMES if ranks.size > 1 else SCHEMES[:1]:
+        if scheme == "all_to_all" and ranks.size > sizes.q_heads:
+            continue
+        scheme_plan = plan(
+            mask, layout, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim, dtype=dtype,
+            scheme=scheme, machine=machine,
+        )  # fmt: skip
+        run = MeasuredRun(scheme_plan, ranks)
+        run.once()  # to warm up
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in DIRECTIONS}
+        for _ in range(rounds):
+            run.once(times, queued=True)
+        for direction in DIRECTIONS:
+            seconds = float(np.median([end - begin for begin, end in times[direction]]))
+            works = steps_work(
+                scheme_plan.steps(ranks.rank, direction), ranks.rank, scheme_plan.sizes, machine, direction
+            )
             spent = ranks.most(seconds) - message * sum(work.messages for work in works)
             rows.append((sum(work.ops for work in works), spent))
-    launch, call = line(rows)
-    return HostCosts(launch, message, call)
+    launch, call = fit_line(rows)
+    return replace(machine, launch_seconds=launch, message_seconds=message, call_seconds=call)
 
 
-def line(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Slope and height of the straight line nearest to (operations, seconds); neither is below nothing.
+def fit_line(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return slope and intercept of the least-squares line through (operations, seconds), neither below 0.
 
-    >>> [round(value, 9) for value in line([(2, 0.0002), (12, 0.0003)])]
+    >>> [round(value, 9) for value in fit_line([(2, 0.0002), (12, 0.0003)])]
     [1e-05, 0.00018]
     """
     ops, seconds = np.array(rows).T
@@ -354,41 +340,8 @@ def line(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return slope, max(float(seconds.mean() - slope * ops.mean()), 0.0)
 
 
-def _host_plans(ranks: JobRanks, machine: Machine, sizes: Sizes, dtype: str) -> list[Plan]:
-    mask = masks.causal(TOKENS * ranks.size)
-    layout = layouts.zigzag(TOKENS * ranks.size, ranks.size)
-    names = SCHEMES if ranks.size > 1 else SCHEMES[:1]
-    return [
-        plan(
-            mask, layout, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim, dtype=dtype,
-            scheme=name, machine=machine,
-        )
-        for name in names
-        if name != "all_to_all" or ranks.size <= sizes.q_heads
-    ]  # fmt: skip
-
-
-def _queueing(run: MeasuredRun, rounds: int) -> tuple[float, float]:
-    """Seconds until forward and backward have been queued, in the median round."""
-    run.once()  # to warm up
-    spent: list[tuple[float, float]] = []
-    (q, k, v), several = run.inputs, run.ranks.size > 1
-    for _ in range(rounds):
-        run.ranks.barrier()
-        begin = time.perf_counter()
-        out = attention(q, k, v, run.plan if several else run.plan.mask, group=run.group if several else None)
-        middle = time.perf_counter()
-        run.ranks.barrier()
-        again = time.perf_counter()
-        torch.autograd.grad(out, run.inputs, run.upstream)
-        spent.append((middle - begin, time.perf_counter() - again))
-        run.ranks.finish()
-    forward, backward = np.median(np.array(spent), axis=0).tolist()
-    return forward, backward
-
-
 def _message_seconds(ranks: JobRanks, rounds: int, together: int = 8) -> float:
-    """Seconds until a message of a batch has been started, in the median round."""
+    """Return the seconds to start one message of a batch, in the median round."""
     if ranks.size == 1:
         return 0.0
     spent: list[float] = []
@@ -407,145 +360,136 @@ def _message_seconds(ranks: JobRanks, rounds: int, together: int = 8) -> float:
     return float(np.median(spent[1:]))
 
 
-# Whole attentions beside the bare kernels: what packing, merging, waiting and this machine's other guests cost.
-# Attentions of two sizes are run as users run them. Short ones take as long as their operations, long ones as long as
-# their kernels, windows longer than that where a kernel knows none; the machine's figures for all of these are set so
-# that the simulator takes as long as they did.
+# -- Whole attention calls: what packing, merging, waiting and other processes cost in addition ------------------------
+#
+# Calls of two sizes are run as users run them. Short ones take as long as their operations, long ones as long as their
+# kernels, and windows longer than that where a kernel cannot skip tiles. The machine is fitted so that the simulator
+# takes as long as they did.
 
 
 SHORT, LONG = 128, 1536
 GPU_SHORT, GPU_LONG = 1024, 32768
 """Tokens of each rank."""
 SWEEPS = 2
-FASTEST = 1e-16
-"""Seconds of a FLOP below which nothing is looked for."""
-Schedules = dict[str, list[Schedule]]
-Case = tuple[Schedules, dict[str, float]]
-"""Schedules of each direction, and how many seconds they took together."""
+MIN_FLOP_SECONDS = 1e-16
+Case = tuple[dict[str, list[Schedule]], dict[str, float]]
+"""Schedules of each direction, and the seconds that they took together."""
 
 
 def measure_and_fit(
     ranks: JobRanks, machine: Machine, sizes: Sizes, dtype: str, rounds: int, advance: Callable[[str], None]
 ) -> Machine:
-    """The machine with operations and kernels that make whole attentions take as long as they do.
-
-    Ranks that do not speak only take part in the runs: they get the machine back as it was.
-    """
+    """Return the machine fitted to whole attention calls on the main rank, unchanged on the others."""
     ahead = clocks_ahead(ranks)
     cases: list[Case] = []
     for tokens in (SHORT, LONG) if ranks.device == "cpu" else (GPU_SHORT, GPU_LONG):
         advance(f"attention, {tokens} tokens a rank")
-        plans = _plans(ranks.size, tokens, machine, sizes, dtype)
-        passes = [time_passes(MeasuredRun(plan, ranks), rounds, ahead) for plan in plans]
-        for kinds in (slice(0, 2), slice(2, None)):  # windows apart
-            took = {way: sum(times.median(way) for times in passes[kinds]) for way in DIRECTIONS}
-            cases.append(({way: [plan.schedule(way) for plan in plans[kinds]] for way in DIRECTIONS}, took))
-    return fitted(machine, *cases) if ranks.speaks else machine
+        seq_len = tokens * ranks.size
+        causal = masks.causal(seq_len)
+        lengths = [seq_len // 2, seq_len // 8, seq_len - seq_len // 2 - seq_len // 8]
+        windows = [causal & masks.sliding_window(width) for width in (tokens // 2, tokens + tokens // 3)]
+        kinds: tuple[tuple[Mask, ...], ...] = ((causal, masks.documents(lengths) & causal), tuple(windows))
+        for kind in kinds:
+            plans = [
+                plan(
+                    mask, layouts.balanced(mask, world_size=ranks.size), q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
+                    head_dim=sizes.head_dim, dtype=dtype, scheme="exchange", machine=machine,
+                )
+                for mask in kind
+            ]  # fmt: skip
+            passes = [time_passes(MeasuredRun(plan, ranks), rounds, ahead) for plan in plans]
+            seconds = {direction: sum(times.median(direction) for times in passes) for direction in DIRECTIONS}
+            schedules = {direction: [plan.schedule(direction) for plan in plans] for direction in DIRECTIONS}
+            cases.append((schedules, seconds))
+    return fit(machine, *cases) if ranks.is_main else machine
 
 
-def _plans(size: int, tokens: int, machine: Machine, sizes: Sizes, dtype: str) -> list[Plan]:
-    seq_len = tokens * size
-    lengths = [seq_len // 2, seq_len // 8, seq_len - seq_len // 2 - seq_len // 8]
-    causal = masks.causal(seq_len)
-    windows = [causal & masks.sliding_window(width) for width in (tokens // 2, tokens + tokens // 3)]
-    kinds: tuple[Mask, ...] = (causal, masks.documents(lengths) & causal, *windows)
-    return [
-        plan(
-            mask, layouts.balanced(mask, world_size=size), q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim, dtype=dtype, scheme="exchange", machine=machine,
-        )
-        for mask in kinds
-    ]  # fmt: skip
-
-
-def fitted(machine: Machine, short: Case, short_window: Case, long: Case, long_window: Case) -> Machine:
-    """The machine on which the schedules of each direction take these seconds together.
+def fit(machine: Machine, short: Case, short_window: Case, long: Case, long_window: Case) -> Machine:
+    """Return the machine on which the schedules of each direction take these seconds together.
 
     >>> from longspan import layouts, planning
-    >>> def made(tokens, mask):
+    >>> def case(tokens, mask):
     ...     sizes = planning.Sizes(8, 8, 64, 64, 2)
     ...     problem = planning.Problem.make(mask, layouts.zigzag(tokens, 2), sizes)
     ...     forward = planning.scheme("ring", problem).schedule()
-    ...     ways = {"forward": [forward], "backward": [planning.backward(forward, keep=False)]}
-    ...     return ways, {way: spent(real, made) for way, made in ways.items()}
+    ...     schedules = {"forward": [forward], "backward": [planning.backward(forward, keep=False)]}
+    ...     return schedules, {name: total_seconds(real, steps) for name, steps in schedules.items()}
     >>> cpu = planning.MACHINES["cpu"]
     >>> real = with_windows(replace(with_rates(cpu, 50e9, 20e9), op_seconds=3e-4), 0.5, 0.25)
     >>> window = masks.causal() & masks.sliding_window(300)
-    >>> found = fitted(cpu, *(made(tokens, mask) for tokens in (256, 4096) for mask in (masks.causal(), window)))
-    >>> [round(x, -9) / 1e9 for x in (found.flops * found.forward_share, found.flops * found.backward_share)]
+    >>> fitted = fit(cpu, *(case(tokens, mask) for tokens in (256, 4096) for mask in (masks.causal(), window)))
+    >>> [round(x, -9) / 1e9 for x in (fitted.flops * fitted.forward_share, fitted.flops * fitted.backward_share)]
     [50.0, 20.0]
-    >>> [round(tiling.far_share, 2) for tiling in (found.forward_tiling, found.backward_tiling)]
+    >>> [round(tiling.far_share, 2) for tiling in (fitted.forward_tiling, fitted.backward_tiling)]
     [0.5, 0.25]
     """
+    every = [schedule for schedules, _ in (short, short_window) for name in DIRECTIONS for schedule in schedules[name]]
+    seconds = sum(sum(seconds.values()) for _, seconds in (short, short_window))
     for _ in range(SWEEPS):
-        machine = _fitted_kernels(machine, long, long_window)
-        machine = replace(machine, op_seconds=_op_seconds(machine, short, short_window))
-    return _fitted_kernels(machine, long, long_window)
+        machine = _fit_kernels(machine, long, long_window)
+        op_seconds = solve(
+            1e-6, 1.0, lambda op, machine=machine: total_seconds(replace(machine, op_seconds=op), every), seconds
+        )
+        machine = replace(machine, op_seconds=op_seconds)
+    return _fit_kernels(machine, long, long_window)
 
 
-def _op_seconds(machine: Machine, *cases: Case) -> float:
-    every = [schedule for schedules, _ in cases for way in DIRECTIONS for schedule in schedules[way]]
-    took = sum(sum(took.values()) for _, took in cases)
-    return solved(1e-6, 1.0, lambda op: spent(replace(machine, op_seconds=op), every), took)
+def _fit_kernels(machine: Machine, plain: Case, window: Case) -> Machine:
+    """Return the machine with the kernel rates of plain attention, and the share of them that windows reach."""
 
+    def fit_rate(direction: str) -> float:
+        schedules, seconds = plain[0][direction], plain[1][direction]
 
-def _fitted_kernels(machine: Machine, plain: Case, window: Case) -> Machine:
-    """The machine with the rates that plain attentions show, and the share of them that windows reach."""
-    schedules, took = plain
-    machine = with_rates(machine, *(_rate(machine, schedules[way], took[way]) for way in DIRECTIONS))
-    schedules, took = window
+        def predict(flop_seconds: float) -> float:
+            return total_seconds(with_rates(machine, 1 / flop_seconds, 1 / flop_seconds), schedules)
 
-    def share(way: str) -> float:
-        def predicted(slowness: float) -> float:
-            return spent(with_windows(machine, 1 / slowness, 1 / slowness), schedules[way])
+        if predict(MIN_FLOP_SECONDS) >= seconds:  # calls end before kernels count: keep the rate
+            share = machine.forward_share if schedules[0].direction == "forward" else machine.backward_share
+            return machine.flops * share
+        return 1 / solve(MIN_FLOP_SECONDS, 1e-6, predict, seconds)
 
-        return 1 / solved(0.5, 16.0, predicted, took[way])
+    machine = with_rates(machine, *map(fit_rate, DIRECTIONS))
 
-    return with_windows(machine, *map(share, DIRECTIONS))
+    def fit_share(direction: str) -> float:
+        schedules, seconds = window[0][direction], window[1][direction]
 
+        def predict(slowdown: float) -> float:
+            return total_seconds(with_windows(machine, 1 / slowdown, 1 / slowdown), schedules)
 
-def _rate(machine: Machine, schedules: Sequence[Schedule], seconds: float) -> float:
-    """FLOP per second of one direction's kernels; as before, where the attentions were over before kernels count."""
+        return 1 / solve(0.5, 16.0, predict, seconds)
 
-    def predicted(slowness: float) -> float:
-        return spent(with_rates(machine, 1 / slowness, 1 / slowness), schedules)
-
-    if predicted(FASTEST) >= seconds:
-        share = machine.forward_share if schedules[0].direction == "forward" else machine.backward_share
-        return machine.flops * share
-    return 1 / solved(FASTEST, 1e-6, predicted, seconds)
+    return with_windows(machine, *map(fit_share, DIRECTIONS))
 
 
 def with_windows(machine: Machine, forward: float, backward: float) -> Machine:
-    """The machine with kernels that reach this share of their speed on windows."""
-    tilings = (
-        replace(machine.forward_tiling, far_share=forward),
-        replace(machine.backward_tiling, far_share=backward),
+    """Return the machine with kernels that reach these shares of their speed on windows."""
+    return replace(
+        machine,
+        forward_tiling=replace(machine.forward_tiling, far_share=forward),
+        backward_tiling=replace(machine.backward_tiling, far_share=backward),
     )
-    return replace(machine, forward_tiling=tilings[0], backward_tiling=tilings[1])
 
 
 def with_rates(machine: Machine, forward: float, backward: float) -> Machine:
-    """The machine with kernels of this speed, in FLOP per second."""
+    """Return the machine with kernels of these speeds, in FLOP per second."""
     flops = max(forward, backward)
     return replace(machine, flops=flops, forward_share=forward / flops, backward_share=backward / flops)
 
 
-def spent(machine: Machine, schedules: Sequence[Schedule]) -> float:
-    """Seconds of all schedules, one after another."""
+def total_seconds(machine: Machine, schedules: Sequence[Schedule]) -> float:
     return sum(simulate(schedule, machine).seconds for schedule in schedules)
 
 
-def solved(low: float, high: float, predicted: Callable[[float], float], seconds: float) -> float:
-    """The cost at which a prediction that grows with it takes this long, or the nearest bound, by bisection.
+def solve(low: float, high: float, predict: Callable[[float], float], seconds: float) -> float:
+    """Return the cost at which an increasing prediction takes this long, or the nearest bound, by bisection.
 
-    >>> round(solved(1e-3, 1e3, lambda x: 2 * x, 10.0), 3)
+    >>> round(solve(1e-3, 1e3, lambda x: 2 * x, 10.0), 3)
     5.0
     """
     while high > 1.01 * low:
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if predicted(middle) > seconds else (middle, high)
-    for _ in range(8):  # what is left of the interval, straight
+        low, high = (low, middle) if predict(middle) > seconds else (middle, high)
+    for _ in range(8):  # linear in what is left
         middle = (low + high) / 2
-        low, high = (low, middle) if predicted(middle) > seconds else (middle, high)
+        low, high = (low, middle) if predict(middle) > seconds else (middle, high)
     return (low + high) / 2

@@ -1,7 +1,8 @@
-"""Output of commands: files, quantities in arguments, tables, and progress on stderr.
+"""Arguments and output of commands: files, numbers, tables, JSON, and progress on stderr.
 
-Progress is a bar of rich if it is installed, else a line of text. It is shown only if both stdout and stderr are
-terminals, never with --json, and not within the first second.
+With rich (`pip install 'longspan[cli]'`) and on a terminal, output has colours and progress is a bar; otherwise both
+are plain text with the same content. Progress is shown only if both stdout and stderr are terminals, never with
+--json, and not within the first second.
 """
 
 from __future__ import annotations
@@ -18,77 +19,71 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# -- Files that commands are told to read or to write, looked at before anything is computed ---------------------------
-
-
-def to_write(*endings: str) -> Callable[[str], Path]:
-    """A type of argument: the name of a file that can be written, with one of these endings, if any are given.
-
-    >>> to_write(".svg", ".png")("curves.pdf")
-    Traceback (most recent call last):
-    argparse.ArgumentTypeError: 'curves.pdf' was given. Its name must end in .svg or .png, which say what is written.
-    """
-
-    def path_of(text: str) -> Path:
-        path = Path(text)
-        if endings and path.suffix.lower() not in endings:
-            raise argparse.ArgumentTypeError(
-                f"{text!r:.80} was given. Its name must end in {' or '.join(endings)}, which"
-                f" {'says' if len(endings) == 1 else 'say'} what is written."
-            )
-        if path.is_dir():
-            raise argparse.ArgumentTypeError(f"{text!r:.80} is a folder. Name a file in it.")
-        if not path.parent.is_dir():
-            raise argparse.ArgumentTypeError(
-                f"{text!r:.80} cannot be written: there is no folder {str(path.parent)!r:.80}. Make it first."
-            )
-        return path
-
-    return path_of
-
-
-def missing(text: str) -> str:
-    """What to say of a name that may have been meant as a file; nothing where it does not look like one.
-
-    >>> missing("runs/lengths.txt"), missing("longtial")
-    (" There is no file 'runs/lengths.txt' here.", '')
-    """
-    looks_like_one = "/" in text or "\\" in text or bool(Path(text).suffix)
-    if not looks_like_one or Path(text).is_file():
-        return ""
-    return f" {text!r:.80} is a folder." if Path(text).is_dir() else f" There is no file {text!r:.80} here."
-
-
-# Numbers and names as people write them on the command line, 64k or ring,exchange, and how one figure compares with
-# another.
+# -- Arguments ---------------------------------------------------------------------------------------------------------
 
 
 _COUNT = re.compile(r"(\d{1,15})(?:\.(\d{1,6}))?([kKmMgG]?)")
 _FACTOR = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-LARGEST = 1 << 40
+MAX_COUNT = 1 << 40
+
+
+def to_write(*endings: str) -> Callable[[str], Path]:
+    """Return an argument type: the name of a file that can be written, with one of these endings.
+
+    >>> to_write(".svg", ".png")("curves.pdf")
+    Traceback (most recent call last):
+    argparse.ArgumentTypeError: the name must end in .svg or .png, but got 'curves.pdf'.
+    """
+
+    def parse(text: str) -> Path:
+        path = Path(text)
+        if endings and path.suffix.lower() not in endings:
+            raise argparse.ArgumentTypeError(f"the name must end in {' or '.join(endings)}, but got {text!r:.80}.")
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r:.80} is a directory. Name a file in it.")
+        if not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(
+                f"{text!r:.80} cannot be written: there is no directory {str(path.parent)!r:.80}. Create it first."
+            )
+        return path
+
+    return parse
+
+
+def describe_missing(text: str) -> str:
+    """Return a sentence about a name that looks like a file but is none; empty if it does not look like one.
+
+    >>> describe_missing("runs/lengths.txt"), describe_missing("longtial")
+    (" There is no file 'runs/lengths.txt' here.", '')
+    """
+    looks_like_file = "/" in text or "\\" in text or bool(Path(text).suffix)
+    if not looks_like_file or Path(text).is_file():
+        return ""
+    return f" {text!r:.80} is a directory." if Path(text).is_dir() else f" There is no file {text!r:.80} here."
 
 
 def count(text: str) -> int:
-    """A whole number; k, M and G stand for 1,024, 1,024 x 1,024 and so on, as lengths of sequences are named.
+    """Parse a whole number; k, M and G stand for 2**10, 2**20 and 2**30.
 
     >>> count("1M"), count("1.5k"), count("1_000")
     (1048576, 1536, 1000)
     """
     match = _COUNT.fullmatch(text.replace("_", "").replace(",", ""))
     if not match:
-        raise argparse.ArgumentTypeError(f"a number such as 65536, 64k or 1M is expected, but {text!r:.40} was given.")
-    whole, part, letter = match[1], match[2] or "", _FACTOR[match[3].lower()]
-    scaled, left = divmod(int(whole + part) * letter, 10 ** len(part))
-    if left or not 0 < scaled <= LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number from 1 to {LARGEST}.")
-    return scaled
+        raise argparse.ArgumentTypeError(f"must be a number such as 65536, 64k or 1M, but got {text!r:.40}.")
+    digits, decimals, factor = match[1], match[2] or "", _FACTOR[match[3].lower()]
+    value, remainder = divmod(int(digits + decimals) * factor, 10 ** len(decimals))
+    if remainder or not 0 < value <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {MAX_COUNT}, but got {text!r:.40}.")
+    return value
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Several numbers, separated by commas.
+    """Parse numbers separated by commas.
 
     >>> counts("8,16,1k")
     (8, 16, 1024)
@@ -97,7 +92,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def schemes(text: str) -> tuple[str, ...]:
-    """Names of schemes, separated by commas or semicolons; those inside parentheses separate nothing.
+    """Parse names of schemes, separated by commas or semicolons that are not inside parentheses.
 
     >>> schemes("ring, hybrid(4,exchange); exchange")
     ('ring', 'hybrid(4,exchange)', 'exchange')
@@ -110,15 +105,15 @@ def schemes(text: str) -> tuple[str, ...]:
         else:
             names[-1] += letter
     if "" in names or depth:
-        raise argparse.ArgumentTypeError(
-            f"names such as ring,hybrid(4,exchange) are expected, but {text!r:.60} was given."
-        )
+        raise argparse.ArgumentTypeError(f"must be names such as ring,hybrid(4,exchange), but got {text!r:.60}.")
     return tuple(names)
 
 
-def times(value: float) -> str:
-    """A factor.
+# -- Comparisons in words ----------------------------------------------------------------------------------------------
 
+
+def times(value: float) -> str:
+    """
     >>> times(15.18), times(0.5), times(1234.0)
     ('15.2x', '0.50x', '1,234x')
     """
@@ -126,7 +121,7 @@ def times(value: float) -> str:
 
 
 def bytes_against(mine: float, other: float, name: str) -> str:
-    """The bytes that one moves, compared with another of that name.
+    """Compare bytes moved with those of another scheme of that name.
 
     >>> bytes_against(10, 139, "ring"), bytes_against(18, 10, "ring"), bytes_against(0, 10, "ring")
     ('13.9x fewer bytes than ring', '1.80x the bytes of ring', 'no bytes at all')
@@ -135,26 +130,26 @@ def bytes_against(mine: float, other: float, name: str) -> str:
     """
     if not mine:
         return "no bytes at all"
-    if _about(mine, other):
+    if _is_close(mine, other):
         return f"as many bytes as {name}"
     return f"{times(other / mine)} fewer bytes than {name}" if other > mine else _more(mine, other, f"bytes of {name}")
 
 
 def memory_against(mine: float, other: float) -> str:
-    """The memory that one takes, compared with another; empty if it is about the same.
+    """Compare memory with another's; empty if it is about the same.
 
     >>> memory_against(10, 25), memory_against(25, 10), memory_against(0, 10), memory_against(100, 101)
     ('2.5x less memory', '2.5x the memory', 'no memory', '')
     """
-    if _about(mine, other):
+    if _is_close(mine, other):
         return ""
     if not mine:
         return "no memory"
     return f"{times(other / mine)} less memory" if other > mine else _more(mine, other, "memory")
 
 
-def _about(mine: float, other: float) -> bool:
-    """Whether the factor between them would be printed as 1.00x or 1.01x."""
+def _is_close(mine: float, other: float) -> bool:
+    """Return whether the factor between them would be printed as 1.00x or 1.01x."""
     return abs(mine - other) <= 0.015 * max(mine, other)
 
 
@@ -162,19 +157,10 @@ def _more(mine: float, other: float, noun: str) -> str:
     return f"{times(mine / other)} the {noun}" if other else f"more {noun}"
 
 
-def many(number: int, noun: str) -> str:
-    """A number and its noun, in the plural where it needs one.
-
-    >>> many(1, "rank"), many(4, "rank")
-    ('1 rank', '4 ranks')
-    """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+# -- Text and JSON -----------------------------------------------------------------------------------------------------
 
 
-# What a person sees: facts, tables and notes. With rich when it is there, else aligned plain text.
-
-
-WIDEST = 100
+MAX_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +173,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row's cells, and whether it is the one to look at. `rest` runs on after the cells, in the columns left over."""
+    """A row's cells, and whether it is highlighted. `rest` follows the cells, across the remaining columns."""
 
     cells: tuple[str, ...]
     chosen: bool = False
@@ -195,10 +181,10 @@ class Row:
 
 
 class Screen:
-    """Prints to stdout. `fancy` uses rich; None asks whether it is installed and stdout is a terminal."""
+    """Print to stdout. `fancy` uses rich; None uses it if it is installed and stdout is a terminal."""
 
     def __init__(self, *, fancy: bool | None = None, width: int | None = None) -> None:
-        self.width = min(width or shutil.get_terminal_size((WIDEST, 24)).columns, 200)
+        self.width = min(width or shutil.get_terminal_size((MAX_WIDTH, 24)).columns, 200)
         self.fancy = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" if fancy is None else fancy
         self.console: Any = None
         if self.fancy:
@@ -210,181 +196,137 @@ class Screen:
                 self.console = Console(width=self.width, highlight=False, force_terminal=fancy)
 
     def title(self, text: str) -> None:
-        if self.console is None:
-            print(text)
-        else:
-            self.console.print(text, style="bold", markup=False)
+        self._line(text, "bold")
 
     def facts(self, facts: Sequence[tuple[str, str]]) -> None:
-        """Labels with a text each; long texts continue below their beginning."""
+        """Print labels with a text each, wrapped next to its label."""
         indent = max(len(label) for label, _ in facts) + 4
         for label, text in facts:
-            lines = _wrapped(text, max(min(self.width, WIDEST) - indent, 30))
-            for number, line in enumerate(lines):
-                head = f"  {label if number == 0 else '':{indent - 2}}"
-                if self.console is None:
-                    print(head + line)
-                else:
-                    self.console.print(f"[cyan]{head}[/cyan]", end="")
-                    self.console.print(line, markup=False)
+            for number, line in enumerate(_wrap(text, max(min(self.width, MAX_WIDTH) - indent, 30))):
+                self._line(line, label=f"  {'' if number else label:{indent - 2}}")
 
     def table(self, columns: Sequence[Column], rows: Sequence[Row]) -> None:
-        """Rows under headings; the chosen ones are marked."""
+        """Print rows under headings; chosen ones are marked with a star."""
         widths = [
             max([len(c.head), *(len(row.cells[i]) for row in rows if i < len(row.cells))])
             for i, c in enumerate(columns)
         ]
-        self._line("  " + "  ".join(_put(c.head, w, c.right) for c, w in zip(columns, widths, strict=True)), "bold")
-        self._line("  " + "  ".join(("─" if self.console else "-") * w for w in widths), "dim")
+
+        def align(cells: Sequence[str]) -> str:
+            used = zip(cells, widths, columns, strict=False)
+            return "  ".join(cell.rjust(width) if c.right else cell.ljust(width) for cell, width, c in used)
+
+        self._line("  " + align([c.head for c in columns]), "bold")
+        self._line("  " + align([("─" if self.console else "-") * width for width in widths]), "dim")
         for row in rows:
-            used = zip(row.cells, widths, columns, strict=False)
-            text = "  ".join(_put(cell, w, c.right) for cell, w, c in used)
-            line = f"{'* ' if row.chosen else '  '}{text}{'  ' + row.rest if row.rest else ''}"
+            line = f"{'* ' if row.chosen else '  '}{align(row.cells)}{'  ' + row.rest if row.rest else ''}"
             self._line(line, "bold green" if row.chosen else "dim" if row.rest else "")
 
     def notes(self, notes: Sequence[str]) -> None:
-        """Sentences below."""
         for note in notes:
-            for line in _wrapped(note, min(self.width, WIDEST)):
-                self._line(line, "dim")
+            self.text(note, "dim")
 
-    def text(self, text: str = "") -> None:
-        for line in _wrapped(text, min(self.width, WIDEST)):
-            self._line(line)
+    def text(self, text: str = "", style: str = "") -> None:
+        for line in _wrap(text, min(self.width, MAX_WIDTH)):
+            self._line(line, style)
 
-    def _line(self, line: str, style: str = "") -> None:
+    def _line(self, line: str, style: str = "", label: str = "") -> None:
         if self.console is None:
-            print(line.rstrip())
+            print((label + line).rstrip())
         else:
-            self.console.print(line.rstrip(), style=style, markup=False, soft_wrap=True)
+            from rich.text import Text
+
+            self.console.print(Text.assemble((label, "cyan"), (line.rstrip(), style)), soft_wrap=True)
 
 
-def _wrapped(text: str, width: int) -> list[str]:
-    """Lines of a text; names of files and schemes stay whole."""
+def _wrap(text: str, width: int) -> list[str]:
+    """Return the lines of a text, without breaking names of files and schemes."""
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
-def _put(text: str, width: int, right: bool) -> str:
-    return text.rjust(width) if right else text.ljust(width)
+def screen_of(args: Any) -> Screen:
+    return Screen(fancy=False if getattr(args, "plain", False) else None)
 
 
 def print_json(command: str, answer: dict[str, Any]) -> None:
-    """The answer of a command as one JSON object."""
+    """Print the answer of a command as one JSON object."""
     import longspan
 
     print(json.dumps({"command": command, "longspan": longspan.__version__, **answer}, indent=2))
 
 
-def screen_of(args: Any) -> Screen:
-    """The screen that --plain and the terminal allow."""
-    return Screen(fancy=False if getattr(args, "plain", False) else None)
-
-
 # -- Progress ----------------------------------------------------------------------------------------------------------
 
 
-PATIENCE, EVERY, LINES = 1.0, 0.25, 2.0
-"""Seconds before anything is drawn, between drawings, and between lines where there is no terminal."""
-
-
-@contextmanager
-def progress(
-    args: Any, title: str, total: int | None = None, *, speaks: bool = True, lines: bool = False
-) -> Iterator[Callable[[str], None]]:
-    """Shows that something is under way; gives a function to call as each of `total` parts begins, with its name.
-
-    Without a total, only the title and the seconds are shown. `speaks`: whether this rank is the one that prints.
-    `lines`: without a terminal, write lines, the first at once.
-    """
-    bar = ProgressBar(title, total)
-    if not (speaks and is_watched(args)):
-        yield bar.write_line if speaks and lines and not getattr(args, "json", False) else bar.advance
-        return
-    draw = _draw_plain if getattr(args, "plain", False) or not _has_rich() else _draw_rich
-    drawing = threading.Thread(target=draw, args=(bar,), name="longspan progress", daemon=True)
-    drawing.start()
-    try:
-        yield bar.advance
-    finally:
-        bar.over.set()
-        drawing.join()
-
-
-class ProgressBar:
-    """What there is to draw."""
-
-    def __init__(self, title: str, total: int | None) -> None:
-        self.title, self.total = title, total
-        self.now, self.done, self.begin = "", 0, time.monotonic()
-        self.over = threading.Event()
-        self._next_line = self.begin
-
-    def advance(self, now: str) -> None:
-        """Another part begins, and this is its name."""
-        self.now, self.done = now, self.done + 1
-
-    def write_line(self, now: str) -> None:
-        """The same, with a line on stderr unless the last one was a moment ago."""
-        self.advance(now)
-        if time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + LINES
-            print(self.line(), file=sys.stderr, flush=True)
-
-    def line(self, width: int = 79) -> str:
-        """The state in a line.
-
-        >>> bar = ProgressBar("comparing", 12)
-        >>> bar.advance("ring over zigzag")
-        >>> bar.line()
-        'comparing: 1 of 12, ring over zigzag, 0 s'
-        """
-        parts = [] if self.total is None else [f"{min(self.done, self.total)} of {self.total}"]
-        parts += [self.now] if self.now else []
-        text = ", ".join([*parts, f"{time.monotonic() - self.begin:.0f} s"])
-        return f"{self.title}: {text}"[:width]
+DELAY, INTERVAL = 1.0, 2.0
+"""Seconds before anything is shown, and between lines of text."""
 
 
 def is_watched(args: Any) -> bool:
-    """Whether a person looks on: no --json, and neither stdout nor stderr goes elsewhere."""
+    """Return whether stdout and stderr are terminals, without --json."""
     on_terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     return on_terminal and not getattr(args, "json", False)
 
 
 def _has_rich() -> bool:
-    from importlib.util import find_spec
-
     return find_spec("rich") is not None
 
 
-def _draw_plain(bar: ProgressBar) -> None:
-    """One line that is written over, and wiped out at the end."""
-    shown = 0
-    while not bar.over.wait(EVERY if shown else PATIENCE):
-        line = bar.line()
-        sys.stderr.write("\r" + line.ljust(shown))
-        sys.stderr.flush()
-        shown = len(line)
-    if shown:
-        sys.stderr.write("\r" + " " * shown + "\r")
-        sys.stderr.flush()
+@contextmanager
+def progress(
+    args: Any, title: str, total: int | None = None, *, is_main: bool = True, lines: bool = False
+) -> Iterator[Callable[[str], None]]:
+    """Yield a function to call with the name of each of `total` parts as it begins, and show them on stderr.
+
+    Only the main rank shows anything. With `lines`, it writes lines of text also without a terminal, the first at once.
+    """
+    on_terminal = is_watched(args)
+    if not is_main or getattr(args, "json", False) or not (on_terminal or lines):
+        yield lambda _: None
+    elif on_terminal and not getattr(args, "plain", False) and _has_rich():
+        with _progress_bar(title, total) as advance:
+            yield advance
+    else:
+        yield _progress_lines(title, total, delay=DELAY if on_terminal else 0.0)
 
 
-def _draw_rich(bar: ProgressBar) -> None:
-    if bar.over.wait(PATIENCE):
-        return
+@contextmanager
+def _progress_bar(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    # Redirected, what is printed meanwhile would go to stderr.
-    shown = Progress(
-        *columns, console=Console(stderr=True), transient=True, auto_refresh=False, redirect_stdout=False,
-        redirect_stderr=False,
-    )  # fmt: skip
-    with shown:
-        task = shown.add_task(bar.title, total=bar.total)
-        while True:
-            words = f"{bar.title}: {bar.now}" if bar.now else bar.title
-            shown.update(task, completed=max(bar.done - 1, 0), description=words, refresh=True)
-            if bar.over.wait(EVERY):
-                return
+    # With redirection, rich would print to stderr what commands print to stdout meanwhile.
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False)
+    task, done = bar.add_task(title, total=total), -1
+
+    def advance(name: str) -> None:
+        nonlocal done
+        done += 1
+        bar.update(task, completed=done, description=f"{title}: {name}")
+
+    start = threading.Timer(DELAY, bar.start)
+    start.daemon = True
+    start.start()
+    try:
+        yield advance
+    finally:
+        start.cancel()
+        start.join()
+        bar.stop()
+
+
+def _progress_lines(title: str, total: int | None, delay: float) -> Callable[[str], None]:
+    begin, done = time.monotonic(), 0
+    next_line = begin + delay
+
+    def advance(name: str) -> None:
+        nonlocal done, next_line
+        done += 1
+        now = time.monotonic()
+        if now >= next_line:
+            next_line = now + INTERVAL
+            number = "" if total is None else f"{min(done, total)} of {total}, "
+            print(f"{title}: {number}{name}, {now - begin:.0f} s"[:79], file=sys.stderr, flush=True)
+
+    return advance

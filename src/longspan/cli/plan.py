@@ -2,7 +2,7 @@
 
 longspan plan --seq 1M --ranks 64 --docs longtail --machine h100
 
-Its figures are one attention's. With a model it answers for the whole training step: see `plan_model`.
+Its figures are those of one attention layer; with --model or --config, of a whole training step (`plan_model`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if plan_model.asked(args):
+    if plan_model.has_model(args):
         return plan_model.run(args)
     workload = Workload.of(args)
     with progress(args, "planning"):
@@ -39,8 +39,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def figures(plan: Plan) -> dict[str, Any]:
-    """What the plan says, for JSON; bytes over all ranks, seconds and peak of those in `figures_of_ranks`."""
-    chosen = next(reason for reason in plan.reasons if reason.chosen)
+    """Return the plan's figures for JSON: bytes over all ranks, seconds and peak of those in `figures_of_ranks`."""
+    chosen, s = next(reason for reason in plan.reasons if reason.chosen), plan.sizes
+    workspaces = [plan.workspace_bytes(rank, deterministic=True) for rank in chosen.ranks]
+    slots = plan.layout.local_len or int(plan.layout.num_tokens.max())
+    row = (s.q_heads + s.kv_heads) * (s.head_dim + s.v_head_dim)
+    flop = 2.0 * (s.head_dim + s.v_head_dim) * float(plan.scheme.work.mean())  # of a rank's pairs, on average
     return {
         "figures_of": "one attention layer",
         "fingerprint": plan.fingerprint,
@@ -55,55 +59,32 @@ def figures(plan: Plan) -> dict[str, Any]:
         "bytes_received": chosen.bytes_received,
         "peak_bytes": chosen.peak_bytes,
         "workspace_bytes": chosen.workspace_bytes,
-        "deterministic_workspace_bytes": deterministic_workspace(plan, chosen),
+        "deterministic_workspace_bytes": max_or_none(workspaces),
         "host_seconds": chosen.host_seconds,
         "kernel": plan.machine.kernel,
         "kernel_assumed": plan.kernel_assumed,
-        "own_bytes": own_bytes(plan),
-        "forward_flops_per_rank": forward_flop(plan) / chosen.forward_seconds,
+        "own_bytes": 2 * slots * s.batch * row * s.itemsize,
+        "forward_flops_per_rank": flop / chosen.forward_seconds,
         "figures_of_ranks": list(chosen.ranks),
-        "reasons": [as_json(reason) for reason in plan.reasons],
+        "reasons": [reason_json(reason) for reason in plan.reasons],
     }
 
 
-def as_json(reason: Reason) -> dict[str, Any]:
-    """One scheme's figures; of those that were not worked out fully, only the bound."""
+def max_or_none(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return max(known) if len(known) == len(values) else None
+
+
+def reason_json(reason: Reason) -> dict[str, Any]:
+    """Return one scheme's figures; only the bound if it was not simulated."""
     if reason.at_least:
         return {"scheme": reason.scheme, "chosen": False, "at_least_seconds": reason.seconds}
-    return {
-        "scheme": reason.scheme,
-        "chosen": reason.chosen,
-        "forward_seconds": reason.forward_seconds,
-        "backward_seconds": reason.backward_seconds,
-        "bytes_received": reason.bytes_received,
-        "peak_bytes": reason.peak_bytes,
-        "workspace_bytes": reason.workspace_bytes,
-        "host_seconds": reason.host_seconds,
-        "figures_of_ranks": list(reason.ranks),
-    }
-
-
-def deterministic_workspace(plan: Plan, chosen: Reason) -> int | None:
-    """The largest workspace of the ranks that were looked at, under `torch.use_deterministic_algorithms`."""
-    found = [plan.workspace_bytes(rank, deterministic=True) for rank in chosen.ranks]
-    return None if None in found else max(size for size in found if size is not None)
-
-
-def own_bytes(plan: Plan) -> int:
-    """Bytes of q, k, v, the output and all their gradients on the rank with most tokens."""
-    s = plan.sizes
-    row = s.q_heads * (s.head_dim + s.v_head_dim) + s.kv_heads * (s.head_dim + s.v_head_dim)
-    slots = plan.layout.local_len or int(plan.layout.num_tokens.max())
-    return 2 * slots * s.batch * row * s.itemsize
-
-
-def forward_flop(plan: Plan) -> float:
-    """Floating-point operations of a rank's pairs, forward, on average."""
-    return 2.0 * (plan.sizes.head_dim + plan.sizes.v_head_dim) * float(plan.scheme.work.mean())
+    names = ("forward_seconds", "backward_seconds", "bytes_received", "peak_bytes", "workspace_bytes", "host_seconds")
+    figures = {name: getattr(reason, name) for name in names}
+    return {"scheme": reason.scheme, "chosen": reason.chosen, **figures, "figures_of_ranks": list(reason.ranks)}
 
 
 def show(workload: Workload, plan: Plan, screen: Screen) -> None:
-    """The plan as a person reads it."""
     summary, ranks = figures(plan), plan.layout.world_size
     screen.title(f"{workload.seq_len:,} tokens on {ranks:,} ranks: {plan.scheme.name}")
     received = (
@@ -113,6 +94,9 @@ def show(workload: Workload, plan: Plan, screen: Screen) -> None:
     kept = "remote K/V are kept for backward" if plan.keep else "remote K/V are fetched again; --keep keeps them"
     forward, backward = summary["forward_seconds"], summary["backward_seconds"]
     speed = rate_text(summary["forward_flops_per_rank"], "FLOP/s")
+    host = "does the work itself"
+    if summary["host_seconds"]:
+        host = f"busy for {seconds_text(summary['host_seconds'])} with queueing both passes, beside the device"
     screen.facts(
         (
             ("figures", "one attention layer's; --model NAME or --config FILE answers for a whole model in training"),
@@ -124,18 +108,13 @@ def show(workload: Workload, plan: Plan, screen: Screen) -> None:
             ("received", f"at most {received} backward by any rank ({kept})"),
             ("memory", memory_text(summary, " of the ranks looked at" * sampled)),
             ("predicted", f"{seconds_text(forward)} forward ({speed} a rank), {seconds_text(backward)} backward"),
-            ("host", host_text(summary["host_seconds"])),
+            ("host", host),
             ("why", why(plan)),
         )
     )  # fmt: skip
     screen.text()
-    screen.table(
-        (
-            Column("scheme", False),
-            *map(Column, ("forward", "backward", "host", "received", "peak memory", "in kernels")),
-        ),
-        reason_rows(plan.reasons),
-    )
+    heads = ("forward", "backward", "host", "received", "peak memory", "in kernels")
+    screen.table((Column("scheme", False), *map(Column, heads)), reason_rows(plan.reasons))
     screen.text()
     note = (
         f"Times are simulated on {plan.machine.name} ({plan.machine.kernel or 'kernel not named'}), not measured."
@@ -151,59 +130,46 @@ def show(workload: Workload, plan: Plan, screen: Screen) -> None:
 
 
 def reason_rows(reasons: Sequence[Reason]) -> list[Row]:
-    """One row for each scheme; of those that were not worked out fully, only the bound."""
+    """Return one row for each scheme; only the bound of those that were not simulated."""
     full = [reason for reason in reasons if not reason.at_least]
+    workspaces = [reason.workspace_bytes for reason in full]
     columns = (
         seconds_alike([reason.forward_seconds for reason in full]),
         seconds_alike([reason.backward_seconds for reason in full]),
         seconds_alike([reason.host_seconds for reason in full]),
         bytes_alike([reason.bytes_received for reason in full]),
         bytes_alike([reason.peak_bytes for reason in full]),
-        workspaces_alike(full),
+        ["unknown"] * len(full) if None in workspaces else bytes_alike([size or 0 for size in workspaces]),
     )
     rows = [Row((reason.scheme, *cells), reason.chosen) for reason, *cells in zip(full, *columns, strict=True)]
     bound = "at least {} in all, for its bytes alone"
     return rows + [Row((r.scheme,), rest=bound.format(seconds_text(r.seconds))) for r in reasons if r.at_least]
 
 
-def workspaces_alike(reasons: Sequence[Reason]) -> list[str]:
-    """What kernels allocate inside themselves, all in one unit; "unknown" where a kernel does not tell."""
-    sizes = [reason.workspace_bytes for reason in reasons]
-    return ["unknown"] * len(sizes) if None in sizes else bytes_alike([size for size in sizes if size is not None])
-
-
-def memory_text(summary: dict[str, Any], of_whom: str) -> str:
-    """State, workspace and own tensors, apart."""
+def memory_text(summary: dict[str, Any], sampled: str) -> str:
+    """Return peak, workspace of kernels and own tensors."""
     inside = "what kernels allocate inside, which is not known"
     if (size := summary["workspace_bytes"]) is not None:
         inside = f"{bytes_text(size)} inside kernels and in tables"
         if (fixed := summary["deterministic_workspace_bytes"]) != size:
             inside += f" ({bytes_text(fixed)} under use_deterministic_algorithms)"
     own = f"beside {bytes_text(summary['own_bytes'])} of own q, k, v, output and their gradients"
-    return f"{bytes_text(summary['peak_bytes'])} at the peak{of_whom} + {inside}, {own}"
-
-
-def host_text(seconds: float) -> str:
-    if not seconds:
-        return "does the work itself"
-    return f"busy for {seconds_text(seconds)} with queueing both passes, beside the device"
+    return f"{bytes_text(summary['peak_bytes'])} at the peak{sampled} + {inside}, {own}"
 
 
 def why(plan: Plan) -> str:
-    """Why this scheme, in a sentence."""
+    """Return why this scheme was chosen, in a sentence."""
     chosen = next(reason for reason in plan.reasons if reason.chosen)
     others = [reason for reason in plan.reasons if not reason.chosen]
     if not others:
         return f"{plan.scheme.name} was asked for; --scheme auto compares it with the others"
     second = others[0]
-    if second.seconds < chosen.seconds:  # a tie, which hosts decided
-        text = (
-            f"{chosen.seconds / second.seconds - 1:.1%} behind {second.scheme}, which is a tie, and with less to do for"
-        )
-        text += " hosts"
+    if second.seconds < chosen.seconds:  # a tie, broken by the work of hosts
+        behind = chosen.seconds / second.seconds - 1
+        text = f"{behind:.1%} behind {second.scheme}, which is a tie, and with less to do for hosts"
     else:
-        text = f"the quickest of {len(plan.reasons)} schemes, {second.seconds / chosen.seconds - 1:.1%} ahead of"
-        text += f" {second.scheme}"
+        ahead = second.seconds / chosen.seconds - 1
+        text = f"the quickest of {len(plan.reasons)} schemes, {ahead:.1%} ahead of {second.scheme}"
     full = [reason for reason in others if reason.scheme == "all_gather" and not reason.at_least]
     if full and full[0].bytes_received:
         text += f"; it moves {bytes_against(chosen.bytes_received, full[0].bytes_received, 'all_gather')}"

@@ -41,16 +41,16 @@ from longspan.sizing import (
 )
 from longspan.sizing.time import PlanOptions, attention_plans, attention_seconds, recipes, training_step, widest
 
-# What `longspan plan` answers of a whole model: bytes and seconds of its step, whether and where it fits.
+# -- Memory and time of a step, and where it fits ----------------------------------------------------------------------
 
 
-MOST_RANKS, MOST_NODES = 1024, 16
-"""Up to which powers of two, and how many whole nodes, it is tried on how many ranks a step fits."""
+MAX_RANKS, MAX_NODES = 1024, 16
+"""The search for ranks on which a step fits tries powers of two up to this, and this many whole nodes."""
 
 
 @dataclass(frozen=True)
-class ModelQuestion:
-    """A model, and how its step was asked for."""
+class ModelWorkload:
+    """A model, and how it is trained."""
 
     name: str
     sizes: ModelSizes
@@ -58,41 +58,27 @@ class ModelQuestion:
     recipe: Recipe
     data_parallel: int
     notes: tuple[str, ...] = ()
-    _answers: dict[int, Answer] = field(default_factory=dict, repr=False, compare=False)
-
-    @staticmethod
-    def of(args: argparse.Namespace, name: str, sizes: ModelSizes, notes: tuple[str, ...]) -> ModelQuestion:
-        workload = Workload.of(args)
-        dtype = workload.tensors["dtype"]
-        recipe = Recipe(not args.no_checkpointing, args.offload, args.mlp_chunks, args.logits, dtype, args.state)
-        if args.keep and args.no_checkpointing:
-            raise PlanError(
-                "--keep and --no-checkpointing were given: every layer would keep remote K/V until its backward, which"
-                " is not counted here. Leave one of them out."
-            )
-        return ModelQuestion(name, sizes, workload, recipe, args.data_parallel, notes)
+    _steps: dict[int, PlannedStep] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def batch(self) -> int:
         return self.workload.tensors["batch"]
 
-    def on(self, ranks: int) -> Answer:
-        """The answer for so many ranks to a sequence; made once."""
-        if ranks not in self._answers:
-            self._answers[ranks] = self._planned(ranks)
-        return self._answers[ranks]
-
-    def _planned(self, ranks: int) -> Answer:
-        workload = self.workload
-        layout = replace(workload, mask=widest(self.sizes, workload.mask), _layouts={}).layout(ranks)
-        options = PlanOptions(
-            workload.scheme, workload.machine if workload.machine_given else None, workload.keep, workload.fetch_bytes,
-            self.batch, workload.tensors["dtype"],
-        )  # fmt: skip
-        return Answer(self, layout, attention_plans(self.sizes, workload.mask, layout, options))
+    def on(self, ranks: int) -> PlannedStep:
+        """Plan for a sequence over this many ranks; once for each number."""
+        if ranks not in self._steps:
+            workload = self.workload
+            layout = replace(workload, mask=widest(self.sizes, workload.mask), _layouts={}).layout(ranks)
+            options = PlanOptions(
+                workload.scheme, workload.machine if workload.machine_given else None, workload.keep,
+                workload.fetch_bytes, self.batch, workload.tensors["dtype"],
+            )  # fmt: skip
+            plans = attention_plans(self.sizes, workload.mask, layout, options)
+            self._steps[ranks] = PlannedStep(self, layout, plans)
+        return self._steps[ranks]
 
     def least_bytes(self, ranks: int, allowed: list[Recipe]) -> int:
-        """What it takes on so many ranks at least: spread evenly, attention aside, by the thriftiest recipe."""
+        """Return a lower bound of memory: tokens spread evenly, no attention, the recipe that needs least."""
         tokens = -(-self.workload.seq_len // ranks) * self.batch
         nothing = {heads: AttentionBytes(0, 0) for heads in self.sizes.attentions}
         steps = (TrainingStep(self.sizes, tokens, ranks * self.data_parallel, nothing, recipe) for recipe in allowed)
@@ -100,18 +86,18 @@ class ModelQuestion:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What was asked, and how its attentions were planned."""
+class PlannedStep:
+    """A training step on some ranks, with the plans of its attention layers."""
 
-    asked: ModelQuestion
+    model: ModelWorkload
     layout: Layout
     plans: dict[Heads, Plan]
 
     def step(self, recipe: Recipe | None = None) -> TrainingStep:
-        """The step with this recipe, or with the one that was asked for."""
-        asked = self.asked
+        """Return the step with this recipe, or with that of the arguments."""
+        model = self.model
         return training_step(
-            asked.sizes, self.layout, self.plans, asked.batch, recipe or asked.recipe, asked.data_parallel
+            model.sizes, self.layout, self.plans, model.batch, recipe or model.recipe, model.data_parallel
         )
 
     def memory(self, recipe: Recipe | None = None) -> StepMemory:
@@ -119,11 +105,11 @@ class Answer:
 
     @property
     def machine(self) -> Machine:
-        return next((plan.machine for plan in self.plans.values()), self.asked.workload.machine)
+        return next((plan.machine for plan in self.plans.values()), self.model.workload.machine)
 
     @property
     def gpus(self) -> int:
-        return self.layout.world_size * self.asked.data_parallel
+        return self.layout.world_size * self.model.data_parallel
 
     def why_no_time(self, recipe: Recipe | None = None) -> str | None:
         return why_no_time(self.step(recipe), self.machine)
@@ -131,79 +117,74 @@ class Answer:
     def time(self, recipe: Recipe | None = None) -> StepTime:
         return step_time(self.step(recipe), attention_seconds(self.plans), self.machine)
 
-    def cost(self, recipe: Recipe | None = None) -> StepCost:
-        """Tokens of all sequences of a step, on all GPUs."""
-        asked = self.asked
-        tokens = asked.workload.seq_len * asked.batch * asked.data_parallel
-        flop = model_flop(asked.sizes, tokens, attention_seconds(self.plans), self.gpus)
-        return StepCost(self.gpus, tokens, self.time(recipe).seconds, flop, self.machine.flops)
+    def cost(self) -> StepCost:
+        """Return the cost for the tokens of all sequences of a step, on all GPUs."""
+        model = self.model
+        tokens = model.workload.seq_len * model.batch * model.data_parallel
+        flop = model_flop(model.sizes, tokens, attention_seconds(self.plans), self.gpus)
+        return StepCost(self.gpus, tokens, self.time().seconds, flop, self.machine.flops)
 
 
 def numbers_of_ranks(machine: Machine) -> list[int]:
-    """Powers of two, and whole nodes, from the smallest.
+    """Return powers of two and whole nodes, from the smallest.
 
     >>> from longspan.planning.machine import H100
     >>> numbers_of_ranks(H100)[:8]
     [1, 2, 4, 8, 16, 24, 32, 40]
     """
-    powers = {1 << power for power in range(MOST_RANKS.bit_length())}
-    node = machine.node if machine.node <= MOST_RANKS else 1
-    return sorted(powers | {node * number for number in range(1, MOST_NODES + 1) if node > 1})
+    powers = {1 << power for power in range(MAX_RANKS.bit_length())}
+    node = machine.node if machine.node <= MAX_RANKS else 1
+    return sorted(powers | {node * number for number in range(1, MAX_NODES + 1) if node > 1})
 
 
-def answers(asked: ModelQuestion, room: int, allowed: list[Recipe], above: int = 0) -> Iterator[Answer]:
-    """Answers for more and more ranks, where it may fit."""
-    for ranks in numbers_of_ranks(asked.workload.machine):
-        if ranks <= above or asked.least_bytes(ranks, allowed) > room:
+def steps_that_may_fit(model: ModelWorkload, room: int, allowed: list[Recipe], above: int = 0) -> Iterator[PlannedStep]:
+    """Yield steps on more and more ranks, without those whose lower bound does not fit."""
+    for ranks in numbers_of_ranks(model.workload.machine):
+        if ranks <= above or model.least_bytes(ranks, allowed) > room:
             continue
         try:
-            yield asked.on(ranks)
-        except LongspanError:  # a layout or a scheme that was named does not go with so many
+            yield model.on(ranks)
+        except LongspanError:  # --layout or --scheme does not allow this many
             continue
 
 
-def verdict(answer: Answer, memory: int) -> dict[str, Any]:
-    """Whether it fits into so many GB, why not, what would make it, and the smallest number of GPUs that can."""
-    room = (memory << 30) - RESERVE
-    peak = answer.memory().peak
-    found: dict[str, Any] = {
+def check_fit(step: PlannedStep, memory: int) -> dict[str, Any]:
+    """Return whether it fits into so many GB, why not, what would make it fit, and the fewest GPUs on which it does."""
+    room, model = (memory << 30) - RESERVE, step.model
+    peak = step.memory().peak
+    allowed = recipes(model.recipe)
+    smallest = next(
+        (
+            {"gpus": one.gpus, "ranks": one.layout.world_size, "with": recipe.words}
+            for one in steps_that_may_fit(model, room, allowed)
+            for recipe in allowed
+            if one.memory(recipe).peak.size <= room
+        ),
+        None,
+    )
+    result: dict[str, Any] = {
         "memory": memory, "fits": peak.size <= room, "bytes_left": room - peak.size, "fits_with": None,
-        "fits_with_ranks": None, "smallest": smallest(answer, room),
+        "fits_with_ranks": None, "smallest": smallest,
     }  # fmt: skip
-    aside = f"and {bytes_text(RESERVE)} set aside for CUDA and NCCL"
-    if found["fits"]:
-        return {**found, "why": f"{bytes_text(peak.size)} at the peak, {aside}"}
+    reserve = f"and {bytes_text(RESERVE)} set aside for CUDA and NCCL"
+    if result["fits"]:
+        return {**result, "why": f"{bytes_text(peak.size)} at the peak, {reserve}"}
     most = max(peak.lines, key=lambda line: line.size)
-    why = f"{bytes_text(peak.size)} at the peak ({peak.name}), {bytes_text(most.size)} of it {most.name}, {aside}"
-    asked, ranks = answer.asked, answer.layout.world_size
-    better = next((one for one in recipes(asked.recipe) if answer.memory(one).peak.size <= room), None)
-    wider = answers(asked, room, [asked.recipe], ranks)
+    why = f"{bytes_text(peak.size)} at the peak ({peak.name}), {bytes_text(most.size)} of it {most.name}, {reserve}"
+    advice: list[str] = []
+    better = next((recipe for recipe in allowed if step.memory(recipe).peak.size <= room), None)
+    if better is not None:
+        result["fits_with"] = better.words
+        advice.append(f"with {better.words}: yes")
+    wider = steps_that_may_fit(model, room, [model.recipe], step.layout.world_size)
     more = next((one for one in wider if one.memory().peak.size <= room), None)
-    found["fits_with"] = None if better is None else better.words
-    found["fits_with_ranks"] = None if more is None else more.layout.world_size
-    return {**found, "why": why, "advice": _advice(answer, found)}
-
-
-def _advice(answer: Answer, found: dict[str, Any]) -> str:
-    """What would make it fit."""
-    with_, ranks = found["fits_with"], found["fits_with_ranks"]
-    yes = [] if with_ is None else [f"with {with_}: yes"]
-    yes += [] if ranks is None else [f"with --ranks {ranks}: yes"]
-    if yes:
-        return "; ".join(yes)
-    least = min(answer.memory(one).peak.size for one in recipes(answer.asked.recipe))
-    return f"the thriftiest recipe below takes {bytes_text(least)}"
-
-
-def smallest(answer: Answer, room: int) -> dict[str, Any] | None:
-    """The smallest number of GPUs on which it fits, with the first recipe that makes it; None where none was found."""
-    allowed = recipes(answer.asked.recipe)
-    for one in answers(answer.asked, room, allowed):
-        for recipe in allowed:
-            if one.memory(recipe).peak.size <= room:
-                ranks = one.layout.world_size
-                return {"gpus": one.gpus, "ranks": ranks, "with": recipe.words}
-    return None
+    if more is not None:
+        result["fits_with_ranks"] = more.layout.world_size
+        advice.append(f"with --ranks {more.layout.world_size}: yes")
+    if not advice:
+        least = min(step.memory(recipe).peak.size for recipe in allowed)
+        advice.append(f"the thriftiest recipe below takes {bytes_text(least)}")
+    return {**result, "why": why, "advice": "; ".join(advice)}
 
 
 # -- The command -------------------------------------------------------------------------------------------------------
@@ -212,21 +193,15 @@ def smallest(answer: Answer, room: int) -> dict[str, Any] | None:
 MAX_CONFIG = 1 << 20
 QUANTIZED = "The file's quantization_config is left aside: parameters take what --state and --dtype say."
 FROM_MODEL = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
-"""What a model says itself, and what is taken where there is no model."""
+"""Options that a model sets, with their defaults without a model."""
 SWITCHES = {
-    "memory": None,
-    "price": None,
-    "data_parallel": 1,
-    "no_checkpointing": False,
-    "offload": False,
-    "mlp_chunks": 1,
-    "logits": False,
-    "state": "float32",
-}
+    "memory": None, "price": None, "data_parallel": 1, "no_checkpointing": False, "offload": False, "mlp_chunks": 1,
+    "logits": False, "state": "float32",
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of a whole model; call it after those of the workload."""
+    """Add the arguments of a whole model, after those of the workload."""
     parser.set_defaults(**dict.fromkeys(FROM_MODEL))
     model = parser.add_argument_group("a whole model, in training")
     which = model.add_mutually_exclusive_group()
@@ -234,22 +209,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--model", metavar="NAME", help=f"a model by name: {', '.join(BUILT_IN)}")
     model.add_argument("--memory", type=count, metavar="GB", help="memory of a device, such as 80: does it fit?")
     model.add_argument("--price", type=price, metavar="P", help="of an hour of one GPU: what do a billion tokens cost?")
-    model.add_argument(
-        "--data-parallel", type=count, default=1, metavar="N",
-        help="N sequences at once, each over its own --ranks; FSDP is over all of them (1)",
-    )  # fmt: skip
+    text = "N sequences at once, each over its own --ranks; FSDP is over all of them (1)"
+    model.add_argument("--data-parallel", type=count, default=1, metavar="N", help=text)
     model.add_argument("--no-checkpointing", action="store_true", help="layers keep all that their backward needs")
     model.add_argument("--offload", action="store_true", help="inputs of checkpointed layers wait on the host")
     model.add_argument("--mlp-chunks", type=count, default=1, metavar="N", help="MLPs run over N runs of tokens (1)")
     model.add_argument("--logits", action="store_true", help="the loss is computed from whole logits")
-    model.add_argument(
-        "--state", choices=("float32", "bfloat16"), default="float32",
-        help="dtype of parameters, gradients and optimizer as they are kept (float32)",
-    )  # fmt: skip
+    text = "dtype of parameters, gradients and optimizer as they are kept (float32)"
+    model.add_argument("--state", choices=("float32", "bfloat16"), default="float32", help=text)
 
 
 def price(text: str) -> float:
-    """Money for an hour of one GPU.
+    """Parse the price of an hour of one GPU.
 
     >>> price("2.50")
     2.5
@@ -259,94 +230,99 @@ def price(text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or value <= 0:
-        raise argparse.ArgumentTypeError(f"the price of an hour of one GPU is above 0, but {text!r:.40} was given.")
+        raise argparse.ArgumentTypeError(f"the price of an hour of one GPU must be above 0, but got {text!r:.40}.")
     return value
 
 
-def asked(args: argparse.Namespace) -> bool:
-    """Whether a whole model was asked about. What speaks for the model, or against it, is refused."""
+def has_model(args: argparse.Namespace) -> bool:
+    """Return whether the arguments name a model, and refuse options that contradict it, or need it."""
     if args.config is None and args.model is None:
         for name, default in SWITCHES.items():
             if getattr(args, name) != default:
-                raise PlanError(f"--{name.replace('_', '-')} is about a whole model. Say which: --model or --config.")
+                raise PlanError(f"--{name.replace('_', '-')} needs a whole model: add --model or --config.")
         for name, value in FROM_MODEL.items():
             setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
         return False
     for name in (*FROM_MODEL, "v_head_dim", "window"):
         if getattr(args, name) is not None:
-            raise PlanError(
-                f"--{name.replace('_', '-')} was given beside a model, which says that itself. Leave it out."
-            )
+            raise PlanError(f"--{name.replace('_', '-')} must not be set with a model, which sets it. Leave it out.")
         setattr(args, name, FROM_MODEL.get(name))
     return True
 
 
-def model_of(args: argparse.Namespace) -> tuple[str, ModelSizes, tuple[str, ...]]:
-    """The name and the sizes of the model that was asked about, and what to say beside."""
+def read_model(args: argparse.Namespace) -> tuple[str, ModelSizes, tuple[str, ...]]:
+    """Return the name and the sizes of the model, and notes about it."""
     if args.model is not None:
         return args.model, sizes_of(built_in_config(args.model)), ()
     path = Path(args.config)
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        raise PlanError(f"--config {args.config!r:.80} is no file. Give a config.json, or a folder that has one.")
+        raise PlanError(f"--config must be a config.json, or a directory with one, but got {args.config!r:.80}.")
     with path.open("rb") as file:
         data = file.read(MAX_CONFIG + 1)
     if len(data) > MAX_CONFIG:
-        raise PlanError(f"{path} is larger than {MAX_CONFIG:,} bytes. A config.json is expected.")
+        raise PlanError(f"{path} must be a config.json of at most {MAX_CONFIG:,} bytes, but is larger.")
     try:
         config = json.loads(data.decode())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as wrong:
-        raise PlanError(f"{path} is not JSON. Give a config.json as transformers writes it.") from wrong
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise PlanError(f"{path} is not JSON. It must be a config.json as transformers writes it.") from error
     try:
         sizes = sizes_of(config)
-    except PlanError as wrong:
-        raise PlanError(f"{path}: {wrong}") from wrong
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
     name = path.resolve().parent.name if path.name == "config.json" else path.name
     return name, sizes, (QUANTIZED,) if config.get("quantization_config") else ()
 
 
 def run(args: argparse.Namespace) -> int:
     with progress(args, "planning every kind of layer"):
-        answer = ModelQuestion.of(args, *model_of(args)).on(args.ranks)
-        if args.price is not None and (why := answer.why_no_time()) is not None:
+        name, sizes, notes = read_model(args)
+        workload = Workload.of(args)
+        dtype = workload.tensors["dtype"]
+        recipe = Recipe(not args.no_checkpointing, args.offload, args.mlp_chunks, args.logits, dtype, args.state)
+        if args.keep and args.no_checkpointing:
             raise PlanError(
-                f"--price was given, but how long a step takes is not known: {why}. Name another --machine."
+                "--keep must not be combined with --no-checkpointing: every layer would keep remote K/V until its"
+                " backward, which is not counted here. Leave one of them out."
             )
-        fits = None if args.memory is None else verdict(answer, args.memory)
+        step = ModelWorkload(name, sizes, workload, recipe, args.data_parallel, notes).on(args.ranks)
+        if args.price is not None and (why := step.why_no_time()) is not None:
+            raise PlanError(f"--price needs the time of a step, which is not known: {why}. Use another --machine.")
+        fit = None if args.memory is None else check_fit(step, args.memory)
     if args.json:
-        print_json("plan", figures(answer, fits, args.price))
+        print_json("plan", figures(step, fit, args.price))
     else:
-        show(answer, fits, args.price, screen_of(args))
-    return FAILED if fits and not fits["fits"] else FINE
+        show(step, fit, args.price, screen_of(args))
+    return FAILED if fit and not fit["fits"] else FINE
 
 
-def figures(answer: Answer, fits: dict[str, Any] | None, price: float | None) -> dict[str, Any]:
-    """What the command says, for JSON; bytes of the rank that holds most."""
-    memory, asked = answer.memory(), answer.asked
-    asked_for = asked.workload.as_json()
+def figures(step: PlannedStep, fit: dict[str, Any] | None, price: float | None) -> dict[str, Any]:
+    """Return the figures for JSON; bytes are those of the rank that holds most."""
+    memory, model = step.memory(), step.model
+    workload = model.workload.as_json()
     for name in (*FROM_MODEL, "v_head_dim", "window"):
-        asked_for.pop(name, None)
+        workload.pop(name, None)
     return {
-        "workload": asked_for,
+        "workload": workload,
         "model": {
-            "name": asked.name,
-            "model_type": asked.sizes.model_type,
-            "parameters": asked.sizes.params,
-            "active_parameters": asked.sizes.active_params,
-            "layers": len(asked.sizes.layers),
-            "blocks": asked.sizes.num_blocks,
+            "name": model.name,
+            "model_type": model.sizes.model_type,
+            "parameters": model.sizes.params,
+            "active_parameters": model.sizes.active_params,
+            "layers": len(model.sizes.layers),
+            "blocks": model.sizes.num_blocks,
         },
-        "ranks": answer.layout.world_size,
-        "data_parallel": asked.data_parallel,
-        "gpus": answer.gpus,
-        "layout": answer.layout.name,
-        "tokens_per_rank": answer.step().tokens,
+        "ranks": step.layout.world_size,
+        "data_parallel": model.data_parallel,
+        "gpus": step.gpus,
+        "layout": step.layout.name,
+        "tokens_per_rank": step.step().tokens,
         "attentions": [
-            {"count": number, **_heads_json(heads), "scheme": answer.plans[heads].scheme.name}
-            for heads, number in asked.sizes.attentions.items()
+            {"count": number, **_heads_json(heads), "scheme": step.plans[heads].scheme.name}
+            for heads, number in model.sizes.attentions.items()
         ],
-        "with": asked.recipe.words,
+        "with": model.recipe.words,
         "peak_bytes": memory.peak.size,
         "peak_moment": memory.peak.name,
         "host_bytes": memory.host,
@@ -358,31 +334,30 @@ def figures(answer: Answer, fits: dict[str, Any] | None, price: float | None) ->
             }
             for moment in memory.moments
         ],
-        "time": time_figures(answer, price),
+        "time": time_figures(step, price),
         "recipes": [
             {
-                "with": one.words,
-                "peak_bytes": answer.memory(one).peak.size,
-                "host_bytes": answer.memory(one).host,
-                "seconds": None if answer.why_no_time(one) else answer.time(one).seconds,
+                "with": recipe.words,
+                "peak_bytes": step.memory(recipe).peak.size,
+                "host_bytes": step.memory(recipe).host,
+                "seconds": None if step.why_no_time(recipe) else step.time(recipe).seconds,
             }
-            for one in recipes(asked.recipe)
+            for recipe in recipes(model.recipe)
         ],
-        "fits": fits,
-        "notes": list(asked.notes),
+        "fits": fit,
+        "notes": list(model.notes),
     }
 
 
-def time_figures(answer: Answer, price: float | None) -> dict[str, Any]:
-    """The step's time, and what it means; or why it is not known."""
-    if (why := answer.why_no_time()) is not None:
+def time_figures(step: PlannedStep, price: float | None) -> dict[str, Any]:
+    if (why := step.why_no_time()) is not None:
         return {"seconds": None, "why_not": why}
-    time, cost = answer.time(), answer.cost()
+    time, cost = step.time(), step.cost()
     return {
         "seconds": time.seconds,
         "simulated": True,
-        "machine": answer.machine.name,
-        "kernel": answer.machine.kernel,
+        "machine": step.machine.name,
+        "kernel": step.machine.kernel,
         "lines": [{"name": line.name, "seconds": line.seconds, "why": line.why} for line in time.lines],
         "tokens": cost.tokens,
         "tokens_per_second": cost.tokens_per_second,
@@ -400,123 +375,105 @@ def _heads_json(heads: Heads) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def show(answer: Answer, fits: dict[str, Any] | None, price: float | None, screen: Screen) -> None:
-    """The step as a person reads it."""
-    memory, asked, ranks = answer.memory(), answer.asked, answer.layout.world_size
-    several = f", {asked.data_parallel:,} sequences at once: {answer.gpus:,} GPUs" if asked.data_parallel > 1 else ""
-    screen.title(f"{asked.name} in training, {asked.workload.seq_len:,} tokens on {ranks:,} ranks{several}")
-    facts = [
-        ("model", about_model(asked.sizes)),
-        ("tokens", f"{asked.workload.about_docs()}, {answer.step().tokens:,} tokens on a rank"),
-        ("attention", about_attentions(answer)),
-        ("with", f"{asked.recipe.words}{'' if asked.recipe.logits else '; loss without logits'}"),
-        ("peak", f"{bytes_text(memory.peak.size)} on a rank: {memory.peak.name}"),
-    ]
-    if memory.host:
-        facts.append(("host", f"{bytes_text(memory.host)} of pinned memory for each rank"))
-    screen.facts([*facts, *about_time(answer, price), *about_fit(fits)])
+def show(step: PlannedStep, fit: dict[str, Any] | None, price: float | None, screen: Screen) -> None:
+    memory, model, ranks = step.memory(), step.model, step.layout.world_size
+    several = f", {model.data_parallel:,} sequences at once: {step.gpus:,} GPUs" if model.data_parallel > 1 else ""
+    screen.title(f"{model.name} in training, {model.workload.seq_len:,} tokens on {ranks:,} ranks{several}")
+    screen.facts(list(facts(step, memory, fit, price)))
     screen.text()
     lines = memory.peak.lines
     columns = (Column(memory.peak.name, False), Column("bytes"), Column("what", False))
-    cells = zip(lines, column([line.size for line in lines]), strict=True)
+    cells = zip(lines, bytes_column([line.size for line in lines]), strict=True)
     screen.table(columns, [Row((line.name, size, line.why)) for line, size in cells])
     screen.text()
-    _tables(answer, memory, screen)
-    screen.notes((
-        "Computed, not measured: nothing here has run on a GPU. Layers keep what transformers' own modules keep, FSDP2"
-        " shards over all ranks; memory lost between tensors is not counted. Times are simulated; tensor and expert"
-        " parallel, LoRA and FP8 are not known here.",
-        *asked.notes,
-    ))  # fmt: skip
-
-
-def about_time(answer: Answer, price: float | None) -> list[tuple[str, str]]:
-    """How long a step takes and what that means, in a line or two."""
-    if (why := answer.why_no_time()) is not None:
-        return [("step", f"how long it takes is not known: {why}")]
-    cost, machine = answer.cost(), answer.machine
-    rates = f"{cost.tokens_per_second:,.0f} tokens/s, {cost.tokens_per_second_per_gpu:,.0f} for each GPU"
-    on = f"simulated on {machine.name} ({machine.kernel or 'kernel not named'})"
-    lines = [("step", f"{seconds_text(cost.seconds)}, {on}: {rates}; MFU {cost.mfu:.1%}")]
-    if price is not None:
-        text = f"{cost.per_billion(price):,.0f} for a billion tokens, at {price:g} for an hour of each GPU"
-        lines.append(("cost", text))
-    return lines
-
-
-def about_fit(fits: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Whether it fits, and the smallest number of GPUs on which it would."""
-    if fits is None:
-        return []
-    text = f"in {fits['memory']} GB: {'yes, ' if fits['fits'] else 'no, because '}{fits['why']}"
-    least = fits["smallest"]
-    small = f"it fits on none that was tried, up to {MOST_RANKS:,} ranks"
-    if least is not None:
-        small = f"{counted(least['gpus'], 'GPU')} (--ranks {least['ranks']:,}), with {least['with']}"
-    return [("fits", text + (f"; {fits['advice']}" if "advice" in fits else "")), ("smallest", small)]
-
-
-def _tables(answer: Answer, memory: StepMemory, screen: Screen) -> None:
-    """All moments, where the time goes, and all recipes."""
-    sizes = column([moment.size for moment in memory.moments])
+    sizes = bytes_column([moment.size for moment in memory.moments])
     rows = [Row((m.name, size), m is memory.peak) for m, size in zip(memory.moments, sizes, strict=True)]
     screen.table((Column("moment", False), Column("bytes")), rows)
     screen.text()
-    if answer.why_no_time() is None:
-        time = answer.time()
+    if step.why_no_time() is None:
+        time = step.time()
         cells = zip(time.lines, seconds_column([line.seconds for line in time.lines]), strict=True)
         screen.table(
             (Column("step", False), Column("time"), Column("share"), Column("what", False)),
             [Row((line.name, text, f"{line.seconds / time.seconds:.1%}", line.why)) for line, text in cells],
         )
         screen.text()
-    found = [(one, answer.memory(one)) for one in recipes(answer.asked.recipe)]
-    peaks, hosts = column([m.peak.size for _, m in found]), column([m.host for _, m in found])
-    times = ["" if answer.why_no_time(one) else seconds_text(answer.time(one).seconds) for one, _ in found]
-    screen.table(
-        (Column("with", False), Column("peak"), Column("host"), Column("step"), Column("at", False)),
-        [
-            Row((one.words, peak, host if m.host else "", time, m.peak.name), one == answer.asked.recipe)
-            for (one, m), peak, host, time in zip(found, peaks, hosts, times, strict=True)
-        ],
-    )
+    memories = [(recipe, step.memory(recipe)) for recipe in recipes(model.recipe)]
+    peaks, hosts = bytes_column([m.peak.size for _, m in memories]), bytes_column([m.host for _, m in memories])
+    rows = []
+    for (recipe, m), peak, host in zip(memories, peaks, hosts, strict=True):
+        seconds = "" if step.why_no_time(recipe) else seconds_text(step.time(recipe).seconds)
+        row = (recipe.words, peak, host if m.host else "", seconds, m.peak.name)
+        rows.append(Row(row, recipe == model.recipe))
+    screen.table((Column("with", False), Column("peak"), Column("host"), Column("step"), Column("at", False)), rows)
     screen.text()
+    screen.notes((
+        "Computed, not measured: nothing here has run on a GPU. Layers keep what transformers' own modules keep, FSDP2"
+        " shards over all ranks; memory lost between tensors is not counted. Times are simulated; tensor and expert"
+        " parallel, LoRA and FP8 are not known here.",
+        *model.notes,
+    ))  # fmt: skip
 
 
-def column(values: Sequence[int]) -> list[str]:
-    """Bytes for one column, in GiB wherever one is that large: devices are sold by it."""
+def facts(
+    step: PlannedStep, memory: StepMemory, fit: dict[str, Any] | None, price: float | None
+) -> Iterator[tuple[str, str]]:
+    model, machine = step.model, step.machine
+    sizes = model.sizes
+    active = f", {sizes.active_params / 1e9:,.2f}e9 of them for a token" if sizes.active_params < sizes.params else ""
+    kinds = ", ".join(f"{number} {kind}" for kind, number in sizes.num_blocks.items())
+    layers = f"{len(sizes.layers)} layers: {kinds}"
+    yield "model", f"{sizes.model_type}, {sizes.params / 1e9:,.2f}e9 parameters{active}; {layers}"
+    yield "tokens", f"{model.workload.about_docs()}, {step.step().tokens:,} tokens on a rank"
+    yield "attention", "; ".join(about_attentions(step)) or "none"
+    yield "with", f"{model.recipe.words}{'' if model.recipe.logits else '; loss without logits'}"
+    yield "peak", f"{bytes_text(memory.peak.size)} on a rank: {memory.peak.name}"
+    if memory.host:
+        yield "host", f"{bytes_text(memory.host)} of pinned memory for each rank"
+    if (why := step.why_no_time()) is not None:
+        yield "step", f"how long it takes is not known: {why}"
+    else:
+        cost = step.cost()
+        rates = f"{cost.tokens_per_second:,.0f} tokens/s, {cost.tokens_per_second_per_gpu:,.0f} for each GPU"
+        on = f"simulated on {machine.name} ({machine.kernel or 'kernel not named'})"
+        yield "step", f"{seconds_text(cost.seconds)}, {on}: {rates}; MFU {cost.mfu:.1%}"
+        if price is not None:
+            yield "cost", f"{cost.per_billion(price):,.0f} for a billion tokens, at {price:g} for an hour of each GPU"
+    if fit is not None:
+        text = f"in {fit['memory']} GB: {'yes, ' if fit['fits'] else 'no, because '}{fit['why']}"
+        yield "fits", text + (f"; {fit['advice']}" if "advice" in fit else "")
+        least = fit["smallest"]
+        if least is None:
+            yield "smallest", f"it fits on none that was tried, up to {MAX_RANKS:,} ranks"
+        else:
+            yield "smallest", f"{counted(least['gpus'], 'GPU')} (--ranks {least['ranks']:,}), with {least['with']}"
+
+
+def about_attentions(step: PlannedStep) -> Iterator[str]:
+    """Describe each size of attention and its scheme."""
+    for heads, number in step.model.sizes.attentions.items():
+        dims = f"{heads.head_dim}" if heads.head_dim == heads.v_head_dim else f"{heads.head_dim}/{heads.v_head_dim}"
+        window = "" if heads.window is None else f", window of {heads.window:,} before each token"
+        chosen = next(reason for reason in step.plans[heads].reasons if reason.chosen)
+        inside = "an unknown size" if chosen.workspace_bytes is None else bytes_text(chosen.workspace_bytes)
+        yield (
+            f"{number} x {heads.q_heads} query and {heads.kv_heads} key/value heads of {dims}{window}, by"
+            f" {chosen.scheme}, with {bytes_text(chosen.peak_bytes)} of remote K/V, messages and sums while one runs,"
+            f" and {inside} inside kernels"
+        )
+
+
+def bytes_column(values: Sequence[int]) -> list[str]:
+    """Format bytes for one column, in GiB if one is that large, as memory of devices is sold."""
     if max(values) < 1 << 30:
         return bytes_alike(values)
     return [f"{three(value / (1 << 30))} GiB" for value in values]
 
 
 def seconds_column(values: Sequence[float]) -> list[str]:
-    """Times for one column, in seconds wherever one is that long.
+    """Format times for one column, in seconds if one is that long.
 
     >>> seconds_column([34.146, 0.784]), seconds_column([0.5, 0.0123])
     (['34.1 s', '0.78 s'], ['500 ms', '12.3 ms'])
     """
     return seconds_alike(values) if max(values) < 1 else [f"{three(value)} s" for value in values]
-
-
-def about_model(sizes: ModelSizes) -> str:
-    """Parameters and layers, in a line."""
-    active = f", {sizes.active_params / 1e9:,.2f}e9 of them for a token" if sizes.active_params < sizes.params else ""
-    kinds = ", ".join(f"{number} {kind}" for kind, number in sizes.num_blocks.items())
-    return f"{sizes.model_type}, {sizes.params / 1e9:,.2f}e9 parameters{active}; {len(sizes.layers)} layers: {kinds}"
-
-
-def about_attentions(answer: Answer) -> str:
-    """Each size of attention and its scheme, in a line."""
-    words: list[str] = []
-    for heads, number in answer.asked.sizes.attentions.items():
-        dims = f"{heads.head_dim}" if heads.head_dim == heads.v_head_dim else f"{heads.head_dim}/{heads.v_head_dim}"
-        seen = "" if heads.window is None else f", window of {heads.window:,} before each token"
-        chosen = next(reason for reason in answer.plans[heads].reasons if reason.chosen)
-        inside = "an unknown size" if chosen.workspace_bytes is None else bytes_text(chosen.workspace_bytes)
-        taken = f"{bytes_text(chosen.peak_bytes)} of remote K/V, messages and sums while one runs"
-        words.append(
-            f"{number} x {heads.q_heads} query and {heads.kv_heads} key/value heads of {dims}{seen}, by"
-            f" {chosen.scheme}, with {taken}, and {inside} inside kernels"
-        )
-    return "; ".join(words) if words else "none"

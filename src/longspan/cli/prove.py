@@ -4,8 +4,8 @@
   longspan prove checkpoints/my-model          # a folder with a config.json, or that file
   longspan prove bert --task masked --forms plain,padded
 
-A tiny copy of the configuration runs whole and over simulated ranks, loss and all gradients are compared, and what is
-found is remembered: training asks the same question when a model is first used.
+A tiny copy of the configuration runs whole and over simulated ranks; loss and all gradients are compared. The result is
+cached for training, which runs the same check when a model is first used.
 
 Exit code 1: some form of batch is refused.
 """
@@ -31,18 +31,18 @@ TASKS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL_OR_CONFIG", help="a model type, a folder, or a config.json")
-    parser.add_argument("--task", choices=TASKS, help="which head; the configuration's own unless given, else causal")
+    parser.add_argument("--task", choices=TASKS, help="the head (that of the configuration, else causal)")
     parser.add_argument(
         "--forms", default=",".join(FORMS), help=f"kinds of batches, with commas between: {', '.join(FORMS)} (all)"
     )
-    parser.add_argument("--again", action="store_true", help="prove it even if the answer is remembered")
+    parser.add_argument("--again", action="store_true", help="ignore a cached result")
 
 
 def run(args: argparse.Namespace) -> int:
     names = [name.strip() for name in args.forms.split(",")]
     unknown = [name for name in names if name not in FORMS]
     if unknown:
-        raise PlanError(f"--forms {args.forms} was asked for. Kinds of batches are {', '.join(FORMS)}.")
+        raise PlanError(f"--forms must be of {', '.join(FORMS)}, but got {args.forms}.")
     config = _config(args.model)
     kind = _class(config, args.task)
     screen = screen_of(args)
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(answer["ok"] for answer in answers.values()) else 1
 
 
-def _answer(kind: type, config: Any, name: str, given: str, again: bool) -> dict[str, Any]:
+def _answer(kind: type, config: Any, name: str, source: str, again: bool) -> dict[str, Any]:
     from longspan.huggingface.first_use import found, remembered_at
     from longspan.huggingface.trial import Form
 
@@ -73,10 +73,10 @@ def _answer(kind: type, config: Any, name: str, given: str, again: bool) -> dict
         return found(kind, config, form)
     except (LongspanError, OSError):
         raise
-    except Exception as error:  # whatever its class, or our tiny copy of it, raises
+    except Exception as error:  # from its class, or from our tiny copy of it
         raise PlanError(
-            f"{kind.__name__} with the configuration {given} cannot be tried: {_one_line(error)} Pass a configuration"
-            f" that transformers makes a model of."
+            f"{kind.__name__} with the configuration {source} cannot be tried: {_one_line(error)} Pass a configuration"
+            f" that transformers builds a model from."
         ) from error
 
 
@@ -85,35 +85,33 @@ def _one_line(error: Exception) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
-def _config(given: str) -> Any:
-    """The configuration of a folder, a file, or a model type."""
+def _config(source: str) -> Any:
+    """Return the configuration in a directory or file, or of a model type."""
     try:
         from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:
-        raise PlanError(
-            "models of transformers were asked about, but it is not installed. pip install 'longspan[hf]'."
-        ) from error
-    place = Path(given)
+        raise PlanError("prove needs transformers, which is not installed: pip install 'longspan[hf]'.") from error
+    place = Path(source)
     if place.exists():
         try:
             return AutoConfig.from_pretrained(place, local_files_only=True)  # nosec B615  # a place on this disk
-        except Exception as error:  # whatever its class for this model type raises
+        except Exception as error:  # from its class for this model type
             raise PlanError(
-                f"transformers cannot read a configuration from {given}: {_one_line(error)} Pass a config.json of one"
+                f"transformers cannot read a configuration from {source}: {_one_line(error)} Pass a config.json of one"
                 f" of its models."
             ) from error
-    if given in CONFIG_MAPPING:
-        return CONFIG_MAPPING[given]()
-    near = sorted(name for name in CONFIG_MAPPING if name.startswith(given[:4]))[:6]
+    if source in CONFIG_MAPPING:
+        return CONFIG_MAPPING[source]()
+    similar = sorted(name for name in CONFIG_MAPPING if name.startswith(source[:4]))[:6]
     raise PlanError(
-        f"{given!r} is neither a file or folder here nor a model type of the installed transformers: give a"
-        f" folder with a config.json, or a type such as llama or qwen3_next."
-        + (f" Types that begin alike: {', '.join(near)}." if near else "")
+        f"MODEL_OR_CONFIG must be a directory with a config.json, that file, or a model type of the installed"
+        f" transformers such as llama or qwen3_next, but got {source!r}."
+        + (f" Similar types: {', '.join(similar)}." if similar else "")
     )
 
 
 def _class(config: Any, task: str | None) -> type:
-    """The class with the head that was asked for."""
+    """Return the model class with the head for a task."""
     import transformers
     from transformers.models.auto import modeling_auto
 

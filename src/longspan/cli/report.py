@@ -16,7 +16,7 @@ from longspan.cli.workload import add_arguments as add_workload
 from longspan.planning.machine import MACHINES
 from longspan.viz.report import report_html
 
-_WORDS = {  # option: default, which is left out of the command
+_OPTIONS = {  # option: default, which is left out of the command
     "seq": None, "ranks": 8, "docs": "causal", "window": None, "seed": 0, "q_heads": 32, "kv_heads": 8,
     "head_dim": 128, "v_head_dim": None, "batch": 1, "dtype": "bfloat16", "machine": None, "scheme": "auto",
     "layout": "balanced", "fetch_bytes": None, "title": None,
@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def command_of(args: argparse.Namespace) -> str:
-    """The command that makes the same report, without options that are at their defaults."""
+    """Return the command that writes the same report, without options at their defaults."""
     words = ["longspan", "report"]
-    for name, default in _WORDS.items():
+    for name, default in _OPTIONS.items():
         value = getattr(args, name)
         if value != default:
             words += ["--" + name.replace("_", "-"), str(value)]
@@ -66,7 +66,7 @@ def command_of(args: argparse.Namespace) -> str:
 
 
 def python_of(workload: Workload, args: argparse.Namespace, fingerprint: str) -> str:
-    """Lines of Python that make the same plan."""
+    """Return Python code that makes the same plan."""
     lines = ["import longspan as ls", ""]
     causal = "ls.masks.full" if args.docs == "full" else "ls.masks.causal"
     mask = f"{causal}({workload.seq_len})"

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from longspan.cli.output import Column, Row, Screen, print_json, progress, screen_of, to_write
+from longspan.cli.trace import DIRECTIONS
 from longspan.cli.workload import Workload
 from longspan.cli.workload import add_arguments as add_workload
 from longspan.errors import PlanError
@@ -38,7 +39,6 @@ from longspan.viz.timeline import runs, timeline_picture
 from longspan.viz.traffic_table import traffic, traffic_picture
 
 WHAT = ("mask", "layout", "schedule", "traffic", "memory", "scan")
-PASSES = ("forward", "backward")
 DRAWN_PLANS = {"schedule": timeline_picture, "traffic": traffic_picture, "memory": memory_picture}
 _MATRIX = 12
 """Ranks up to which traffic is printed as a matrix."""
@@ -59,55 +59,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     workload = Workload.of(args)
-    _check_asked(args)
+    _check_options(args)
     with progress(args, "planning"):
-        shown = _Shown(args.what, workload, args.ranks)
+        picture = _Picture(args.what, workload, args.ranks)
         if args.what in DRAWN_PLANS:
-            _ = shown.plan  # all that takes long: it is kept
+            _ = picture.plan  # cached: all that takes long
     files = {kind: path for kind in ("svg", "png", "html") if (path := getattr(args, kind)) is not None}
     if files:
-        scene = shown.scene(args.title)
+        scene = picture.scene(args.title)
         for kind, path in files.items():
             write(scene, kind, path)
     if args.json:
         names = {kind: str(path) for kind, path in files.items()}
-        print_json("show", {"what": args.what, "workload": workload.as_json(), "files": names, **shown.figures()})
+        print_json("show", {"what": args.what, "workload": workload.as_json(), "files": names, **picture.figures()})
     elif files:
         for path in files.values():
             print(f"wrote {path}")
     else:
-        shown.text(screen_of(args), min(max(args.width, 8), 200))
+        picture.print(screen_of(args), min(max(args.width, 8), 200))
     return 0
 
 
-def _check_asked(args: argparse.Namespace) -> None:
-    """Refuses options of schedules where no schedule is shown."""
-    asked = {"--scheme": args.scheme != "auto", "--keep": args.keep, "--fetch-bytes": args.fetch_bytes is not None}
-    names = [name for name, given in asked.items() if given]
-    if args.what in ("mask", "layout") and names:
-        raise PlanError(
-            f"{' and '.join(names)} was asked for, but a {args.what} is the same with every scheme. Leave it out, or"
-            f" show schedule, traffic or memory."
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse options that do not change the picture."""
+    used = {"--keep": args.keep, "--fetch-bytes": args.fetch_bytes is not None}
+    if args.what in ("mask", "layout"):
+        used = {"--scheme": args.scheme != "auto", **used}
+        reason = f"a {args.what} is the same with every scheme. Leave it out, or show schedule, traffic or memory."
+    elif args.what == "scan":
+        used = {"--window": args.window is not None, "--docs full": args.docs == "full", **used}
+        reason = (
+            "a recurrence goes through every document from its first token to its last, and fetches no keys and"
+            " values. Leave it out."
         )
-    asked = {"--window": args.window is not None, "--docs full": args.docs == "full", **asked, "--scheme": False}
-    names = [name for name, given in asked.items() if given]
-    if args.what == "scan" and names:
-        raise PlanError(
-            f"{' and '.join(names)} was asked for, but a recurrence goes through every document from its first token to"
-            f" its last, and fetches no keys and values. Leave it out."
-        )
+    else:
+        return
+    if any(used.values()):
+        raise PlanError(f"{' and '.join(name for name in used if used[name])} must not be set: {reason}")
 
 
 def write(scene: Scene, kind: str, path: Path) -> None:
-    """Writes a picture as one of svg, png and html."""
+    """Write a picture as svg, png or html."""
     if kind == "png":
         write_png(scene, path)
     else:
         path.write_text(scene.svg() if kind == "svg" else picture_page(scene, scene.about), encoding="utf-8")
 
 
-class _Shown:
-    """What was asked for, in its three forms."""
+class _Picture:
+    """A picture as a scene, as figures for JSON and as text."""
 
     def __init__(self, what: str, workload: Workload, ranks: int) -> None:
         self.what, self.workload, self.ranks = what, workload, ranks
@@ -118,7 +118,7 @@ class _Shown:
         return self.workload.plan(self.ranks)
 
     def scan(self) -> ScanPlan:
-        """Of a delta rule, with states as wide as heads."""
+        """Plan a delta rule, with states as wide as heads."""
         tensors = self.workload.tensors
         return scan_plan(
             self.workload.lengths, self.layout, heads=tensors["q_heads"], keys=tensors["head_dim"],
@@ -137,17 +137,21 @@ class _Shown:
         return DRAWN_PLANS[self.what](self.plan, title=title)
 
     def figures(self) -> dict[str, Any]:
-        """What the picture shows, for JSON."""
         if self.what == "mask":
-            work = row_work(self.mask, self.layout, 0, 0)
+            pairs = row_work(self.mask, self.layout, 0, 0).tolist()
             area = self.mask.area(self.layout.seq_len)
-            return {"mask": self.mask.name, "allowed_pairs": area, "pairs_by_rank": work.tolist()}
+            return {"mask": self.mask.name, "allowed_pairs": area, "pairs_by_rank": pairs}
         if self.what == "layout":
-            rows = self.layout.table
-            tokens = self.layout.num_tokens.tolist()
-            return {"layout": self.layout.name, "num_spans": len(rows), "tokens_by_rank": tokens}
+            spans, tokens = len(self.layout.table), self.layout.num_tokens.tolist()
+            return {"layout": self.layout.name, "num_spans": spans, "tokens_by_rank": tokens}
         if self.what == "scan":
-            return _scan_figures(self.scan())
+            scan, ranks = self.scan(), range(self.layout.world_size)
+            received = {
+                direction: {"bytes_received_by_rank": [scan.bytes_received(rank, direction) for rank in ranks]}
+                for direction in DIRECTIONS
+            }
+            sizes = {"num_chains": len(scan.chains.batches), "num_segments": len(scan.chains.table)}
+            return {"scheme": scan.scheme, "fingerprint": scan.fingerprint, **sizes, **received}
         plan = self.plan
         answer: dict[str, Any] = {"scheme": plan.scheme.name, "fingerprint": plan.fingerprint}
         for one in runs(plan):
@@ -156,16 +160,15 @@ class _Shown:
             elif self.what == "memory":
                 answer[one.direction] = {"bytes_alive_by_rank_and_step": [steps.tolist() for steps in one.alive]}
             else:
-                line = one.timeline
                 answer[one.direction] = {
-                    "seconds": line.seconds,
-                    "finished_by_rank": line.finished,
-                    "bytes_received_by_rank": line.bytes_received,
+                    "seconds": one.timeline.seconds,
+                    "finished_by_rank": one.timeline.finished,
+                    "bytes_received_by_rank": one.timeline.bytes_received,
                     "num_steps": one.schedule.num_steps,
                 }
         return answer
 
-    def text(self, screen: Screen, width: int) -> None:
+    def print(self, screen: Screen, width: int) -> None:
         if self.what == "mask":
             screen.title(f"{self.workload.seq_len:,} tokens: {self.workload.about_docs()}")
             print(self.mask.draw(self.layout.seq_len, width=min(width, 96)))
@@ -179,21 +182,11 @@ class _Shown:
         else:
             plan = self.plan
             screen.title(f"{plan.scheme.name}, {self.layout.seq_len:,} tokens on {self.layout.world_size:,} ranks")
-            show = {"schedule": _schedule_text, "traffic": _traffic_text, "memory": _memory_text}[self.what]
-            show(plan, screen)
-
-
-def _scan_figures(plan: ScanPlan) -> dict[str, Any]:
-    ranks = range(plan.layout.world_size)
-    received = {
-        each: {"bytes_received_by_rank": [plan.bytes_received(rank, each) for rank in ranks]} for each in PASSES
-    }
-    sizes = {"num_chains": len(plan.chains.batches), "num_segments": len(plan.chains.table)}
-    return {"scheme": plan.scheme, "fingerprint": plan.fingerprint, **sizes, **received}
+            {"schedule": _print_schedule, "traffic": _print_traffic, "memory": _print_memory}[self.what](plan, screen)
 
 
 def strips(layout: Layout, width: int) -> list[str]:
-    """One line per rank: where in the sequence its tokens are, and how many there are.
+    """Return one line per rank: where in the sequence its tokens are, and how many there are.
 
     >>> from longspan.layouts import zigzag
     >>> print("\\n".join(strips(zigzag(16, 2), 8)))
@@ -214,23 +207,19 @@ def strips(layout: Layout, width: int) -> list[str]:
     return lines
 
 
-def _schedule_text(plan: Plan, screen: Screen) -> None:
+def _print_schedule(plan: Plan, screen: Screen) -> None:
     for one in runs(plan):
         screen.text()
         screen.title(f"{one.direction}: {seconds_text(one.timeline.seconds)}")
         print(table(one.schedule))
     screen.text()
-    screen.notes(
-        [
-            f"> sends to, < receives from, (n) that many ranks, * computes. Times are simulated on {plan.machine.name},"
-            " with waits, not measured."
-        ]
-    )
+    note = "> sends to, < receives from, (n) that many ranks, * computes. Times are simulated on"
+    screen.notes([f"{note} {plan.machine.name}, with waits, not measured."])
 
 
-def _traffic_text(plan: Plan, screen: Screen) -> None:
+def _print_traffic(plan: Plan, screen: Screen) -> None:
     size = plan.layout.world_size
-    for direction in PASSES:
+    for direction in DIRECTIONS:
         matrix = traffic(plan, direction)
         screen.text()
         screen.title(f"{direction}: {bytes_text(int(matrix.sum()))} in all")
@@ -252,7 +241,7 @@ def _traffic_text(plan: Plan, screen: Screen) -> None:
             screen.table(columns, rows)
 
 
-def _memory_text(plan: Plan, screen: Screen) -> None:
+def _print_memory(plan: Plan, screen: Screen) -> None:
     columns = (Column("rank", False), Column("forward"), Column("backward"), Column("peak"))
     both = runs(plan)
     rows: list[Row] = []

@@ -1,13 +1,14 @@
-"""What is asked about: a mask, tensors, a machine, and how to lay the tokens out. Arguments that commands share.
+"""The workload that commands plan for: a mask, tensors, a machine and a layout, and the arguments that describe it.
 
-A command calls `add_arguments(parser)` and then `Workload.of(args)`; `workload.plan(ranks)` is `longspan.plan` with
-these arguments and nothing else.
+A command calls `add_arguments(parser)` and then `Workload.of(args)`; `workload.plan(ranks)` calls `longspan.plan` with
+these arguments.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 
 from longspan import layouts, masks
 from longspan.api import plan
-from longspan.cli.output import count, counts, missing
+from longspan.cli.output import count, counts, describe_missing
 from longspan.errors import LayoutError, MaskError, PlanError
 from longspan.layouts import Layout
 from longspan.masks import Mask
@@ -25,88 +26,9 @@ from longspan.planning.plan import Plan
 from longspan.planning.steps import ITEMSIZE
 from longspan.spans import Ints
 
-# Document lengths: drawn by kind, or read from a file, which is bounded and strictly parsed.
-
-
 KINDS = ("longtail", "short", "mixed")
 MAX_FILE = 1 << 20
 MAX_TOKENS = 1 << 40
-
-
-def drawn_lengths(kind: str, seq_len: int, seed: int = 0) -> Ints:
-    """Lengths that add up to `seq_len`: of short documents, of a wide mix, or of many short and few long ones.
-
-    >>> int(drawn_lengths("longtail", 1000).sum())
-    1000
-    """
-    if seed < 0:
-        raise MaskError(f"--seed {seed} was asked for. Documents are drawn from a seed of 0 or more.")
-    chance = np.random.default_rng(seed)
-    left = seq_len
-    lengths: list[int] = []
-    while left:
-        lengths.append(int(min(max(_draw(kind, chance), 16), left)))
-        left -= lengths[-1]
-    return np.array(lengths, dtype=np.int64)
-
-
-def _draw(kind: str, chance: np.random.Generator) -> float:
-    if kind == "short":
-        return chance.lognormal(7.0, 1.0)
-    if kind == "mixed":
-        return chance.lognormal(7.5, 1.8)
-    if kind != "longtail":
-        raise MaskError(f"documents of kind {kind!r} were asked for. Choose one of {', '.join(KINDS)}.")
-    which = chance.random()
-    center, spread = (6.8, 1.0) if which < 0.80 else (9.0, 0.8) if which < 0.97 else (11.5, 0.6)
-    return chance.lognormal(center, spread)
-
-
-def read_lengths(path: Path) -> Ints:
-    """The lengths in a file: one whole number a line, or a JSON list of them."""
-    with path.open("rb") as file:
-        data = file.read(MAX_FILE + 1)
-    if len(data) > MAX_FILE:
-        raise MaskError(f"{path} has more than {MAX_FILE} bytes. A list of document lengths has at most that.")
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as wrong:
-        raise MaskError(f"{path} is not text. Give one length a line, or a JSON list of lengths.") from wrong
-    return _from_json(text, path) if text.lstrip().startswith("[") else _from_lines(text, path)
-
-
-def _from_json(text: str, path: Path) -> Ints:
-    try:
-        lengths = json.loads(text)
-    except (ValueError, RecursionError) as wrong:
-        raise MaskError(f"{path} begins like a JSON list, but is not one: {wrong!s:.80}.") from wrong
-    for number, length in enumerate(lengths):
-        if type(length) is not int or not 0 < length <= MAX_TOKENS:
-            raise MaskError(f"{path}: entry {number} is {length!r:.40}. A length is a whole number, 1 or more.")
-    return _as_array(lengths, str(path))
-
-
-def _from_lines(text: str, path: Path) -> Ints:
-    lengths: list[int] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        word = line.strip()
-        if not word:
-            continue
-        if not (word.isascii() and word.isdecimal()) or len(word) > 13 or not 0 < int(word) <= MAX_TOKENS:
-            raise MaskError(f"{path}, line {number}: {word!r:.40} was found. A length is a whole number, 1 or more.")
-        lengths.append(int(word))
-    return _as_array(lengths, str(path))
-
-
-def _as_array(lengths: list[int], where: str) -> Ints:
-    if not lengths or sum(lengths) > MAX_TOKENS:
-        raise MaskError(f"{where} lists {len(lengths)} lengths. They must add up to 1 to {MAX_TOKENS} tokens.")
-    return np.array(lengths, dtype=np.int64)
-
-
-# -- Workloads ---------------------------------------------------------------------------------------------------------
-
-
 LAYOUTS = ("balanced", "zigzag", "contiguous", "per_document", "round_robin_by_work", "striped")
 STRIPE = 128
 """Tokens of a stripe: with the layout's default of one, a plan of 1M tokens would list every token."""
@@ -114,9 +36,69 @@ MAX_RANKS = 1 << 16
 WINDOW_HELP = "a token sees itself and the WINDOW tokens before it, as with masks.sliding_window(WINDOW)"
 
 
+def drawn_lengths(kind: str, seq_len: int, seed: int = 0) -> Ints:
+    """Return random document lengths that add up to `seq_len`.
+
+    "short" documents, a wide "mixed" range, or a "longtail": many short ones and few long ones.
+
+    >>> int(drawn_lengths("longtail", 1000).sum())
+    1000
+    """
+    if seed < 0:
+        raise MaskError(f"--seed must be 0 or more, but got {seed}.")
+    if kind not in KINDS:
+        raise MaskError(f"documents must be one of {', '.join(KINDS)}, but got {kind!r}.")
+    rng = np.random.default_rng(seed)
+    lengths: list[int] = []
+    left = seq_len
+    while left:
+        if kind == "short":
+            length = rng.lognormal(7.0, 1.0)
+        elif kind == "mixed":
+            length = rng.lognormal(7.5, 1.8)
+        else:
+            which = rng.random()
+            center, spread = (6.8, 1.0) if which < 0.80 else (9.0, 0.8) if which < 0.97 else (11.5, 0.6)
+            length = rng.lognormal(center, spread)
+        lengths.append(int(min(max(length, 16), left)))
+        left -= lengths[-1]
+    return np.array(lengths, dtype=np.int64)
+
+
+def read_lengths(path: Path) -> Ints:
+    """Read document lengths from a file: one whole number a line, or a JSON list of them."""
+    with path.open("rb") as file:
+        data = file.read(MAX_FILE + 1)
+    if len(data) > MAX_FILE:
+        raise MaskError(f"{path} must have at most {MAX_FILE} bytes, as a list of document lengths, but has more.")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise MaskError(f"{path} is not text. It must have one length a line, or a JSON list of lengths.") from error
+    lengths: list[int] = []
+    if text.lstrip().startswith("["):
+        try:
+            lengths = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise MaskError(f"{path} begins like a JSON list, but is not one: {error!s:.80}.") from error
+        for number, length in enumerate(lengths):
+            if type(length) is not int or not 0 < length <= MAX_TOKENS:
+                raise MaskError(f"{path}: entry {number} must be a whole number, 1 or more, but got {length!r:.40}.")
+    else:
+        for number, line in enumerate(text.splitlines(), start=1):
+            word = line.strip()
+            if not word:
+                continue
+            if not (word.isascii() and word.isdecimal()) or len(word) > 13 or not 0 < int(word) <= MAX_TOKENS:
+                raise MaskError(f"{path}, line {number}: must be a whole number, 1 or more, but got {word!r:.40}.")
+            lengths.append(int(word))
+    if not lengths or sum(lengths) > MAX_TOKENS:
+        raise MaskError(f"{path} lists {len(lengths)} lengths. They must add up to 1 to {MAX_TOKENS} tokens.")
+    return np.array(lengths, dtype=np.int64)
+
+
 def add_arguments(parser: argparse.ArgumentParser, *, ranks: str = "one", layout: bool = True) -> None:
-    """Adds the arguments that describe a workload. `ranks` is "one", "many" (a list) or "group" (as many as torchrun
-    started)."""
+    """Add the arguments of a workload. `ranks` is "one", "many" (a list) or "group" (those of torchrun)."""
     workload = parser.add_argument_group("workload")
     workload.add_argument("--seq", type=count, metavar="TOKENS", help="tokens of the sequence, such as 1M (1,048,576)")
     if ranks == "one":
@@ -151,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: str = "one", layout
 
 @dataclass(frozen=True)
 class Workload:
-    """A mask, tensors and a machine, and how they were described."""
+    """A mask, tensors and a machine, and their descriptions."""
 
     mask: Mask
     seq_len: int
@@ -169,56 +151,53 @@ class Workload:
 
     @staticmethod
     def of(args: argparse.Namespace) -> Workload:
-        """The workload that `add_arguments` described."""
-        docs, lengths = _lengths(args)
+        """Build the workload from the arguments of `add_arguments`."""
+        docs, lengths = _parse_docs(args)
         seq_len = int(lengths.sum())
-        mask = _mask(docs, lengths, args.window)
+        if docs == "full":
+            check_window(args)
+            mask = masks.full(seq_len)
+        else:
+            mask = masks.causal(seq_len) if len(lengths) == 1 else masks.documents(lengths) & masks.causal()
+            mask = mask if args.window is None else mask & masks.sliding_window(args.window)
         tensors = {name: getattr(args, name) for name in ("q_heads", "kv_heads", "head_dim", "dtype", "batch")}
         if args.v_head_dim is not None:
             tensors["v_head_dim"] = args.v_head_dim
         machine = assumed_machine(functions=False) if args.machine is None else machine_of(args.machine)
-        scheme, layout = getattr(args, "scheme", "auto"), getattr(args, "layout", "balanced")
-        given = args.machine is not None
         return Workload(
-            mask, seq_len, lengths, docs, args.window, tensors, machine, given, args.keep, args.fetch_bytes, scheme,
-            layout,
+            mask, seq_len, lengths, docs, args.window, tensors, machine, args.machine is not None, args.keep,
+            args.fetch_bytes, getattr(args, "scheme", "auto"), getattr(args, "layout", "balanced"),
         )  # fmt: skip
 
     def layout(self, ranks: int, name: str | None = None) -> Layout:
-        """Who holds which tokens; made once for each name and number of ranks."""
-        key = (self.layout_name if name is None else name, ranks)
-        if key not in self._layouts:
-            self._layouts[key] = self._build_layout(*key)
-        return self._layouts[key]
-
-    def _build_layout(self, name: str, ranks: int) -> Layout:
-        if ranks > MAX_RANKS:
-            raise LayoutError(f"{ranks} ranks were asked for. This command plans for {MAX_RANKS} at most.")
-        if name == "balanced":
-            return layouts.balanced(self.mask, world_size=ranks, seq_len=self.seq_len)
-        if name == "per_document":
-            return layouts.per_document(self.lengths, ranks)
-        if name == "round_robin_by_work":
-            return layouts.round_robin_by_work(self.mask, ranks, seq_len=self.seq_len)
-        if name == "striped":
-            return layouts.striped(self.seq_len, ranks, stripe=STRIPE)
-        return {"zigzag": layouts.zigzag, "contiguous": layouts.contiguous}[name](self.seq_len, ranks)
+        """Return the layout of that name, or of --layout; built once for each name and number of ranks."""
+        name = self.layout_name if name is None else name
+        if (name, ranks) not in self._layouts:
+            if ranks > MAX_RANKS:
+                raise LayoutError(f"--ranks must be at most {MAX_RANKS}, but got {ranks}.")
+            if name == "balanced":
+                layout = layouts.balanced(self.mask, world_size=ranks, seq_len=self.seq_len)
+            elif name == "per_document":
+                layout = layouts.per_document(self.lengths, ranks)
+            elif name == "round_robin_by_work":
+                layout = layouts.round_robin_by_work(self.mask, ranks, seq_len=self.seq_len)
+            elif name == "striped":
+                layout = layouts.striped(self.seq_len, ranks, stripe=STRIPE)
+            else:
+                layout = {"zigzag": layouts.zigzag, "contiguous": layouts.contiguous}[name](self.seq_len, ranks)
+            self._layouts[name, ranks] = layout
+        return self._layouts[name, ranks]
 
     def plan(self, ranks: int, scheme: str | None = None, layout: str | None = None) -> Plan:
-        """The plan for this number of ranks, by these names or those of the workload."""
-        machine = self.machine if self.machine_given else None
+        """Plan for this number of ranks, with these names or those of the workload."""
         return plan(
-            self.mask,
-            self.layout(ranks, layout),
-            scheme=self.scheme if scheme is None else scheme,
-            machine=machine,
-            keep=self.keep,
-            fetch_bytes=self.fetch_bytes,
+            self.mask, self.layout(ranks, layout), scheme=self.scheme if scheme is None else scheme,
+            machine=self.machine if self.machine_given else None, keep=self.keep, fetch_bytes=self.fetch_bytes,
             **self.tensors,
-        )
+        )  # fmt: skip
 
     def about_docs(self) -> str:
-        """What the tokens are, in a line."""
+        """Describe the documents in a line."""
         if len(self.lengths) == 1:
             text = "every token sees every token" if self.docs == "full" else "one causal document"
         else:
@@ -227,85 +206,77 @@ class Workload:
         return text if self.window is None else f"{text}, window of {self.window:,} before each token"
 
     def about_tensors(self) -> str:
-        """The heads, in a line."""
         t = self.tensors
         dims = f"{t['head_dim']}" + (f"/{t['v_head_dim']}" if "v_head_dim" in t else "")
         return f"{t['q_heads']} query and {t['kv_heads']} key/value heads of {dims}, {t['dtype']}, batch {t['batch']}"
 
     def about_machine(self) -> str:
-        """The machine, in a line."""
         return self.machine.name + ("" if self.machine_given else " (assumed; say --machine)")
 
     def as_json(self) -> dict[str, Any]:
-        """What was asked, for JSON."""
         return {
-            "seq_len": self.seq_len,
-            "docs": self.docs,
-            "num_documents": len(self.lengths),
-            "window": self.window,
-            **self.tensors,
-            "machine": self.machine.name,
-            "kernel": self.machine.kernel,
-            "keep": self.keep,
+            "seq_len": self.seq_len, "docs": self.docs, "num_documents": len(self.lengths), "window": self.window,
+            **self.tensors, "machine": self.machine.name, "kernel": self.machine.kernel, "keep": self.keep,
             "fetch_bytes": self.fetch_bytes,
-        }
+        }  # fmt: skip
 
 
 def machine_of(text: str) -> Machine:
-    """The preset of that name, or the machine in that file."""
+    """Return the preset of that name, or the machine in that file."""
     if text in MACHINES:
         return MACHINES[text]
     path = Path(text)
     if not path.is_file():
         raise PlanError(
-            f"machine {text!r:.80} was asked for. Choose one of {', '.join(MACHINES)}, or give a file that `longspan"
-            f" calibrate` wrote.{missing(text)}"
+            f"--machine must be one of {', '.join(MACHINES)}, or a file that `longspan calibrate` wrote, but got"
+            f" {text!r:.80}.{describe_missing(text)}"
         )
     with path.open("rb") as file:
         data = file.read(MAX_TEXT + 1)
     try:
         return parse_machine(data.decode())
-    except UnicodeDecodeError as wrong:
-        raise PlanError(f"{path} is not text. A machine file is JSON as `longspan calibrate` writes it.") from wrong
-    except PlanError as wrong:
-        raise PlanError(f"{path}: {wrong}") from wrong
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path} is not text. A machine file is JSON as `longspan calibrate` writes it.") from error
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
 
 
-def _lengths(args: argparse.Namespace) -> tuple[str, Ints]:
-    """How the documents were described, and their lengths."""
+def check_window(args: argparse.Namespace) -> None:
+    """Refuse --window with --docs full."""
+    if args.window is not None:
+        raise MaskError("--window needs causal documents, but got --docs full. Use --docs causal.")
+
+
+def check_seq_len(args: argparse.Namespace, lengths: Sequence[int] | Ints) -> None:
+    """Refuse a --seq that is not the sum of the document lengths."""
+    total = int(sum(lengths))
+    if args.seq not in (None, total):
+        raise MaskError(
+            f"--seq must be the sum of --docs, which lists {len(lengths)} documents of {total} tokens together, but got"
+            f" {args.seq}. Leave --seq out."
+        )
+
+
+def _parse_docs(args: argparse.Namespace) -> tuple[str, Ints]:
+    """Return a description of the documents, and their lengths."""
     docs, seq_len = str(args.docs), args.seq
     if docs in ("causal", "full", *KINDS):
         if seq_len is None:
-            raise MaskError(f"--docs {docs} needs a length: say --seq, such as --seq 1M.")
+            raise MaskError(f"--docs {docs} needs a length: add --seq, such as --seq 1M.")
         if docs in KINDS:
             return f"{docs}, seed {args.seed}", drawn_lengths(docs, seq_len, args.seed)
         return docs, np.array([seq_len], dtype=np.int64)
-    if docs[:1].isdecimal() and not Path(docs).is_file():
+    if Path(docs).is_file():
+        lengths, name = read_lengths(Path(docs)), Path(docs).name
+    elif docs[:1].isdecimal():
         try:
-            lengths = np.array(counts(docs), dtype=np.int64)
-        except argparse.ArgumentTypeError as wrong:
-            raise MaskError(f"--docs {docs!r:.60}: {wrong}") from wrong
-        docs = "as given"
-    elif Path(docs).is_file():
-        lengths, docs = read_lengths(Path(docs)), Path(docs).name
+            lengths, name = np.array(counts(docs), dtype=np.int64), "as given"
+        except argparse.ArgumentTypeError as error:
+            raise MaskError(f"--docs {docs!r:.60}: {error}") from error
     else:
         raise MaskError(
-            f"--docs {docs!r:.80} was given. Say causal, full, {', '.join(KINDS)}, lengths such as 700,1200,148, or"
-            f" name a file of lengths.{missing(docs)}"
+            f"--docs must be causal, full, {', '.join(KINDS)}, lengths such as 700,1200,148, or a file of lengths, but"
+            f" got {docs!r:.80}.{describe_missing(docs)}"
         )
-    if seq_len is not None and int(lengths.sum()) != seq_len:
-        raise MaskError(
-            f"--docs lists {len(lengths)} documents of {int(lengths.sum())} tokens together, but --seq is {seq_len}."
-            f" Leave --seq out, or make them agree."
-        )
-    return docs, lengths
-
-
-def _mask(docs: str, lengths: Ints, window: int | None) -> Mask:
-    if docs == "full":
-        if window is not None:
-            raise MaskError("--window goes with causal documents, but --docs full was given. Say --docs causal.")
-        return masks.full(int(lengths.sum()))
-    seq_len = int(lengths.sum())
-    mask = masks.causal(seq_len) if len(lengths) == 1 else masks.documents(lengths) & masks.causal()
-    return mask if window is None else mask & masks.sliding_window(window)
+    check_seq_len(args, lengths)
+    return name, lengths

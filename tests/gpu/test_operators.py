@@ -1,4 +1,4 @@
-"""Kernels alone, each against dense float64: output, lse, dq, dk and dv, in memory of NaN, and without a host wait."""
+"""Kernels alone, each against dense float64: output, lse, dq, dk and dv, surrounded by NaN, without host waits."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
+import pytest
 import torch
 from torch import Tensor
 
-from longspan.cli.acceptance.guard_zones import GuardedMemory
-from longspan.cli.acceptance.lines import AcceptanceLine, Outcome, Site, not_run, right, wrong
 from longspan.kernels import Kernel, kernel_named
 from longspan.kernels.contract import TileWork, Upstream
 from longspan.tile import KnownTiles, Tile, wide
@@ -29,17 +28,25 @@ from longspan.verification.reference import (
     units,
 )
 from longspan.verification.report import Check
+from tests.gpu.guard_zones import GuardedMemory
+from tests.gpu.site import Site
 
-KERNELS = ("cpu_flash", "varlen", "efficient", "flash", "cudnn", "flex", "reference")
+KERNELS = {
+    "cpu_flash": [pytest.mark.cpu],
+    **{name: [pytest.mark.cuda] for name in ("varlen", "efficient", "flash", "cudnn")},
+    "flex": [pytest.mark.slow],
+    "reference": [],
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SMALLEST = 8
+MIN_ROUNDINGS = 8
 """Budgets are at least this many roundings of statistics, of the whole tensor's norm."""
-NOT_SEEN = 0.1
+LSE_SHARE = 0.1
+"""Error of an lse that is not visible, as a share of the rounding of probabilities."""
 
 
 @dataclass(frozen=True)
 class OperatorCase:
-    """Tiles whose query rows are apart from each other, so that every row's result is final."""
+    """Tiles with distinct query rows, so that every row's result is final."""
 
     name: str
     tiles: tuple[Tile, ...]
@@ -55,27 +62,27 @@ class OperatorCase:
         return 0.9 / math.sqrt(self.dims[0])
 
     def seen(self) -> Tensor:
-        """(1, 1, query rows, keys): which pairs meet."""
-        found = torch.zeros(1, 1, self.num_q, self.num_k, dtype=torch.bool)
+        """Return which pairs are attended, as (1, 1, query rows, keys)."""
+        seen = torch.zeros(1, 1, self.num_q, self.num_k, dtype=torch.bool)
         for tile in self.tiles:
             distance = torch.arange(tile.rows)[:, None] - torch.arange(tile.cols)[None, :]
-            meets = torch.ones(tile.rows, tile.cols, dtype=torch.bool)
-            meets &= True if tile.lo is None else distance >= tile.lo
-            meets &= True if tile.hi is None else distance <= tile.hi
-            found[0, 0, tile.q0 : tile.q1, tile.k0 : tile.k1] |= meets
-        return found
+            pairs = torch.ones(tile.rows, tile.cols, dtype=torch.bool)
+            pairs &= True if tile.lo is None else distance >= tile.lo
+            pairs &= True if tile.hi is None else distance <= tile.hi
+            seen[0, 0, tile.q0 : tile.q1, tile.k0 : tile.k1] |= pairs
+        return seen
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and the gradient of the output."""
-        chance = torch.Generator().manual_seed(len(self.name) + 1000 * self.num_q + self.num_k)
+        """Return q, k, v and the gradient of the output."""
+        generator = torch.Generator().manual_seed(len(self.name) + 1000 * self.num_q + self.num_k)
         (heads, groups), (d, e) = self.heads, self.dims
         shapes = (heads, self.num_q, d), (groups, self.num_k, d), (groups, self.num_k, e), (heads, self.num_q, e)
-        q, k, v, dout = (torch.randn(self.batch, *shape, generator=chance).to(dtype) for shape in shapes)
+        q, k, v, dout = (torch.randn(self.batch, *shape, generator=generator).to(dtype) for shape in shapes)
         return q, k, v, dout
 
 
 def _slices(count: int) -> tuple[tuple[Tile, ...], int]:
-    """Causal documents of a few tokens, one after another, and how many tokens they have."""
+    """Return tiles of causal documents of a few tokens each, and the number of tokens."""
     tiles, at, longest = list[Tile](), 0, max(300 // count, 3)
     for number in range(count):
         size = 1 + number * 7 % longest
@@ -85,12 +92,12 @@ def _slices(count: int) -> tuple[tuple[Tile, ...], int]:
 
 
 def _tight(*tiles: Tile) -> tuple[Tile, ...]:
-    """As kernels are given them: without rows and columns that meet nothing."""
-    return tuple(found for tile in tiles if (found := tile.tight()) is not None)
+    """Return the tiles as kernels get them, without empty rows and columns."""
+    return tuple(tight for tile in tiles if (tight := tile.tight()) is not None)
 
 
 def operator_cases(*, quick: bool) -> tuple[OperatorCase, ...]:
-    """Every shape of tile that plans make, and every layout in memory that tensors come in."""
+    """Return a case for every shape of tile that plans make, and for every memory layout of tensors."""
     causal, square = (Tile(0, 130, 0, 130, lo=0),), (130, 130)
     whole = (Tile(0, 70, 0, 131),)
     cases = [
@@ -116,108 +123,94 @@ def operator_cases(*, quick: bool) -> tuple[OperatorCase, ...]:
     return tuple(case for case in cases if not quick or case.name in few)
 
 
-def operator_lines(*, is_gpu: bool) -> list[AcceptanceLine]:
-    """One line for each kernel and dtype."""
-    names = [name for name in KERNELS if (name == "cpu_flash") != is_gpu or name in ("flex", "reference")]
-    return [
-        AcceptanceLine(f"operators.{name}.{_word(dtype)}", partial(_run_kernel, name, dtype), is_quick=name != "flex")
-        for name in names
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, id=f"{name}.{str(dtype).removeprefix('torch.')}", marks=marks)
+        for name, marks in KERNELS.items()
         for dtype in DTYPES
-    ]
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _run_kernel(name: str, dtype: torch.dtype, site: Site) -> Outcome:
-    """This rank's share of the cases: they are dealt out, so that every device has some."""
+    ],
+)
+def test_kernel(site: Site, name: str, dtype: torch.dtype) -> None:
+    """Each rank runs its share of the cases, so that every device runs some."""
     kernel, used, checks, refused = kernel_named(name), 0.0, 0, list[str]()
     ranks, cases = site.ranks, operator_cases(quick=site.quick)
     for case in cases[ranks.rank :: ranks.size]:
         q, k, v, _ = (x.to(ranks.device) for x in case.tensors(dtype))
-        why = kernel.refuses(q, k, v)
-        if why is not None:
-            refused.append(f"{case.name}: {why}")
+        reason = kernel.refuses(q, k, v)
+        if reason is not None:
+            refused.append(f"{case.name}: {reason}")
             continue
         for check in check_case(kernel, case, dtype, ranks.device):
             if check.ratio > 1:
-                return wrong(
+                pytest.fail(
                     f"{case.name}: {check.tensor} is off by {check.error:.2e}, and rounding explains {check.budget:.2e}"
                 )
             used, checks = max(used, check.ratio), checks + 1
     if not checks and refused:
-        return not_run(f"refused here: {refused[0]}")
+        pytest.skip(f"refused here: {refused[0]}")
     left = f", {len(refused)} refused on this rank" if refused else ""
-    return right(f"{len(cases)} cases, off by at most {used:.2f} of what rounding explains{left}", used=used)
+    site.record(f"{len(cases)} cases, off by at most {used:.2f} of what rounding explains{left}", used=used)
 
 
 @lru_cache(maxsize=256)
 def _expected(case: OperatorCase, dtype: torch.dtype) -> tuple[Answer, dict[str, Budget]]:
-    """The truth, and how far rounding may take each tensor of it."""
+    """Return the float64 result, and the rounding budget of each of its tensors."""
     inputs, meaning = case.tensors(dtype), Meaning(case.seen(), case.scale)
     truth = answer(meaning, *inputs)
     narrow, broad = units(dtype)
     played = play(lambda n: answer(meaning, *inputs, Jitter(narrow, broad, torch.Generator().manual_seed(1 + n))))
-    allowed = budgets(truth, played, 2, SMALLEST * unit(wide(dtype)), 1.0)
+    allowed = budgets(truth, played, 2, MIN_ROUNDINGS * unit(wide(dtype)), 1.0)
     if narrow != broad:
-        # An lse that is off by x multiplies a row's probabilities by 1 + x: a tenth of their own rounding is not seen.
+        # An lse that is off by x multiplies a row's probabilities by 1 + x.
         lse, width = allowed["lse"], math.sqrt(case.batch * case.heads[0])
         assert lse.rows is not None
-        more = NOT_SEEN * narrow * width
+        more = LSE_SHARE * narrow * width
         allowed["lse"] = Budget(lse.total + more * math.sqrt(case.num_q), lse.rows + more)
     return truth, allowed
 
 
 def check_case(kernel: Kernel, case: OperatorCase, dtype: torch.dtype, device: str) -> list[Check]:
-    """Every tensor of a case against dense float64."""
+    """Compare every tensor of a case with dense float64."""
     truth, allowed = _expected(case, dtype)
-    found, touched = _kernel_answer(kernel, case, case.tensors(dtype), truth, device)
-    checks = [compared(found[name], truth[name], allowed[name], name)[0] for name in truth]
-    return [*checks, *(Check(f"memory beside {name}", math.inf, 0.0) for name in touched)]
+    result, written = _kernel_answer(kernel, case, case.tensors(dtype), truth, device)
+    checks = [compared(result[name], truth[name], allowed[name], name)[0] for name in truth]
+    return [*checks, *(Check(f"memory beside {name}", math.inf, 0.0) for name in written)]
 
 
 def _kernel_answer(
     kernel: Kernel, case: OperatorCase, inputs: tuple[Tensor, ...], truth: Answer, device: str
 ) -> tuple[Answer, list[str]]:
-    """What the kernel gives, on the CPU, and names of operands that it wrote to or beside."""
+    """Return the kernel's results on the CPU, and the names of operands that it wrote to or next to."""
     memory, dtype = GuardedMemory(), inputs[0].dtype
-    put = lambda name, x: memory.placed(name, x.to(device), case.layout)  # noqa: E731
+    put = lambda name, x: memory.place(name, x.to(device), case.layout)  # noqa: E731
     q, k, v, dout = (put(name, x) for name, x in zip(("q", "k", "v", "dout"), inputs, strict=True))
     out, lse = put("out", truth["out"].to(dtype)), put("lse", truth["lse"].to(wide(dtype)))
     delta = put("delta", (inputs[3].double() * truth["out"]).sum(-1).to(wide(dtype)))
     work = TileWork(q, k, v, KnownTiles(case.tiles), case.scale)
     upstream = Upstream(dout, out, lse, delta)
-    for _ in kernel.forward(work):  # what is worked out once per plan may be copied and waited for
+    for _ in kernel.forward(work):  # what is built once per plan may be copied and waited for
         pass
     for _ in kernel.backward(work, upstream):
         pass
-    with no_waiting(device):
+    with no_host_waits(device):
         forward, backward = list(kernel.forward(work)), list(kernel.backward(work, upstream))
-    found = {name: torch.zeros_like(x) for name, x in truth.items()}
-    found["lse"].fill_(-torch.inf)
+    result = {name: torch.zeros_like(x) for name, x in truth.items()}
+    result["lse"].fill_(-torch.inf)
     groups = kernel.groups(work.tiles, case.num_q, case.num_k)
-    for tiles, results, gradients in zip(groups, forward, backward, strict=True):
-        rows, cols = _places([(tile.q0, tile.q1) for tile in tiles]), _places([(tile.k0, tile.k1) for tile in tiles])
-        for name, part in zip(("out", "lse"), results, strict=True):
-            found[name][:, :, rows] = part.double().cpu()
+    for tiles, outputs, gradients in zip(groups, forward, backward, strict=True):
+        rows = torch.cat([torch.arange(tile.q0, tile.q1) for tile in tiles])
+        cols = torch.cat([torch.arange(tile.k0, tile.k1) for tile in tiles])
+        for name, part in zip(("out", "lse"), outputs, strict=True):
+            result[name][:, :, rows] = part.double().cpu()
         for name, part, at in zip(("dq", "dk", "dv"), gradients, (rows, cols, cols), strict=True):
-            found[name].index_add_(2, at, part.double().cpu())
-    return found, memory.changed()
-
-
-def _places(spans: list[tuple[int, int]]) -> Tensor:
-    """The rows of several spans, one after another.
-
-    >>> _places([(3, 5), (0, 2)]).tolist()
-    [3, 4, 0, 1]
-    """
-    return torch.cat([torch.arange(start, stop) for start, stop in spans])
+            result[name].index_add_(2, at, part.double().cpu())
+    return result, memory.changed()
 
 
 @contextmanager
-def no_waiting(device: str) -> Iterator[None]:
-    """On a GPU, whatever would make the host wait for it raises here."""
+def no_host_waits(device: str) -> Iterator[None]:
+    """Raise where the host would wait for a GPU."""
     if device == "cpu":
         yield
         return

@@ -1,0 +1,86 @@
+"""A rank of a small job with a fault: `python -m tests.gpu.fault_rank RANK SIZE PORT FAULT BACKEND`.
+
+Each rank makes one correct call; then the victim is killed, is stopped, raises or is late, and the others print which
+error they got, and when. They stay until their stdin closes, so that no rank learns of a fault by another's exit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+KILL, STOP, RAISE, LATE = "kill", "stop", "raise", "late"
+VICTIM = 1
+LATE_SECONDS = 4.0
+"""Longer than a rank may be stopped before it is named: one that is only busy must not be."""
+MISTAKE = "this rank raises on purpose"
+
+
+def report(word: str, text: str = "") -> None:
+    """Print a message for the process that started this rank: word, time, text."""
+    print(f"{word}\t{time.monotonic()}\t{' '.join(text.split())}", flush=True)
+
+
+def strike(fault: str) -> None:
+    report("struck")
+    if fault == KILL:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == STOP:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == RAISE:
+        raise ValueError(MISTAKE)
+    elif fault == LATE:
+        time.sleep(LATE_SECONDS)
+
+
+def one_call(group: Any, device: str) -> None:
+    """Run attention around a ring, forward and backward."""
+    import torch
+
+    import longspan as ls
+
+    size = group.size()
+    layout = ls.layouts.contiguous(64 * size, size)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    plan = ls.plan(ls.masks.causal(), layout, q_heads=2, kv_heads=2, head_dim=16, dtype=dtype, scheme="ring")
+    q, k, v = (torch.randn(1, 2, 64, 16, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    ls.attention(q, k, v, plan, group=group).sum().backward()
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def run(rank: int, size: int, port: int, fault: str, backend: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from longspan import training
+
+    torch.set_num_threads(1)
+    device = "cpu" if backend == "gloo" else f"cuda:{rank}"
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
+    dist.init_process_group(backend, store=dist.PrefixStore(fault, store), rank=rank, world_size=size)
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        with training.watch(group):
+            one_call(group, device)
+            report("ready")
+            if rank == VICTIM:
+                strike(fault)
+            one_call(group, device)
+            one_call(group, device)  # a rank may finish the first without the victim; this one needs every rank
+        report("fine")
+    except Exception as error:
+        report("named", f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    numbers = [int(word) for word in sys.argv[1:4]]
+    run(numbers[0], numbers[1], numbers[2], *sys.argv[4:6])
+    sys.stdin.read()
+    os._exit(0)

@@ -1,0 +1,136 @@
+"""Where tests of this folder run: the ranks, the sizes that suit their device, and what a test recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from longspan import layouts, masks
+from longspan.api import plan
+from longspan.cli.launch import JobRanks
+from longspan.cli.workload import drawn_lengths
+from longspan.planning.machine import Machine
+from longspan.planning.plan import Plan
+from longspan.planning.steps import Sizes
+
+GROUP_TIMEOUT = timedelta(seconds=120)
+"""A rank that fails leaves the others in a collective for this long; then they fail, too, and the next test begins."""
+VERDICTS = ("right", "not run", "slower", "too slow", "wrong")
+"""The best first."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a test: a verdict, a sentence and numbers."""
+
+    verdict: str
+    text: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+    times: float | None = None
+    """Measured time divided by predicted time, where there is a prediction."""
+
+    @property
+    def is_red(self) -> bool:
+        return self.verdict in ("too slow", "wrong")
+
+
+def compare_times(times: float, limits: tuple[float, float], text: str, **figures: Any) -> Outcome:
+    """Return "right" up to the first limit of measured over predicted time, "too slow" beyond the second.
+
+    >>> [compare_times(times, (1.25, 2.0), "").verdict for times in (0.9, 1.3, 2.1)]
+    ['right', 'slower', 'too slow']
+    """
+    verdicts = ("right", "slower", "too slow")
+    return Outcome(verdicts[sum(times > limit for limit in limits)], text, figures, times)
+
+
+def worst(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the worst outcome of all ranks, with its rank if not all agree; of equals that with the least margin.
+
+    >>> worst([Outcome("right", "fine"), Outcome("wrong", "dq is off")]).text
+    'rank 1: dq is off'
+    >>> worst([Outcome("right", "0.1 used", {"used": 0.1}), Outcome("right", "0.3 used", {"used": 0.3})]).text
+    '0.3 used'
+    """
+
+    def badness(rank: int) -> tuple[int, float, int]:
+        outcome = outcomes[rank]
+        return VERDICTS.index(outcome.verdict), outcome.times or outcome.figures.get("used", 0.0), -rank
+
+    rank = max(range(len(outcomes)), key=badness)
+    outcome = outcomes[rank]
+    if all(other.verdict == outcome.verdict for other in outcomes):
+        return outcome
+    return replace(outcome, text=f"rank {rank}: {outcome.text}")
+
+
+def tokens_of(size: str) -> int:
+    """
+    >>> tokens_of("64k"), tokens_of("1M")
+    (65536, 1048576)
+    """
+    return int(size[:-1]) << {"k": 10, "M": 20}[size[-1]]
+
+
+class Site:
+    """The fixture `site`: the ranks, and how much to run on them."""
+
+    def __init__(self, ranks: JobRanks, *, quick: bool) -> None:
+        self.ranks, self.quick = ranks, quick
+        self.machine: Machine | None = None
+        """Set by calibration; only that of rank 0 is fitted to whole attention calls."""
+        self.outcome = Outcome("right")
+        self._groups: list[dist.ProcessGroup] = []
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.ranks.device != "cpu"
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of the bfloat16 tensors that times and memory are measured with."""
+        return Sizes(32, 8, 128, 128, 2) if self.is_gpu else Sizes(8, 4, 64, 64, 2)
+
+    def record(self, text: str, **figures: Any) -> None:
+        """Set the sentence and the numbers that the page shows for this test."""
+        self.outcome = Outcome("right", text, figures)
+
+    def compare(self, times: float, limits: tuple[float, float], text: str, **figures: Any) -> None:
+        """Record a time as a multiple of its prediction, with a verdict by the limits."""
+        self.outcome = compare_times(times, limits, text, **figures)
+
+    def plan(self, mask_name: str, size: str, scheme: str = "exchange") -> Plan:
+        """Return the plan of a workload. It does not depend on this rank's machine, since the scheme is named."""
+        tokens, s = tokens_of(size), self.sizes
+        if mask_name == "documents":
+            mask = masks.documents(drawn_lengths("longtail", tokens).tolist()) & masks.causal()
+        elif mask_name == "window":
+            mask = masks.causal(tokens) & masks.sliding_window(tokens // 8)
+        else:
+            mask = {"full": masks.full, "causal": masks.causal}[mask_name](tokens)
+        return plan(
+            mask, layouts.balanced(mask, world_size=self.ranks.size, seq_len=tokens), q_heads=s.q_heads,
+            kv_heads=s.kv_heads, head_dim=s.head_dim, dtype=torch.bfloat16, scheme=scheme,
+        )  # fmt: skip
+
+    def group(self, backend: str | None = None) -> dist.ProcessGroup:
+        """Return a new group of all ranks for one test, so that a broken connection does not outlive the test."""
+        group = dist.new_group(backend=backend or self.ranks.backend, timeout=GROUP_TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup)
+        self._groups.append(group)
+        return group
+
+    def close_groups(self) -> None:
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes, of which there must be some."""
+        rows = self.ranks.gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return [row.numpy().tobytes() for row in rows]
