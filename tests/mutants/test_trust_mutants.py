@@ -122,7 +122,9 @@ def pieces_without_name(patch):
 @mutant
 def pieces_in_any_order(patch):
     """The order of pieces in a message does not enter their name."""
-    patch.setattr(agreement, "checksum_pieces", lambda ts: zlib.crc32(" ".join(sorted(repr(t.piece) for t in ts)).encode()))
+    patch.setattr(
+        agreement, "checksum_pieces", lambda ts: zlib.crc32(" ".join(sorted(repr(t.piece) for t in ts)).encode())
+    )
 
 
 @mutant
@@ -332,7 +334,9 @@ def check_headers():
     for field, value in OTHERS.items():
         other = dataclasses.replace(HEADER, **{field: value})
         refuses(lambda other=other: agreement.remove_header(other, whole.clone()), RankError, field)
-        refuses(lambda other=other: agreement.remove_header(HEADER, agreement.add_header(other, message)), RankError, field)
+        refuses(
+            lambda other=other: agreement.remove_header(HEADER, agreement.add_header(other, message)), RankError, field
+        )
     for place in range(agreement.HEADER_SIZE, len(whole)):
         damaged = whole.clone()
         damaged[place] ^= 4

@@ -186,7 +186,9 @@ class Network:
         assert exchange is not None
         message = message.clone()
         if self.checked:
-            message = agreement.add_header(self._header(exchange, rank.number, dst, message.numel(), rank.number), message)
+            message = agreement.add_header(
+                self._header(exchange, rank.number, dst, message.numel(), rank.number), message
+            )
         copies, delay = [message], self._drawn(1e-3)
         for fault in self.faults:
             if fault.dst == dst and fault.fits(fault.kind, rank.number, exchange.step, self.direction):
