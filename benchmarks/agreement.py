@@ -15,7 +15,7 @@ import longspan as ls
 from longspan.kernels import kernel_named
 from longspan.masks import Mask
 from longspan.run.group import Safety
-from longspan.run.ops import record_of
+from longspan.run.ops import create_record
 from longspan.run.walk import Job
 
 BAR, ROUNDS, TOKENS = 50e-6, 2000, 65536
@@ -30,10 +30,10 @@ def job_of(mask: Mask) -> Job:
 
 def seconds(job: Job) -> float:
     """Return the median time of one repeated call."""
-    agreed, times = {record_of(job, torch.device("cpu"), True, "", Safety()).digest}, []
+    agreed, times = {create_record(job, torch.device("cpu"), True, "", Safety()).digest}, []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
-        known = record_of(job, torch.device("cpu"), True, "", Safety()).digest in agreed
+        known = create_record(job, torch.device("cpu"), True, "", Safety()).digest in agreed
         times.append(time.perf_counter() - begin)
         assert known
     return statistics.median(times)

@@ -21,9 +21,9 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    from longspan.run.group import Safety, safely
+    from longspan.run.group import Safety, use_safety
 
-    with safely(Safety(patience=30.0)):  # many ranks may share few cores, so a slow one is not dead
+    with use_safety(Safety(patience=30.0)):  # many ranks may share few cores, so a slow one is not dead
         while (call := pipe.recv()) is not None:
             function, args = call
             try:

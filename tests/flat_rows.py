@@ -6,7 +6,7 @@ from longspan.run import merge
 from longspan.run.moves import Memory
 from longspan.run.program import items_of, part_of
 from longspan.run.recorder import Called, Recorder
-from longspan.tile import wide
+from longspan.tile import accumulation_dtype
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ class Accumulator(_OfTensors):
 
     def result(self):
         out, lse = self.played.tensors(*self.inner.result())
-        return out.to(self.dtype), lse.squeeze(3).to(wide(self.dtype))
+        return out.to(self.dtype), lse.squeeze(3).to(accumulation_dtype(self.dtype))
 
 
 class Sum(_OfTensors):

@@ -77,9 +77,9 @@ def _repr_html(value: masks.Mask | layouts.Layout | Plan | _ScanPlan) -> str:
 def _shard(self: Plan, batch: _Mapping[str, _Any] | _Any, rank: int, **options: _Any) -> _Any:
     """The rank's part of a batch, or of one tensor, by the plan's own layout. Batches of training lie above plans too.
 
-    >>> made = plan(masks.causal(8), layouts.zigzag(8, 2), q_heads=2, kv_heads=2, head_dim=8, dtype="float32")
+    >>> p = plan(masks.causal(8), layouts.zigzag(8, 2), q_heads=2, kv_heads=2, head_dim=8, dtype="float32")
     >>> import numpy as np
-    >>> made.shard(np.arange(8), 0).tolist()
+    >>> p.shard(np.arange(8), 0).tolist()
     [0, 1, 6, 7]
     """
     if not isinstance(batch, _Mapping):

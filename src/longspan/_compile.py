@@ -22,16 +22,16 @@ _numbers = count(1)
 _alive: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
-def number_of(value: Any) -> int:
-    """Return a new number by which `found_under` looks up the value while it is alive. Numbers are never reused.
+def register_value(value: Any) -> int:
+    """Return a new number by which `lookup_value` looks up the value while it is alive. Numbers are never reused.
 
     >>> class Value: pass
     >>> value = Value()
     >>> number = number_of(value)
-    >>> found_under(number) is value
+    >>> lookup_value(number) is value
     True
     >>> del value
-    >>> found_under(number) is None
+    >>> lookup_value(number) is None
     True
     """
     number = next(_numbers)
@@ -39,7 +39,7 @@ def number_of(value: Any) -> int:
     return number
 
 
-def found_under(number: int) -> Any:
+def lookup_value(number: int) -> Any:
     """Return the value with this number; None if it was freed."""
     return _alive.get(number)
 
@@ -52,19 +52,19 @@ class Handled:
     __match_args__: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "handle", handle_of(self))
+        object.__setattr__(self, "handle", create_handle(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, name) for name in self.__match_args__)
 
 
-def handle_of(value: Any) -> Any:
+def create_handle(value: Any) -> Any:
     """Return a tensor with a new number for a value; None if torch is not loaded, as in planning."""
     torch: Any = sys.modules.get("torch")
     if not hasattr(torch, "inference_mode"):
         return None
     with torch.inference_mode(False):  # compiled code has guards on inference tensors
-        return torch.tensor(number_of(value), device="cpu")
+        return torch.tensor(register_value(value), device="cpu")
 
 
 # -- Dataclasses that module wrappers do not traverse ------------------------------------------------------------------
@@ -75,7 +75,7 @@ def handle_of(value: Any) -> Any:
 T = TypeVar("T")
 
 
-def sealed(kind: type[T]) -> type[T]:
+def opaque(kind: type[T]) -> type[T]:
     """Make a dataclass opaque to the input traversal of FSDP and DDP.
 
     It is created, compared, copied and pickled as before, but is no dataclass for `dataclasses.fields` and `replace`.
@@ -113,10 +113,10 @@ P = ParamSpec("P")
 _disabled: dict[Any, Any] = {}
 
 
-def untraced(function: Callable[P, T]) -> Callable[P, T]:
+def run_eagerly(function: Callable[P, T]) -> Callable[P, T]:
     """Run the function eagerly, with a graph break, under torch.compile. Does not load torch.
 
-    >>> untraced(len)([1, 2])
+    >>> run_eagerly(len)([1, 2])
     2
     """
 

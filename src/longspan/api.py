@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from longspan._compile import untraced
+from longspan._compile import run_eagerly
 from longspan.errors import PlanError, ScheduleError, in_context, renamed
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.masks.convert import advice, check_words, mask_of
 from longspan.masks.document_rows import Documents, document_rows
-from longspan.planning.conv_plan import MAX_WIDTH, ConvPlan, planned_convolution
+from longspan.planning.conv_plan import MAX_WIDTH, ConvPlan, build_conv_plan
 from longspan.planning.machine import Machine, assumed_machine, machine_named
-from longspan.planning.plan import Plan, PlanRequest, planned
+from longspan.planning.plan import Plan, PlanRequest, build_plan
 from longspan.planning.problem import MAX_CHUNKS
 from longspan.planning.steps import ITEMSIZE, MAX_SIZE, Sizes, dtype_name
-from longspan.spans import shortened, whole
+from longspan.spans import check_int, truncated_repr
 
 if TYPE_CHECKING:  # torch is loaded by the functions that touch tensors
     from collections.abc import Mapping
@@ -208,7 +208,7 @@ def flex_attention(
         )  # fmt: skip
 
 
-@untraced  # the number of rows with halos depends on the plan: each would need a graph of its own
+@run_eagerly  # the number of rows with halos depends on the plan: each would need a graph of its own
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -247,7 +247,7 @@ def causal_conv1d(
     return run(x, weight, bias, OperatorCall("causal_conv1d", documents, plan, group, name), activation)
 
 
-@untraced
+@run_eagerly
 def conv_plan(
     documents: Documents, layout: Layout, *, channels: int, width: int, dtype: torch.dtype | str, batch: int = 1
 ) -> ConvPlan:
@@ -266,18 +266,18 @@ def conv_plan(
     """
     if not isinstance(layout, Layout):
         raise PlanError(f"layout must be a layout of longspan.layouts, but got {type(layout).__name__}.")
-    with in_context(lambda: f"The call: conv_plan over {shortened(layout, 120)}."):
+    with in_context(lambda: f"The call: conv_plan over {truncated_repr(layout, 120)}."):
         name = dtype_name(dtype)
-        width = whole(width, "width", "conv_plan()", PlanError, low=1, high=MAX_WIDTH)
-        channels = whole(channels, "channels", "conv_plan()", PlanError, low=1, high=MAX_SIZE)
-        batch = whole(batch, "batch", "conv_plan()", PlanError, low=1, high=MAX_SIZE)
+        width = check_int(width, "width", "conv_plan()", PlanError, low=1, high=MAX_WIDTH)
+        channels = check_int(channels, "channels", "conv_plan()", PlanError, low=1, high=MAX_SIZE)
+        batch = check_int(batch, "batch", "conv_plan()", PlanError, low=1, high=MAX_SIZE)
         numbers = document_rows(documents, layout.seq_len, PlanError)
         if len(numbers) not in (1, batch):
             raise PlanError(
                 f"documents must be one list of lengths for all batch rows, or one for each of {batch}, but got"
                 f" {len(numbers)}."
             )
-        return planned_convolution(numbers, layout, width, Sizes(1, 1, channels, 0, ITEMSIZE[name], batch), name)
+        return build_conv_plan(numbers, layout, width, Sizes(1, 1, channels, 0, ITEMSIZE[name], batch), name)
 
 
 def block_mask(
@@ -302,7 +302,7 @@ def block_mask(
     return build(mask, layout, rank, kv=kv, block_size=block_size, device=device)
 
 
-@untraced
+@run_eagerly
 @renamed(schedule="scheme")
 def plan(
     mask: Mask | Table,
@@ -351,21 +351,21 @@ def plan(
             f" {type(mask).__name__} and {type(layout).__name__}. "
             + ("Create one, as in layouts.zigzag(tokens, ranks)." if isinstance(mask, Mask) else advice(mask))
         )
-    with in_context(lambda: f"The call: plan of {shortened(mask, 120)} over {shortened(layout, 120)}."):
+    with in_context(lambda: f"The call: plan of {truncated_repr(mask, 120)} over {truncated_repr(layout, 120)}."):
         name = dtype_name(dtype)
         if not isinstance(scheme, str) or not isinstance(machine, str | Machine | None):
             raise PlanError(
                 f"scheme must be a name, as in 'auto' or 'exchange', and machine a name, a Machine of"
-                f" longspan.planning, or None, but got {shortened(scheme)} and {shortened(machine)}."
+                f" longspan.planning, or None, but got {truncated_repr(scheme)} and {truncated_repr(machine)}."
             )
         if not isinstance(keep, bool):
-            raise PlanError(f"keep must be a bool, but got {shortened(keep)}.")
+            raise PlanError(f"keep must be a bool, but got {truncated_repr(keep)}.")
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        whole(v_head_dim, "v_head_dim", "a plan", ScheduleError, low=1, high=MAX_SIZE)
+        check_int(v_head_dim, "v_head_dim", "a plan", ScheduleError, low=1, high=MAX_SIZE)
         sizes = Sizes(q_heads, kv_heads, head_dim, v_head_dim, ITEMSIZE[name], batch)
         max_rows: int | None = None
         if fetch_bytes is not None:
-            fetch_bytes = whole(fetch_bytes, "fetch_bytes", "plan()", PlanError, high=1 << 62)
+            fetch_bytes = check_int(fetch_bytes, "fetch_bytes", "plan()", PlanError, high=1 << 62)
             row = sizes.kv_heads * sizes.batch * (sizes.head_dim + sizes.v_head_dim) * sizes.itemsize
             max_rows = fetch_bytes // row
             if max_rows < 16:
@@ -376,10 +376,12 @@ def plan(
         hardware = hardware or assumed_machine(functions=not mask.is_structured)
         named = scheme.replace(" ", "")
         if chunks is not None:
-            chunks = whole(chunks, "chunks", "plan()", PlanError, low=1, high=MAX_CHUNKS)
+            chunks = check_int(chunks, "chunks", "plan()", PlanError, low=1, high=MAX_CHUNKS)
             if fetch_bytes is not None:
                 raise PlanError(
-                    f"fetch_bytes must be None with chunks = {chunks}, but got {shortened(fetch_bytes)}. Rows that"
+                    f"fetch_bytes must be None with chunks = {chunks}, but got {truncated_repr(fetch_bytes)}. Rows that"
                     f" arrive in stages are computed in other kernel calls than rows that arrive at once."
                 )
-        return planned(mask, PlanRequest(layout, sizes, name, named, hardware, machine is None, keep, max_rows, chunks))
+        return build_plan(
+            mask, PlanRequest(layout, sizes, name, named, hardware, machine is None, keep, max_rows, chunks)
+        )

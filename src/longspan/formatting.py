@@ -18,7 +18,7 @@ def count_text(value: int) -> str:
     return f"{value:,}"
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Format a count with its noun, whose plural ends in s.
 
     >>> counted(1, "rank"), counted(1024, "rank"), counted(0, "tile")

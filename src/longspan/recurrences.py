@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from longspan._compile import untraced
+from longspan._compile import run_eagerly
 from longspan.errors import PlanError, in_context, renamed
 from longspan.layouts import Layout, contiguous
 from longspan.masks.document_rows import Documents, document_rows
@@ -18,7 +18,7 @@ from longspan.planning.machine import Machine, assumed_machine, machine_named
 from longspan.planning.scan_plan import RELAYOUT, Elsewhere, ScanPlan, planned_scan
 from longspan.planning.scan_steps import MAX_FEATURES, StateSizes, chains_of
 from longspan.planning.steps import dtype_name
-from longspan.spans import shortened, whole
+from longspan.spans import check_int, truncated_repr
 
 if TYPE_CHECKING:  # torch is loaded by the functions that touch tensors
     import torch
@@ -30,7 +30,7 @@ MAPS = ("matrix", "scalar", "rows", "elements")
 _HEADS, _KEYS, _VALUES = "batch tokens heads", "batch tokens key_heads keys", "batch tokens heads values"
 
 
-@untraced
+@run_eagerly
 @renamed(schedule="scheme")
 def scan_plan(
     documents: Documents,
@@ -70,21 +70,21 @@ def scan_plan(
     """
     if not isinstance(layout, Layout):
         raise PlanError(f"layout must be a Layout (see longspan.layouts), but got {type(layout).__name__}.")
-    with in_context(lambda: f"The call: scan_plan over {shortened(layout, 120)}."):
+    with in_context(lambda: f"The call: scan_plan over {truncated_repr(layout, 120)}."):
         name = dtype_name(dtype)
         if name not in ("float32", "float64"):
             raise PlanError(
                 f"dtype must be float32 or float64, since states are sums over many tokens, but got {name}."
             )
         if maps not in MAPS:
-            raise PlanError(f"maps must be one of {', '.join(MAPS)}, but got {shortened(maps)}.")
+            raise PlanError(f"maps must be one of {', '.join(MAPS)}, but got {truncated_repr(maps)}.")
         if not isinstance(scheme, str) or not isinstance(machine, str | Machine | None):
             raise PlanError(
                 f"scheme must be a name such as 'auto' or 'doubling', and machine a name, a Machine of"
-                f" longspan.planning, or None, but got {shortened(scheme)} and {shortened(machine)}."
+                f" longspan.planning, or None, but got {truncated_repr(scheme)} and {truncated_repr(machine)}."
             )
         numbers = {"heads": heads, "keys": keys, "values": values, "batch": batch}
-        h, k, v, b = (whole(n, which, "scan_plan()", PlanError, 1, MAX_FEATURES) for which, n in numbers.items())
+        h, k, v, b = (check_int(n, which, "scan_plan()", PlanError, 1, MAX_FEATURES) for which, n in numbers.items())
         map_rows, map_cols = {"matrix": (k, k), "scalar": (1, 1), "rows": (k, 1), "elements": (k, v)}[maps]
         sizes = StateSizes(h, k, v, map_rows, map_cols, int(maps == "matrix"), 8 if name == "float64" else 4, b)
         rows = document_rows(documents, layout.seq_len, PlanError)
@@ -93,7 +93,7 @@ def scan_plan(
         hardware = hardware or assumed_machine(functions=False)
         relayout = None
         if token_bytes is not None or scheme == RELAYOUT:
-            weight = whole(token_bytes or 0, "token_bytes", "scan_plan()", PlanError)
+            weight = check_int(token_bytes or 0, "token_bytes", "scan_plan()", PlanError)
             relayout = Elsewhere(chains_of(rows, contiguous(layout.seq_len, layout.world_size), b), weight * b)
         return planned_scan(chains, sizes, name, scheme.replace(" ", ""), hardware, relayout)
 
@@ -128,7 +128,7 @@ def gated_delta_rule(
             such as `documents(lengths) & causal()` may also have a window, or a prefix that all later tokens of a
             document see. A document begins where a token does not see the token before it. Refused are masks with
             other documents in other heads, and masks in which documents see each other or a token not itself.
-        plan: made by `longspan.scan_plan(..., maps="matrix")`, for this rank's shards.
+        plan: created by `longspan.scan_plan(..., maps="matrix")`, for this rank's shards.
         group: with a plan, the ranks of the sequence: a process group or a mesh of one axis.
         scale: factor of queries; 1 / sqrt(keys) by default.
         l2norm: normalize q and k first.
@@ -175,7 +175,7 @@ def linear_attention(
         decay: logarithms: (heads,) for all tokens, (batch, tokens, heads), or (batch, tokens, heads, keys) with one per
             key. None: no decay.
         documents: see `gated_delta_rule`.
-        plan: made by `longspan.scan_plan(..., maps="scalar")`, or `maps="rows"` with a decay per key.
+        plan: created by `longspan.scan_plan(..., maps="scalar")`, or `maps="rows"` with a decay per key.
         group: see `gated_delta_rule`.
         scale: factor of queries; 1 / sqrt(keys) by default.
         kernel: see `gated_delta_rule`.
@@ -226,7 +226,7 @@ def ssd(
         dt_softplus: whether to apply softplus to dt.
         dt_limit: the smallest and the largest d.
         documents: see `gated_delta_rule`.
-        plan: made by `longspan.scan_plan(..., keys=states, maps="scalar")`.
+        plan: created by `longspan.scan_plan(..., keys=states, maps="scalar")`.
         group: see `gated_delta_rule`.
         kernel: "auto", "reference", "fla" or "mamba_ssm"; a named one is used or refused.
         name: see `gated_delta_rule`.
@@ -245,7 +245,9 @@ def ssd(
     limits = dt_limit if isinstance(dt_limit, Sequence) and len(dt_limit) == 2 else (None, None)
     low, high = (float(limit) if isinstance(limit, int | float) else math.nan for limit in limits)
     if not low <= high:
-        raise PlanError(f"dt_limit must be two numbers, the smallest and the largest d, but got {shortened(dt_limit)}.")
+        raise PlanError(
+            f"dt_limit must be two numbers, the smallest and the largest d, but got {truncated_repr(dt_limit)}."
+        )
     recurrence = Ssd(_check_bool("dt_softplus", dt_softplus), (low, high))
     call = scans.OperatorCall("ssd", documents, plan, group, name)
     return scans.run(recurrence, (x, dt, B, C), (A, D, dt_bias), call, kernel)
@@ -267,7 +269,7 @@ def linear_recurrence(
         a: (batch, tokens, ...): factors, any numbers including 0 and negative ones.
         b: as a.
         documents: see `gated_delta_rule`.
-        plan: made by `longspan.scan_plan(..., heads=1, keys=channels, values=1, maps="elements")`.
+        plan: created by `longspan.scan_plan(..., heads=1, keys=channels, values=1, maps="elements")`.
         group: see `gated_delta_rule`.
         kernel: "auto" or "reference"; a named one is used or refused.
         name: see `gated_delta_rule`.
@@ -311,7 +313,7 @@ def scan(
         maps: see `summary` and `longspan.scan_plan`.
         parameters: tensors that the functions use and that require gradients; each rank gets its share.
         documents: see `gated_delta_rule`.
-        plan: made by `longspan.scan_plan` with the same sizes.
+        plan: created by `longspan.scan_plan` with the same sizes.
         group: see `gated_delta_rule`.
         name: see `gated_delta_rule`.
 
@@ -335,8 +337,8 @@ def scan(
     if isinstance(tokens, Tensor) or not tokens or not callable(local) or not callable(summary) or maps not in MAPS:
         raise PlanError(
             f"scan takes a list of tensors, two functions and maps= one of {', '.join(MAPS)}, but got"
-            f" {type(tokens).__name__}, local={shortened(local)}, summary={shortened(summary)} and"
-            f" maps={shortened(maps)}."
+            f" {type(tokens).__name__}, local={truncated_repr(local)}, summary={truncated_repr(summary)} and"
+            f" maps={truncated_repr(maps)}."
         )
     tensors = {f"tokens[{i}]": t for i, t in enumerate(tokens)}
     forms = {
@@ -345,12 +347,12 @@ def scan(
     }
     scans.check_tensors("scan", tensors, forms)
     if not isinstance(state, Sequence) or len(state) != 3:
-        raise PlanError(f"state must be three numbers (heads, keys, values), but got {shortened(state)}.")
-    h, k, v = (whole(n, "state", "scan()", PlanError, 1, MAX_FEATURES) for n in state)
+        raise PlanError(f"state must be three numbers (heads, keys, values), but got {truncated_repr(state)}.")
+    h, k, v = (check_int(n, "state", "scan()", PlanError, 1, MAX_FEATURES) for n in state)
     is_list = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor)
     captured: tuple[Any, ...] = tuple(parameters) if is_list else (None,)
     if not all(isinstance(p, Tensor) for p in captured):
-        raise PlanError(f"parameters must be a list of tensors, but got {shortened(parameters)}.")
+        raise PlanError(f"parameters must be a list of tensors, but got {truncated_repr(parameters)}.")
     shape = {"matrix": (h, k, k), "scalar": (h, 1, 1), "rows": (h, k, 1), "elements": (h, k, v)}[maps]
     recurrence = OwnRecurrence(local, summary, (h, k, v), shape, maps == "matrix", captured)
     call = scans.OperatorCall("scan", documents, plan, group, name)
@@ -359,7 +361,7 @@ def scan(
 
 def _check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise PlanError(f"{name} must be a bool, but got {shortened(value)}.")
+        raise PlanError(f"{name} must be a bool, but got {truncated_repr(value)}.")
     return value
 
 
@@ -369,5 +371,5 @@ def _check_scale(scale: float | None, keys: int) -> float:
     if scale is None:
         return keys**-0.5
     if not is_number(scale):
-        raise PlanError(f"scale must be one finite number or None, but got {shortened(scale)}.")
+        raise PlanError(f"scale must be one finite number or None, but got {truncated_repr(scale)}.")
     return float(scale)

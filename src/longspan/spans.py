@@ -22,7 +22,7 @@ LIMIT = 1 << 40
 """Stands for "no end": further than any position, small enough that sums of a few stay inside int64."""
 
 
-def whole(
+def check_int(
     value: object, name: str, where: str, error: type[LongspanError] = LongspanError, low: int = 0, high: int = LIMIT
 ) -> int:
     """Return `value` as an int, or raise if it is not an integer from `low` to `high`. A bool is not an integer here.
@@ -37,12 +37,12 @@ def whole(
     if number is None or not low <= number <= high:
         raise error(
             f"{where}: {name} must be an integer, at least {low} and at most {high}, but got {name} ="
-            f" {shortened(value)}."
+            f" {truncated_repr(value)}."
         )
     return number
 
 
-def shortened(value: object, width: int = 60) -> str:
+def truncated_repr(value: object, width: int = 60) -> str:
     """Return the repr of a value on one line, truncated to `width` characters, for error messages."""
     text = " ".join(repr(value).split())
     return text if len(text) <= width else text[: width - 3] + "..."
@@ -61,8 +61,8 @@ class Span:
 
     def __post_init__(self) -> None:
         if type(self.start) is not int or type(self.stop) is not int:  # plans build thousands: skip `whole` for ints
-            object.__setattr__(self, "start", whole(self.start, "start", "Span()"))
-            object.__setattr__(self, "stop", whole(self.stop, "stop", "Span()"))
+            object.__setattr__(self, "start", check_int(self.start, "start", "Span()"))
+            object.__setattr__(self, "stop", check_int(self.stop, "stop", "Span()"))
         if not 0 <= self.start <= self.stop <= LIMIT:
             raise LongspanError(
                 f"a Span must have 0 <= start <= stop <= {LIMIT}, but got start = {self.start} and stop = {self.stop}."
@@ -93,7 +93,7 @@ def parsed_number(text: str, form: str, within: str, error: type[LongspanError] 
     12
     """
     if not (text.isascii() and text.isdecimal() and len(text) <= 13):  # as many digits as LIMIT has
-        raise error(f"{form}, with numbers of 1 to 13 digits, but got {shortened(within)}.")
+        raise error(f"{form}, with numbers of 1 to 13 digits, but got {truncated_repr(within)}.")
     return int(text)
 
 

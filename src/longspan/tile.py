@@ -90,7 +90,7 @@ class KnownTiles(tuple[Tile, ...]):
         return self
 
 
-def once(tiles: Sequence[Tile], make: Callable[..., T], *args: Any) -> T:
+def cached(tiles: Sequence[Tile], make: Callable[..., T], *args: Any) -> T:
     """Return `make(tiles, *args)`, cached with the tiles."""
     if not isinstance(tiles, KnownTiles):
         return make(tiles, *args)
@@ -137,7 +137,7 @@ def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of accumulation: float64 for float64, else float32.
 
     >>> wide(torch.bfloat16)

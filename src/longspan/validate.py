@@ -21,9 +21,9 @@ from longspan.layouts import Layout, contiguous
 from longspan.layouts.layout import carried, other_tokens
 from longspan.masks import Mask
 from longspan.planning.machine import CPU
-from longspan.planning.plan import Plan, PlanRequest, keep_few, planned
+from longspan.planning.plan import Plan, PlanRequest, build_plan, keep_few
 from longspan.planning.steps import MAX_SIZE, Sizes
-from longspan.spans import shortened, whole
+from longspan.spans import check_int, truncated_repr
 
 # -- Tensors and numbers -----------------------------------------------------------------------------------------------
 
@@ -53,11 +53,13 @@ def check_inputs(q: Any, k: Any, v: Any, scale: Any, kernel: Any = "auto", sinks
     if isinstance(sinks, Tensor) and sinks.device != q.device:
         raise KernelError(f"sinks must be on {q.device}, the device of q, but got {sinks.device}. Move them there.")
     if not isinstance(kernel, str):
-        raise KernelError(f"kernel must be a name, as in kernel='auto', but got {shortened(kernel)}.")
+        raise KernelError(f"kernel must be a name, as in kernel='auto', but got {truncated_repr(kernel)}.")
     if not isinstance(name, str):
-        raise PlanError(f"name must be a str, the same on every rank, but got {shortened(name)}.")
+        raise PlanError(f"name must be a str, the same on every rank, but got {truncated_repr(name)}.")
     if scale is not None and not is_number(scale):
-        raise PlanError(f"scale must be a finite number, or None for 1 / sqrt(head_dim), but got {shortened(scale)}.")
+        raise PlanError(
+            f"scale must be a finite number, or None for 1 / sqrt(head_dim), but got {truncated_repr(scale)}."
+        )
 
 
 def is_number(value: Any) -> bool:
@@ -85,7 +87,7 @@ def check_no_tangent(**tensors: Any) -> None:
         )
 
 
-def check_carried(layout: Layout, dim: int, **tensors: Any) -> None:
+def check_sharding(layout: Layout, dim: int, **tensors: Any) -> None:
     """Raise if a tensor was sharded along this dim by a layout that gives this rank other tokens.
 
     The layout of a tensor is known if it comes directly from `Layout.shard` or `shard_batch`.
@@ -125,10 +127,10 @@ def group_of(group: Any) -> Any:
     return group.get_group() if isinstance(group, DeviceMesh) and group.ndim == 1 else group
 
 
-def group_handed(group: Any) -> str:
+def describe_group(group: Any) -> str:
     """Describe a value that is not a group, for the end of an error message.
 
-    >>> group_handed(3)
+    >>> describe_group(3)
     'got int'
     """
     if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -139,7 +141,7 @@ def group_handed(group: Any) -> str:
     return f"got {type(group).__name__}"
 
 
-def not_yet() -> str:
+def init_hint() -> str:
     """Return a hint for error messages if the process group is not initialized.
 
     >>> not_yet()
@@ -169,7 +171,9 @@ def planned_group(group: Any, plan: Any, documents: Any, how: str) -> str:
         raise PlanError(f"group must be None without a plan. Create a plan, {how}, and pass plan=.")
     check_axes(group)
     if not isinstance(group, dist.ProcessGroup):
-        raise PlanError(f"group must be a process group or a mesh of one axis, but {group_handed(group)}.{not_yet()}")
+        raise PlanError(
+            f"group must be a process group or a mesh of one axis, but {describe_group(group)}.{init_hint()}"
+        )
     return group.group_name
 
 
@@ -208,7 +212,7 @@ def check_captured(tensors: Sequence[object]) -> None:
             )
 
 
-def check_cut(q: DTensor, plan_or_mask: Any) -> None:
+def check_dtensor_shards(q: DTensor, plan_or_mask: Any) -> None:
     """Raise for a DTensor whose shards are not those of the plan's layout."""
     if not isinstance(plan_or_mask, Plan) or q.device_mesh.size() != plan_or_mask.layout.world_size:
         return  # raised elsewhere
@@ -228,7 +232,7 @@ SEQ_DIM = 2
 Shape = tuple[int, ...]
 
 
-def fitting_plan(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, place: tuple[int, int] | None) -> Plan:
+def resolve_plan(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, place: tuple[int, int] | None) -> Plan:
     """Return the plan for these tensors: the argument, or the one-device plan of a mask. Raise if they do not fit.
 
     `place` is (rank, size) in the group. A mask without functions caches the plan of each set of shapes, because
@@ -249,7 +253,7 @@ def fitting_plan(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, pla
     size = plan_or_mask.layout.world_size
     if place is None and size > 1:
         raise PlanError(
-            f"group must be a process group or a mesh axis of the plan's {size} ranks, but got NoneType.{not_yet()}"
+            f"group must be a process group or a mesh axis of the plan's {size} ranks, but got NoneType.{init_hint()}"
         )
     if place is not None and place[1] != size:
         raise PlanError(f"group must have the plan's {size} ranks, but got {place[1]}. Plan for the group's size.")
@@ -260,12 +264,12 @@ def fitting_plan(plan_or_mask: Mask | Plan, q: Tensor, k: Tensor, v: Tensor, pla
 
 def one_device_plan(q: Shape, k: Shape, v: Shape, dtype: Any, mask: Mask) -> Plan:
     """Return the plan of tensors of these shapes on one device."""
-    return planned(mask, _request(q, k, v, dtype))
+    return build_plan(mask, _request(q, k, v, dtype))
 
 
 @lru_cache(maxsize=64)
 def _request(q: Shape, k: Shape, v: Shape, dtype: Any) -> PlanRequest:
-    whole(v[3], "v_head_dim", "a plan", ScheduleError, low=1, high=MAX_SIZE)
+    check_int(v[3], "v_head_dim", "a plan", ScheduleError, low=1, high=MAX_SIZE)
     sizes = Sizes(q[1], k[1], q[3], v[3], dtype.itemsize, q[0])
     return PlanRequest(
         contiguous(q[SEQ_DIM], 1), sizes, str(dtype).removeprefix("torch."), "exchange", CPU, assumed=True

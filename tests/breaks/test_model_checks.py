@@ -128,7 +128,7 @@ def test_hooks_of_the_class_itself_are_part_of_its_check(place):
 
     for hook, is_right in (("double", True), ("shift", False)):
         kind = load(place, "hooked", HOOKED.format(hook=hook)).Model
-        answer = first_use.found(kind, LlamaConfig(**SIZES), Form())
+        answer = first_use.load_or_run_check(kind, LlamaConfig(**SIZES), Form())
         assert answer["ok"] is is_right
         if is_right:
             model = kind(LlamaConfig(**SIZES))
@@ -227,7 +227,7 @@ def test_code_of_a_users_own_is_checked_in_every_process(place, tries):
         (place / "own_data.json").write_text(str(values["data"]))
         load(place, "own_helpers", f"SHIFT = {values['import']}\n")
         kind = load(place, "own_model", MODEL.format(**values)).Model
-        answer = first_use.found(kind, LlamaConfig(**SIZES), Form())
+        answer = first_use.load_or_run_check(kind, LlamaConfig(**SIZES), Form())
         assert answer["ok"] is (edit is None), edit
         refused += not answer["ok"]
     assert not kept()
@@ -257,7 +257,7 @@ def test_remote_code_and_classes_without_a_file_are_not_kept(place, tmp_path, tr
     own = LlamaForCausalLM(Settings(**SIZES))
     models = (remote, typed, filed, own)
     assert [released.release_of(model, model.config) for model in models] == [None] * 4
-    assert first_use.found(type(filed), filed.config, Form(), filed)["ok"]
+    assert first_use.load_or_run_check(type(filed), filed.config, Form(), filed)["ok"]
     assert not kept()
     tries("models that are not released code", 4, 4)
 
@@ -319,10 +319,10 @@ def test_a_check_that_was_kept_is_found_again_after_use(name, monkeypatch):
     """Also where functions of the modeling file are replaced by Longspan's own, for recurrences and routers."""
     kind = getattr(pytest.importorskip("transformers"), name)
     config = kind.config_class()
-    answer = first_use.found(kind, config, Form())
+    answer = first_use.load_or_run_check(kind, config, Form())
     assert answer["ok"], answer["reason"]
     monkeypatch.setattr(proof, "prove", None)
-    assert first_use.found(kind, config, Form()) == answer
+    assert first_use.load_or_run_check(kind, config, Form()) == answer
     assert len(kept()) == 1
 
 
@@ -391,10 +391,10 @@ def test_broken_check_files_are_made_again(monkeypatch, tries):
     proofs = []
     right = prove(LlamaForCausalLM, LlamaConfig(**SIZES), Form())
     monkeypatch.setattr(proof, "prove", lambda *args: proofs.append(args) or right)
-    ask = functools.partial(first_use.found, LlamaForCausalLM, LlamaConfig(**SIZES), Form())
+    ask = functools.partial(first_use.load_or_run_check, LlamaForCausalLM, LlamaConfig(**SIZES), Form())
     answer = ask()
     (place,) = kept()
-    assert place == first_use.remembered_at(LlamaForCausalLM, LlamaConfig(**SIZES), Form())
+    assert place == first_use.check_path(LlamaForCausalLM, LlamaConfig(**SIZES), Form())
     text = place.read_text()
     assert ask() == answer
     assert len(proofs) == 1

@@ -348,7 +348,7 @@ def memory_of_records(batches):
         torch_api.context_parallel_shard(
             mesh, [torch.zeros(tokens)], [0], torch_api.PerDocument([first, tokens - first])
         )
-    record = inferred.record_of(mesh)
+    record = inferred.layout_record(mesh)
     for tokens in range(16, 16 + batches):
         record.add(ls.layouts.zigzag(tokens, world))
     held = len(record.layouts), len(record.digests)

@@ -86,10 +86,10 @@ PLAIN, PACKED = (huggingface_waits, "mistral", "plain"), (huggingface_waits, "ll
 
 MENDS = {
     "the reference has sinks on the CPU": Mend(
-        reference.answer, "meaning.sinks.detach().cpu().double()", "meaning.sinks.detach().double()", SINKS, "cuda"
+        reference.reference_result, "meaning.sinks.detach().cpu().double()", "meaning.sinks.detach().double()", SINKS, "cuda"
     ),
     "the reference's gradients are on the CPU": Mend(
-        reference.answer, "else g).cpu() for g, t", "else g) for g, t", SCORE, "cuda"
+        reference.reference_result, "else g).cpu() for g, t", "else g) for g, t", SCORE, "cuda"
     ),
     "score functions of the reference run where their tensors are": Mend(
         reference._scored, "scores.to(like.device)", "scores", SCORE, "cuda"

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
-from longspan._compile import found_under
+from longspan._compile import lookup_value
 from longspan.errors import PlanError
 from longspan.run import ops
 from longspan.testing.oracle import dense_attention, dense_gradients
@@ -273,7 +273,7 @@ def test_numbers_are_not_used_again():
     others = [ls.masks.sliding_window(n) for n in range(100)]
     with pytest.raises(PlanError, match="mask or plan of this call"):
         ops.attention(q, k, v, [], None, handle, "", "auto", None, 0, True, True, False, "", ops.FORM)
-    assert found_under(int(handle)) is None
+    assert lookup_value(int(handle)) is None
     out, lse, ticket = ops.attention(
         q, k, v, [], None, others[50].handle, "", "auto", None, 0, True, True, False, "", ops.FORM
     )

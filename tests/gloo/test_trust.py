@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longspan.errors import AgreementError, PlanError, RankError
 from longspan.run import agreement
 from longspan.run.agreement import Header
-from longspan.run.group import Safety, safely, safety
+from longspan.run.group import Safety, safety, use_safety
 from longspan.watch.detector import Direction, Phase, Status, Verdict
 from tests.gloo import trust_work
 from tests.pool import pool
@@ -191,7 +191,7 @@ def test_a_destroyed_group_is_let_go():
 
 def test_settings_are_scoped_and_checked():
     assert safety() == Safety()
-    with safely(Safety(patience=1.0, checked=True)):
+    with use_safety(Safety(patience=1.0, checked=True)):
         assert safety().checked
     assert safety() == Safety()
     for bad in ({"patience": -1}, {"patience": 0.1}, {"timeout": "long"}, {"timeout": True}):

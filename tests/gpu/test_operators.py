@@ -14,16 +14,16 @@ from torch import Tensor
 
 from longspan.kernels import Kernel, kernel_named
 from longspan.kernels.contract import TileWork, Upstream
-from longspan.tile import KnownTiles, Tile, wide
+from longspan.tile import KnownTiles, Tile, accumulation_dtype
 from longspan.verification.reference import (
     Answer,
     Budget,
     Jitter,
     Meaning,
-    answer,
     budgets,
-    compared,
-    play,
+    compare_tensor,
+    reference_result,
+    sample_rounding,
     unit,
     units,
 )
@@ -157,10 +157,12 @@ def test_kernel(site: Site, name: str, dtype: torch.dtype) -> None:
 def _expected(case: OperatorCase, dtype: torch.dtype) -> tuple[Answer, dict[str, Budget]]:
     """Return the float64 result, and the rounding budget of each of its tensors."""
     inputs, meaning = case.tensors(dtype), Meaning(case.seen(), case.scale)
-    truth = answer(meaning, *inputs)
+    truth = reference_result(meaning, *inputs)
     narrow, broad = units(dtype)
-    played = play(lambda n: answer(meaning, *inputs, Jitter(narrow, broad, torch.Generator().manual_seed(1 + n))))
-    allowed = budgets(truth, played, 2, MIN_ROUNDINGS * unit(wide(dtype)), 1.0)
+    played = sample_rounding(
+        lambda n: reference_result(meaning, *inputs, Jitter(narrow, broad, torch.Generator().manual_seed(1 + n)))
+    )
+    allowed = budgets(truth, played, 2, MIN_ROUNDINGS * unit(accumulation_dtype(dtype)), 1.0)
     if narrow != broad:
         # An lse that is off by x multiplies a row's probabilities by 1 + x.
         lse, width = allowed["lse"], math.sqrt(case.batch * case.heads[0])
@@ -174,7 +176,7 @@ def check_case(kernel: Kernel, case: OperatorCase, dtype: torch.dtype, device: s
     """Compare every tensor of a case with dense float64."""
     truth, allowed = _expected(case, dtype)
     result, written = _kernel_answer(kernel, case, case.tensors(dtype), truth, device)
-    checks = [compared(result[name], truth[name], allowed[name], name)[0] for name in truth]
+    checks = [compare_tensor(result[name], truth[name], allowed[name], name)[0] for name in truth]
     return [*checks, *(Check(f"memory beside {name}", math.inf, 0.0) for name in written)]
 
 
@@ -185,8 +187,8 @@ def _kernel_answer(
     memory, dtype = GuardedMemory(), inputs[0].dtype
     put = lambda name, x: memory.place(name, x.to(device), case.layout)  # noqa: E731
     q, k, v, dout = (put(name, x) for name, x in zip(("q", "k", "v", "dout"), inputs, strict=True))
-    out, lse = put("out", truth["out"].to(dtype)), put("lse", truth["lse"].to(wide(dtype)))
-    delta = put("delta", (inputs[3].double() * truth["out"]).sum(-1).to(wide(dtype)))
+    out, lse = put("out", truth["out"].to(dtype)), put("lse", truth["lse"].to(accumulation_dtype(dtype)))
+    delta = put("delta", (inputs[3].double() * truth["out"]).sum(-1).to(accumulation_dtype(dtype)))
     work = TileWork(q, k, v, KnownTiles(case.tiles), case.scale)
     upstream = Upstream(dout, out, lse, delta)
     for _ in kernel.forward(work):  # what is built once per plan may be copied and waited for

@@ -83,7 +83,7 @@ def images(folder):
 
     from longspan import huggingface
     from longspan.huggingface.tiny import build, tiny_config
-    from longspan.huggingface.trial import Form, drawn, with_labels
+    from longspan.huggingface.trial import Form, random_batch, with_labels
 
     os.environ["XDG_CACHE_HOME"] = folder
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -100,7 +100,7 @@ def images(folder):
         model = build(kind, tiny_config(kind.config_class()))
         model.set_attn_implementation("longspan")
         form = Form(others=others, padding="right")
-        batch = drawn(form, model)
+        batch = random_batch(form, model)
         batch = with_labels(batch, model(**batch).logits.detach())
         found[name] = _far(model, batch, "contiguous")
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -125,7 +125,7 @@ def first_use(folder):
         config = hf.Qwen3Config(**SIZES)
         for model in (one := made("Qwen3ForCausalLM", config), one, made("Qwen3ForCausalLM", config)):
             began = time.process_time()
-            rules = place.rules_of(model, read_batch(batch), dist.group.WORLD, trust_model=False)
+            rules = place.get_rules(model, read_batch(batch), dist.group.WORLD, trust_model=False)
             found.append((time.process_time() - began, len(counted), rules))
         wider = made("Qwen3ForCausalLM", hf.Qwen3Config(**{**SIZES, "intermediate_size": 64}))
         huggingface.shard_inputs(wider, batch, dist.group.WORLD)

@@ -7,7 +7,7 @@ from tests.hosts import hf_structure_work as work
 from tests.pool import end_all, pool
 
 pytest.importorskip("transformers")
-from longspan.huggingface.structure import put_in
+from longspan.huggingface.structure import find_unverified_module
 from tests.hosts import hf_used_work, hf_versions
 
 TIMEOUT = 200.0
@@ -48,9 +48,9 @@ def test_a_used_model_is_let_go():
 def test_towers_may_be_made_of_anything():
     """They run whole on every rank; what is beside them does not."""
     model = torch.nn.Sequential(hf_used_work.Mean(torch.nn.Identity()), torch.nn.Linear(2, 2))
-    assert put_in(model, ()) == "0 (Mean)"
-    assert put_in(model, (), apart=[model[0]]) is None
-    assert put_in(model, (), apart=[model[1]]) == "0 (Mean)"
+    assert find_unverified_module(model, ()) == "0 (Mean)"
+    assert find_unverified_module(model, (), apart=[model[0]]) is None
+    assert find_unverified_module(model, (), apart=[model[1]]) == "0 (Mean)"
 
 
 CHANGED = {

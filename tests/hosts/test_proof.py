@@ -107,7 +107,7 @@ def test_one_answer_from_packed_documents_has_no_meaning_with_recurrences():
 
 def test_a_remembered_proof_takes_milliseconds(tmp_path):
     from longspan.huggingface.batches import read_batch
-    from longspan.huggingface.first_use import found, remembered_at, rules_of
+    from longspan.huggingface.first_use import check_path, get_rules, load_or_run_check
     from longspan.huggingface.trial import Form
 
     class One:
@@ -116,11 +116,11 @@ def test_a_remembered_proof_takes_milliseconds(tmp_path):
     with torch.device("meta"):
         models = [hf.LlamaForCausalLM(hf.LlamaConfig()) for _ in range(4)]
     batch = {"input_ids": torch.ones(1, 8, dtype=torch.long)}
-    first = rules_of(models[0], read_batch(batch), One(), trust_model=False)
+    first = get_rules(models[0], read_batch(batch), One(), trust_model=False)
 
     def remembering():
         began = time.process_time()
-        again.append(rules_of(models[len(again) + 1], read_batch(batch), One(), trust_model=False))
+        again.append(get_rules(models[len(again) + 1], read_batch(batch), One(), trust_model=False))
         return time.process_time() - began
 
     again = []
@@ -130,8 +130,8 @@ def test_a_remembered_proof_takes_milliseconds(tmp_path):
     place.write_text("{")  # a disk that was full
     config = hf.LlamaConfig()
     form = Form(labels=False)
-    assert found(hf.LlamaForCausalLM, config, form)["ok"]
-    assert remembered_at(hf.LlamaForCausalLM, hf.LlamaConfig(rms_norm_eps=1e-3), form) != remembered_at(
+    assert load_or_run_check(hf.LlamaForCausalLM, config, form)["ok"]
+    assert check_path(hf.LlamaForCausalLM, hf.LlamaConfig(rms_norm_eps=1e-3), form) != check_path(
         hf.LlamaForCausalLM, config, form
     )
 

@@ -87,13 +87,13 @@ def llama():
 
 
 def use(model):
-    return first_use.rules_of(model, read_batch(batch_of("plain")), One(), False)
+    return first_use.get_rules(model, read_batch(batch_of("plain")), One(), False)
 
 
 def answer(kind, config=None):
     from transformers import LlamaConfig
 
-    return first_use.found(kind, config or LlamaConfig(**SIZES), Form())
+    return first_use.load_or_run_check(kind, config or LlamaConfig(**SIZES), Form())
 
 
 def test_a_model_is_accepted_and_remembered(monkeypatch):
@@ -192,6 +192,6 @@ SURROUNDINGS = {
 def test_what_is_set_around_a_first_use_does_not_matter(name):
     model, batch = llama(), batch_of("plain")
     with SURROUNDINGS[name]():
-        first_use.rules_of(model, read_batch(batch), One(), False)
+        first_use.get_rules(model, read_batch(batch), One(), False)
     with SURROUNDINGS[name](), pytest.raises(BatchError, match="mixer"):
-        first_use.rules_of(beside(planted_layers.TokenConv)(model.config), read_batch(batch), One(), False)
+        first_use.get_rules(beside(planted_layers.TokenConv)(model.config), read_batch(batch), One(), False)

@@ -123,15 +123,15 @@ def halo_one_row_short(patch):
 @mutant
 def documents_not_reset(patch):
     """The sequence is one document."""
-    planned = conv_plan.planned_convolution
-    patch.setattr(ls.api, "planned_convolution", lambda numbers, *rest: planned(numbers * 0, *rest))
+    planned = conv_plan.build_conv_plan
+    patch.setattr(ls.api, "build_conv_plan", lambda numbers, *rest: planned(numbers * 0, *rest))
 
 
 @mutant
 def first_batch_rows_documents(patch):
     """All batch rows have the documents of the first."""
-    planned = conv_plan.planned_convolution
-    patch.setattr(ls.api, "planned_convolution", lambda numbers, *rest: planned(numbers[:1], *rest))
+    planned = conv_plan.build_conv_plan
+    patch.setattr(ls.api, "build_conv_plan", lambda numbers, *rest: planned(numbers[:1], *rest))
 
 
 @mutant

@@ -80,7 +80,7 @@ def replayed(case: Case, others: list[Case], seed, ahead, nccl=SimulatedNccl):
         graphs, results = [], []
         for rank in ranks:
             with capturing(simulation, rank) as found:
-                results.append(pass_of(case, simulation, rank, inputs[rank]))
+                results.append(run_pass(case, simulation, rank, inputs[rank]))
             graphs += found
         kept = [[] for _ in ranks]
         for number in range(len(others)):
@@ -98,7 +98,7 @@ def replayed(case: Case, others: list[Case], seed, ahead, nccl=SimulatedNccl):
     return made, [[gpu.read(t) for t in found] for gpu, found in zip(gpus, last, strict=True)]
 
 
-def pass_of(case, simulation, rank, layer):
+def run_pass(case, simulation, rank, layer):
     """Forward and backward of one layer."""
     host, answer = case.host(rank, [layer]), None
     while True:

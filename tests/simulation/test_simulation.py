@@ -19,7 +19,7 @@ from longspan.kernels import kernel_named
 from longspan.planning import Problem, Sizes, scheme
 from longspan.planning.machine import CPU
 from longspan.planning.plan import Plan
-from longspan.run.ops import record_of
+from longspan.run.ops import create_record
 from longspan.run.passes import Backward, Forward, Saved
 from longspan.run.transports import Loopback
 from longspan.run.walk import Job
@@ -277,7 +277,7 @@ def test_different_plans_are_refused_before_data_moves():
 
     plans = [small_plan(), small_plan(masks.full(32))]
     rows = [
-        record_of(Case(plan, 0).job(0), torch.device("cpu"), True, "", Safety()).row()
+        create_record(Case(plan, 0).job(0), torch.device("cpu"), True, "", Safety()).row()
         for plan in (plans[0], plans[1], plans[0])
     ]
     with pytest.raises(AgreementError, match=r"no data was sent.*mask: .* on rank"):

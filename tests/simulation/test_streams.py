@@ -16,7 +16,7 @@ from longspan.run.walk import Job
 from tests.cases import LAYOUTS
 from tests.gpu.programs import drive, no_backward, no_forward
 from tests.simulation.streams import Batch, DeadlockError, HostCopyError, HostWaitError, Memory, NoHostWaits, Simulation
-from tests.simulation.streams_capture import UnjoinedError, capturing, other_inputs, pass_of, replayed
+from tests.simulation.streams_capture import UnjoinedError, capturing, other_inputs, replayed, run_pass
 from tests.simulation.streams_cases import AHEAD, DTYPES, KINDS, case_of, check, on_gpus, same, schemes
 from tests.simulation.streams_group import SimulatedNccl, simulated
 from tests.simulation.streams_mistakes import LET_GO, MISTAKES, NOT_HELD, START, Mistake, in_run, in_start, tried
@@ -258,7 +258,7 @@ def test_a_first_call_cannot_be_captured():
         inputs = [simulation.gpus[0].upload(t) for t in case.shards[0][0]]
         try:
             with simulated(SimulatedNccl(simulation)), capturing(simulation, 0):
-                pass_of(case, simulation, 0, inputs)
+                run_pass(case, simulation, 0, inputs)
         except HostCopyError:
             refused += 1
     assert refused >= 3

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import longspan as ls
 from longspan.errors import KernelError, LongspanError, MaskError
 from longspan.masks import functions
-from longspan.masks.captures import Reads
+from longspan.masks.captures import CaptureSnapshot
 from longspan.masks.functions import Reader
 from longspan.testing import run_loopback
 
@@ -304,14 +304,14 @@ def test_what_a_function_does_not_read_may_change():
     model = Model()
     tensors, mask = inputs(), causal_mask(model.sees)
     out = ls.attention(*tensors, mask)
-    before = mask.read_anew()
+    before = mask.refresh_captures()
     model.step, model.parts["b"], model.new = 7, 3, "new"
     with torch.no_grad():
         model.linear.weight.add_(1)
     want = torch.autograd.grad(truth(tensors, FIRST).sum(), tensors)
     found = torch.autograd.grad(out.sum(), tensors)
     assert all(torch.allclose(a, b) for a, b in zip(found, want, strict=True))
-    assert mask.read_anew() is before
+    assert mask.refresh_captures() is before
 
 
 def test_a_repeated_call_asks_about_one_pair_and_no_tile():
@@ -358,11 +358,11 @@ def test_looking_costs_little():
     """Below 0.3 ms for functions, nothing for closed forms; the best of many, on a busy machine."""
 
     def cost(mask):
-        mask.read_anew()
+        mask.refresh_captures()
         times = []
         for _ in range(50):
             start = time.perf_counter()
-            mask.read_anew()
+            mask.refresh_captures()
             times.append(time.perf_counter() - start)
         return min(times)
 
@@ -514,14 +514,14 @@ def test_reads_say_what_changed():
     def sees(b, h, i, j):
         return (i - j < LIMIT) & (i - j < limits["a"]) & (i * held.alpha >= 0)
 
-    before = Reads.of(sees)
-    assert before.difference(Reads.of(sees)) is None
+    before = CaptureSnapshot.of(sees)
+    assert before.difference(CaptureSnapshot.of(sees)) is None
     held.alpha = float("nan")
-    assert before.difference(Reads.of(sees)) == "held.alpha was 0.5 and is nan"
-    again = Reads.of(sees)
-    assert again.difference(Reads.of(sees)) is None
+    assert before.difference(CaptureSnapshot.of(sees)) == "held.alpha was 0.5 and is nan"
+    again = CaptureSnapshot.of(sees)
+    assert again.difference(CaptureSnapshot.of(sees)) is None
     limits["a"] = 4
-    assert again.difference(Reads.of(sees)) == "limits['a'] was 3 and is 4"
+    assert again.difference(CaptureSnapshot.of(sees)) == "limits['a'] was 3 and is 4"
 
 
 def test_a_snapshot_describes_the_operation_that_changed():
@@ -530,10 +530,12 @@ def test_a_snapshot_describes_the_operation_that_changed():
     def sees(i, j):
         return i - j < held.ids[0]
 
-    before = Reads.of(sees, pair)
-    assert before.difference(Reads.of(sees, pair, before)) is None
+    before = CaptureSnapshot.of(sees, pair)
+    assert before.difference(CaptureSnapshot.of(sees, pair, before)) is None
     held.ids[0] = 4
-    assert before.difference(Reads.of(sees, pair, before)) == "`lt` was called with 3 and is now called with 4"
+    assert (
+        before.difference(CaptureSnapshot.of(sees, pair, before)) == "`lt` was called with 3 and is now called with 4"
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.int64, np.bool_])
@@ -543,10 +545,10 @@ def test_tensors_that_a_call_creates_are_compared_by_value(dtype):
     def sees(i, j):
         return torch.from_numpy(getattr(held, "i" + "ds"))[i] == j
 
-    before = Reads.of(sees, pair)
-    assert before.difference(Reads.of(sees, pair, before)) is None
+    before = CaptureSnapshot.of(sees, pair)
+    assert before.difference(CaptureSnapshot.of(sees, pair, before)) is None
     held.ids[3] = 1
-    assert "was changed in place" in before.difference(Reads.of(sees, pair, before))
+    assert "was changed in place" in before.difference(CaptureSnapshot.of(sees, pair, before))
 
 
 def test_numbers_in_helpers_that_leave_no_trace_are_compared():
@@ -556,20 +558,20 @@ def test_numbers_in_helpers_that_leave_no_trace_are_compared():
     def sees(i, j):
         return torch.Tensor([held.ids > 2]).bool()[0]
 
-    before = Reads.of(sees, pair)
+    before = CaptureSnapshot.of(sees, pair)
     held.ids = 4
-    assert before.difference(Reads.of(sees, pair, before)).endswith("ids was 3 and is 4")
+    assert before.difference(CaptureSnapshot.of(sees, pair, before)).endswith("ids was 3 and is 4")
 
 
 def test_a_result_without_operations_is_compared():
     held, pair = Holder(torch.tensor(True)), (torch.tensor(0), torch.tensor(0))
-    before = Reads.of(lambda i, j: held.ids, pair)
+    before = CaptureSnapshot.of(lambda i, j: held.ids, pair)
     held.ids = torch.tensor(False)
-    assert "is another one" in before.difference(Reads.of(lambda i, j: held.ids, pair, before))
+    assert "is another one" in before.difference(CaptureSnapshot.of(lambda i, j: held.ids, pair, before))
     held.ids = True
-    before = Reads.of(lambda i, j: held.ids, pair)
+    before = CaptureSnapshot.of(lambda i, j: held.ids, pair)
     held.ids = False
-    assert before.difference(Reads.of(lambda i, j: held.ids, pair, before)) is not None
+    assert before.difference(CaptureSnapshot.of(lambda i, j: held.ids, pair, before)) is not None
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import longspan as ls
 from longspan.kernels import kernel_named
 from longspan.masks.plane import Plane
 from longspan.run.group import Safety
-from longspan.run.ops import record_of
+from longspan.run.ops import create_record
 from longspan.run.walk import Job
 
 MASKS = {
@@ -43,9 +43,9 @@ def test_a_repeated_plan_compares_what_it_has(monkeypatch):
         mask, ls.layouts.contiguous(128, 4), q_heads=4, kv_heads=2, head_dim=8, dtype="float32", scheme="exchange"
     )
     job = Job(plan, 0, kernel_named("reference"), 0.1, torch.float32, None, None)
-    record = record_of(job, torch.device("cpu"), True, "", Safety())
+    record = create_record(job, torch.device("cpu"), True, "", Safety())
     monkeypatch.setattr(Plane, "key", lambda self: pytest.fail("worked out anew"))
-    assert record_of(job, torch.device("cpu"), True, "", Safety()) is record
+    assert create_record(job, torch.device("cpu"), True, "", Safety()) is record
 
 
 def test_a_function_that_reads_other_data_has_another_fingerprint():
@@ -54,5 +54,5 @@ def test_a_function_that_reads_other_data_has_another_fingerprint():
     first = mask.fingerprint
     assert mask.fingerprint == first
     table[40:60] = 99
-    mask.read_anew()
+    mask.refresh_captures()
     assert mask.fingerprint != first

@@ -8,7 +8,7 @@ import longspan as ls
 from longspan.kernels import kernel_named
 from longspan.kernels.cuda_flash import implementation
 from longspan.run.group import Safety
-from longspan.run.ops import record_of
+from longspan.run.ops import create_record
 from longspan.run.walk import Job
 
 
@@ -16,7 +16,7 @@ def record(device):
     layout = ls.layouts.contiguous(8, 2)
     plan = ls.plan(ls.masks.causal(), layout, q_heads=1, kv_heads=1, head_dim=8, dtype="bfloat16", scheme="ring")
     job = Job(plan, 0, kernel_named("varlen"), 1.0, torch.bfloat16)
-    return record_of(job, torch.device(device), None, "", Safety())
+    return create_record(job, torch.device(device), None, "", Safety())
 
 
 @pytest.mark.parametrize(("device", "differs"), [("cuda:0", True), ("cpu", False)])

@@ -8,7 +8,7 @@ from longspan import layouts, masks, plan
 from longspan.kernels import kernel_named
 from longspan.layouts import Layout
 from longspan.run import walk
-from longspan.run.moves import Memory, Move, grouped, levels_of
+from longspan.run.moves import Memory, Move, group_operations, levels_of
 from longspan.run.passes import Backward, Forward, Saved
 from longspan.run.recorder import Kind, Recorder
 from longspan.run.transports import Loopback
@@ -97,7 +97,7 @@ def test_levels_keep_what_depends_on_each_other_apart():
     b[:, 1:, 3:4].add_(c[:, 1:, 0:1])  # other heads: does not wait for the one before
     c[:, :, 0:1].fill_(1.0)  # what was read before is written
     assert levels_of(recorder.log) == [1, 1, 2, 2, 2, 3]
-    groups = grouped(recorder.log)
+    groups = group_operations(recorder.log)
     assert [(group.kind, len(group.lanes)) for group in groups] == [(Kind.COPY, 1), (Kind.ADD, 3), (Kind.FILL, 1)]
     assert groups[0].lanes[0].runs == [(0, 0, 4), (6, 1, 3)]
 

@@ -33,11 +33,11 @@ def inputs():
 
 def test_modes_see_both_operators_and_change_no_bit():
     tensors, dout = inputs()
-    assert ops.run_of(ops.attention, *tensors) is ops.run_forward
-    assert ops.run_of(ops.attention_backward, *tensors) is ops.run_backward
+    assert ops.implementation_of(ops.attention, *tensors) is ops.run_forward
+    assert ops.implementation_of(ops.attention_backward, *tensors) is ops.run_backward
     alone = both_ways(*tensors, dout)
     with Seen() as seen:
-        assert ops.run_of(ops.attention, *tensors) is ops.attention
+        assert ops.implementation_of(ops.attention, *tensors) is ops.attention
         watched = both_ways(*tensors, dout)
     assert seen.names >= OURS
     assert all(map(torch.equal, alone, watched))

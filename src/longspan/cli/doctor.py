@@ -20,7 +20,7 @@ from typing import Any
 from longspan.cli.launch import BACKENDS, JobRanks, add_backend, clocks, describe_device, describe_kernel, join_ranks
 from longspan.cli.output import Screen, print_json, progress, screen_of
 from longspan.cli.verify import LEGEND, check_row, one_thread, show_shares
-from longspan.formatting import counted, rate_text, seconds_text
+from longspan.formatting import format_count, rate_text, seconds_text
 from longspan.versions import check_versions
 
 PACKAGES = ("torch", "numpy", "rich", "matplotlib", "transformers", "accelerate")
@@ -241,7 +241,7 @@ def _facts(findings: dict[str, Any]) -> Iterator[tuple[str, str]]:
     installed = [f"{name} {number}" for name, number in findings["versions"].items() if number and name != "longspan"]
     yield "versions", ", ".join(installed)
     yield "tested", findings["tested"]["text"]
-    ranks, threads = counted(host["ranks"], "rank"), counted(host["threads_per_rank"], "thread")
+    ranks, threads = format_count(host["ranks"], "rank"), format_count(host["threads_per_rank"], "thread")
     yield "host", f"{host['system']}, {host['cores']} cores; {ranks} of {threads}"
     yield "device", describe_device(host["device"])
     yield "backends", ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in findings["backends"].items())

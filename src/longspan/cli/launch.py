@@ -89,7 +89,7 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
 def place(backend: str | None, num_gpus: int, local_rank: int, *, sees_one_gpu: bool = False) -> tuple[str, str]:
     """Return the backend, and the device of this rank's tensors; each rank of a host has its own GPU.
 
-    With `sees_one_gpu` the launcher has made one GPU visible to this rank, which is number 0 for every rank.
+    With `sees_one_gpu` the launcher exposes one GPU to this rank, which is number 0 for every rank.
 
     >>> place(None, 8, 3), place("gloo", 8, 3), place(None, 0, 3), place(None, 1, 3, sees_one_gpu=True)
     (('nccl', 'cuda:3'), ('gloo', 'cpu'), ('gloo', 'cpu'), ('nccl', 'cuda:0'))

@@ -17,7 +17,7 @@ from longspan.cli.command import FAILED, FINE
 from longspan.cli.output import Column, Row, Screen, count, print_json, progress, screen_of
 from longspan.cli.workload import Workload
 from longspan.errors import LongspanError, PlanError
-from longspan.formatting import bytes_alike, bytes_text, counted, seconds_alike, seconds_text, three
+from longspan.formatting import bytes_alike, bytes_text, format_count, seconds_alike, seconds_text, three
 from longspan.layouts import Layout
 from longspan.planning.machine import Machine
 from longspan.planning.plan import Plan
@@ -446,7 +446,7 @@ def facts(
         if least is None:
             yield "smallest", f"it fits on none that was tried, up to {MAX_RANKS:,} ranks"
         else:
-            yield "smallest", f"{counted(least['gpus'], 'GPU')} (--ranks {least['ranks']:,}), with {least['with']}"
+            yield "smallest", f"{format_count(least['gpus'], 'GPU')} (--ranks {least['ranks']:,}), with {least['with']}"
 
 
 def about_attentions(step: PlannedStep) -> Iterator[str]:

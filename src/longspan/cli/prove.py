@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answer(kind: type, config: Any, name: str, source: str, again: bool) -> dict[str, Any]:
-    from longspan.huggingface.first_use import found, remembered_at
+    from longspan.huggingface.first_use import check_path, load_or_run_check
     from longspan.huggingface.trial import Form
 
     form = {
@@ -69,8 +69,8 @@ def _answer(kind: type, config: Any, name: str, source: str, again: bool) -> dic
     }[name]
     try:
         if again:
-            remembered_at(kind, config, form).unlink(missing_ok=True)
-        return found(kind, config, form)
+            check_path(kind, config, form).unlink(missing_ok=True)
+        return load_or_run_check(kind, config, form)
     except (LongspanError, OSError):
         raise
     except Exception as error:  # from its class, or from our tiny copy of it

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             title=args.title,
             command=command_of(args),
             python=python_of(workload, args, plan.fingerprint),
-            asked=(("given as", workload.docs),) if workload.docs != "as given" else (),
+            extra_inputs=(("given as", workload.docs),) if workload.docs != "as given" else (),
             version=longspan.__version__,
         )
     args.out.write_text(text, encoding="utf-8")

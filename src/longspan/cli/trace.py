@@ -19,7 +19,7 @@ from longspan.cli.output import Column, Row, Screen, print_json, progress, scree
 from longspan.cli.workload import Workload
 from longspan.cli.workload import add_arguments as add_workload
 from longspan.errors import PlanError
-from longspan.formatting import bytes_text, counted, seconds_text
+from longspan.formatting import bytes_text, format_count, seconds_text
 from longspan.planning.plan import Plan
 from longspan.planning.simulator import simulate
 
@@ -140,7 +140,7 @@ def show(about: dict[str, Any], plan: Plan, slices: list[Slice], screen: Screen)
     """Print how long it takes, and what the first and last ranks do meanwhile."""
     workload, ranks = about["workload"], about["ranks"]
     screen.title(
-        f"{workload['seq_len']:,} tokens on {counted(ranks, 'rank')}: {about['scheme']} over {about['layout']}"
+        f"{workload['seq_len']:,} tokens on {format_count(ranks, 'rank')}: {about['scheme']} over {about['layout']}"
     )
     total = f"{seconds_text(about['forward_seconds'])} forward, {seconds_text(about['backward_seconds'])} backward"
     where = f"on {about['machine']}" if about["how"] == "simulated" else "here"

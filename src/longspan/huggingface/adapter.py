@@ -1,4 +1,4 @@
-"""The facts about one model that every step needs, found once by walks over its modules and classes.
+"""The facts about one model that every step needs, collected once by walks over its modules and classes.
 
 The adapter is an attribute of the model, since it refers to the model's modules: both are freed together. A new adapter
 replaces it when a module, a forward or a hook has changed (LoRA, FSDP, a hook of the user): a step compares lists of
@@ -20,12 +20,12 @@ from torch import nn
 from longspan._torch import children_of, global_hooks, hooks_of
 from longspan.huggingface.head import watch_head, why_logits
 from longspan.huggingface.hooks import (
+    accepts_kwarg,
     hide_sequence,
     listen,
     listen_to_layers,
     route_losses,
-    takes,
-    towers,
+    vision_encoders,
     watch_body,
     watch_rotary,
 )
@@ -127,7 +127,7 @@ class ModelAdapter:
         return shows_positions(self.model)
 
     def accepts(self, name: str) -> bool:
-        return takes(type(self.model), name)
+        return accepts_kwarg(type(self.model), name)
 
     def layer_kinds(self, config: Any) -> list[Kind]:
         """Return the kinds of attention layers, as transformers makes masks for them; full attention if it makes none
@@ -171,7 +171,7 @@ class ModelAdapter:
         if rules not in self._installed:
             if not self._installed:
                 route_losses({sys.modules[type(part).__module__] for part in (model, *self._modules)})
-                hide_sequence(towers(model))
+                hide_sequence(vision_encoders(model))
                 self.depends_on_largest = watch_rotary(model)
                 if self.is_hybrid:
                     route(model)

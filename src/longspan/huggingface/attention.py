@@ -69,14 +69,14 @@ def longspan_attention(
     longspan: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the output (B, S, H, D), and None for attention weights, which are never made. `AttentionInterface` calls
+    """Return the output (B, S, H, D), and None for attention weights, which are never computed. `AttentionInterface` calls
     this."""
     for name, extra in others.items():
         if extra is None or extra is False or name in IGNORED:
             continue
         if name == "output_attentions":
             raise KernelError(
-                "output_attentions=True is not supported: attention weights are never made here. Use"
+                "output_attentions=True is not supported: attention weights are never computed here. Use"
                 " attn_implementation='eager' to look at them."
             )
         meaning = UNSUPPORTED.get(name, "which Longspan does not know")

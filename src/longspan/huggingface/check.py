@@ -26,7 +26,7 @@ from longspan.errors import LongspanError
 from longspan.huggingface.attention import NAME
 from longspan.huggingface.batches import IGNORE, SEEN, counted_without_padding, read_batch, shifted_labels
 from longspan.huggingface.head import LOGITS, LOSS, scale_of
-from longspan.huggingface.hooks import takes, towers
+from longspan.huggingface.hooks import accepts_kwarg, vision_encoders
 from longspan.huggingface.mixers import check_mixers, is_hybrid, mixes, text_part
 from longspan.huggingface.sharding import register
 from longspan.huggingface.structure import (
@@ -44,9 +44,9 @@ from longspan.huggingface.structure import (
     Rules,
     check_structure,
     classes_of,
+    find_unverified_module,
     num_layers,
     padding_id,
-    put_in,
 )
 from longspan.huggingface.tiny import CannotShrinkError, build, tiny_config
 from longspan.huggingface.trial import (
@@ -57,8 +57,8 @@ from longspan.huggingface.trial import (
     RunResult,
     Trial,
     attention_implementation,
-    drawn,
     output_tensor,
+    random_batch,
     with_labels,
 )
 from longspan.huggingface.user_hooks import hook_names, without_global_hooks
@@ -122,7 +122,7 @@ def prove(kind: type, config: Any, form: Form = Form()) -> Proof:  # noqa: B008 
             error, rules = _compare(trial, form)
             # Modules that only larger models have are not in the copy.
             full = without_weights(kind, config)
-            other = None if full is None else put_in(full, classes, towers(full))
+            other = None if full is None else find_unverified_module(full, classes, vision_encoders(full))
             if other is not None:
                 raise _RefusedError(f"as it is configured it has {other}, which its tiny copy has not. {_ADVICE}.")
     except _RefusedError as refusal:
@@ -154,7 +154,7 @@ def _start(kind: type, config: Any, form: Form) -> Trial:
         model: Any = build(kind, tiny_config(config))
         model.set_attn_implementation(NAME)
     except (CannotShrinkError, ValueError, KeyError) as error:
-        raise _FailedError(f"no tiny copy of it could be made ({_line(error)}). {_ADVICE}.") from error
+        raise _FailedError(f"no tiny copy of it could be built ({_line(error)}). {_ADVICE}.") from error
     uses_attention = is_hybrid(model) or any("ALL_ATTENTION_FUNCTIONS" in mixes(type(m)) for m in model.modules())
     if model.config.get_text_config()._attn_implementation != NAME or not uses_attention:
         raise _RefusedError(
@@ -185,7 +185,7 @@ def _first_run(trial: Trial, form: Form) -> Any:
     attempts = list(itertools.product((True, False), rows))
     for attempt in attempts:
         trial.is_wide, num_rows = attempt
-        trial.batch = drawn(form, trial.model, num_rows)
+        trial.batch = random_batch(form, trial.model, num_rows)
         try:
             return trial.forward()
         except Exception as error:
@@ -348,7 +348,7 @@ def detect_rules(trial: Trial) -> Rules:
     """Return the rules by which to shard a model; they are checked afterwards."""
     model, loss = trial.model, _detect_loss(trial)
     obeys_count = loss == OWN
-    if loss in (SHIFTED, IN_PLACE) and takes(type(model), "num_items_in_batch"):  # BERT takes and ignores it
+    if loss in (SHIFTED, IN_PLACE) and accepts_kwarg(type(model), "num_items_in_batch"):  # BERT takes and ignores it
         obeys_count = not is_close(trial.forward(num_items_in_batch=10**6).loss, trial.forward().loss)
     rules = Rules(positions=_detect_positions(trial), loss=loss, obeys_count=obeys_count)
     # Modules at which whole tensors are sharded and gathered again.
@@ -380,7 +380,9 @@ def _name_of(model: nn.Module, wanted: nn.Module) -> str:
 def _detect_positions(trial: Trial) -> str:
     """Return how the model counts positions without position_ids."""
     names = [inspect.signature(part.forward).parameters for part in (trial.model, trial.model.base_model)]
-    if not any("position_ids" in parameters for parameters in names) or not takes(type(trial.model), "position_ids"):
+    if not any("position_ids" in parameters for parameters in names) or not accepts_kwarg(
+        type(trial.model), "position_ids"
+    ):
         return NO_POSITIONS
     if trial.batch.get("position_ids") is not None or _has_images(trial):
         return COUNT  # with images, positions are the model's own, and reach the backbone whole
@@ -434,7 +436,9 @@ def _detect_loss(trial: Trial) -> str:
 
 def _takes_shifted(trial: Trial, shifted: Tensor, loss: Tensor) -> bool:
     """Whether the model's loss takes labels that are shifted already, and divides by num_items_in_batch."""
-    if not (takes(type(trial.model), "shift_labels") and takes(type(trial.model), "num_items_in_batch")):
+    if not (
+        accepts_kwarg(type(trial.model), "shift_labels") and accepts_kwarg(type(trial.model), "num_items_in_batch")
+    ):
         return False
     count, inputs = (shifted != IGNORE).sum(), {"labels": shifted[:, :0], "shift_labels": shifted}
     try:

@@ -24,11 +24,11 @@ import torch.distributed as dist
 
 from longspan.huggingface.adapter import ModelAdapter, adapter_of
 from longspan.huggingface.batches import Reading
-from longspan.huggingface.hooks import towers
+from longspan.huggingface.hooks import vision_encoders
 from longspan.huggingface.mixers import mixes, text_part
 from longspan.huggingface.released import release_of
-from longspan.huggingface.structure import Rules, Snapshot, classes_of, num_layers, put_in
-from longspan.huggingface.trial import Form, form_of
+from longspan.huggingface.structure import Rules, Snapshot, classes_of, find_unverified_module, num_layers
+from longspan.huggingface.trial import Form, detect_form
 from longspan.huggingface.user_hooks import check_hooks
 from longspan.training import BatchError
 from longspan.training.groups import message_device
@@ -51,7 +51,7 @@ class Known:
 
     def accept(self, model: Any, names: Iterable[str] = ()) -> None:
         self.names |= {*names, *classes_of(model)}
-        check_hooks(model, self.names, towers(model))
+        check_hooks(model, self.names, vision_encoders(model))
         adapter = adapter_of(model)
         self.adapter, self.code = ref(adapter), Snapshot({type(module) for module in model.modules()})
 
@@ -72,7 +72,7 @@ class Known:
             )
         if self.adapter() is adapter_of(model):
             return
-        other = put_in(model, self.names, towers(model))
+        other = find_unverified_module(model, self.names, vision_encoders(model))
         if other is not None:
             raise BatchError(f"{type(model).__name__} cannot be used over ranks any more: {_unchecked(other)}")
         self.accept(model)
@@ -85,9 +85,9 @@ def _unchecked(module: str) -> str:
     )
 
 
-def rules_of(model: Any, read: Reading, group: Any, trust_model: bool) -> Rules:
+def get_rules(model: Any, read: Reading, group: Any, trust_model: bool) -> Rules:
     """Return the rules by which to shard the model, after its check; all ranks refuse a model that would be wrong."""
-    form = form_of(read, model.config.get_text_config())
+    form = detect_form(read, model.config.get_text_config())
     known = _KNOWN.get(model)
     if known is None:
         known = _KNOWN[model] = Known()
@@ -106,7 +106,9 @@ def rules_of(model: Any, read: Reading, group: Any, trust_model: bool) -> Rules:
         is_all = attending >= num_layers(model, model.config.get_text_config())
         known.rules[key] = Rules(layers="all" if is_all else "some")
     else:
-        answer = json.loads(told(json.dumps(_answer(model, form)).encode() if group.rank() == 0 else b"", group))
+        answer = json.loads(
+            broadcast_bytes(json.dumps(_answer(model, form)).encode() if group.rank() == 0 else b"", group)
+        )
         if not answer["ok"]:
             raise BatchError(f"{type(model).__name__} cannot be used over ranks: {answer['reason']}")
         known.rules[key] = Rules.of_json(answer["rules"])
@@ -117,14 +119,14 @@ def rules_of(model: Any, read: Reading, group: Any, trust_model: bool) -> Rules:
 def _answer(model: Any, form: Form) -> dict[str, Any]:
     """Return the result of the check for this model. Errors are returned too, so that other ranks do not hang."""
     try:
-        answer = found(type(model), model.config, form, model)
-        other = put_in(model, answer["classes"], towers(model)) if answer["ok"] else None
+        answer = load_or_run_check(type(model), model.config, form, model)
+        other = find_unverified_module(model, answer["classes"], vision_encoders(model)) if answer["ok"] else None
     except Exception as error:
         return {"ok": False, "reason": f"its check failed ({type(error).__name__}: {error})."}
     return answer if other is None else {"ok": False, "reason": _unchecked(other)}
 
 
-def told(message: bytes, group: Any) -> bytes:
+def broadcast_bytes(message: bytes, group: Any) -> bytes:
     """Broadcast bytes from group rank 0."""
     if group.size() == 1:
         return message
@@ -138,7 +140,7 @@ def told(message: bytes, group: Any) -> bytes:
     return text.cpu().numpy().tobytes()
 
 
-def found(kind: type, config: Any, form: Form, model: Any = None) -> dict[str, Any]:
+def load_or_run_check(kind: type, config: Any, form: Form, model: Any = None) -> dict[str, Any]:
     """Return the result of a check, from disk if it is there; else compute it, and save it if all code is released.
 
     `model` is one of this class and configuration; without it a model without weights is built to look at its code.
@@ -187,7 +189,7 @@ def _save(path: Path, answer: dict[str, Any]) -> None:
             draft.unlink(missing_ok=True)
 
 
-def remembered_at(kind: type, config: Any, form: Form) -> Path:
+def check_path(kind: type, config: Any, form: Form) -> Path:
     """Return the file of a check. Its name is a digest of everything that the result depends on."""
     return _path(kind, config, form, _release(kind, config, None) or "not released")
 

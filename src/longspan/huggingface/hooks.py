@@ -24,7 +24,7 @@ from longspan.huggingface.mixers import text_part
 from longspan.huggingface.sequence import ShardedSequence
 from longspan.huggingface.structure import IN_PLACE, MASK, OWN, POOLED, SHIFTED, has_hook
 from longspan.run.simulated import SimulatedRank
-from longspan.tile import wide
+from longspan.tile import accumulation_dtype
 from longspan.training import BatchError
 from longspan.training.groups import all_summed
 from longspan.training.tokens import gather_outputs
@@ -123,7 +123,7 @@ def with_loss(output: Any, sequence: Any) -> Any:
             f" {type(output).__name__}. Take labels out of the batch, or use a model with a head for tokens."
         )
     total = torch.nn.functional.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).to(wide(logits.dtype)),
+        logits.reshape(-1, logits.shape[-1]).to(accumulation_dtype(logits.dtype)),
         labels.reshape(-1).to(logits.device),
         reduction="sum",
     )
@@ -173,7 +173,7 @@ def balancing_loss(
     if weights.shape[0] != num_rows:
         raise BatchError(f"a router's loss must have {weights.shape[0]} tokens on this rank, but got {num_rows}.")
     counts = torch.zeros(int(num_experts) + 1, dtype=torch.float64, device=device)
-    shares = torch.zeros(int(num_experts), dtype=wide(gate_logits[0].dtype), device=device)
+    shares = torch.zeros(int(num_experts), dtype=accumulation_dtype(gate_logits[0].dtype), device=device)
     for logits in gate_logits:
         routed = torch.nn.functional.softmax(logits.to(device), dim=-1)
         chosen = routed.detach().topk(top_k, dim=-1).indices
@@ -192,7 +192,7 @@ def balancing_loss(
 
 
 @lru_cache(maxsize=1024)
-def takes(kind: type, name: str) -> bool:
+def accepts_kwarg(kind: type, name: str) -> bool:
     """Return whether forward of this class accepts an argument of this name, or any keyword."""
     return _accepts(kind.forward, name)
 
@@ -259,7 +259,7 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
     # A module may have a forward of its own: `torch.compile(model)` does, and the forward of its class, which is never
     # called, takes no keywords.
     forward = vars(module).get("forward")
-    accepts = takes(type(module), NAME) if forward is None else _accepts(forward, NAME)
+    accepts = accepts_kwarg(type(module), NAME) if forward is None else _accepts(forward, NAME)
     if sequence.rules.handed == MASK or not accepts:
         return args, {name: value for name, value in kwargs.items() if name != NAME}
     return None
@@ -285,7 +285,7 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
 # -- Vision encoders and backbones -------------------------------------------------------------------------------------
 
 
-def towers(model: nn.Module) -> list[nn.Module]:
+def vision_encoders(model: nn.Module) -> list[nn.Module]:
     """Return the models for images and sound inside of this one, and models inside of those."""
     from transformers import PreTrainedModel
 

@@ -3,7 +3,7 @@
 transformers requests a mask once per kind of layer and forward pass, and passes it to all layers of that kind. Its mask
 functions are closures of `transformers.masking_utils`, which are parsed, not called: a closure is known by its code
 object, so a function of the same name elsewhere is not mistaken for it. Known closures become bands; any other stays a
-function, exact and slower. No S x S tensor is made.
+function, exact and slower. No S x S tensor is allocated.
 
 Shapes: B batch rows, S tokens. Positions count from the first token that the layer knows of (its cache included).
 """
@@ -301,7 +301,7 @@ _MOST_CHECKED = 256
 
 _NO_TENSOR = (
     "the model computes with its mask as with a tensor (to choose keys, or to add biases to it), and Longspan's is"
-    " not one: no tensor of all pairs is made. Use attn_implementation='eager' for this model."
+    " not one: no tensor of all pairs is allocated. Use attn_implementation='eager' for this model."
 )
 
 
@@ -403,7 +403,7 @@ def layer_mask(
     **_: Any,
 ) -> LayerMask:
     """Return a `LayerMask`; `AttentionMaskInterface` calls this. Other arguments describe the tensor to be made, which
-    is not made."""
+    is not allocated."""
     if mask_function is None:
         from transformers.masking_utils import causal_mask_function as mask_function
     term = parse_mask_function(mask_function)

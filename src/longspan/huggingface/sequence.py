@@ -22,7 +22,7 @@ from longspan.huggingface.masks import Frame, Kind, LayerMask, Term, build_mask,
 from longspan.huggingface.structure import Rules
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.tile import wide
+from longspan.tile import accumulation_dtype
 from longspan.training import BatchError
 
 _STEP = 0x9E3779B97F4A7C15
@@ -222,7 +222,7 @@ def with_temperature(module: Any, q: Tensor, layout: Layout, rank: int) -> Tenso
     places = torch.as_tensor(layout.positions(rank), device=q.device)
 
     def scales(place: Tensor) -> Tensor:
-        steps = torch.floor((place.to(wide(q.dtype)) + 1.0) / module.floor_scale)
+        steps = torch.floor((place.to(accumulation_dtype(q.dtype)) + 1.0) / module.floor_scale)
         return torch.log1p(steps) * module.attn_scale + 1.0
 
     ratio = scales(places) / scales(torch.arange(q.shape[2], device=q.device))

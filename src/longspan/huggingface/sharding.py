@@ -106,7 +106,7 @@ def shard_inputs(
     over simulated ranks, and compares loss and gradients. That takes seconds, once: the result is stored on disk, and
     broadcast to the other ranks. A model that would compute something else over ranks is refused.
 
-    Documents are found as transformers finds them: in `position_ids` that do not go on by one (without an
+    Documents are detected as in transformers: in `position_ids` that do not go on by one (without an
     `attention_mask`), in `cu_seq_lens_q`, or in `seq_idx`. `loss` of the model's output is this rank's share: shares
     add up to the loss, and gradients to gradients; `full_loss` returns the whole.
 
@@ -230,13 +230,13 @@ def check_padding(inner: Any, read: Reading) -> None:
 
 
 def _shard(model: Any, batch: Mapping[str, Any], group: Any, options: Sharding, trust_model: bool) -> dict[str, Any]:
-    from longspan.huggingface.first_use import rules_of
+    from longspan.huggingface.first_use import get_rules
 
     inner = check_model(model, batch)
     read = read_batch(batch)
     if read.padding is not None:
         check_padding(inner, read)
-    rules = rules_of(inner, read, group, trust_model)
+    rules = get_rules(inner, read, group, trust_model)
     part = sharded(inner, read, group, rules, options, model)
     part[NAME].checks_hooks = not trust_model
     return part

@@ -111,7 +111,7 @@ KEYWORDS, MASK = "keywords", "mask"
 
 @dataclass(frozen=True)
 class Rules:
-    """How one model runs over ranks, as its check found out: plain values, which are stored on disk."""
+    """How one model runs over ranks, as determined by its check: plain values, which are stored on disk."""
 
     positions: str = COUNT
     """If a batch has no position_ids: tokens are counted from 0 ("count"), from padding_idx + 1 without padding
@@ -380,7 +380,7 @@ def _code_of(owner: Any) -> dict[str, int]:
     return {name: id(value) for name, value in list(vars(owner).items()) if isinstance(value, _CODE)}
 
 
-def put_in(model: nn.Module, known: Iterable[str], apart: Iterable[nn.Module] = ()) -> str | None:
+def find_unverified_module(model: nn.Module, known: Iterable[str], apart: Iterable[nn.Module] = ()) -> str | None:
     """Return the first module that has no known class, or whose forward was replaced: its check does not cover it.
 
     Layers of torch that compute token by token are accepted, those of packages that wrap them (adapters, quantisation),

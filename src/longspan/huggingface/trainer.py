@@ -38,7 +38,7 @@ from longspan.huggingface.accelerate import (
 from longspan.huggingface.adapter import adapter_of
 from longspan.huggingface.attention import NAME
 from longspan.huggingface.batches import IGNORE, LABELS, PACKED, read_batch, shifted_labels
-from longspan.huggingface.first_use import rules_of
+from longspan.huggingface.first_use import get_rules
 from longspan.huggingface.head import replaced
 from longspan.huggingface.masks import current
 from longspan.huggingface.sharding import check_model, shard_inputs
@@ -46,7 +46,7 @@ from longspan.huggingface.structure import labels_of_sequences, text_model
 from longspan.huggingface.trl import TrlMethods
 from longspan.layouts import Layout
 from longspan.run.simulated import OnlyRank
-from longspan.tile import wide
+from longspan.tile import accumulation_dtype
 from longspan.training import BatchError, check_same, gather_outputs, gather_tokens
 from longspan.training.groups import message_device, process_group
 from longspan.training.loss import Reported
@@ -200,7 +200,7 @@ def check_before_liger(trainer: Any) -> None:
     torch.set_rng_state(states[2])
     model = text_model(trainer.model)
     for form in forms(batch):
-        rules_of(model, read_batch(form), process_group(trainer._ranks.cp, "use_liger_kernel"), False)
+        get_rules(model, read_batch(form), process_group(trainer._ranks.cp, "use_liger_kernel"), False)
 
 
 def forms(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -279,7 +279,7 @@ class PartSmoother:
             return self.smoother(outputs, labels, shift_labels=shift_labels, **options)
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
         share = torch.nn.functional.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]).to(wide(logits.dtype)),
+            logits.reshape(-1, logits.shape[-1]).to(accumulation_dtype(logits.dtype)),
             now.of_part(shift_labels).reshape(-1).to(logits.device),
             ignore_index=self.smoother.ignore_index,
             label_smoothing=self.smoother.epsilon,

@@ -81,7 +81,7 @@ class Form:
         return {**asdict(self), "others": list(self.others)}
 
 
-def form_of(read: Reading, config: Any) -> Form:
+def detect_form(read: Reading, config: Any) -> Form:
     """Return the form of a user's batch."""
     batch = read.batch
     stated = next((name for name in PACKED if batch.get(name) is not None), "")
@@ -108,7 +108,7 @@ def _padding(real: NDArray[np.bool_] | None) -> str:
     return "between" if is_between(real) else "right" if bool(real[:, 0].all()) else "left"
 
 
-def drawn(form: Form, model: Any, rows: int = 2) -> dict[str, Any]:
+def random_batch(form: Form, model: Any, rows: int = 2) -> dict[str, Any]:
     """Return a random batch of this form."""
     draw = torch.Generator().manual_seed(0)
     config = model.config.get_text_config()

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from longspan.huggingface.accelerate import DISTILLS, PLAIN, WHOLE, Ranks, SequenceAccelerator, each_once
 from longspan.huggingface.attention import NAME
 from longspan.huggingface.batches import IGNORE, LABELS, shifted_labels
-from longspan.huggingface.first_use import told
+from longspan.huggingface.first_use import broadcast_bytes
 from longspan.huggingface.hooks import route_losses
 from longspan.huggingface.masks import enter, leave
 from longspan.huggingface.sequence import ShardedSequence
@@ -234,7 +234,7 @@ def _shared(completions: tuple[Any, ...], group: Any) -> tuple[Any, ...]:
             f" but these cannot be sent ({error}). They are prompt_ids, completion_ids, masks of tools, completions,"
             f" log-probabilities and further fields of a rollout."
         ) from error
-    first = json.loads(told(message, group))
+    first = json.loads(broadcast_bytes(message, group))
     return tuple(own if new is None else new for own, new in zip(completions, first, strict=True))
 
 

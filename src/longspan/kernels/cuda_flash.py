@@ -21,7 +21,7 @@ from torch import Tensor
 
 from longspan import _torch
 from longspan.kernels.contract import AMPERE, Group, TileWork, Upstream, gpu_refusal, in_vectors
-from longspan.tile import PLAIN, Features, Tile, once
+from longspan.tile import PLAIN, Features, Tile, cached
 
 MULTIPLE = 8
 WIDEST = 256
@@ -98,7 +98,7 @@ class Flash:
 
     def _launches(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> list[Launch]:
         room = (num_q, num_k) if self.grouped else (0, 0)
-        return once(tiles, launches, *room)
+        return cached(tiles, launches, *room)
 
 
 @dataclass(eq=False)

@@ -37,7 +37,7 @@ from longspan.scoring.pipeline import Scoring, TilePairs
 from longspan.scoring.traced import Program, key_of, program
 from longspan.spans import LIMIT
 from longspan.tile import Features, Tile
-from longspan.tile import wide as widened
+from longspan.tile import accumulation_dtype as widened
 
 BLOCK = _torch.FLEX_BLOCK
 LN2 = math.log(2.0)

@@ -35,8 +35,8 @@ from torch import Tensor
 
 from longspan.kernels.contract import Group, Kernel, TileWork, Upstream, finite, in_vectors, one_by_one
 from longspan.scoring.pipeline import TilePairs
-from longspan.tile import Features, Tile, as_dtype, once
-from longspan.tile import wide as widened
+from longspan.tile import Features, Tile, as_dtype, cached
+from longspan.tile import accumulation_dtype as widened
 
 # -- Fallback: scales that are not positive, and values that are not finite --------------------------------------------
 
@@ -243,7 +243,7 @@ class PanelKernel(ABC):
         q_BHQD, k_BGKD, v_BGKE, multiple = work.q_BHQD, work.k_BGKD, work.v_BGKE, self.multiple
         biases, e = _Biases(q_BHQD, work.pairs), v_BGKE.shape[3]
         width = -(-max(q_BHQD.shape[3], e) // multiple) * multiple
-        for tile, pieces in once(work.tiles, _pieces):
+        for tile, pieces in cached(work.tiles, _pieces):
             out = lse = None
             for number, piece in enumerate(pieces):
                 part, part_lse = self.run(
@@ -282,7 +282,7 @@ class PanelKernel(ABC):
         biases, width = _Biases(q_BHQD, work.pairs), -(-max(d, e) // multiple) * multiple
         # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for all its keys
         lse_BHQ = as_dtype(lse_BHQ, wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
-        for tile, pieces in once(work.tiles, _pieces):
+        for tile, pieces in cached(work.tiles, _pieces):
             sums: tuple[Tensor, ...] | None = None
             for piece in pieces:
                 rows, keys = (piece.q0, piece.q1), (piece.k0, piece.k1)

@@ -20,7 +20,7 @@ from longspan.kernels.contract import Group, TileWork, Upstream, finite, one_by_
 from longspan.scoring.pipeline import TilePairs
 from longspan.spans import Span
 from longspan.tile import ALL, Tile
-from longspan.tile import wide as widened
+from longspan.tile import accumulation_dtype as widened
 
 ROWS, COLS = 256, 512
 CACHED = 1 << 20

@@ -36,7 +36,7 @@ from longspan.errors import LayoutError
 from longspan.layouts.layout import Layout, check_masks, check_sizes
 from longspan.masks import Mask
 from longspan.masks import bands as bd
-from longspan.spans import Ints, intersect, join, union, whole
+from longspan.spans import Ints, check_int, intersect, join, union
 
 # -- Work per row, and segments ----------------------------------------------------------------------------------------
 # A segment is a run of rows that attend to one another (a document, a chunk, the tokens of a global prefix); a cut
@@ -672,7 +672,7 @@ def balanced(
     for mask in masks[1:]:
         mask.length(length)  # raises if it has another
     check_sizes(length, world_size, "balanced")
-    span_keys = whole(span_keys, "span_keys", "balanced()", LayoutError)
+    span_keys = check_int(span_keys, "span_keys", "balanced()", LayoutError)
     return solved(masks, length, world_size, equal_tokens, span_keys)
 
 

@@ -17,11 +17,21 @@ from weakref import ref
 import numpy as np
 from numpy.typing import ArrayLike
 
-from longspan._compile import sealed
+from longspan._compile import opaque
 from longspan.errors import LayoutError, LongspanError
 from longspan.masks import Mask
 from longspan.masks.convert import advice
-from longspan.spans import LIMIT, Ints, Span, as_spans, checked_text, parsed_number, run_table, shortened, whole
+from longspan.spans import (
+    LIMIT,
+    Ints,
+    Span,
+    as_spans,
+    check_int,
+    checked_text,
+    parsed_number,
+    run_table,
+    truncated_repr,
+)
 
 # -- Tensors that remember their layout --------------------------------------------------------------------------------
 # The layout of a tensor that `Layout.shard` returned is recorded by the tensor's identity as long as it lives: a plan
@@ -87,7 +97,7 @@ X = TypeVar("X")
 MAX_RANKS = 1 << 20
 
 
-@sealed
+@opaque
 @dataclass(frozen=True, eq=False, repr=False)
 class Layout:
     """Which rank holds which tokens. Make one with the functions of `longspan.layouts`."""
@@ -146,7 +156,7 @@ class Layout:
         """Return the layout of (start, stop, rank) rows in any rank order; neighbours on one rank become one span."""
         check_sizes(seq_len, world_size, name)
         if local_len is not None:
-            local_len = whole(local_len, "local_len", f"layout {name}", LayoutError)
+            local_len = check_int(local_len, "local_len", f"layout {name}", LayoutError)
         if len(table) and (int(table[:, 2].min()) < 0 or int(table[:, 2].max()) >= world_size):
             raise LayoutError(
                 f"layout {name} names ranks {int(table[:, 2].min())} to {int(table[:, 2].max())}, but there are"
@@ -230,7 +240,7 @@ class Layout:
         """Return the rank that holds each position, and its slot there."""
         positions = np.asarray(position)
         if positions.size and not np.issubdtype(positions.dtype, np.integer):
-            raise LayoutError(f"positions must be integers, but got {shortened(position)}.")
+            raise LayoutError(f"positions must be integers, but got {truncated_repr(position)}.")
         positions = positions.astype(np.int64)
         if positions.size and (int(positions.min()) < 0 or int(positions.max()) >= self.seq_len):
             raise LayoutError(
@@ -284,14 +294,14 @@ class Layout:
     def _check_rank(self, rank: int) -> None:
         if type(rank) is int and 0 <= rank < self.world_size:
             return
-        if not 0 <= whole(rank, "rank", f"{self}", LayoutError, -MAX_RANKS) < self.world_size:
+        if not 0 <= check_int(rank, "rank", f"{self}", LayoutError, -MAX_RANKS) < self.world_size:
             raise LayoutError(f"rank must be in [0, {self.world_size}), but got {rank}.")
 
     def _check_size(self, x: Any, dim: int, expected: int, name: str) -> None:
         if not hasattr(x, "shape"):
             raise LayoutError(f"{name} must be an array or tensor, but got {type(x).__name__}. Convert it first.")
         shape = tuple(x.shape)
-        dim = whole(dim, "dim", f"{self}", LayoutError, -LIMIT)
+        dim = check_int(dim, "dim", f"{self}", LayoutError, -LIMIT)
         if not -len(shape) <= dim < len(shape) or shape[dim] != expected:
             raise LayoutError(
                 f"{name} must have {expected} slots in {self}, but got a tensor of shape {shape} with dim = {dim}. Pass"
@@ -319,7 +329,7 @@ class Layout:
         needed = {"seq_len", "world_size"}
         has_fields = needed <= fields.keys() <= needed | {"local_len"} and len(words) == len(fields) + 2
         if words[0] != "layout" or not has_fields:
-            raise LayoutError(f"{form}, but got {shortened(head)}.")
+            raise LayoutError(f"{form}, but got {truncated_repr(head)}.")
         counts = {name: parsed_number(value, form, head, LayoutError) for name, value in fields.items()}
         if len(lines) != counts["world_size"]:
             raise LayoutError(f"the text is for {counts['world_size']} ranks, but has lines for {len(lines)}.")
@@ -327,7 +337,7 @@ class Layout:
         for rank, line in enumerate(lines):
             label, colon, rest = line.partition(":")
             if label != str(rank) or not colon:
-                raise LayoutError(f"line {rank + 2} of a layout text begins '{rank}:', but got {shortened(line)}.")
+                raise LayoutError(f"line {rank + 2} of a layout text begins '{rank}:', but got {truncated_repr(line)}.")
             spans.append([Span.parse(word) for word in rest.split()])
         return Layout.from_spans(counts["seq_len"], spans, name=words[1], local_len=counts.get("local_len"))
 
@@ -353,7 +363,7 @@ class Layout:
 def _listed(spans: Any, where: str) -> Sequence[Any]:
     if not isinstance(spans, Iterable) or isinstance(spans, str | bytes):
         raise LayoutError(
-            f"{where}: spans must be a list, but got {shortened(spans)}. Pass a list of spans for every rank, as in"
+            f"{where}: spans must be a list, but got {truncated_repr(spans)}. Pass a list of spans for every rank, as in"
             f" [[(0, 4)], [(4, 8)]]."
         )
     return list(cast(Iterable[Any], spans))
@@ -364,10 +374,10 @@ def _ends(span: Any, rank: int, name: str) -> tuple[int, int]:
     where = f"rank {rank} of layout {name}"
     ends = _listed(span, where)
     if len(ends) == 2:
-        start, stop = (whole(end, "an end of a span", where, LayoutError) for end in ends)
+        start, stop = (check_int(end, "an end of a span", where, LayoutError) for end in ends)
         if start <= stop:
             return start, stop
-    raise LayoutError(f"{where}: a span must be (start, stop) with start <= stop, but got {shortened(span)}.")
+    raise LayoutError(f"{where}: a span must be (start, stop) with start <= stop, but got {truncated_repr(span)}.")
 
 
 def check_masks(masks: Sequence[object], where: str) -> None:
@@ -379,8 +389,8 @@ def check_masks(masks: Sequence[object], where: str) -> None:
 
 def check_sizes(seq_len: int, world_size: int, name: str) -> None:
     """Raise if seq_len or world_size is invalid."""
-    whole(seq_len, "seq_len", f"layout {name}", LayoutError)
-    whole(world_size, "world_size", f"layout {name}", LayoutError, low=1, high=MAX_RANKS)
+    check_int(seq_len, "seq_len", f"layout {name}", LayoutError)
+    check_int(world_size, "world_size", f"layout {name}", LayoutError, low=1, high=MAX_RANKS)
 
 
 # -- Operations that numpy and torch name differently ------------------------------------------------------------------

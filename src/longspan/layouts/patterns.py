@@ -14,7 +14,7 @@ from longspan.layouts.balance import profile_of
 from longspan.layouts.layout import Layout, check_masks, check_sizes
 from longspan.masks import Mask
 from longspan.masks.document_rows import document_edges
-from longspan.spans import Ints, whole
+from longspan.spans import Ints, check_int
 
 
 def slots_for(seq_len: int, world_size: int, equal_tokens: bool) -> int | None:
@@ -111,7 +111,7 @@ def striped(seq_len: int, world_size: int, *, stripe: int = 1) -> Layout:
     [1, 3, 5, 7]
     """
     check_sizes(seq_len, world_size, "striped")
-    stripe = whole(stripe, "stripe", "striped()", LayoutError, low=1)
+    stripe = check_int(stripe, "stripe", "striped()", LayoutError, low=1)
     starts = np.arange(0, seq_len, stripe, dtype=np.int64)
     stops = np.minimum(starts + stripe, seq_len)
     rank = np.arange(len(starts), dtype=np.int64) % world_size
@@ -144,7 +144,7 @@ def round_robin_by_work(mask: Mask, world_size: int, *, seq_len: int | None = No
     check_masks((mask,), "round_robin_by_work()")
     length = mask.length(seq_len)
     check_sizes(length, world_size, "round_robin_by_work")
-    block = whole(block, "block", "round_robin_by_work()", LayoutError, low=1)
+    block = check_int(block, "block", "round_robin_by_work()", LayoutError, low=1)
     starts = np.arange(0, length, block, dtype=np.int64)
     stops = np.minimum(starts + block, length)
     blocks = np.stack((starts, stops), axis=1)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import MaskError
-from longspan.spans import LIMIT, Ints, Span, join, parsed_number, run_table, shortened, steps_within, whole
+from longspan.spans import LIMIT, Ints, Span, check_int, join, parsed_number, run_table, steps_within, truncated_repr
 
 Q0, Q1, K0, K1, LO, HI = range(6)
 Bools = NDArray[np.bool_]
@@ -65,13 +65,13 @@ def as_positions(value: ArrayLike, name: str) -> Ints:
     positions = np.asarray(value)
     if positions.size and not np.issubdtype(positions.dtype, np.integer):
         raise MaskError(
-            f"allows() got {name} = {shortened(value)} of type {positions.dtype}. Positions are whole numbers."
+            f"allows() got {name} = {truncated_repr(value)} of type {positions.dtype}. Positions are whole numbers."
         )
     return positions.astype(np.int64)
 
 
 def length_or_none(seq_len: object, where: str) -> int | None:
-    return None if seq_len is None else whole(seq_len, "seq_len", where, MaskError)
+    return None if seq_len is None else check_int(seq_len, "seq_len", where, MaskError)
 
 
 def empty() -> Ints:

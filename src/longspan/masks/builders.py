@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from longspan._compile import untraced
+from longspan._compile import run_eagerly
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.causal_and_window import full
 from longspan.masks.functions import Function, MaskMod, check_signature
 from longspan.masks.mask import Mask
 from longspan.masks.plane import Plane
-from longspan.spans import whole
+from longspan.spans import check_int
 
 MAX_PLANES = 1 << 20
 
 
-@untraced
+@run_eagerly
 def per_head(*masks: Mask) -> Mask:
     """Head h uses `masks[h]`; their number must be the number of query heads.
 
@@ -31,7 +31,7 @@ def per_head(*masks: Mask) -> Mask:
     return _joined("per_head", masks, length, [[mask.plane(row, 0) for mask in masks] for row in range(num_rows)])
 
 
-@untraced
+@run_eagerly
 def per_row(*masks: Mask) -> Mask:
     """Batch row b uses `masks[b]`, all over one layout; their number must be the batch size.
 
@@ -77,7 +77,7 @@ def _joined(name: str, masks: tuple[Mask, ...], length: int | None, grid: list[l
     return Mask(shared, length, f"{name}({names})")
 
 
-@untraced
+@run_eagerly
 def from_mask_mod(
     mask_mod: MaskMod,
     seq_len: int | None = None,
@@ -110,7 +110,7 @@ def from_mask_mod(
     def indices(count: int | None, name: str) -> list[int | None]:
         if count is None:
             return [None]
-        return list(range(whole(count, name, "from_mask_mod()", MaskError, low=1, high=MAX_PLANES)))
+        return list(range(check_int(count, name, "from_mask_mod()", MaskError, low=1, high=MAX_PLANES)))
 
     columns = indices(heads, "heads")
     grid = tuple(

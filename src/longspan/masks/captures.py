@@ -32,7 +32,7 @@ import numpy as np
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), np.generic)
 
 
-class Noted(NamedTuple):
+class TensorVersion(NamedTuple):
     """A tensor: a weak reference and PyTorch's count of in-place changes, or None and a checksum of its values."""
 
     tensor: ReferenceType[Any] | None
@@ -53,16 +53,16 @@ class _Identity(NamedTuple):
     at: Any
 
 
-def noted(tensor: Any, by_value: bool = False) -> Noted:
+def tensor_version(tensor: Any, by_value: bool = False) -> TensorVersion:
     if not by_value and not tensor.is_inference():
-        return Noted(ref(tensor), tensor._version, tuple(tensor.shape))
+        return TensorVersion(ref(tensor), tensor._version, tuple(tensor.shape))
     import torch
 
     # Tensors of inference mode do not count their changes: compare their values, where that is cheap.
     version = 0
     if tensor.device.type == "cpu":
         version = zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return Noted(None if by_value else ref(tensor), version, tuple(tensor.shape))
+    return TensorVersion(None if by_value else ref(tensor), version, tuple(tensor.shape))
 
 
 def _array(array: Any) -> _Array:
@@ -80,7 +80,7 @@ def _identity(value: Any) -> _Identity:
 def same(old: Any, new: Any) -> bool:
     if type(old) is not type(new):
         return False
-    if isinstance(old, Noted):
+    if isinstance(old, TensorVersion):
         if old.tensor is None or new.tensor is None:
             return old == new
         return old.tensor() is new.tensor() is not None and old.version == new.version
@@ -92,7 +92,7 @@ def same(old: Any, new: Any) -> bool:
     return bool(old == new) or (old != old and new != new)  # nan
 
 
-def same_tensors(then: tuple[Noted, ...], now: tuple[Noted, ...]) -> bool:
+def same_tensors(then: tuple[TensorVersion, ...], now: tuple[TensorVersion, ...]) -> bool:
     """Return whether these are the same tensors, unchanged."""
     return same(then, now)
 
@@ -106,7 +106,7 @@ def _describe_change(old: Any, new: Any) -> str:
     if name != new_name or len(args) != len(new_args):
         return f"`{name}` was called where `{new_name}` is called now"
     before, now = next(pair for pair in zip(args, new_args, strict=True) if not same(*pair))
-    if isinstance(before, Noted) and isinstance(now, Noted):
+    if isinstance(before, TensorVersion) and isinstance(now, TensorVersion):
         is_same = before.tensor is not None and now.tensor is not None and before.tensor() is now.tensor() is not None
         if is_same or (before.tensor is None and before.shape == now.shape):
             return f"a tensor of shape {now.shape} was changed in place"
@@ -129,7 +129,7 @@ class Trace(NamedTuple):
     """The operations of one call, each a name and its flattened arguments."""
 
     operations: tuple[tuple[str, tuple[Any, ...]], ...]
-    tensors: tuple[Noted, ...]
+    tensors: tuple[TensorVersion, ...]
     """Tensors from outside, by first use."""
     looks_at_values: bool
     fails: bool
@@ -162,7 +162,7 @@ def tracer_class() -> Any:
         def __init__(self, arguments: tuple[Any, ...], by_value: frozenset[int] = frozenset()) -> None:
             super().__init__()
             self.operations: list[tuple[str, tuple[Any, ...]]] = []
-            self.tensors: list[Noted] = []
+            self.tensors: list[TensorVersion] = []
             self.looks_at_values = False
             self._by_value = by_value
             self._known: dict[int, tuple[int, Any]] = {}  # holds tensors, so that no id is used again
@@ -197,7 +197,7 @@ def tracer_class() -> Any:
             if isinstance(value, torch.Tensor):
                 known = self._known.get(id(value))
                 if known is None:
-                    flat.append(noted(value, len(self.tensors) in self._by_value))
+                    flat.append(tensor_version(value, len(self.tensors) in self._by_value))
                     self.tensors.append(flat[-1])
                     self._add(value)
                 else:
@@ -275,7 +275,7 @@ def values_of(function: Any) -> dict[str, Any]:
         if isinstance(value, _PLAIN):
             values[path] = value
         elif isinstance(value, torch.Tensor):
-            values[path] = noted(value)
+            values[path] = tensor_version(value)
         elif isinstance(value, np.ndarray):
             values[path] = _array(value)
         elif depth <= DEPTH and (id(value), id(names)) not in seen and not isinstance(value, BuiltinFunctionType):
@@ -348,7 +348,7 @@ def _is_library(module: Any) -> bool:
 # -- Snapshots ---------------------------------------------------------------------------------------------------------
 
 
-class Reads:
+class CaptureSnapshot:
     """A snapshot of what a function reads; holds no tensor and no array.
 
     >>> import torch
@@ -365,10 +365,12 @@ class Reads:
         self.by_value = frozenset(() if trace is None else (i for i, t in enumerate(trace.tensors) if t.tensor is None))
 
     @staticmethod
-    def of(function: Any, arguments: tuple[Any, ...] | None = None, before: Reads | None = None) -> Reads:
+    def of(
+        function: Any, arguments: tuple[Any, ...] | None = None, before: CaptureSnapshot | None = None
+    ) -> CaptureSnapshot:
         """Take a snapshot by a call with these arguments, or only of the values that the code names."""
         if arguments is None:
-            return Reads(None, values_of(function))
+            return CaptureSnapshot(None, values_of(function))
         by_value = frozenset[int]() if before is None else before.by_value
         now = trace(function, arguments, by_value)
         # A tensor from outside that is already gone came from the call itself, by torch.from_numpy for example.
@@ -376,16 +378,16 @@ class Reads:
         if gone:
             now = trace(function, arguments, by_value | gone)
         if not (now.fails or now.looks_at_values or any(t.tensor is None for t in now.tensors)):
-            return Reads(now, {})
+            return CaptureSnapshot(now, {})
         values = values_of(function)
         if before is not None:
-            return Reads(now, values, before.ignored)
+            return CaptureSnapshot(now, values, before.ignored)
         trace(function, arguments)
         later = values_of(function)  # ignore what every call changes, such as a counter
         changed = (path for path in values | later if not same(values.get(path), later.get(path)))
-        return Reads(now, later, frozenset(changed))
+        return CaptureSnapshot(now, later, frozenset(changed))
 
-    def difference(self, now: Reads) -> str | None:
+    def difference(self, now: CaptureSnapshot) -> str | None:
         """Return a description of what has changed, or None."""
         if self is now:
             return None
@@ -462,29 +464,29 @@ class Knowledge:
     def __init__(self) -> None:
         self.readers: tuple[Any, ...] | None = None
         """Each function of the mask once, as a `functions.Reader`; None: not looked up yet."""
-        self.reads: tuple[Reads, ...] = ()
+        self.reads: tuple[CaptureSnapshot, ...] = ()
         self.known: dict[Any, Any] = {}
 
-    def read_anew(self) -> tuple[Reads, ...]:
+    def refresh_captures(self) -> tuple[CaptureSnapshot, ...]:
         """Return snapshots of now: the same object if nothing changed; otherwise what is known is dropped."""
         now = self._read()
         if not self.reads or difference(self.reads, now) is not None:
             self._replace(now)
         return self.reads
 
-    def change_since(self, reads: tuple[Reads, ...]) -> str | None:
+    def change_since(self, reads: tuple[CaptureSnapshot, ...]) -> str | None:
         """Return what differs now from these snapshots, or None."""
         change = difference(reads, self._read()) if self.readers else None
         if change is None and reads is not self.reads:
             self._replace(reads)
         return change
 
-    def _read(self) -> tuple[Reads, ...]:
+    def _read(self) -> tuple[CaptureSnapshot, ...]:
         readers = self.readers or ()
         befores = self.reads or (None,) * len(readers)
         return tuple(reader.reads(before) for reader, before in zip(readers, befores, strict=True))
 
-    def _replace(self, reads: tuple[Reads, ...]) -> None:
+    def _replace(self, reads: tuple[CaptureSnapshot, ...]) -> None:
         self.reads = reads
         self.known.clear()
         for reader in self.readers or ():
@@ -503,7 +505,7 @@ class Memo:
         return Memo, ()
 
 
-def difference(then: tuple[Reads, ...], now: tuple[Reads, ...]) -> str | None:
+def difference(then: tuple[CaptureSnapshot, ...], now: tuple[CaptureSnapshot, ...]) -> str | None:
     """Return a description of what has changed, or None."""
     if then is now:
         return None

@@ -7,12 +7,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike
 
-from longspan._compile import untraced
+from longspan._compile import run_eagerly
 from longspan.errors import MaskError
 from longspan.masks.bands import LIMIT, LO, length_or_none, rectangles
 from longspan.masks.document_rows import document_edges, flat_array
 from longspan.masks.mask import Mask
-from longspan.spans import shortened, whole
+from longspan.spans import check_int, truncated_repr
 
 
 def diagonal(lo: int, hi: int, seq_len: int | None, name: str) -> Mask:
@@ -26,13 +26,13 @@ def _cached_diagonal(lo: int, hi: int, seq_len: int | None, name: str) -> Mask:
     return Mask.of_bands(np.array([[0, side, 0, side, lo, hi]], dtype=np.int64), seq_len, name)
 
 
-@untraced
+@run_eagerly
 def full(seq_len: int | None = None) -> Mask:
     """Every token sees every token."""
     return diagonal(-LIMIT, LIMIT, seq_len, "full()")
 
 
-@untraced
+@run_eagerly
 def causal(seq_len: int | None = None) -> Mask:
     """Every token sees itself and what came before.
 
@@ -45,7 +45,7 @@ def causal(seq_len: int | None = None) -> Mask:
     return diagonal(0, LIMIT, seq_len, "causal()")
 
 
-@untraced
+@run_eagerly
 def sliding_window(left: int, right: int = 0, seq_len: int | None = None) -> Mask:
     """Every token sees `left` tokens before it, itself and `right` tokens after it.
 
@@ -57,12 +57,12 @@ def sliding_window(left: int, right: int = 0, seq_len: int | None = None) -> Mas
     ··███·
     ···███
     """
-    left, right = (whole(n, name, "sliding_window()", MaskError) for n, name in ((left, "left"), (right, "right")))
+    left, right = (check_int(n, name, "sliding_window()", MaskError) for n, name in ((left, "left"), (right, "right")))
     name = f"sliding_window({left})" if right == 0 else f"sliding_window({left}, {right})"
     return diagonal(-right, left, seq_len, name)
 
 
-@untraced
+@run_eagerly
 def prefix_lm(prefix: ArrayLike, lengths: ArrayLike | None = None, seq_len: int | None = None) -> Mask:
     """A prefix whose tokens see each other both ways, then causal tokens that see the prefix and their past.
 
@@ -79,7 +79,9 @@ def prefix_lm(prefix: ArrayLike, lengths: ArrayLike | None = None, seq_len: int 
     seq_len = length_or_none(seq_len, "prefix_lm()")
     sizes = flat_array(prefix, "prefix is a whole number, or one for every document")
     if sizes.size and not np.issubdtype(sizes.dtype, np.integer):
-        raise MaskError(f"prefix_lm() needs a prefix in whole numbers of tokens, but got prefix = {shortened(prefix)}.")
+        raise MaskError(
+            f"prefix_lm() needs a prefix in whole numbers of tokens, but got prefix = {truncated_repr(prefix)}."
+        )
     if lengths is None:
         edges = np.array([0, LIMIT if seq_len is None else seq_len], dtype=np.int64)
     else:
@@ -108,7 +110,7 @@ def prefix_lm(prefix: ArrayLike, lengths: ArrayLike | None = None, seq_len: int 
     return Mask.of_bands(np.concatenate((rectangles(starts, mid, starts, mid), onward)), seq_len, "prefix_lm()")
 
 
-@untraced
+@run_eagerly
 def global_prefix(num: int, seq_len: int | None = None) -> Mask:
     """Every token sees the first `num` tokens and nothing else; meant to be combined with other masks.
 
@@ -120,7 +122,7 @@ def global_prefix(num: int, seq_len: int | None = None) -> Mask:
     ██·██·
     ██··██
     """
-    num = whole(num, "num", "global_prefix()", MaskError)
+    num = check_int(num, "num", "global_prefix()", MaskError)
     seq_len = length_or_none(seq_len, "global_prefix()")
     side = LIMIT if seq_len is None else seq_len
     return Mask.of_bands(rectangles(0, side, 0, min(num, side)), seq_len, f"global_prefix({num})")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from longspan._compile import untraced
+from longspan._compile import run_eagerly
 from longspan.errors import LongspanError, MaskError, PlanError
 from longspan.masks.bands import LIMIT, occupied
 from longspan.masks.mask import Mask
@@ -32,7 +32,7 @@ ALTERNATIVES = (
 )
 
 
-@untraced
+@run_eagerly
 def from_dense(allowed: ArrayLike) -> Mask:
     """Convert a table, True where a query (row) may attend to a key (column), if it consists of few bands.
 

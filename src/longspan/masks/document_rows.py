@@ -11,12 +11,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from longspan._compile import untraced
+from longspan._compile import run_eagerly
 from longspan.errors import LongspanError, MaskError
 from longspan.masks import bands as bd
 from longspan.masks.bands import LIMIT, rectangles
 from longspan.masks.mask import Mask
-from longspan.spans import Ints, shortened, whole
+from longspan.spans import Ints, check_int, truncated_repr
 
 Documents: TypeAlias = Mask | ArrayLike | None
 """Lengths, a list of lengths per batch row, a mask, or None for one document."""
@@ -30,7 +30,7 @@ def flat_array(values: ArrayLike, form: str) -> NDArray[Any]:
     try:
         return np.asarray(values)
     except (ValueError, TypeError, OverflowError) as error:  # numpy's message for ragged lists does not help
-        raise MaskError(f"{form}, but got {shortened(values)}.") from error
+        raise MaskError(f"{form}, but got {truncated_repr(values)}.") from error
 
 
 def document_edges(lengths: ArrayLike) -> Ints:
@@ -56,7 +56,7 @@ def _blocks(edges: bytes, name: str) -> Mask:
     return Mask.of_bands(rectangles(starts, stops, starts, stops), int(array[-1]), name)
 
 
-@untraced
+@run_eagerly
 def documents(lengths: ArrayLike) -> Mask:
     """Every token sees all of its own document; lengths add up to the sequence.
 
@@ -72,7 +72,7 @@ def documents(lengths: ArrayLike) -> Mask:
     return _blocks(edges.tobytes(), f"documents({len(edges) - 1})")
 
 
-@untraced
+@run_eagerly
 def from_cu_seqlens(cu_seqlens: ArrayLike) -> Mask:
     """`documents` from cumulative lengths 0, end of the first, end of the second, ... as varlen kernels take them.
 
@@ -83,19 +83,19 @@ def from_cu_seqlens(cu_seqlens: ArrayLike) -> Mask:
     edges = flat_array(cu_seqlens, form)
     is_flat = edges.ndim == 1 and edges.size and np.issubdtype(edges.dtype, np.integer)
     if not is_flat or int(edges[0]) != 0:
-        raise MaskError(f"{form}, but got {shortened(edges.tolist())}.")
+        raise MaskError(f"{form}, but got {truncated_repr(edges.tolist())}.")
     return documents(np.diff(edges))
 
 
-@untraced
+@run_eagerly
 def chunked(size: int, seq_len: int) -> Mask:
     """Every token sees all of its own chunk of `size` tokens; the last chunk may be shorter.
 
     >>> chunked(2, 5) == documents([2, 2, 1])
     True
     """
-    size = whole(size, "size", "chunked()", MaskError, low=1)
-    seq_len = whole(seq_len, "seq_len", "chunked()", MaskError)
+    size = check_int(size, "size", "chunked()", MaskError, low=1)
+    seq_len = check_int(seq_len, "seq_len", "chunked()", MaskError)
     if seq_len > size * MAX_CHUNKS:
         raise MaskError(
             f"chunked(size={size}, seq_len={seq_len}) makes {-(-seq_len // size)} chunks; {MAX_CHUNKS} is the limit."
@@ -137,7 +137,7 @@ def document_rows(documents: Any, seq_len: int, error: type[LongspanError] = Mas
     if isinstance(documents, str | bytes) or not hasattr(documents, "__len__"):
         raise error(
             f"`documents` must be a list of lengths, a list of lengths per batch row, or a mask, but got documents ="
-            f" {shortened(documents)}."
+            f" {truncated_repr(documents)}."
         )
     is_nested = len(documents) and np.ndim(documents[0]) == 1
     rows: list[Ints] = []

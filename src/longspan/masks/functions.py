@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from longspan.errors import LongspanError, MaskError
-from longspan.masks.captures import Reads, frozen, trace
+from longspan.masks.captures import CaptureSnapshot, frozen, trace
 from longspan.masks.plane import Bools, Combined, Plane, Predicate
 from longspan.spans import Ints
 
@@ -336,9 +336,9 @@ class Reader:
         # Single numbers on a CPU mix with tensors on any device, so success on one pair says nothing about tiles.
         return cpu if not on_cpu.fails and trace(self.call, self._first_pair(other)).fails else other
 
-    def reads(self, before: Reads | None) -> Reads:
+    def reads(self, before: CaptureSnapshot | None) -> CaptureSnapshot:
         """Return a snapshot of what the function reads."""
-        return Reads.of(self.call, self._first_pair(), before)
+        return CaptureSnapshot.of(self.call, self._first_pair(), before)
 
     def contents(self) -> str:
         """Return checksums of the integer and boolean tensors that it reads, which are equal on all ranks; of large

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from longspan._compile import Handled, sealed, untraced
+from longspan._compile import Handled, opaque, run_eagerly
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.bands import LIMIT, Band
-from longspan.masks.captures import ByIdentity, Knowledge, Memo, Reads
+from longspan.masks.captures import ByIdentity, CaptureSnapshot, Knowledge, Memo
 from longspan.masks.functions import readers_of
 from longspan.masks.plane import Bools, Plane
 from longspan.masks.tiles import classifier
-from longspan.spans import Ints, Span, whole
+from longspan.spans import Ints, Span, check_int
 
 _MAX_DRAWN = 4096
 """Tokens up to which a mask with a function is drawn."""
@@ -33,7 +33,7 @@ _MAX_DRAWN = 4096
 
 def draw(plane: Plane, seq_len: int, width: int) -> str:
     """Return one character per square of pairs: all, some or none allowed. Queries go down, keys go right."""
-    width = whole(width, "width", "draw()", MaskError, low=1, high=4096)
+    width = check_int(width, "width", "draw()", MaskError, low=1, high=4096)
     edges = np.linspace(0, seq_len, min(width, max(seq_len, 1)) + 1).astype(np.int64)
     sizes = np.diff(edges)
     if plane.predicate is not None:
@@ -62,7 +62,7 @@ def draw(plane: Plane, seq_len: int, width: int) -> str:
 Grid = tuple[tuple["Plane", ...], ...]
 
 
-@sealed
+@opaque
 @dataclass(frozen=True, eq=False, repr=False)
 class Mask(Handled):
     """What may attend to what. Combine with `&`, `|` and `~`; make one with the functions of `longspan.masks`."""
@@ -104,7 +104,7 @@ class Mask(Handled):
         """Return the plane of one batch row and head."""
         for axis, index, size in (("row", row, self.num_rows), ("head", head, self.num_heads)):
             if size > 1 and not (type(index) is int and 0 <= index < size):
-                whole(index, axis, f"{self}", MaskError, -LIMIT)  # numpy's numbers pass, but not outside the range
+                check_int(index, axis, f"{self}", MaskError, -LIMIT)  # numpy's numbers pass, but not outside the range
             if size > 1 and not 0 <= index < size:
                 raise MaskError(f"{axis} of {self} must be in [0, {size}), but got {index}.")
         return self.grid[row if self.num_rows > 1 else 0][head if self.num_heads > 1 else 0]
@@ -117,7 +117,7 @@ class Mask(Handled):
     def length(self, seq_len: int | None = None) -> int:
         """Return the sequence length, from the mask or the argument; raise if there is none or they differ."""
         if seq_len is not None and not (type(seq_len) is int and 0 <= seq_len <= LIMIT):
-            seq_len = whole(seq_len, "seq_len", f"{self}", MaskError)
+            seq_len = check_int(seq_len, "seq_len", f"{self}", MaskError)
         if self.seq_len is not None and seq_len is not None and seq_len != self.seq_len:
             raise MaskError(
                 f"{self} is for {self.seq_len} tokens, but seq_len = {seq_len}. Build the mask for the length you use,"
@@ -183,14 +183,14 @@ class Mask(Handled):
         >>> masks.causal(6).classify(Span(2, 6), Span(0, 6), tile=2).tolist()
         [[2, 1, 0], [2, 2, 1]]
         """
-        self.read_anew()
+        self.refresh_captures()
         return classifier(self.plane(row, head), self.length(seq_len), tile, self.known).classify(q, kv)
 
     def resized(self, seq_len: int) -> Mask:
         """Return the mask for a sequence of this length; raises if the mask has another length."""
         if self.length(seq_len) == self.seq_len:
             return self
-        seq_len = whole(seq_len, "seq_len", "resized()", MaskError)
+        seq_len = check_int(seq_len, "seq_len", "resized()", MaskError)
         square = ((0, seq_len), (0, seq_len))
         return self._map(lambda plane: plane.cut(*square), seq_len, self.name)
 
@@ -202,7 +202,7 @@ class Mask(Handled):
         return self._memo.state.known
 
     @property
-    def last_reads(self) -> tuple[Reads, ...]:
+    def last_reads(self) -> tuple[CaptureSnapshot, ...]:
         """The last snapshots of what its functions read; () for a structured mask."""
         return self._memo.state.reads
 
@@ -211,18 +211,18 @@ class Mask(Handled):
         """Plans for this mask object, if it has functions."""
         return self._memo.plans
 
-    def read_anew(self) -> tuple[Reads, ...]:
+    def refresh_captures(self) -> tuple[CaptureSnapshot, ...]:
         """Take snapshots of what its functions read, and drop cached results if they have changed.
 
         Returns the same object as long as nothing changes, and () at once for a structured mask.
         """
         state = self._find_readers()
-        return state.read_anew() if state.readers else ()
+        return state.refresh_captures() if state.readers else ()
 
-    def settled_reads(self) -> tuple[Reads, ...]:
+    def settled_reads(self) -> tuple[CaptureSnapshot, ...]:
         return self.last_reads
 
-    def check_as_read(self, reads: tuple[Reads, ...]) -> None:
+    def check_captures(self, reads: tuple[CaptureSnapshot, ...]) -> None:
         """Raise if what the functions read has changed since these snapshots were taken in forward."""
         change = self._find_readers().change_since(reads)
         if change is not None:
@@ -252,7 +252,7 @@ class Mask(Handled):
     def __or__(self, other: Mask) -> Mask:
         return self._combine(other, "|")
 
-    @untraced
+    @run_eagerly
     def __invert__(self) -> Mask:
         side = LIMIT if self.seq_len is None else self.seq_len
         domain = bd.rectangles(0, side, 0, side)
@@ -262,7 +262,7 @@ class Mask(Handled):
         changed = {id(plane): change(plane) for plane in self.distinct_planes()}
         return Mask(tuple(tuple(changed[id(plane)] for plane in row) for row in self.grid), seq_len, name)
 
-    @untraced
+    @run_eagerly
     def _combine(self, other: object, sign: str) -> Mask:
         if not isinstance(other, Mask):
             raise MaskError(
@@ -305,7 +305,7 @@ class Mask(Handled):
             return self.known["fingerprint"]
         structured = self.is_structured
         if not structured and not self.last_reads:
-            self.read_anew()
+            self.refresh_captures()
         text = f"mask {self.seq_len} {self.num_rows}x{self.num_heads} "
         keys = {id(plane): plane.key() + plane.sample(self.seq_len) for plane in self.distinct_planes()}
         digest = hashlib.sha256((text + " ".join(keys[id(plane)] for plane in self._planes())).encode()).hexdigest()

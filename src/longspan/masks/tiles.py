@@ -11,7 +11,7 @@ from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.captures import ByIdentity
 from longspan.masks.plane import Bools, Plane
-from longspan.spans import Ints, Span, run_table, steps_within, true_runs, union, whole
+from longspan.spans import Ints, Span, check_int, run_table, steps_within, true_runs, union
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -35,7 +35,7 @@ class Classifier:
 
     def __init__(self, plane: Plane, seq_len: int, tile: int = 128) -> None:
         self.plane, self.seq_len = plane, seq_len
-        self.tile = whole(tile, "tile", "classify()", MaskError, low=1)
+        self.tile = check_int(tile, "tile", "classify()", MaskError, low=1)
         self._seen: dict[int, NDArray[np.int8]] = {}  # by tile row; -1 is not yet known
 
     def classify(self, q: Span, kv: Span) -> NDArray[np.int8]:

@@ -14,16 +14,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from longspan import _torch
-from longspan._compile import found_under, handle_of
+from longspan._compile import create_handle, lookup_value
 from longspan.errors import PlanError
 from longspan.layouts import Layout, contiguous
 from longspan.mixers.operators import OperatorCall, number_documents, run_operator
-from longspan.planning.conv_plan import ConvPlan, planned_convolution
+from longspan.planning.conv_plan import ConvPlan, build_conv_plan
 from longspan.planning.steps import Sizes
 from longspan.run import ops
 from longspan.run.halo import HaloBackward, HaloForward, HaloTask
-from longspan.run.ops import apart, call_of, pass_of, place_in, record_of, run_over, settings_of, ticket_of, told_in
-from longspan.validate import as_autocast, check_carried, check_no_tangent, check_plain_numbers
+from longspan.run.ops import (
+    clone_if_aliased,
+    context_of,
+    create_call,
+    create_record,
+    create_ticket,
+    rank_and_size,
+    report_errors_in,
+    run_program,
+    safety_settings,
+)
+from longspan.validate import as_autocast, check_no_tangent, check_plain_numbers, check_sharding
 
 # -- The convolution in plain PyTorch: rows with halos in, the rank's own rows out -------------------------------------
 
@@ -156,7 +166,7 @@ def check_plan(plan: Any, weight: Tensor) -> None:
     if not isinstance(plan, ConvPlan):
         kind = type(plan).__name__
         raise PlanError(
-            f"plan must be made by longspan.conv_plan, but got {kind}"
+            f"plan must be created by longspan.conv_plan, but got {kind}"
             f"{', which is a plan of attention' if kind == 'Plan' else ''}. Make one: {USAGE}."
         )
     if weight.shape[1] != plan.width:
@@ -206,9 +216,9 @@ def run_forward(
     x: Tensor, handle: Tensor, group: str, num_rows: int, saves: bool, name: str, form: int
 ) -> tuple[Tensor, Tensor]:
     """Return the rank's rows with halos, and the ticket of this pass; `saves` tells that a backward may follow."""
-    with told_in(group):
+    with report_errors_in(group):
         assert form == FORM, "compiled code of another version"
-        plan, place = found_under(int(handle)), place_in(group)
+        plan, place = lookup_value(int(handle)), rank_and_size(group)
         if not isinstance(plan, ConvPlan):
             raise PlanError(
                 "the plan of this convolution is gone: compiled code has its handle, but no reference to it is left."
@@ -216,13 +226,13 @@ def run_forward(
             )
         check_rows(plan, x, place)
         task = HaloTask(plan, 0 if place is None else place[0], x.dtype)
-        settings = settings_of(group)
-        record = record_of(task, x.device, False if saves else None, name, settings) if group else None
-        call = call_of(task, "forward", x.device, settings, record=record, name=name)
-        rows, number = run_over(HaloForward(task, x).program(), group, call)
+        settings = safety_settings(group)
+        record = create_record(task, x.device, False if saves else None, name, settings) if group else None
+        call = create_call(task, "forward", x.device, settings, record=record, name=name)
+        rows, number = run_program(HaloForward(task, x).program(), group, call)
         assert rows.shape[1] == num_rows, "compiled code of another plan"
-        ticket = ticket_of(HaloPass(task, group, number, name))
-        return apart((rows.contiguous(),), (x,))[0], ticket
+        ticket = create_ticket(HaloPass(task, group, number, name))
+        return clone_if_aliased((rows.contiguous(),), (x,))[0], ticket
 
 
 def _fake_forward(
@@ -234,22 +244,22 @@ def _fake_forward(
 
 def run_backward(drows: Tensor, ticket: Tensor, num_slots: int) -> Tensor:
     """Return the gradient of the rank's `num_slots` rows."""
-    forward = pass_of(ticket, HaloPass)
-    with told_in(forward.group):
+    forward = context_of(ticket, HaloPass)
+    with report_errors_in(forward.group):
         task = forward.task
-        settings = settings_of(forward.group, backward=True)
-        call = call_of(task, "backward", drows.device, settings, name=forward.name, forward=forward.number)
-        dx, _ = run_over(HaloBackward(task, drows).program(), forward.group, call)
+        settings = safety_settings(forward.group, backward=True)
+        call = create_call(task, "backward", drows.device, settings, name=forward.name, forward=forward.number)
+        dx, _ = run_program(HaloBackward(task, drows).program(), forward.group, call)
         assert dx.shape[1] == num_slots, "compiled code of another plan"
-        return apart((dx.contiguous(),), (drows,))[0]
+        return clone_if_aliased((dx.contiguous(),), (drows,))[0]
 
 
 def _fake_backward(drows: Tensor, _ticket: Tensor, num_slots: int) -> Tensor:
     return drows.new_empty((drows.shape[0], num_slots, drows.shape[2]))
 
 
-halo = ops.defined("longspan::halo", run_forward, _fake_forward)
-halo_backward = ops.defined("longspan::halo_backward", run_backward, _fake_backward)
+halo = ops.define_operator("longspan::halo", run_forward, _fake_forward)
+halo_backward = ops.define_operator("longspan::halo_backward", run_backward, _fake_backward)
 
 
 class _Halo(torch.autograd.Function):
@@ -260,7 +270,9 @@ class _Halo(torch.autograd.Function):
         with _torch.below_autograd():
             rows, ticket = halo(x, *others)
         if type(ticket) is Tensor:  # not traced
-            ctx.forward_pass = pass_of(ticket, HaloPass)  # hooks may copy saved tensors, and a copy keeps nothing alive
+            ctx.forward_pass = context_of(
+                ticket, HaloPass
+            )  # hooks may copy saved tensors, and a copy keeps nothing alive
         ctx.num_slots = x.shape[1]
         ctx.save_for_backward(ticket)
         ctx.mark_non_differentiable(ticket)
@@ -298,7 +310,7 @@ def causal_conv1d(
     def check(place: tuple[int, int] | None) -> None:
         check_tensors(x, weight, bias, activation)
         if isinstance(plan, ConvPlan):
-            check_carried(plan.layout, 1, x=x)
+            check_sharding(plan.layout, 1, x=x)
         if place is not None:
             check_plan(plan, weight)
             check_rows(plan, x, place)
@@ -329,7 +341,7 @@ def _run(
         numbers = number_documents(call.documents, batch, tokens)
         sizes = Sizes(1, 1, channels, 0, x.dtype.itemsize, batch)
         dtype = str(x.dtype).removeprefix("torch.")
-        plan = planned_convolution(numbers, _one_rank(tokens), weight.shape[1], sizes, dtype)
+        plan = build_conv_plan(numbers, _one_rank(tokens), weight.shape[1], sizes, dtype)
     check_plan(plan, weight)
     if not torch.is_autocast_enabled(x.device.type):
         for name, tensor in (("weight", weight), ("bias", bias)):
@@ -340,11 +352,11 @@ def _run(
                 )
     elif str(as_autocast(x).dtype).removeprefix("torch.") == plan.dtype:
         x = as_autocast(x)  # halos are sent in the dtype in which the convolution runs
-    place = place_in(group)
+    place = rank_and_size(group)
     check_rows(plan, x, place)
     rank = 0 if place is None else place[0]
-    if plan.handle is None:  # the plan was made before torch was imported
-        object.__setattr__(plan, "handle", handle_of(plan))
+    if plan.handle is None:  # the plan was created before torch was imported
+        object.__setattr__(plan, "handle", create_handle(plan))
     saves = torch.is_grad_enabled() and x.requires_grad
     rows, _ = halo(x, plan.handle, group, plan.num_rows(rank), saves, call.name, FORM)
     return convolved(rows, weight, bias, OwnRows.of(plan, rank, x.device), activation)

@@ -13,9 +13,9 @@ from torch import Tensor
 from longspan.errors import PlanError, in_context
 from longspan.layouts import Layout
 from longspan.masks.document_rows import document_rows
-from longspan.run.group import told
+from longspan.run.group import report_errors
 from longspan.run.simulated import SimulatedRank
-from longspan.spans import Ints, shortened
+from longspan.spans import Ints, truncated_repr
 from longspan.validate import group_of, planned_group
 
 
@@ -59,16 +59,16 @@ def run_operator(
         shapes = [f"{name} {tuple(t.shape)}" for name, t in tensors.items() if isinstance(t, Tensor)]
         parts = [f"{call.operator} of {', '.join(shapes)}" if shapes else call.operator]
         if layout is not None:
-            parts.append(f"by {shortened(call.plan, 160)}")
+            parts.append(f"by {truncated_repr(call.plan, 160)}")
         if isinstance(group, dist.ProcessGroup):
             parts.append(f"on rank {group.rank()} of {group.size()}")
         return f"The call: {', '.join(parts)}."
 
     # Other ranks, which may wait in the same call, learn of an error here.
-    broadcast_errors = told(group) if isinstance(group, dist.ProcessGroup) else nullcontext()
+    broadcast_errors = report_errors(group) if isinstance(group, dist.ProcessGroup) else nullcontext()
     with in_context(describe), broadcast_errors:
         if not isinstance(call.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise PlanError(f"name must be a str, the same on every rank, but got {shortened(call.name)}.")
+            raise PlanError(f"name must be a str, the same on every rank, but got {truncated_repr(call.name)}.")
         if layout is None or not isinstance(group, SimulatedRank):
             check(None)
             return run(planned_group(group, call.plan, call.documents, usage))

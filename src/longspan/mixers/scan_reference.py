@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import hardshrink, pad, softplus, threshold
 
 from longspan.spans import Ints
-from longspan.tile import wide
+from longspan.tile import accumulation_dtype
 
 # -- The interface of a recurrence kernel ------------------------------------------------------------------------------
 # A linear recurrence S_t = A_t S_{t-1} + B_t maps the state that enters a segment to the state that leaves it:
@@ -75,7 +75,7 @@ class Recurrence(ABC):
 
     def state_dtype(self, tokens: tuple[Tensor, ...]) -> torch.dtype:
         """Return the dtype of states and maps: float32, or float64 if any token is."""
-        return wide(reduce(torch.promote_types, (x.dtype for x in tokens)))
+        return accumulation_dtype(reduce(torch.promote_types, (x.dtype for x in tokens)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from longspan.mixers.scan_reference import ScanKernel, ScanWork, Segments
 from longspan.planning.scan_plan import ScanPlan
 from longspan.planning.scan_steps import ChainPiece, Fold, ScanRole, StateSizes
 from longspan.planning.steps import Moved, PlanStep
-from longspan.run.program import FlatProgram, memory_for, part_of
+from longspan.run.program import RankProgram, memory_for, part_of
 from longspan.run.recorder import Buffer, Launched, Recorder, Rows
 from longspan.run.transports import Program
 from longspan.run.walk import PlanWalk
@@ -214,7 +214,7 @@ def apply_dense_transposed(m: Tensor, gradient: Tensor) -> Tensor:
     return torch.matmul(m.mT, gradient)
 
 
-_programs: WeakKeyDictionary[ScanPlan, dict[tuple[int, str], FlatProgram]] = WeakKeyDictionary()
+_programs: WeakKeyDictionary[ScanPlan, dict[tuple[int, str], RankProgram]] = WeakKeyDictionary()
 
 
 def scan(plan: ScanPlan, rank: int, direction: str, inputs: Sequence[Tensor], like: Tensor) -> Program[list[Tensor]]:

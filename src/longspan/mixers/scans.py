@@ -23,11 +23,11 @@ from longspan.planning.scan_plan import ScanPlan
 from longspan.planning.scan_steps import StateSizes
 from longspan.run.agreement import SCAN, WIDTH, Record
 from longspan.run.group import Call
-from longspan.run.ops import place_in, run_over, settings_of, told_in
+from longspan.run.ops import rank_and_size, report_errors_in, run_program, safety_settings
 from longspan.run.relayout import Relayout
 from longspan.run.transports import Loopback, Program
 from longspan.spans import Ints
-from longspan.validate import check_carried, check_no_tangent, check_plain_numbers
+from longspan.validate import check_no_tangent, check_plain_numbers, check_sharding
 from longspan.versions import VERSION
 
 # -- Checks of tensors against each other and the plan -----------------------------------------------------------------
@@ -76,11 +76,11 @@ def check_plan(plan: Any, recurrence: Recurrence, tokens: tuple[Tensor, ...], pl
     """Check that the plan is a scan plan for these tensors. `place` is this rank and the group's size."""
     if not isinstance(plan, ScanPlan):
         raise PlanError(
-            f"plan must be made by longspan.scan_plan, but got {type(plan).__name__}. Plans of attention and of"
+            f"plan must be created by longspan.scan_plan, but got {type(plan).__name__}. Plans of attention and of"
             f" convolutions cannot be used."
         )
     for tensor in tokens:
-        check_carried(plan.home, 1, **{f"a tensor of shape {tuple(tensor.shape)}": tensor})
+        check_sharding(plan.home, 1, **{f"a tensor of shape {tuple(tensor.shape)}": tensor})
     size = plan.layout.world_size
     if size != (1 if place is None else place[1]):
         got = "group is None" if place is None else f"the group has {place[1]}"
@@ -157,7 +157,7 @@ def run(
 def _run(
     recurrence: Any, tokens: tuple[Any, ...], shared: tuple[Any, ...], call: OperatorCall, kernel_name: str, group: str
 ) -> Tensor:
-    plan, place = call.plan, place_in(group)
+    plan, place = call.plan, rank_and_size(group)
     if plan is None:
         batch, length = tokens[0].shape[:2]
         segments = _segment_documents(number_documents(call.documents, batch, length), batch, length)
@@ -178,7 +178,7 @@ def _run(
     def carry(program: Program[list[Tensor]], direction: str, number: int) -> tuple[list[Tensor], int]:
         """Run a rank's program over the group: one call in each direction."""
         device, backward = tokens[0].device, direction == "backward"
-        safety = settings_of(group, backward=backward)
+        safety = safety_settings(group, backward=backward)
         record = None
         if not backward:
             sizes = plan.sizes
@@ -191,9 +191,9 @@ def _run(
             )  # fmt: skip
         dtype, steps = getattr(torch, plan.dtype), plan.draft.num_steps
         group_call = Call(plan.fingerprint, direction, steps, dtype, device, safety, record, call.name, number)
-        return run_over(program, group, group_call)
+        return run_program(program, group, group_call)
 
-    ranks = RankScan(plan, rank, cache[rank], carry, partial(told_in, group))
+    ranks = RankScan(plan, rank, cache[rank], carry, partial(report_errors_in, group))
     if plan.source is None:
         return spread(kernel, work, ranks, learns=needs_grad)
     carry(_no_messages(), "forward", 0)  # ranks agree before tokens move

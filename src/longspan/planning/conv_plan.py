@@ -17,11 +17,11 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from longspan._compile import Handled, sealed
+from longspan._compile import Handled, opaque
 from longspan.layouts import Layout
 from longspan.masks import Mask, documents, per_row, sliding_window
 from longspan.planning.machine import CPU
-from longspan.planning.plan import Plan, PlanRequest, planned
+from longspan.planning.plan import Plan, PlanRequest, build_plan
 from longspan.planning.steps import Sizes
 from longspan.spans import Ints, Span, as_spans, join, run_table, steps_within
 
@@ -57,7 +57,7 @@ class Haloed:
         return np.repeat(place, stop - start) + steps_within(stop - start)
 
 
-@sealed
+@opaque
 @dataclass(frozen=True, eq=False, repr=False)
 class ConvPlan(Handled):
     """Documents, layout, width and messages of causal convolutions. Make one with `conv_plan`."""
@@ -144,7 +144,7 @@ def segments(spans: Ints, edges: Ints, width: int) -> Ints:
     return np.stack((start, stop, reach, np.cumsum(sizes + width - 1) - sizes), axis=1)
 
 
-def planned_convolution(numbers: Ints, layout: Layout, width: int, sizes: Sizes, dtype: str) -> ConvPlan:
+def build_conv_plan(numbers: Ints, layout: Layout, width: int, sizes: Sizes, dtype: str) -> ConvPlan:
     """Return the plan for documents as numbers per position, (1 or batch, tokens); equal ones get the same object."""
     if (numbers == numbers[:1]).all():
         numbers = numbers[:1]
@@ -160,4 +160,4 @@ def _build_plan(texts: tuple[bytes, ...], layout: Layout, width: int, sizes: Siz
     mask: Mask = each[0] if len(each) == 1 else per_row(*each)
     # Backward needs gradients only: with `keep` nothing is fetched twice, and runs do not keep the rows.
     request = PlanRequest(layout, sizes, dtype, "exchange", CPU, assumed=True, keep=True)
-    return ConvPlan(planned(mask, request), edges, width)
+    return ConvPlan(build_plan(mask, request), edges, width)

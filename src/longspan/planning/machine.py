@@ -32,7 +32,7 @@ from longspan.errors import PlanError
 from longspan.masks import bands as bd
 from longspan.planning.cost import ADDED, BYTES, DST, SRC, STEP, bands_of, launch_table, sides, traffic
 from longspan.planning.steps import Sizes, Step
-from longspan.spans import Ints, Span, shortened, whole
+from longspan.spans import Ints, Span, check_int, truncated_repr
 
 Floats = NDArray[np.float64]
 _MAY_BE_ZERO = (
@@ -47,13 +47,13 @@ def _check_numbers(value: Link | Tiling | Machine, where: str) -> None:
         number, name = getattr(value, field.name), field.name
         may_be_zero = name in _MAY_BE_ZERO
         if field.type == "int":
-            whole(number, name, where, PlanError, low=0 if may_be_zero else 1)
+            check_int(number, name, where, PlanError, low=0 if may_be_zero else 1)
         elif field.type == "float":
             is_number = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
             if not is_number or number < 0 or (number == 0 and not may_be_zero):
                 bound = "of at least 0" if may_be_zero else "above 0"
                 raise PlanError(
-                    f"{where}: {name} must be a finite number {bound}, but got {name} = {shortened(number)}."
+                    f"{where}: {name} must be a finite number {bound}, but got {name} = {truncated_repr(number)}."
                 )
 
 
@@ -123,15 +123,15 @@ class Machine:
     """Bytes per second between a device and its host's pinned memory, one direction. 0: not known."""
 
     def __post_init__(self) -> None:
-        where = f"machine {shortened(self.name)}"
+        where = f"machine {truncated_repr(self.name)}"
         _check_numbers(self, where)
         kinds = {"kernel": str, "forward_tiling": Tiling, "backward_tiling": Tiling, "links": tuple}
         for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
-                got = shortened(getattr(self, name))
+                got = truncated_repr(getattr(self, name))
                 raise PlanError(f"{where}: {name} must be a {kind.__name__}, but got {name} = {got}.")
         if not all(isinstance(link, Link) for link in self.links):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise PlanError(f"{where}: links must be of type Link, but got links = {shortened(self.links)}.")
+            raise PlanError(f"{where}: links must be of type Link, but got links = {truncated_repr(self.links)}.")
         sizes = [link.ranks for link in self.links]
         if not sizes or sizes != sorted(sizes):
             raise PlanError(

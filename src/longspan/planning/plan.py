@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Protocol, TypeVar, overload
 
-from longspan._compile import Handled, sealed
+from longspan._compile import Handled, opaque
 from longspan.errors import PlanError
 from longspan.formatting import bytes_text
 from longspan.layouts import Layout
@@ -47,7 +47,7 @@ class ShardCall(Protocol):
     def __call__(self, batch: X, rank: int, dim: int = 0, fill: float = 0) -> X: ...
 
 
-@sealed
+@opaque
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Handled):
     """Mask + layout + schedule: a frozen value with a fingerprint, a text form and reasons. Make one with `plan`."""
@@ -260,7 +260,7 @@ class PlanRequest:
     chunks: int | None = None
 
 
-def planned(mask: Mask, request: PlanRequest) -> Plan:
+def build_plan(mask: Mask, request: PlanRequest) -> Plan:
     """Return the plan of a request. Equal requests get the same object; for a mask with a function, only with the same
     mask object, which owns its plans, so that they are freed with it and with what its function captured."""
     if mask.is_structured:

@@ -16,9 +16,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan._compile import sealed
+from longspan._compile import opaque
 from longspan.errors import PlanError
-from longspan.formatting import bytes_text, counted
+from longspan.formatting import bytes_text, format_count
 from longspan.layouts import Layout
 from longspan.planning.choose import REASON_HEAD, Reason
 from longspan.planning.machine import Floats, Machine, Work
@@ -33,7 +33,7 @@ from longspan.planning.scan_steps import (
     StateTransfer,
 )
 from longspan.planning.validator import validate_scan
-from longspan.spans import Ints, shortened
+from longspan.spans import Ints, truncated_repr
 
 # -- Planners: how the owner of every segment gets the state that enters it --------------------------------------------
 # Each planner writes one chain, given the ranks of its segments, from step 0 on; chains are independent. Eight segments
@@ -144,7 +144,7 @@ def build_draft(name: str, chains: Chains, node: int) -> Draft:
     else:
         raise PlanError(
             f"scheme of a scan must be one of {', '.join(SCAN_PLANNERS)}, two_level(RANKS PER NODE) and auto, but got"
-            f" {shortened(name)}."
+            f" {truncated_repr(name)}."
         )
     draft = Draft(chains.batches)
     for number, ranks in enumerate(chains.ranks()):
@@ -334,7 +334,7 @@ MAX_SENDS = 20_000
 """Approximate limit on the transfers of an exchange: it is not compared beyond."""
 
 
-@sealed
+@opaque
 @dataclass(frozen=True, eq=False, repr=False)
 class ScanPlan:
     """How states of a recurrence get from segment to segment. Make one with `longspan.scan_plan`."""
@@ -407,15 +407,15 @@ class ScanPlan:
         """Return a text with the costs of the compared schemes."""
         most = self.reasons[0].bytes_received
         lines = [
-            f"{self.scheme} over {self.home}: {counted(len(self.chains.batches), 'chain')},"
-            f" {counted(len(self.chains.table), 'segment')}, {counted(self.draft.num_steps, 'step')}, at most"
+            f"{self.scheme} over {self.home}: {format_count(len(self.chains.batches), 'chain')},"
+            f" {format_count(len(self.chains.table), 'segment')}, {format_count(self.draft.num_steps, 'step')}, at most"
             f" {bytes_text(most)} a rank in both passes, on {self.machine.name}.",
             REASON_HEAD,
         ]
         return "\n".join((*lines, *map(str, self.reasons)))
 
     def __repr__(self) -> str:
-        return f"<scan plan {self.scheme}, {counted(len(self.chains.batches), 'chain')} over {self.home}>"
+        return f"<scan plan {self.scheme}, {format_count(len(self.chains.batches), 'chain')} over {self.home}>"
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)

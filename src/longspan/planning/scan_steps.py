@@ -18,7 +18,7 @@ import numpy as np
 from longspan.errors import PlanError, ScheduleError
 from longspan.layouts import Layout
 from longspan.planning.steps import AnySchedule, parse_text
-from longspan.spans import Ints, Span, parsed_number, run_table, shortened, whole
+from longspan.spans import Ints, Span, check_int, parsed_number, run_table, truncated_repr
 
 # -- Pieces, folds, transfers and steps --------------------------------------------------------------------------------
 # The tokens of a document that lie together on a rank are a *segment*, and the segments of a document in order are its
@@ -68,7 +68,7 @@ class StateSizes:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             low = 0 if name == "dense" else 1
-            whole(getattr(self, name), name, "scan plan", ScheduleError, low=low, high=MAX_FEATURES)
+            check_int(getattr(self, name), name, "scan plan", ScheduleError, low=low, high=MAX_FEATURES)
         rows, cols = self.map_rows, self.map_cols
         is_diagonal = rows in (1, self.keys) and cols in (1, self.values)
         if not (rows == cols == self.keys if self.dense else is_diagonal):
@@ -136,7 +136,7 @@ class ChainPiece:
         segments, _, rest = rest.partition("]c")
         chain, _, batch = rest.partition("b")
         if role not in set(ScanRole) or not batch:
-            raise ScheduleError(f"{form}, but got {shortened(text)}.")
+            raise ScheduleError(f"{form}, but got {truncated_repr(text)}.")
         span = Span.parse(segments)
         number = parsed_number(chain, form, text, ScheduleError)
         return ChainPiece(ScanRole(role), number, span.start, span.stop, Span.parse(batch))
@@ -163,7 +163,7 @@ class Fold:
         """Parse the output of `repr`."""
         words = text.removeprefix("fold ").split(" ")
         if len(words) != 2:
-            raise ScheduleError(f"a fold is written fold LEFT RIGHT, but got {shortened(text)}.")
+            raise ScheduleError(f"a fold is written fold LEFT RIGHT, but got {truncated_repr(text)}.")
         return Fold(rank, *map(ChainPiece.parse, words))
 
 

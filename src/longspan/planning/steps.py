@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 from longspan.errors import LongspanError, PlanError, ScheduleError
 from longspan.layouts import Layout
 from longspan.masks import Band
-from longspan.spans import Span, checked_text, parsed_number, shortened, whole
+from longspan.spans import Span, check_int, checked_text, parsed_number, truncated_repr
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of dtypes by name, since planning does not import torch."""
@@ -33,7 +33,9 @@ def dtype_name(dtype: Any) -> str:
     """
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
-        raise PlanError(f"dtype must be one of {', '.join(ITEMSIZE)}, as a dtype or name, but got {shortened(dtype)}.")
+        raise PlanError(
+            f"dtype must be one of {', '.join(ITEMSIZE)}, as a dtype or name, but got {truncated_repr(dtype)}."
+        )
     return name
 
 
@@ -74,7 +76,7 @@ class Sizes:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             low = 0 if name == "v_head_dim" else 1
-            whole(getattr(self, name), name, "plan", ScheduleError, low=low, high=MAX_SIZE)
+            check_int(getattr(self, name), name, "plan", ScheduleError, low=low, high=MAX_SIZE)
         if self.q_heads % self.kv_heads:
             raise ScheduleError(
                 f"q_heads must be a multiple of kv_heads, but got q_heads = {self.q_heads} and kv_heads ="
@@ -152,7 +154,9 @@ class Piece:
         rest, _, apart = rest.partition("q")
         heads, _, batch = rest.partition("b")
         if role not in set(Role) or not heads:
-            raise ScheduleError(f"a piece is written role[spans]hHEADS, as in kv[0:4]h0:2, but got {shortened(text)}.")
+            raise ScheduleError(
+                f"a piece is written role[spans]hHEADS, as in kv[0:4]h0:2, but got {truncated_repr(text)}."
+            )
         return Piece(
             Role(role),
             tuple(map(Span.parse, spans.split())),
@@ -207,7 +211,7 @@ class Transfer:
         until, _, recall = tail.partition(" ")
         form = "a transfer is written SRC>DST PIECE until STEP RECALL"
         if recall not in set(Recall):
-            raise ScheduleError(f"{form}, but got {shortened(text)}.")
+            raise ScheduleError(f"{form}, but got {truncated_repr(text)}.")
         counts = [parsed_number(part, form, text, ScheduleError) for part in (src, dst, until)]
         return Transfer(counts[0], counts[1], Piece.parse(piece), counts[2], Recall(recall))
 
@@ -232,7 +236,7 @@ class Compute:
         pieces, colon, rest = text.removeprefix("compute ").partition(" : ")
         q, _, kv = pieces.partition(" kv[")
         if not colon or not kv:
-            raise ScheduleError(f"a compute is written compute Q KV : BANDS ? MAYBE, but got {shortened(text)}.")
+            raise ScheduleError(f"a compute is written compute Q KV : BANDS ? MAYBE, but got {truncated_repr(text)}.")
         sure, _, maybe = rest.partition("? ")
         bands = tuple(map(Band.parse, sure.split())), tuple(map(Band.parse, maybe.split()))
         return Compute(rank, Piece.parse(q), Piece.parse("kv[" + kv), *bands)
@@ -403,7 +407,7 @@ def parse_text(
     words = lines[0].split(" ")
     pairs = [word.partition("=") for word in words[3:]]
     if words[0] != kind or sorted(name for name, _, _ in pairs) != sorted(names):
-        raise ScheduleError(f"{form}, but got {shortened(lines[0])}.")
+        raise ScheduleError(f"{form}, but got {truncated_repr(lines[0])}.")
     sizes = sizes_type(**{name: parsed_number(value, form, lines[0], ScheduleError) for name, _, value in pairs})
     first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), len(lines))
     try:
@@ -430,7 +434,9 @@ def parse_text(
             else:
                 steps[-1][word in ("compute", "fold")].append(parse_item(item, len(ranks) - 1, layout, sizes))
         except LongspanError as error:
-            raise ScheduleError(f"line {at} of the {kind} text, {shortened(line)}, cannot be read: {error}") from error
+            raise ScheduleError(
+                f"line {at} of the {kind} text, {truncated_repr(line)}, cannot be read: {error}"
+            ) from error
     return words[1], words[2], layout, sizes, ranks
 
 

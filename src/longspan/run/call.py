@@ -1,6 +1,6 @@
 """Check the arguments of `longspan.attention` and call the operator.
 
-This file is traced when a model is compiled. Checks of the mask or plan itself are made when the operator runs: both
+This file is traced when a model is compiled. Checks of the mask or plan itself run with the operator: both
 are passed as data (see `longspan._compile`), so that one graph serves all of them.
 """
 
@@ -19,28 +19,28 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from longspan import _torch
-from longspan._compile import handle_of, number_of, untraced
+from longspan._compile import create_handle, register_value, run_eagerly
 from longspan.errors import PlanError, in_context
 from longspan.masks import Mask
 from longspan.masks.convert import advice, mask_of
 from longspan.planning.plan import Plan
 from longspan.run import ops
-from longspan.run.group import told
+from longspan.run.group import report_errors
 from longspan.run.simulated import SimulatedRank
 from longspan.scoring.biases import Extras as Extras
 from longspan.scoring.biases import check_sinks
-from longspan.spans import shortened
+from longspan.spans import truncated_repr
 from longspan.validate import (
     SEQ_DIM,
     check_axes,
     check_captured,
-    check_carried,
-    check_cut,
+    check_dtensor_shards,
+    check_sharding,
     check_tensors,
-    fitting_plan,
-    group_handed,
+    describe_group,
     group_of,
-    not_yet,
+    init_hint,
+    resolve_plan,
 )
 from longspan.validate import check_inputs as check_inputs
 
@@ -77,13 +77,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
         return _run_dtensors(q, k, v, request)
     if isinstance(request.plan_or_mask, Plan):
-        check_carried(request.plan_or_mask.layout, SEQ_DIM, q=q, k=k, v=v)
+        check_sharding(request.plan_or_mask.layout, SEQ_DIM, q=q, k=k, v=v)
     if isinstance(request.group, SimulatedRank) and isinstance(request.plan_or_mask, Plan):
         return _run_simulated(q, k, v, request, request.plan_or_mask, request.group)
     return _run(q, k, v, request)
 
 
-@untraced
+@run_eagerly
 def _convert_mask(value: Any) -> Mask:
     """Return the mask of a small dense table. Raise for anything else."""
     mask = None if value is None else mask_of(value)
@@ -97,7 +97,7 @@ def _convert_mask(value: Any) -> Mask:
 
 def _run_simulated(q: Tensor, k: Tensor, v: Tensor, request: Request, plan: Plan, here: SimulatedRank) -> Any:
     """Run on simulated ranks: attention over whole sequences, of which each rank takes its rows."""
-    fitting_plan(plan, q, k, v, (here.rank(), here.size()))
+    resolve_plan(plan, q, k, v, (here.rank(), here.size()))
 
     def compute(parts: list[tuple[Tensor, ...]]) -> list[Any]:
         q, k, v = (plan.layout.unshard(tensors, SEQ_DIM) for tensors in zip(*parts, strict=True))
@@ -124,7 +124,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, request: Request, group: Any = None) -
             return _run_outside_graph(q, k, v, request, group, recorded.why)
         score_program = recorded.text, recorded.numbers, recorded.reals, len(recorded.constants)
     elif request.extras is not None:
-        scoring = request.extras.scoring(q, fitting_plan(request.plan_or_mask, q, k, v, ops.place_in(group)))
+        scoring = request.extras.scoring(q, resolve_plan(request.plan_or_mask, q, k, v, ops.rank_and_size(group)))
     captured = [] if scoring is None else list(scoring.captured)
     captured = captured if recorded is None else recorded.captured
     constants = [] if recorded is None else recorded.constants
@@ -135,7 +135,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, request: Request, group: Any = None) -
     needs_shared_grads = has_grad and bool(shared) and any(t.requires_grad for t in shared)
     needs_backward = needs_shared_grads or (has_grad and (q.requires_grad or k.requires_grad or v.requires_grad))
     scale = None if request.scale is None else float(request.scale)
-    number = 0 if scoring is None else number_of(scoring)
+    number = 0 if scoring is None else register_value(scoring)
     handle = request.plan_or_mask.handle  # the tensor by which the operator looks up the mask or plan
     handle = _create_handle(request.plan_or_mask) if handle is None else handle
     tensors, reduce_shared_grads = [*captured, *constants], request.captured_grads == "sum"
@@ -143,7 +143,11 @@ def _run(q: Tensor, k: Tensor, v: Tensor, request: Request, group: Any = None) -
         handle, group, request.kernel, scale, number, reduce_shared_grads, needs_backward, needs_shared_grads,
         request.name, ops.FORM, *score_program,
     )  # fmt: skip
-    run = ops.attention if torch.compiler.is_compiling() else ops.run_of(ops.attention, q, k, v, sinks, *tensors)
+    run = (
+        ops.attention
+        if torch.compiler.is_compiling()
+        else ops.implementation_of(ops.attention, q, k, v, sinks, *tensors)
+    )
     if run is ops.attention:
         out, lse, _ = run(q, k, v, tensors, sinks, *others)
     else:
@@ -153,7 +157,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, request: Request, group: Any = None) -
 
 @torch.compiler.disable(reason="the mask or plan was created before torch was loaded")
 def _create_handle(plan_or_mask: Mask | Plan) -> Tensor:
-    object.__setattr__(plan_or_mask, "handle", handle_of(plan_or_mask))
+    object.__setattr__(plan_or_mask, "handle", create_handle(plan_or_mask))
     return plan_or_mask.handle
 
 
@@ -188,8 +192,8 @@ def _in_call(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group:
         group = tensors[0].device_mesh
     group = group_of(group)
     members = group if isinstance(group, dist.ProcessGroup) else None
-    telling = nullcontext() if members is None else told(members)
-    with in_context(lambda: _described(name, tensors, plan_or_mask, members)), telling:
+    notify = nullcontext() if members is None else report_errors(members)
+    with in_context(lambda: _described(name, tensors, plan_or_mask, members)), notify:
         yield
 
 
@@ -202,10 +206,10 @@ def _described(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, grou
     ]
     parts = [f"{name} of {', '.join(shapes)}" if shapes else name]
     if isinstance(plan_or_mask, Plan):
-        over = shortened(plan_or_mask.layout, 120)
-        parts.append(f"by {plan_or_mask.scheme.name} of {shortened(plan_or_mask.mask, 120)} over {over}")
+        over = truncated_repr(plan_or_mask.layout, 120)
+        parts.append(f"by {plan_or_mask.scheme.name} of {truncated_repr(plan_or_mask.mask, 120)} over {over}")
     elif isinstance(plan_or_mask, Mask):
-        parts.append(f"under {shortened(plan_or_mask, 120)}")
+        parts.append(f"under {truncated_repr(plan_or_mask, 120)}")
     if group is not None:
         parts.append(f"on rank {group.rank()} of {group.size()}")
     return f"The call: {', '.join(parts)}."
@@ -219,7 +223,7 @@ def _group_name(group: Any, plan_or_mask: Mask | Plan) -> str:
     if name is None:
         raise PlanError(
             f"group must be a process group or a mesh axis of the plan's {plan_or_mask.layout.world_size} ranks, but"
-            f" {group_handed(group)}.{not_yet()}"
+            f" {describe_group(group)}.{init_hint()}"
         )
     return name
 
@@ -242,7 +246,7 @@ def _run_dtensors(q: Any, k: Any, v: Any, request: Request) -> Any:
                 f" but got {tensor.placements} on {tensor.device_mesh}."
             )
     if not torch.compiler.is_compiling():  # in compiled code the operator checks shapes
-        check_cut(q, request.plan_or_mask)
+        check_dtensor_shards(q, request.plan_or_mask)
     mesh = q.device_mesh
     local = _run(q.to_local(), k.to_local(), v.to_local(), request, mesh)
     parts: tuple[Tensor, ...] = local if isinstance(local, tuple) else (local,)

@@ -23,7 +23,7 @@ from longspan.layouts import Layout
 from longspan.masks import Mask, Plane, full
 from longspan.masks import bands as bd
 from longspan.masks.bands import rectangles
-from longspan.masks.captures import Noted, Reads, noted, same_tensors
+from longspan.masks.captures import CaptureSnapshot, TensorVersion, same_tensors, tensor_version
 from longspan.masks.convert import advice
 from longspan.masks.functions import Function
 from longspan.masks.mask import MaskKey
@@ -37,7 +37,7 @@ from longspan.run.transports import Loopback
 from longspan.run.walk import Job
 from longspan.scoring.biases import Extras
 from longspan.scoring.pipeline import ScoreMod
-from longspan.spans import Ints, shortened, steps_within, true_runs, whole
+from longspan.spans import Ints, check_int, steps_within, true_runs, truncated_repr
 from longspan.validate import check_inputs, one_device_plan
 
 # -- BlockMasks from masks, for the rows of one rank -------------------------------------------------------------------
@@ -77,7 +77,7 @@ def block_mask(
         )
     if kv not in KV:
         raise MaskError(f"kv must be {' or '.join(map(repr, KV))}, but got {kv!r}.")
-    block_size = whole(block_size, "block_size", "block_mask()", MaskError, low=1)
+    block_size = check_int(block_size, "block_size", "block_mask()", MaskError, low=1)
     if mask.seq_len not in (None, layout.seq_len):
         raise MaskError(
             f"mask and layout must have the same length, but got {mask} of {mask.seq_len} tokens and {layout} of"
@@ -91,7 +91,7 @@ def block_mask(
     rest = layout, rank, kv, block_size, device_name
     if mask.is_structured:
         return _built(MaskKey(mask), *rest)
-    mask.read_anew()
+    mask.refresh_captures()
     key = ("block_mask", *rest)
     if key not in mask.known:
         mask.known[key] = _built.__wrapped__(MaskKey(mask), *rest)
@@ -157,9 +157,9 @@ def _count_by_function(plane: Plane, rows: Ints, keys: Ints, size: int, maybe: I
 # -- Masks from BlockMasks ---------------------------------------------------------------------------------------------
 
 _Key = tuple[bool, bool, tuple[int, int]]
-_converted: WeakKeyDictionary[BlockMask, dict[_Key, tuple[object, tuple[Noted, ...], Reads, Mask]]] = (
-    WeakKeyDictionary()
-)
+_converted: WeakKeyDictionary[
+    BlockMask, dict[_Key, tuple[object, tuple[TensorVersion, ...], CaptureSnapshot, Mask]]
+] = WeakKeyDictionary()
 """Converted BlockMasks: a model uses one BlockMask in every layer. Its mask_mod may be replaced, its tensors refilled,
 and variables that its mask_mod reads rebound."""
 
@@ -194,7 +194,7 @@ def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads
     known = _converted.setdefault(block_mask, {})
     key = batch == 1, heads == 1, block_mask.seq_lengths
     mask_mod, tensors, entry = block_mask.mask_mod, _tensors(block_mask), known.get(key)
-    reads = Reads.of(mask_mod)  # variables; the mask itself tracks tensors
+    reads = CaptureSnapshot.of(mask_mod)  # variables; the mask itself tracks tensors
     if (
         entry is None
         or entry[0] is not mask_mod
@@ -206,10 +206,10 @@ def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads
     return entry[3]
 
 
-def _tensors(block_mask: BlockMask) -> tuple[Noted, ...]:
+def _tensors(block_mask: BlockMask) -> tuple[TensorVersion, ...]:
     """Return the tensors that list blocks, with their versions."""
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    return tuple(noted(tensor) for name in names if (tensor := getattr(block_mask, name)) is not None)
+    return tuple(tensor_version(tensor) for name in names if (tensor := getattr(block_mask, name)) is not None)
 
 
 def _dims(block_mask: BlockMask) -> tuple[int, int]:
@@ -302,7 +302,7 @@ def flex_attention(
     if return_aux is not None and not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
         raise PlanError(
             f"return_aux must be None or a torch.nn.attention.flex_attention.AuxRequest, but got"
-            f" {shortened(return_aux)}."
+            f" {truncated_repr(return_aux)}."
         )
     if any(t.ndim != 4 for t in (query, key, value)):
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
@@ -324,7 +324,9 @@ def flex_attention(
         q, k, v, plan_or_mask = _pad_to_one_length(query, key, value, block_mask)
     else:
         if not isinstance(plan, Plan):
-            raise PlanError(f"plan must be created by longspan.plan(mask, layout, ...), but got {shortened(plan)}.")
+            raise PlanError(
+                f"plan must be created by longspan.plan(mask, layout, ...), but got {truncated_repr(plan)}."
+            )
         if block_mask is not None and block_mask != plan.mask:
             raise PlanError(
                 f"block_mask must be None or the plan's mask, {plan.mask}, but got another. Omit it, or plan for it."

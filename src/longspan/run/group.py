@@ -71,7 +71,7 @@ def safety(last: Safety | None = None) -> Safety:
 
 
 @contextmanager
-def safely(settings: Safety) -> Iterator[None]:
+def use_safety(settings: Safety) -> Iterator[None]:
     """Use these settings for all calls inside the context."""
     token = _safety.set(settings)
     try:
@@ -174,7 +174,7 @@ class Members:
         self.training_step = -1
         self.agreed: dict[bytes, None] = {}
         self.met: set[str] = set()
-        """Device types on which all ranks have made an operation together."""
+        """Device types whose first operation all ranks have joined."""
         self.compared = ""
         """Name of the last comparison through the store."""
         self._watch: Watch | None = None
@@ -484,7 +484,7 @@ class Running:
         )
 
 
-class told:  # noqa: N801
+class report_errors:  # noqa: N801
     """If the body raises before its call has started, report the error to the other ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

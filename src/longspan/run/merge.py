@@ -25,7 +25,7 @@ from longspan.run import fused
 from longspan.run.packing import TokenStore
 from longspan.run.recorder import Buffer, Kind, Recorder, Rows
 from longspan.spans import Span
-from longspan.tile import wide
+from longspan.tile import accumulation_dtype
 
 Several = tuple[Rows, ...]
 Key = tuple[Span, Span]
@@ -162,7 +162,7 @@ class Accumulator(ByRows):
         super().__init__()
         assert like.dtype is not None
         self._recorder, self._shape, self._dtype = like.recorder, (*like.shape[:3], v_head_dim), like.dtype
-        self._states = _States(like.recorder, like.shape, v_head_dim, 1, 1, dtype=wide(like.dtype))
+        self._states = _States(like.recorder, like.shape, v_head_dim, 1, 1, dtype=accumulation_dtype(like.dtype))
         self._result: tuple[Rows, Rows] | None = None
 
     def take(self, new: Stretch) -> None:
@@ -191,7 +191,7 @@ class Accumulator(ByRows):
             self._result = out, lse
             return self._result
         out = self._recorder.new(self._shape, self._dtype)
-        lse = self._recorder.new((*self._shape[:3], 1), wide(self._dtype))
+        lse = self._recorder.new((*self._shape[:3], 1), accumulation_dtype(self._dtype))
         for stretch in self._stretches:
             at = slice(stretch.start, stretch.stop)
             if stretch.is_state:

@@ -182,7 +182,7 @@ class Group:
     """Level of its operations; 0 for a single operation."""
 
 
-def grouped(log: Iterable[Note | Event]) -> list[Group | Event]:
+def group_operations(log: Iterable[Note | Event]) -> list[Group | Event]:
     """Group the operations on rows between events. Nothing moves across an event."""
     items: list[Group | Event] = []
     notes: list[Note] = []

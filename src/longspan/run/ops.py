@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from longspan import _torch
-from longspan._compile import found_under, number_of, untraced
+from longspan._compile import lookup_value, register_value, run_eagerly
 from longspan.errors import PlanError
 from longspan.kernels import Features, choose_kernel, kernel_named, why_not_inside
 from longspan.kernels.cuda_flash import implementation
 from longspan.masks import Mask
-from longspan.masks.captures import Reads
+from longspan.masks.captures import CaptureSnapshot
 from longspan.planning.plan import Plan
 from longspan.run.agreement import WIDTH, Record
-from longspan.run.group import Call, Safety, members_of, safety, told
+from longspan.run.group import Call, Safety, members_of, report_errors, safety
 from longspan.run.halo import HaloTask
 from longspan.run.passes import Backward, Forward, Saved
 from longspan.run.transports import ProcessGroup, Program, run_alone
@@ -35,8 +35,8 @@ from longspan.run.walk import Job, Task
 from longspan.scoring.biases import check_bias
 from longspan.scoring.pipeline import Scoring
 from longspan.scoring.recorded import Operands, bias_in, scoring_of
-from longspan.tile import wide
-from longspan.validate import fitting_plan
+from longspan.tile import accumulation_dtype
+from longspan.validate import resolve_plan
 from longspan.versions import VERSION
 
 # -- Registering operators ---------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def _libraries() -> dict[str, torch.library.Library]:
     return vars(torch.ops.longspan).setdefault("_libraries", {})
 
 
-def defined(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define_operator(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Register an operator for all devices, with the schema of `run`.
 
     `run` must not modify its arguments nor return views of them; `fake` returns results without data.
@@ -68,14 +68,14 @@ def defined(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any
         with _torch.as_in_eager():
             return run(*args)
 
-    library.impl(short, untraced(called), "CompositeExplicitAutograd")
+    library.impl(short, run_eagerly(called), "CompositeExplicitAutograd")
     torch.library.register_fake(name, fake, lib=library)
     operator = getattr(torch.ops.longspan, short).default
     _implementations[operator] = run
     return operator
 
 
-def run_of(operator: Any, *tensors: torch.Tensor | None) -> Callable[..., Any]:
+def implementation_of(operator: Any, *tensors: torch.Tensor | None) -> Callable[..., Any]:
     """Return the implementation of an operator if no mode or subclass observes it, else the operator.
 
     PyTorch's dispatcher takes 20 us of host time to pass arguments from Python to Python.
@@ -159,7 +159,7 @@ class ForwardContext:
     """Number of the call over the group; 0 without a group."""
     name: str
     reduce_shared_grads: bool
-    reads: tuple[Reads, ...]
+    reads: tuple[CaptureSnapshot, ...]
     """Values that functions of the mask read."""
     kept: ref[SavedRemoteKV]
     scores: ScoreProgram = EMPTY_SCORE_PROGRAM
@@ -171,16 +171,16 @@ class _TicketMemory(bytearray):
     held: tuple[object, ...]
 
 
-def ticket_of(context: object, *more: object) -> Tensor:
+def create_ticket(context: object, *more: object) -> Tensor:
     """Return a ticket that keeps the context of a forward pass alive, and `more` with it."""
-    memory = _TicketMemory(number_of(context).to_bytes(8, "little"))
+    memory = _TicketMemory(register_value(context).to_bytes(8, "little"))
     memory.held = context, *more
     return torch.frombuffer(memory, dtype=torch.int64)
 
 
-def pass_of(ticket: Tensor, kind: type[T]) -> T:
+def context_of(ticket: Tensor, kind: type[T]) -> T:
     """Return the context of a forward pass by its ticket."""
-    context = found_under(int(ticket))
+    context = lookup_value(int(ticket))
     if not isinstance(context, kind):
         raise PlanError(
             "The forward pass of this backward pass is not known in this process any more: tensors saved by compiled"
@@ -198,7 +198,7 @@ _records: WeakKeyDictionary[Plan, dict[tuple[str, ...], Record]] = WeakKeyDictio
 """Records of a plan, by the fields that may differ between its calls."""
 
 
-def record_of(job: Job | HaloTask, device: torch.device, sums: bool | None, name: str, safety: Safety) -> Record:
+def create_record(job: Job | HaloTask, device: torch.device, sums: bool | None, name: str, safety: Safety) -> Record:
     """Return the record of a call that ranks compare; `sums` is None if no gradients are needed."""
     plan = job.plan
     scale = scores = sinks = "none"
@@ -240,7 +240,7 @@ FORM = 3
 it when the signature of the backward changes, or cached code of an older version would call it."""
 
 
-def place_in(group: str) -> tuple[int, int] | None:
+def rank_and_size(group: str) -> tuple[int, int] | None:
     """Return (rank, size) of this process in the group; None without a group."""
     if not group:
         return None
@@ -249,7 +249,7 @@ def place_in(group: str) -> tuple[int, int] | None:
 
 
 def _value_of(handle: Tensor) -> Mask | Plan:
-    value = found_under(int(handle))
+    value = lookup_value(int(handle))
     if not isinstance(value, (Mask, Plan)):
         raise PlanError(
             "The mask or plan of this call was freed: compiled code holds only its handle. Keep a reference to it as"
@@ -261,8 +261,8 @@ def _value_of(handle: Tensor) -> Mask | Plan:
 _NULL_CONTEXT = nullcontext()
 
 
-def told_in(group: str) -> AbstractContextManager[None]:
-    return told(_torch.group_named(group)) if group else _NULL_CONTEXT
+def report_errors_in(group: str) -> AbstractContextManager[None]:
+    return report_errors(_torch.group_named(group)) if group else _NULL_CONTEXT
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
@@ -281,7 +281,7 @@ def _on_device(device: torch.device) -> Iterator[None]:
         yield
 
 
-def run_over(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
+def run_program(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
     """Run a program; return its result and the number of the call over the group."""
     with on_device(call.device):
         if not group:
@@ -293,7 +293,7 @@ def run_over(program: Program[Any], group: str, call: Call) -> tuple[Any, int]:
 _DEFAULT_SAFETY = Safety()
 
 
-def settings_of(group: str, *, backward: bool = False) -> Safety:
+def safety_settings(group: str, *, backward: bool = False) -> Safety:
     """Return the safety settings. Read when the operator runs, because compiled code must not freeze them."""
     if not group:
         return _DEFAULT_SAFETY
@@ -303,12 +303,12 @@ def settings_of(group: str, *, backward: bool = False) -> Safety:
     return members.settings or safety()
 
 
-def call_of(job: Task, direction: str, device: torch.device, safety: Safety, **more: Any) -> Call:
+def create_call(job: Task, direction: str, device: torch.device, safety: Safety, **more: Any) -> Call:
     steps = job.plan.steps(job.rank, direction)
     return Call(job.plan.fingerprint, direction, len(steps), job.dtype, device, safety, **more)
 
 
-def apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def clone_if_aliased(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Clone results that share memory with an input or with each other, as dk and dv from one message do."""
     storages: set[int] = set()
     for tensor in inputs:
@@ -348,17 +348,17 @@ def run_forward(
     number, or in compiled code as a text with the numbers that it reads. The last `num_constants` captured tensors get
     no gradient.
     """
-    with told_in(group):
+    with report_errors_in(group):
         assert form == FORM, "compiled code of another version"
         scores = ScoreProgram(text, tuple(numbers or ()), tuple(reals or ())) if text else EMPTY_SCORE_PROGRAM
         captured, constants = _split_constants(captured, num_constants) if num_constants else (captured, [])
-        place = place_in(group) if group else None
-        plan = fitting_plan(_value_of(handle), q, k, v, place)
+        place = rank_and_size(group) if group else None
+        plan = resolve_plan(_value_of(handle), q, k, v, place)
         functions: Scoring | None = None
         if text:
             functions = scores.scoring(captured, constants, q, plan)
         elif scoring:
-            functions = found_under(scoring)
+            functions = lookup_value(scoring)
         drops = functions is not None and functions.dropout is not None
         features = Features(not plan.is_structured, functions is not None, drops, plan.chunks is not None)
         why_not = lambda: why_not_inside(plan.mask, functions, q)  # noqa: E731
@@ -371,36 +371,36 @@ def run_forward(
             )
         scale = 1 / sqrt(q.shape[3]) if scale is None else scale
         job = Job(plan, place[0] if place else 0, chosen, scale, q.dtype, functions, sinks)
-        plan.mask.read_anew()
+        plan.mask.refresh_captures()
         program = Forward(job, q, k, v, captured).program(saves=needs_backward)
         number = 0
         if group:
-            settings = settings_of(group)
-            record = record_of(job, q.device, reduce_shared_grads if needs_backward else None, name, settings)
-            call = call_of(job, "forward", q.device, settings, record=record, name=name)
-            (out, lse, kept), number = run_over(program, group, call)
+            settings = safety_settings(group)
+            record = create_record(job, q.device, reduce_shared_grads if needs_backward else None, name, settings)
+            call = create_call(job, "forward", q.device, settings, record=record, name=name)
+            (out, lse, kept), number = run_program(program, group, call)
         else:
             with on_device(q.device):
                 out, lse, kept = run_alone(program)
-        out, lse = apart((out.contiguous(), lse.contiguous()), (q, k, v))
-        saved, reads = SavedRemoteKV(kept), job.plan.mask.settled_reads()
+        out, lse = clone_if_aliased((out.contiguous(), lse.contiguous()), (q, k, v))
+        saved, reads = SavedRemoteKV(kept), job.plan.mask.last_reads
         if text:
             job = replace(job, scoring=None)
         elif job.scoring is not None:
             job.scoring.settle()
         job = job if job.sinks is None else replace(job, sinks=None)
         context = ForwardContext(job, group, number, name, reduce_shared_grads, reads, ref(saved), scores)
-        return out, lse, ticket_of(context, saved)
+        return out, lse, create_ticket(context, saved)
 
 
 def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, _captured: Any, _sinks: Any, handle: Tensor, group: str, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     if type(handle) is Tensor:  # fake tensors outside of tracing: check them, too
-        fitting_plan(_value_of(handle), q, k, v, place_in(group))
+        resolve_plan(_value_of(handle), q, k, v, rank_and_size(group))
     return (
         q.new_empty((*q.shape[:3], v.shape[3])),
-        q.new_empty(q.shape[:3], dtype=wide(q.dtype)),
+        q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)),
         torch.empty(1, dtype=torch.int64, device="cpu"),
     )
 
@@ -425,15 +425,15 @@ def run_backward(
     `kept` are rows that the plan keeps, if autograd saved them; compiled code leaves them with the ticket. Compiled
     code also needs `plain` (contiguous) results, because it fixes strides in advance.
     """
-    forward = pass_of(ticket, ForwardContext)
+    forward = context_of(ticket, ForwardContext)
     captured, constants = _split_constants(captured, num_constants)
     kept = kept or forward.kept() or []
-    with told_in(forward.group):
+    with report_errors_in(forward.group):
         # Functions of masks and scores are called again: raise if they would not read what the forward read.
         if forward.job.scoring is not None:
             forward.job.scoring.check_unchanged()
         if forward.reads:
-            forward.job.plan.mask.check_as_read(forward.reads)
+            forward.job.plan.mask.check_captures(forward.reads)
         job = forward.job if sinks is None else replace(forward.job, sinks=sinks)
         if forward.scores.text:
             job = replace(job, scoring=forward.scores.scoring(captured, constants, q, job.plan))
@@ -443,14 +443,14 @@ def run_backward(
         backward = Backward(job, Saved(q, k, v, out, lse, kept, captured), dout, dlse)
         call: Call | None = None
         if forward.group:
-            settings = settings_of(forward.group, backward=True)
-            call = call_of(job, "backward", q.device, settings, name=forward.name, forward=forward.number)
-            gradients, _ = run_over(backward.program(), forward.group, call)
+            settings = safety_settings(forward.group, backward=True)
+            call = create_call(job, "backward", q.device, settings, name=forward.name, forward=forward.number)
+            gradients, _ = run_program(backward.program(), forward.group, call)
         else:
             with on_device(q.device):
                 gradients = run_alone(backward.program())
         gradients = [t.contiguous() for t in gradients] if plain else gradients
-        dq, dk, dv = apart(gradients, (dout, q, k, v, out, lse, *kept))
+        dq, dk, dv = clone_if_aliased(gradients, (dout, q, k, v, out, lse, *kept))
         shared = backward.shared_gradients()
         if forward.reduce_shared_grads and call is not None and shared:
             flat = torch.cat([t.flatten() for t in shared])
@@ -479,8 +479,8 @@ def _fake_backward(
     return dq, dk, dv, [t.new_empty(t.shape) for t in _shared(captured, sinks)]
 
 
-attention = defined("longspan::attention", run_forward, _fake_forward)
-attention_backward = defined("longspan::attention_backward", run_backward, _fake_backward)
+attention = define_operator("longspan::attention", run_forward, _fake_forward)
+attention_backward = define_operator("longspan::attention_backward", run_backward, _fake_backward)
 
 
 Run = Callable[..., Any]
@@ -501,7 +501,9 @@ class _Attention(torch.autograd.Function):
         kept: Sequence[Tensor] = ()
         ctx.is_traced = type(ticket) is not Tensor
         if not ctx.is_traced:
-            ctx.forward_pass = pass_of(ticket, ForwardContext)  # hooks may copy the ticket, which keeps nothing alive
+            ctx.forward_pass = context_of(
+                ticket, ForwardContext
+            )  # hooks may copy the ticket, which keeps nothing alive
             kept = ctx.forward_pass.kept() or ()
         ctx.num_kept, ctx.has_sinks = len(kept), sinks is not None
         ctx.num_constants = others[NUM_CONSTANTS] if len(others) > NUM_CONSTANTS else 0
@@ -519,7 +521,7 @@ class _Attention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         run = attention_backward
         if not torch.is_grad_enabled():  # with create_graph=True the operator refuses double backward
-            run = run_of(attention_backward, dout, dlse, q, k, v, out, lse, sinks, *captured)
+            run = implementation_of(attention_backward, dout, dlse, q, k, v, out, lse, sinks, *captured)
         saved = captured, sinks, out, lse, ticket, kept
         with _torch.below_autograd() if run is not attention_backward else nullcontext():
             *gradients, shared = run(dout, dlse, q, k, v, *saved, ctx.is_traced, ctx.num_constants)

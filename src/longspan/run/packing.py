@@ -20,7 +20,7 @@ from longspan.masks.tiles import runs_of as runs_of_true
 from longspan.planning.steps import Moved, Piece, Role, Sizes
 from longspan.run.recorder import Buffer, Recorder, Rows
 from longspan.spans import Ints, Span, as_table, by_position, intersect, join, total
-from longspan.tile import wide
+from longspan.tile import accumulation_dtype
 
 # -- Pieces as bytes ---------------------------------------------------------------------------------------------------
 # All pieces between two ranks in a step are one message, whose size the plan determines.
@@ -36,7 +36,7 @@ class Format:
     @property
     def wide(self) -> torch.dtype:
         """The dtype of statistics and of sums that are not complete."""
-        return wide(self.dtype)
+        return accumulation_dtype(self.dtype)
 
     def fields(self, role: Role) -> list[tuple[int, torch.dtype]]:
         """(features, dtype) of each tensor of a piece; one feature is a number per row."""

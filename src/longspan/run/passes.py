@@ -19,7 +19,7 @@ from longspan.run.recorder import Rows
 from longspan.run.transports import Program
 from longspan.run.walk import Job, Run, Walk
 from longspan.spans import Ints, Span, as_spans, as_table, join, union
-from longspan.tile import as_dtype, wide
+from longspan.tile import accumulation_dtype, as_dtype
 
 # -- Forward: merge partial results where they are computed, and send them to the rank that owns the rows --------------
 
@@ -138,7 +138,7 @@ class Forward(Run):
         yield from program.run(memory, self.attend, self.direction, self.job.rank, alone=alone)
         out, lse, *kept = self.results(program, memory)
         del program, memory
-        out, lse = as_dtype(out, self.job.dtype), as_dtype(lse.squeeze(3), wide(self.job.dtype))
+        out, lse = as_dtype(out, self.job.dtype), as_dtype(lse.squeeze(3), accumulation_dtype(self.job.dtype))
         if self.job.sinks is not None:
             chunks = self.job.plan.scheme.problem.chunks
             if chunks is None:
@@ -359,7 +359,7 @@ class Backward(Run):
 
     def __init__(self, job: Job, saved: Saved, dout: Tensor, dlse: Tensor | None = None) -> None:
         q, k, v, out, lse, kept, captured = saved
-        dtype = wide(job.dtype)
+        dtype = accumulation_dtype(job.dtype)
         delta = (dout * out if dout.dtype == dtype else dout.to(dtype).mul_(out)).sum(-1, keepdim=True)
         if dlse is not None:  # a score's gradient is p * (dp - delta + dlse)
             delta = delta - dlse.to(dtype).unsqueeze(-1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan.planning.steps import Moved
-from longspan.run.moves import Cut, Group, Memory, Move, cut_of, grouped
+from longspan.run.moves import Cut, Group, Memory, Move, cut_of, group_operations
 from longspan.run.recorder import Buffer, Called, Event, Launched, Note, Rows, Taken
 from longspan.run.transports import Exchange, Program, current_observer, mark
 
@@ -38,7 +38,7 @@ class MessageBuffer:
 
 
 @dataclass(eq=False)
-class FlatStep:
+class ProgramStep:
     """One step: pack its messages, send and receive them while computing, unpack what arrived."""
 
     pack: list[Item]
@@ -56,10 +56,10 @@ class FlatStep:
 
 
 @dataclass(eq=False)
-class FlatProgram:
+class RankProgram:
     """A rank's run in one direction."""
 
-    steps: list[FlatStep]
+    steps: list[ProgramStep]
     end: list[Item]
     results: list[Rows]
     buffers: list[Buffer]
@@ -190,7 +190,7 @@ def copy_unaligned_back(memory: Memory, unaligned: Sequence[Buffer]) -> None:
 def items_of(log: Sequence[Note | Event]) -> list[Item]:
     """Group the recorded operations; fuse two independent neighbours of one kind."""
     items: list[Item] = []
-    for item in grouped(log):
+    for item in group_operations(log):
         move = Move(item) if isinstance(item, Group) else item
         last = items[-1] if items else None
         if isinstance(move, Move) and isinstance(last, Move) and last.fused_with is None and last.can_fuse(move):
@@ -212,5 +212,5 @@ def _buffers(item: Item) -> list[Buffer]:
     return [item.result, *(rows.buffer for rows in item.sources)]
 
 
-def memory_for(program: FlatProgram, device: torch.device) -> Memory:
+def memory_for(program: RankProgram, device: torch.device) -> Memory:
     return Memory(program.buffers, device, by_index=device.type != "cpu")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longspan.formatting import counted
+from longspan.formatting import format_count
 from longspan.spans import Span
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class Launched:
     """Cached positions, by device."""
 
     def __repr__(self) -> str:
-        return f"launch of {counted(len(self.tiles), 'tile')}"
+        return f"launch of {format_count(len(self.tiles), 'tile')}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,7 +24,7 @@ from longspan.planning.plan import Plan
 from longspan.planning.steps import Compute, Moved, Piece, PlanStep, Role
 from longspan.run.moves import Memory
 from longspan.run.packing import Format, TokenStore, gather, have_all, laid_out, runs_of
-from longspan.run.program import FlatProgram, FlatStep, MessageBuffer, items_of, memory_for
+from longspan.run.program import MessageBuffer, ProgramStep, RankProgram, items_of, memory_for
 from longspan.run.recorder import Buffer, Launched, Recorder, Rows, Taken
 from longspan.run.tiles import tiles_for
 from longspan.run.transports import Program
@@ -107,7 +107,7 @@ class PlanWalk(ABC):
 
     # -- Walking -------------------------------------------------------------------------------------------------------
 
-    def program(self) -> FlatProgram:
+    def program(self) -> RankProgram:
         """Record all steps: start messages, compute while they are in flight, unpack what arrived."""
         recorded: list[tuple[Any, ...]] = []
         for number, step in enumerate(self.steps):
@@ -138,10 +138,10 @@ class PlanWalk(ABC):
         results = self.finish()
         end = items_of(self.recorder.cut())  # operations are grouped last, when buffers of states have their final size
         steps = [
-            FlatStep(items_of(pack), sends, receives, pieces, items_of(work), items_of(unpack), unaligned)
+            ProgramStep(items_of(pack), sends, receives, pieces, items_of(work), items_of(unpack), unaligned)
             for pack, sends, receives, pieces, work, unpack, unaligned in recorded
         ]
-        return FlatProgram(steps, end, results, self.recorder.buffers, self._take_unaligned())
+        return RankProgram(steps, end, results, self.recorder.buffers, self._take_unaligned())
 
     def _message_buffer(self, lists: dict[int, list[Moved]]) -> MessageBuffer:
         """Allocate the messages of these transfers in one buffer, each aligned for operations on rows."""
@@ -309,7 +309,7 @@ class Walk(RowWalk):
         """Return the shapes of a kernel's results for a group of tiles."""
 
 
-_programs: WeakKeyDictionary[Plan, dict[Any, tuple[object, object, FlatProgram]]] = WeakKeyDictionary()
+_programs: WeakKeyDictionary[Plan, dict[Any, tuple[object, object, RankProgram]]] = WeakKeyDictionary()
 """Recorded programs. A program is valid as long as the mask's functions read the same values."""
 
 
@@ -340,7 +340,7 @@ class RowRun(ABC):
         yield from program.run(memory, self.attend, self.direction, self.task.rank, alone=alone)
         return self.results(program, memory)
 
-    def start(self, saves: bool) -> tuple[FlatProgram, Memory]:
+    def start(self, saves: bool) -> tuple[RankProgram, Memory]:
         """Return the program, recorded at its first use, and the memory of this run with its inputs."""
         plan, (name, alive) = self.task.plan, self.computed_by
         programs = _programs.setdefault(plan, {})
@@ -354,7 +354,7 @@ class RowRun(ABC):
         del self.inputs
         return program, memory
 
-    def results(self, program: FlatProgram, memory: Memory) -> list[Tensor]:
+    def results(self, program: RankProgram, memory: Memory) -> list[Tensor]:
         """Return results in memory of their own: a part of a message would keep all messages of its step alive."""
         results: list[Tensor] = []
         for number, parts in program.result_cuts:

@@ -16,8 +16,8 @@ from longspan.errors import KernelError
 from longspan.planning.plan import Plan
 from longspan.scoring.pipeline import ScoreFunction, ScoreMod, Scoring, dropout_of
 from longspan.scoring.recorded import Recorded, record
-from longspan.spans import whole
-from longspan.tile import wide
+from longspan.spans import check_int
+from longspan.tile import accumulation_dtype
 from longspan.validate import check_plain, is_number
 
 
@@ -39,7 +39,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
-    num_heads = whole(num_heads, "num_heads", "alibi_slopes()", KernelError, low=1, high=1 << 16)
+    num_heads = check_int(num_heads, "num_heads", "alibi_slopes()", KernelError, low=1, high=1 << 16)
     base = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * (i + 1) / base) for i in range(base)]
     slopes += [2 ** (-4 * (2 * i + 1) / base) for i in range(num_heads - base)]
@@ -72,7 +72,7 @@ class RelativeBias:
         if not isinstance(self.table, Tensor) or self.table.ndim != 2:
             kind = tuple(self.table.shape) if isinstance(self.table, Tensor) else type(self.table).__name__
             raise KernelError(f"RelativeBias takes a table (buckets, heads), but got {kind}.")
-        whole(self.max_distance, "max_distance", "RelativeBias()", KernelError, low=1)
+        check_int(self.max_distance, "max_distance", "RelativeBias()", KernelError, low=1)
         buckets = self.table.shape[0] // 2 if self.bidirectional else self.table.shape[0]
         if buckets < 2 or self.max_distance <= buckets // 2:
             raise KernelError(
@@ -176,7 +176,7 @@ class Extras:
         functions = self._functions(q, q.shape[0], q.shape[1], None)
         if self.score_mod is not None:
             functions.append(self.score_mod)
-        recorded = record(functions, (q if q.requires_grad else k).sum().to(wide(q.dtype)))
+        recorded = record(functions, (q if q.requires_grad else k).sum().to(accumulation_dtype(q.dtype)))
         if self.bias is not None and recorded.why == "":
             recorded.text = f"bias({recorded.name_of(self.bias)})\n{recorded.text}"
         seed = self._checked_seed()

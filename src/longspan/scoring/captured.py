@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from longspan._torch import tree_map
 from longspan.masks.captures import tracer_class
-from longspan.tile import wide
+from longspan.tile import accumulation_dtype
 
 
 def find_captured(call: Callable[[TorchFunctionMode], object]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
@@ -90,7 +90,8 @@ class Totals:
     def __init__(self, captured: Sequence[Tensor]) -> None:
         self.values = tuple(t.detach() for t in captured)
         self.sums = [
-            torch.zeros_like(t, dtype=wide(t.dtype), memory_format=torch.contiguous_format) for t in self.values
+            torch.zeros_like(t, dtype=accumulation_dtype(t.dtype), memory_format=torch.contiguous_format)
+            for t in self.values
         ]
 
     def add(self, number: int, index: Index | None, gradient: Tensor) -> None:

@@ -20,11 +20,11 @@ from longspan import _torch
 from longspan.errors import KernelError
 from longspan.layouts.layout import to_device
 from longspan.masks import Predicate
-from longspan.masks.captures import Reads, difference, frozen
+from longspan.masks.captures import CaptureSnapshot, difference, frozen
 from longspan.masks.functions import Elementwise, check_signature
 from longspan.scoring.captured import Swap, Totals, find_captured
 from longspan.spans import Ints, Span
-from longspan.tile import Features, Tile, wide
+from longspan.tile import Features, Tile, accumulation_dtype
 from longspan.validate import check_no_tangent
 
 # -- Dropout: a hash of (seed, batch row, head, query, key) decides every pair -----------------------------------------
@@ -105,7 +105,7 @@ class Scoring:
     captured: tuple[Tensor, ...] = ()
     """Tensors that the functions use and that need a gradient, in the order of first use."""
     dropout: Dropout | None = None
-    reads: tuple[Reads, ...] = ()
+    reads: tuple[CaptureSnapshot, ...] = ()
     """Snapshots of what each function reads, taken in forward."""
     like: Tensor | None = None
     """A score."""
@@ -115,7 +115,7 @@ class Scoring:
         """Build the scoring of functions in order; None if there is nothing to do."""
         if not functions and dropout is None:
             return None
-        score = torch.zeros((), dtype=wide(like.dtype), device=like.device)
+        score = torch.zeros((), dtype=accumulation_dtype(like.dtype), device=like.device)
         scoring = Scoring(tuple(functions), (), dropout, like=score)
         captured, used = find_captured(lambda mode: scoring.apply(score, *scoring._pair(), mode))
         for tensor in used:
@@ -128,14 +128,16 @@ class Scoring:
         index = torch.zeros((), dtype=torch.int64, device=self.like.device)
         return index, index, index, index
 
-    def _read(self) -> tuple[Reads, ...]:
+    def _read(self) -> tuple[CaptureSnapshot, ...]:
         """Take snapshots of what each function reads."""
         assert self.like is not None
-        snapshots: list[Reads] = []
+        snapshots: list[CaptureSnapshot] = []
         for number, function in enumerate(self.functions):
             call = function.elementwise.function if isinstance(function, ScoreFunction) else function
             before = self.reads[number] if self.reads else None
-            snapshots.append(Reads.of(call, (self.like.clone(), *self._pair()), before))  # it may work in place
+            snapshots.append(
+                CaptureSnapshot.of(call, (self.like.clone(), *self._pair()), before)
+            )  # it may work in place
         return tuple(snapshots)
 
     def settle(self) -> None:

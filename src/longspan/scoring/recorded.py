@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from longspan._torch import higher_order_calls, inside_of_call, whole_graph
 from longspan.errors import KernelError
 from longspan.scoring.pipeline import ScoreFunction, Scoring, dropout_of
-from longspan.tile import wide
+from longspan.tile import accumulation_dtype
 
 # -- A score function as text, which compiled code passes to the operator ----------------------------------------------
 # A graph holds numbers, strings and tensors. So a score function becomes a text with one operation per line, and what
@@ -96,7 +96,7 @@ def scoring_of(text: str, operands: Operands, like: Tensor) -> Scoring:
     """Return the scoring of a text and its operands, for a call with tensors like this one."""
     score_text = _parse(text, operands)
     dropout = None if score_text.dropout is None else dropout_of(*score_text.dropout(operands.named()))
-    score = torch.zeros((), dtype=wide(like.dtype), device=like.device)
+    score = torch.zeros((), dtype=accumulation_dtype(like.dtype), device=like.device)
     function = ScoreFunction(score_text, score_text.function(operands))
     return Scoring((function,), tuple(operands.captured), dropout, like=score)
 

@@ -33,7 +33,7 @@ from longspan.layouts import Layout
 from longspan.layouts.layout import other_tokens, remember
 from longspan.masks import Mask
 from longspan.run.flex import check_lengths, mask_of_block_mask
-from longspan.spans import whole
+from longspan.spans import check_int
 from longspan.torch_api.balancers import (
     Balanced,
     Balancer,
@@ -47,7 +47,7 @@ from longspan.torch_api.balancers import (
     digest_of,
     known_length,
     layout_of_shards,
-    record_of,
+    layout_record,
     slots,
 )
 from longspan.torch_api.routes import (
@@ -121,7 +121,7 @@ def context_parallel(
     with ExitStack() as stack:
         if tensors:
             assert route.layout is not None
-            record_of(mesh).add(route.layout)
+            layout_record(mesh).add(route.layout)
             _shard_in_place(stack, tensors, dims, keep, route.layout, mesh.get_local_rank())
         route.buffers = {id(t) for t in tensors}
         stack.enter_context(Router(route))
@@ -151,7 +151,7 @@ def _common_length(tensors: list[Tensor], dims: list[int], seq_len: int | None) 
 def _length(tensor: Any, dim: Any) -> int:
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
         raise PlanError(f"a buffer must be a plain tensor, but got {type(tensor).__name__}. Convert it first.")
-    dim = whole(dim, "a sequence dim", "context parallelism", PlanError, low=-64, high=64)
+    dim = check_int(dim, "a sequence dim", "context parallelism", PlanError, low=-64, high=64)
     if not -tensor.ndim <= dim < tensor.ndim:
         raise PlanError(f"a buffer of shape {tuple(tensor.shape)} has no dim {dim} to hold the sequence.")
     return tensor.shape[dim]
@@ -207,7 +207,7 @@ def context_parallel_shard(
     shards = []
     for tensor, dim in zip(buffers, seq_dims, strict=True):
         layout = _layout_to_shard(route, load_balancer, _length(tensor, dim), mesh.size())
-        record_of(mesh).add(layout)
+        layout_record(mesh).add(layout)
         shards.append(layout.shard(tensor, mesh.get_local_rank(), dim))
     return shards
 

@@ -258,7 +258,7 @@ _records: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], LayoutRecor
 one, may have groups of their own for the same ranks."""
 
 
-def record_of(mesh: DeviceMesh) -> LayoutRecord:
+def layout_record(mesh: DeviceMesh) -> LayoutRecord:
     group = mesh.get_group()
     ranks = tuple(dist.get_process_group_ranks(group))
     return _records.setdefault(dist.group.WORLD or group, {}).setdefault(ranks, LayoutRecord())
@@ -281,7 +281,7 @@ class Inferred:
 
     def of_shard(self, tensor: Tensor, dim: int, lengths: list[int], seq_len: int | None = None) -> Layout:
         """Return the layout of a shard along `dim`, where ranks have these numbers of tokens."""
-        record = record_of(self.mesh)
+        record = layout_record(self.mesh)
         layout = carried_layout(tensor, dim, lengths) or record.find(lengths)
         if layout is not None:
             if seq_len not in (None, layout.seq_len):

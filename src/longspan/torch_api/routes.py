@@ -31,7 +31,7 @@ from longspan.kernels import Features, choose_kernel
 from longspan.layouts import Layout
 from longspan.masks import Mask, causal, full
 from longspan.planning.plan import Plan
-from longspan.torch_api.balancers import Balancer, Inferred, balancer_of, known_length, layout_of_shards, record_of
+from longspan.torch_api.balancers import Balancer, Inferred, balancer_of, known_length, layout_of_shards, layout_record
 from longspan.validate import as_autocast
 
 SEQ_DIM = 2
@@ -87,7 +87,7 @@ class Route:
                 f" {local_len}. Shard inputs as the context shards its buffers, or pass the load_balancer= and"
                 f" seq_len= by which they were sharded."
             )
-        record_of(self.mesh).add(self.layout)
+        layout_record(self.mesh).add(self.layout)
         return self.layout
 
     def layout_of_shard(self, tensor: Tensor, dim: int, lengths: list[int]) -> Layout:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, and_masks
 
-from longspan._compile import sealed
+from longspan._compile import opaque
 from longspan.errors import LongspanError
 from longspan.layouts import Layout, balanced, contiguous, round_robin_by_work, zigzag
 from longspan.masks import Mask, causal, chunked, documents, from_mask_mod, full, sliding_window
@@ -49,7 +49,7 @@ def check_version(version: str | None) -> None:
         )
 
 
-@sealed
+@opaque
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
     """The mask of the whole sequence, its layout, and the mesh axis of its ranks (None if this rank holds all). Layers

@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longspan._compile import sealed
+from longspan._compile import opaque
 from longspan.errors import MaskError
 from longspan.layouts import Layout
 from longspan.layouts.layout import check_fill, to_device
 from longspan.masks import Mask
 from longspan.masks.document_rows import Documents, document_rows
 from longspan.planning.plan import Plan
-from longspan.spans import Ints, whole
+from longspan.spans import Ints, check_int
 from longspan.training.groups import BatchError, check_batch, check_layout
 
 # -- Document numbers per position -------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def shifted(x: Tensor, shift: int, numbers: Ints, fill: float, reach: int | None
     """Do as `shift_tokens`; positions whose document ends within `reach` tokens (default: `shift`) are filled."""
     seq_len = x.shape[-1]
     reach = shift if reach is None else reach
-    shift = whole(shift, "shift", "shift_tokens()", BatchError)
+    shift = check_int(shift, "shift", "shift_tokens()", BatchError)
     check_rows(numbers, 1 if x.ndim < 2 else x.shape[-2])
     check_fill(x, fill, "fill", BatchError)
     moved = x.new_full(x.shape, fill)
@@ -189,7 +189,7 @@ def _numbered(index: Any, batch: int, length: int) -> NDArray[Any] | None:
 KNOWN = ("input_ids", "labels", "shift_labels", "loss_mask", "position_ids")
 
 
-@sealed
+@opaque
 @dataclass(frozen=True, eq=False)
 class BatchCut:
     """How a batch was sharded: enough to shard other tensors the same way, or to count by document."""
@@ -369,7 +369,7 @@ def _check_known(batch: Mapping[str, Any], layout: Layout) -> None:
 
 def _labels(batch: Mapping[str, Any], numbers: Any, num_shifts: int, ignore_index: int) -> dict[str, Tensor]:
     """Return labels for every shift, and which of the first count, all in whole sequences."""
-    num_shifts = whole(num_shifts, "num_shifts", "shard_batch()", BatchError, low=1)
+    num_shifts = check_int(num_shifts, "num_shifts", "shard_batch()", BatchError, low=1)
     names = [name for name in ("labels", "shift_labels") if name in batch]
     if len(names) > 1:
         raise BatchError("the batch must have labels (unshifted) or shift_labels (shifted by one), but not both.")

@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from longspan import _torch
-from longspan._compile import sealed
+from longspan._compile import opaque
 from longspan.errors import LongspanError
 from longspan.layouts import Layout
-from longspan.run.group import Members, Safety, members_of, message_device, run_collective, safely
+from longspan.run.group import Members, Safety, members_of, message_device, run_collective, use_safety
 from longspan.run.simulated import TAKEN, SimulatedRank
-from longspan.spans import LIMIT, Ints, whole
-from longspan.validate import Group, group_handed, group_of, not_yet
+from longspan.spans import LIMIT, Ints, check_int
+from longspan.validate import Group, describe_group, group_of, init_hint
 
 # -- Process groups, and collectives over them -------------------------------------------------------------------------
 
@@ -90,8 +90,8 @@ def process_group(group: Any, caller: str, *, real: bool = False) -> dist.Proces
         )
     if not isinstance(group, dist.ProcessGroup):
         raise BatchError(
-            f"{caller} needs a process group or a mesh of one axis, but {group_handed(group)}. The group of all ranks"
-            f" is torch.distributed.group.WORLD.{not_yet()}"
+            f"{caller} needs a process group or a mesh of one axis, but {describe_group(group)}. The group of all ranks"
+            f" is torch.distributed.group.WORLD.{init_hint()}"
         )
     return group
 
@@ -216,7 +216,7 @@ def _differences(tables: Ints, counts: list[int]) -> list[str]:
 # -- The ranks of a training run as a mesh -----------------------------------------------------------------------------
 
 
-@sealed
+@opaque
 @dataclass(frozen=True)
 class Mesh:
     """A mesh and its axes, each of one dimension."""
@@ -254,7 +254,7 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None 
     if not dist.is_initialized():
         raise BatchError("make_mesh was called before torch.distributed.init_process_group. Call that first.")
     for name, size in (("dp", dp), ("cp", cp), ("tp", tp)):
-        whole(size, name, "make_mesh()", BatchError, low=-LIMIT)
+        check_int(size, name, "make_mesh()", BatchError, low=-LIMIT)
     if min(dp, cp, tp) < 1 or dp * cp * tp != dist.get_world_size():
         raise BatchError(
             f"make_mesh(dp={dp}, cp={cp}, tp={tp}) is a mesh of {dp * cp * tp} ranks, but there are"
@@ -307,7 +307,7 @@ def watch(
     members = members_of(process_group(group, "watch", real=True))
     settings = Safety(patience if enabled else 0.0, timeout, checked)
     members.watch(settings)  # others see this rank from here on, before its first call
-    with safely(settings):
+    with use_safety(settings):
         try:
             yield Watching(members)
             members.check_told()

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from longspan._torch import hooks_of, version
 from longspan.layouts.layout import to_device
 from longspan.run.simulated import SimulatedRank
-from longspan.spans import shortened
-from longspan.tile import wide
+from longspan.spans import truncated_repr
+from longspan.tile import accumulation_dtype
 from longspan.training.groups import BatchError, all_summed, process_group
 from longspan.validate import Group, as_autocast, check_no_tangent, is_number
 
@@ -182,7 +182,7 @@ class SlabMemory(NamedTuple):
 def memory_for(work: SlabWork, inputs: Inputs) -> SlabMemory:
     """Allocate memory for the slabs of a call."""
     values, weight, _ = inputs
-    dtype, rows = wide(values.dtype), min(work.rows, len(work.labels))
+    dtype, rows = accumulation_dtype(values.dtype), min(work.rows, len(work.labels))
     block = -(-rows // BLOCKS)
     if weight is None and work.places is None and values.dtype == dtype:
         rows = 0
@@ -290,7 +290,7 @@ class Gradients:
         self.inputs, self.memory = inputs, memory
         self.values = torch.zeros_like(values) if wanted[0] else None
         self.weight, self.bias = (
-            torch.zeros_like(x, dtype=wide(x.dtype)) if x is not None and want else None
+            torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) if x is not None and want else None
             for x, want in ((weight, wanted[1]), (bias, wanted[2]))
         )
 
@@ -408,7 +408,7 @@ class Head:
             kind = "a number" if name == "scale" else "a number > 0"
             raise BatchError(
                 f"{name} of a head must be {kind}{other}, and no tensor, since it gets no gradient, but got"
-                f" {shortened(value)}."
+                f" {truncated_repr(value)}."
             )
         if self.group is not None:
             process_group(self.group, "Head")
@@ -473,7 +473,7 @@ def call_of(values: Tensor, labels: Tensor, head: Head | None, ignore_index: int
     sizes = [local] if group is None else _sizes(local, labels, group)
     num_words, rank = sum(sizes), 0 if group is None else group.rank()
     check_range(known[kept], num_words, ignore_index)
-    rows = rows_for(len(real), max(sizes), wide(values.dtype).itemsize)
+    rows = rows_for(len(real), max(sizes), accumulation_dtype(values.dtype).itemsize)
     form = {} if head is None else {"scale": float(head.scale), "temperature": float(head.temperature)}
     form |= {} if head is None or head.soft_cap is None else {"soft_cap": float(head.soft_cap)}
     work = SlabWork(real, places, rows, group=group, first=sum(sizes[:rank]), **form)
@@ -562,7 +562,7 @@ class Shared(torch.autograd.Function):
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        total = grads[0].to(wide(grads[0].dtype), copy=True, memory_format=torch.contiguous_format)
+        total = grads[0].to(accumulation_dtype(grads[0].dtype), copy=True, memory_format=torch.contiguous_format)
         return all_summed(total, ctx.group).to(grads[0].dtype), None
 
 
@@ -576,7 +576,7 @@ class SharedHere(torch.autograd.Function):
     @staticmethod
     @differentiated_once
     def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        total = torch.stack(grads).sum(0, dtype=wide(grads[0].dtype))
+        total = torch.stack(grads).sum(0, dtype=accumulation_dtype(grads[0].dtype))
         return tuple(total.to(grad.dtype) for grad in grads)
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from longspan.spans import shortened
-from longspan.tile import wide
+from longspan.spans import truncated_repr
+from longspan.tile import accumulation_dtype
 from longspan.training.groups import BatchError, all_summed, check_gradients, process_group
 from longspan.training.head import (
     Facts,
@@ -92,7 +92,7 @@ def token_loss(
     count = torch.ones_like(sums[1])
     if reduction == "mean":  # without labels, a sum of zero is divided by one
         count = (sums[1] if num_tokens is None else torch.as_tensor(num_tokens)).clamp(min=1)
-    value = (sums[0] / count).to(wide(values.dtype))
+    value = (sums[0] / count).to(accumulation_dtype(values.dtype))
     return Reported.apply(share * (size if gradients == "average" else 1) / count, value)  # type: ignore[return-value]
 
 
@@ -137,9 +137,9 @@ class LossTerms:
 
     def __post_init__(self) -> None:
         if not is_number(self.smoothing) or not 0 <= self.smoothing <= 1:
-            raise BatchError(f"label_smoothing must be a number from 0 to 1, but got {shortened(self.smoothing)}.")
+            raise BatchError(f"label_smoothing must be a number from 0 to 1, but got {truncated_repr(self.smoothing)}.")
         if not is_number(self.z_loss) or self.z_loss < 0:
-            raise BatchError(f"z_loss must be a number >= 0, but got {shortened(self.z_loss)}.")
+            raise BatchError(f"z_loss must be a number >= 0, but got {truncated_repr(self.z_loss)}.")
 
     def losses(self, facts: Facts, num_words: int) -> Tensor:
         """Return each token's loss."""
@@ -156,7 +156,7 @@ class LossTerms:
 
 def _share_of_logits(logits: Tensor, labels: Tensor, ignore_index: int, terms: LossTerms) -> Tensor:
     """Compute the sum of losses in plain PyTorch, which compilers fuse and which supports double backward."""
-    precise = logits.to(wide(logits.dtype)).reshape(-1, logits.shape[-1])
+    precise = logits.to(accumulation_dtype(logits.dtype)).reshape(-1, logits.shape[-1])
     try:
         share = torch.nn.functional.cross_entropy(
             precise, labels, ignore_index=ignore_index, reduction="sum", label_smoothing=terms.smoothing
@@ -208,7 +208,7 @@ class PerToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         inputs, work = Inputs(*args[:3]), args[3]
-        lses = work.labels.new_empty(len(work.labels), dtype=wide(inputs.values.dtype))
+        lses = work.labels.new_empty(len(work.labels), dtype=accumulation_dtype(inputs.values.dtype))
         logprobs, entropies = (lses.new_zeros(len(inputs.values)) for _ in range(2))
         memory = memory_for(work, inputs)
         with _no_autocast(inputs.values):
@@ -246,7 +246,9 @@ def _one_pass(
     work = call.work
     memory = memory_for(work, inputs)
     gradients = Gradients(inputs, memory, wanted) if any(wanted) else None
-    losses, lses = (work.labels.new_empty(len(work.labels), dtype=wide(inputs.values.dtype)) for _ in range(2))
+    losses, lses = (
+        work.labels.new_empty(len(work.labels), dtype=accumulation_dtype(inputs.values.dtype)) for _ in range(2)
+    )
     with _no_autocast(inputs.values):
         for span in work.slabs():
             slab = logits_of(work, inputs, span, memory)
@@ -310,7 +312,7 @@ def _check(gradients: str, reduction: str, num_tokens: Any) -> None:
     else:
         is_count = num_tokens is None or (is_number(num_tokens) and (isinstance(num_tokens, Tensor) or num_tokens >= 0))
     if not is_count:
-        raise BatchError(f"num_tokens must be a number >= 0, but got {shortened(num_tokens)}.")
+        raise BatchError(f"num_tokens must be a number >= 0, but got {truncated_repr(num_tokens)}.")
 
 
 def _check_tensors(caller: str, values: Any, labels: Any, head: Any) -> None:

@@ -14,8 +14,8 @@ from longspan.layouts import Layout
 from longspan.masks.document_rows import Documents
 from longspan.run.relayout import Relayout
 from longspan.run.simulated import SimulatedRank
-from longspan.spans import Ints, whole
-from longspan.tile import wide
+from longspan.spans import Ints, check_int
+from longspan.tile import accumulation_dtype
 from longspan.training.batch import BatchCut, Like, as_bool, check_rows, cut_of, shifted
 from longspan.training.groups import (
     BatchError,
@@ -26,7 +26,7 @@ from longspan.training.groups import (
     process_group,
     run_collective,
 )
-from longspan.validate import Group, check_carried, check_no_tangent
+from longspan.validate import Group, check_no_tangent, check_sharding
 
 # -- Per-token tensors that are not inputs of the model ----------------------------------------------------------------
 # Examples are advantages, log-probabilities of other models, and values. They are sharded as the batch was, and
@@ -78,7 +78,7 @@ def shard_like(
         )
     if not isinstance(values, Tensor):
         raise BatchError(f"values must be a tensor, but got {type(values).__name__}. Convert it first.")
-    shift = whole(shift, "shift", "shard_like()", BatchError, low=0)
+    shift = check_int(shift, "shift", "shard_like()", BatchError, low=0)
     layout = cut.layout
     layout._check_size(values, dim, layout.seq_len, "the whole sequence")
     assert cut.rank is not None
@@ -146,7 +146,7 @@ def group_and_layout(values: Any, like: Any, group: Group, dim: int, caller: str
     check_size(layout, members, caller)
     rank = members.rank()
     layout._check_size(values, dim, layout.num_slots(rank), f"the shard of rank {rank}")
-    check_carried(layout, dim % values.ndim, values=values)
+    check_sharding(layout, dim % values.ndim, values=values)
     return members, layout
 
 
@@ -216,7 +216,7 @@ def relayout(x_local: Tensor, source: Layout, target: Layout, group: Group, dim:
         raise BatchError(f"relayout from {source} to {target}: both must be of one sequence on the same ranks.")
     check_size(source, members, "relayout")
     source._check_size(x_local, dim, source.num_slots(members.rank()), f"the shard of rank {members.rank()}")
-    check_carried(source, dim % x_local.ndim, x_local=x_local)
+    check_sharding(source, dim % x_local.ndim, x_local=x_local)
     if source == target:
         return x_local
     if isinstance(members, SimulatedRank):
@@ -301,7 +301,7 @@ def per_sequence(
     terms = torch.stack((flat.masked_fill(~counts, 0.0), counts.double()))
     sums = Summed.apply(terms.new_zeros(2, total).index_add(1, where, terms), members, factor)
     result = sums[0] if reduce == "sum" else sums[0] / sums[1].clamp(min=1.0)  # type: ignore[index]
-    return result.to(wide(values.dtype))
+    return result.to(accumulation_dtype(values.dtype))
 
 
 @torch.compiler.disable()
@@ -416,7 +416,7 @@ def _check_values(values: Any, mask: Any, cut: BatchCut, rank: int, reduce: str)
         )
     check_no_tangent(values=values)
     cut.layout._check_size(values, -1, cut.layout.num_slots(rank), f"the shard of rank {rank}")
-    check_carried(cut.layout, values.ndim - 1, values=values)
+    check_sharding(cut.layout, values.ndim - 1, values=values)
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != values.shape):
         got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise BatchError(

@@ -15,7 +15,7 @@ from longspan.planning.plan import Plan
 from longspan.scoring.biases import Extras
 from longspan.scoring.pipeline import Scoring
 from longspan.testing import allowed
-from longspan.tile import wide
+from longspan.tile import accumulation_dtype
 from longspan.verification import diagnose as leaks
 from longspan.verification.diagnose import (
     ADVICE,
@@ -34,10 +34,10 @@ from longspan.verification.reference import (
     Jitter,
     Meaning,
     Places,
-    answer,
     budgets,
-    compared,
-    play,
+    compare_tensor,
+    reference_result,
+    sample_rounding,
     unit,
     units,
 )
@@ -226,12 +226,14 @@ class _Work:
         q, k, v, dout = (t.cpu() for t in tensors)
         self.inputs: Inputs = q, k, v, dout
         self.right = self.meaning(spec)
-        self.truth = answer(self.right, *self.inputs)
+        self.truth = reference_result(self.right, *self.inputs)
         dtype = tensors[0].dtype
         narrow, broad = units(dtype)
         draws = [torch.Generator().manual_seed(1 + number) for number in range(8)]
-        played = play(lambda number: answer(self.right, *self.inputs, Jitter(narrow, broad, draws[number])))
-        self.budgets = budgets(self.truth, played, SEQ_DIM, SMALLEST * unit(wide(dtype)), factor)
+        played = sample_rounding(
+            lambda number: reference_result(self.right, *self.inputs, Jitter(narrow, broad, draws[number]))
+        )
+        self.budgets = budgets(self.truth, played, SEQ_DIM, SMALLEST * unit(accumulation_dtype(dtype)), factor)
         for name, tensor in zip(self.right.names, self.captured(), strict=True):
             # These have no rows of tokens, and a dtype of their own, to which their gradients are rounded.
             own = TOTAL * factor * unit(tensor.dtype) * float(self.truth[name].norm())
@@ -256,7 +258,7 @@ class _Work:
         checks: dict[str, Check] = {}
         rows: dict[str, Tensor | None] = {}
         for name, tensor in here.items():
-            checks[name], rows[name] = compared(tensor, self.truth[name], self.budgets[name], name)
+            checks[name], rows[name] = compare_tensor(tensor, self.truth[name], self.budgets[name], name)
         wrong = tuple(name for name, check in checks.items() if check.ratio > 1)
         bad = self._locate(rows.get("out"))[0] if "out" in wrong else ()
         evidence = Evidence(
@@ -296,7 +298,7 @@ class _Work:
         right, is_share = self.truth[name], self.spec.captured_grads == "share"
         total = torch.stack([part.double() for part in each]).sum(0)
         judged = [total] if is_share else each
-        by_part = [compared(part, right, self.budgets[name], name)[0] for part in judged]
+        by_part = [compare_tensor(part, right, self.budgets[name], name)[0] for part in judged]
         worst = max(by_part, key=lambda check: check.ratio)
         if worst.ratio <= 1:
             return worst, None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from longspan.verification.reference import Answer, Budget, Inputs, Meaning, Places, answer, mask_mistakes
+from longspan.verification.reference import Answer, Budget, Inputs, Meaning, Places, mask_mistakes, reference_result
 from longspan.verification.report import UNKNOWN
 
 # -- Known mistakes: what a broken integration would compute -----------------------------------------------------------
@@ -306,7 +306,7 @@ def _find_match(evidence: Evidence, name: str) -> tuple[Cause, Meaning, Answer] 
     rows = torch.isin(owner, torch.tensor(evidence.bad_ranks)) if evidence.bad_ranks else None
     matches: dict[str, tuple[str, Meaning, Answer]] = {}
     for cause, text, meaning in call_mistakes(evidence):
-        result = answer(meaning, *evidence.inputs)
+        result = reference_result(meaning, *evidence.inputs)
         if evidence.fits(name, result[name], rows):
             matches.setdefault(cause, (text, meaning, result))
             if meaning.seen.numel() > MANY_PAIRS:
@@ -320,7 +320,7 @@ def _find_match(evidence: Evidence, name: str) -> tuple[Cause, Meaning, Answer] 
         text += f" Only ranks {list(evidence.bad_ranks)} make the mistake."
         if meaning.seen is not evidence.right.seen:  # rows of these ranks have its mask, all others the right one
             seen = torch.where(rows.view(-1, 1), meaning.seen, evidence.right.seen)
-            result = answer(replace(meaning, seen=seen), *evidence.inputs)
+            result = reference_result(replace(meaning, seen=seen), *evidence.inputs)
     return (cause, text), meaning, result
 
 
@@ -383,7 +383,7 @@ def _explain_gradients(evidence: Evidence, names: list[str], base: Answer, meani
     places = evidence.places
     rest = [name for name in names if name not in causes]
     for cause, text, other in gradient_mistakes(meaning, places) if rest else ():
-        result = answer(other, *evidence.inputs)
+        result = reference_result(other, *evidence.inputs)
         for name in rest:
             if name not in causes and evidence.fits(name, result[name]):
                 causes[name] = cause, text

@@ -245,7 +245,7 @@ def _finding(model: nn.Module, layer: str | None, packed: PackedBatch, moved: Te
     at = (moved > min(limit, error / 2)).any(0).nonzero().flatten().numpy()
     advice = (
         "Pass documents to this layer: longspan's attention, causal_conv1d, gated_delta_rule and ssd take documents, or"
-        " a plan made of them, on one device, too."
+        " a plan of them, on one device, too."
     )
     if type(module).__module__.startswith("transformers."):
         advice = (

@@ -39,7 +39,7 @@ from longspan.verification.model_step import (
 )
 from longspan.verification.prover import TOLERANCE, find_first_different, gradients, isolated, run_on_ranks, shared_copy
 from longspan.verification.ranks import RankView, find_different_data, with_failures_elsewhere
-from longspan.verification.reference import compared, unit
+from longspan.verification.reference import compare_tensor, unit
 from longspan.verification.report import UNKNOWN, Check, Finding, Report, spans_of
 
 # -- Over a process group ----------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def compare(truth: Truth, observed: Result, each: Each, step: ModelStep) -> tupl
     checks = [Check("loss", error, truth.budgets["loss"].total)]
     for name, tensor in observed.items():
         if name in truth.result:
-            checks.append(compared(tensor, truth.result[name], truth.budgets[name], name, TOKENS)[0])
+            checks.append(compare_tensor(tensor, truth.result[name], truth.budgets[name], name, TOKENS)[0])
     return checks, [check for check in checks if check.ratio > 1]
 
 
@@ -141,7 +141,7 @@ def make_finding(
     """Return the finding for a comparison beyond its budget, with ranks and positions."""
     finding = Finding(check.tensor, check.verdict, check.error, check.budget, (), (), None, *cause)
     if check.tensor == "logits":
-        ratio = compared(observed["logits"], truth.result["logits"], truth.budgets["logits"], "logits", TOKENS)[1]
+        ratio = compare_tensor(observed["logits"], truth.result["logits"], truth.budgets["logits"], "logits", TOKENS)[1]
         assert ratio is not None
         at = (ratio > min(1.0, float(ratio.max()) / 2)).nonzero().flatten().numpy()
         ranks = tuple(sorted(set(step.layout.owner(at).tolist())))
@@ -181,7 +181,7 @@ def resolve_layouts(names: Sequence[Any], batch: Mapping[str, Any], ranks: int) 
     if not lengths and not all(isinstance(one, Layout) for one in names):
         raise PlanError(
             f"the batch must have input_ids, inputs_embeds or labels to count its tokens, but it has"
-            f" {', '.join(batch) or 'nothing'}. Pass layouts made for it, as layouts=[longspan.layouts.zigzag(64, 2)]."
+            f" {', '.join(batch) or 'nothing'}. Pass layouts for it, as layouts=[longspan.layouts.zigzag(64, 2)]."
         )
     return [one if isinstance(one, Layout) else getattr(layouts, one)(lengths[0], ranks) for one in names]
 
@@ -299,7 +299,7 @@ class _Attempt:
             checks, wrong = compare(truth, observed, each, step)
             if wrong:
                 findings = self.explain(step, truth, observed, each, wrong)
-                return Report(subject, size, tuple(checks), findings, (*self.notes, f"found with {layout}"))
+                return Report(subject, size, tuple(checks), findings, (*self.notes, f"detected with {layout}"))
             for check in checks:
                 worst[check.tensor] = max(check, worst.get(check.tensor, check), key=lambda c: c.ratio)
         return Report(subject, size, tuple(worst.values()), (), tuple(self.notes))

@@ -132,7 +132,7 @@ def compute_truth(step: ModelStep, factor: float, rounding: float | None = None)
 def copy_in_float64(
     model: nn.Module, batch: dict[str, Any], run: Callable[[nn.Module, dict[str, Any]], Any]
 ) -> tuple[nn.Module, dict[str, Any], str]:
-    """Return a float64 copy of model and batch if that can be made and run; else both unchanged, and a note."""
+    """Return a float64 copy of model and batch if it can be created and run; else both unchanged, and a note."""
     try:
         copied = copy.deepcopy(model).double()
         doubled = {

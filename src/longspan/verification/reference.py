@@ -17,7 +17,7 @@ from torch import Tensor
 from longspan.layouts import Layout
 from longspan.scoring.captured import Swap
 from longspan.scoring.pipeline import Dropout, Scoring
-from longspan.tile import wide
+from longspan.tile import accumulation_dtype
 from longspan.verification.report import Check
 
 # -- Rounding budgets, measured by random rounding ---------------------------------------------------------------------
@@ -49,7 +49,7 @@ def unit(dtype: torch.dtype) -> float:
 
 def units(dtype: torch.dtype) -> tuple[float, float]:
     """Return one rounding of the tensors, and of statistics and sums."""
-    return unit(dtype), unit(wide(dtype))
+    return unit(dtype), unit(accumulation_dtype(dtype))
 
 
 def budgets(
@@ -73,7 +73,9 @@ def budgets(
     return by_name
 
 
-def compared(observed: Tensor, right: Tensor, budget: Budget, name: str, dim: int = 2) -> tuple[Check, Tensor | None]:
+def compare_tensor(
+    observed: Tensor, right: Tensor, budget: Budget, name: str, dim: int = 2
+) -> tuple[Check, Tensor | None]:
     """Return the check, and each row's error over its budget; values finite on one side only are infinitely far off."""
     squares = _squares(observed, right)
     check = Check(name, float(squares.sum().sqrt()), budget.total)
@@ -87,7 +89,7 @@ def compared(observed: Tensor, right: Tensor, budget: Budget, name: str, dim: in
     return check, ratio
 
 
-def play(run: Callable[[int], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+def sample_rounding(run: Callable[[int], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Return a few samples of the truth with rounding."""
     return [run(number) for number in range(SAMPLES)]
 
@@ -277,7 +279,9 @@ class Jitter:
         return scores + self.wide * (summed + scores.detach().abs()) * self.noise(scores)
 
 
-def answer(meaning: Meaning, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, jitter: Jitter | None = None) -> Answer:
+def reference_result(
+    meaning: Meaning, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, jitter: Jitter | None = None
+) -> Answer:
     """Return output, lse and all gradients."""
     if meaning.is_swapped:
         k, v = v, k

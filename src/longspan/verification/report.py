@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from longspan.errors import LongspanError
-from longspan.formatting import counted
+from longspan.formatting import format_count
 from longspan.spans import run_table
 
 UNKNOWN = "not recognised"
@@ -82,7 +82,7 @@ class Finding:
         if self.spans:
             spans = ", ".join(f"{a}:{b}" for a, b in self.spans[:SHOWN_SPANS])
             more = f" and {len(self.spans) - SHOWN_SPANS} more" if len(self.spans) > SHOWN_SPANS else ""
-            parts.append(f"{counted(self.num_positions, 'position')} {spans}{more}, worst at {self.worst}")
+            parts.append(f"{format_count(self.num_positions, 'position')} {spans}{more}, worst at {self.worst}")
         size = f": error {self.error:.2e}, budget {self.budget:.2e}" if self.budget > 0 else ""
         return f"{self.tensor} {self.what}{size}" + "".join(f"; {part}" for part in parts)
 
@@ -125,7 +125,7 @@ class Report:
 
     def __str__(self) -> str:
         verdict = "RIGHT" if self.ok else "WRONG"
-        lines = [f"{verdict}: {self.subject}, {counted(self.world_size, 'rank')} against one device"]
+        lines = [f"{verdict}: {self.subject}, {format_count(self.world_size, 'rank')} against one device"]
         # Checks in their order; of very many, those nearest to their budgets.
         shown = set(sorted(range(len(self.checks)), key=lambda i: -self.checks[i].ratio)[:SHOWN_CHECKS])
         checks = [check for i, check in enumerate(self.checks) if i in shown]

@@ -180,7 +180,7 @@ def report_html(
     title: str | None = None,
     command: str | None = None,
     python: str | None = None,
-    asked: tuple[tuple[str, str], ...] = (),
+    extra_inputs: tuple[tuple[str, str], ...] = (),
     version: str = "",
 ) -> str:
     """Return the report of a plan as the text of a self-contained HTML file.
@@ -190,7 +190,7 @@ def report_html(
         title: Title of the page.
         command: Shell command that makes the same report.
         python: Lines of Python that make the same plan.
-        asked: More (name, text) rows of the table of inputs.
+        extra_inputs: More (name, text) rows of the table of inputs.
         version: Version of Longspan, for the footer.
     """
     name = title or f"{count_text(plan.layout.seq_len)} tokens on {plan.layout.world_size} ranks"
@@ -241,7 +241,7 @@ def report_html(
             "Plans are pure functions of their arguments: the same arguments give the fingerprint"
             f" {plan.fingerprint[:12]}… again."
         ),
-        f"<footer>{escaped(f'longspan {version}'.strip())}, plan {escaped(plan.fingerprint)}. Made without network or"
+        f"<footer>{escaped(f'longspan {version}'.strip())}, plan {escaped(plan.fingerprint)}. Created without network or"
         " scripts.</footer>",
     ]
     return _page(name, "\n".join(parts))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from longspan.formatting import bytes_text, count_text, counted
+from longspan.formatting import bytes_text, count_text, format_count
 from longspan.planning.scan_plan import ScanPlan
 from longspan.planning.scan_steps import PLACE, RANK, START, STOP
 from longspan.spans import Ints
@@ -57,7 +57,7 @@ def scan_picture(plan: ScanPlan, *, title: str | None = None) -> Scene:
     total, cut = len(plan.chains.batches), sum(len(ranks) > 1 for ranks in plan.chains.ranks())
     most = [max(plan.bytes_received(r, direction) for r in range(size)) for direction in ("forward", "backward")]
     remark = (
-        f"{counted(total, 'document')} on {counted(size, 'rank')} ({plan.layout.name}); a rank receives at most"
+        f"{format_count(total, 'document')} on {format_count(size, 'rank')} ({plan.layout.name}); a rank receives at most"
         f" {bytes_text(most[0])} forward and {bytes_text(most[1])} backward."
     )
     if plan.source is not None:
