@@ -86,7 +86,8 @@ PLAIN, PACKED = (huggingface_waits, "mistral", "plain"), (huggingface_waits, "ll
 
 MENDS = {
     "the reference has sinks on the CPU": Mend(
-        reference.reference_result, "meaning.sinks.detach().cpu().double()", "meaning.sinks.detach().double()", SINKS, "cuda"
+        reference.reference_result,
+        "meaning.sinks.detach().cpu().double()", "meaning.sinks.detach().double()", SINKS, "cuda",
     ),
     "the reference's gradients are on the CPU": Mend(
         reference.reference_result, "else g).cpu() for g, t", "else g) for g, t", SCORE, "cuda"
@@ -126,7 +127,8 @@ MENDS = {
         hf_masks._check_reading, "if about in _checked:", "if False:", PACKED
     ),
     "traffic of backward in autograd's thread is counted": Mend(
-        transports.current_observer, 'threading.current_thread().name.startswith("Dummy-")', "False", (traffic_not_counted,)
+        transports.current_observer,
+        'threading.current_thread().name.startswith("Dummy-")', "False", (traffic_not_counted,),
     ),
 }  # fmt: skip
 

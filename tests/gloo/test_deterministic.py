@@ -257,10 +257,10 @@ def one_after_another(parts, number, sums):
     return parts.append((number, sums))
 
 
-def exact_rows(lane, pairs, chunks, rank, whole=planners._transfers):
+def exact_rows(lane, pairs, chunks, rank, whole=planners._chunk_transfers):
     """Transfers without the rows that nobody sees, between those that somebody does."""
     ranks = range(int(chunks.owner.max()) + 1)
-    seen = {r: [c.kv.spans for _, c in planners._computes(lane, chunks, r)] for r in ranks}
+    seen = {r: [c.kv.spans for _, c in planners._chunk_computes(lane, chunks, r)] for r in ranks}
     made = []
     for t in whole(lane, pairs, chunks, rank):
         rows = planners.union(as_table(span for spans in seen[t.dst] for span in spans))
@@ -269,20 +269,27 @@ def exact_rows(lane, pairs, chunks, rank, whole=planners._transfers):
     return made
 
 
+def in_order_of_forward(steps, rank, *, keep, reverse=sys.modules["longspan.planning.plan"].reverse):
+    """Computes of a step in the order of forward, also those in chunks."""
+    backward, kept = reverse(steps, rank, keep=keep)
+    orders = [(), *(step.computes for step in reversed(steps))]
+    return tuple(replace(step, computes=work) for step, work in zip(backward, orders, strict=True)), kept
+
+
 MUTANTS = {
     "sums of branches in the order of queries": lambda patch: (
         patch.setattr(terms, "push", one_after_another),
         patch.setattr(run_backward, "push", one_after_another),
     ),
     "backward in the order of forward": lambda patch: patch.setattr(
-        sys.modules["longspan.planning.backward_plan"], "_backwards", lambda computes: computes
+        sys.modules["longspan.planning.plan"], "reverse", in_order_of_forward
     ),
     "own keys before others'": lambda patch: patch.setattr(
-        planners, "_computes", lambda lane, chunks, rank, found=planners._computes: sorted(
+        planners, "_chunk_computes", lambda lane, chunks, rank, found=planners._chunk_computes: sorted(
             found(lane, chunks, rank), key=lambda pair: chunks.owner[pair[0][1]] != rank
         )
     ),
-    "rows that lie apart sent as neighbours": lambda patch: patch.setattr(planners, "_transfers", exact_rows),
+    "rows that lie apart sent as neighbours": lambda patch: patch.setattr(planners, "_chunk_transfers", exact_rows),
 }  # fmt: skip
 
 

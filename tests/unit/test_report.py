@@ -147,7 +147,7 @@ def test_hostile_names():
     machine = replace(H100, name=HOSTILE, source=HOSTILE)
     plan = ls.plan(mask, layout, q_heads=2, kv_heads=2, head_dim=8, dtype="float32", machine=machine)
     page = report_html(
-        plan, title=HOSTILE, command=HOSTILE, python=HOSTILE, asked=((HOSTILE, HOSTILE),), version=HOSTILE
+        plan, title=HOSTILE, command=HOSTILE, python=HOSTILE, extra_inputs=((HOSTILE, HOSTILE),), version=HOSTILE
     )
     found = check_safe(page)
     assert found.text.count(HOSTILE) >= 8

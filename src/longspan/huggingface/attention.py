@@ -69,8 +69,10 @@ def longspan_attention(
     longspan: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the output (B, S, H, D), and None for attention weights, which are never computed. `AttentionInterface` calls
-    this."""
+    """Return the output (B, S, H, D), and None for attention weights, which are never computed.
+
+    `AttentionInterface` calls this.
+    """
     for name, extra in others.items():
         if extra is None or extra is False or name in IGNORED:
             continue

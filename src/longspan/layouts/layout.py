@@ -363,8 +363,8 @@ class Layout:
 def _listed(spans: Any, where: str) -> Sequence[Any]:
     if not isinstance(spans, Iterable) or isinstance(spans, str | bytes):
         raise LayoutError(
-            f"{where}: spans must be a list, but got {truncated_repr(spans)}. Pass a list of spans for every rank, as in"
-            f" [[(0, 4)], [(4, 8)]]."
+            f"{where}: spans must be a list, but got {truncated_repr(spans)}. Pass a list of spans for every rank, as"
+            f" in [[(0, 4)], [(4, 8)]]."
         )
     return list(cast(Iterable[Any], spans))
 

@@ -226,7 +226,7 @@ def report_html(
             "note",
         ),
         "<h2>Inputs</h2>",
-        _facts((*_inputs(plan), *asked)),
+        _facts((*_inputs(plan), *extra_inputs)),
         "<h2>Chosen scheme, and why</h2>",
         *_choice(plan, chosen, received),
         "<h2>Pictures</h2>",
@@ -241,8 +241,8 @@ def report_html(
             "Plans are pure functions of their arguments: the same arguments give the fingerprint"
             f" {plan.fingerprint[:12]}… again."
         ),
-        f"<footer>{escaped(f'longspan {version}'.strip())}, plan {escaped(plan.fingerprint)}. Created without network or"
-        " scripts.</footer>",
+        f"<footer>{escaped(f'longspan {version}'.strip())}, plan {escaped(plan.fingerprint)}. Created without"
+        " network or scripts.</footer>",
     ]
     return _page(name, "\n".join(parts))
 

@@ -57,8 +57,8 @@ def scan_picture(plan: ScanPlan, *, title: str | None = None) -> Scene:
     total, cut = len(plan.chains.batches), sum(len(ranks) > 1 for ranks in plan.chains.ranks())
     most = [max(plan.bytes_received(r, direction) for r in range(size)) for direction in ("forward", "backward")]
     remark = (
-        f"{format_count(total, 'document')} on {format_count(size, 'rank')} ({plan.layout.name}); a rank receives at most"
-        f" {bytes_text(most[0])} forward and {bytes_text(most[1])} backward."
+        f"{format_count(total, 'document')} on {format_count(size, 'rank')} ({plan.layout.name}); a rank receives at"
+        f" most {bytes_text(most[0])} forward and {bytes_text(most[1])} backward."
     )
     if plan.source is not None:
         remark += (
