@@ -162,7 +162,7 @@ def test_bad_configurations_are_refused_in_words(tmp_path, capsys, tries):
                 assert "longspan prove: " in errors, (name, errors)
                 assert str(tmp_path) in errors, (name, errors)
             else:
-                assert "could be made" in out, (name, out)
+                assert "could be built" in out, (name, out)
     tries("bad configurations", 2 * len(texts), 0, 2 * len(texts))
 
 

@@ -39,16 +39,16 @@ def test_ways_to_call_it(world):
 def test_calls_that_do_not_fit_are_refused():
     wanted = {
         "no group": ("the plan is for 2 ranks", "needs group="),
-        "no plan": ("a group was given without a plan", "longspan.conv_plan("),
+        "no plan": ("group must be None without a plan", "longspan.conv_plan("),
         "tokens": ("x has shape (1, 7, 4)", "layout.shard(x, rank, dim=1)"),
         "dtype": ("x has dtype torch.float64", "Cast x, or plan for it"),
         "size": ("the plan is for 3 ranks, but the group has 2", "Plan for the group's size"),
         "width": ("a width of 2, but the plan is for width 3", "Plan for the width of the weight"),
         "attention's": ("but got Plan, which is a plan of attention", "longspan.conv_plan("),
-        "a convolution's": ("the fourth argument is ConvPlan", "attention(q, k, v, plan, group=...)"),
-        "both": ("documents and a plan were given", "Leave one of them out"),
+        "a convolution's": ("plan_or_mask", "ConvPlan"),
+        "both": ("documents must be None with a plan",),
         "no group at all": (
-            "takes a process group or a mesh of one axis, but str was given",
+            "group must be a process group or a mesh of one axis, but got str",
             "The call: causal_conv1d",
         ),
     }

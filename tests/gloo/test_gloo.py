@@ -50,7 +50,7 @@ def test_dtensors_sharded_along_tokens():
 
 def test_calls_that_do_not_fit_their_plan_are_refused():
     for messages in pool(2).run(gloo_work.refusals):
-        assert "needs group=" in messages["no group"]
+        assert "group must be" in messages["no group"]
         assert "layout.shard(x, rank, dim=2)" in messages["tokens"]
         assert "Cast the tensors" in messages["dtype"]
         assert "Plan for the group's size" in messages["size"]

@@ -23,15 +23,15 @@ def test_dtensors_of_any_length_with_a_layout_that_cuts_as_they_do(world):
 
 
 MESSAGES = {
-    "odd": ("DTensor of 7, but", "layouts.like_dtensor(7, 2)"),
-    "sinks": ("sinks is a DTensor, placed (Replicate(),)", "sinks.to_local()"),
-    "alibi": ("alibi is a DTensor, placed (Replicate(),)", "alibi.to_local()"),
+    "odd": ("of 7", "layouts.like_dtensor(7, 2)"),
+    "sinks": ("sinks must be a plain tensor", "sinks.to_local()"),
+    "alibi": ("alibi must be a plain tensor", "alibi.to_local()"),
     "captured": ("score function", "DTensor"),
     "sparse": ("compares dense tensors", "'a' (Tensor of layout torch.sparse_coo)", "Leave them out"),
     "dtensor": ("'a' (DTensor)", "Leave them out"),
-    "stranger": ("not a member of the group that was given", "on the group's members alone"),
-    "stranger's batch": ("not a member of the group that was given",),
-    "number": ("but int was given",),
+    "stranger": ("not a member of it", "on the group's members only"),
+    "stranger's batch": ("not a member of it",),
+    "number": ("but got int",),
     "members": ("",),
     "dense": ("not refused",),
 }

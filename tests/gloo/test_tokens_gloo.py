@@ -37,7 +37,7 @@ def test_shards_of_another_layout_are_refused_on_every_rank():
     for error, refusal in pool(2).run(token_work.another_layout, 2):
         assert error < 1e-5
         assert refusal is not None
-        assert "q was cut by <layout contiguous, 16 tokens on 2 ranks>" in refusal
+        assert "was sharded by <layout contiguous, 16 tokens on 2 ranks>" in refusal
 
 
 @pytest.mark.timeout(240)

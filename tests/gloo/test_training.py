@@ -264,7 +264,7 @@ def test_calls_that_do_not_fit_their_group_are_refused():
         assert "one sequence on the same ranks" in said["size"]
         assert "a group of 2 ranks" in said["group"]
         assert "must be a rank in [0, 2)" in said["to"]
-        assert "NoneType was given" in said["none"]
+        assert "got NoneType" in said["none"]
 
 
 # -- the example -------------------------------------------------------------------------------------------------------

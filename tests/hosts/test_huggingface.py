@@ -338,7 +338,7 @@ MESSAGES = {
     "config alone": "got LlamaConfig without its model",
     "cache beside longspan": "use_cache is not supported over ranks",
     "labels shifted late": "to match target batch_size (0)",
-    "shards of another layout": "the plan expects",
+    "shards of another layout": "of the plan, but got",
     "dropout without seed": "pass shard_inputs(..., dropout_seed=)",
     "dropout without layer": "but LlamaAttention has no layer_idx",
     "loss of nothing": "no attention layer of the model has seen longspan=",

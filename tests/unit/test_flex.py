@@ -104,16 +104,16 @@ PLAN = ls.plan(masks.causal(), layouts.contiguous(8, 1), q_heads=2, kv_heads=2, 
 REFUSED = {
     "3 dims": (lambda: ls.flex_attention(Q[0], Q, Q), "4 dims"),
     "heads differ": (lambda: ls.flex_attention(Q, Q[:, :1], Q[:, :1]), "enable_gqa=True"),
-    "two ways to ask": (lambda: ls.flex_attention(Q, Q, Q, return_lse=True, return_aux=AuxRequest()), "both given"),
+    "two ways to ask": (lambda: ls.flex_attention(Q, Q, Q, return_lse=True, return_aux=AuxRequest()), "return_lse"),
     "kernel options": (lambda: ls.flex_attention(Q, Q, Q, kernel_options={"BLOCK_M": 64}), "BLOCK_M"),
     "a function as mask": (lambda: ls.flex_attention(Q, Q, Q, None, lambda b, h, i, j: i >= j), "from_mask_mod"),
     "another length": (
         lambda: ls.flex_attention(
             Q, Q, Q, None, create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 16, "cpu")
         ),
-        "16 queries and 16 keys",
+        "got 16 and 16",
     ),
-    "plan and mask": (lambda: ls.flex_attention(Q, Q, Q, None, masks.full(8), plan=PLAN), "leave block_mask out"),
+    "plan and mask": (lambda: ls.flex_attention(Q, Q, Q, None, masks.full(8), plan=PLAN), "block_mask"),
     "maxima under a plan": (
         lambda: ls.flex_attention(Q, Q, Q, plan=PLAN, return_aux=AuxRequest(max_scores=True)),
         "not sent between ranks",

@@ -135,7 +135,9 @@ def _parts(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any], TinySizes]]:
     """Yield old and new attributes of every part, and its sizes; parts without heads take those of the one around."""
     own = vars(config)
-    old = {} if _first(own, HEADS) else {name: value for name, value in around.items() if type(value) is int}
+    old: dict[str, Any] = (
+        {} if _first(own, HEADS) else {name: value for name, value in around.items() if type(value) is int}
+    )
     old["ignore_keys_at_rope_validation"] = getattr(config, "ignore_keys_at_rope_validation", None)
     yield own, vars(tiny), TinySizes({**old, **own})
     for name, value in own.items():

@@ -433,6 +433,7 @@ def to_device(table: Any, device: Any) -> Any:
 
 
 def _take(x: Any, index: Ints, dim: int, padding: int, fill: float) -> Any:
+    part: Any
     if _is_torch(x):
         import torch
 

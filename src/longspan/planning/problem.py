@@ -255,7 +255,8 @@ class Problem:
             labels = (q[:, 2], kv[:, 2], sure[:, STEP], maybe[:, STEP])
             begins = [np.searchsorted(label, steps).tolist() for label in labels]
             ends = [np.searchsorted(label, steps, side="right").tolist() for label in labels]
-            for k, step in enumerate(steps.tolist()):
+            numbers: list[int] = steps.tolist()
+            for k, step in enumerate(numbers):
                 (q0, kv0, sure0, maybe0), (q1, kv1, sure1, maybe1) = ([at[k] for at in side] for side in (begins, ends))
                 queries = Piece(Role.Q, q_spans[q0:q1], part.q_heads, lane.batch)
                 keys = Piece(Role.KV, kv_spans[kv0:kv1], lane.kv_heads, lane.batch)

@@ -424,13 +424,13 @@ class Running:
         if self.watch is not None and peers and device.type != "cpu" and not is_captured(device):
             flight = self.watch.track(peers, self.members.timeout(self.call.safety))
         try:
-            works: Any = start()
+            works = start()
         except RuntimeError as error:
             if self.watch is not None and peers:
                 self.watch.diagnose(error, peers)
             raise
         if flight is not None:  # one work, a list of works, or a list of (peer, work)
-            entries = works if isinstance(works, list) else [works]
+            entries: list[Any] = works if isinstance(works, list) else [works]
             flight.works = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
         return works
 

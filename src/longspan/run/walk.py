@@ -393,7 +393,8 @@ class Run(RowRun):
             predicate = mask.plane(launch.batch.start, launch.heads.start).predicate
             if self.job.scoring is not None or predicate is not None:
                 if self.device not in launch.known:
-                    rows = (store.positions() for store in launch.stores)
-                    launch.known[self.device] = TilePositions.of(launch.batch, launch.heads, *rows, self.device)
+                    q_rows, kv_rows = (store.positions() for store in launch.stores)
+                    positions = TilePositions.of(launch.batch, launch.heads, q_rows, kv_rows, self.device)
+                    launch.known[self.device] = positions
                 pairs = TilePairs(launch.known[self.device], self.job.scoring, predicate, self.totals, mask.known)
         return TileWork(q, k, v, launch.tiles, self.job.scale, pairs)

@@ -73,7 +73,8 @@ class ModelStep:
 
 def split_result(result: Any) -> tuple[Tensor, Tensor | None]:
     """Return the loss and the logits, if there are any, of a step's result."""
-    loss, logits = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    pair: tuple[Any, Any] = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    loss, logits = pair
     for name, value, is_right in (
         ("the logits", logits, logits is None or isinstance(logits, Tensor)),
         ("the loss", loss, isinstance(loss, Tensor) and loss.numel() == 1),

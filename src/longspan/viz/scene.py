@@ -93,8 +93,11 @@ def _style() -> Iterator[None]:
         raise LongspanError(
             "`matplotlib` is required to draw pictures, but it is not installed. Run: pip install longspan[viz]."
         ) from error
-    defaults = {name: value for name, value in matplotlib.rcParamsDefault.items() if name.startswith(_RC_GROUPS)}
-    with matplotlib.rc_context({**defaults, **_RC}):
+    settings: dict[Any, Any] = {
+        name: value for name, value in matplotlib.rcParamsDefault.items() if name.startswith(_RC_GROUPS)
+    }
+    settings.update(_RC)
+    with matplotlib.rc_context(settings):
         yield
 
 

@@ -578,7 +578,8 @@ def job_store(group: dist.ProcessGroup) -> Store | None:
         store = store.underlying_store
     inner: Any = store
     prefix = f"{ROOT}/{name}"
-    client = _connect_client(inner, prefix) if isinstance(inner, dist.TCPStore) else None  # type: ignore[attr-defined]
+    is_tcp: bool = isinstance(inner, dist.TCPStore)  # type: ignore[attr-defined]
+    client = _connect_client(inner, prefix) if is_tcp else None
     return client or TorchStore(inner.clone(), prefix)
 
 
