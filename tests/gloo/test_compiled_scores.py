@@ -242,7 +242,7 @@ def test_what_cannot_be_written_down_is_refused_by_name_or_run_outside(name):
     outside = torch.compile(call, backend="aot_eager")
     found, expected = (torch.autograd.grad(run(q), (q, TABLE), dout, allow_unused=True) for run in (outside, call))
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    with pytest.warns(UserWarning, match=f"a score function cannot be compiled, so the graph ends.*{why}"):
+    with pytest.warns(UserWarning, match=f"a score function cannot be compiled and causes a graph break.*{why}"):
         outside(q)
 
 

@@ -103,7 +103,7 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(store):
     for kind, _, refused in ran(store, "threads", 2, ()):
         assert kind == "fine", refused
         assert len(refused) == 2
-        assert all("while another thread of this process is in one" in text for text in refused)
+        assert all("in use by another thread of this process" in text for text in refused)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def test_a_message_comes_out_as_it_went_in():
 def test_every_field_of_a_header_counts(name):
     value = getattr(HEADER, name)
     other = b"87654321" if isinstance(value, bytes) else value + 1
-    with pytest.raises(RankError, match=rf"{name} differ"):
+    with pytest.raises(RankError, match=rf"differs .* in {name}:"):
         agreement.remove_header(HEADER, agreement.add_header(replace(HEADER, **{name: other}), message()))
 
 
@@ -169,7 +169,7 @@ def test_a_call_that_all_refuse_harms_nothing():
 def test_a_refusal_that_one_rank_swallows_is_told():
     said = pool(2).run(trust_work.refused_by_one_then_swallowed, timeout=200)
     assert [name for name, _ in said[0]] == ["RankError", "RankError"]
-    assert "rank 1 refused call 2: PlanError: scale = 'x'" in said[0][0][1]
+    assert "rank 1 refused call 2: PlanError: scale must be" in said[0][0][1]
     assert [name for name, _ in said[1]] == ["PlanError", "RankError"]
     pool(2).end()  # with calls under way that nobody will finish
 
