@@ -179,7 +179,7 @@ def test_videos_and_packed_images_are_refused():
     batch = {"input_ids": torch.ones(1, 8, dtype=torch.long), "pixel_values": torch.ones(4, 4)}
     assert read_batch(batch).seq_len == 8
     for other in ({"pixel_values_videos": torch.ones(1)}, {"cu_seq_lens_q": torch.tensor([0, 4, 8])}):
-        with pytest.raises(BatchError, match=f"the batch has {next(iter(other))}"):
+        with pytest.raises(BatchError, match=f"{next(iter(other))}"):
             read_batch(batch | other)
 
 

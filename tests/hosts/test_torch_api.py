@@ -135,7 +135,7 @@ SAYS = {
     "multihead": "in a module of your own",
     "varlen": "mask=longspan.masks.documents(lengths)",
     "flex": "call longspan.torch_api.flex_attention",
-    "local blocks": "Make it for the whole sequence",
+    "local blocks": "for the whole sequence",
     "kernel": "none of these can run",
 }
 

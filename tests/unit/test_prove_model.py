@@ -200,7 +200,7 @@ def test_faults_are_found_and_named(fault, layout):
             assert "Every module's output is one device's" in finding.evidence
         else:
             assert finding.what == f"differs, first in {module}"
-    assert report.notes[-1].startswith("found with <layout")
+    assert report.notes[-1].startswith("detected with <layout")
 
 
 @pytest.mark.share(3)
