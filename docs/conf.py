@@ -85,9 +85,10 @@ python_maximum_signature_line_length = 88
 
 # Private classes in annotations, and aliases of several types.
 nitpick_ignore_regex = [
+    ("py:class", r"Axes|Rectangle|numpy\.float64|contextlib\.AbstractContextManager"),
     ("py:class", "Documents|Group|ScoreMod|Options|Table|ConvPlan|ScanPlan"),
     ("py:class", r"longspan\.layouts\.layout\.X|numpy\._typing\..*"),
-    ("py:class", r"longspan\.masks\.captures\.Reads"),
+    ("py:class", r"longspan\.masks\.captures\.CaptureSnapshot"),
     (
         "py:class",
         r"longspan\.(planning|run|scoring|watch|testing|training|viz|huggingface|torch_api)(\.[a-z_]+)+\._?[A-Z]\w+",

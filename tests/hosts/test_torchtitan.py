@@ -265,7 +265,7 @@ REFUSED = {
     "scores of split heads": ("split over 2 ranks", "tensor_parallel_degree 1"),
     "unknown argument": ("is_causal", "drop"),
     "varlen metadata": ("VarlenMetadata", "BlockMask"),
-    "short block mask": ("8 queries and 8 keys", "16 and 16"),
+    "short block mask": ("16 queries and 16 keys", "8 and 8"),
     "3-d positions": ("(3, 1, 8)", "(batch, tokens)"),
     "no attention": ("'llama3'", "no attention"),
     "images": ("pixel_values", "'input' and 'positions'"),

@@ -40,8 +40,9 @@ from longspan.huggingface.attention import NAME
 from longspan.huggingface.batches import IGNORE, LABELS, PACKED, read_batch, shifted_labels
 from longspan.huggingface.first_use import get_rules
 from longspan.huggingface.head import replaced
+from longspan.huggingface.inputs import shard_inputs
 from longspan.huggingface.masks import current
-from longspan.huggingface.sharding import check_model, shard_inputs
+from longspan.huggingface.sharding import check_model
 from longspan.huggingface.structure import labels_of_sequences, text_model
 from longspan.huggingface.trl import TrlMethods
 from longspan.layouts import Layout

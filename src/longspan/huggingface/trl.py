@@ -29,9 +29,9 @@ from longspan.huggingface.attention import NAME
 from longspan.huggingface.batches import IGNORE, LABELS, shifted_labels
 from longspan.huggingface.first_use import broadcast_bytes
 from longspan.huggingface.hooks import route_losses
+from longspan.huggingface.inputs import shard_inputs
 from longspan.huggingface.masks import enter, leave
 from longspan.huggingface.sequence import ShardedSequence
-from longspan.huggingface.sharding import shard_inputs
 from longspan.huggingface.structure import has_hook, text_model
 from longspan.training import BatchError, gather_tokens, shift_tokens
 from longspan.training.groups import all_summed, message_device, process_group
