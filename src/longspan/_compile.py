@@ -27,7 +27,7 @@ def register_value(value: Any) -> int:
 
     >>> class Value: pass
     >>> value = Value()
-    >>> number = number_of(value)
+    >>> number = register_value(value)
     >>> lookup_value(number) is value
     True
     >>> del value
@@ -81,7 +81,7 @@ def opaque(kind: type[T]) -> type[T]:
     It is created, compared, copied and pickled as before, but is no dataclass for `dataclasses.fields` and `replace`.
 
     >>> import dataclasses
-    >>> @sealed
+    >>> @opaque
     ... @dataclasses.dataclass(frozen=True)
     ... class Pair:
     ...     a: int

@@ -21,7 +21,7 @@ def count_text(value: int) -> str:
 def format_count(number: int, noun: str) -> str:
     """Format a count with its noun, whose plural ends in s.
 
-    >>> counted(1, "rank"), counted(1024, "rank"), counted(0, "tile")
+    >>> format_count(1, "rank"), format_count(1024, "rank"), format_count(0, "tile")
     ('1 rank', '1,024 ranks', '0 tiles')
     """
     return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -27,7 +27,7 @@ def check_int(
 ) -> int:
     """Return `value` as an int, or raise if it is not an integer from `low` to `high`. A bool is not an integer here.
 
-    >>> whole(np.int64(3), "seq_len", "causal()")
+    >>> check_int(np.int64(3), "seq_len", "causal()")
     3
     """
     try:

@@ -140,7 +140,7 @@ def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of accumulation: float64 for float64, else float32.
 
-    >>> wide(torch.bfloat16)
+    >>> accumulation_dtype(torch.bfloat16)
     torch.float32
     """
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -144,7 +144,7 @@ def describe_group(group: Any) -> str:
 def init_hint() -> str:
     """Return a hint for error messages if the process group is not initialized.
 
-    >>> not_yet()
+    >>> init_hint()
     ' torch.distributed is not initialized: call torch.distributed.init_process_group() first, under torchrun.'
     """
     if not dist.is_available() or dist.is_initialized():

@@ -118,7 +118,7 @@ REFUSED = {
         lambda: ls.flex_attention(Q, Q, Q, plan=PLAN, return_aux=AuxRequest(max_scores=True)),
         "not sent between ranks",
     ),
-    "batch sizes": (lambda: ls.flex_attention(Q.expand(3, -1, -1, -1), Q.expand(2, -1, -1, -1), Q), "one for all"),
+    "batch sizes": (lambda: ls.flex_attention(Q.expand(3, -1, -1, -1), Q.expand(2, -1, -1, -1), Q), "batch rows"),
     "a bias that is no number": (
         lambda: ls.attention(Q, Q, Q, masks.causal(), bias=torch.ones(1, 1, 8, 8, dtype=torch.bool)),
         "To hide pairs",

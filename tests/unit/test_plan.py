@@ -102,7 +102,7 @@ def test_several_masks_share_one_layout():
         ({"dtype": "int8"}, "must be one of float64"),
         ({"kv_heads": 3}, "leaves 2 over"),
         ({"head_dim": 0}, "at least 1"),
-        ({"fetch_bytes": 100}, "Give at least"),
+        ({"fetch_bytes": 100}, "fetch_bytes must be at least"),
     ],
 )
 def test_refusals(change, words):

@@ -49,7 +49,7 @@ def own(tokens=None, **options):
 
 REFUSED = {
     "q is a list": (lambda: delta({"q": torch.Tensor.tolist}), PlanError, "q .*must be a torch.Tensor"),
-    "whole numbers": (lambda: delta({"q": torch.Tensor.int}), PlanError, "q is of torch.int32, but gated_delta_rule"),
+    "whole numbers": (lambda: delta({"q": torch.Tensor.int}), PlanError, "q must be .* gated_delta_rule, but got torch.int32"),
     "a dim too few": (lambda: delta({"k": lambda x: x[0]}), PlanError, "k must be .*but has shape"),
     "other tokens": (lambda: delta({"k": lambda x: x[:, :3]}), PlanError, "has 3 tokens, but the arguments before it"),
     "other heads": (lambda: delta({"g": lambda x: x[..., :1]}), PlanError, "has 1 heads, but the arguments before"),
@@ -65,9 +65,9 @@ REFUSED = {
     "kernel": (lambda: delta(kernel="flash"), KernelError, "kernel must be one of"),
     "own kernel": (lambda: delta(kernel="own"), KernelError, "it runs functions of ls.scan only"),
     "name": (lambda: delta(name=3), PlanError, "name must be a str"),
-    "a plan of attention": (lambda: delta(plan=ATTENTION), PlanError, "made by longspan.scan_plan, but got Plan"),
+    "a plan of attention": (lambda: delta(plan=ATTENTION), PlanError, "longspan.scan_plan, but got Plan"),
     "no group": (lambda: delta(plan=OVER_TWO), PlanError, "for 2 ranks, but group is None"),
-    "plan and documents": (lambda: delta(plan=PLAN, documents=[8]), PlanError, "Leave one of them out"),
+    "plan and documents": (lambda: delta(plan=PLAN, documents=[8]), PlanError, "documents must be None with a plan"),
     "group without plan": (lambda: delta(group="world"), PlanError, "group"),
     "plan of other values": (
         lambda: delta({"v": lambda x: x[..., :1]}, plan=PLAN), PlanError,

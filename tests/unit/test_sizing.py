@@ -235,7 +235,7 @@ def test_what_does_not_fit_is_a_failed_check_that_says_what_would(plan):
 
 REFUSED = [
     (("--model", "gpt5"), "but got 'gpt5'"),
-    (("--config", "nowhere.json"), "is no file"),
+    (("--config", "nowhere.json"), "--config must be"),
     (("--model", "qwen3-8b", "--config", "x"), "not allowed with argument"),
     (("--model", "qwen3-8b", "--q-heads", "8"), "--q-heads must not be set with a model"),
     (("--model", "qwen3-8b", "--window", "8"), "--window must not be set with a model"),

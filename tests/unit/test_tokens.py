@@ -271,7 +271,7 @@ def test_a_tensor_is_saved_as_any_other(tmp_path):
 
 BAD = [
     (lambda g: shard_like(IDS, ZIGZAG, shift=0), "without a rank"),
-    (lambda g: shard_like(IDS, ZIGZAG, 0, shift=-1), "shift must be a whole number, 0 or more"),
+    (lambda g: shard_like(IDS, ZIGZAG, 0, shift=-1), "shift must be"),
     (lambda g: shard_like(IDS, PLAN.shard({"labels": IDS}, 0), 0, shift=0), "no rank or documents with a batch"),
     (lambda g: shard_like([1], ZIGZAG, 0, shift=0), "values must be a tensor, but got list"),
     (lambda g: shard_like(IDS[:1].T, ZIGZAG, 0, shift=1, dim=0, documents=[[8], [4, 4]]), "has one"),

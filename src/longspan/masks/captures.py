@@ -354,9 +354,9 @@ class CaptureSnapshot:
     >>> import torch
     >>> class Model: width = 3
     >>> model, pair = Model(), (torch.tensor(0), torch.tensor(0))
-    >>> before = Reads.of(lambda q, kv: q - kv < model.width, pair)
+    >>> before = CaptureSnapshot.of(lambda q, kv: q - kv < model.width, pair)
     >>> model.width = 4
-    >>> before.difference(Reads.of(lambda q, kv: q - kv < model.width, pair))
+    >>> before.difference(CaptureSnapshot.of(lambda q, kv: q - kv < model.width, pair))
     '`lt` was called with 3 and is now called with 4'
     """
 
