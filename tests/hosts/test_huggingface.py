@@ -281,7 +281,7 @@ def test_refusals_on_one_device():
 
     model, batch = work.model_of("llama", "longspan"), work.batch_of("plain")
     refused = {
-        "attention weights are never made": {"output_attentions": True},
+        "attention weights are never computed": {"output_attentions": True},
         "passed position_bias= to attention": {"position_bias": torch.zeros(1)},
         "passed tree_mask= to attention": {"tree_mask": torch.zeros(1)},
         r"a mask of shape \(2, 1, 52, 52\) reached attention": {"attention_mask": torch.ones(2, 1, 52, 52)},
