@@ -145,7 +145,9 @@ MUTANTS = {
     "the last slab's weight is all": (
         Gradients, "_add_to_weight", "addmm_(grads.t(), rows)", "addmm_(grads.t(), rows, beta=0)",
     ),
-    "weights are summed in their own dtype": (Gradients, "__init__", "dtype=accumulation_dtype(x.dtype)", "dtype=x.dtype"),
+    "weights are summed in their own dtype": (
+        Gradients, "__init__", "dtype=accumulation_dtype(x.dtype)", "dtype=x.dtype",
+    ),
     "rows of tokens without labels are taken": (
         SlabWork, "rows_of", "tensor.index_select(0, self.places[span])", "tensor[span]",
     ),

@@ -49,7 +49,7 @@ def own(tokens=None, **options):
 
 REFUSED = {
     "q is a list": (lambda: delta({"q": torch.Tensor.tolist}), PlanError, "q .*must be a torch.Tensor"),
-    "whole numbers": (lambda: delta({"q": torch.Tensor.int}), PlanError, "q must be .* gated_delta_rule, but got torch.int32"),
+    "whole numbers": (lambda: delta({"q": torch.Tensor.int}), PlanError, "q must be .* but got torch.int32"),
     "a dim too few": (lambda: delta({"k": lambda x: x[0]}), PlanError, "k must be .*but has shape"),
     "other tokens": (lambda: delta({"k": lambda x: x[:, :3]}), PlanError, "has 3 tokens, but the arguments before it"),
     "other heads": (lambda: delta({"g": lambda x: x[..., :1]}), PlanError, "has 1 heads, but the arguments before"),

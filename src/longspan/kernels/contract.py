@@ -62,7 +62,7 @@ class Kernel(Protocol):
 
     @property
     def honours(self) -> Features:
-        """Features besides plain attention over bands."""
+        """Features beyond plain attention over bands."""
         ...
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:

@@ -613,7 +613,7 @@ class Dealer(Pool):
 BALANCED = 1.015
 """Imbalance (largest rank / mean) up to which fewer remote keys decide; above it, balance does."""
 WHOLE_FIRST = (1, 2)
-"""Values of `whole_first` that are tried besides 0; the best is kept, since no rule predicts it. Over 60 random packs
+"""Values of `whole_first` tried in addition to 0; the best is kept, since no rule predicts it. Over 60 random packs
 of documents, one of the three alone has 2 to 4% more remote keys on average and up to 49% more; of the workloads of
 `benchmarks.layouts`, longtail-1M-8 needs 2 and mixed-1M-8 has 20% fewer remote keys with 0. Varying the dealer's
 constants as well gained 0.1%."""

@@ -36,7 +36,7 @@ class Reason:
     bytes_received: int
     """The most bytes that any rank receives, both passes together."""
     peak_bytes: int
-    """The most memory that one of `ranks` needs at any step besides its own tensors and the kernel's workspace."""
+    """The most memory that one of `ranks` needs at any step beyond its own tensors and the kernel's workspace."""
     chosen: bool = False
     at_least: bool = False
     """Whether the time is only a lower bound, which was already worse than another scheme."""

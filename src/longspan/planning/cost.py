@@ -211,7 +211,7 @@ def _is_in_one_piece(steps: Ints, rows: Ints, pieces: Ints, window: Ints, seq_le
     return answer
 
 
-# -- Memory of a rank besides its own q, k, v and results, step by step ------------------------------------------------
+# -- Memory of a rank beyond its own q, k, v and results, step by step ------------------------------------------------
 # Counted: pieces that arrived or are arriving, messages being sent, float32 sums, copies of rows that are gathered for
 # a kernel, and results that are about to be merged. Memory that a kernel allocates internally is not counted.
 

@@ -1,4 +1,4 @@
-"""Memory that kernels allocate besides their results, and the shapes that each kernel accepts.
+"""Memory that kernels allocate beyond their results, and the shapes that each kernel accepts.
 
 A launch works on `rows` query rows and `cols` key rows of one batch row, in `slices`, for `q_heads` query heads and
 `kv_heads` key heads of `width` features (padded equally for q, k and v). If it takes only part of the rows, q, k and v
@@ -145,7 +145,7 @@ def why_not(kernel: str, sizes: Sizes, *, functions: bool) -> str | None:
 def workspace_of(
     kernel: str, launch: LaunchShape, direction: str, multiprocessors: int, *, deterministic: bool = False
 ) -> int | None:
-    """Return the bytes that a launch allocates besides its results, or None if not known."""
+    """Return the bytes that a launch allocates beyond its results, or None if not known."""
     facts = KERNELS.get(kernel)
     if facts is None or facts.workspace is None:
         return None

@@ -145,7 +145,7 @@ class Plan(Handled):
         return received(self.steps(rank, direction), rank, self.sizes)
 
     def peak_bytes(self, rank: int) -> int:
-        """Return the most memory that the rank needs at any step besides its own q, k, v, results and gradients."""
+        """Return the most memory that the rank needs at any step beyond its own q, k, v, results and gradients."""
         forward, backward, kept = self._rank(rank)
         return max(
             peak_bytes(forward, rank, self.layout, self.sizes, "forward"),
@@ -236,7 +236,7 @@ class Plan(Handled):
             f"  kernel     {self.kernel_assumed}",
             f"  predicted  {chosen.forward_seconds * 1e3:.3f} ms forward,"
             f" {chosen.backward_seconds * 1e3:.3f} ms backward",
-            f"  memory     {bytes_text(chosen.peak_bytes)} at the peak + {inside}, besides own tensors",
+            f"  memory     {bytes_text(chosen.peak_bytes)} at the peak + {inside}, beyond own tensors",
             f"compared ({len(self.reasons)}; bytes are the most of any rank, both passes; times and peaks are of ranks"
             " likely to be busiest):",
             REASON_HEAD,

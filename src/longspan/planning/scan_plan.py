@@ -211,7 +211,7 @@ def price(name: str, draft: Draft, world_size: int, sizes: StateSizes, machine: 
     forward += _draft_fold_seconds(draft, sizes, machine, batch, "forward")
     backward = _message_seconds(moved[:, (STEP, DST, SRC)], back, draft.num_steps, machine, world_size)
     backward += _draft_fold_seconds(draft, sizes, machine, batch, "backward")
-    # Memory besides own segments' states: pieces that arrived, and results of folds.
+    # Memory beyond own segments' states: pieces that arrived, and results of folds.
     folded = batch[folds[:, 2]] * (sizes.state_bytes + np.where(folds[:, 3] > 0, sizes.map_bytes, 0))
     held = received + np.bincount(folds[:, 1], folded, world_size).astype(np.int64)
     pairs = np.unique((moved[:, STEP] * world_size + moved[:, SRC]) * world_size + moved[:, DST])  # one message each

@@ -272,7 +272,7 @@ class AnySchedule:
     sizes: Any
     ranks: tuple[tuple[Any, ...], ...]
     kept: tuple[tuple[Any, ...], ...] = ()
-    """The pieces that each rank holds from forward when backward begins, besides its own tokens."""
+    """The pieces that each rank holds from forward when backward begins, beyond its own tokens."""
     kind: ClassVar[str]
     """The first word of the text form."""
 

@@ -146,7 +146,7 @@ def additive_bias(bias: Tensor) -> ScoreMod:
 
 @dataclass(frozen=True, eq=False)
 class Extras:
-    """Options of a call besides the mask, checked when they are combined."""
+    """Options of a call beyond the mask, checked when they are combined."""
 
     score_mod: ScoreMod | None = None
     softcap: float | None = None

@@ -50,7 +50,7 @@ SMALLEST = 8
 
 @dataclass(frozen=True, eq=False)
 class CallSpec:
-    """Options of the call besides the plan's mask, as in `longspan.attention`."""
+    """Options of the call beyond the plan's mask, as in `longspan.attention`."""
 
     scale: float | None = None
     score_mod: Any = None

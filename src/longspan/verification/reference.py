@@ -225,7 +225,7 @@ Answer = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Meaning:
-    """Everything besides q, k and v that determines the result; None where a call has no such option."""
+    """Everything beyond q, k and v that determines the result; None where a call has no such option."""
 
     seen: Tensor
     """Which pairs attend (B, H, S, S)."""
