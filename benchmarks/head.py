@@ -28,7 +28,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from longspan.formatting import bytes_text
-from longspan.training import head, token_logprobs, token_loss
+from longspan.training import loss_without_logits as head
+from longspan.training import token_logprobs, token_loss
 
 TOKENS, WORDS, FEWER = 8192, 128_256, 8
 LOGITS_BAR, SLAB_BAR, TIME_BAR = 1 / 20, 1.2, 1.15

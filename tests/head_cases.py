@@ -20,8 +20,8 @@ from longspan import masks
 from longspan.layouts import Layout
 from longspan.run.simulated import simulate
 from longspan.training import Head, shard_batch
-from longspan.training import head as slabs
 from longspan.training import loss as losses
+from longspan.training import loss_without_logits as slabs
 from tests.cases import LAYOUTS, random_layout, random_lengths
 
 BAR = 1e-12

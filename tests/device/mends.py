@@ -13,7 +13,8 @@ from longspan.kernels import panels
 from longspan.layouts import layout
 from longspan.masks import captures
 from longspan.run import transports
-from longspan.training import head, loss
+from longspan.training import loss
+from longspan.training import loss_without_logits as head
 from longspan.verification import compare, reference
 from tests.device import acceptance_work, attention_work, training_work
 from tests.simulation.streams_mistakes import rewritten

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from longspan.run.simulated import simulate
-from longspan.training import BatchError, Head, head, loss
-from longspan.training.head import Gradients, SharedHere, SlabWork
+from longspan.training import BatchError, Head, loss
+from longspan.training import loss_without_logits as head
 from longspan.training.loss import LossTerms, PerToken, SlabLoss
+from longspan.training.loss_without_logits import Gradients, SharedHere, SlabWork
 from tests.head_cases import BAR, check
 from tests.mutants.test_scan_mutants import plant
 

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from longspan.errors import PlanError
 from longspan.run.simulated import simulate
 from longspan.training import BatchError, Head, token_logprobs, token_loss
-from longspan.training import head as slabs
-from longspan.training.head import head_of
+from longspan.training import loss_without_logits as slabs
+from longspan.training.loss_without_logits import head_of
 from tests.gpu.programs import MemoryLedger
 from tests.head_cases import BAR, check
 

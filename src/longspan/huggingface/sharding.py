@@ -47,7 +47,7 @@ from longspan.layouts import Layout
 from longspan.layouts.layout import to_device
 from longspan.training import Batch, BatchError
 from longspan.training.batch import BatchCut
-from longspan.training.head import start_copy
+from longspan.training.loss_without_logits import start_copy
 
 STATE_KEYS = 2048
 """The weight of a state that goes from span to span, in keys and values: 6 MiB in Qwen3-Next against 2 KiB."""

@@ -24,7 +24,7 @@ WHOLE = 12
 """Bytes of a logit of all tokens at once, in transformers' own loss: bfloat16, float32, its log-softmax and gradient;
 measured."""
 SLAB_PARTS, SLAB_LEAST, SLAB_MOST = 24, 1 << 24, 1 << 30
-"""As in `longspan.training.head`, which needs torch; a test compares the two."""
+"""As in `longspan.training.loss_without_logits`, which needs torch; a test compares the two."""
 
 
 @dataclass(frozen=True, slots=True)

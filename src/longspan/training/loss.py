@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from longspan.spans import truncated_repr
 from longspan.tile import accumulation_dtype
 from longspan.training.groups import BatchError, all_summed, check_gradients, process_group
-from longspan.training.head import (
+from longspan.training.loss_without_logits import (
     Facts,
     Gradients,
     Head,
