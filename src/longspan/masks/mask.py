@@ -219,9 +219,6 @@ class Mask(Handled):
         state = self._find_readers()
         return state.refresh_captures() if state.readers else ()
 
-    def settled_reads(self) -> tuple[CaptureSnapshot, ...]:
-        return self.last_reads
-
     def check_captures(self, reads: tuple[CaptureSnapshot, ...]) -> None:
         """Raise if what the functions read has changed since these snapshots were taken in forward."""
         change = self._find_readers().change_since(reads)

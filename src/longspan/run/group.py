@@ -491,7 +491,7 @@ class report_errors:  # noqa: N801
         self.members = members_of(group)
 
     def __enter__(self) -> None:
-        self.members.enter()
+        self.lock = self.members.enter()
         self.calls = self.members.calls
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -500,7 +500,7 @@ class report_errors:  # noqa: N801
             if isinstance(error, Exception) and members.calls == self.calls:
                 members.announce_refusal(error, safety(members.settings))
         finally:
-            members._inside.release()
+            self.lock.release()
 
 
 def run_collective(

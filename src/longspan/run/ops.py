@@ -386,8 +386,6 @@ def run_forward(
         saved, reads = SavedRemoteKV(kept), job.plan.mask.last_reads
         if text:
             job = replace(job, scoring=None)
-        elif job.scoring is not None:
-            job.scoring.settle()
         job = job if job.sinks is None else replace(job, sinks=None)
         context = ForwardContext(job, group, number, name, reduce_shared_grads, reads, ref(saved), scores)
         return out, lse, create_ticket(context, saved)

@@ -140,9 +140,6 @@ class Scoring:
             )  # it may work in place
         return tuple(snapshots)
 
-    def settle(self) -> None:
-        pass
-
     def check_unchanged(self) -> None:
         """Raise if what the functions read has changed since forward: backward calls them again."""
         change = difference(self.reads, self._read())
