@@ -37,7 +37,7 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
         ("the gradient of entering states is lost", "_carried(states, step)", "_carried(states.detach(), step)"),
         ("the gradient through leaving states is lost", ".flatten(1, 2), after",
          ".flatten(1, 2), after.detach() + 0 * after"),
-        ("uncorrected values are read", "torch.cat(made) if made else self.v", "self.v"),
+        ("uncorrected values are read", "torch.cat(corrected) if corrected else self.v", "self.v"),
         ("D is forgotten", "out + self.skip", "out"),
     ]),
     (ChunkedAttention._corrected, [
