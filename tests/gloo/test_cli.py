@@ -169,7 +169,7 @@ def test_plan_fits_one_screen_and_says_why(longspan):
     assert "the quickest of 12 schemes" in out
     figures = r" +[\d.]+ ms" * 3 + r" +[\d.]+ GiB" * 3
     assert re.search(rf"^\* hybrid\(8,exchange\){figures}$", out, re.MULTILINE)
-    assert re.search(r"^  ring +at least \d+ ms in all, for its bytes alone$", out, re.MULTILINE)
+    assert re.search(r"^  ring +at least \d+ ms in all, for its pairs and bytes alone$", out, re.MULTILINE)
     assert "simulated" in out
 
 

@@ -124,7 +124,9 @@ def test_all_steps_at_once_take_as_long_as_one_after_another(mask, machine):
                 (work,) = steps_work((step,), 4, SIZES, MACHINES[machine], direction, later)
                 moving = move_seconds(step, 4, SIZES, MACHINES[machine])
                 queued += work.host_seconds(MACHINES[machine])
-                seconds = max(seconds + max(work.seconds(MACHINES[machine], direction), moving), queued)
+                pack, compute, unpack = work.parts(MACHINES[machine], direction)
+                assert pack + compute + unpack == pytest.approx(work.seconds(MACHINES[machine], direction))
+                seconds = max(seconds + pack + max(compute, moving) + unpack, queued)
                 later = later or bool(step.computes)
             assert rank_seconds(steps, 4, SIZES, MACHINES[machine], direction) == pytest.approx(seconds, rel=1e-12)
 

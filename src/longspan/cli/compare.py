@@ -183,8 +183,7 @@ def show(workload: Workload, entries: list[Entry], screen: Screen, plot: Path | 
     notes = [
         f"Simulated on {workload.machine.name}, quickest first. Received: the most bytes of any rank, both passes."
         " Fewer: PyTorch's all-gather receives this many times as much. Memory: beside the rank's own tensors,"
-        f" {kernels}. Memory, forward and backward are of ranks likely to be busiest, at most five; another may take"
-        " somewhat more.",
+        f" {kernels}; of ranks likely to be busiest, at most five: another may need somewhat more.",
         "PyTorch's are priced as our own schedules of that name over zigzag (its head-tail): the same bytes, and our"
         " kernels, copies and overlap.",
     ]

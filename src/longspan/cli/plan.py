@@ -123,8 +123,8 @@ def show(workload: Workload, plan: Plan, screen: Screen) -> None:
     if sampled:
         sample = ", ".join(map(str, summary["figures_of_ranks"]))
         note += (
-            " Times and memory are the largest of ranks likely to be busiest, for each scheme; those of"
-            f" {plan.scheme.name} are {sample}. Another rank may take somewhat more."
+            " Memory is the largest of ranks likely to be busiest, for each scheme; those of"
+            f" {plan.scheme.name} are {sample}. Another rank may need somewhat more."
         )
     screen.notes((note,))
 
@@ -142,7 +142,7 @@ def reason_rows(reasons: Sequence[Reason]) -> list[Row]:
         ["unknown"] * len(full) if None in workspaces else bytes_alike([size or 0 for size in workspaces]),
     )
     rows = [Row((reason.scheme, *cells), reason.chosen) for reason, *cells in zip(full, *columns, strict=True)]
-    bound = "at least {} in all, for its bytes alone"
+    bound = "at least {} in all, for its pairs and bytes alone"
     return rows + [Row((r.scheme,), rest=bound.format(seconds_text(r.seconds))) for r in reasons if r.at_least]
 
 
@@ -164,9 +164,10 @@ def why(plan: Plan) -> str:
     if not others:
         return f"{plan.scheme.name} was asked for; --scheme auto compares it with the others"
     second = others[0]
-    if second.seconds < chosen.seconds:  # a tie, broken by the work of hosts
+    if second.seconds < chosen.seconds:
         behind = chosen.seconds / second.seconds - 1
-        text = f"{behind:.1%} behind {second.scheme}, which is a tie, and with less to do for hosts"
+        text = f"{behind:.1%} behind {second.scheme}, which is a tie"
+        text += ", and with less to do for hosts" if chosen.host_seconds < second.host_seconds else ""
     else:
         ahead = second.seconds / chosen.seconds - 1
         text = f"the quickest of {len(plan.reasons)} schemes, {ahead:.1%} ahead of {second.scheme}"

@@ -1,34 +1,43 @@
-"""Choose a scheme: predict the cost of every applicable scheme on a machine, and list the reasons.
+"""Choose a scheme: predict the cost of the schemes that can win on a machine, and list the reasons.
 
-Bytes are exact: the maximum over ranks. Times and memory are those of the ranks likely to be busiest (most pairs, most
-remote rows, most bytes, first, last), since a step ends with its slowest rank; if ranks differ much, another rank may
-take somewhat more. They come from the same steps and cost functions as the simulator, without waits between ranks.
+`choose` runs for every new batch, so it looks at few schemes. A lower bound on a scheme's time follows in closed form
+from its pairs and its bytes. An exchange is estimated first, then the others in the order of their bounds, as long as a
+bound is below the best time so far. Times come from `estimate`, which simulates all ranks.
 
-The fastest scheme is chosen. The model cannot distinguish schemes within 3% of it; among those, the one is chosen that
+The choice is a function of the arguments alone, since all ranks must choose the same scheme. It is not remembered for
+similar batches: a rank that has seen other batches would choose differently.
+
+The fastest scheme is chosen. The model cannot distinguish schemes within 1% of it; among those, the one is chosen that
 would be fastest if hosts could not run ahead of their devices, since hosts also run the rest of the model.
-Example: ring takes 10.0 ms with 2.0 ms of host time, exchange 10.2 ms with 0.5 ms: exchange is chosen.
+Example: ring takes 10.00 ms with 2.0 ms of host time, exchange 10.05 ms with 0.5 ms: exchange is chosen.
+
+`compare` adds what a person wants to know of every scheme. Bytes are exact: the maximum over ranks. Memory is that of
+the ranks likely to be busiest (most pairs, most remote rows, most bytes, first, last).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from longspan.masks import bands as bd
 from longspan.planning.backward_plan import reverse
 from longspan.planning.cost import peak_bytes
+from longspan.planning.estimate import LAYERS, Estimate, estimate
 from longspan.planning.kernel_memory import table_bytes, workspace_bytes
-from longspan.planning.machine import Machine, rank_times
+from longspan.planning.machine import Machine, Work, rank_times, tile_work
 from longspan.planning.planners import PLANNERS, Scheme, lent, scheme
 from longspan.planning.problem import Problem
 from longspan.planning.steps import Role, Sizes, Step
+from longspan.spans import total, union
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One scheme's costs: bytes of both passes over all ranks, times and memory of the busiest ranks."""
+    """One scheme's costs: bytes and times of both passes over all ranks, memory of the busiest ranks."""
 
     scheme: str
     forward_seconds: float
@@ -41,7 +50,7 @@ class Reason:
     at_least: bool = False
     """Whether the time is only a lower bound, which was already worse than another scheme."""
     ranks: tuple[int, ...] = ()
-    """The ranks whose times and memory were predicted; the largest ones are reported."""
+    """The ranks whose memory was predicted; the largest is reported."""
     host_seconds: float = 0.0
     """How long hosts are busy queueing both passes while the device works. 0 if the host computes itself."""
     workspace_bytes: int | None = 0
@@ -54,7 +63,7 @@ class Reason:
     def __str__(self) -> str:
         mark = "*" if self.chosen else " "
         if self.at_least:
-            return f"  {self.scheme:20s} at least {self.seconds * 1e3:.3f} ms in all, for its bytes alone"
+            return f"  {self.scheme:20s} at least {self.seconds * 1e3:.3f} ms in all, for its pairs and bytes alone"
         inside = "unknown" if self.workspace_bytes is None else f"{self.workspace_bytes / 2**20:.1f}"
         return (
             f"{mark} {self.scheme:20s} {self.forward_seconds * 1e3:9.3f} {self.backward_seconds * 1e3:9.3f}"
@@ -65,7 +74,16 @@ class Reason:
 
 _HEADS = f"{'fwd ms':>9s} {'bwd ms':>9s} {'host ms':>9s} {'recv MiB':>10s} {'peak MiB':>10s} {'kernel MiB':>10s}"
 REASON_HEAD = f"  {'scheme':20s} {_HEADS}"
-TIE = 0.03
+TIE = 0.01
+LARGE = 6e-3
+"""Seconds from which hybrids are estimated only for the largest groups and for whole nodes. Groups between these win by
+more than 2% only where launches and latencies count (`python -m benchmarks.auto_choice`)."""
+MAX_RING = 128
+"""Ranks of a ring up to which all of them are estimated: their steps grow with the square."""
+GAIN = 0.02
+WORTH = 300e-6
+"""A scheme is estimated if, by its lower bound, it can save this share of the best time, or these seconds: an estimate
+takes a few milliseconds, and a model has some tens of layers."""
 
 
 def busiest(chosen: Scheme) -> list[int]:
@@ -84,22 +102,36 @@ def busiest(chosen: Scheme) -> list[int]:
 def judge(candidate: Scheme, machine: Machine, *, keep: bool) -> Reason:
     """Return the scheme's costs on the machine."""
     problem, sizes = candidate.problem, candidate.problem.sizes
-    rows: list[tuple[float, float, float, int, int]] = []
+    rows: list[tuple[int, int]] = []
     ranks = busiest(candidate)
     for rank in ranks:
         forward = candidate.steps(rank)
         backward, kept = reverse(forward, rank, keep=keep)
         passes = ((forward, "forward", ()), (backward, "backward", kept))
-        (ahead, host), (back, host_back) = (rank_times(steps, rank, sizes, machine, name) for steps, name, _ in passes)
         peaks = (peak_bytes(steps, rank, problem.layout, sizes, name, held) for steps, name, held in passes)
         inside = device_bytes(forward, backward, sizes, machine)
-        rows.append((ahead, back, host + host_back, max(peaks), -1 if inside is None else inside))
-    seconds, back, host, peak, inside = (max(column) for column in zip(*rows, strict=True))
+        rows.append((max(peaks), -1 if inside is None else inside))
+    peak, inside = (max(column) for column in zip(*rows, strict=True))
+    time = estimated(candidate, machine, keep=keep)
     received = sum(candidate.received(direction, keep=keep) for direction in ("forward", "backward"))
     return Reason(
-        candidate.name, seconds, back, int(np.max(received)), int(peak), ranks=tuple(ranks), host_seconds=host,
-        workspace_bytes=None if inside < 0 else int(inside),
+        candidate.name, time.forward, time.backward, int(np.max(received)), int(peak), ranks=tuple(ranks),
+        host_seconds=time.host_seconds, workspace_bytes=None if inside < 0 else int(inside),
     )  # fmt: skip
+
+
+def estimated(candidate: Scheme, machine: Machine, *, keep: bool) -> Estimate:
+    """Return the scheme's times: of all ranks, or of the busiest for a long ring and planners without a layer."""
+    groups = candidate.problem.layout.world_size // candidate.heads
+    if candidate.inner in LAYERS and (candidate.inner is not PLANNERS["ring"] or groups <= MAX_RING):
+        return estimate(candidate, machine, keep=keep)
+    rows: list[tuple[float, float, float]] = []
+    for rank in busiest(candidate):
+        forward = candidate.steps(rank)
+        passes = (forward, "forward"), (reverse(forward, rank, keep=keep)[0], "backward")
+        times = [rank_times(steps, rank, candidate.problem.sizes, machine, name) for steps, name in passes]
+        rows.append((times[0][0], times[1][0], times[0][1] + times[1][1]))
+    return Estimate(*(max(column) for column in zip(*rows, strict=True)))
 
 
 def device_bytes(
@@ -124,47 +156,131 @@ def candidates(problem: Problem) -> Iterator[str]:
     size, sizes = problem.layout.world_size, problem.sizes
     limit = min(max(sizes.kv_heads, problem.node if problem.node < size else 1), sizes.q_heads, size - 1)
     groups = [heads for heads in range(limit, 1, -1) if size % heads == 0]
-    yield from (f"hybrid({heads},exchange)" for heads in groups)
     yield "exchange"
+    yield from (f"hybrid({heads},exchange)" for heads in groups)
     if 1 < size <= sizes.q_heads:
         yield "all_to_all"
     yield from (f"hybrid({heads},{inner})" for heads in groups for inner in PLANNERS if inner != "exchange")
     yield from (name for name in PLANNERS if name != "exchange")
 
 
-def floor_seconds(candidate: Scheme, machine: Machine) -> float:
-    """Return a lower bound on the time of a scheme that moves all rows whatever the mask: its bytes over its links.
+@dataclass(frozen=True, eq=False)
+class Floor:
+    """Lower bounds on the times of schemes, from pairs, rows and bytes in closed form."""
 
-    A ring is limited by its slowest hop; gathered rows cross the network once per node and then the node's links.
-    """
-    problem, groups = candidate.problem, candidate.problem.layout.world_size // candidate.heads
-    if candidate.inner is PLANNERS["exchange"] or groups == 1:
-        return 0.0
-    heads = max(problem.sizes.kv_heads / candidate.heads, 1.0)
-    rows = int(problem.layout.num_tokens.sum()) * problem.sizes.batch * (groups - 1) / groups
-    forward = rows * heads * problem.sizes.row_bytes(Role.KV)
-    back = rows * heads * problem.sizes.row_bytes(Role.DKV)
-    is_outside = problem.layout.world_size > machine.node and candidate.inner is PLANNERS["ring"]
-    link = machine.links[-1 if is_outside else 0]
-    return (forward + back) / link.bandwidth
+    problem: Problem
+    machine: Machine
+    keep: bool
+
+    @cached_property
+    def kernel_seconds(self) -> tuple[float, float]:
+        """Seconds of kernels, forward and backward, if all ranks had equal shares of uncut bands."""
+        machine, sizes, size = self.machine, self.problem.sizes, self.problem.layout.world_size
+        dims = sizes.head_dim + sizes.v_head_dim
+        ahead = back = Work()
+        for lane in self.problem.lanes:
+            batch, head_rows = lane.weight(sizes) // len(lane.kv_heads), len(lane.kv_heads)
+            for part in lane.parts:
+                bands, heads = bd.tighten(part.plane.region), len(part.q_heads)
+                of_heads = heads, max(heads // sizes.group, 1)
+                q, kv = (total(union(bands[:, ends])) for ends in ((bd.Q0, bd.Q1), (bd.K0, bd.K1)))
+                # Backward copies what it reads and adds; see `kernel_work`.
+                copied = batch * (14.0 * q * heads * sizes.head_dim + 10.0 * kv * head_rows * dims)
+                head_rows = 0  # keys of a lane count once
+                one, two = (tile_work(bands, *of_heads, dims, machine, way) for way in ("forward", "backward"))
+                ahead += Work(one.flop * batch, one.slots * batch)
+                back += Work(two.flop * batch, two.slots * batch, copied)
+        return ahead.seconds(machine, "forward") / size, back.seconds(machine, "backward") / size
+
+    def seconds(self, candidate: Scheme) -> float:
+        """Return a lower bound on the seconds of both passes."""
+        machine, sizes, layout = self.machine, self.problem.sizes, self.problem.layout
+        heads, groups = candidate.heads, layout.world_size // candidate.heads
+        pairs = float(self.problem.work.reshape(-1, heads).sum(axis=1).max()) / heads  # ranks of a group share equally
+        flop = 2.0 * pairs * (sizes.head_dim + sizes.v_head_dim) / machine.flops
+        # What moves between groups hides behind computes at best.
+        ahead = max(self.kernel_seconds[0], flop / machine.forward_share)
+        back = max(self.kernel_seconds[1], 2.5 * flop / machine.backward_share)
+        if candidate.inner in (PLANNERS["ring"], PLANNERS["all_gather"]) and groups > 1:
+            forward, backward = self._all_rows(candidate)
+            ahead, back = max(ahead, forward), max(back, backward)
+        hops = groups - 1 if candidate.inner is PLANNERS["ring"] else 0
+        # Operations and messages: a kernel and its copies, and for each hop a pack, a start and, in backward, a sum.
+        ops, messages = [2.0 + 2 * hops, 4.0 + 3 * hops], [2.0 * hops, 2.0 * hops]
+        if heads > 1:
+            # Heads move within groups while nothing is computed: packed, sent and unpacked.
+            peers = heads - 1
+            rows = int(layout.num_tokens.max()) * sizes.batch * peers
+            # With one group, only keys that are attended to move.
+            q, kv = rows * sizes.q_heads / heads, rows * max(sizes.kv_heads / heads, 1.0) * (groups > 1)
+            inputs = self._move(heads, q * sizes.row_bytes(Role.Q) + kv * sizes.row_bytes(Role.KV))
+            ahead += inputs + self._move(heads, q * sizes.row_bytes(Role.OUT))
+            back += self._move(heads, q * sizes.row_bytes(Role.DOUT)) + (0.0 if self.keep else inputs)
+            back += self._move(heads, q * sizes.row_bytes(Role.DQ) + kv * sizes.row_bytes(Role.DKV))
+            phases = 2 if self.keep else 3
+            ops = [ops[0] + 3 * peers + 2, ops[1] + (phases + 1) * peers + phases]
+            messages = [messages[0] + 4 * peers, messages[1] + 2 * phases * peers]
+        bounds = 0.0
+        for seconds, num, sent in zip((ahead, back), ops, messages, strict=True):
+            num = num if machine.one_launch else 1.0  # an operation for each slice, however few
+            host = machine.call_seconds + num * machine.launch_seconds + sent * machine.message_seconds
+            bounds += max(seconds + num * machine.op_seconds, host)
+        return bounds
+
+    def _move(self, heads: int, num_bytes: float) -> float:
+        """Return the seconds in which a rank sends so many bytes to the others of its group."""
+        machine, is_outside = self.machine, heads > self.machine.node
+        link = machine.links[min(int(is_outside), len(machine.links) - 1)]
+        share = (heads - machine.node) / (heads - 1) if is_outside else 1.0  # over that link
+        return 4.0 * num_bytes / machine.copy_bandwidth + link.latency + share * num_bytes / link.bandwidth
+
+    def _all_rows(self, candidate: Scheme) -> tuple[float, float]:
+        """Return the seconds in which all rows pass the links of a group, whatever the mask, forward and backward.
+
+        A ring is limited by its slowest hop; gathered rows cross the network once per node and then the node's links.
+        """
+        problem, sizes, groups = self.problem, self.problem.sizes, self.problem.layout.world_size // candidate.heads
+        heads = max(sizes.kv_heads / candidate.heads, 1.0)
+        rows = int(problem.layout.num_tokens.sum()) * sizes.batch * heads * (groups - 1) / groups
+        is_outside = problem.layout.world_size > self.machine.node and candidate.inner is PLANNERS["ring"]
+        bandwidth = self.machine.links[-1 if is_outside else 0].bandwidth
+        return rows * sizes.row_bytes(Role.KV) / bandwidth, rows * sizes.row_bytes(Role.DKV) / bandwidth
 
 
-def choose(problem: Problem, machine: Machine, *, keep: bool) -> tuple[Scheme, tuple[Reason, ...]]:
-    """Return the scheme with the least predicted time, and every scheme's costs: the chosen one's, then fastest first.
+def choose(problem: Problem, machine: Machine, *, keep: bool) -> Scheme:
+    """Return the scheme with the least predicted time.
 
     Among schemes within `TIE` of the fastest, the one with the least time plus host time is chosen.
     """
-    judged: list[tuple[Reason, Scheme]] = []
-    best = math.inf
-    for candidate in (scheme(name, problem) for name in candidates(problem)):
-        floor = floor_seconds(candidate, machine)
-        if floor > best:
-            judged.append((Reason(candidate.name, floor, 0.0, 0, 0, at_least=True), candidate))
-            continue
-        judged.append((judge(candidate, machine, keep=keep), candidate))
-        best = min(best, judged[-1][0].seconds)
-    judged.sort(key=lambda pair: (pair[0].at_least, pair[0].seconds, pair[0].bytes_received))
-    tied = [pair for pair in judged if not pair[0].at_least and pair[0].seconds <= (1 + TIE) * best]
-    chosen = min(tied, key=lambda pair: pair[0].seconds + pair[0].host_seconds)  # the first of equals
-    others = [reason for reason, _ in judged if reason is not chosen[0]]
-    return chosen[1], (replace(chosen[0], chosen=True), *others)
+    floor = Floor(problem, machine, keep)
+    first, *others = (scheme(name, problem) for name in candidates(problem))
+    if problem.num_stages == 1:  # then an exchange moves no more than an all-gather, in as many steps
+        others = [other for other in others if other.inner is not PLANNERS["all_gather"]]
+    if floor.seconds(first) > LARGE:
+        size, most = problem.layout.world_size, max((o.heads for o in others if o.name != "all_to_all"), default=1)
+        others = [other for other in others if other.heads in (1, machine.node, most, size)]
+    times = [(estimated(first, machine, keep=keep), first)]
+    best = times[0][0].seconds
+    for bound, other in sorted(((floor.seconds(other), other) for other in others), key=lambda pair: pair[0]):
+        if bound > best - min(GAIN * best, WORTH):
+            break
+        times.append((estimated(other, machine, keep=keep), other))
+        best = min(best, times[-1][0].seconds)
+    tied = [pair for pair in times if pair[0].seconds <= (1 + TIE) * best]
+    return min(tied, key=lambda pair: pair[0].seconds + pair[0].host_seconds)[1]  # the first of equals
+
+
+def compare(first: Reason, chosen: Scheme, machine: Machine, *, keep: bool) -> tuple[Reason, ...]:
+    """Return the costs of every candidate: those of the chosen scheme, `first`, then fastest first.
+
+    A scheme whose lower bound is above the time of the chosen one is listed with this bound.
+    """
+    problem = chosen.problem
+    floor, others = Floor(problem, machine, keep), list[Reason]()
+    for other in (scheme(name, problem) for name in candidates(problem) if name != chosen.name):
+        bound = floor.seconds(other)
+        is_slower = bound > first.seconds
+        low = Reason(other.name, bound, 0.0, 0, 0, at_least=True)
+        others.append(low if is_slower else judge(other, machine, keep=keep))
+    others.sort(key=lambda reason: (reason.at_least, reason.seconds, reason.bytes_received))
+    return first, *others

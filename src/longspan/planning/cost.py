@@ -367,9 +367,14 @@ def launch_table(rows: Ints, side: Ints) -> LaunchTable:
     near, far = bd.borders(rows)
     left = np.where(far, rows[:, bd.HI] + rows[:, bd.K1] - rows[:, bd.Q1], OPEN)
     right = np.where(near, rows[:, bd.Q1] - rows[:, bd.K1] - rows[:, bd.LO], OPEN)
-    windows, window = np.unique((left + 1) * (right.max(initial=0) + 2) + right + 1, return_inverse=True)
-    keys, which = np.unique(each * max(len(windows), 1) + window, return_inverse=True)
-    compute = keys // max(len(windows), 1)
+    window = (left + 1) * (right.max(initial=0) + 2) + right + 1
+    window -= window.min(initial=0)
+    num = int(window.max(initial=0)) + 1
+    if num * len(side) > 1 << 62:  # too large to be numbered together with computes
+        windows, window = np.unique(window, return_inverse=True)
+        num = len(windows)
+    keys, which = np.unique(each * num + window, return_inverse=True)
+    compute = keys // num
     q, kv = (
         np.bincount(which, rows[:, end] - rows[:, begin], len(keys)).astype(np.int64)
         for begin, end in ((bd.Q0, bd.Q1), (bd.K0, bd.K1))

@@ -54,10 +54,14 @@ def plan_fetch(needed: Ints, layout: Layout, node: int, stages: int) -> Fetch:
     rows, seq_len = layout.table, layout.seq_len
     if node >= layout.world_size:
         return Fetch(staged(needed, rows, seq_len, stages), np.empty((0, 5), dtype=np.int64), needed[:0])
-    around = np.repeat(rows, node, axis=0)  # what a rank's whole node holds, for every rank
-    around[:, 2] = around[:, 2] // node * node + np.tile(np.arange(node), len(rows))
-    remote = without(needed, by_taker(around, seq_len), seq_len)
-    near = staged(without(needed, remote, seq_len), rows, seq_len, stages)
+    owners = layout.by_position
+    i, j = join(needed[:, :2], owners[:, :2])
+    cut = np.stack(
+        (np.maximum(needed[i, 0], owners[j, 0]), np.minimum(needed[i, 1], owners[j, 1]), needed[i, 2]), axis=1
+    )
+    is_far = owners[j, 2] // node != cut[:, 2] // node
+    remote = by_taker(cut[is_far], seq_len)
+    near = staged(by_taker(cut[~is_far], seq_len), rows, seq_len, stages)
     nodes, node_rows = remote.copy(), rows.copy()
     nodes[:, 2] //= node
     node_rows[:, 2] //= node
@@ -67,15 +71,15 @@ def plan_fetch(needed: Ints, layout: Layout, node: int, stages: int) -> Fetch:
     return Fetch(near, np.column_stack((far[:, :STAGE], far[:, STAGE] // node, port)), remote)
 
 
-def num_stages(rows: NDArray[np.float64], node: int, max_rows: int | None) -> int:
+def num_stages(rows: NDArray[np.float64], node: int, max_rows: int) -> int:
     """Return how many stages all ranks use, given the rows that each needs: one, or as many as `max_rows` requires.
 
     One stage is hidden behind the local pairs already; more cost launches and merges, which on a GPU outweigh what they
     hide. A rank holds one stage while the next arrives; a port holds its share of four stages, of at most all that its
     node's ranks need. A few rows are lost to rounding.
     """
-    if len(rows) == 1 or max_rows is None:
-        return int(len(rows) > 1)
+    if len(rows) == 1:
+        return 0
     ported = 0.0 if node >= len(rows) else 4 * float(rows.reshape(-1, node).sum(axis=1).max()) / node
     return max(1, math.ceil((2 * float(rows.max()) + ported) / max(max_rows - 8, 1)))
 
@@ -99,8 +103,8 @@ def _from_line(line: Ints, seq_len: int) -> Ints:
 def staged(rows: Ints, held: Ints, seq_len: int, count: int) -> Ints:
     """Return (start, stop, taker, share): every taker's rows cut into `count` equal shares, starting before its own."""
     rows = rows[rows[:, 1] > rows[:, 0]]  # a sequence of no tokens needs nothing
-    if not len(rows):
-        return np.empty((0, 4), dtype=np.int64)
+    if count == 1 or not len(rows):
+        return np.column_stack((rows, np.zeros(len(rows), dtype=np.int64)))
     takers = int(max(rows[:, 2].max(), held[:, 2].max())) + 1
     first = np.zeros(takers, dtype=np.int64)
     first[held[::-1, 2]] = held[::-1, 0]

@@ -5,7 +5,8 @@ All times are simulated:
     kernel = tile FLOP / (flops * share) + tile slots * slot_seconds / slots
     work   = kernel + copied bytes / copy_bandwidth + operations * op_seconds
     move   = the slowest link level: latency + bytes / bandwidth, in or out
-    step   = max(work, move): transfers run while computes run
+    step   = pack + max(compute, move) + unpack, which are parts of work: messages are packed before they are sent and
+             unpacked after they have arrived, and travel while computes run
 
 A host that only queues work for its device (a GPU) runs ahead of it and has its own timeline:
 
@@ -30,7 +31,7 @@ from numpy.typing import NDArray
 
 from longspan.errors import PlanError
 from longspan.masks import bands as bd
-from longspan.planning.cost import ADDED, BYTES, DST, SRC, STEP, bands_of, launch_table, sides, traffic
+from longspan.planning.cost import ADDED, BANDS, BYTES, DST, SRC, STEP, bands_of, launch_table, sides, traffic
 from longspan.planning.steps import Sizes, Step
 from longspan.spans import Ints, Span, check_int, truncated_repr
 
@@ -179,15 +180,22 @@ class Work:
     copied: float = 0.0
     ops: float = 0.0
     messages: float = 0.0
+    packed: float = 0.0
+    """The part of `copied` that packs messages, before they are sent."""
+    packs: float = 0.0
+    """The part of `ops` that packs and starts messages."""
+    unpacked: float = 0.0
+    """The part of `copied` that unpacks messages, after they have arrived."""
+    unpacks: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.flop + other.flop,
-            self.slots + other.slots,
-            self.copied + other.copied,
-            self.ops + other.ops,
-            self.messages + other.messages,
-        )
+        return Work(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    def parts(self, machine: Machine, direction: str) -> tuple[float, float, float]:
+        """Return the seconds of packing, of computing and of unpacking."""
+        pack = self.packed / machine.copy_bandwidth + self.packs * machine.op_seconds
+        unpack = self.unpacked / machine.copy_bandwidth + self.unpacks * machine.op_seconds
+        return pack, self.seconds(machine, direction) - pack - unpack, unpack
 
     def seconds(self, machine: Machine, direction: str) -> float:
         share = machine.forward_share if direction == "forward" else machine.backward_share
@@ -207,17 +215,33 @@ def queued_at(works: list[Work], machine: Machine) -> list[float]:
 def tile_work(rows: Ints, q_heads: int, kv_heads: int, dims: int, machine: Machine, direction: str) -> Work:
     """Return the kernel work of `(n, 6)` bands, rounded up to tiles; `dims` is head_dim + v_head_dim."""
     heads = np.full(len(rows), q_heads, dtype=np.int64), np.full(len(rows), kv_heads, dtype=np.int64)
-    flop, slots = (float(part.sum()) for part in _tiles(rows, *heads, dims, machine, direction))
+    flop, slots = (float(part.sum()) for part in _tiles(_Shapes.of(rows), *heads, dims, machine, direction))
     return Work(flop, slots)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shapes:
+    """What tiles depend on, for each band: queries, keys, pairs, whether its near and far diagonals cut, its width."""
+
+    q: Floats
+    kv: Floats
+    pairs: Ints
+    near: NDArray[np.bool_]
+    far: NDArray[np.bool_]
+    width: Ints
+
+    @staticmethod
+    def of(rows: Ints) -> _Shapes:
+        q, kv = ((rows[:, end] - rows[:, begin]).astype(float) for begin, end in ((bd.Q0, bd.Q1), (bd.K0, bd.K1)))
+        return _Shapes(q, kv, bd.area(rows), *bd.borders(rows), rows[:, bd.HI] - rows[:, bd.LO] + 1)
+
+
 def _tiles(
-    rows: Ints, q_heads: Ints, kv_heads: Ints, dims: int, machine: Machine, direction: str
+    shapes: _Shapes, q_heads: Ints, kv_heads: Ints, dims: int, machine: Machine, direction: str
 ) -> tuple[Floats, Floats]:
     """Return FLOP and tile slots of each band, for its own numbers of heads."""
-    q, kv = (rows[:, bd.Q1] - rows[:, bd.Q0]).astype(float), (rows[:, bd.K1] - rows[:, bd.K0]).astype(float)
-    pairs = bd.area(rows).astype(float)
-    group = np.ones(len(rows))
+    q, kv, pairs, near, far = shapes.q, shapes.kv, shapes.pairs, shapes.near, shapes.far
+    group: Floats | float = 1.0
     if direction == "forward":  # tiles hold queries and run over keys
         tiling, outer, inner, flop = machine.forward_tiling, q, kv, 2.0
         group = q_heads / kv_heads if tiling.packs_heads else group
@@ -225,11 +249,10 @@ def _tiles(
         tiling, outer, inner, flop = machine.backward_tiling, kv, q, 5.0
     heads = q_heads / group
     tiles = np.ceil(outer * group / tiling.rows)
-    near, far = bd.borders(rows)
     over = (tiling.rows / group + tiling.cut_width) / 2  # a tile ends with whole blocks
     if tiling.far_rows:
         # Half of what a panel masks is wasted work. Narrow windows use smaller panels; an open bound is far away.
-        is_narrow = rows[:, bd.HI] - rows[:, bd.LO] + 1 < 2 * tiling.far_rows
+        is_narrow = shapes.width < 2 * tiling.far_rows
         panel = np.where(is_narrow, max(tiling.far_rows // 4, 1), tiling.far_rows)
         masked = pairs + far * q * np.minimum(q, panel) / 2
     else:
@@ -265,41 +288,76 @@ def _steps_work(
             again.append(bool(compute.kv.apart) and not used.isdisjoint(compute.q.spans))
             used.update(compute.q.spans if compute.kv.apart else ())
     merges |= np.array(again, dtype=np.bool_)
+    kernels = KernelTable.of(number, sides(computes, sizes), bands_of(computes), machine)
+    messages = _messages(moved[moved[:, SRC] == rank], DST), _messages(moved[moved[:, DST] == rank], SRC)
+    flop, slots, copied, ops = kernel_work(kernels, merges, len(steps), sizes, machine, direction)
+    count, packed, packs, unpacked, unpacks = message_work(*messages, len(steps), machine)
+    copied, ops = copied + packed + unpacked, ops + packs + unpacks
+    columns = flop, slots, copied, ops, count, packed, packs, unpacked, unpacks
+    return [Work(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
 
-    # Kernels: FLOP, tile slots, copied bytes and operations of each compute.
-    table, rows = sides(computes, sizes), bands_of(computes)
-    q_heads, kv_heads, q_tokens, kv_tokens, batch, count = table.T
-    each = np.repeat(np.arange(len(computes)), count)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelTable:
+    """Computes as arrays: the step of each, its `sides`, the bands of all one after another, and its launches."""
+
+    number: Ints
+    side: Ints
+    each: Ints
+    """The compute of each band."""
+    shapes: _Shapes
+    launches: Floats
+
+    @staticmethod
+    def of(number: Ints, side: Ints, bands: Ints, machine: Machine) -> KernelTable:
+        is_one = machine.one_launch
+        launches = launch_table(bands, side).per_compute(len(side)) if is_one else side[:, BANDS].astype(np.float64)
+        each = np.repeat(np.arange(len(side)), side[:, BANDS])
+        return KernelTable(number, side, each, _Shapes.of(bands), launches)
+
+
+def kernel_work(
+    kernels: KernelTable, merges: NDArray[np.bool_], num: int, sizes: Sizes, machine: Machine, direction: str
+) -> Floats:
+    """Return FLOP, tile slots, copied bytes and operations, (4, num), of `num` numbered steps."""
+    (q_heads, kv_heads, q_tokens, kv_tokens, batch, _), each = kernels.side.T, kernels.each
     dims = sizes.head_dim + sizes.v_head_dim
-    tiles = _tiles(rows, q_heads[each], kv_heads[each], dims, machine, direction)
-    flop, slots = (_sums(each, part, len(computes)) for part in tiles)
+    tiles = _tiles(kernels.shapes, q_heads[each], kv_heads[each], dims, machine, direction)
     # A float32 row is read, read again and written where partial results meet.
     q_elements = q_tokens * q_heads * (sizes.v_head_dim if direction == "forward" else sizes.head_dim)
-    copied = np.where(merges, 12.0, 0.0 if direction == "forward" else 14.0) * q_elements.astype(np.float64)
+    copied = np.where(merges, 12.0, 0.0 if direction == "forward" else 14.0) * q_elements
     if direction == "backward":
-        copied = copied + 10.0 * (kv_tokens * kv_heads * dims).astype(np.float64)
-    ops = count.astype(np.float64)
+        copied = copied + 10.0 * (kv_tokens * kv_heads * dims)
+    ops = kernels.launches
     if machine.one_launch:  # keys are gathered, and each launch's results are merged
-        launches = launch_table(rows, table).per_compute(len(computes))
-        ops = 2.0 * launches + merges if direction == "forward" else 1.0 + 3.0 * launches
-    weight = batch.astype(np.float64)
-    works = flop * weight, slots * weight, copied * weight, ops
-    sums = [_sums(number, part, len(steps)) for part in works]
+        ops = 2.0 * ops + merges if direction == "forward" else 1.0 + 3.0 * ops
+    band_number, band_batch = kernels.number[each], batch[each]
+    flop, slots = (_sums(band_number, part * band_batch, num) for part in tiles)
+    return np.stack((flop, slots, _sums(kernels.number, copied * batch, num), _sums(kernels.number, ops, num)))
 
-    # Transfers: one operation packs for each peer, one starts all messages, and one adds for each peer whose rows are
-    # added to the rank's own.
-    moved = moved[(moved[:, SRC] == rank) | (moved[:, DST] == rank)]
-    sums[2] += 2.0 * _sums(moved[:, STEP], moved[:, BYTES], len(steps))
-    is_sent, is_added = moved[:, SRC] == rank, (moved[:, DST] == rank) & (moved[:, ADDED] > 0)
-    size = int(moved[:, (SRC, DST)].max(initial=0)) + 1
-    step_and_peer = moved[:, STEP] * size + np.where(is_sent, moved[:, DST], moved[:, SRC])
-    packed, added, received = (np.unique(step_and_peer[rows]) // size for rows in (is_sent, is_added, ~is_sent))
-    if machine.one_launch:
-        sums[3] += np.bincount(np.concatenate((packed, np.unique(moved[:, STEP]), added)), minlength=len(steps))
-    else:
-        sums[3] += [2.0 if step.transfers else 0.0 for step in steps]
-    messages = np.bincount(np.concatenate((packed, received)), minlength=len(steps)).astype(np.float64)
-    return [Work(*one) for one in zip(*(part.tolist() for part in (*sums, messages)), strict=True)]
+
+Messages = tuple[Ints, Ints | Floats, NDArray[np.bool_]]
+"""The step, the bytes, and whether the rows are added to the target's own, of each message."""
+
+
+def message_work(sent: Messages, got: Messages, num: int, machine: Machine) -> Floats:
+    """Return messages, packed bytes and operations, unpacked bytes and operations, (5, num), of `num` numbered steps.
+
+    One operation packs each message, one starts all of a step, and one adds each message whose rows are added.
+    """
+    packed, unpacked = (2.0 * np.bincount(step, num_bytes, num) for step, num_bytes, _ in (sent, got))
+    targets, sources, added = (np.bincount(step, minlength=num) for step in (sent[0], got[0], got[0][got[2]]))
+    starts = targets + sources > 0
+    ops = (starts + targets, added) if machine.one_launch else (starts, starts)
+    return np.array((targets + sources, packed, ops[0], unpacked, ops[1]), dtype=np.float64)
+
+
+def _messages(moved: Ints, peer: int) -> Messages:
+    """Return one message for all transfers of a step with a peer."""
+    size = int(moved[:, peer].max(initial=0)) + 1
+    keys, which = np.unique(moved[:, STEP] * size + moved[:, peer], return_inverse=True)
+    num_bytes, added = (np.bincount(which, moved[:, column], len(keys)) for column in (BYTES, ADDED))
+    return keys // size, num_bytes, added > 0
 
 
 def _sums(number: Ints, values: Ints | Floats, size: int) -> Floats:
@@ -325,7 +383,8 @@ def rank_times(
     for work, move, queued in zip(
         works, machine.link_seconds(ports.max(axis=2)).tolist(), queued_at(works, machine), strict=True
     ):
-        end = max(end + max(work.seconds(machine, direction), move), queued)
+        pack, compute, unpack = work.parts(machine, direction)
+        end = max(end + pack + max(compute, move) + unpack, queued)
     return max(end, queued), queued
 
 

@@ -16,7 +16,7 @@ from longspan.layouts.layout import carried, other_tokens
 from longspan.masks import Mask
 from longspan.masks.mask import MaskKey
 from longspan.planning.backward_plan import reverse
-from longspan.planning.choose import REASON_HEAD, Reason, choose, device_bytes, judge
+from longspan.planning.choose import REASON_HEAD, Reason, choose, compare, device_bytes, judge
 from longspan.planning.cost import peak_bytes, received
 from longspan.planning.kernel_memory import about_kernel, why_not
 from longspan.planning.machine import Machine
@@ -60,7 +60,8 @@ class Plan(Handled):
     machine: Machine
     machine_assumed: bool
     keep: bool
-    compared: tuple[Reason, ...] = ()
+    is_auto: bool = False
+    """Whether the scheme was chosen, not named."""
 
     shard: ClassVar[ShardCall]
     """`plan.shard(batch, rank, ...)`: the rank's part of a batch, as `longspan.training.shard_batch` cuts it with the
@@ -98,7 +99,12 @@ class Plan(Handled):
     @cached_property
     def reasons(self) -> tuple[Reason, ...]:
         """The costs of every compared scheme, the chosen one first; one entry if the scheme was named."""
-        return self.compared or (replace(judge(self.scheme, self.machine, keep=self.keep), chosen=True),)
+        return self.compared or (self._chosen,)
+
+    @cached_property
+    def compared(self) -> tuple[Reason, ...]:
+        """`reasons` if the scheme was chosen; () if it was named."""
+        return compare(self._chosen, self.scheme, self.machine, keep=self.keep) if self.is_auto else ()
 
     @cached_property
     def _steps(self) -> dict[int, tuple[tuple[Step, ...], tuple[Step, ...], tuple[Piece, ...]]]:
@@ -175,12 +181,12 @@ class Plan(Handled):
 
     @property
     def predicted_seconds(self) -> float:
-        """Forward and backward of one attention on `machine`, simulated on the busiest ranks."""
+        """Forward and backward of one attention on `machine`, simulated on all ranks."""
         return self._chosen.seconds
 
-    @property
+    @cached_property
     def _chosen(self) -> Reason:
-        return next(reason for reason in self.reasons if reason.chosen)
+        return replace(judge(self.scheme, self.machine, keep=self.keep), chosen=True)
 
     @property
     def fingerprint(self) -> str:
@@ -237,8 +243,8 @@ class Plan(Handled):
             f"  predicted  {chosen.forward_seconds * 1e3:.3f} ms forward,"
             f" {chosen.backward_seconds * 1e3:.3f} ms backward",
             f"  memory     {bytes_text(chosen.peak_bytes)} at the peak + {inside}, beyond own tensors",
-            f"compared ({len(self.reasons)}; bytes are the most of any rank, both passes; times and peaks are of ranks"
-            " likely to be busiest):",
+            f"compared ({len(self.reasons)}; bytes are the most of any rank, both passes; peaks are of ranks likely to"
+            " be busiest):",
             REASON_HEAD,
         ]
         return "\n".join((*lines, *map(str, self.reasons)))
@@ -283,9 +289,7 @@ def _build_plan(key: MaskKey, request: PlanRequest) -> Plan:
     problem = Problem.make(mask, layout, request.sizes, node=machine.node, max_rows=request.max_rows, chunks=chunks)
     # Only one scheme supports chunks: nothing to compare.
     name = "exchange" if request.scheme == "auto" and chunks is not None else request.scheme
-    if name == "auto":
-        chosen, reasons = choose(problem, machine, keep=request.keep)
-    else:
-        chosen, reasons = scheme(name, problem), ()
+    is_auto = name == "auto"
+    chosen = choose(problem, machine, keep=request.keep) if is_auto else scheme(name, problem)
     mask = mask.resized(layout.seq_len)
-    return Plan(mask, layout, request.sizes, request.dtype, chosen, machine, request.assumed, request.keep, reasons)
+    return Plan(mask, layout, request.sizes, request.dtype, chosen, machine, request.assumed, request.keep, is_auto)

@@ -21,9 +21,9 @@ from longspan.masks import bands as bd
 from longspan.planning.backward_plan import reverse
 from longspan.planning.cost import received
 from longspan.planning.fetch import PORT, START, STOP, TAKER, Fetch, arrivals, by_taker, moves
-from longspan.planning.problem import Chunks, Lane, Part, Problem, cells, in_rows, lanes_of, needed_rows
+from longspan.planning.problem import Chunks, Lane, Part, Problem, cells, in_rows, lanes_of
 from longspan.planning.steps import Compute, Piece, Recall, Role, Schedule, Sizes, Step, Transfer
-from longspan.spans import Ints, Span, as_spans, as_table, by_position, intersect, join, on_one_line, union
+from longspan.spans import Ints, Span, as_spans, by_position, intersect, join, on_one_line, union
 
 Planner = Callable[[Problem, int], tuple[Step, ...]]
 
@@ -203,12 +203,26 @@ class Slices:
             self._slices[number] = replace(self._whole, lanes=tuple(lanes), stages=self._whole.num_stages)
         return self._slices[number]
 
-    def kind(self, number: int) -> object:
-        """Return a key of the work and traffic of a slice: slices with as many heads of the same rows are equal."""
+    @cached_property
+    def kinds(self) -> tuple[object, ...]:
+        """A key of the work and traffic of every slice: slices with as many heads of the same rows are equal."""
+        sizes = self.problem.sizes
+        is_one = all(len(lane.parts) == 1 and len(lane.kv_heads) == sizes.kv_heads for lane in self.problem.lanes)
+        each, rest = divmod(sizes.q_heads, self.heads)
+        if is_one and not rest and (each % sizes.group == 0 or sizes.group % each == 0):
+            return (None,) * self.heads  # whole heads under one plane
         return tuple(
-            (lane.batch, len(lane.kv_heads), tuple((len(p.q_heads), id(p.plane), id(p.q_rows)) for p in lane.parts))
-            for lane in self.slice(number).lanes
+            tuple(
+                (lane.batch, len(lane.kv_heads), tuple((len(p.q_heads), id(p.plane), id(p.q_rows)) for p in lane.parts))
+                for lane in self.slice(number).lanes
+            )
+            for number in range(self.heads)
         )
+
+    @cached_property
+    def by_kind(self) -> dict[object, Problem]:
+        """The problem of the first slice of every kind."""
+        return {kind: self.slice(self.kinds.index(kind)) for kind in dict.fromkeys(self.kinds)}
 
     @cached_property
     def _whole(self) -> Problem:
@@ -230,33 +244,33 @@ class Slices:
         )
 
     @cached_property
-    def _pairs(self) -> dict[Plane, int]:
-        """The number of pairs of every plane."""
-        planes = {part.plane for lane in self.problem.lanes for part in lane.parts}
-        return {plane: int(bd.area(plane.region).sum()) for plane in planes}
+    def _pairs(self) -> dict[int, int]:
+        """The number of pairs of every plane, by the plane's id."""
+        planes = {id(part.plane): part.plane for lane in self.problem.lanes for part in lane.parts}
+        return {number: int(bd.area(plane.region).sum()) for number, plane in planes.items()}
 
     def _share(self, base: list[Part], number: int) -> list[Part]:
         """Return the slice's share of parts in head order: whole heads, and query rows of heads that slices share."""
-        weight = [self._pairs[part.plane] for part in base]
+        weight = [self._pairs[id(part.plane)] for part in base]
         if not any(weight):  # a mask without pairs: any even cut is fine
             weight = [1] * len(base)
-        work = [Fraction(w * len(part.q_heads)) for w, part in zip(weight, base, strict=True)]
-        whole = sum(work, Fraction(0))
-        start, stop = whole * number / self.heads, whole * (number + 1) / self.heads
+        whole = sum(w * len(part.q_heads) for w, part in zip(weight, base, strict=True))
+        start, stop = whole * number, whole * (number + 1)  # in units of 1 / self.heads pairs, which are whole numbers
         parts: list[Part] = []
-        before = Fraction(0)
-        for part, share, w in zip(base, work, weight, strict=True):
-            low, high = max(start - before, Fraction(0)), min(stop - before, share)
-            before += share
-            if high <= low or not w:
+        before = 0
+        for part, w in zip(base, weight, strict=True):
+            one = w * self.heads  # of one head
+            low, high = max(start - before, 0), min(stop - before, one * len(part.q_heads))
+            before += one * len(part.q_heads)
+            if high <= low:
                 continue
-            low, high = low / w, high / w  # heads of the part, counted from its first; both may be fractions
-            for head in range(int(low), -(-high.numerator // high.denominator)):
-                first, last = max(low - head, Fraction(0)), min(high - head, Fraction(1))
+            head, first = part.q_heads.start, low // one
+            for i in range(first, -(-high // one)):
                 rows = self.groups.table
-                if (first, last) != (0, 1):
-                    rows = self._share_of_rows(part.plane, first, last)
-                parts.append(Part(Span(part.q_heads.start + head, part.q_heads.start + head + 1), part.plane, rows))
+                if low > i * one or high < (i + 1) * one:  # a part of this head
+                    ends = max(low - i * one, 0), min(high - i * one, one)
+                    rows = self._share_of_rows(part.plane, *(Fraction(end, one) for end in ends))
+                parts.append(Part(Span(head + i, head + i + 1), part.plane, rows))
         return parts
 
     def _share_of_rows(self, plane: Plane, first: Fraction, last: Fraction) -> Ints:
@@ -329,13 +343,18 @@ def hybrid(slices: Slices, rank: int, inner: Planner) -> tuple[Step, ...]:
     last = len(steps)
     gather: list[Transfer] = []
     deliver: list[Transfer] = []
+    held: dict[tuple[int, int], tuple[Span, ...]] = {}  # slices of equal rows share their spans
     for taker in peers:
-        for piece in _slice_inputs(slices, taker):
+        for role, rows, of_heads, batch in _slice_inputs(slices, taker):
             for src in peers if taker == rank else [rank]:
-                rows = intersect(as_table(piece.spans), problem.held(src))
-                if src == taker or not len(rows):
+                if src == taker:
                     continue
-                mine = Piece(piece.role, as_spans(rows), piece.heads, piece.batch)
+                key = id(rows), src
+                if key not in held:
+                    held[key] = as_spans(intersect(rows, problem.held(src)))
+                if not held[key]:
+                    continue
+                mine = Piece(role, held[key], of_heads, batch)
                 # Held one step longer than used: backward fetches it again one step before that.
                 gather.append(Transfer(src, taker, mine, until=last + 1))
                 if mine.role is Role.Q:
@@ -350,21 +369,21 @@ def alone(problem: Problem, rank: int) -> tuple[Step, ...]:
     return (Step((), tuple(problem.computes(rank, (rows,) * len(problem.lanes), 1)[0])),)
 
 
-def _slice_inputs(slices: Slices, taker: int) -> list[Piece]:
-    """Return the pieces that a rank must hold for its slice: the query rows it computes, and the group's K and V.
+def _slice_inputs(slices: Slices, taker: int) -> list[tuple[Role, Ints, Span, Span | None]]:
+    """Return what a rank must hold for its slice, as role, rows, heads and batch rows: the query rows it computes, and
+    the group's K and V. Slices with the same rows get the same arrays.
 
     If there is only one group, only the K/V rows that the slice's queries attend to are gathered.
     """
     group, number = divmod(taker, slices.heads)
     problem = slices.slice(number)
-    pieces: list[Piece] = []
+    inputs: list[tuple[Role, Ints, Span, Span | None]] = []
     for lane in problem.lanes:
-        for part in lane.parts:
-            bands = bd.tighten(np.concatenate(problem.rank_bands(part, group)))  # without rows that attend to nothing
-            pieces.append(Piece(Role.Q, as_spans(union(bands[:, :2])), part.q_heads, lane.batch))
+        inputs += [(Role.Q, problem.attending(part, group), part.q_heads, lane.batch) for part in lane.parts]
         is_alone = slices.groups.world_size == 1
-        pieces.append(lane.kv(needed_rows(lane, problem.layout.seq_len)[:, :2] if is_alone else problem.held(group)))
-    return pieces
+        rows = problem.needed_rows(lane) if is_alone else problem.held(group)
+        inputs.append((Role.KV, rows, lane.kv_heads, lane.batch))
+    return inputs
 
 
 # -- Volume: how many rows every rank receives, in closed form, without building any rank's steps ----------------------
@@ -456,13 +475,9 @@ def hybrid_volume(slices: Slices, inner: Callable[[Problem], Volume]) -> Volume:
     if slices.heads == 1:
         return inner(slices.problem)
     heads, volume = slices.heads, Volume.zeros(slices.problem.layout.world_size)
-    known: dict[object, tuple[Volume, Ints, Ints]] = {}
+    known = {kind: (inner(problem), *gathered_rows(slices, problem)) for kind, problem in slices.by_kind.items()}
     for number in range(heads):
-        problem = slices.slice(number)
-        key = slices.kind(number)
-        if key not in known:
-            known[key] = (inner(problem), *_gathered_rows(slices, problem))
-        across, q, kv = known[key]
+        across, q, kv = known[slices.kinds[number]]
         for name in Volume.__slots__:
             getattr(volume, name)[number::heads] += getattr(across, name)
         for rows, names, sent in ((q, ("q_in",), volume.q_out), (kv, ("kv_in", "again"), volume.kv_out)):
@@ -473,7 +488,7 @@ def hybrid_volume(slices: Slices, inner: Callable[[Problem], Volume]) -> Volume:
     return volume
 
 
-def _gathered_rows(slices: Slices, problem: Problem) -> tuple[Ints, Ints]:
+def gathered_rows(slices: Slices, problem: Problem) -> tuple[Ints, Ints]:
     """Return how many of the query rows, and of the K/V rows, that its group needs for a slice each rank holds."""
     layout, seq_len = slices.problem.layout, problem.layout.seq_len
     group_line = on_one_line(layout.table, layout.table[:, 2] // slices.heads, seq_len)
@@ -488,16 +503,15 @@ def _gathered_rows(slices: Slices, problem: Problem) -> tuple[Ints, Ints]:
         np.add.at(sums, owners[j, 2], weight * held)
 
     for lane in problem.lanes:
-        rows = needed_rows(lane, seq_len) if problem.layout.world_size == 1 else problem.layout.table
-        add_held(kv, lane.weight(problem.sizes), rows)
+        if problem.layout.world_size == 1:
+            add_held(kv, lane.weight(problem.sizes), problem.needed_rows(lane))
+        else:
+            kv += lane.weight(problem.sizes) * layout.num_tokens
         for part in lane.parts:
-            q_rows = by_position(part.q_rows)
-            attending: list[Ints] = []  # (start, stop, group) of the query rows that attend to anything
-            for bands in (part.plane.sure, part.plane.maybe):
-                pieces, row = in_rows(bands, q_rows)
-                attending.append(bd.tighten(np.column_stack((pieces, q_rows[row, 2])))[:, [bd.Q0, bd.Q1, 6]])
+            # (start, stop, group) of the query rows that attend to anything
+            attending = bd.tighten(np.column_stack(problem.rank_pieces(part)))[:, [bd.Q0, bd.Q1, 6]]
             batch = lane.weight(problem.sizes) // len(lane.kv_heads)
-            add_held(q, len(part.q_heads) * batch, by_taker(np.concatenate(attending), seq_len))
+            add_held(q, len(part.q_heads) * batch, by_taker(attending, seq_len))
     return q, kv
 
 
@@ -529,30 +543,29 @@ class Scheme:
     inner: Planner
 
     def __post_init__(self) -> None:
-        _ = self._slices  # raises if the ranks do not divide into groups, now and not at the first call
+        _ = self.slices  # raises if the ranks do not divide into groups, now and not at the first call
 
     @cached_property
-    def _slices(self) -> Slices:
+    def slices(self) -> Slices:
         return Slices(self.problem, self.heads)
 
     def steps(self, rank: int) -> tuple[Step, ...]:
         """Return the forward steps of one rank."""
         if not 0 <= rank < self.problem.layout.world_size:
             raise PlanError(f"{self.problem.layout} has no rank {rank}.")
-        return hybrid(self._slices, rank, self.inner)
+        return hybrid(self.slices, rank, self.inner)
 
     @cached_property
     def work(self) -> Ints:
         """Allowed pairs that each rank computes, all heads and batch rows together."""
         if self.heads == 1:
             return self.problem.work
-        kinds = [self._slices.kind(number) for number in range(self.heads)]
-        by_kind = {kind: self._slices.slice(kinds.index(kind)).work for kind in set(kinds)}
-        return np.stack([by_kind[kind] for kind in kinds], axis=1).ravel()
+        by_kind = {kind: problem.work for kind, problem in self.slices.by_kind.items()}
+        return np.stack([by_kind[kind] for kind in self.slices.kinds], axis=1).ravel()
 
     @cached_property
     def _volume(self) -> Volume:
-        return hybrid_volume(self._slices, VOLUMES[self.inner])
+        return hybrid_volume(self.slices, VOLUMES[self.inner])
 
     def received(self, direction: str, *, keep: bool) -> Ints:
         """Return the bytes that each rank receives in one pass."""

@@ -7,9 +7,10 @@ one part. Masks that differ per head or per batch row make more, and so does spl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,7 +20,9 @@ from longspan.masks import Mask, Plane
 from longspan.masks import bands as bd
 from longspan.planning.fetch import Fetch, by_taker, num_stages, plan_fetch, without
 from longspan.planning.steps import Compute, Piece, Role, Sizes
-from longspan.spans import LIMIT, Ints, Span, as_spans, by_position, join
+from longspan.spans import LIMIT, Ints, Span, as_spans, by_position, join, union
+
+X = TypeVar("X")
 
 # -- Chunks: equal parts of the sequence that no layout may cut --------------------------------------------------------
 # Any number of ranks then computes the same bits. Every kernel call is between the queries of one chunk and the keys of
@@ -139,6 +142,8 @@ class Problem:
     """Stages of an exchange; None: decided by the rows that are needed."""
     chunks: Chunks | None = None
     """Chunks in which to compute, so that any number of ranks computes the same bits; None: no chunks."""
+    known: dict[Any, Any] = field(default_factory=dict[Any, Any], repr=False)
+    """Rows by what they depend on. Problems made by `replace`, such as the slices of a hybrid, share it."""
 
     @staticmethod
     def make(
@@ -168,22 +173,49 @@ class Problem:
         cut = None if chunks is None else Chunks.of(layout, chunks)
         return Problem(layout, sizes, tuple(lanes), node, max_rows, chunks=cut)
 
+    def _once(self, lane: Lane, make: Callable[[Lane], X], *more: object) -> X:
+        """Return what `make` returns for the lane, computed once for all lanes of the same planes and query rows."""
+        key = (make.__name__, *more, id(self.layout), *((id(part.plane), id(part.q_rows)) for part in lane.parts))
+        if key not in self.known:
+            self.known[key] = make(lane), self.layout, lane  # which must live as long as their ids are used
+        return self.known[key][0]
+
+    def needed_rows(self, lane: Lane) -> Ints:
+        """Return (start, stop, rank) of all K/V rows that each rank's queries need, by rank and position, disjoint."""
+        return self._once(lane, self._needed_rows)
+
+    def _needed_rows(self, lane: Lane) -> Ints:
+        needed: list[Ints] = []
+        for part in lane.parts:
+            pieces, rank = self.rank_pieces(part)
+            start = np.maximum(pieces[:, bd.K0], pieces[:, bd.Q0] - pieces[:, bd.HI])
+            stop = np.minimum(pieces[:, bd.K1], pieces[:, bd.Q1] - pieces[:, bd.LO])
+            needed.append(np.stack((start, stop, rank), axis=1))
+        return by_taker(np.concatenate(needed), self.layout.seq_len)
+
     @cached_property
     def needed(self) -> tuple[Ints, ...]:
         """For each lane, (start, stop, rank) of the K/V rows that a rank's queries need and the rank does not hold."""
-        seq_len = self.layout.seq_len
-        return tuple(without(needed_rows(lane, seq_len), self.layout.table, seq_len) for lane in self.lanes)
+        return tuple(self._once(lane, self._remote_rows) for lane in self.lanes)
+
+    def _remote_rows(self, lane: Lane) -> Ints:
+        return without(self.needed_rows(lane), self.layout.table, self.layout.seq_len)
 
     @cached_property
     def needed_fetches(self) -> tuple[Fetch, ...]:
         """How each lane's needed rows travel."""
-        return tuple(plan_fetch(rows, self.layout, self.node, self.num_stages) for rows in self.needed)
+        return tuple(self._once(lane, self._fetch, self.node, self.num_stages) for lane in self.lanes)
+
+    def _fetch(self, lane: Lane) -> Fetch:
+        return plan_fetch(self._once(lane, self._remote_rows), self.layout, self.node, self.num_stages)
 
     @cached_property
     def num_stages(self) -> int:
         """The number of stages in which all ranks fetch the rows they need."""
         if self.stages is not None:
             return self.stages
+        if self.max_rows is None:
+            return int(self.layout.world_size > 1)
         rows = np.zeros(self.layout.world_size)
         for lane, needed in zip(self.lanes, self.needed, strict=True):
             share = lane.weight(self.sizes) / (self.sizes.kv_heads * self.sizes.batch)
@@ -220,14 +252,16 @@ class Problem:
         for lane in self.lanes:
             rows = self.sizes.batch if lane.batch is None else len(lane.batch)
             for part in lane.parts:
-                q_rows = by_position(part.q_rows)
-                pieces, row = in_rows(part.plane.region, q_rows)
-                np.add.at(pairs, q_rows[row, 2], bd.area(pieces) * (len(part.q_heads) * rows))
+                pieces, rank = self.rank_pieces(part)
+                np.add.at(pairs, rank, bd.area(pieces) * (len(part.q_heads) * rows))
         return pairs
 
     def held(self, rank: int) -> Ints:
         """Return the rank's (start, stop) rows, sorted by position."""
-        return by_position(self.layout.span_table(rank))
+        key = "held", id(self.layout), rank
+        if key not in self.known:
+            self.known[key] = by_position(self.layout.span_table(rank)), self.layout
+        return self.known[key][0]
 
     @cached_property
     def blocks(self) -> tuple[tuple[Piece, ...], ...]:
@@ -264,17 +298,31 @@ class Problem:
                 computes[step].append(Compute(rank, queries, keys, *bands))
         return computes
 
+    def rank_pieces(self, part: Part) -> tuple[Ints, Ints]:
+        """Return the plane's bands in the query rows of all ranks, and the rank of each."""
+        key = id(part.plane), id(part.q_rows)
+        if key not in self.known:
+            q_rows = by_position(part.q_rows)
+            pieces, row = in_rows(part.plane.region, q_rows)
+            self.known[key] = pieces, q_rows[row, 2], part  # which must live as long as its ids are used
+        return self.known[key][:2]
+
     def rank_bands(self, part: Part, rank: int) -> tuple[Ints, Ints]:
         """Return the plane's sure and maybe bands in the query rows that the rank computes."""
-        key = (id(part), rank)
-        if key not in self._rank_bands:
+        key = id(part.plane), id(part.q_rows), rank
+        if key not in self.known:
             mine = part.q_rows[part.q_rows[:, 2] == rank][:, :2]
-            self._rank_bands[key] = (in_rows(part.plane.sure, mine)[0], in_rows(part.plane.maybe, mine)[0])
-        return self._rank_bands[key]
+            bands = (in_rows(rows, mine)[0] for rows in (part.plane.sure, part.plane.maybe))
+            self.known[key] = *bands, part  # which must live as long as its ids are used
+        return self.known[key][:2]
 
-    @cached_property
-    def _rank_bands(self) -> dict[tuple[int, int], tuple[Ints, Ints]]:
-        return {}
+    def attending(self, part: Part, rank: int) -> Ints:
+        """Return the (start, stop) query rows that the rank computes, without those that attend to nothing."""
+        key = "attending", id(part.plane), id(part.q_rows), rank
+        if key not in self.known:
+            bands = bd.tighten(np.concatenate(self.rank_bands(part, rank)))
+            self.known[key] = union(bands[:, :2]), part
+        return self.known[key][0]
 
 
 def in_rows(bands: Ints, q_rows: Ints) -> tuple[Ints, Ints]:
@@ -300,18 +348,6 @@ def cells(bands: Ints, kv_rows: Ints) -> Ints:
     pieces[:, bd.K0] = np.maximum(pieces[:, bd.K0], kv_rows[j, 0])
     pieces[:, bd.K1] = np.minimum(pieces[:, bd.K1], kv_rows[j, 1])
     return bd.occupied(pieces)
-
-
-def needed_rows(lane: Lane, seq_len: int) -> Ints:
-    """Return (start, stop, rank) of all K/V rows that each rank's queries need, by rank and position, disjoint."""
-    needed: list[Ints] = []
-    for part in lane.parts:
-        q_rows = by_position(part.q_rows)
-        pieces, row = in_rows(part.plane.region, q_rows)
-        start = np.maximum(pieces[:, bd.K0], pieces[:, bd.Q0] - pieces[:, bd.HI])
-        stop = np.minimum(pieces[:, bd.K1], pieces[:, bd.Q1] - pieces[:, bd.LO])
-        needed.append(np.stack((start, stop, q_rows[row, 2]), axis=1))
-    return by_taker(np.concatenate(needed), seq_len)
 
 
 def _row_groups(mask: Mask) -> Iterator[tuple[Span | None, int]]:

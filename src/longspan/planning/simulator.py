@@ -1,9 +1,9 @@
 """Discrete-event simulator of whole schedules: time, bytes, memory, and whether the schedule can finish.
 
-A rank enters a step, offers its messages, computes, and leaves when its computes and messages are done. A message
-starts when both ends offer it, and waits for both ports of its link level; anything may delay it. If a host queues work
-for its device, no step is left before all of it was queued (see `machine`). There is no other coupling between ranks,
-so a schedule that finishes here under every delay cannot deadlock.
+A rank enters a step, packs and offers its messages, computes, and unpacks and leaves when its computes and messages are
+done. A message starts when both ends offer it, and waits for both ports of its link level; anything may delay it. If a
+host queues work for its device, no step is left before all of it was queued (see `machine`). There is no other coupling
+between ranks, so a schedule that finishes here under every delay cannot deadlock.
 
 In a scan the messages of a step carry the results of its folds, so they are offered when these are done.
 """
@@ -70,8 +70,8 @@ class _Simulation:
         self.events: list[Event] = []
         self.messages: list[list[dict[tuple[int, int], int]]] = []
         """For each rank and step, bytes by (source, target): all pieces between two ranks are one message."""
-        self.busy: list[list[float]] = []
-        """For each rank, how long each step keeps its device busy."""
+        self.busy: list[list[tuple[float, float, float]]] = []
+        """For each rank, how long each step keeps its device busy: packing, computing, unpacking."""
         self.queued: list[list[float]] = []
         sizes: Any = schedule.sizes  # of the schedule's own kind, as its pieces are
         for rank, steps in enumerate(schedule.ranks):
@@ -84,11 +84,12 @@ class _Simulation:
             if isinstance(schedule, ScanSchedule):
                 works = [step_work(step, rank) for step in schedule.ranks[rank]]
                 busy = [
-                    step_seconds(step, schedule.sizes, machine, schedule.direction) for step in schedule.ranks[rank]
+                    (step_seconds(step, schedule.sizes, machine, schedule.direction), 0.0, 0.0)
+                    for step in schedule.ranks[rank]
                 ]
             else:
                 works = steps_work(schedule.ranks[rank], rank, schedule.sizes, machine, schedule.direction)
-                busy = [work.seconds(machine, schedule.direction) for work in works]
+                busy = [work.parts(machine, schedule.direction) for work in works]
             self.busy.append(busy)
             self.queued.append(queued_at(works, machine))
 
@@ -106,7 +107,7 @@ class _Simulation:
             now, _, rank, step = heapq.heappop(self.queue)
             self.waiting[rank] -= 1
             if not self.waiting[rank]:
-                self._enter(rank, step + 1, now)
+                self._enter(rank, step + 1, max(now + self.busy[rank][step][2], self.queued[rank][step]))
         self._check_done()
         peaks = tuple(self._peak_bytes(rank) for rank in range(self.schedule.world_size))
         return Timeline(max(self.finished), tuple(self.finished), tuple(self.received), peaks, tuple(self.events))
@@ -117,12 +118,14 @@ class _Simulation:
         if number >= len(steps):
             self.finished[rank] = max(now, self.machine.call_seconds)
             return
-        step, seconds = steps[number], self.busy[rank][number]
+        # The folds of a scan come before its messages, as packing does.
+        (pack, compute, _), is_scan = self.busy[rank][number], isinstance(self.schedule, ScanSchedule)
+        ready = now + pack
         self.waiting[rank] = 1 + len(self.messages[rank][number])
-        self._leave(max(now + seconds, self.queued[rank][number]), rank, number)
-        if step.computes:
-            self.events.append(Event(rank, number, "compute", now, now + seconds))
-        ready = now + seconds if isinstance(self.schedule, ScanSchedule) else now
+        self._leave(ready + compute, rank, number)
+        if steps[number].computes:
+            start, stop = (now, ready) if is_scan else (ready, ready + compute)
+            self.events.append(Event(rank, number, "compute", start, stop))
         for (src, dst), size in self.messages[rank][number].items():
             key = (number, src, dst)
             if key in self.offered:

@@ -163,7 +163,7 @@ def notebook_html(value: Mask | Layout | Plan | ScanPlan) -> str:
         + _table(heads, rows)
         + _paragraph(
             f"Times are simulated on {value.machine.name}, for {value.kernel_assumed}. Bytes are the most of any rank;"
-            " times and memory are of ranks likely to be busiest."
+            " memory is of ranks likely to be busiest."
         )
     )
 
@@ -281,9 +281,9 @@ def _choice(plan: Plan, chosen: Reason, most_received: int) -> Iterator[str]:
     elif len(full) > 1 and full[1].seconds < chosen.seconds:
         text = (
             f"{len(plan.reasons)} schemes were compared. {full[1].scheme} is predicted to be"
-            f" {100 * (1 - full[1].seconds / chosen.seconds):.1f}% quicker than {chosen.scheme}, which is a tie;"
-            f" {chosen.scheme} leaves hosts less to do."
+            f" {100 * (1 - full[1].seconds / chosen.seconds):.1f}% quicker than {chosen.scheme}, which is a tie"
         )
+        text += f"; {chosen.scheme} leaves hosts less to do." if chosen.host_seconds < full[1].host_seconds else "."
     else:
         text = f"{len(plan.reasons)} schemes were compared. {chosen.scheme} has the least predicted time."
         if len(full) > 1 and chosen.seconds:
@@ -311,9 +311,9 @@ def _choice(plan: Plan, chosen: Reason, most_received: int) -> Iterator[str]:
     yield _paragraph(
         "Host is how long a host is busy with queueing both passes, in parallel with its device. Received is the most"
         " of any rank, both passes together; peak is memory in addition to a rank's own q, k, v, results and gradients,"
-        " and to what kernels allocate inside. Times and peaks are the largest of ranks likely to be busiest, of"
-        f" {chosen.scheme} ranks {', '.join(map(str, chosen.ranks))}; another may take somewhat more. “At least” marks"
-        " schemes whose bytes alone take longer than the chosen scheme.",
+        " and to what kernels allocate inside. Peaks are the largest of ranks likely to be busiest, of"
+        f" {chosen.scheme} ranks {', '.join(map(str, chosen.ranks))}; another may need somewhat more. “At least” marks"
+        " schemes whose pairs and bytes alone take longer than the chosen scheme.",
         "muted",
     )
 
@@ -337,8 +337,7 @@ def _pictures(plan: Plan) -> Iterator[str]:
         return
     yield _figure(
         timeline_picture(plan, title="When every rank computes and receives"),
-        "Simulated, message by message, with every wait of one rank for another. The predicted times above leave such"
-        " waits out, so this may be a little longer.",
+        "Simulated, message by message, with every wait of one rank for another, as the predicted times above are.",
     )
     yield _figure(
         traffic_picture(plan, title="Who sends how much to whom"),

@@ -22,8 +22,8 @@ _HEIGHT, _WIDTH = 300.0, 320.0
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
-    """The predictions of a plan for one scheme on one number of ranks: bytes of the rank that receives most, and time
-    and memory of ranks likely to be busiest."""
+    """The predictions of a plan for one scheme on one number of ranks: time of all ranks, bytes of the rank that
+    receives most, and memory of ranks likely to be busiest."""
 
     scheme: str
     ranks: int

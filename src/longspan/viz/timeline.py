@@ -91,7 +91,8 @@ def _simulate_pass(plan: Plan, direction: str) -> SimulatedPass:
         now, times = 0.0, list[float]()
         works = steps_work(steps, rank, plan.sizes, plan.machine, direction)
         for number, (work, queued) in enumerate(zip(works, queued_at(works, plan.machine), strict=True)):
-            now = max(now + work.seconds(plan.machine, direction), queued, arrived.get((rank, number), 0.0))
+            pack, compute, unpack = work.parts(plan.machine, direction)
+            now = max(max(now + pack + compute, arrived.get((rank, number), 0.0)) + unpack, queued)
             times.append(now)
         left.append(tuple(times))
     return SimulatedPass(direction, schedule, timeline, tuple(left))
