@@ -329,6 +329,25 @@ def compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequ
     return torch._inductor.compile(graph, list(inputs))  # type: ignore[return-value]
 
 
+def context_parallel_module() -> Any:
+    """Return PyTorch's own `torch.distributed.tensor.experimental._attention`."""
+    from torch.distributed.tensor.experimental import _attention
+
+    return _attention
+
+
+def flex_cp_allgather() -> Any:
+    """Return PyTorch's operator that gathers keys and values along the sequence, with a backward."""
+    from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
+
+    return flex_cp_allgather
+
+
+def cp_options() -> Any:
+    """Return PyTorch's options of context parallelism: `enable_load_balance` and `rotate_method`."""
+    return context_parallel_module()._cp_options
+
+
 def function_modes() -> list[Any]:
     """Return the active torch-function modes, innermost last. Threads of autograd have those of backward's caller."""
     from torch.overrides import _get_current_function_mode_stack

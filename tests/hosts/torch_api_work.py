@@ -143,7 +143,7 @@ def rotations():
                 names.append(route.plan(q, k, v, None).scheme.name)
     with api.set_rotate_method("alltoall"), api.context_parallel(mesh, seq_len=64):
         names.append(current().plan(q[:, :, : 64 // mesh.size()], *whole(64 // mesh.size())[:2], None).scheme.name)
-    assert rotation.get() is None
+    assert rotation.get() == "auto"
     return names
 
 

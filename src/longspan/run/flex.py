@@ -47,7 +47,7 @@ from longspan.validate import check_inputs, one_device_plan
 
 Bools = NDArray[np.bool_]
 
-KV = ("global", "local")
+KV = ("global", "local", "gathered")
 
 
 def block_mask(
@@ -61,10 +61,11 @@ def block_mask(
 ) -> BlockMask:
     """Return the BlockMask of the rank's own query rows, in local order; padding rows see no key.
 
-    Keys are the whole sequence in global order (`kv="global"`) or the rank's own rows in local order (`"local"`). An
-    equal mask returns the same object, so do not modify it; a mask with a function returns the same object only for the
-    same mask whose function reads the same values. Code compiled for one batch serves the next as long as the local
-    length is the same.
+    Keys are the whole sequence in global order (`kv="global"`), the rank's own rows in local order (`"local"`) or the
+    shards of all ranks one after another (`"gathered"`, as an all-gather returns them; without padding). An equal
+    mask returns the same object, so do not modify it; a mask with a function returns the same object only for the same
+    mask whose function reads the same values. Code compiled for one batch serves the next as long as the local length
+    is the same.
 
     >>> block_mask(causal(512), zigzag(512, 2), rank=0).kv_num_blocks.tolist()  # partial blocks; others are full
     [[[1, 1]]]
@@ -107,9 +108,11 @@ def _built(known: MaskKey, layout: Layout, rank: int, kv: str, block_size: int, 
     padding = np.full(layout.num_padding(rank), -1, dtype=np.int64)
     rows = np.concatenate((np.repeat(starts, sizes) + steps_within(sizes), padding))
     keys = np.arange(layout.seq_len, dtype=np.int64) if kv == "global" else rows
+    if kv == "gathered":
+        keys = np.concatenate([layout.positions(r)[: layout.num_tokens[r]] for r in range(layout.world_size)])
     planes, which = numbered(mask.grid)
     kinds = np.stack([_kinds(plane, rows, keys, block_size) for plane in planes])[which]
-    place = Place(layout.seq_len, rows, None if kv == "global" else rows, torch.device(device), mask.num_rows)
+    place = Place(layout.seq_len, rows, None if kv == "global" else keys, torch.device(device), mask.num_rows)
     return BlockMask.from_kv_blocks(
         *_listed_first(kinds == PARTIAL, device),
         *_listed_first(kinds == FULL, device),

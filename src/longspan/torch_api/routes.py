@@ -7,8 +7,10 @@ Modes belong to threads, so two threads may use two meshes. No function of PyTor
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
-from contextvars import ContextVar
+from collections.abc import Callable
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -23,20 +25,66 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
 from longspan import _torch
-from longspan._torch import function_modes, run_without_compiling
+from longspan._torch import cp_options, function_modes, run_without_compiling
 from longspan.api import attention
 from longspan.api import plan as build_plan
 from longspan.errors import KernelError, LayoutError, PlanError
 from longspan.kernels import Features, choose_kernel
 from longspan.layouts import Layout
 from longspan.masks import Mask, causal, full
+from longspan.masks.mask import MaskKey
 from longspan.planning.plan import Plan
-from longspan.torch_api.balancers import Balancer, Inferred, balancer_of, known_length, layout_of_shards, layout_record
+from longspan.torch_api.balancers import (
+    Balancer,
+    Inferred,
+    balancer_of,
+    known_length,
+    layout_of_shards,
+    layout_record,
+    row_order,
+)
+from longspan.torch_api.block_masks import rearranged_mask
 from longspan.validate import as_autocast
 
 SEQ_DIM = 2
-rotation: ContextVar[str | None] = ContextVar("rotation", default=None)
-"""The scheme that `set_rotate_method` chose."""
+ROTATIONS = {"allgather": ("ALL_GATHER", "all_gather"), "alltoall": ("ALL_TO_ALL", "ring")}
+"""By the argument of `set_rotate_method`: PyTorch's name of the method, and the scheme."""
+
+
+class Rotation:
+    """How keys and values travel. A choice of the main thread is kept in PyTorch's `_cp_options` and holds for all
+    threads that did not choose; one of another thread holds in that thread, so that it cannot come between two calls of
+    the main thread on one rank and after them on another."""
+
+    def __init__(self) -> None:
+        self.scheme: str | None = None
+        self.of_thread = threading.local()
+
+    def choose(self, method: str) -> Callable[[], None]:
+        """Set the method, and return a function that restores the one before."""
+        options, (name, scheme) = cp_options(), ROTATIONS[method]
+        if threading.current_thread() is not threading.main_thread():
+            restore = partial(setattr, self.of_thread, "scheme", getattr(self.of_thread, "scheme", None))
+            self.of_thread.scheme = scheme
+            return restore
+        before = self.scheme, options.rotate_method
+        self.scheme, options.rotate_method = scheme, type(options.rotate_method)[name]
+
+        def restore_all() -> None:
+            self.scheme, options.rotate_method = before
+
+        return restore_all
+
+    def get(self) -> str:
+        """Return the scheme. PyTorch's default, all-gather, counts as a choice only if `set_rotate_method` made it."""
+        if of_thread := getattr(self.of_thread, "scheme", None):
+            return of_thread
+        name = cp_options().rotate_method.name
+        chosen = next(scheme for method, scheme in ROTATIONS.values() if method == name)
+        return chosen if self.scheme == chosen or chosen == "ring" else "auto"
+
+
+rotation = Rotation()
 
 
 class Route:
@@ -55,7 +103,10 @@ class Route:
         self.layout = layout
         if layout is None and self.seq_len is not None and not isinstance(balancer, Inferred):
             self.layout = balancer.layout(self.seq_len, mesh.size())
-        self.scheme = rotation.get() or "auto"
+        self.order = None if self.layout is None else row_order(balancer, self.layout.seq_len, mesh.size())
+        """The order of tokens in each batch row, if rows differ; see `balancers.row_order`."""
+        self._rearranged: dict[MaskKey, Mask] = {}
+        self.scheme = rotation.get()
         self.calls: Counter[str] = Counter()
         self.buffers: set[int] = set()
         """Tensors that the context sharded."""
@@ -113,9 +164,14 @@ class Route:
         layout = self.layout_of(q)
         both = [m for m in (self.mask, mask) if m is not None]
         combined = full() if not both else both[0] if len(both) == 1 else both[0] & both[1]
+        if self.order is not None:
+            key = MaskKey(combined)
+            if key not in self._rearranged:
+                self._rearranged[key] = rearranged_mask(combined, self.order)
+            combined = self._rearranged[key]
         return build_plan(
             combined, layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], v_head_dim=v.shape[3],
-            batch=q.shape[0], dtype=q.dtype, scheme=rotation.get() or self.scheme,
+            batch=q.shape[0], dtype=q.dtype, scheme=self.scheme if rotation.get() == "auto" else rotation.get(),
         )  # fmt: skip
 
     def count(self, kind: str) -> None:
