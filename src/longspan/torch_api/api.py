@@ -474,7 +474,7 @@ class ContextParallel(ParallelStyle):
         seq_len: int | None = None,
     ) -> None:
         super().__init__()
-        attention_type = _PYTORCH_TYPES.get(getattr(attention_type, "value", None), attention_type)
+        attention_type = _PYTORCH_TYPES.get(getattr(attention_type, "value", ""), attention_type)
         if attention_type not in ("sdpa", "flex"):
             raise PlanError(f"`attention_type` must be 'sdpa' or 'flex', but got {attention_type!r}.")
         self.seq_dim, self.attention_type = seq_dim, attention_type

@@ -68,7 +68,7 @@ class Rotation:
             self.of_thread.scheme = scheme
             return restore
         before = self.scheme, options.rotate_method
-        self.scheme, options.rotate_method = scheme, type(options.rotate_method)[name]
+        self.scheme, options.rotate_method = scheme, getattr(type(options.rotate_method), name)
 
         def restore_all() -> None:
             self.scheme, options.rotate_method = before
