@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from enum import Enum
 from typing import Any
 
 import torch
@@ -467,7 +466,7 @@ class ContextParallel(ParallelStyle):
     def __init__(
         self,
         seq_dim: int = 2,
-        attention_type: str | Enum = "sdpa",
+        attention_type: Any = "sdpa",
         *,
         mask: Mask | None = None,
         load_balancer: Balancer | Layout | None = None,
