@@ -323,6 +323,7 @@ class LayoutRecord:
         """By tokens per rank; None where two layouts have as many."""
         self.by_lengths: dict[tuple[int, ...], set[int]] = {}
         """The digests of all layouts with as many tokens per rank."""
+        self.row_ordered: set[tuple[int, ...]] = set()
         self.layouts: dict[int, Layout] = {}
         self.latest: Layout | None = None
         self.fitting_defaults = set(_DEFAULTS)
@@ -346,6 +347,7 @@ class LayoutRecord:
     def add_row_order(self, lengths: list[int]) -> None:
         """Record that a sequence was cut by a balancer with an order for each batch row, which is no layout."""
         self.digests[tuple(lengths)] = None
+        self.row_ordered.add(tuple(lengths))
         self.latest, self.fitting_defaults = None, set()
 
     def find(self, lengths: list[int], preferred: Balancer | None = None) -> Layout | None:
@@ -354,7 +356,7 @@ class LayoutRecord:
         if tuple(lengths) not in self.digests:
             return None
         digest = self.digests[tuple(lengths)]
-        if digest is None and preferred is not None:
+        if digest is None and preferred is not None and tuple(lengths) not in self.row_ordered:
             layout = preferred.layout(sum(lengths), len(lengths))
             if digest_of(layout) in self.by_lengths.get(tuple(lengths), ()):
                 return layout
