@@ -23,8 +23,9 @@ from longspan.spans import Ints
 # -- Calling functions of single pairs on whole tiles ------------------------------------------------------------------
 # FlexAttention's functions are written for one pair, `f(b, h, q_idx, kv_idx)`. Most give the same results on arrays
 # that broadcast, which is fast. Some do not: `(q_idx >= starts).sum()` sums over the tile. So a function is called on
-# tiles only if it uses only operations that are known to be elementwise and a sample of single pairs gives the same
-# results. Any other function is mapped over single pairs with `torch.vmap`.
+# tiles only if its operations on them are known to be elementwise and a sample of single pairs gives the same results.
+# An argument without dims is the same for all pairs of a tile, so any operation may use it: `ids[b]` reads a row for
+# `ids[b][q_idx]`. Any other function is mapped over single pairs with `torch.vmap`, one dim at a time.
 
 
 _PLAIN = """
@@ -44,8 +45,8 @@ PLAIN = frozenset(_PLAIN.split())
 LOOKUPS = frozenset({"bucketize", "searchsorted"})
 """Of these, the operations that look values up in a whole tensor from outside."""
 
-_verdicts: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-"""Which functions can be called on tiles; a cache that keeps no function alive."""
+_verdicts: WeakKeyDictionary[Any, dict[tuple[bool, ...], bool]] = WeakKeyDictionary()
+"""Which functions can be called on tiles, by which arguments have dims; a cache that keeps no function alive."""
 
 
 def check_signature(
@@ -79,13 +80,12 @@ class Elementwise:
 
     def __init__(self, function: Callable[..., Any], call: Callable[..., Any] | None = None) -> None:
         self.function = function if call is None else call
-        self._key = function
-        self.broadcasts: bool | None
-        """Whether the function takes tiles; None until it was tried."""
+        self.broadcasts: bool | None = None
+        """Whether the function takes tiles such as the last; None until it was tried."""
         try:
-            self.broadcasts = _verdicts.get(function)
-        except TypeError:  # not hashable
-            self.broadcasts = None
+            self._verdicts = _verdicts.setdefault(function, {})
+        except TypeError:  # neither hashable nor weakly referable: tried again next time
+            self._verdicts: dict[tuple[bool, ...], bool] = {}
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the function's values, of the shape to which the tensors among the arguments broadcast."""
@@ -93,19 +93,18 @@ class Elementwise:
         if math.prod(shape) > 1:
             self.settle(*arguments)
             return self.function(*arguments) if self.broadcasts else self.mapped(*arguments)
-        if self.broadcasts or 0 in shape:
+        if 0 in shape:
             return self.function(*arguments)
         answer = self.function(*(a.reshape(()) if _is_tensor(a) else a for a in arguments))
         return answer.reshape(shape) if _is_tensor(answer) and answer.numel() == 1 else answer
 
     def settle(self, *arguments: Any) -> None:
         """Find out whether the function takes tiles, unless that is known or the arguments are one pair."""
-        if self.broadcasts is None and math.prod(_shape(arguments)) > 1:
-            self.broadcasts = self._agrees(*_sampled(arguments))
-            try:
-                _verdicts[self._key] = self.broadcasts
-            except TypeError:  # neither hashable nor weakly referable: tried again next time
-                return
+        if math.prod(_shape(arguments)) > 1:
+            have_dims = tuple(_has_dims(a) for a in arguments)
+            if have_dims not in self._verdicts:
+                self._verdicts[have_dims] = self._agrees(*_sampled(arguments))
+            self.broadcasts = self._verdicts[have_dims]
 
     def mapped(self, *arguments: Any) -> Any:
         """Call the function pair by pair, with vmap."""
@@ -125,11 +124,23 @@ class Elementwise:
             raise
 
     def _mapped(self, *arguments: Any) -> Any:
+        """Map the function over one dim after the other, so that what depends on the query alone is computed once for
+        each query. An operation that changes an index in place may need all pairs in one dim."""
         import torch
 
-        shape, flat = _flattened(arguments)
-        dims = tuple(0 if _is_tensor(a) else None for a in arguments)
-        return torch.vmap(self.function, in_dims=dims)(*flat).unflatten(0, shape)
+        shape = _shape(arguments)
+        varies = [tuple(size > 1 for size in _padded_shape(a, len(shape))) for a in arguments]
+        nested = self.function
+        for dim in reversed(range(len(shape))):
+            if shape[dim] > 1:
+                nested = torch.vmap(nested, in_dims=tuple(0 if v[dim] else None for v in varies))
+        try:
+            squeezed = (a.squeeze().clone() if _is_tensor(a) else a for a in arguments)  # it may work in place
+            return nested(*squeezed).reshape(shape)
+        except Exception:  # whatever the user's function raises; if it does so for all pairs in one dim, it is raised
+            _, flat = _flattened(arguments)
+            dims = tuple(0 if _is_tensor(a) else None for a in arguments)
+            return torch.vmap(self.function, in_dims=dims)(*flat).unflatten(0, shape)
 
     def _one_by_one(self, *arguments: Any) -> Any:
         """Call the function in a loop, if vmap cannot map it: functions that read numpy arrays, for example."""
@@ -178,7 +189,7 @@ def _mixing_mode() -> Any:
         def __init__(self, arguments: tuple[Any, ...]) -> None:
             super().__init__()
             self.mixes = False
-            self._tiles = {id(a): a for a in arguments if isinstance(a, torch.Tensor)}
+            self._tiles = {id(a): a for a in arguments if _has_dims(a)}
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
@@ -221,6 +232,16 @@ def _is_tensor(value: Any) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor)
+
+
+def _has_dims(value: Any) -> bool:
+    return _is_tensor(value) and value.ndim > 0
+
+
+def _padded_shape(value: Any, ndim: int) -> tuple[int, ...]:
+    """Return the shape of a tensor with dims of 1 in front; anything else counts as a tensor without dims."""
+    shape = tuple(value.shape) if _is_tensor(value) else ()
+    return (1,) * (ndim - len(shape)) + shape
 
 
 def _shape(arguments: tuple[Any, ...]) -> tuple[int, ...]:
