@@ -349,9 +349,15 @@ def cp_options() -> Any:
 
 
 def function_modes() -> list[Any]:
-    """Return the active torch-function modes, innermost last. Threads of autograd have those of backward's caller."""
+    """Return the active torch-function modes, innermost last. Threads of autograd have those of backward's caller.
+
+    The compiler takes them off while it traces, and keeps its own list.
+    """
     from torch.overrides import _get_current_function_mode_stack
 
+    tracer = _tracer()
+    if tracer is not None:
+        return [mode.value for mode in tracer.symbolic_torch_function_state.mode_stack]
     return list(_get_current_function_mode_stack())
 
 

@@ -342,7 +342,8 @@ def flex_attention(
     extras = None if score_mod is None else Extras(score_mod)
     request = Request(plan_or_mask, group, scale, True, extras=extras, captured_grads=captured_grads, name=name)
     out, lse = attention(q, k, v, request)
-    out, lse = out.narrow(2, 0, query.shape[2]), lse.narrow(2, 0, query.shape[2])
+    if q is not query:
+        out, lse = out.narrow(2, 0, query.shape[2]), lse.narrow(2, 0, query.shape[2])
     if return_aux is None:
         return (out, lse) if return_lse else out
     from torch.nn.attention.flex_attention import AuxOutput

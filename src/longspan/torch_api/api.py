@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from enum import Enum
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from longspan.errors import LayoutError, NotSupportedError, PlanError
 from longspan.layouts import Layout
 from longspan.layouts.layout import other_tokens, remember
 from longspan.masks import Mask
-from longspan.run.flex import check_lengths, mask_of_block_mask
+from longspan.run.flex import mask_of_block_mask
 from longspan.spans import Ints, check_int
 from longspan.torch_api.balancers import (
     Balanced,
@@ -58,12 +57,10 @@ from longspan.torch_api.block_masks import block_mask_length, shard_block_mask
 from longspan.torch_api.routes import (
     ROTATIONS,
     Route,
-    Router,
-    check_heads,
+    active,
     check_mesh,
     current,
     gather_ints,
-    marked,
     rotation,
     route_for,
 )
@@ -138,7 +135,7 @@ def context_parallel(
             options.enable_load_balance = is_balanced or route.order is not None
             _shard_in_place(stack, tensors, dims, keep, route, mesh.get_local_rank())
         route.buffers = {id(t) for t in tensors}
-        stack.enter_context(Router(route))
+        stack.enter_context(active(route))
         yield
         if tensors and route.results and not (route.calls or route.planned) and mesh.size() > 1:
             warnings.warn(UNSEEN, stacklevel=3)
@@ -419,36 +416,18 @@ def flex_attention(
 ) -> Any:
     """PyTorch's `flex_attention`: over the whole sequence inside a context or a wrapped module, on one device outside.
 
-    `block_mask` is for the whole sequence, a BlockMask of PyTorch or a mask of longspan.masks, and is combined with the
-    mask of the context. Functions get global positions. If FSDP or DDP reduces gradients over the mesh, pass
-    `captured_grads="share"`, or those of captured tensors are summed twice.
+    Inside, PyTorch's own function is the same; outside, this one has a backward on every device. `block_mask` is for
+    the whole sequence, a BlockMask of PyTorch or a mask of longspan.masks, and is combined with the mask of the
+    context. Functions get global positions. `kernel_options` must be empty, as in `longspan.flex_attention`. If FSDP or
+    DDP reduces gradients over the mesh, pass `captured_grads="share"`, or those of captured tensors are summed twice.
     """
-    route = current()
-    if route is None:
-        return flex_of_shards(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-            return_aux=return_aux, captured_grads=captured_grads,
-        )  # fmt: skip
-    check_heads(query, key, enable_gqa)
-    plan = route.plan(query, key, value, _mask_of(block_mask, query, route))
-    route.count("flex")
-    return flex_of_shards(
-        marked(query), key, value, score_mod, None, scale, enable_gqa, return_lse, kernel_options,
-        return_aux=return_aux, plan=plan, group=route.mesh, captured_grads=captured_grads,
-    )  # fmt: skip
-
-
-def _mask_of(block_mask: Any, query: Tensor, route: Route) -> Mask | None:
-    if block_mask is None or isinstance(block_mask, Mask):
-        return block_mask
-    if not isinstance(block_mask, BlockMask):
-        raise PlanError(
-            f"`block_mask` must be a BlockMask of PyTorch or a mask of longspan.masks, but got"
-            f" {type(block_mask).__name__}."
-        )
-    total = route.layout_of(query).seq_len
-    check_lengths(block_mask, (total, total), "block_mask", PlanError)
-    return mask_of_block_mask(block_mask, batch=query.shape[0], heads=query.shape[1])
+    args = query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
+    route, result = current(), None
+    if route is not None:
+        result = route.flex(*args, return_aux=return_aux, captured_grads=captured_grads)
+    if result is None:
+        result = flex_of_shards(*args, return_aux=return_aux, captured_grads=captured_grads)
+    return result
 
 
 class ContextParallel(ParallelStyle):
@@ -467,7 +446,7 @@ class ContextParallel(ParallelStyle):
     def __init__(
         self,
         seq_dim: int = 2,
-        attention_type: str | Enum = "sdpa",
+        attention_type: Any = "sdpa",
         *,
         mask: Mask | None = None,
         load_balancer: Balancer | Layout | None = None,
@@ -515,7 +494,7 @@ class _Hooks:
                     f" takes DTensors placed (Shard({style.seq_dim}),). Redistribute it, or pass its local part."
                 )
         route = route_for(self.mesh, style.load_balancer, self.default, style.mask, style.seq_len, self.layout)
-        scope.enter_context(Router(route))
+        scope.enter_context(active(route))
         self.open.stack[-1] = route, scope
 
     def check(self, module: nn.Module, *_: Any) -> None:
