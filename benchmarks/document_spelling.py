@@ -62,10 +62,9 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def two_ranks(block_mask: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    mask = mask_of_block_mask(block_mask, batch=BATCH, heads=HEADS)
-    layout = ls.layouts.zigzag(SEQ_LEN, 2)
-    sizes = {"batch": BATCH, "q_heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM}
-    return run_loopback(ls.plan(mask, layout, dtype="float32", **sizes), q, k, v, torch.ones_like(q))[0]
+    mask, layout = mask_of_block_mask(block_mask, batch=BATCH, heads=HEADS), ls.layouts.zigzag(SEQ_LEN, 2)
+    plan = ls.plan(mask, layout, batch=BATCH, q_heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32")
+    return run_loopback(plan, q, k, v, torch.ones_like(q))[0]
 
 
 def one_run(seed: int) -> dict[str, float]:
