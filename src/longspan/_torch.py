@@ -240,6 +240,11 @@ FLEX_BLOCK_TENSORS = 8
 """Counts and indices of partial and full blocks, by rows and by columns, in the order of BlockMask.as_tuple()."""
 
 
+def is_sliced(block_mask: Any) -> bool:
+    """Return whether a BlockMask is a slice of another, which has a function that raises in place of its mask_mod."""
+    return getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error"
+
+
 def indexing() -> AbstractContextManager[object]:
     """Make `table[i]` with a zero-dim tensor `i` a late lookup, whose gradient is accumulated by index."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
