@@ -353,6 +353,26 @@ def cp_options() -> Any:
     return context_parallel_module()._cp_options
 
 
+def functions_named(names: Sequence[str]) -> dict[Any, str]:
+    """Return the functions, methods and operators of PyTorch with these names, as torch-function modes see them."""
+    import torch.nn.attention.varlen  # registers operators
+
+    places: list[Any] = [torch, Tensor, torch.nn.functional, torch.autograd, torch.special]
+    places += [torch._C._nn, torch._C._special, torch._C._VariableFunctions, torch.ops.higher_order]  # type: ignore[attr-defined]
+    functions: dict[Any, str] = {}
+    for name in names:
+        functions |= {function: name for place in places if callable(function := getattr(place, name, None))}
+        for packet in (getattr(space, name, None) for space in (_aten, torch.ops.torch_attn)):
+            if packet is not None:
+                functions |= dict.fromkeys(forms_of(packet), name)
+    return functions
+
+
+def forms_of(packet: Any) -> list[Any]:
+    """Return an operator by its name, and all of its overloads."""
+    return [packet, *(getattr(packet, which) for which in packet.overloads())]
+
+
 def function_modes() -> list[Any]:
     """Return the active torch-function modes, innermost last. Threads of autograd have those of backward's caller.
 

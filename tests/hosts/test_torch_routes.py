@@ -2,6 +2,7 @@
 
 import pytest
 
+from longspan.torch_api import routes
 from tests.hosts import torch_routes_work as work
 from tests.pool import end_all, pool
 
@@ -66,3 +67,19 @@ def test_flex_attention_of_pytorch_is_itself_outside_and_in_other_threads():
 @pytest.mark.parametrize("tokens", [64, 37])
 def test_flex_attention_of_dtensors(tokens):
     assert_exact(run(work.dtensors, tokens))
+
+
+def test_sdpa_in_one_graph():
+    assert_exact(run(work.in_one_graph))
+
+
+def test_every_function_of_a_name_is_special():
+    """Functions that PyTorch passes to modes under the names that the router looks for."""
+    from torch.overrides import get_overridable_functions
+
+    names = {*routes._SDPA, *routes._UNROUTED, *routes._FUSED, *routes._SOFTMAX, "backward"}
+    passed = {f for functions in get_overridable_functions().values() for f in functions}
+    wanted = {f for f in passed if getattr(f, "__name__", "").partition(".")[0] in names}
+    assert len(wanted) >= 7
+    assert wanted <= routes._special_functions.keys()
+    assert {routes._special_names[f.__name__] for f in wanted} <= names

@@ -1,5 +1,6 @@
 """What ranks do in the tests of routed calls; importable by name, as worker processes need it."""
 
+import contextlib
 import threading
 
 import torch
@@ -164,4 +165,45 @@ def dtensors(tokens):
         actual = [out, *(t.grad for t in leaves)]
         assert all(isinstance(t, DTensor) and tuple(t.placements) == (Shard(2),) for t in actual)
         results.append((way, largest([t.full_tensor() for t in actual], [right, *gradients]), 1e-12))
+    return results
+
+
+def doubled(q, k, v, **options):
+    return 2 * F.scaled_dot_product_attention(q.sin(), k, v, **options)
+
+
+def in_one_graph():
+    """SDPA compiled as one graph, which serves contexts of other layouts, masks and schemes: (case, error, limit)."""
+    mesh, (*tensors, dout), results = mesh_of_all(), whole(TOKENS, heads=4, kv_heads=2), []
+    torch.compiler.reset()
+    call = torch.compile(doubled, backend="aot_eager", fullgraph=True)
+    contexts = [
+        ({"load_balancer": api.HeadTail()}, "allgather"),
+        ({"load_balancer": api.Contiguous()}, "alltoall"),
+        ({"load_balancer": api.Contiguous(), "mask": ls.masks.documents([40, 24])}, "allgather"),
+    ]
+    for number, (options, method) in enumerate(contexts):
+        mask = options.get("mask", ls.masks.full()) & ls.masks.causal()
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        right = 2 * ls.attention(leaves[0].sin(), *leaves[1:], mask)
+        wanted = [right.detach(), *torch.autograd.grad(right, leaves, dout)]
+        own = [t.clone() for t in (*tensors, dout)]
+        stance = torch.compiler.set_stance("fail_on_recompile") if number else contextlib.nullcontext()
+        with stance, api.set_rotate_method(method), api.context_parallel(
+            mesh, buffers=own, buffer_seq_dims=[2] * 4, **options
+        ):  # fmt: skip
+            leaves = [t.clone().requires_grad_() for t in own[:3]]
+            out = call(*leaves, is_causal=True, enable_gqa=True)
+            out.backward(own[3])
+            assert routes.current().calls["sdpa"] == 1
+        shards = [out.detach(), *(t.grad for t in leaves)]
+        actual = api.context_parallel_unshard(mesh, shards, [2] * 4, options["load_balancer"])
+        results.append((f"{options} {method}", largest(actual, wanted), 1e-12))
+    outside = call(*tensors, is_causal=True, enable_gqa=True)
+    right = doubled(*tensors, is_causal=True, enable_gqa=True)
+    results.append(("outside", largest([outside], [right]), 1e-12))
+    with api.context_parallel(mesh, seq_len=TOKENS):
+        q, k, v = (t[:, :, : TOKENS // mesh.size()] for t in tensors)
+        message = refused(lambda: call(q, k, v, attn_mask=torch.ones(q.shape[2], q.shape[2], dtype=torch.bool)))
+        assert "inside a context of Longspan" in message, message
     return results

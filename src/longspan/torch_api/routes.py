@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
@@ -39,6 +40,7 @@ from longspan.layouts.layout import other_tokens
 from longspan.masks import Mask, causal, full
 from longspan.masks.mask import MaskKey
 from longspan.planning.plan import Plan
+from longspan.run import ops
 from longspan.run.flex import check_lengths, mask_of_block_mask
 from longspan.spans import Ints
 from longspan.torch_api.balancers import (
@@ -406,8 +408,8 @@ _FUSED = (
     "_cudnn_attention_forward",
 )
 """The operators below `scaled_dot_product_attention`; overloads such as `_for_cpu.default` have the same name."""
-_SPECIAL = frozenset((*_SDPA, *_UNROUTED, *_FUSED, "backward", "grad"))
 _SOFTMAX = frozenset(("softmax", "_softmax", "_safe_softmax", "special_softmax"))
+_OPERATORS = ("attention", "routed_attention")  # of Longspan
 
 
 class Router(TorchFunctionMode):
@@ -419,14 +421,38 @@ class Router(TorchFunctionMode):
         self.local_len = route.local_len
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "").partition(".")[0]
-        if name in _SPECIAL:
-            return self._special(func, name, args, kwargs or {})
-        if name in _SOFTMAX and self._is_over_local_scores(args):
-            _refuse_written_out(self.local_len)
-        if name == "attention":  # Longspan's operator, with a plan of the caller
+        if is_dynamo_compiling():
+            return self._trace(func, args, kwargs or {})
+        name = _special_functions.get(func)
+        if name is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if name == "routed_attention":
+            with _operator.of(self.route):
+                return func(*args, **(kwargs or {}))
+        if name == "attention":  # with a plan of the caller
             self.route.planned = True
+            return func(*args, **(kwargs or {}))
+        if name not in _SOFTMAX:
+            return self._special(func, name, args, kwargs or {})
+        if self._is_over_local_scores(args):
+            _refuse_written_out(self.local_len)
         return func(*args, **(kwargs or {}))
+
+    def _trace(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same while the compiler traces: it knows functions by their names."""
+        name = _special_names.get(getattr(func, "__name__", ""))
+        if name == "scaled_dot_product_attention":
+            out = _sdpa_in_graph(*args, **kwargs)
+            if out is not None:
+                return out
+        elif name == "attention":
+            self.route.planned = True
+            name = None
+        elif name in _SOFTMAX:
+            if self._is_over_local_scores(args):
+                _refuse_written_out(self.local_len)
+            name = None
+        return func(*args, **kwargs) if name is None else self._special(func, name, args, kwargs)
 
     def _is_over_local_scores(self, args: tuple[Any, ...]) -> bool:
         """Return whether a softmax is over scores of this rank's tokens with each other: attention written out."""
@@ -485,6 +511,67 @@ class Router(TorchFunctionMode):
 
 
 run_without_compiling(Router.__torch_function__)  # as a frame; inside other frames it is traced
+
+
+def _run_in_graph(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, needs_backward: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output, lse and ticket of attention by the route that is active when the operator runs, so that one graph
+    serves all contexts."""
+    route = current() or _operator.route
+    if route is None:
+        raise PlanError("this code was compiled inside a context of Longspan, and none is active. Run it inside one.")
+    plan = route.plan(q, k, v, causal() if is_causal else None)
+    route.count("sdpa")
+    kernel, group = _kernel(q, k, v, not plan.mask.is_structured), route.mesh.get_group().group_name
+    others = plan.handle, group, kernel, scale, 0, True, needs_backward, False, "", ops.FORM
+    return ops.run_forward(q, k, v, [], None, *others)
+
+
+class _Operator(threading.local):
+    """The route of the operator that a mode calls: PyTorch disables a mode inside its handler."""
+
+    route: Route | None = None
+
+    @contextmanager
+    def of(self, route: Route) -> Iterator[None]:
+        self.route = route
+        try:
+            yield
+        finally:
+            self.route = None
+
+
+_operator = _Operator()
+_routed_attention = ops.define_operator(
+    "longspan::routed_attention", _run_in_graph, lambda q, _, v, *__: ops.results_like(q, v)
+)
+ops.differentiate(
+    _routed_attention,
+    lambda q, k, v, *others: ops.attend(
+        q, k, v, [], None, *others, run=lambda q, k, v, _, __, *rest: _routed_attention(q, k, v, *rest)
+    ),
+)
+
+
+def _sdpa_in_graph(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Return attention as an operator of the graph that is traced; None if it has to run outside, or be refused."""
+    if isinstance(query, DTensor) or attn_mask is not None or dropout_p or query.ndim != 4 or key.ndim != 4:
+        return None
+    if query.shape[2] != key.shape[2] or not (enable_gqa or query.shape[1] == key.shape[1]):
+        return None
+    q, k, v = as_autocast(query), as_autocast(key), as_autocast(value)
+    needs_backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return _routed_attention(q, k, v, is_causal, None if scale is None else float(scale), needs_backward)[0]
 
 
 @torch.compiler.disable(reason="it refuses the call")
@@ -575,6 +662,13 @@ def run_flex(*args: Any, **kwargs: Any) -> Any:
     route = current()
     assert route is not None
     return route.flex(*args, **kwargs)
+
+
+_special_functions = _torch.functions_named((*_SDPA, *_UNROUTED, *_FUSED, *_SOFTMAX, "backward", "grad")) | {
+    operator: name for name in _OPERATORS for operator in _torch.forms_of(getattr(torch.ops.longspan, name))
+}
+"""Functions that are not run unchanged, and their names."""
+_special_names = {getattr(function, "__name__", name): name for function, name in _special_functions.items()}
 
 
 @contextmanager
