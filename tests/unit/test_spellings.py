@@ -14,6 +14,7 @@ import longspan as ls
 from benchmarks.document_spelling import document_mods
 from longspan import layouts, masks
 from longspan.errors import MaskError
+from longspan.masks.functions import Elementwise
 from longspan.run.flex import mask_of_block_mask
 from longspan.scoring.biases import Extras
 from longspan.testing import run_loopback
@@ -305,6 +306,16 @@ def test_combined_masks_notice_new_values_and_no_others():
     assert mask.refresh_captures() is reads
     ids.zero_()
     assert mask.refresh_captures() is not reads
+
+
+def test_functions_take_tiles_by_which_arguments_have_dims():
+    """A row of a table is the same for all pairs of a tile only if the number of the row is."""
+    table, position = torch.randn(S, S, generator=DRAW), torch.arange(S)
+    chained = Elementwise(lambda i, j: table[i][j])
+    assert chained(position[5], position).equal(table[5])
+    assert chained.broadcasts is True
+    assert chained(position[:, None], position[None]).equal(table)
+    assert chained.broadcasts is False
 
 
 def processor_seconds(call, repeats=5):
