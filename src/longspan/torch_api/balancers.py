@@ -324,6 +324,7 @@ class LayoutRecord:
         self.by_lengths: dict[tuple[int, ...], set[int]] = {}
         """The digests of all layouts with as many tokens per rank."""
         self.row_ordered: set[tuple[int, ...]] = set()
+        """Tokens per rank of which the latest shards were in an order for each batch row."""
         self.layouts: dict[int, Layout] = {}
         self.latest: Layout | None = None
         self.fitting_defaults = set(_DEFAULTS)
@@ -332,6 +333,8 @@ class LayoutRecord:
     def add(self, layout: Layout) -> None:
         if layout is self.latest:
             return
+        if self.row_ordered:
+            self.row_ordered.discard(tuple(slots(layout)))
         digest, self.latest = digest_of(layout), layout
         if digest in self.layouts:
             return
