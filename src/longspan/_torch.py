@@ -439,6 +439,19 @@ def is_unobserved(tensors: Sequence[Tensor | None]) -> bool:
     return True
 
 
+def is_batched(*tensors: Any) -> bool:
+    """Return whether a function that `torch.vmap` maps is called with one of these."""
+    if not torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
+        return False
+    return any(torch._C._functorch.is_batchedtensor(t) for t in tensors if isinstance(t, Tensor))  # type: ignore[attr-defined]
+
+
+def fake_mode_of(tensor: Tensor) -> Any:
+    """Return the mode of a fake tensor, if it does not mix with tensors that have contents; else None."""
+    mode = getattr(tensor, "fake_mode", None)
+    return None if mode is None or mode.allow_non_fake_inputs else mode
+
+
 def run_without_compiling(function: Any) -> None:
     """Exclude a function from compilation on its own. Other compiled functions may still inline it."""
     from torch._dynamo.eval_frame import skip_code

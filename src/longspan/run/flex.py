@@ -393,8 +393,8 @@ def _pad_to_one_length(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> tupl
     length = max(num_q, num_kv)
     if block_mask is None:
         mask = full(length)
-    elif isinstance(block_mask, Mask):
-        mask = block_mask.resized(length)
+    elif isinstance(block_mask, Mask):  # compiled code can build no mask
+        mask = block_mask if block_mask.seq_len is None and num_q == num_kv else block_mask.resized(length)
     elif isinstance(block_mask, BlockMask):
         if not is_sliced(block_mask):  # the lengths of a slice are those of the whole
             check_lengths(block_mask, (num_q, num_kv), "block_mask", PlanError)
