@@ -50,7 +50,10 @@ def test_shard_and_unshard(world):
     assert run(work.shards, world=world) == ["done"] * world
 
 
-@pytest.mark.parametrize("work_of_rank", [work.dispatcher, work.templated_ring, work.short_sequences])
+@pytest.mark.parametrize(
+    "work_of_rank",
+    [work.dispatcher, work.templated_ring, work.short_sequences, work.memory_order, work.dtensors_untold],
+)
 def test_other_names(work_of_rank):
     assert_exact(run(work_of_rank))
 

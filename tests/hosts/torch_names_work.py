@@ -358,6 +358,44 @@ def templated_ring():
     return found
 
 
+def memory_order():
+    """Outputs have the query's order in memory, so that the usual view of them works; compiled, too."""
+    reset()
+    mesh = mesh_of_all()
+    x = draw(2, 32 * mesh.size(), 4, 8)
+    right = F.scaled_dot_product_attention(*(x.transpose(1, 2),) * 3, is_causal=True)
+    whole, found = x.clone(), []
+    block_mask = create_block_mask(causal_mod, None, None, x.shape[1], x.shape[1], device="cpu")
+
+    def sdpa(q):
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).view(2, 32, -1)
+
+    calls = {
+        "sdpa": sdpa,
+        "compiled": torch.compile(sdpa, fullgraph=True, backend="aot_eager"),
+        "flex": lambda q: flex_attention(q, q, q, block_mask=block_mask).transpose(1, 2).view(2, 32, -1),
+    }
+    for name, call in calls.items():
+        with context_parallel(mesh, buffers=[whole], buffer_seq_dims=[1]):
+            (out,) = context_parallel_unshard(mesh, [call(whole.transpose(1, 2))], [1])
+        found.append((name, worst([(out, right.transpose(1, 2).flatten(2))]), 1e-12))
+    return found
+
+
+def dtensors_untold():
+    """The placement of a DTensor says that it is cut into stretches; a context without a balancer believes it."""
+    reset()
+    mesh = mesh_of_all()
+    q, k, v = draw(3, 2, 2, 11 * mesh.size(), 8)
+    tensors = [distribute_tensor(t, mesh, [Shard(2)]) for t in (q, k, v)]
+    try:
+        with context_parallel(mesh):
+            out = F.scaled_dot_product_attention(*tensors, is_causal=True)
+    except ls.LayoutError:  # other sequences were balanced in this process
+        return [("refused", 0.0, 0.0)]
+    return [("cut", worst([(out.full_tensor(), F.scaled_dot_product_attention(q, k, v, is_causal=True))]), 1e-12)]
+
+
 def short_sequences():
     """One token per rank is not balanced, and says so inside."""
     reset()

@@ -354,8 +354,7 @@ def flex_attention(
     out, lse = attention(q, k, v, request)
     if q is not query:  # padded to one length
         out, lse = (t.narrow(2, 0, query.shape[2]).contiguous() for t in (out, lse))
-    if not query.is_contiguous():
-        out = _in_order_of(query, out)
+    out = in_order_of(query, out)
     if return_aux is None:
         return (out, lse) if return_lse else out
     from torch.nn.attention.flex_attention import AuxOutput
@@ -367,13 +366,15 @@ def flex_attention(
     return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=top)
 
 
-def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
+def in_order_of(query: Tensor, out: Tensor) -> Tensor:
     """Return the output with batch rows, heads and tokens in memory in the order that the query has, as in PyTorch.
 
     >>> query, out = torch.zeros(2, 5, 3, 4).transpose(1, 2), torch.zeros(2, 3, 5, 4)
-    >>> _in_order_of(query, out).transpose(1, 2).is_contiguous()
+    >>> in_order_of(query, out).transpose(1, 2).is_contiguous()
     True
     """
+    if query.is_contiguous():
+        return out
     order = sorted(range(3), key=query.stride, reverse=True)
     return out.permute(*order, 3).contiguous().permute(*(order.index(dim) for dim in range(3)), 3)
 

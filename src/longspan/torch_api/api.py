@@ -3,11 +3,11 @@
     with context_parallel(mesh["cp"], buffers=[tokens, labels], buffer_seq_dims=[1, 1]):
         loss(model(tokens), labels).backward()
 
-Calls of `torch.nn.functional.scaled_dot_product_attention` are routed, however they are reached, and so is
-`flex_attention` of this module. PyTorch's own flex attention and `torch.nn.MultiheadAttention` cannot be routed without
-replacing functions of PyTorch; inside a context they are refused, as are PyTorch's fused operators called by name and
-attention that is written out with a softmax. Calls inside TorchScript, in other threads and of other packages' kernels
-are not seen: a context that computed something and routed no attention warns at exit.
+Calls of `torch.nn.functional.scaled_dot_product_attention` are routed, however they are reached, and so are calls of
+PyTorch's `flex_attention` and of this module's, compiled or not. `torch.nn.MultiheadAttention`, PyTorch's fused
+operators called by name and attention that is written out with a softmax are refused. Calls inside TorchScript, in
+other threads and of other packages' kernels are not seen: a context that computed something and routed no attention
+warns at exit.
 """
 
 from __future__ import annotations
@@ -500,7 +500,7 @@ class _Hooks:
     def check(self, module: nn.Module, *_: Any) -> None:
         route, _ = self.open.stack[-1]
         if not route.calls[self.style.attention_type]:
-            name = {"sdpa": "torch.nn.functional.scaled_dot_product_attention", "flex": "torch_api.flex_attention"}
+            name = {"sdpa": "torch.nn.functional.scaled_dot_product_attention", "flex": "flex_attention"}
             raise PlanError(
                 f"{type(module).__name__} has ContextParallel(attention_type={self.style.attention_type!r}), but its"
                 f" forward never called {name[self.style.attention_type]}, so its attention, if any, saw the tokens of"

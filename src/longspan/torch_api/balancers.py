@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from longspan._torch import cp_options, version
 from longspan.errors import LayoutError, NotSupportedError
@@ -436,6 +437,8 @@ class Inferred:
                 )
             return layout
         default = Contiguous() if len(lengths) == 1 else self.default  # one rank has all tokens in order
+        if default is not None and isinstance(tensor, DTensor) and not self.follow_options:
+            default = Contiguous()  # that is what its placement says
         if default is not None and (self.follow_options or default in record.fitting_defaults):
             if seq_len not in (None, sum(lengths)):
                 return default.layout(seq_len, len(lengths))  # callers check that it fits

@@ -41,7 +41,7 @@ from longspan.masks import Mask, causal, full
 from longspan.masks.mask import MaskKey
 from longspan.planning.plan import Plan
 from longspan.run import ops
-from longspan.run.flex import check_lengths, mask_of_block_mask
+from longspan.run.flex import check_lengths, in_order_of, mask_of_block_mask
 from longspan.spans import Ints
 from longspan.torch_api.balancers import (
     Balancer,
@@ -222,7 +222,8 @@ class Route:
         plan = self.plan(query, key, value, causal() if is_causal else None)
         self.count("sdpa")
         kernel = _kernel(query, key, value, not plan.mask.is_structured)
-        return attention(marked(query), key, value, plan, group=self.mesh, scale=scale, kernel=kernel)
+        out = attention(marked(query), key, value, plan, group=self.mesh, scale=scale, kernel=kernel)
+        return in_order_of(query, out)
 
     def flex(
         self,
@@ -571,7 +572,8 @@ def _sdpa_in_graph(
         return None
     q, k, v = as_autocast(query), as_autocast(key), as_autocast(value)
     needs_backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return _routed_attention(q, k, v, is_causal, None if scale is None else float(scale), needs_backward)[0]
+    out = _routed_attention(q, k, v, is_causal, None if scale is None else float(scale), needs_backward)[0]
+    return in_order_of(q, out)
 
 
 @torch.compiler.disable(reason="it refuses the call")
