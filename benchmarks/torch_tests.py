@@ -49,7 +49,7 @@ REPLACED = "torch.distributed.tensor.experimental._attention"
 NO_CPU_KERNEL = ["EFFICIENT_ATTENTION", "CUDNN_ATTENTION"]
 """Backends of PyTorch's SDPA that do not exist on CPUs, so that tests have no reference there."""
 PYTORCH_ALONE = {
-    "test_attention_shard_without_cp": "it calls PyTorch's DTensor alone, which on CPUs has no rules for fused attention"
+    "test_attention_shard_without_cp": "it calls PyTorch's DTensor alone, which has no rules for CPU kernels"
 }
 """Tests that call no replaced name and do not pass on CPUs whatever is replaced; they are not run."""
 LIMITS_ON_CPUS = [
@@ -222,8 +222,8 @@ class Cells:
         cls.subTest = lambda _, **axes: cells._subtest(axes)  # type: ignore[attr-defined]
         cls.assertRaisesRegex = assert_raises  # type: ignore[attr-defined]
 
-    def _method(self, function: Callable[..., None]) -> Callable[..., None]:
-        def call(case: Any, *args: Any, **kwargs: Any) -> None:
+    def _method(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(case: Any, *args: Any, **kwargs: Any) -> Any:
             if self.inside:
                 return function(case, *args, **kwargs)
             expected, self.expected = self.expected, None
@@ -275,7 +275,7 @@ class Cells:
         self.pipe.send(("start", index, label))
         return index
 
-    def _run(self, label: str, function: Callable[[], None], expected: tuple[Any, str] | None) -> Result:
+    def _run(self, label: str, function: Callable[[], Any], expected: tuple[Any, str] | None) -> Result:
         import torch
 
         torch.manual_seed(self.index)  # the same on every rank; a cell that draws no numbers then ran nothing
