@@ -8,11 +8,12 @@ for reasons that are lifted here, each in one place:
 
 - skips without GPUs, the flags of fused kernels and the number of ranks: `lift_guards`;
 - its reference for flex attention, which has no backward on CPUs in PyTorch: `dense_flex`;
-- message counts, which PyTorch's `CommDebugMode` reads from PyTorch's collectives: `UncomparedCounts`. Longspan sends inside its
-  operator, so a test that compares them is reported as "counts not compared".
+- message counts, which PyTorch's `CommDebugMode` reads from PyTorch's collectives: `Uncounted`. Longspan sends inside
+  its operator, so that a cell that compares them is reported as "counts not compared".
 
-Each test runs in processes of its own with a time limit. Each cell of a test, a subtest or a call of a `_test_*` method,
-gets a line, except that cells that cannot run here are counted; after a cell that does not pass, new processes continue with the next one. Exits with 1 if a cell failed.
+Each test runs in processes of its own with a time limit. Each cell, a subtest or a call of a `_test_*` method, gets a
+line, except that cells that cannot run here are counted; after a cell that is refused or fails, new processes
+continue with the next one. Exits with 1 if a cell failed.
 """
 
 from __future__ import annotations
@@ -42,19 +43,13 @@ from types import ModuleType
 from typing import Any
 
 OURS = "longspan.torch_api._attention"
-EXPERIMENTAL = "torch.distributed.tensor.experimental"
-REPLACED = [
-    f"{EXPERIMENTAL}._attention",
-    f"{EXPERIMENTAL}._context_parallel._attention",
-    f"{EXPERIMENTAL}._context_parallel._cp_custom_ops",
-    f"{EXPERIMENTAL}._context_parallel._load_balancer",
-]
-"""Modules of PyTorch that tests import and that Longspan's module stands for."""
+REPLACED = "torch.distributed.tensor.experimental._attention"
+"""The module that the file imports from. Names that it imports from others are the same objects in both."""
 
 NO_CPU_KERNEL = ["EFFICIENT_ATTENTION", "CUDNN_ATTENTION"]
 """Backends of PyTorch's SDPA that do not exist on CPUs, so that tests have no reference there."""
 PYTORCH_ALONE = {
-    "test_attention_shard_without_cp": "it calls PyTorch's DTensor alone, which on CPUs has no rules for fused attention"
+    "test_attention_shard_without_cp": "it calls PyTorch's DTensor alone, which has no rules for CPU kernels"
 }
 """Tests that call no replaced name and do not pass on CPUs whatever is replaced; they are not run."""
 LIMITS_ON_CPUS = [
@@ -99,7 +94,7 @@ class Result:
     seconds: float = 0.0
 
 
-# -- in a rank: the file and what is lifted for it -----------------------------------------------------------------------
+# -- in a rank: the file and what is lifted for it ---------------------------------------------------------------------
 
 
 def lift_guards() -> None:
@@ -121,63 +116,62 @@ def world_size_of(case: Any, ranks: int) -> int:
 
 def dense_flex(query: Any, key: Any, value: Any, *, block_mask: Any, return_aux: Any = None) -> Any:
     """Return flex attention in plain tensor math with backward, in the dtype of the inputs: the mask function decides
-    every pair. One batch row at a time, computed again in backward, so that pairs of one row fit into memory."""
+    every pair. One batch row at a time, since the pairs of all would need several times the memory."""
     import torch
     from torch.nn.attention.flex_attention import AuxOutput
-    from torch.utils.checkpoint import checkpoint
-
-    def row(q: Any, k: Any, v: Any, allowed: Any) -> tuple[Any, Any]:
-        scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
-        largest = scores.detach().amax(-1, keepdim=True)
-        weights = (scores - largest).exp()
-        total = weights.sum(-1, keepdim=True)
-        return weights @ v / total, (largest + total.log()).squeeze(-1)
 
     i, j = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])
-    rows: list[tuple[Any, Any]] = []
+    scale, outputs = query.shape[-1] ** -0.5, list[tuple[Any, Any]]()
     for b in range(query.shape[0]):
-        heads = [block_mask.mask_mod(torch.tensor(b), torch.tensor(h), i, j) for h in range(query.shape[1])]
-        rows.append(checkpoint(row, query[b], key[b], value[b], torch.stack(heads), use_reentrant=False))
-    out, lse = (torch.stack(parts) for parts in zip(*rows, strict=True))
+        heads = [block_mask.mask_mod(torch.tensor(b), torch.tensor(h), i, j) for h in range(block_mask.shape[1])]
+        bias = torch.zeros(len(heads), *heads[0].shape).masked_fill_(~torch.stack(heads), -torch.inf)
+        scores = torch.baddbmm(bias, query[b] * scale, key[b].transpose(-1, -2))
+        lse = scores.logsumexp(-1)
+        outputs.append(((scores - lse[..., None]).exp() @ value[b], lse))
+    out, lse = (torch.stack(parts) for parts in zip(*outputs, strict=True))
     return out if return_aux is None else (out, AuxOutput(lse=lse))
 
 
-class UncomparedCounts(dict[Any, Any]):
-    """Message counts that equal any others, and note the comparison."""
+class Uncounted:
+    """Takes the place of `CommDebugMode`, which sees none of Longspan's messages and keeps functions from being
+    compiled. Its counts equal any others, and the comparison is noted."""
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
 
-    def __eq__(self, other: object) -> bool:
-        self._cells.note = "counts not compared"
-        return True
+    def __enter__(self) -> Uncounted:
+        return self
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+    def __exit__(self, *_: object) -> None:
+        pass
 
-    __hash__ = None  # type: ignore[assignment]
+    def get_comm_counts(self) -> dict[Any, Any]:
+        class Counts(dict[Any, Any]):
+            def __ne__(self, other: object) -> bool:
+                cells.note = "counts not compared"
+                return False
+
+            __eq__ = object.__eq__
+
+        cells = self._cells
+        return Counts()
 
 
 def load(job: Job, cells: Cells | None = None) -> ModuleType:
     """Import the file with guards lifted and, unless `--module torch`, with Longspan's names."""
     lift_guards()
     if job.module == "longspan":
-        ours = importlib.import_module(OURS)
-        for name in REPLACED:
-            package, _, last = name.rpartition(".")
-            setattr(importlib.import_module(package), last, ours)
-            sys.modules[name] = ours
+        sys.modules[REPLACED] = importlib.import_module(OURS)
     spec = importlib.util.spec_from_file_location("pytorch_tests", job.path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     file = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = file
     spec.loader.exec_module(file)
     file.compiled_flex_attention = dense_flex  # type: ignore[attr-defined]
     file.compiled_create_block_mask = file.create_block_mask  # type: ignore[attr-defined]  # the same, sooner on CPUs
     if job.module == "longspan" and cells is not None:
-        counts = UncomparedCounts(cells)
-        mode = file.CommDebugMode
-        file.CommDebugMode = type("CommDebugMode", (mode,), {"get_comm_counts": lambda _: counts})  # type: ignore[attr-defined]
+        file.CommDebugMode = lambda: Uncounted(cells)  # type: ignore[attr-defined]
     return file
 
 
@@ -194,7 +188,7 @@ def tests_of(job: Job, pipe: Connection) -> None:
     pipe.send(found)
 
 
-# -- in a rank: cells ----------------------------------------------------------------------------------------------------
+# -- in a rank: cells --------------------------------------------------------------------------------------------------
 
 
 class Cells:
@@ -228,8 +222,8 @@ class Cells:
         cls.subTest = lambda _, **axes: cells._subtest(axes)  # type: ignore[attr-defined]
         cls.assertRaisesRegex = assert_raises  # type: ignore[attr-defined]
 
-    def _method(self, function: Callable[..., None]) -> Callable[..., None]:
-        def call(case: Any, *args: Any, **kwargs: Any) -> None:
+    def _method(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(case: Any, *args: Any, **kwargs: Any) -> Any:
             if self.inside:
                 return function(case, *args, **kwargs)
             expected, self.expected = self.expected, None
@@ -263,7 +257,7 @@ class Cells:
         index, self.expected = self.index, (kinds, pattern)
         try:
             if self.inside:
-                with unittest.TestCase.assertRaisesRegex(case, kinds, pattern):
+                with unittest.TestCase.assertRaisesRegex(case, kinds, pattern):  # noqa: PT027
                     yield
             else:
                 yield
@@ -281,7 +275,7 @@ class Cells:
         self.pipe.send(("start", index, label))
         return index
 
-    def _run(self, label: str, function: Callable[[], None], expected: tuple[Any, str] | None) -> Result:
+    def _run(self, label: str, function: Callable[[], Any], expected: tuple[Any, str] | None) -> Result:
         import torch
 
         torch.manual_seed(self.index)  # the same on every rank; a cell that draws no numbers then ran nothing
@@ -336,7 +330,10 @@ def first_line(error: BaseException) -> str:
 
 def label_of(axes: dict[str, Any]) -> str:
     """Return the axes of a cell as text, without tensors, masks and lists."""
-    named = {name: value.name if isinstance(value, enum.Enum) else getattr(value, "name", value) for name, value in axes.items()}
+    named = {
+        name: value.name if isinstance(value, enum.Enum) else getattr(value, "name", value)
+        for name, value in axes.items()
+    }
     return " ".join(f"{name}={value}" for name, value in named.items() if isinstance(value, bool | int | str))
 
 
@@ -380,7 +377,7 @@ def run_test(job: Job, rank: int, meeting: str, pipe: Connection) -> None:
     os._exit(0)  # groups and threads of the test need not end in order
 
 
-# -- the parent ------------------------------------------------------------------------------------------------------------
+# -- the parent --------------------------------------------------------------------------------------------------------
 
 
 class Processes:
@@ -434,7 +431,12 @@ class Processes:
             worst = max(heard.values(), key=lambda event: STATUSES.index(event[2].status))
             silent = len(heard) < len(self.pipes) and worst[2].status not in (FAILED, REFUSED)
             if silent:
-                worst = ("end", worst[1], Result(label, FAILED, f"a rank gave no result within {timeout:.0f} s", timeout), True)
+                worst = (
+                    "end",
+                    worst[1],
+                    Result(label, FAILED, f"a rank gave no result within {timeout:.0f} s", timeout),
+                    True,
+                )
             yield worst
             if worst[0] == "finished" or worst[3]:
                 return
@@ -453,7 +455,7 @@ def results_of(job: Job, world_size: int, timeout: float) -> Iterator[Result]:
             processes = Processes(run_test, 1 if job.local else world_size, job, os.path.join(folder, "meeting"))
             try:
                 kind, index, result = "finished", 0, Result("", FAILED, "nothing was reported")
-                for kind, index, result, _ in processes.events(timeout):
+                for kind, index, result, _ in processes.events(timeout):  # noqa: B007
                     if kind == "end":
                         found = True
                         yield result
@@ -472,7 +474,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="ranks of tests that ask for all GPUs")
     parser.add_argument("--only", default="", help="a part of Class.test")
     parser.add_argument("--cell", default="", help="a part of a cell's line, as in compiled=False")
-    parser.add_argument("--module", choices=("longspan", "torch"), default="longspan", help="whose names the file imports")
+    parser.add_argument(
+        "--module", choices=("longspan", "torch"), default="longspan", help="whose names the file imports"
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one cell")
     parser.add_argument("--traceback", action="store_true", help="print tracebacks and the output of the file")
     args = parser.parse_args()
@@ -481,14 +485,18 @@ def main() -> int:
     lister = Processes(tests_of, 1, job)
     tests = lister.pipes[0].recv()
     lister.end()
-    print(f"names of {args.module}; the reference of flex attention is a dense one; message counts are not compared")
+    print(
+        f"names of {args.module}; the reference of flex attention is a dense one; messages of Longspan are not counted"
+    )
     totals: dict[str, Counter[str]] = {}
     for cls, test, world_size, local in tests:
         if args.only not in f"{cls}.{test}":
             continue
         print(f"\n{cls}.{test}, {world_size} ranks{' simulated in one process' if local else ''}", flush=True)
         total, not_run = totals.setdefault(f"{cls}.{test}", Counter()), Counter[str]()
-        for result in results_of(Job(**{**vars(job), "cls": cls, "test": test, "local": local}), world_size, args.timeout):
+        for result in results_of(
+            Job(**{**vars(job), "cls": cls, "test": test, "local": local}), world_size, args.timeout
+        ):
             total[result.status] += 1
             text = f"{result.status}: {result.detail}" if result.detail else result.status
             if result.status in (GPU, OMITTED):

@@ -88,6 +88,11 @@ def _context_parallel_shard(
 
     As in PyTorch, it sets `_cp_options.enable_load_balance`: whether the shards are balanced.
     """
+    if isinstance(mesh.get_local_rank(), torch.SymInt):
+        raise PlanError(
+            "`mesh` must have one process per rank, but LocalTensorMode simulates its ranks in this one. Use"
+            " longspan.testing.run_loopback to run all ranks in one process."
+        )
     shards = context_parallel_shard(mesh, buffers, seq_dims, Contiguous() if load_balancer is None else load_balancer)
     _cp_options.enable_load_balance = load_balancer is not None
     return shards
