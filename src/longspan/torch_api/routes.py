@@ -276,7 +276,8 @@ class Route:
         if (
             (expected.seq_len, expected.world_size) != (layout.seq_len, layout.world_size)
             or other_tokens(expected, layout)
-            or not np.array_equal(order, expected_order)
+            or (order is None) != (expected_order is None)
+            or (order is not None and expected_order is not None and not np.array_equal(order, expected_order))
         ):
             raise LayoutError(
                 f"`block_mask` must be sharded like query, by {expected}, but it was sharded by {layout}. Shard both by"
