@@ -33,6 +33,7 @@ from longspan.layouts import Layout
 from longspan.layouts.layout import other_tokens, remember
 from longspan.masks import Mask
 from longspan.run.flex import mask_of_block_mask
+from longspan.run.transports import observe as count_messages
 from longspan.spans import Ints, check_int
 from longspan.torch_api.balancers import (
     Balanced,
@@ -76,6 +77,7 @@ __all__ = [
     "context_parallel",
     "context_parallel_shard",
     "context_parallel_unshard",
+    "count_messages",
     "flex_attention",
     "set_rotate_method",
 ]
