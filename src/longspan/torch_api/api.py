@@ -124,7 +124,7 @@ def context_parallel(
     if not keep <= {id(t) for t in tensors}:
         raise PlanError("no_restore_buffers has tensors that are not among buffers. List the same tensor objects.")
     default = default_balancer() if tensors else Inferred(check_mesh(mesh), default_balancer())
-    if length is not None and length < 2 * mesh.size():
+    if tensors and length is not None and length < 2 * mesh.size():
         default = Contiguous()  # as in PyTorch: there are no two chunks per rank
     route = route_for(mesh, load_balancer, default, mask, length)
     with ExitStack() as stack:
