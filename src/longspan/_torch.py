@@ -334,23 +334,20 @@ def compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequ
     return torch._inductor.compile(graph, list(inputs))  # type: ignore[return-value]
 
 
-def context_parallel_module() -> Any:
-    """Return PyTorch's own `torch.distributed.tensor.experimental._attention`."""
+def context_parallel_names() -> dict[str, Any]:
+    """Return PyTorch's names for context parallelism, and its operator that gathers keys and values."""
     from torch.distributed.tensor.experimental import _attention
-
-    return _attention
-
-
-def flex_cp_allgather() -> Any:
-    """Return PyTorch's operator that gathers keys and values along the sequence, with a backward."""
     from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
 
-    return flex_cp_allgather
+    names = {name: getattr(_attention, name) for name in _attention.__all__}
+    return {**names, "flex_cp_allgather": flex_cp_allgather}
 
 
 def cp_options() -> Any:
     """Return PyTorch's options of context parallelism: `enable_load_balance` and `rotate_method`."""
-    return context_parallel_module()._cp_options
+    from torch.distributed.tensor.experimental._attention import _cp_options
+
+    return _cp_options
 
 
 def functions_named(names: Sequence[str]) -> dict[Any, str]:

@@ -4,9 +4,9 @@ import pytest
 
 from longspan.torch_api import routes
 from tests.hosts import torch_routes_work as work
-from tests.pool import end_all, pool
+from tests.hosts.test_torch_api import assert_exact, run
+from tests.pool import end_all
 
-TIMEOUT = 200.0
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -14,17 +14,6 @@ pytestmark = pytest.mark.timeout(240)
 def _end_pools():
     yield
     end_all()
-
-
-def run(function, *args, world=2):
-    return pool(world).run(function, *args, timeout=TIMEOUT)
-
-
-def assert_exact(ranks):
-    for rank, results in enumerate(ranks):
-        assert results
-        for what, error, limit in results:
-            assert error <= limit, f"rank {rank} is off by {error:.2e}: {what}"
 
 
 def test_flex_attention_of_pytorch_is_over_all_ranks():

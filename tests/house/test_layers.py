@@ -120,7 +120,7 @@ def test_private_torch_names_live_in_one_file():
     wrong = [
         f"{path.relative_to(SRC.parent)}:{number}: {line.strip()}"
         for path in modules()
-        if path.name not in ("_torch.py", "_attention.py")  # the latter offers PyTorch's names, underscores included
+        if path.name != "_torch.py"
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if private.search(line)
     ]

@@ -92,7 +92,7 @@ class PerDocument:
         return Contiguous.of_lengths(slots(per_document(self.rows[0], world_size)))
 
     def row_order(self, seq_len: int, world_size: int) -> Ints | None:
-        """Return which token of each batch row is at which place, rank after rank; None if all rows are alike."""
+        """Return which token of each batch row is at which place, rank after rank; None if all rows have the same."""
         layouts = [per_document(row, world_size) for row in self.rows]
         lengths = {layout.seq_len for layout in layouts}
         if lengths != {seq_len}:
@@ -249,7 +249,7 @@ def rearrange(x: Tensor, order: Ints, dim: int, *, restore: bool = False) -> Ten
     dim %= x.ndim
     if dim == 0 or x.shape[0] != len(order):
         raise LayoutError(
-            f"`load_balancer` has an order of its own for each of {len(order)} batch rows, so a buffer must have"
+            f"`load_balancer` has an order for each of {len(order)} batch rows, so a buffer must have"
             f" {len(order)} rows in dim 0 and its sequence in another dim, but got shape {tuple(x.shape)} and sequence"
             f" dim {dim}. Use a balancer with one order for all rows, or expand the buffer."
         )

@@ -2,7 +2,7 @@
 
 A route is a mesh, a layout and optionally a mask. A torch-function mode passes it the calls of PyTorch's attention.
 Modes belong to threads, so two threads may use two meshes. PyTorch's `flex_attention` is a Python function, which modes
-do not see: while a route is active in any thread, it runs code that looks for a route of its own thread.
+do not see: while a route is active in any thread, its code is replaced, and checks for a route of the calling thread.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ class Route:
         self.order = None if self.layout is None else row_order(balancer, self.layout.seq_len, mesh.size())
         """The order of tokens in each batch row, if rows differ; see `balancers.row_order`."""
         self._rearranged: dict[MaskKey, Mask] = {}
+        self._rearranged_scores: dict[int, Any] = {}
         self.scheme = rotation.get()
         self.calls: Counter[str] = Counter()
         self.buffers: set[int] = set()
@@ -258,7 +259,10 @@ class Route:
         plan = self.plan(query, key, value, self._mask_of(block_mask, query) if shard is None else shard[0])
         self.count("flex")
         if score_mod is not None and self.order is not None:
-            score_mod = rearranged_score(score_mod, self.order)
+            number = id(score_mod)  # the rearranged function keeps it alive
+            if number not in self._rearranged_scores:
+                self._rearranged_scores[number] = rearranged_score(score_mod, self.order)
+            score_mod = self._rearranged_scores[number]
         return flex_of_shards(
             marked(query), key, value, score_mod, None, scale, enable_gqa, return_lse, kernel_options,
             return_aux=return_aux, plan=plan, group=self.mesh, captured_grads=captured_grads,
@@ -689,7 +693,8 @@ def _count_active(change: int) -> None:
     global _num_active
     with _flex_lock:
         _num_active += change
-        flex_attention.__code__ = _flex_attention.__code__ if _num_active else torch_flex.__code__
+        if _num_active == max(change, 0):  # the first route, or none
+            flex_attention.__code__ = _flex_attention.__code__ if _num_active else torch_flex.__code__
 
 
 def routes() -> list[Route]:
