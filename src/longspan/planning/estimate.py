@@ -86,10 +86,10 @@ DENSE = 1 << 22
 def _sums(keys: Ints, weights: Ints) -> tuple[Ints, Floats]:
     """Return the different keys, sorted, and the sum of the weights of each, without sums of 0."""
     if keys.max(initial=0) < DENSE:
-        sums = np.bincount(keys, weights)
-        return np.flatnonzero(sums), sums[sums != 0]
+        sums: Floats = np.bincount(keys, weights).astype(np.float64)
+        return np.flatnonzero(sums).astype(np.int64), sums[sums != 0]
     keys, which = np.unique(keys, return_inverse=True)
-    sums = np.bincount(which, weights, len(keys))
+    sums = np.bincount(which, weights, len(keys)).astype(np.float64)
     return keys[sums != 0], sums[sums != 0]
 
 
@@ -236,8 +236,8 @@ def _inner_messages(layer: Layer, sizes: Sizes, keep: bool, direction: str) -> I
     yield layer.num_steps - step, dst, src, rows * sizes.row_bytes(Role.DKV), 1
     if not keep:
         is_sent = again >= 0
-        ends = (np.where(returns > 0, a, b)[is_sent] for a, b in ((dst, src), (src, dst)))
-        yield again[is_sent], *ends, kv[is_sent], 0
+        first, last = np.where(returns > 0, (dst, src), (src, dst))[:, is_sent]
+        yield again[is_sent], first, last, kv[is_sent], 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -286,8 +286,9 @@ def _simulate(compute: Floats, ops: Floats, sent: Ints, machine: Machine) -> tup
     src, dst = np.divmod(pair, size)
     added = np.zeros(len(keys), dtype=np.bool_)
     added[np.searchsorted(keys, every[(sent[4] > 0) & (sent[3] > 0)])] = True
-    sides = ((end * num + step, num_bytes, added) for end in (src, dst))
-    count, packed, packs, unpacked, unpacks = message_work(*sides, size * num, machine).reshape(5, size, num)
+    sides = [(end * num + step, num_bytes, added) for end in (src, dst)]
+    work = message_work(sides[0], sides[1], size * num, machine)
+    count, packed, packs, unpacked, unpacks = work.reshape(5, size, num)
     pack, unpack = (
         a / machine.copy_bandwidth + b * machine.op_seconds for a, b in ((packed, packs), (unpacked, unpacks))
     )
@@ -299,8 +300,8 @@ def _simulate(compute: Floats, ops: Floats, sent: Ints, machine: Machine) -> tup
     latency = np.array([link.latency for link in machine.links])[level]
     # Ports have clocks that are further apart than the longest pass, so that all are worked through in one go.
     apart = 2 * float((pack + compute + unpack).max(axis=0).sum() + (seconds + latency).sum() + queued.max())
-    ports = [(end * len(machine.links) + level) * apart for end in (src, dst)]
-    begins = np.searchsorted(step, np.arange(num + 1)).tolist()
+    ports = [((end * len(machine.links) + level) * apart).astype(np.float64) for end in (src, dst)]
+    begins: list[int] = np.searchsorted(step, np.arange(int(num) + 1)).tolist()
     now = np.zeros(size)
     for number in range(num):
         ready = now + pack[:, number]
