@@ -3,7 +3,8 @@
   longspan trace --seq 64k --ranks 8 --docs longtail --out plan.json
 
 `torchrun -m longspan bench` writes the measured one in the same form, so that both open side by side. A rank is a
-process; its computes are one track, and the messages from each peer another.
+process; its computes, with the packing and unpacking of messages, are one track, and the messages from each peer
+another.
 """
 
 from __future__ import annotations

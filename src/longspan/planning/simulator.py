@@ -28,7 +28,7 @@ Delay = Callable[[int, int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A period in which a rank was busy: `compute`, or a message seen from its target."""
+    """A period in which a rank was busy: `compute`, `pack`, `unpack`, or a message seen from its target."""
 
     rank: int
     step: int
@@ -107,7 +107,9 @@ class _Simulation:
             now, _, rank, step = heapq.heappop(self.queue)
             self.waiting[rank] -= 1
             if not self.waiting[rank]:
-                self._enter(rank, step + 1, max(now + self.busy[rank][step][2], self.queued[rank][step]))
+                done = now + self.busy[rank][step][2]
+                self._add_event(rank, step, "unpack", now, done)
+                self._enter(rank, step + 1, max(done, self.queued[rank][step]))
         self._check_done()
         peaks = tuple(self._peak_bytes(rank) for rank in range(self.schedule.world_size))
         return Timeline(max(self.finished), tuple(self.finished), tuple(self.received), peaks, tuple(self.events))
@@ -119,19 +121,26 @@ class _Simulation:
             self.finished[rank] = max(now, self.machine.call_seconds)
             return
         # The folds of a scan come before its messages, as packing does.
-        (pack, compute, _), is_scan = self.busy[rank][number], isinstance(self.schedule, ScanSchedule)
+        pack, compute, _ = self.busy[rank][number]
         ready = now + pack
         self.waiting[rank] = 1 + len(self.messages[rank][number])
         self._leave(ready + compute, rank, number)
-        if steps[number].computes:
-            start, stop = (now, ready) if is_scan else (ready, ready + compute)
-            self.events.append(Event(rank, number, "compute", start, stop))
+        if isinstance(self.schedule, ScanSchedule):
+            self._add_event(rank, number, "compute", now, ready)
+        else:
+            self._add_event(rank, number, "pack", now, ready)
+            if steps[number].computes:
+                self._add_event(rank, number, "compute", ready, ready + compute)
         for (src, dst), size in self.messages[rank][number].items():
             key = (number, src, dst)
             if key in self.offered:
                 self._send(key, size, max(ready, self.offered.pop(key)))
             else:
                 self.offered[key] = ready
+
+    def _add_event(self, rank: int, step: int, kind: str, start: float, stop: float) -> None:
+        if stop > start:
+            self.events.append(Event(rank, step, kind, start, stop))
 
     def _leave(self, time: float, rank: int, step: int) -> None:
         self.order += 1
