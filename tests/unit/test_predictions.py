@@ -211,7 +211,7 @@ def test_auto_sees_what_hosts_have_to_do(name):
     assert chosen.seconds + chosen.host_seconds <= (1 + GAIN) * least
 
 
-@pytest.mark.parametrize("name", ["8 causal", "64 window"])
+@pytest.mark.parametrize("name", ["8 causal", "64 causal"])
 def test_a_slow_host_gets_a_scheme_with_fewer_operations(name):
     case = next(case for case in CASES if case.name == name)
     plan = plan_of(case)

@@ -59,11 +59,12 @@ class _Simulation:
     def __init__(self, schedule: Schedule | ScanSchedule, machine: Machine, delay: Delay | None) -> None:
         self.schedule, self.machine, self.delay = schedule, machine, delay
         size = schedule.world_size
-        self.queue: list[tuple[float, int, int, int]] = []  # time, order of entry, rank, step it may leave
+        self.queue: list[tuple[float, int, int, int, bool]] = []
+        """Time, order of entry, rank, step, and whether the rank offers its messages then; else one of them is done."""
         self.order = 0
         self.waiting = [0] * size  # computes and messages that keep a rank in its step
         self.step = [-1] * size
-        self.offered: dict[tuple[int, int, int], float] = {}
+        self.offered: set[tuple[int, int, int]] = set()
         self.ports: dict[tuple[int, int, str], float] = {}
         self.finished = [0.0] * size
         self.received = [0] * size
@@ -104,7 +105,10 @@ class _Simulation:
         for rank in range(self.schedule.world_size):
             self._enter(rank, 0, 0.0)
         while self.queue:
-            now, _, rank, step = heapq.heappop(self.queue)
+            now, _, rank, step, is_offer = heapq.heappop(self.queue)
+            if is_offer:
+                self._offer(rank, step, now)
+                continue
             self.waiting[rank] -= 1
             if not self.waiting[rank]:
                 done = now + self.busy[rank][step][2]
@@ -124,27 +128,32 @@ class _Simulation:
         pack, compute, _ = self.busy[rank][number]
         ready = now + pack
         self.waiting[rank] = 1 + len(self.messages[rank][number])
-        self._leave(ready + compute, rank, number)
+        if self.messages[rank][number]:
+            self._push(ready, rank, number, is_offer=True)
+        self._push(ready + compute, rank, number)
         if isinstance(self.schedule, ScanSchedule):
             self._add_event(rank, number, "compute", now, ready)
         else:
             self._add_event(rank, number, "pack", now, ready)
             if steps[number].computes:
                 self._add_event(rank, number, "compute", ready, ready + compute)
+
+    def _offer(self, rank: int, number: int, now: float) -> None:
         for (src, dst), size in self.messages[rank][number].items():
             key = (number, src, dst)
             if key in self.offered:
-                self._send(key, size, max(ready, self.offered.pop(key)))
+                self.offered.remove(key)
+                self._send(key, size, now)
             else:
-                self.offered[key] = ready
+                self.offered.add(key)
 
     def _add_event(self, rank: int, step: int, kind: str, start: float, stop: float) -> None:
         if stop > start:
             self.events.append(Event(rank, step, kind, start, stop))
 
-    def _leave(self, time: float, rank: int, step: int) -> None:
+    def _push(self, time: float, rank: int, step: int, *, is_offer: bool = False) -> None:
         self.order += 1
-        heapq.heappush(self.queue, (time, self.order, rank, step))
+        heapq.heappush(self.queue, (time, self.order, rank, step, is_offer))
 
     def _send(self, key: tuple[int, int, int], size: int, now: float) -> None:
         number, src, dst = key
@@ -160,7 +169,7 @@ class _Simulation:
         self.received[dst] += size
         self.events.append(Event(dst, number, "message", start, stop, src, size))
         for rank in (src, dst):
-            self._leave(stop, rank, number)
+            self._push(stop, rank, number)
 
     def _check_done(self) -> None:
         stuck = [rank for rank, steps in enumerate(self.schedule.ranks) if self.step[rank] < len(steps)]
