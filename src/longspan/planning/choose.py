@@ -76,8 +76,8 @@ _HEADS = f"{'fwd ms':>9s} {'bwd ms':>9s} {'host ms':>9s} {'recv MiB':>10s} {'pea
 REASON_HEAD = f"  {'scheme':20s} {_HEADS}"
 TIE = 0.01
 LARGE = 6e-3
-"""Seconds from which hybrids are estimated only for the largest groups and for whole nodes. Groups between these win by
-more than 2% only where launches and latencies count (`python -m benchmarks.auto_choice`)."""
+"""Seconds from which hybrids are estimated only for the largest groups and groups of whole nodes. Others win by more
+than 2% only where launches and latencies count (`python -m benchmarks.auto_choice`)."""
 MAX_RING = 128
 """Ranks of a ring up to which all of them are estimated: their steps grow with the square."""
 GAIN = 0.02
@@ -258,7 +258,7 @@ def choose(problem: Problem, machine: Machine, *, keep: bool) -> Scheme:
         others = [other for other in others if other.inner is not PLANNERS["all_gather"]]
     if floor.seconds(first) > LARGE:
         size, most = problem.layout.world_size, max((o.heads for o in others if o.name != "all_to_all"), default=1)
-        others = [other for other in others if other.heads in (1, machine.node, most, size)]
+        others = [o for o in others if o.heads in (1, most, size) or o.heads % machine.node == 0]
     times = [(estimated(first, machine, keep=keep), first)]
     best = times[0][0].seconds
     for bound, other in sorted(((floor.seconds(other), other) for other in others), key=lambda pair: pair[0]):
