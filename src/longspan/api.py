@@ -316,6 +316,7 @@ def plan(
     batch: int = 1,
     scheme: str = "auto",
     machine: Machine | str | None = None,
+    group: Group = None,
     keep: bool = False,
     fetch_bytes: int | None = None,
     chunks: int | None = None,
@@ -333,7 +334,10 @@ def plan(
         batch: batch rows.
         scheme: the name of a scheme, which is used or refused; "auto" compares all, with reasons.
         machine: the hardware for which "auto" prices schemes: a `Machine`, or the name of one, such as "h100" (with
-            PyTorch's kernels) or "h100-fa3". Default: an H100 cluster with the kernel that would run there.
+            PyTorch's kernels) or "h100-fa3". Default: that of `group`, else an H100 cluster with the kernel that would
+            run there.
+        group: the ranks that will run the plan, to find their devices and how many share a host if they use NCCL. All
+            of them must make this call, since they exchange this once.
         keep: keep remote K/V for backward instead of fetching them again.
         fetch_bytes: limit of the remote K/V that an exchange holds at once.
         chunks: with `chunks=n`, results are bit-for-bit identical on any number of ranks (including one), provided n
@@ -372,8 +376,14 @@ def plan(
                 raise PlanError(
                     f"fetch_bytes must be at least {16 * row}, 16 rows of {row} bytes, but got {fetch_bytes}."
                 )
-        hardware = machine_named(machine) if isinstance(machine, str) else machine
-        hardware = hardware or assumed_machine(functions=not mask.is_structured)
+        functions, is_assumed = not mask.is_structured, machine is None
+        if group is not None and machine is None:
+            from longspan.run.hardware import machine_of_group
+
+            machine, is_assumed = machine_of_group(group, functions=functions)
+        hardware = (
+            machine_named(machine) if isinstance(machine, str) else machine or assumed_machine(functions=functions)
+        )
         named = scheme.replace(" ", "")
         if chunks is not None:
             chunks = check_int(chunks, "chunks", "plan()", PlanError, low=1, high=MAX_CHUNKS)
@@ -382,6 +392,4 @@ def plan(
                     f"fetch_bytes must be None with chunks = {chunks}, but got {truncated_repr(fetch_bytes)}. Rows that"
                     f" arrive in stages are computed in other kernel calls than rows that arrive at once."
                 )
-        return build_plan(
-            mask, PlanRequest(layout, sizes, name, named, hardware, machine is None, keep, max_rows, chunks)
-        )
+        return build_plan(mask, PlanRequest(layout, sizes, name, named, hardware, is_assumed, keep, max_rows, chunks))

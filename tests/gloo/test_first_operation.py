@@ -89,7 +89,7 @@ def test_no_device_takes_part_when_ranks_compare(device, way, monkeypatch):
     monkeypatch.setattr(trust_group, "message_device", lambda group, wanted: torch.device(device))
     for name in ("_rows_by_messages", "_rows_by_store", "meet"):
         monkeypatch.setattr(trust_group.Running, name, lambda *_, name=name: ways.append(name))
-    running._rows(b"row")
+    running.rows(b"row")
     assert ways == [way]
 
 

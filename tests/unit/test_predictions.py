@@ -26,8 +26,10 @@ from longspan.planning.machine import (
     H100_FITTED,
     H100_FLEX,
     Work,
+    machine_of,
     machine_text,
     nearest,
+    on_hosts,
     parse_machine,
     queued_at,
     rank_seconds,
@@ -402,3 +404,23 @@ def test_a_line_through_what_hosts_took():
 def test_machines_are_hashable_values():
     assert len({*MACHINES.values()}) == len(MACHINES)
     assert isinstance(H100, Machine)
+
+
+# -- machines of devices and hosts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "node"),
+    [("aaaa", 8), ("aabb", 2), ("abab", 1 << 30), ("abbb", 1 << 30), ("aaab", 1 << 30), ("a" * 16, 16)],
+)
+def test_nodes_are_runs_of_ranks_on_one_host(hosts, node):
+    machine = on_hosts(H100, [host.encode() for host in hosts])
+    assert machine.node == node
+    assert machine.links[-1] == H100.links[-1]
+    assert (machine is H100) == (node == 8)
+
+
+def test_an_unknown_device_has_no_machine():
+    assert machine_of(["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe"], "FA2") is None
+    assert machine_of(["NVIDIA H200"], "FA3") is MACHINES["h100-fa3"]
+    assert machine_of(["NVIDIA B200"], "unknown") is MACHINES["b200"]

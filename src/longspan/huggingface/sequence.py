@@ -149,7 +149,7 @@ class ShardedSequence:
             plan = plans[key] = make_plan(
                 mask.mask if mask.is_whole else self.whole.mask(kind), self.layout,
                 q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], v_head_dim=v.shape[3], dtype=q.dtype,
-                batch=self.whole.batch, scheme=self.scheme,
+                batch=self.whole.batch, scheme=self.scheme, group=self.group,
             )  # fmt: skip
         seed = self._dropout_seed(module, options.dropout) if options.dropout else None
         return run(q, k, v, plan, options, seed, self.group)

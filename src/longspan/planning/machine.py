@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, TypeVar, cast
@@ -577,6 +578,44 @@ def nearest(major: int, kernel: str) -> Machine:
     """
     gpu = "a100" if major < 9 else "h100" if major == 9 else "b200"
     return MACHINES.get(f"{gpu}-{kernel.lower()}", MACHINES[gpu])
+
+
+GPUS = {
+    "NVIDIA A100-SXM4-40GB": "a100",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h100",
+    "NVIDIA B200": "b200",
+    "NVIDIA GB200": "b200",
+}
+"""Names of devices that presets are for. Cards with PCIe have other links."""
+
+
+def machine_of(gpus: Iterable[str], kernel: str) -> Machine | None:
+    """Return the preset for ranks with these devices, the slowest if they differ; None if there is none for one.
+
+    >>> machine_of(["NVIDIA H200", "NVIDIA A100-SXM4-80GB"], "FA2").name
+    'a100'
+    """
+    names = [GPUS.get(gpu) for gpu in sorted(set(gpus))]
+    presets = [MACHINES.get(f"{name}-{kernel.lower()}", MACHINES[name]) for name in names if name is not None]
+    return min(presets, key=lambda machine: machine.flops) if len(presets) == len(names) else None
+
+
+def on_hosts(machine: Machine, hosts: Sequence[bytes]) -> Machine:
+    """Return the machine with nodes as large as the runs of ranks that share a host; `hosts` has one for each rank.
+
+    >>> on_hosts(H100, [b"a", b"a", b"b", b"b"]).node
+    2
+    """
+    size = len(hosts)
+    nodes = (node for node in range(size, 0, -1) if size % node == 0)
+    node = next(n for n in nodes if all(len(set(hosts[i : i + n])) == 1 for i in range(0, size, n)))
+    inner, *outer = machine.links
+    if node == inner.ranks or not outer or size == node <= inner.ranks:
+        return machine
+    links = outer if node == 1 else (replace(inner, ranks=node), *outer)
+    return replace(machine, name=f"{machine.name}, {node} a node", links=tuple(links))
 
 
 # -- JSON form: `longspan calibrate` writes it, `--machine FILE` reads and checks it -----------------------------------

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from longspan import _torch
 from longspan.errors import AgreementError, BusyError, PlanError, RankError
+from longspan.planning.machine import Machine
 from longspan.planning.steps import MAX_BATCH
 from longspan.run import agreement
 from longspan.run.agreement import Comparison, Header, Record, rows_alone
@@ -88,7 +89,7 @@ def message_device(group: dist.ProcessGroup, wanted: torch.device | None = None)
 
     An accelerator always has an index: without one NCCL uses the current device, which may be the same on all ranks.
     """
-    if "cpu" in _backends(str(dist.get_backend_config(group))):
+    if "cpu" in backends_of(str(dist.get_backend_config(group))):
         return torch.device("cpu")
     device = wanted
     if device is None or device.type == "cpu":
@@ -100,7 +101,7 @@ def message_device(group: dist.ProcessGroup, wanted: torch.device | None = None)
 
 def first_waits(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether the group's first operation on such a device waits for all ranks (any backend except Gloo)."""
-    backend = _backends(str(dist.get_backend_config(group))).get(device.type, "gloo")
+    backend = backends_of(str(dist.get_backend_config(group))).get(device.type, "gloo")
     return group.size() > 1 and backend != "gloo"
 
 
@@ -114,10 +115,10 @@ def token_on(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.uint8, device=device)
 
 
-def _backends(config: str) -> dict[str, str]:
+def backends_of(config: str) -> dict[str, str]:
     """Parse PyTorch's backend config into backends by device type.
 
-    >>> _backends("cpu:gloo,cuda:nccl")
+    >>> backends_of("cpu:gloo,cuda:nccl")
     {'cpu': 'gloo', 'cuda': 'nccl'}
     """
     return dict(part.split(":", 1) for part in config.split(",") if ":" in part)
@@ -177,6 +178,8 @@ class Members:
         """Device types whose first operation all ranks have joined."""
         self.compared = ""
         """Name of the last comparison through the store."""
+        self.machines: dict[bool, tuple[Machine, bool]] = {}
+        """The machine that the ranks run on, and whether it is assumed, for masks without and with functions."""
         self._watch: Watch | None = None
         self._inside = threading.RLock()
         own = _torch.timeout_of(group, message_device(group)) or 1800.0
@@ -310,13 +313,13 @@ class Running:
         """Compare the record of this call between ranks, unless an equal one was compared before."""
         if self.call.record is None or not self.is_new:
             return
-        agreement.compare(self._rows(self.call.record.row()))
+        agreement.compare(self.rows(self.call.record.row()))
         agreed = self.members.agreed
         agreed[self.call.record.digest] = None
         if len(agreed) > MAX_AGREED:  # all ranks made the same calls, so all forget the same one
             del agreed[next(iter(agreed))]
 
-    def _rows(self, row: bytes) -> list[bytes]:
+    def rows(self, row: bytes) -> list[bytes]:
         """Return every rank's row if they differ, else this rank's alone. Uses no accelerator, whose queue may be
         long."""
         if message_device(self.members.group, self.call.device).type == "cpu":

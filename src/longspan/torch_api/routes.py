@@ -185,6 +185,7 @@ class Route:
         return build_plan(
             combined, layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], v_head_dim=v.shape[3],
             batch=q.shape[0], dtype=q.dtype, scheme=self.scheme if rotation.get() == "auto" else rotation.get(),
+            group=self.mesh,
         )  # fmt: skip
 
     def count(self, kind: str) -> None:

@@ -113,7 +113,7 @@ class LongspanAttention(FlexAttention):
             mask = mask & sliding_window(self.left)
         plan = make_plan(
             mask, layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], v_head_dim=v.shape[3],
-            batch=q.shape[0], dtype=q.dtype,
+            batch=q.shape[0], dtype=q.dtype, group=attention_masks.mesh,
         )  # fmt: skip
         out, lse = flex_attention(
             q, k, v, score_mod, None, scale, enable_gqa, return_lse=True, plan=plan, group=attention_masks.mesh,
