@@ -21,8 +21,7 @@ from torch import Tensor
 from longspan import _torch
 from longspan._compile import lookup_value, register_value, run_eagerly
 from longspan.errors import PlanError
-from longspan.kernels import Features, choose_kernel, kernel_named, why_not_inside
-from longspan.kernels.cuda_flash import implementation
+from longspan.kernels import Features, choose_kernel, full_name, kernel_named, why_not_inside
 from longspan.masks import Mask
 from longspan.masks.captures import CaptureSnapshot
 from longspan.planning.plan import Plan
@@ -201,11 +200,12 @@ _records: WeakKeyDictionary[Plan, dict[tuple[str, ...], Record]] = WeakKeyDictio
 def create_record(job: Job | HaloTask, device: torch.device, sums: bool | None, name: str, safety: Safety) -> Record:
     """Return the record of a call that ranks compare; `sums` is None if no gradients are needed."""
     plan = job.plan
-    scale = scores = sinks = "none"
+    kernel = scale = scores = sinks = "none"
     if isinstance(job, HaloTask):
         scheme = f"convolution of width {job.conv.width}"
     else:
         scheme, scale = plan.scheme.name + (", keep" if plan.keep else ""), repr(job.scale)
+        kernel = full_name(job.kernel.name)
         if plan.chunks is not None:
             scheme = f"{scheme}, chunks = {plan.chunks}, threads = {torch.get_num_threads()}"
         if job.scoring is not None:
@@ -216,7 +216,7 @@ def create_record(job: Job | HaloTask, device: torch.device, sums: bool | None, 
     gradients = "not wanted" if sums is None else "sum" if sums else "share"
     fingerprint = plan.fingerprint[: WIDTH - 1]  # changes with what functions of the mask read
     name = repr(name) if name else "none"
-    fields = fingerprint, _device(device), scheme, scale, scores, sinks, gradients, str(safety.checked), name
+    fields = fingerprint, device.type, kernel, scheme, scale, scores, sinks, gradients, str(safety.checked), name
     records = _records.setdefault(plan, {})
     record = records.get(fields)
     if record is None:
@@ -225,11 +225,6 @@ def create_record(job: Job | HaloTask, device: torch.device, sums: bool | None, 
         parts = plan.mask.fingerprint[:16], plan.layout.fingerprint[:16], plan.sizes.text(), plan.dtype
         record = records[fields] = Record(VERSION, str(torch.__version__), fingerprint, *parts, *fields[1:])
     return record
-
-
-def _device(device: torch.device) -> str:
-    """Describe the device type and the implementation of flash attention: both must be equal on all ranks."""
-    return device.type if device.type == "cpu" else f"{device.type}, {implementation()}"
 
 
 # -- Forward and backward ----------------------------------------------------------------------------------------------
