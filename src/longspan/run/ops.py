@@ -430,8 +430,8 @@ def run_backward(
         job = forward.job if sinks is None else replace(forward.job, sinks=sinks)
         if forward.scores.text:
             job = replace(job, scoring=forward.scores.scoring(captured, constants, q, job.plan))
-        if dlse is not None:
-            # Fused kernels compute delta from the output; a gradient of lse changes delta alone.
+        if dlse is not None and q.dtype == torch.float16:
+            # Fused kernels compute delta from an output that `Backward` makes up, which float16 may not have room for.
             job = replace(job, kernel=kernel_named("reference"))
         backward = Backward(job, Saved(q, k, v, out, lse, kept, captured), dout, dlse)
         call: Call | None = None
