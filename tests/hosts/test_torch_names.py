@@ -30,10 +30,11 @@ def test_every_name_is_there_with_pytorchs_arguments():
         assert list(inspect.signature(ours).parameters)[: len(parameters)] == list(parameters), name
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_scaled_dot_product_attention_in_pytorchs_words(world):
-    ranks = run(work.sdpa_matrix, world=world)
-    assert [len(found) for found in ranks] == [24] * world
+@pytest.mark.parametrize("backend", ["MATH", "FLASH_ATTENTION"])
+@pytest.mark.parametrize(("compiled", "world"), [(False, 2), (False, 4), (True, 2)])
+def test_scaled_dot_product_attention_in_pytorchs_words(backend, compiled, world):
+    ranks = run(work.sdpa_matrix, backend, compiled, world=world)
+    assert [len(found) for found in ranks] == [12 if compiled else 24] * world
     assert_exact(ranks)
 
 
@@ -50,7 +51,10 @@ def test_shard_and_unshard(world):
     assert run(work.shards, world=world) == ["done"] * world
 
 
-@pytest.mark.parametrize("work_of_rank", [work.dispatcher, work.templated_ring, work.short_sequences])
+@pytest.mark.parametrize(
+    "work_of_rank",
+    [work.dispatcher, work.templated_ring, work.short_sequences, work.memory_order, work.dtensors_untold],
+)
 def test_other_names(work_of_rank):
     assert_exact(run(work_of_rank))
 

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, and_masks, create_bloc
 import longspan as ls
 from longspan._torch import function_modes
 from longspan.torch_api import _attention as names
+from longspan.torch_api import count_messages
 from longspan.torch_api._attention import (
     _context_parallel_shard,
     _ContextParallel,
@@ -55,16 +56,21 @@ def reset():
 
 
 class Sdpa(nn.Module):
-    def __init__(self, backend=SDPBackend.MATH):
+    def __init__(self, backend, compiled):
         super().__init__()
-        self.backend = backend
+        self.backend, self.sdpa = backend, sdpa_of(compiled)
 
     def forward(self, *args, **kwargs):
         with sdpa_kernel(self.backend):
-            return F.scaled_dot_product_attention(*args, **kwargs)
+            return self.sdpa(*args, **kwargs)
 
 
-def sdpa_cell(mesh, is_causal, load_balance, rotate, forward_only, use_context):
+def sdpa_of(compiled):
+    function = F.scaled_dot_product_attention
+    return torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
+
+
+def sdpa_cell(mesh, backend, compiled, is_causal, load_balance, rotate, forward_only, use_context):
     """One cell of PyTorch's SDPA test, in its own words; the largest error of the output and of all gradients."""
     set_rotate_method(rotate)
     assert _cp_options.rotate_method.name == {"allgather": "ALL_GATHER", "alltoall": "ALL_TO_ALL"}[rotate]
@@ -78,20 +84,26 @@ def sdpa_cell(mesh, is_causal, load_balance, rotate, forward_only, use_context):
         _cp_options.enable_load_balance = load_balance
         context = context_parallel(mesh, buffers=tuple(buffers), buffer_seq_dims=(2,) * 4)
         context.__enter__()
-        attention = F.scaled_dot_product_attention
+        attention = sdpa_of(compiled)
     else:
         style = _ContextParallel(seq_dim=2, attention_type=TYPES.SDPA)
-        attention = parallelize_module(Sdpa(), mesh, style)
+        attention = parallelize_module(Sdpa(backend, compiled), mesh, style)
         balancer = _HeadTailLoadBalancer(q.shape[2], mesh.size(), q.device) if load_balance else None
         buffers = list(_context_parallel_shard(mesh, tuple(buffers), (2,) * 4, load_balancer=balancer))
         _enable_context_parallel_dispatcher()
     *leaves, dout = buffers
     for leaf in leaves:
         leaf.requires_grad = True
-    with torch.set_grad_enabled(not forward_only):
+    with torch.set_grad_enabled(not forward_only), sdpa_kernel(backend), count_messages() as forward:
         out = attention(*leaves, is_causal=is_causal)
-    if not forward_only:
-        out.backward(dout)
+    with count_messages() as backward:
+        if not forward_only:
+            out.backward(dout)
+    others = mesh.size() - 1
+    assert sum(forward.num_messages.values()) == others
+    if not forward_only:  # PyTorch's ring sends 2 * others + 1
+        sent = sum(backward.num_messages.values())
+        assert sent == 2 * others if rotate == "allgather" else others <= sent < 2 * others + 1, sent
     found = [out.detach(), *([] if forward_only else [leaf.grad for leaf in leaves])]
     for leaf in leaves:
         leaf.requires_grad = False
@@ -103,15 +115,18 @@ def sdpa_cell(mesh, is_causal, load_balance, rotate, forward_only, use_context):
     return worst(zip(whole, right[: len(found)], strict=True))
 
 
-def sdpa_matrix():
-    """All 24 cells, one after another in one process, so that both layouts were used for the same lengths."""
+def sdpa_matrix(backend, compiled):
+    """All 24 cells, one after another in one process, so that both layouts were used for the same lengths. Half of them
+    if compiled, since that takes long."""
     reset()
     mesh, found = mesh_of_all(), []
+    rotations = ("alltoall",) if compiled else ("alltoall", "allgather")
     for causal, balance, rotate, only, context in itertools.product(
-        (True, False), (True, False), ("alltoall", "allgather"), (True, False), (True, False)
+        (True, False), (True, False), rotations, (True, False), (True, False)
     ):
         if causal or not balance:
-            cell = causal, balance, rotate, only, context
+            torch._dynamo.reset()
+            cell = getattr(SDPBackend, backend), compiled, causal, balance, rotate, only, context
             found.append((str(cell), sdpa_cell(mesh, *cell), 1e-12))
     return found
 
@@ -255,7 +270,9 @@ def shards():
     assert torch.equal(made["x"][0], made["y"].float())
     assert isinstance(_context_parallel_shard(mesh, (x, y), (1, 0)), tuple)
     # After a computation, a shard carries no layout: the option decides between the two that were used.
-    for balancer in (balancers[2], None, balancers[2]):
+    x = x[:, : tokens // 2]
+    for is_balanced in (True, False, True):
+        balancer = _HeadTailLoadBalancer(tokens // 2, world, "cpu") if is_balanced else None
         (shard,) = _context_parallel_shard(mesh, [x], [1], balancer)
         assert torch.equal(context_parallel_unshard(mesh, [shard * 2], [1])[0], x * 2)
     return "done"
@@ -354,6 +371,44 @@ def templated_ring():
         right = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
         found.append((f"{causal} {rotate}", worst([(out, right)]), 1e-5))  # PyTorch merges in float32
     return found
+
+
+def memory_order():
+    """Outputs have the query's order in memory, so that the usual view of them works; compiled, too."""
+    reset()
+    mesh = mesh_of_all()
+    x = draw(2, 32 * mesh.size(), 4, 8)
+    right = F.scaled_dot_product_attention(*(x.transpose(1, 2),) * 3, is_causal=True)
+    whole, found = x.clone(), []
+    block_mask = create_block_mask(causal_mod, None, None, x.shape[1], x.shape[1], device="cpu")
+
+    def sdpa(q):
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).view(2, 32, -1)
+
+    calls = {
+        "sdpa": sdpa,
+        "compiled": torch.compile(sdpa, fullgraph=True, backend="aot_eager"),
+        "flex": lambda q: flex_attention(q, q, q, block_mask=block_mask).transpose(1, 2).view(2, 32, -1),
+    }
+    for name, call in calls.items():
+        with context_parallel(mesh, buffers=[whole], buffer_seq_dims=[1]):
+            (out,) = context_parallel_unshard(mesh, [call(whole.transpose(1, 2))], [1])
+        found.append((name, worst([(out, right.transpose(1, 2).flatten(2))]), 1e-12))
+    return found
+
+
+def dtensors_untold():
+    """The placement of a DTensor says that it is cut into stretches; a context without a balancer believes it."""
+    reset()
+    mesh = mesh_of_all()
+    q, k, v = draw(3, 2, 2, 11 * mesh.size(), 8)
+    tensors = [distribute_tensor(t, mesh, [Shard(2)]) for t in (q, k, v)]
+    try:
+        with context_parallel(mesh):
+            out = F.scaled_dot_product_attention(*tensors, is_causal=True)
+    except ls.LayoutError:  # other sequences were balanced in this process
+        return [("refused", 0.0, 0.0)]
+    return [("cut", worst([(out.full_tensor(), F.scaled_dot_product_attention(q, k, v, is_causal=True))]), 1e-12)]
 
 
 def short_sequences():

@@ -1,7 +1,6 @@
-"""`torch.distributed.tensor.experimental._attention`, name by name: a program changes its import and nothing else.
+"""PyTorch's experimental module `_attention`, name by name: a program changes its import and nothing else.
 
-    -from torch.distributed.tensor.experimental._attention import _context_parallel_shard, _ContextParallel
-    +from longspan.torch_api._attention import _context_parallel_shard, _ContextParallel
+    from longspan.torch_api._attention import _context_parallel_shard, _ContextParallel
 
 Longspan's are `context_parallel`, `context_parallel_unshard`, `set_rotate_method`, `_ContextParallel`,
 `_context_parallel_shard`, `_create_cp_block_mask` and the two functions that switch the dispatcher. The options, enums,
@@ -39,17 +38,17 @@ from longspan.torch_api.balancers import Balancer, Contiguous, Inferred, balance
 from longspan.torch_api.block_masks import shard_block_mask
 from longspan.torch_api.routes import SEQ_DIM, Route, check_mesh
 
-_pytorch = _torch.context_parallel_module()
-_CausalBehavior = _pytorch._CausalBehavior
-_HeadTailLoadBalancer = _pytorch._HeadTailLoadBalancer
-_LoadBalancer = _pytorch._LoadBalancer
-_PerDocumentHeadTailLoadBalancer = _pytorch._PerDocumentHeadTailLoadBalancer
-_PTRRLoadBalancer = _pytorch._PTRRLoadBalancer
-_RotateMethod = _pytorch._RotateMethod
-_cp_options = _pytorch._cp_options
-_is_causal_behavior = _pytorch._is_causal_behavior
-_templated_ring_attention = _pytorch._templated_ring_attention
-flex_cp_allgather = _torch.flex_cp_allgather()
+_names = _torch.context_parallel_names()
+_CausalBehavior = _names["_CausalBehavior"]
+_HeadTailLoadBalancer = _names["_HeadTailLoadBalancer"]
+_LoadBalancer = _names["_LoadBalancer"]
+_PerDocumentHeadTailLoadBalancer = _names["_PerDocumentHeadTailLoadBalancer"]
+_PTRRLoadBalancer = _names["_PTRRLoadBalancer"]
+_RotateMethod = _names["_RotateMethod"]
+_cp_options = _names["_cp_options"]
+_is_causal_behavior = _names["_is_causal_behavior"]
+_templated_ring_attention = _names["_templated_ring_attention"]
+flex_cp_allgather = _names["flex_cp_allgather"]
 
 __all__ = [
     "_CausalBehavior",
@@ -88,6 +87,11 @@ def _context_parallel_shard(
 
     As in PyTorch, it sets `_cp_options.enable_load_balance`: whether the shards are balanced.
     """
+    if isinstance(mesh.get_local_rank(), torch.SymInt):
+        raise PlanError(
+            "`mesh` must have one process per rank, but LocalTensorMode simulates its ranks in this one. Use"
+            " longspan.testing.run_loopback to run all ranks in one process."
+        )
     shards = context_parallel_shard(mesh, buffers, seq_dims, Contiguous() if load_balancer is None else load_balancer)
     _cp_options.enable_load_balance = load_balancer is not None
     return shards
@@ -106,7 +110,7 @@ def context_parallel_unshard(
     return unshard(check_mesh(mesh), buffers, seq_dims, load_balancer, Inferred(mesh, None, follow_options=True))
 
 
-class _ContextParallel(_pytorch._ContextParallel):
+class _ContextParallel(_names["_ContextParallel"]):
     """PyTorch's module wrapper for `parallelize_module`. As there, outputs that are DTensors become local tensors.
 
     It is not told how inputs are sharded. The layout is the one that the inputs carry, or a sharded BlockMask, or the

@@ -3,11 +3,11 @@
     with context_parallel(mesh["cp"], buffers=[tokens, labels], buffer_seq_dims=[1, 1]):
         loss(model(tokens), labels).backward()
 
-Calls of `torch.nn.functional.scaled_dot_product_attention` are routed, however they are reached, and so is
-`flex_attention` of this module. PyTorch's own flex attention and `torch.nn.MultiheadAttention` cannot be routed without
-replacing functions of PyTorch; inside a context they are refused, as are PyTorch's fused operators called by name and
-attention that is written out with a softmax. Calls inside TorchScript, in other threads and of other packages' kernels
-are not seen: a context that computed something and routed no attention warns at exit.
+Calls of `torch.nn.functional.scaled_dot_product_attention` are routed, however they are reached, and so are calls of
+PyTorch's `flex_attention` and of this module's, compiled or not. `torch.nn.MultiheadAttention`, PyTorch's fused
+operators called by name and attention that is written out with a softmax are refused. Calls inside TorchScript, in
+other threads and of other packages' kernels are not seen: a context that computed something and routed no attention
+warns at exit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from enum import Enum
 from typing import Any
 
 import torch
@@ -33,7 +32,8 @@ from longspan.errors import LayoutError, NotSupportedError, PlanError
 from longspan.layouts import Layout
 from longspan.layouts.layout import other_tokens, remember
 from longspan.masks import Mask
-from longspan.run.flex import check_lengths, mask_of_block_mask
+from longspan.run.flex import mask_of_block_mask
+from longspan.run.transports import observe as count_messages
 from longspan.spans import Ints, check_int
 from longspan.torch_api.balancers import (
     Balanced,
@@ -58,12 +58,10 @@ from longspan.torch_api.block_masks import block_mask_length, shard_block_mask
 from longspan.torch_api.routes import (
     ROTATIONS,
     Route,
-    Router,
-    check_heads,
+    active,
     check_mesh,
     current,
     gather_ints,
-    marked,
     rotation,
     route_for,
 )
@@ -79,6 +77,7 @@ __all__ = [
     "context_parallel",
     "context_parallel_shard",
     "context_parallel_unshard",
+    "count_messages",
     "flex_attention",
     "set_rotate_method",
 ]
@@ -125,7 +124,7 @@ def context_parallel(
     if not keep <= {id(t) for t in tensors}:
         raise PlanError("no_restore_buffers has tensors that are not among buffers. List the same tensor objects.")
     default = default_balancer() if tensors else Inferred(check_mesh(mesh), default_balancer())
-    if length is not None and length < 2 * mesh.size():
+    if tensors and length is not None and length < 2 * mesh.size():
         default = Contiguous()  # as in PyTorch: there are no two chunks per rank
     route = route_for(mesh, load_balancer, default, mask, length)
     with ExitStack() as stack:
@@ -138,7 +137,7 @@ def context_parallel(
             options.enable_load_balance = is_balanced or route.order is not None
             _shard_in_place(stack, tensors, dims, keep, route, mesh.get_local_rank())
         route.buffers = {id(t) for t in tensors}
-        stack.enter_context(Router(route))
+        stack.enter_context(active(route))
         yield
         if tensors and route.results and not (route.calls or route.planned) and mesh.size() > 1:
             warnings.warn(UNSEEN, stacklevel=3)
@@ -419,36 +418,18 @@ def flex_attention(
 ) -> Any:
     """PyTorch's `flex_attention`: over the whole sequence inside a context or a wrapped module, on one device outside.
 
-    `block_mask` is for the whole sequence, a BlockMask of PyTorch or a mask of longspan.masks, and is combined with the
-    mask of the context. Functions get global positions. If FSDP or DDP reduces gradients over the mesh, pass
-    `captured_grads="share"`, or those of captured tensors are summed twice.
+    Inside, PyTorch's own function is the same; outside, this one has a backward on every device. `block_mask` is for
+    the whole sequence, a BlockMask of PyTorch or a mask of longspan.masks, and is combined with the mask of the
+    context. Functions get global positions. `kernel_options` must be empty, as in `longspan.flex_attention`. If FSDP or
+    DDP reduces gradients over the mesh, pass `captured_grads="share"`, or those of captured tensors are summed twice.
     """
-    route = current()
-    if route is None:
-        return flex_of_shards(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-            return_aux=return_aux, captured_grads=captured_grads,
-        )  # fmt: skip
-    check_heads(query, key, enable_gqa)
-    plan = route.plan(query, key, value, _mask_of(block_mask, query, route))
-    route.count("flex")
-    return flex_of_shards(
-        marked(query), key, value, score_mod, None, scale, enable_gqa, return_lse, kernel_options,
-        return_aux=return_aux, plan=plan, group=route.mesh, captured_grads=captured_grads,
-    )  # fmt: skip
-
-
-def _mask_of(block_mask: Any, query: Tensor, route: Route) -> Mask | None:
-    if block_mask is None or isinstance(block_mask, Mask):
-        return block_mask
-    if not isinstance(block_mask, BlockMask):
-        raise PlanError(
-            f"`block_mask` must be a BlockMask of PyTorch or a mask of longspan.masks, but got"
-            f" {type(block_mask).__name__}."
-        )
-    total = route.layout_of(query).seq_len
-    check_lengths(block_mask, (total, total), "block_mask", PlanError)
-    return mask_of_block_mask(block_mask, batch=query.shape[0], heads=query.shape[1])
+    args = query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
+    route, result = current(), None
+    if route is not None:
+        result = route.flex(*args, return_aux=return_aux, captured_grads=captured_grads)
+    if result is None:
+        result = flex_of_shards(*args, return_aux=return_aux, captured_grads=captured_grads)
+    return result
 
 
 class ContextParallel(ParallelStyle):
@@ -467,14 +448,14 @@ class ContextParallel(ParallelStyle):
     def __init__(
         self,
         seq_dim: int = 2,
-        attention_type: str | Enum = "sdpa",
+        attention_type: Any = "sdpa",
         *,
         mask: Mask | None = None,
         load_balancer: Balancer | Layout | None = None,
         seq_len: int | None = None,
     ) -> None:
         super().__init__()
-        attention_type = _PYTORCH_TYPES.get(getattr(attention_type, "value", None), attention_type)
+        attention_type = _PYTORCH_TYPES.get(getattr(attention_type, "value", ""), attention_type)
         if attention_type not in ("sdpa", "flex"):
             raise PlanError(f"`attention_type` must be 'sdpa' or 'flex', but got {attention_type!r}.")
         self.seq_dim, self.attention_type = seq_dim, attention_type
@@ -515,13 +496,13 @@ class _Hooks:
                     f" takes DTensors placed (Shard({style.seq_dim}),). Redistribute it, or pass its local part."
                 )
         route = route_for(self.mesh, style.load_balancer, self.default, style.mask, style.seq_len, self.layout)
-        scope.enter_context(Router(route))
+        scope.enter_context(active(route))
         self.open.stack[-1] = route, scope
 
     def check(self, module: nn.Module, *_: Any) -> None:
         route, _ = self.open.stack[-1]
         if not route.calls[self.style.attention_type]:
-            name = {"sdpa": "torch.nn.functional.scaled_dot_product_attention", "flex": "torch_api.flex_attention"}
+            name = {"sdpa": "torch.nn.functional.scaled_dot_product_attention", "flex": "flex_attention"}
             raise PlanError(
                 f"{type(module).__name__} has ContextParallel(attention_type={self.style.attention_type!r}), but its"
                 f" forward never called {name[self.style.attention_type]}, so its attention, if any, saw the tokens of"

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from longspan._torch import cp_options, version
 from longspan.errors import LayoutError, NotSupportedError
@@ -91,7 +92,7 @@ class PerDocument:
         return Contiguous.of_lengths(slots(per_document(self.rows[0], world_size)))
 
     def row_order(self, seq_len: int, world_size: int) -> Ints | None:
-        """Return which token of each batch row is at which place, rank after rank; None if all rows are alike."""
+        """Return which token of each batch row is at which place, rank after rank; None if all rows have the same."""
         layouts = [per_document(row, world_size) for row in self.rows]
         lengths = {layout.seq_len for layout in layouts}
         if lengths != {seq_len}:
@@ -248,7 +249,7 @@ def rearrange(x: Tensor, order: Ints, dim: int, *, restore: bool = False) -> Ten
     dim %= x.ndim
     if dim == 0 or x.shape[0] != len(order):
         raise LayoutError(
-            f"`load_balancer` has an order of its own for each of {len(order)} batch rows, so a buffer must have"
+            f"`load_balancer` has an order for each of {len(order)} batch rows, so a buffer must have"
             f" {len(order)} rows in dim 0 and its sequence in another dim, but got shape {tuple(x.shape)} and sequence"
             f" dim {dim}. Use a balancer with one order for all rows, or expand the buffer."
         )
@@ -323,6 +324,8 @@ class LayoutRecord:
         """By tokens per rank; None where two layouts have as many."""
         self.by_lengths: dict[tuple[int, ...], set[int]] = {}
         """The digests of all layouts with as many tokens per rank."""
+        self.row_ordered: set[tuple[int, ...]] = set()
+        """Tokens per rank of which the latest shards were in an order for each batch row."""
         self.layouts: dict[int, Layout] = {}
         self.latest: Layout | None = None
         self.fitting_defaults = set(_DEFAULTS)
@@ -331,6 +334,8 @@ class LayoutRecord:
     def add(self, layout: Layout) -> None:
         if layout is self.latest:
             return
+        if self.row_ordered:
+            self.row_ordered.discard(tuple(slots(layout)))
         digest, self.latest = digest_of(layout), layout
         if digest in self.layouts:
             return
@@ -346,6 +351,7 @@ class LayoutRecord:
     def add_row_order(self, lengths: list[int]) -> None:
         """Record that a sequence was cut by a balancer with an order for each batch row, which is no layout."""
         self.digests[tuple(lengths)] = None
+        self.row_ordered.add(tuple(lengths))
         self.latest, self.fitting_defaults = None, set()
 
     def find(self, lengths: list[int], preferred: Balancer | None = None) -> Layout | None:
@@ -354,7 +360,7 @@ class LayoutRecord:
         if tuple(lengths) not in self.digests:
             return None
         digest = self.digests[tuple(lengths)]
-        if digest is None and preferred is not None:
+        if digest is None and preferred is not None and tuple(lengths) not in self.row_ordered:
             layout = preferred.layout(sum(lengths), len(lengths))
             if digest_of(layout) in self.by_lengths.get(tuple(lengths), ()):
                 return layout
@@ -431,6 +437,8 @@ class Inferred:
                 )
             return layout
         default = Contiguous() if len(lengths) == 1 else self.default  # one rank has all tokens in order
+        if default is not None and isinstance(tensor, DTensor) and not self.follow_options:
+            default = Contiguous()  # that is what its placement says
         if default is not None and (self.follow_options or default in record.fitting_defaults):
             if seq_len not in (None, sum(lengths)):
                 return default.layout(seq_len, len(lengths))  # callers check that it fits

@@ -61,3 +61,14 @@ def rearranged_mask(mask: Mask, order: Ints) -> Mask:
 
     heads = None if mask.num_heads == 1 else mask.num_heads
     return from_mask_mod(rearranged, order.shape[1], rows=len(order), heads=heads, name=f"rearranged {mask.name}")
+
+
+def rearranged_score(score_mod: Any, order: Ints) -> Any:
+    """Return the score function over places, where place p of batch row b holds token `order[b, p]`."""
+    tokens = torch.as_tensor(order)
+
+    def rearranged(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        row = tokens.to(q_idx.device)[b]
+        return score_mod(score, b, h, row[q_idx], row[kv_idx])
+
+    return rearranged
