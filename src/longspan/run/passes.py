@@ -352,6 +352,10 @@ class BackwardWalk(Walk):
                 total.take(Stretch(part.start + shift, part.stop + shift, tensors, part.is_state))
 
 
+READ_DELTA = ("reference", "flex")
+"""Kernels that read delta; the others compute it from dout and `out`."""
+
+
 class Backward(Run):
     """One rank's backward run on tensors."""
 
@@ -364,7 +368,8 @@ class Backward(Run):
         if dlse is not None:  # a score's gradient is p * (dp - delta + dlse); lse is a constant if there is no key
             dlse = dlse.to(dtype).masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)
             delta = delta - dlse
-            dout, out = with_lse_gradient(dout, out, dlse)
+            if job.kernel.name not in READ_DELTA:
+                dout, out = with_lse_gradient(dout, out, dlse)
         super().__init__(job, (q, k, v, dout, lse.unsqueeze(-1), delta, out, *kept), captured)
         self.of_sinks = None if job.sinks is None else (lse, delta.squeeze(-1))
 
@@ -396,7 +401,7 @@ def with_lse_gradient(dout: Tensor, out: Tensor, dlse: Tensor) -> tuple[Tensor, 
     """Return a dout and an `out` whose rowsum(dout * out) is less by dlse, for kernels that compute delta from them.
 
     A multiple of dout is subtracted from `out`. Where dout is 0, or too small to divide by, its first number becomes
-    2^-60 of dlse: far less than the rounding of any result that dlse contributes to.
+    2^-60 of dlse: less than the rounding of dq and dk. It adds 2^-60 of dlse to dv, which would be 0 if all of dout is.
     """
     floor = (dlse.abs() * 2.0**-60).clamp_(min=2.0**-100)
     size = torch.linalg.vector_norm(dout, torch.inf, -1, keepdim=True, dtype=dlse.dtype)
