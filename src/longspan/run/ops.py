@@ -28,9 +28,10 @@ from longspan.planning.plan import Plan
 from longspan.run.agreement import WIDTH, Record
 from longspan.run.group import Call, Safety, members_of, report_errors, safety
 from longspan.run.halo import HaloTask
-from longspan.run.passes import Backward, Forward, Saved
+from longspan.run.passes import Backward, BackwardWalk, Forward, ForwardWalk, Saved
+from longspan.run.program import memory_for
 from longspan.run.transports import ProcessGroup, Program, run_alone
-from longspan.run.walk import Job, Task
+from longspan.run.walk import Job, Task, recorded
 from longspan.scoring.biases import check_bias
 from longspan.scoring.pipeline import Scoring
 from longspan.scoring.recorded import Operands, bias_in, scoring_of
@@ -384,6 +385,27 @@ def run_forward(
         job = job if job.sinks is None else replace(job, sinks=None)
         context = ForwardContext(job, group, number, name, reduce_shared_grads, reads, ref(saved), scores)
         return out, lse, create_ticket(context, saved)
+
+
+def prepare(plan: Plan, rank: int, device: torch.device, kernel: str, *, backward: bool) -> None:
+    """Do what the first call with a plan does on a rank before its messages: record programs, copy their tables."""
+    sizes, dtype, tokens = plan.sizes, getattr(torch, plan.dtype), int(plan.layout.num_slots(rank))
+    one = torch.empty((), dtype=dtype, device=device)  # stands for tensors of any shape
+    q, k, v = (
+        one.expand(sizes.batch, heads, tokens, dim)
+        for heads, dim in (
+            (sizes.q_heads, sizes.head_dim), (sizes.kv_heads, sizes.head_dim), (sizes.kv_heads, sizes.v_head_dim)
+        )
+    )  # fmt: skip
+    features = Features(not plan.is_structured, False, False, plan.chunks is not None)
+    chosen = kernel_named(choose_kernel(kernel, q, k, v, features, lambda: why_not_inside(plan.mask, None, q)))
+    job = Job(plan, rank, chosen, 1.0, dtype)
+    plan.mask.refresh_captures()
+    by = id(chosen), chosen
+    with on_device(device):
+        memory_for(recorded(job, "forward", by, backward, lambda: ForwardWalk(job, saves=backward)), device)
+        if backward:
+            memory_for(recorded(job, "backward", by, False, lambda: BackwardWalk(job)), device)
 
 
 def _fake_forward(
