@@ -89,6 +89,29 @@ def _shard(self: Plan, batch: _Mapping[str, _Any] | _Any, rank: int, **options: 
     return shard_batch(batch, self, rank, **options)
 
 
+def _prepare(self: Plan, rank: int, device: _Any = "cpu", *, kernel: str = "auto", backward: bool = True) -> None:
+    """Do what the first call with the plan does on this rank before its messages: compute the rank's steps, record
+    them, and copy their tables to the device. Sends nothing, so that a thread may do it for the next batch while a step
+    runs; `longspan.training.prefetch` does.
+
+    Pass the `kernel` that the call passes, and `backward=False` for calls without gradients. A call with other tensors
+    than the plan's, or a score function, chooses its kernel itself, and then records again.
+
+    >>> p = plan(masks.causal(8), layouts.zigzag(8, 2), q_heads=2, kv_heads=2, head_dim=8, dtype="float32")
+    >>> p.prepare(0)
+    """
+    import torch
+
+    from longspan.run import ops
+
+    if rank not in range(self.layout.world_size):
+        raise PlanError(
+            f"rank must be 0 to {self.layout.world_size - 1}, but got {rank!r}. Pass this process's rank in the group."
+        )
+    ops.prepare(self, int(rank), torch.device(device), kernel, backward=backward)
+
+
+Plan.prepare = _cast(_Any, _prepare)
 Plan.shard = _cast(_Any, _shard)  # a method, which the declaration there writes without its plan
 for _kind in (masks.Mask, layouts.Layout, Plan, _ScanPlan):
     setattr(_kind, "_repr_html_", _repr_html)  # noqa: B010 - the classes below know nothing of pictures

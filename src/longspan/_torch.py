@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -157,15 +158,15 @@ def cudnn_backward(
 
 def flash(
     q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor | None, starts_k: Tensor | None, longest: tuple[int, int],
-    window: tuple[int, int], scale: float,
+    window: tuple[int, int], scale: float, run: Callable[..., Any] = _aten._flash_attention_forward,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of CUDA flash attention.
 
     Dense without `starts`: (B, Q, H, D) in, lse (B, H, Q). With `starts` (int32, one more than the number of slices):
     packed rows of many slices, (T, H, D) in, lse (H, T). `window` = (left, right) keys next to the diagonal, which ends
-    in the bottom-right corner; -1 is unbounded.
+    in the bottom-right corner; -1 is unbounded. `run` is PyTorch's operator, or a package with its signature.
     """
-    out, lse, *_ = _aten._flash_attention_forward(
+    out, lse, *_ = run(
         q, k, v, starts_q, starts_k, *longest, 0.0, window == (-1, 0), False,
         scale=scale, window_size_left=window[0], window_size_right=window[1],
     )  # fmt: skip
@@ -175,14 +176,72 @@ def flash(
 def flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts_q: Tensor | None,
     starts_k: Tensor | None, longest: tuple[int, int], window: tuple[int, int], scale: float,
+    run: Callable[..., Any] = _aten._flash_attention_backward,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) of CUDA flash attention, layouts as in `flash`."""
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
-    return _aten._flash_attention_backward(
+    return run(
         dout, q, k, v, out, lse, starts_q, starts_k, *longest, 0.0, window == (-1, 0), state, unused,
         scale=scale, window_size_left=window[0], window_size_right=window[1],
     )  # fmt: skip
+
+
+def cudnn_packed(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, starts_q: Tensor | None, starts_k: Tensor | None,
+    longest: tuple[int, int], window: tuple[int, int], scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out_THD, lse_HT) of cuDNN attention over packed slices: of all pairs, or causal from the top-left corner."""
+    out, lse, *_ = _aten._cudnn_attention_forward(
+        q_THD, k_THD, v_THD, None, starts_q, starts_k, *longest, True, 0.0, window == (-1, 0), False, scale=scale
+    )
+    return out, lse
+
+
+def cudnn_packed_backward(
+    dout_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, out_THD: Tensor, lse_HT: Tensor,
+    starts_q: Tensor | None, starts_k: Tensor | None, longest: tuple[int, int], window: tuple[int, int], scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv) of cuDNN attention over packed slices."""
+    return _aten._cudnn_attention_backward(
+        dout_THD, q_THD, k_THD, v_THD, out_THD, lse_HT, *_no_random(q_THD), None, starts_q, starts_k, *longest, 0.0,
+        window == (-1, 0), scale=scale,
+    )  # fmt: skip
+
+
+CUDNN = 91800  # from this version on PyTorch itself runs packed slices on cuDNN
+
+
+@cache
+def flash_package(name: str) -> tuple[Callable[..., Any], Callable[..., Any]] | str:
+    """Return forward and backward of an installed FA3, FA4 or cuDNN, or why there are none. Those of FA3 and FA4 have
+    the signatures of PyTorch's operators, those of cuDNN that of `flash`.
+
+    PyTorch before 2.14 builds a graph of cuDNN in every packed call, which takes 40 ms (pytorch#191576).
+    `torch.nn.attention.activate_flash_attention_impl` would replace the operators of the whole process by these: calls
+    of `scaled_dot_product_attention` with dropout, or on another kind of GPU, would raise then.
+    """
+    if name == "cuDNN":
+        arguments = _aten._cudnn_attention_forward.default._schema.arguments
+        installed = torch.backends.cudnn.version()
+        if "seqused_k" not in (argument.name for argument in arguments):
+            return f"it needs PyTorch 2.14 or newer, and this is {torch.__version__}"
+        if installed is None or installed < CUDNN:
+            return f"it needs cuDNN 9.18 or newer, and this PyTorch has {installed or 'none'}"
+        return cudnn_packed, cudnn_packed_backward
+    try:
+        if name == "FA3":
+            from torch.nn.attention import _fa3
+
+            _fa3._fa3_import_module("flash_attn_interface")
+            return _fa3._fa3_flash_attention_forward_impl_default, _fa3._fa3_flash_attention_backward_impl
+        from torch.nn.attention import _fa4
+
+        _fa4._fa4_import_module("flash_attn.cute.interface")
+        _fa4._FA4_MODULE_PATH = "flash_attn.cute.interface"
+        return _fa4._fa4_flash_attention_forward_impl, _fa4._fa4_flash_attention_backward_impl
+    except Exception as error:  # packages of kernels fail in many ways: a missing library, another version of PyTorch
+        return f"{name} cannot be loaded ({type(error).__name__}: {str(error)[:120]})"
 
 
 def group_named(name: str) -> ProcessGroup:

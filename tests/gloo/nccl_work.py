@@ -109,7 +109,7 @@ class NcclRank(Rank):
         from longspan.run import ops
 
         self.pipe.send(("struck", time.time(), ""))
-        ops._device = lambda device: f"cuda, {'FA3' if self.is_victim else 'FA2'}"
+        ops.full_name = lambda name: "fa3" if self.is_victim else "varlen (FA2)"
         self.step(mask=ls.masks.causal() & ls.masks.sliding_window(30))
 
     # -- what looks like a fault and is none ------------------------------------------------------------------------

@@ -72,7 +72,7 @@ DIFFERENT = [
     )
 ]  # fmt: skip
 DIFFERENT.append(
-    Case(RAISE, "other kernel", 3, 1, named="cuda, FA3 on rank 1", kind="AgreementError", everyone=True, settings=NCCL)
+    Case(RAISE, "other kernel", 3, 1, named="fa3 on rank 1", kind="AgreementError", everyone=True, settings=NCCL)
 )
 HOSTS = [Case(what, "layers", 3, 0, store="rank 0", named="store", settings=NCCL) for what in (KILL, STOP)]
 FAULTS = STRUCK + RAISED + APART + DIFFERENT + HOSTS

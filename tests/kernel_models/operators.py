@@ -3,7 +3,8 @@
 Each has the signature of its wrapper in `longspan._torch`, computes in float64 from what it would read (see
 `memory`), and raises where the operator does or where a kernel would read in vectors what does not lie so. From the
 sources of PyTorch 2.13 to 2.15 (flash_api.cpp, attention_backward.cu, mem_eff_attention/kernel_{forward,backward}.h,
-cudnn/MHA.cpp); none of it was compared with a GPU. `t`: the stride is taken from the tensor; `d`: taken for dense.
+cudnn/MHA.cpp) and of FlashAttention (hopper/flash_api.cpp, cute/interface.py); none of it was compared with a GPU.
+`t`: the stride is taken from the tensor; `d`: taken for dense.
 
     operator, direction         operand        dims    strides   remarks
     flash, both                 q, k, v        BSHD    tttd      last stride checked; rows in vectors, unchecked
@@ -13,6 +14,9 @@ cudnn/MHA.cpp); none of it was compared with a GPU. `t`: the stride is taken fro
     varlen, both                starts         N       d         checked; int32
     varlen, backward            dout, out      THD     ddd       copied first
     varlen, backward            lse            HT      dd        unchecked
+    fa3, fa4, both              q, k, v        as flash and varlen; v may be narrower, (192, 128)
+    fa3, fa4, backward          dout, out      as q              by their strides, in vectors
+    fa3, fa4, backward          lse            as flash and varlen
     efficient, both             q, k, v        BSHD    tttd      last stride and vectors checked; no groups of heads
     efficient, both             bias           BHSK    tttd      read in runs of 16
     efficient, backward         dout           BSHD    dddd      copied first
@@ -23,6 +27,11 @@ cudnn/MHA.cpp); none of it was compared with a GPU. `t`: the stride is taken fro
     cudnn, both                 bias           BHSK    tttd
     cudnn, backward             dout, out      BHSD    dddd      a graph is found again by q, k, v and bias alone
     cudnn, backward             lse            BHS1    dddd      unchecked (pytorch#176915)
+    cudnn_packed, both          q, k, v        THD     ddd       16 bytes; offsets of 32 bits; full, or causal top-left
+    cudnn_packed, backward      dout, out      THD     ddd       as q
+    cudnn_packed, both          lse            HT      dd        (T, H, 1) before PyTorch 2.14
+
+PyTorch passes the strides of THD tensors on to cuDNN, which takes few orders of dims: this model takes dense ones only.
 
 Results: flash and cudnn lay out `out`, dq, dk and dv like the input they belong to (empty_like), efficient as
 (B, S, H, D); lse is dense.
@@ -37,12 +46,14 @@ from tests.kernel_models.memory import AddressError, Reads, like_input, read, wr
 
 DENSE_4 = Reads("dddd", copied=True)
 FLASH = {"q": Reads("tttd"), "dout": DENSE_4, "out": DENSE_4, "lse": Reads("ddd", vectors=False)}
+BY_STRIDES = {**FLASH, "dout": Reads("tttd"), "out": Reads("tttd")}
 VARLEN = {
     "q": Reads("ttd"),
     "dout": Reads("ddd", copied=True),
     "out": Reads("ddd", copied=True),
     "lse": Reads("dd", vectors=False),
 }
+VARLEN_BY_STRIDES = {**VARLEN, "dout": Reads("ttd"), "out": Reads("ttd")}
 EFFICIENT = {
     "q": Reads("tttd"),
     "bias": Reads("tttd", run=16),
@@ -58,6 +69,9 @@ CUDNN = {
     "out": Reads("dddd"),
     "lse": Reads("dddd", vectors=False),
 }
+PACKED = Reads("ddd")
+CUDNN_ROWS = 128
+"""PyTorch runs packed slices on cuDNN only if the longest has more rows."""
 HALF = (torch.bfloat16, torch.float16)
 ROWS_FIRST = (0, 2, 1, 3)
 """Dims of (B, H, S, D) in the order of (B, S, H, D)."""
@@ -108,17 +122,30 @@ def _in_order(x, order):
 # ---- what operators check --------------------------------------------------------------------------------------------
 
 
-def _check_inputs(q, k, v):
-    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
-    assert q.shape[-1] % 8 == 0
+def _same(d, e):
+    return d == e <= 256 and d % 8 == 0
+
+
+def fa3_dims(d, e):
+    return _same(d, e) or (128 < d <= 192 and 96 < e <= 128 and d % 8 == e % 8 == 0)
+
+
+def fa4_dims(d, e):
+    """Those of its tests: others compile, or do not."""
+    return (d, e) in ((64, 64), (96, 96), (128, 128), (192, 128))
+
+
+def _check_inputs(q, k, v, dims=_same):
+    assert q.shape[-1] == k.shape[-1]
+    assert dims(q.shape[-1], v.shape[-1])
     assert all(x.stride(-1) == 1 and x.numel() for x in (q, k, v))
     assert {x.dtype for x in (k, v)} == {q.dtype}
 
 
-def _check_upstream(q, dout, out, lse):
+def _check_upstream(q, dout, out, lse, e=None):
     assert {dout.dtype, out.dtype} == {q.dtype}
     assert lse.dtype == torch.float32
-    assert dout.shape == out.shape == q.shape
+    assert dout.shape == out.shape == (*q.shape[:-1], e or q.shape[-1])
 
 
 def _check_bias(bias, q, k):
@@ -240,30 +267,32 @@ def _heads_first(x_THD):
     return x_THD.swapaxes(0, 1)[None]
 
 
-def flash(q, k, v, starts_q, starts_k, longest, window, scale):
+def flash(q, k, v, starts_q, starts_k, longest, window, scale, dims=_same):
     """`_flash_attention_forward`, of (B, S, H, D) without `starts`, of packed (T, H, D) with them."""
-    _check_inputs(q, k, v)
+    _check_inputs(q, k, v, dims)
+    order = like_input(q)
     if starts_q is None:
         assert longest == (q.shape[1], k.shape[1])
         q64, k64, v64 = (_in_order(read(n, x, FLASH["q"]), ROWS_FIRST) for n, x in (("q", q), ("k", k), ("v", v)))
         out, lse = _attend(q64, k64, v64, ~window_mask(q.shape[1], k.shape[1], window), None, scale)
-        made = written("out", _in_order(out, ROWS_FIRST), q.dtype, like_input(q))
+        made = written("out", _in_order(out, ROWS_FIRST), q.dtype, order)
         return made, written("lse", lse, torch.float32)
     q64, k64, v64 = (read(n, x, VARLEN["q"]) for n, x in (("q", q), ("k", k), ("v", v)))
-    out, lse = np.full(q.shape, np.nan), np.full((q.shape[1], q.shape[0]), np.nan)
+    out, lse = np.full((*q.shape[:2], v.shape[2]), np.nan), np.full((q.shape[1], q.shape[0]), np.nan)
     for rows, cols in _slices(q, k, starts_q, starts_k, longest):
         three = (_heads_first(x) for x in (q64[rows], k64[cols], v64[cols]))
         hidden = ~window_mask(rows.stop - rows.start, cols.stop - cols.start, window)
         part, part_lse = _attend(*three, hidden, None, scale)
         out[rows], lse[:, rows] = part[0].swapaxes(0, 1), part_lse[0]
-    return written("out", out, q.dtype, like_input(q)), written("lse", lse, torch.float32)
+    return written("out", out, q.dtype, order), written("lse", lse, torch.float32)
 
 
-def flash_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest, window, scale):
-    """`_flash_attention_backward`, layouts as in `flash`."""
-    _check_inputs(q, k, v)
-    _check_upstream(q, dout, out, lse)
-    table = FLASH if starts_q is None else VARLEN
+def flash_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest, window, scale, dims=_same):
+    """`_flash_attention_backward`, layouts as in `flash`; FA3 and FA4 do not copy dout and out first."""
+    _check_inputs(q, k, v, dims)
+    _check_upstream(q, dout, out, lse, v.shape[-1])
+    tables = (FLASH, VARLEN) if dims is _same else (BY_STRIDES, VARLEN_BY_STRIDES)
+    table = tables[starts_q is not None]
     operands = (("dout", dout), ("q", q), ("k", k), ("v", v), ("out", out), ("lse", lse))
     read64 = [read(name, x, table.get(name, table["q"])) for name, x in operands]
     if starts_q is None:
@@ -284,3 +313,53 @@ def flash_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest, window,
         written(name, x, q.dtype, like_input(like))
         for name, x, like in zip(("dq", "dk", "dv"), found, (q, k, v), strict=True)
     )
+
+
+# ---- cuDNN over packed slices ----------------------------------------------------------------------------------------
+
+
+def _check_packed(q, k, v, starts_q, starts_k, longest, window, more=()):
+    _check_inputs(q, k, v)
+    assert q.shape[-1] <= 128
+    assert q.shape[1] == k.shape[1] == v.shape[1], "no groups"
+    assert longest[0] > CUDNN_ROWS
+    assert window in ((-1, -1), (-1, 0))
+    for x in (q, k, v, *more):
+        if not x.is_contiguous() or x.storage_offset() * x.element_size() % 16:
+            raise AddressError(f"{tuple(x.shape)} by {x.stride()} from {x.storage_offset()} is not packed")
+    if max(x.shape[0] * x.stride(0) for x in (q, k, v)) >= 1 << 31:
+        raise AddressError("offsets do not fit in 32 bits")
+
+
+def cudnn_packed(q, k, v, starts_q, starts_k, longest, window, scale):
+    """`_cudnn_attention_forward` with starts."""
+    _check_packed(q, k, v, starts_q, starts_k, longest, window)
+    q64, k64, v64 = (read(n, x, PACKED) for n, x in (("q", q), ("k", k), ("v", v)))
+    out, lse = np.full(q.shape, np.nan), np.full((q.shape[1], q.shape[0]), np.nan)
+    for rows, cols in _slices(q, k, starts_q, starts_k, longest):
+        hidden = _top_left_hidden(rows, cols, window)
+        part, part_lse = _attend(*(_heads_first(x) for x in (q64[rows], k64[cols], v64[cols])), hidden, None, scale)
+        out[rows], lse[:, rows] = part[0].swapaxes(0, 1), part_lse[0]
+    return written("out", out, q.dtype), written("lse", lse, torch.float32)
+
+
+def cudnn_packed_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest, window, scale):
+    """`_cudnn_attention_backward` with starts."""
+    _check_packed(q, k, v, starts_q, starts_k, longest, window, (dout, out))
+    _check_upstream(q, dout, out, lse)
+    assert lse.shape == (q.shape[1], q.shape[0])
+    operands = (("dout", dout), ("q", q), ("k", k), ("v", v), ("out", out))
+    dout64, q64, k64, v64, out64 = (read(name, x, PACKED) for name, x in operands)
+    lse64 = read("lse", lse, Reads("dd", vectors=False))
+    found = [np.full(x.shape, np.nan) for x in (q, k, v)]
+    for rows, cols in _slices(q, k, starts_q, starts_k, longest):
+        five = (_heads_first(x) for x in (dout64[rows], q64[rows], k64[cols], v64[cols], out64[rows]))
+        parts = _attend_back(*five, lse64[:, rows][None], _top_left_hidden(rows, cols, window), None, scale)
+        for total, part, at in zip(found, parts, (rows, cols, cols), strict=True):
+            total[at] = part[0].swapaxes(0, 1)
+    return tuple(written(name, x, q.dtype) for name, x in zip(("dq", "dk", "dv"), found, strict=True))
+
+
+def _top_left_hidden(rows, cols, window):
+    shape = rows.stop - rows.start, cols.stop - cols.start
+    return np.triu(np.ones(shape, dtype=bool), 1) if window == (-1, 0) else np.zeros(shape, dtype=bool)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -23,16 +24,37 @@ from tests.kernel_models import operators
 from tests.kernel_models.cases import Case, check, close, dense, one_call, random_case, shrink_blocks
 from tests.kernel_models.memory import GUARD, AddressError, Reads, read, written
 
+
+def _package(name, dims):
+    """FA3 or FA4, by the model of flash attention with its head dims."""
+    ops = (partial(op, dims=dims) for op in (operators.flash, operators.flash_backward))
+    return Flash(name.lower(), True, *ops, package=name)
+
+
 KERNELS = {
     "varlen": Flash("varlen", True, operators.flash, operators.flash_backward),
     "flash": Flash("flash", False, operators.flash, operators.flash_backward),
+    "fa3": _package("FA3", operators.fa3_dims),
+    "fa4": _package("FA4", operators.fa4_dims),
+    "cudnn_varlen": cuda_flash.cudnn_varlen(
+        (operators.cudnn_packed, operators.cudnn_packed_backward), (operators.flash, operators.flash_backward)
+    ),
     "efficient": Efficient(op=operators.efficient, backward_op=operators.efficient_backward),
     "cudnn": Cudnn(op=operators.cudnn, backward_op=operators.cudnn_backward),
 }
 HALF = (torch.bfloat16, torch.float16)
-DTYPES = {"varlen": HALF, "flash": HALF, "cudnn": HALF, "efficient": (*HALF, torch.float32)}
+DTYPES = dict.fromkeys(KERNELS, HALF) | {"efficient": (*HALF, torch.float32)}
+MLA = ((192, 128), (184, 120))
 PARTS, PER_PART = 5, 32
 assert len(KERNELS) * PARTS * PER_PART >= 500
+
+
+@pytest.fixture(autouse=True)
+def short_slices(monkeypatch):
+    """Lets cuDNN take packed slices of any length and number."""
+    monkeypatch.setattr(cuda_flash, "CUDNN_ROWS", 0)
+    monkeypatch.setattr(cuda_flash, "CUDNN_GRAPHS", 1 << 20)
+    monkeypatch.setattr(operators, "CUDNN_ROWS", 0)
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
@@ -108,6 +130,8 @@ def _case(seed, name):
     case = {"documents": _documents, "single rows": _single_rows}.get(kind, lambda rng: random_case(seed, 40))(rng)
     heads = rng.choice(((1, 1), (2, 2), (4, 2), (6, 2), (3, 1), (4, 4)))
     dims = rng.choice(((16, 16), (16, 16), (8, 8), (7, 7), (24, 8), (5, 11), (32, 32)))
+    dims = rng.choice((*MLA, dims)) if name in ("fa3", "fa4") else dims
+    heads = heads if name != "cudnn_varlen" else (heads[0], heads[0])
     case = replace(case, dtype=rng.choice(DTYPES[name]), heads=heads, dims=dims, batch=rng.choice((1, 1, 2)), seed=seed)
     answers = None
     if kind == "asks" and KERNELS[name].honours.mask_function:
@@ -147,7 +171,7 @@ def test_every_layout_of_every_operand(name, layout, monkeypatch):
     kernel = {"cpu_flash": CpuFlash(), **KERNELS}[name]
     tiles = [Tile(2, 20, 1, 30, lo=-11, hi=4), Tile(20, 33, 0, 30), Tile(0, 1, 0, 30)]
     for dims in ((16, 16), (8, 24)):
-        case = Case(torch.bfloat16, tiles, 33, 30, (4, 2), dims, 2)
+        case = Case(torch.bfloat16, tiles, 33, 30, (4, 4 if name == "cudnn_varlen" else 2), dims, 2)
         for operand in range(4):
             tensors = list(case.tensors())
             tensors[operand] = LAYOUTS[layout](tensors[operand])
@@ -193,6 +217,15 @@ def _one_key(patch):
     patch.setattr(cuda_sdpa, "_with_hidden_key", lambda q, k, v, bias: (k, v, bias))
 
 
+def _strides_as_they_are(patch):
+    patch.setattr(torch.Tensor, "contiguous", lambda x: x)
+
+
+def _any_starts(patch):
+    """Causal slices that are no squares, whose diagonals cuDNN puts elsewhere."""
+    patch.setattr(Launch, "is_square", True)
+
+
 MISTAKES = {
     "efficient: out as it comes": ("efficient", _as_it_comes),
     "efficient: rows anywhere": ("efficient", _rows_anywhere),
@@ -202,8 +235,13 @@ MISTAKES = {
     "varlen: lse as it lies": ("varlen", _lse_as_it_lies),
     "flash: rows anywhere": ("flash", _rows_anywhere),
     "flash: lse as it lies": ("flash", _lse_as_it_lies),
+    "fa3: rows anywhere": ("fa3", _rows_anywhere),
+    "fa4: lse as it lies": ("fa4", _lse_as_it_lies),
     "cudnn: rows anywhere": ("cudnn", _rows_anywhere),
     "cudnn: one key": ("cudnn", _one_key),
+    "cudnn_varlen: strides as they are": ("cudnn_varlen", _strides_as_they_are),
+    "cudnn_varlen: any causal slices": ("cudnn_varlen", _any_starts),
+    "cudnn_varlen: lse as it lies": ("cudnn_varlen", _lse_as_it_lies),
 }
 
 
@@ -220,6 +258,90 @@ def test_mistakes_are_caught(mistake, monkeypatch):
         except AssertionError:
             caught += 1
     assert caught
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "reach"),
+    [
+        ("fa3", (192, 128), (192, 128)),
+        ("fa3", (190, 121), (192, 128)),
+        ("fa3", (192, 64), (192, 192)),
+        ("fa3", (64, 128), (128, 128)),
+        ("fa4", (192, 128), (192, 128)),
+        ("fa4", (136, 32), (192, 128)),
+        ("fa4", (72, 8), (96, 96)),
+        ("varlen", (192, 128), (192, 192)),
+    ],
+)
+def test_values_are_padded_only_where_the_kernel_has_no_narrower_ones(name, dims, reach):
+    seen = set()
+
+    def note(op):
+        def run(*args, **more):
+            q, k, v = args[1:4] if len(args) > 10 else args[:3]
+            seen.add((q.shape[-1], k.shape[-1], v.shape[-1]))
+            return op(*args, **more)
+
+        return run
+
+    kernel = KERNELS[name]
+    kernel = replace(kernel, op=note(kernel.op), backward_op=note(kernel.backward_op))
+    check(kernel, Case(torch.bfloat16, [Tile(0, 20, 0, 20, lo=0), Tile(20, 25, 0, 30)], 25, 30, (4, 2), dims))
+    assert seen == {(reach[0], reach[0], reach[1])}
+
+
+def _noted(calls):
+    """`cudnn_varlen` on models that note which of the two ran."""
+
+    def note(name, op):
+        def run(*args):
+            calls.append(name)
+            return op(*args)
+
+        return run
+
+    cudnn = (note("cudnn", op) for op in (operators.cudnn_packed, operators.cudnn_packed_backward))
+    return cuda_flash.cudnn_varlen(
+        tuple(cudnn), tuple(note("flash", op) for op in (operators.flash, operators.flash_backward))
+    )
+
+
+@pytest.mark.parametrize(
+    ("tiles", "ran"),
+    [
+        ([Tile(0, 20, 0, 20, lo=0)], "cudnn"),
+        ([Tile(0, 20, 0, 20, lo=0), Tile(20, 33, 17, 30, lo=0)], "cudnn"),
+        ([Tile(0, 20, 0, 30), Tile(20, 33, 0, 11)], "cudnn"),
+        ([Tile(0, 20, 0, 30, lo=-10)], "flash"),  # causal to the last key, and no square
+        ([Tile(0, 30, 0, 20, lo=0)], "flash"),  # causal from the first key: a window of flash attention
+        ([Tile(0, 20, 0, 20, lo=0, hi=4)], "flash"),
+        ([Tile(0, 20, 0, 20, hi=0)], "flash"),
+    ],
+)
+def test_cudnn_gets_full_and_square_causal_slices_only(tiles, ran):
+    calls = []
+    check(_noted(calls), Case(torch.bfloat16, tiles, 33, 30, (4, 4), batch=2))
+    assert set(calls) == {ran}
+
+
+def test_cudnn_gets_neither_short_slices_nor_large_tensors_nor_ever_new_shapes(monkeypatch):
+    calls, kernel = [], None
+
+    def ran(rows, fresh=True):
+        nonlocal kernel
+        kernel = _noted(calls) if fresh else kernel
+        calls.clear()
+        check(kernel, Case(torch.bfloat16, [Tile(0, rows, 0, rows, lo=0)], rows, rows, (2, 2)))
+        return calls
+
+    monkeypatch.setattr(cuda_flash, "CUDNN_ROWS", 12)
+    assert ran(12) == ["flash"] * 2
+    assert ran(13) == ["cudnn"] * 2
+    monkeypatch.setattr(cuda_flash, "CUDNN_NUMBERS", 20 * 2 * 16)
+    assert ran(20) == ["flash"] * 2
+    assert ran(19) == ["cudnn"] * 2
+    monkeypatch.setattr(cuda_flash, "CUDNN_GRAPHS", 4)
+    assert [ran(rows, rows == 13)[0] for rows in (13, 14, 15, 13, 14, 15)] == ["cudnn", "cudnn", "flash"] * 2
 
 
 @pytest.mark.parametrize("wrong", ["dout", "out", "lse"])
@@ -314,6 +436,7 @@ def test_whole_calls_by_address(name, scheme, monkeypatch):
     monkeypatch.setattr(
         loopback, "kernel_named", lambda name: Guarded(KERNELS[name], KERNELS[name], checks_finite=False)
     )
+    groups = 4 if name == "cudnn_varlen" else 2
     for number, (kind, make) in enumerate(PLANS.items()):
         mask = make()
         if not mask.is_structured and not KERNELS[name].honours.mask_function:
@@ -322,10 +445,10 @@ def test_whole_calls_by_address(name, scheme, monkeypatch):
             if scheme.startswith("hybrid") and layout.world_size < 4:
                 continue
             plan = longspan.plan(
-                mask, layout, q_heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1], dtype="bfloat16",
+                mask, layout, q_heads=4, kv_heads=groups, head_dim=dims[0], v_head_dim=dims[1], dtype="bfloat16",
                 scheme=scheme,
             )  # fmt: skip
-            case = Case(torch.bfloat16, [], 48, 48, (4, 2), dims, seed=number)
+            case = Case(torch.bfloat16, [], 48, 48, (4, groups), dims, seed=number)
             q, k, v, dout = case.tensors()
             seen = allowed(plan.mask, 1, 4, 48)
             out, lse, dq, dk, dv = loopback.run_loopback(plan, q, k, v, dout, scale=0.3)

@@ -1,17 +1,20 @@
 """Which kernel runs on which GPU: by capability, by what is asked, never on ROCm; and operators outside CUDA graphs."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import longspan as ls
-from longspan import _torch
+from longspan import _torch, kernels
 from longspan.errors import KernelError
 from longspan.kernels import Features, choose_kernel, flex, why_not_inside
 from longspan.run import ops
 from longspan.scoring.pipeline import Scoring
 
-FUSED = ("varlen", "flash", "efficient", "cudnn", "flex")
+FUSED = ("varlen", "flash", "efficient", "cudnn", "flex", "fa3", "fa4", "cudnn_varlen")
 MASK, SCORE = Features(mask_function=True), Features(score_function=True)
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
@@ -26,6 +29,155 @@ def gpu(monkeypatch):
     monkeypatch.setattr(flex, "has_triton", lambda: True)
     with FakeTensorMode():
         yield lambda found: monkeypatch.setattr(_torch, "capability", lambda device: found)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Sets which packages of flash attention can be loaded."""
+    kernels._known_choices.clear()
+    kernels._reported.clear()
+
+    def install(*names):
+        kernels._known_choices.clear()
+        missing = "cannot be loaded (ModuleNotFoundError)"
+        monkeypatch.setattr(
+            _torch, "flash_package", lambda name: (None, None) if name in names else f"{name} {missing}"
+        )
+
+    yield install
+    kernels._known_choices.clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "dims", "chosen"),
+    [
+        ((9, 0), ("FA3", "FA4"), (128, 128), "fa3"),
+        ((9, 0), ("FA3",), (192, 128), "fa3"),
+        ((9, 0), ("FA3",), (256, 256), "fa3"),
+        ((9, 0), ("FA4",), (128, 128), "varlen"),
+        ((10, 0), ("FA3", "FA4"), (128, 128), "fa4"),
+        ((10, 3), ("FA4",), (192, 128), "fa4"),
+        ((10, 0), ("FA4",), (256, 256), "varlen"),
+        ((10, 0), ("FA3",), (128, 128), "varlen"),
+        ((12, 0), ("FA3", "FA4"), (128, 128), "varlen"),
+        ((8, 0), ("FA3", "FA4"), (128, 128), "varlen"),
+        ((9, 0), (), (128, 128), "varlen"),
+        ((9, 0), ("cuDNN", "FA3"), (128, 128), "fa3"),
+        ((9, 0), ("cuDNN", "FA4"), (128, 128), "cudnn_varlen"),
+        ((10, 0), ("cuDNN", "FA4"), (128, 128), "fa4"),
+        ((10, 0), ("cuDNN",), (128, 64), "cudnn_varlen"),
+        ((9, 0), ("cuDNN",), (192, 128), "varlen"),
+        ((8, 0), ("cuDNN",), (128, 128), "varlen"),
+        (None, ("FA3", "FA4", "cuDNN"), (128, 128), "varlen"),
+    ],
+)
+def test_auto_takes_the_fastest_that_is_installed(capability, packages, dims, chosen, gpu, installed):
+    gpu(capability)
+    installed(*packages)
+    q, v = (torch.empty(1, 2, 8, dim, dtype=BRAIN, device="cuda") for dim in dims)
+    for _ in range(2):  # chosen, and remembered
+        assert choose_kernel("auto", q, q, v) == chosen
+        assert choose_kernel("sdpa", q, q, v) == "varlen", "PyTorch's own"
+        assert choose_kernel("varlen", q, q, v) == "varlen", "named"
+    assert choose_kernel("auto", *_three(SINGLE)) == "efficient"
+    assert choose_kernel("auto", *_three(BRAIN), SCORE) in ("flex", "reference")
+
+
+def test_a_named_package_is_used_or_refused(gpu, installed):
+    installed("FA4")
+    gpu((9, 0))
+    assert choose_kernel("fa4", *_three(BRAIN)) == "fa4"
+    with pytest.raises(KernelError, match=r"'fa3'.*FA3 cannot be loaded.*'varlen'"):
+        choose_kernel("fa3", *_three(BRAIN))
+    with pytest.raises(KernelError, match=r"'fa4'.*up to 128.*256"):
+        choose_kernel("fa4", *_three(BRAIN, 256))
+    gpu((8, 0))
+    with pytest.raises(KernelError, match=r"'fa4'.*9\.x or 10\.x.*8\.0"):
+        choose_kernel("fa4", *_three(BRAIN))
+
+
+def test_cudnn_takes_no_groups_of_heads(gpu, installed):
+    installed("cuDNN")
+    gpu((9, 0))
+    q, one = (torch.empty(1, heads, 8, 64, dtype=BRAIN, device="cuda") for heads in (2, 1))
+    assert choose_kernel("auto", q, q, q) == choose_kernel("cudnn_varlen", q, q, q) == "cudnn_varlen"
+    assert choose_kernel("auto", q, one, one) == "varlen"
+    with pytest.raises(KernelError, match=r"'cudnn_varlen'.*no groups of heads.*2 on 1"):
+        choose_kernel("cudnn_varlen", q, one, one)
+
+
+def test_what_the_user_activated_is_obeyed(gpu, installed, monkeypatch):
+    installed("FA3", "FA4", "cuDNN")
+    gpu((9, 0))
+    assert choose_kernel("auto", *_three(BRAIN)) == "fa3"
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
+    assert choose_kernel("auto", *_three(BRAIN)) == "varlen"
+    assert choose_kernel("fa3", *_three(BRAIN)) == "fa3"
+    gpu((8, 0))  # PyTorch's operator raises there now
+    with pytest.raises(KernelError, match=r"'varlen'.*9\.x or 10\.x"):
+        choose_kernel("varlen", *_three(BRAIN))
+    assert choose_kernel("auto", *_three(BRAIN)) == "efficient"
+
+
+def test_the_choice_of_auto_is_logged_once(gpu, installed, caplog):
+    gpu((9, 0))
+    with caplog.at_level("INFO", logger="longspan"):
+        for packages in ((), ("FA3",), (), ("FA3",)):
+            installed(*packages)
+            for dim in (64, 128):
+                choose_kernel("auto", *_three(BRAIN, dim))
+                choose_kernel("varlen", *_three(BRAIN, dim))
+        choose_kernel("auto", *((torch.zeros(1, 2, 8, 16),) * 3))
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "'auto' runs varlen (FA2) on cuda:0 and not fa3: FA3 cannot be loaded" in first
+    assert "cudnn_varlen: cuDNN cannot be loaded" in first
+    assert "'auto' runs fa3 on cuda:0" in second
+
+
+def test_packages_are_called_without_replacing_operators(monkeypatch):
+    """With stand-ins for the two packages: what they are given, and that PyTorch's operators are the same after."""
+    calls = []
+
+    def forward(q, k, v, *args, **more):
+        calls.append(("forward", args, more))
+        return q, q[..., 0], None, None, None
+
+    def backward(dout, q, k, v, *args, **more):
+        calls.append(("backward", args[2:], more))
+        return q, k, v
+
+    monkeypatch.setattr(_torch, "flash_package", lambda name: (forward, backward))
+    x, starts = torch.zeros(6, 2, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
+    for name in ("fa3", "fa4"):
+        kernel = kernels.kernel_named(name).kernel
+        kernel.op(x, x, x, starts, starts, (4, 4), (-1, 0), 0.5)
+        kernel.backward_op(x, x, x, x, x, x[..., 0], starts, starts, (4, 4), (3, 0), 0.5)
+    expected = {"scale": 0.5, "window_size_left": -1, "window_size_right": 0}
+    assert [(kind, more) for kind, _, more in calls] == [
+        ("forward", expected), ("backward", {**expected, "window_size_left": 3})
+    ] * 2  # fmt: skip
+    assert all(args[2:6] == (4, 4, 0.0, kind == "forward") for kind, args, _ in calls)
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize("name", ["FA3", "FA4"])
+def test_a_missing_package_is_a_reason(name):
+    _torch.flash_package.cache_clear()
+    assert f"{name} cannot be loaded (ModuleNotFoundError" in _torch.flash_package(name)
+
+
+def test_cudnn_is_a_matter_of_versions(monkeypatch):
+    """PyTorch 2.13 has the operator, but builds a graph in every call."""
+    _torch.flash_package.cache_clear()
+    assert re.search(r"2\.14 or newer|cuDNN 9\.18", _torch.flash_package("cuDNN"))
+    has = SimpleNamespace(arguments=[SimpleNamespace(name="seqused_k")])
+    operator = SimpleNamespace(default=SimpleNamespace(_schema=has))
+    monkeypatch.setattr(_torch, "_aten", SimpleNamespace(_cudnn_attention_forward=operator))
+    for version, ok in ((None, False), (91700, False), (91800, True)):
+        _torch.flash_package.cache_clear()
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        assert isinstance(_torch.flash_package("cuDNN"), tuple) == ok
+    _torch.flash_package.cache_clear()
 
 
 @pytest.mark.parametrize(

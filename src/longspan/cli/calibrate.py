@@ -74,10 +74,10 @@ def measure(
     timer = KernelTimer(sizes, getattr(torch, dtype), ranks)
     kernel, base = timer.kernel.name, CPU
     if ranks.device != "cpu":
-        from longspan.kernels.cuda_flash import implementation
+        from longspan.kernels import computed_by
 
         about_gpu = torch.cuda.get_device_properties(ranks.device)
-        runs = implementation() if kernel in ("varlen", "flash") else {"cudnn": "cuDNN"}.get(kernel, kernel)
+        runs = computed_by(kernel)
         base = replace(nearest(about_gpu.major, runs), kernel=runs, slots=about_gpu.multi_processor_count)
     forward_times, backward_times = timer.measure(rounds, advance)
     forward = kernel_rate(forward_times, sizes, base, "forward")

@@ -124,7 +124,7 @@ def kernels() -> dict[str, str]:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k, v = (torch.zeros(1, heads, 16, 64, dtype=torch.bfloat16, device=device) for heads in (4, 2, 2))
-    names = ("cpu_flash", "varlen", "flash", "efficient", "cudnn", "flex", "reference")
+    names = ("cpu_flash", "fa3", "fa4", "cudnn_varlen", "varlen", "flash", "efficient", "cudnn", "flex", "reference")
     return {name: kernel_named(name).refuses(q, k, v) or "yes" for name in names}
 
 

@@ -215,14 +215,12 @@ def describe_kernel(sizes: Sizes, dtype: str, device: Any, **features: bool) -> 
     """
     import torch
 
-    from longspan.kernels import choose_kernel
-    from longspan.kernels.cuda_flash import implementation
+    from longspan.kernels import choose_kernel, full_name
     from longspan.tile import Features
 
     shapes = (sizes.q_heads, sizes.head_dim), (sizes.kv_heads, sizes.head_dim), (sizes.kv_heads, sizes.v_head_dim)
     q, k, v = (torch.zeros(1, heads, 16, dim, dtype=getattr(torch, dtype), device=device) for heads, dim in shapes)
-    name = choose_kernel("auto", q, k, v, Features(**features))
-    return f"{name} ({implementation()})" if name in ("varlen", "flash") else name
+    return full_name(choose_kernel("auto", q, k, v, Features(**features)))
 
 
 def describe_device(device: Any) -> str:

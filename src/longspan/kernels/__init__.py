@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
+from longspan import _torch
 from longspan.errors import KernelError
 from longspan.kernels.contract import Kernel
 from longspan.kernels.cpu_flash import CpuFlash
-from longspan.kernels.cuda_flash import Flash
+from longspan.kernels.cuda_flash import Flash, cudnn_varlen, implementation, package
 from longspan.kernels.cuda_sdpa import Cudnn, Efficient
 from longspan.kernels.flex import Flex, why_not_inside
 from longspan.kernels.panels import Guarded
 from longspan.kernels.reference import Reference
 from longspan.tile import PLAIN, Features, Tile
 
-__all__ = ["Features", "Kernel", "Tile", "choose_kernel", "kernel_named", "why_not_inside"]
+__all__ = ["Features", "Kernel", "Tile", "choose_kernel", "computed_by", "full_name", "kernel_named", "why_not_inside"]
 
-_FUSED = (CpuFlash(), Flash("varlen", grouped=True), Efficient(), Flash("flash", False), Cudnn(), Flex())
+_log = logging.getLogger("longspan")
+
+_FUSED = (
+    *(CpuFlash(), package("FA3"), package("FA4"), cudnn_varlen(), Flash("varlen", grouped=True)),
+    *(Efficient(), Flash("flash", False), Cudnn(), Flex()),
+)
 _KERNELS: dict[str, Kernel] = {
     **{kernel.name: Guarded(kernel, Reference(), checks_finite=kernel.name == "cpu_flash") for kernel in _FUSED},
     "reference": Reference(),
@@ -29,12 +35,16 @@ _KERNELS: dict[str, Kernel] = {
 # evaluates a mask function on the CPU, block by block, while the GPU waits; `flex` evaluates it inside the kernel.
 _CHOICES = {
     "sdpa": ("cpu_flash", "varlen", "efficient"),
-    "auto": ("cpu_flash", "varlen", "flex", "efficient", "reference"),
+    "auto": ("cpu_flash", "fa3", "fa4", "cudnn_varlen", "varlen", "flex", "efficient", "reference"),
 }
+_COMPUTED_BY = {"fa3": "FA3", "fa4": "FA4", "cudnn": "cuDNN", "cudnn_varlen": "cuDNN"}
 
 
-_cpu_choices: set[tuple[str, torch.dtype, Features]] = set()
-"""Arguments for which `cpu_flash` was chosen: it takes any shape, so the choice is the same every time."""
+_known_choices: dict[object, str] = {}
+"""Choices for tensors without functions, by all that they depend on."""
+_MAX_CHOICES = 256
+_reported: set[str] = set()
+"""Choices of "auto" that were logged."""
 
 
 def kernel_named(name: str) -> Kernel:
@@ -49,6 +59,24 @@ def kernel_named(name: str) -> Kernel:
     return _KERNELS[name]
 
 
+def computed_by(name: str) -> str:
+    """Return the implementation that a kernel runs, as machines name it.
+
+    >>> computed_by("varlen"), computed_by("fa3"), computed_by("reference")
+    ('FA2', 'FA3', 'reference')
+    """
+    return implementation() if name in ("varlen", "flash") else _COMPUTED_BY.get(name, name)
+
+
+def full_name(name: str) -> str:
+    """Return a kernel's name, with its implementation if that is not fixed by the name.
+
+    >>> full_name("varlen"), full_name("fa3")
+    ('varlen (FA2)', 'fa3')
+    """
+    return f"{name} ({implementation()})" if name in ("varlen", "flash") else name
+
+
 def choose_kernel(
     name: str,
     q_BHQD: Tensor,
@@ -60,10 +88,19 @@ def choose_kernel(
     """Return the name of the kernel to use: `name`, or the first candidate that takes these tensors and features.
 
     `why_not_inside` returns why functions cannot run inside a kernel, or None; it is called if `flex` would be chosen.
+    The first choice of "auto" for a kind of GPU and tensors is logged, with the reasons.
     """
-    on_cpu = q_BHQD.device.type == "cpu"
-    if on_cpu and (name, q_BHQD.dtype, features) in _cpu_choices:
-        return "cpu_flash"
+    device = q_BHQD.device
+    on_cpu = device.type == "cpu"
+    key: object = None
+    if on_cpu:  # `cpu_flash` takes any shape
+        key = name, q_BHQD.dtype, features
+    elif not (features.mask_function or features.score_function):
+        dims = q_BHQD.shape[1], k_BGKD.shape[1], q_BHQD.shape[3], v_BGKE.shape[3]
+        gpu = device, _torch.capability(device), _torch.rocm(), implementation()
+        key = name, q_BHQD.dtype, features, dims, gpu
+    if key in _known_choices:
+        return _known_choices[key]
 
     def refusal(kernel: Kernel) -> str | None:
         if kernel.name == "flex" != name and on_cpu:  # it writes out all scores there
@@ -71,7 +108,13 @@ def choose_kernel(
         return features.beyond(kernel.honours) or kernel.refuses(q_BHQD, k_BGKD, v_BGKE)
 
     def passed_over(kernel: Kernel) -> str | None:
-        if kernel.name != "flex" or name == "flex":
+        if kernel.name == name:
+            return None
+        if kernel.name in _COMPUTED_BY and implementation() != "FA2":
+            return f"{implementation()} was activated in PyTorch, and `varlen` runs it"
+        if kernel.name == "fa4" and (_torch.capability(device) or (0,))[0] < 10:
+            return "it was written for compute capability 10.0"
+        if kernel.name != "flex":
             return None
         if not (features.mask_function or features.score_function):
             return "it is compiled again for other shapes, and there is no function to run inside it"
@@ -82,9 +125,20 @@ def choose_kernel(
         kernel = kernel_named(candidate)
         why = refusal(kernel) or passed_over(kernel)
         if why is None:
-            if candidate == "cpu_flash":
-                _cpu_choices.add((name, q_BHQD.dtype, features))
+            if key is not None and (candidate == "cpu_flash" or not on_cpu):
+                while len(_known_choices) >= _MAX_CHOICES:
+                    del _known_choices[next(iter(_known_choices))]
+                _known_choices[key] = candidate
+            if name == "auto" and not on_cpu:
+                _report(f"kernel 'auto' runs {full_name(candidate)} on {device}", whys[1:])
             return candidate
         whys.append(f"{candidate}: {why}" if name in _CHOICES else why)
     fit = [repr(other) for other, kernel in _KERNELS.items() if refusal(kernel) is None]
     raise KernelError(f"kernel {name!r} cannot run: {'; '.join(whys)}. Use {' or '.join(fit)}, or 'auto'.")
+
+
+def _report(choice: str, whys: list[str]) -> None:
+    text = f"{choice}{' and not ' if whys else ''}{'; '.join(whys)}"
+    if text not in _reported:
+        _reported.add(text)
+        _log.info("%s", text)

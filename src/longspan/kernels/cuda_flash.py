@@ -1,4 +1,4 @@
-"""`flash` and `varlen`: CUDA flash attention, one launch per tile or one launch for many tiles. Not run on a GPU.
+"""`flash`, `varlen`, `fa3`, `fa4`, `cudnn_varlen`: one launch per tile, or for many tiles. Not run on a GPU.
 
 No GPU was available: calls are checked with fake `cuda` tensors (signatures, shapes, dtypes), semantics and memory
 layouts with a model that reads by address. Shapes: see contract.py; T counts the packed rows of many slices.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.attention
@@ -24,7 +25,6 @@ from longspan.kernels.contract import AMPERE, Group, TileWork, Upstream, gpu_ref
 from longspan.tile import PLAIN, Features, Tile, cached
 
 MULTIPLE = 8
-WIDEST = 256
 
 Window = tuple[int, int]
 Starts = Tensor | None
@@ -52,41 +52,101 @@ def implementation() -> str:
 
 
 @dataclass(frozen=True)
+class Version:
+    """Limits of a version of flash attention, from its sources."""
+
+    majors: tuple[int, ...] | None
+    """First numbers of the compute capabilities that it runs on; None for all from 8.0."""
+    takes: str
+    """Head dims, in words."""
+    widths: Callable[[int, int], tuple[int, int] | None]
+    """Dims of q and k, and of v, that tensors of these dims are padded to; None if it takes neither."""
+    has_groups: bool = True
+    """Whether several query heads may share a key head."""
+
+
+def _fa2_widths(d: int, e: int) -> tuple[int, int] | None:
+    width = -(-max(d, e) // MULTIPLE) * MULTIPLE
+    return (width, width) if width <= 256 else None
+
+
+def _fa3_widths(d: int, e: int) -> tuple[int, int] | None:
+    narrow = 128 < d <= 192 and 96 < e <= 128  # the only unequal dims that it has kernels for
+    return (-(-d // MULTIPLE) * MULTIPLE, -(-e // MULTIPLE) * MULTIPLE) if narrow else _fa2_widths(d, e)
+
+
+def _fa4_widths(d: int, e: int) -> tuple[int, int] | None:
+    """Others up to 128 are accepted, but its tests have these alone, and a backward of 16 has failed to compile."""
+    if 128 < d <= 192 and e <= 128:
+        return 192, 128
+    return next(((width, width) for width in (64, 96, 128) if max(d, e) <= width), None)
+
+
+def _cudnn_widths(d: int, e: int) -> tuple[int, int] | None:
+    return _fa2_widths(d, e) if max(d, e) <= 128 else None
+
+
+VERSIONS = {
+    "FA2": Version(None, "up to 256", _fa2_widths),
+    "FA3": Version((9,), "up to 256", _fa3_widths),
+    "FA4": Version((9, 10), "up to 128, or 192 with values of 128", _fa4_widths),
+    "cuDNN": Version((9, 10), "up to 128", _cudnn_widths, has_groups=False),
+}
+
+
+@dataclass(frozen=True)
 class Flash:
-    """CUDA flash attention; `grouped` runs tiles of one window in one launch. Not run on a GPU."""
+    """CUDA flash attention; `grouped` runs tiles of one window in one launch. Not run on a GPU.
+
+    `package` is FA3, FA4 or cuDNN, called directly; without one, PyTorch's operator runs what `implementation` returns.
+    """
 
     name: str = "varlen"
     grouped: bool = True
     op: FlashOp = _torch.flash
     backward_op: FlashBackwardOp = _torch.flash_backward
     honours: Features = PLAIN
+    package: str | None = None
+    packs: bool = False
+    """Whether single tiles are packed, too."""
 
-    def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
-        widest = max(q_BHQD.shape[3], v_BGKE.shape[3])
+    @property
+    def version(self) -> Version:
+        return VERSIONS.get(self.package or implementation(), VERSIONS["FA2"])
+
+    def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:
         if (why := gpu_refusal(q_BHQD, AMPERE)) is not None:
             return why
         if q_BHQD.dtype not in (torch.bfloat16, torch.float16):
             return f"it takes bfloat16 and float16, and the tensors are {q_BHQD.dtype}"
-        if widest > WIDEST:
-            return f"it takes head dims up to {WIDEST}, and one here is {widest}"
-        return None
+        dims, majors = (q_BHQD.shape[3], v_BGKE.shape[3]), self.version.majors
+        if majors is not None:
+            capability = _torch.capability(q_BHQD.device)
+            if capability is None or capability[0] not in majors:
+                need = " or ".join(f"{major}.x" for major in majors)
+                have = "not known" if capability is None else "{}.{}".format(*capability)
+                return f"it needs compute capability {need}, and that of {q_BHQD.device} is {have}"
+        if self.version.widths(*dims) is None:
+            return f"it takes head dims {self.version.takes}, and the largest here is {max(dims)}"
+        if not self.version.has_groups and q_BHQD.shape[1] != k_BGKD.shape[1]:
+            return f"it takes no groups of heads, and there are {q_BHQD.shape[1]} on {k_BGKD.shape[1]}"
+        package = None if self.package is None else _torch.flash_package(self.package)
+        return package if isinstance(package, str) else None
 
     def groups(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> Sequence[Group]:
         return [tuple(launch.tiles) for launch in self._launches(tiles, num_q, num_k)]
 
     def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
-        width, b, e = _width(work), work.q_BHQD.shape[0], work.v_BGKE.shape[3]
-        q, k, v = (in_vectors(x, width, MULTIPLE) for x in (work.q_BHQD, work.k_BGKD, work.v_BGKE))
+        b, e, (q, k, v), _ = work.q_BHQD.shape[0], work.v_BGKE.shape[3], *self._padded(work)
         for launch in self._launches(work.tiles, q.shape[2], k.shape[2]):
             operands = launch.queries(q), launch.keys(k), launch.keys(v)
             out, lse = self.op(*operands, *launch.starts(q), launch.longest, launch.window, work.scale)
             yield launch.unpacked(out, b, e), launch.unpacked_lse(lse, b)
 
     def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        width, dtype, b = _width(work), work.q_BHQD.dtype, work.q_BHQD.shape[0]
-        d, e = work.q_BHQD.shape[3], work.v_BGKE.shape[3]
+        dtype, b, d, e = work.q_BHQD.dtype, work.q_BHQD.shape[0], work.q_BHQD.shape[3], work.v_BGKE.shape[3]
+        (q, k, v), width = self._padded(work)
         dout, out = (in_vectors(x.to(dtype), width, MULTIPLE) for x in (upstream.dout_BHQE, upstream.out_BHQE))
-        q, k, v = (in_vectors(x, width, MULTIPLE) for x in (work.q_BHQD, work.k_BGKD, work.v_BGKE))
         # the operator itself writes +inf for rows that are not there: they add exact zeros
         lse = upstream.lse_BHQ.float().masked_fill(upstream.lse_BHQ.isneginf(), torch.inf)
         for launch in self._launches(work.tiles, q.shape[2], k.shape[2]):
@@ -96,25 +156,42 @@ class Flash:
             )
             yield launch.unpacked(dq, b, d), launch.unpacked(dk, b, d), launch.unpacked(dv, b, e)
 
+    def _padded(self, work: TileWork) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+        """Return q, k and v with head dims that the kernel takes, and that of v."""
+        d, e = work.q_BHQD.shape[3], work.v_BGKE.shape[3]
+        widths = self.version.widths(d, e)
+        assert widths is not None, f"head dims {d} and {e} were not refused"
+        q, k = (in_vectors(x, widths[0], MULTIPLE) for x in (work.q_BHQD, work.k_BGKD))
+        return (q, k, in_vectors(work.v_BGKE, widths[1], MULTIPLE)), widths[1]
+
     def _launches(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> list[Launch]:
         room = (num_q, num_k) if self.grouped else (0, 0)
-        return cached(tiles, launches, *room)
+        return cached(tiles, launches, *room, self.packs)
 
 
 @dataclass(eq=False)
 class Launch:
-    """Tight tiles of one window, packed batch row by batch row; a single tile keeps its batch dim.
+    """Tight tiles of one window, packed batch row by batch row; a single tile keeps its batch dim, if not `packs`.
 
     Index tensors are computed once: nothing is copied to a GPU in a warm call.
     """
 
     window: Window
     tiles: list[Tile]
+    packs: bool = False
     known: dict[object, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def is_dense(self) -> bool:
+        return len(self.tiles) == 1 and not self.packs
 
     @cached_property
     def longest(self) -> tuple[int, int]:
         return max(tile.rows for tile in self.tiles), max(tile.cols for tile in self.tiles)
+
+    @cached_property
+    def is_square(self) -> bool:
+        return all(tile.rows == tile.cols for tile in self.tiles)
 
     @cached_property
     def rows(self) -> Side:
@@ -133,13 +210,13 @@ class Launch:
     def lse(self, x_BHQ: Tensor) -> Tensor:
         """Return (B, H, q) for one tile, (H, T) for many."""
         picked = self._picked(x_BHQ, 2, self.rows)
-        return (picked if len(self.tiles) == 1 else picked.transpose(0, 1).flatten(1)).contiguous()
+        return (picked if self.is_dense else picked.transpose(0, 1).flatten(1)).contiguous()
 
     def _packed(self, x_BHTD: Tensor, side: Side) -> Tensor:
         """Return (B, t, H, D) for one tile, (T, H, D) for many. Rows are packed token by token, with all heads of a
         token together, so that a copy has the right layout at once."""
         picked = self._picked(x_BHTD.transpose(1, 2), 1, side)
-        return picked if len(self.tiles) == 1 else picked.flatten(0, 1)
+        return picked if self.is_dense else picked.flatten(0, 1)
 
     def _picked(self, x: Tensor, dim: int, side: Side) -> Tensor:
         """Return the rows of all tiles, one tile after the other."""
@@ -151,15 +228,17 @@ class Launch:
         return x.index_select(dim, self.known[key])
 
     def starts(self, like_BHQD: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return where each slice starts among the packed queries and keys, and where the last one ends."""
-        if len(self.tiles) == 1:
+        """Return where each slice starts among the packed queries and keys, and where the last one ends: the same
+        tensor for both if every slice is a square."""
+        if self.is_dense:
             return None, None
         b, device = like_BHQD.shape[0], like_BHQD.device
         for side in (self.rows, self.cols):
             if (side.name, b, device) not in self.known:
                 ends = torch.tensor([0, *(n for _ in range(b) for _, n in side.runs)]).cumsum(0)
                 self.known[side.name, b, device] = ends.to(device=device, dtype=torch.int32)
-        return self.known[self.rows.name, b, device], self.known[self.cols.name, b, device]
+        rows, cols = self.known[self.rows.name, b, device], self.known[self.cols.name, b, device]
+        return rows, rows if self.is_square else cols
 
     def unpacked(self, x: Tensor, b: int, dim: int) -> Tensor:
         """Return a result as (B, H, t, dim)."""
@@ -190,7 +269,7 @@ class Side:
         return all(a + n == b for (a, n), (b, _) in pairwise(self.runs))
 
 
-def launches(tiles: Sequence[Tile], max_rows: int, max_cols: int) -> list[Launch]:
+def launches(tiles: Sequence[Tile], max_rows: int, max_cols: int, packs: bool = False) -> list[Launch]:
     """Group tiles of equal windows, in order. A launch takes no further tile if it would pack more rows or keys than
     there are, so that overlapping tiles cost at most one copy of the tensors."""
     result: list[Launch] = []
@@ -200,7 +279,7 @@ def launches(tiles: Sequence[Tile], max_rows: int, max_cols: int) -> list[Launch
         launch, rows, cols = open_at.get(window, (None, 0, 0))
         rows, cols = rows + tile.rows, cols + tile.cols
         if launch is None or rows > max_rows or cols > max_cols:
-            launch, rows, cols = Launch(window, []), tile.rows, tile.cols
+            launch, rows, cols = Launch(window, [], packs), tile.rows, tile.cols
             result.append(launch)
         launch.tiles.append(tile)
         open_at[window] = launch, rows, cols
@@ -221,5 +300,55 @@ def window_of(tight: Tile) -> Window:
     return left, right
 
 
-def _width(work: TileWork) -> int:
-    return -(-max(work.q_BHQD.shape[3], work.v_BGKE.shape[3]) // MULTIPLE) * MULTIPLE
+def package(name: str) -> Flash:
+    """Return the kernel that calls an installed FA3 or FA4 directly, and leaves PyTorch's operators as they are."""
+
+    def forward(*operands: Any) -> tuple[Tensor, Tensor]:
+        return _torch.flash(*operands, run=_torch.flash_package(name)[0])  # type: ignore[arg-type]
+
+    def backward(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _torch.flash_backward(*operands, run=_torch.flash_package(name)[1])  # type: ignore[arg-type]
+
+    return Flash(name.lower(), True, forward, backward, package=name)
+
+
+CUDNN_ROWS = 128  # PyTorch leaves slices that are all shorter to flash attention
+CUDNN_NUMBERS = 1 << 31  # cuDNN finds slices by offsets of 32 bits
+CUDNN_GRAPHS = 64
+"""Most graphs of cuDNN, each for one shape and direction. PyTorch takes 40 ms for one and never frees it, and packed
+batches have new shapes in every step: beyond these, they run on flash attention."""
+
+
+def cudnn_varlen(
+    cudnn: tuple[FlashOp, FlashBackwardOp] = (_torch.cudnn_packed, _torch.cudnn_packed_backward),
+    flash: tuple[FlashOp, FlashBackwardOp] = (_torch.flash, _torch.flash_backward),
+) -> Flash:
+    """Return the kernel that runs packed slices on cuDNN, and launches that it does not take on flash attention.
+
+    cuDNN has no windows here, and its causal diagonal begins in the top-left corner: where flash attention's does, too,
+    if a slice is a square.
+    """
+    graphs: set[object] = set()
+
+    def takes(q: Tensor, k: Tensor, v: Tensor, *rest: Any, backward: bool = False) -> bool:
+        starts_q, starts_k, longest, window, _ = rest
+        if window != (-1, -1) and (window != (-1, 0) or starts_q is not starts_k):
+            return False
+        if min(longest) <= CUDNN_ROWS or max(x.numel() for x in (q, k, v)) >= CUDNN_NUMBERS:
+            return False
+        key = q.device, q.dtype, q.shape, k.shape, v.shape, starts_q.shape, longest, window, backward
+        if key not in graphs and len(graphs) < CUDNN_GRAPHS:
+            graphs.add(key)
+        return key in graphs
+
+    def forward(*operands: Any) -> tuple[Tensor, Tensor]:
+        if not takes(*operands):
+            return flash[0](*operands)
+        return cudnn[0](*(x.contiguous() for x in operands[:3]), *operands[3:])
+
+    def backward(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if not takes(*operands[1:4], *operands[6:], backward=True):
+            return flash[1](*operands)
+        return cudnn[1](*(x.contiguous() for x in operands[:6]), *operands[6:])
+
+    return Flash("cudnn_varlen", True, forward, backward, package="cuDNN", packs=True)

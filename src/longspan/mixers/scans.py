@@ -185,7 +185,7 @@ def _run(
             states = f"{sizes.heads} x {sizes.keys} x {sizes.values}, {map_name(sizes)}, batch {sizes.batch}"
             record = Record(
                 VERSION, str(torch.__version__), plan.fingerprint[: WIDTH - 1], plan.chains.documents[:16],
-                plan.layout.fingerprint[:16], states, plan.dtype, device.type, f"{SCAN}{plan.scheme}",
+                plan.layout.fingerprint[:16], states, plan.dtype, device.type, "none", f"{SCAN}{plan.scheme}",
                 *_describe_options(recurrence, kernel.name), "none", "share" if needs_grad else "not wanted",
                 str(safety.checked), repr(call.name) if call.name else "none",
             )  # fmt: skip

@@ -101,8 +101,8 @@ class KernelFacts:
 
 KERNELS = {
     "FA2": KernelFacts("FA2, PyTorch's own flash attention", workspace=_fa2),
-    "FA3": KernelFacts("FA3, which has to be activated in PyTorch", workspace=_fa3),
-    "FA4": KernelFacts("FA4, which has to be activated in PyTorch", widest=128, workspace=_fa3),
+    "FA3": KernelFacts("FA3, which has to be installed", workspace=_fa3),
+    "FA4": KernelFacts("FA4, which has to be installed", widest=128, workspace=_fa3),
     "cuDNN": KernelFacts('cuDNN, which has to be named: kernel="cudnn"', widest=128),
     "flex": KernelFacts("flex attention, compiled by Triton", half_only=False, functions=True, workspace=_flex),
     "cpu_flash": KernelFacts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Protocol, TypeVar, overload
@@ -66,6 +66,8 @@ class Plan(Handled):
     shard: ClassVar[ShardCall]
     """`plan.shard(batch, rank, ...)`: the rank's part of a batch, as `longspan.training.shard_batch` cuts it with the
     plan's layout; `plan.shard(x, rank, dim=0)`: the rank's part of one tensor, as `Layout.shard` cuts it."""
+    prepare: ClassVar[Callable[..., None]]
+    """`plan.prepare(rank, device)`: do now what the first call would do; see `longspan.training.prefetch`."""
 
     def check(self, *cut: Any) -> None:
         """Raise unless each argument was cut by a layout that puts every token where the plan has it.

@@ -189,6 +189,7 @@ class Record:
     shapes: str
     dtype: str
     device: str
+    kernel: str
     scheme: str
     scale: str
     scores: str
@@ -219,6 +220,11 @@ def compare(rows: Sequence[bytes]) -> None:
     words = _SCAN_WORDS if all(text.startswith(SCAN) for text in texts["scheme"]) else {}
     differ = [name for name in names if len(set(texts[name])) > 1 and name != "plan"]
     parts = [f"{words.get(name, name)}: {_by_rank(texts[name])}" for name in differ]
+    if differ == ["kernel"]:
+        raise AgreementError(
+            f"The {len(rows)} ranks of the group chose different kernels, and no data was sent. {parts[0]}. Pass the"
+            f" same `kernel` on every rank, one that all have, or install the same packages on the same kind of GPU."
+        )
     if not parts:
         parts.append(f"plan: {_by_rank([text[:12] for text in texts['plan']])}")
     raise AgreementError(

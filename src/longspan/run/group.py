@@ -163,6 +163,10 @@ class Call:
         return zlib.crc32(text.encode())
 
 
+PREFETCHING: set[int] = set()
+"""Threads of `longspan.training.prefetch`, which must not send messages."""
+
+
 class Members:
     """State of one process group in this process."""
 
@@ -224,6 +228,12 @@ class Members:
     def enter(self) -> threading.RLock:
         """Acquire the group's lock; the caller releases it. Raise if another thread is inside a call: the order of the
         two calls may differ between ranks, and their messages would be mixed up."""
+        if threading.get_ident() in PREFETCHING:
+            raise BusyError(
+                "A function of longspan.training.prefetch must not send messages, but called an operator over this"
+                " group: its order with the calls of the training step may differ between ranks. Plan, shard and"
+                " prepare there, and call in the loop."
+            )
         if not self._inside.acquire(blocking=False):
             raise BusyError(
                 "This group is in use by another thread of this process, whose call goes on; nothing was sent. The"

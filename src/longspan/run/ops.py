@@ -21,17 +21,17 @@ from torch import Tensor
 from longspan import _torch
 from longspan._compile import lookup_value, register_value, run_eagerly
 from longspan.errors import PlanError
-from longspan.kernels import Features, choose_kernel, kernel_named, why_not_inside
-from longspan.kernels.cuda_flash import implementation
+from longspan.kernels import Features, choose_kernel, full_name, kernel_named, why_not_inside
 from longspan.masks import Mask
 from longspan.masks.captures import CaptureSnapshot
 from longspan.planning.plan import Plan
 from longspan.run.agreement import WIDTH, Record
 from longspan.run.group import Call, Safety, members_of, report_errors, safety
 from longspan.run.halo import HaloTask
-from longspan.run.passes import Backward, Forward, Saved
+from longspan.run.passes import Backward, BackwardWalk, Forward, ForwardWalk, Saved
+from longspan.run.program import memory_for
 from longspan.run.transports import ProcessGroup, Program, run_alone
-from longspan.run.walk import Job, Task
+from longspan.run.walk import Job, Task, recorded
 from longspan.scoring.biases import check_bias
 from longspan.scoring.pipeline import Scoring
 from longspan.scoring.recorded import Operands, bias_in, scoring_of
@@ -201,11 +201,12 @@ _records: WeakKeyDictionary[Plan, dict[tuple[str, ...], Record]] = WeakKeyDictio
 def create_record(job: Job | HaloTask, device: torch.device, sums: bool | None, name: str, safety: Safety) -> Record:
     """Return the record of a call that ranks compare; `sums` is None if no gradients are needed."""
     plan = job.plan
-    scale = scores = sinks = "none"
+    kernel = scale = scores = sinks = "none"
     if isinstance(job, HaloTask):
         scheme = f"convolution of width {job.conv.width}"
     else:
         scheme, scale = plan.scheme.name + (", keep" if plan.keep else ""), repr(job.scale)
+        kernel = full_name(job.kernel.name)
         if plan.chunks is not None:
             scheme = f"{scheme}, chunks = {plan.chunks}, threads = {torch.get_num_threads()}"
         if job.scoring is not None:
@@ -216,7 +217,7 @@ def create_record(job: Job | HaloTask, device: torch.device, sums: bool | None, 
     gradients = "not wanted" if sums is None else "sum" if sums else "share"
     fingerprint = plan.fingerprint[: WIDTH - 1]  # changes with what functions of the mask read
     name = repr(name) if name else "none"
-    fields = fingerprint, _device(device), scheme, scale, scores, sinks, gradients, str(safety.checked), name
+    fields = fingerprint, device.type, kernel, scheme, scale, scores, sinks, gradients, str(safety.checked), name
     records = _records.setdefault(plan, {})
     record = records.get(fields)
     if record is None:
@@ -225,11 +226,6 @@ def create_record(job: Job | HaloTask, device: torch.device, sums: bool | None, 
         parts = plan.mask.fingerprint[:16], plan.layout.fingerprint[:16], plan.sizes.text(), plan.dtype
         record = records[fields] = Record(VERSION, str(torch.__version__), fingerprint, *parts, *fields[1:])
     return record
-
-
-def _device(device: torch.device) -> str:
-    """Describe the device type and the implementation of flash attention: both must be equal on all ranks."""
-    return device.type if device.type == "cpu" else f"{device.type}, {implementation()}"
 
 
 # -- Forward and backward ----------------------------------------------------------------------------------------------
@@ -391,6 +387,27 @@ def run_forward(
         return out, lse, create_ticket(context, saved)
 
 
+def prepare(plan: Plan, rank: int, device: torch.device, kernel: str, *, backward: bool) -> None:
+    """Do what the first call with a plan does on a rank before its messages: record programs, copy their tables."""
+    sizes, dtype, tokens = plan.sizes, getattr(torch, plan.dtype), int(plan.layout.num_slots(rank))
+    one = torch.empty((), dtype=dtype, device=device)  # stands for tensors of any shape
+    q, k, v = (
+        one.expand(sizes.batch, heads, tokens, dim)
+        for heads, dim in (
+            (sizes.q_heads, sizes.head_dim), (sizes.kv_heads, sizes.head_dim), (sizes.kv_heads, sizes.v_head_dim)
+        )
+    )  # fmt: skip
+    features = Features(not plan.is_structured, False, False, plan.chunks is not None)
+    chosen = kernel_named(choose_kernel(kernel, q, k, v, features, lambda: why_not_inside(plan.mask, None, q)))
+    job = Job(plan, rank, chosen, 1.0, dtype)
+    plan.mask.refresh_captures()
+    by = id(chosen), chosen
+    with on_device(device):
+        memory_for(recorded(job, "forward", by, backward, lambda: ForwardWalk(job, saves=backward)), device)
+        if backward:
+            memory_for(recorded(job, "backward", by, False, lambda: BackwardWalk(job)), device)
+
+
 def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, _captured: Any, _sinks: Any, handle: Tensor, group: str, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -440,8 +457,8 @@ def run_backward(
         job = forward.job if sinks is None else replace(forward.job, sinks=sinks)
         if forward.scores.text:
             job = replace(job, scoring=forward.scores.scoring(captured, constants, q, job.plan))
-        if dlse is not None:
-            # Fused kernels compute delta from the output; a gradient of lse changes delta alone.
+        if dlse is not None and q.dtype == torch.float16:
+            # Fused kernels compute delta from an output that `Backward` makes up, which float16 may not have room for.
             job = replace(job, kernel=kernel_named("reference"))
         backward = Backward(job, Saved(q, k, v, out, lse, kept, captured), dout, dlse)
         call: Call | None = None

@@ -352,6 +352,10 @@ class BackwardWalk(Walk):
                 total.take(Stretch(part.start + shift, part.stop + shift, tensors, part.is_state))
 
 
+READ_DELTA = ("reference", "flex")
+"""Kernels that read delta; the others compute it from dout and `out`."""
+
+
 class Backward(Run):
     """One rank's backward run on tensors."""
 
@@ -361,8 +365,11 @@ class Backward(Run):
         q, k, v, out, lse, kept, captured = saved
         dtype = accumulation_dtype(job.dtype)
         delta = (dout * out if dout.dtype == dtype else dout.to(dtype).mul_(out)).sum(-1, keepdim=True)
-        if dlse is not None:  # a score's gradient is p * (dp - delta + dlse)
-            delta = delta - dlse.to(dtype).unsqueeze(-1)
+        if dlse is not None:  # a score's gradient is p * (dp - delta + dlse); lse is a constant if there is no key
+            dlse = dlse.to(dtype).masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)
+            delta = delta - dlse
+            if job.kernel.name not in READ_DELTA:
+                dout, out = with_lse_gradient(dout, out, dlse)
         super().__init__(job, (q, k, v, dout, lse.unsqueeze(-1), delta, out, *kept), captured)
         self.of_sinks = None if job.sinks is None else (lse, delta.squeeze(-1))
 
@@ -390,13 +397,34 @@ class Backward(Run):
         return [*shared, -(share * delta).sum((0, 2))]
 
 
+def with_lse_gradient(dout: Tensor, out: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a dout and an `out` whose rowsum(dout * out) is less by dlse, for kernels that compute delta from them.
+
+    A multiple of dout is subtracted from `out`. Where dout is 0, or too small to divide by, its first number becomes
+    2^-60 of dlse: less than the rounding of dq and dk. It adds 2^-60 of dlse to dv, which would be 0 if all of dout is.
+    """
+    floor = (dlse.abs() * 2.0**-60).clamp_(min=2.0**-100)
+    size = torch.linalg.vector_norm(dout, torch.inf, -1, keepdim=True, dtype=dlse.dtype)
+    small = (size < floor) & (dlse != 0) & dlse.isfinite()
+    first = torch.where(small, floor.to(dout.dtype), dout[..., :1])
+    dout = torch.cat([first, dout[..., 1:]], -1)
+    unit, length = _unit(dout, dlse.dtype)
+    return dout, (out - unit.mul_(dlse / length)).to(out.dtype)
+
+
+def _unit(dout: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return multiples u of the rows of dout, and numbers n with rowsum(dout * u) = n; rows of zeros stay zeros."""
+    size = torch.linalg.vector_norm(dout, torch.inf, -1, keepdim=True, dtype=wide)
+    size += size == 0
+    unit = dout / size  # squares of very large or small numbers would overflow or underflow
+    length = torch.linalg.vecdot(unit, unit).unsqueeze(-1).clamp_(min=1.0)  # the largest element of a row is 1 or -1
+    return unit, length.mul_(size)
+
+
 def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
     """Return some `out` with rowsum(dout * out) = delta, for kernels that need `out` where only `delta` was sent.
 
     It is the multiple of dout with this product, which is never longer than the real output.
     """
-    size = torch.linalg.vector_norm(dout, torch.inf, -1, keepdim=True, dtype=delta.dtype)
-    size += size == 0  # rows of zeros stay zeros
-    unit = dout / size  # squares of very large or small numbers would overflow or underflow
-    length = torch.linalg.vecdot(unit, unit).unsqueeze(-1).clamp_(min=1.0)  # the largest element of a row is 1 or -1
-    return unit.mul_(delta / length.mul_(size)).to(dout.dtype)
+    unit, length = _unit(dout, delta.dtype)
+    return unit.mul_(delta / length).to(dout.dtype)

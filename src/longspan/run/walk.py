@@ -8,8 +8,10 @@ loopback transport and on a process group. Attention (`passes.py`), halo exchang
 from __future__ import annotations
 
 import math
+import os
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -311,6 +313,27 @@ class Walk(RowWalk):
 
 _programs: WeakKeyDictionary[Plan, dict[Any, tuple[object, object, RankProgram]]] = WeakKeyDictionary()
 """Recorded programs. A program is valid as long as the mask's functions read the same values."""
+_recording = threading.RLock()
+"""Held while a program is recorded: a call waits for a thread that prepares its plan instead of recording it again."""
+os.register_at_fork(after_in_child=_recording._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+def recorded(
+    task: Task, direction: str, computed_by: tuple[Any, object], saves: bool, walk: Callable[[], RowWalk]
+) -> RankProgram:
+    """Return the program of a plan, rank and direction, recorded at its first use. `computed_by` is the rest of its
+    key, and an object to keep alive with it."""
+    plan, (name, alive) = task.plan, computed_by
+    programs = _programs.setdefault(plan, {})
+    key = task.rank, direction, saves, task.dtype, name
+    reads, _, program = programs.get(key, (None, None, None))
+    if program is None or reads is not plan.mask.last_reads:
+        with _recording:
+            reads, _, program = programs.get(key, (None, None, None))  # another thread may have recorded it
+            if program is None or reads is not plan.mask.last_reads:
+                program = walk().program()
+                programs[key] = plan.mask.last_reads, alive, program
+    return program
 
 
 class RowRun(ABC):
@@ -341,14 +364,8 @@ class RowRun(ABC):
         return self.results(program, memory)
 
     def start(self, saves: bool) -> tuple[RankProgram, Memory]:
-        """Return the program, recorded at its first use, and the memory of this run with its inputs."""
-        plan, (name, alive) = self.task.plan, self.computed_by
-        programs = _programs.setdefault(plan, {})
-        key = self.task.rank, self.direction, saves, self.task.dtype, name
-        reads, _, program = programs.get(key, (None, None, None))
-        if program is None or reads is not plan.mask.last_reads:
-            program = self.walk(saves=saves).program()
-            programs[key] = plan.mask.last_reads, alive, program
+        """Return the program and the memory of this run with its inputs."""
+        program = recorded(self.task, self.direction, self.computed_by, saves, lambda: self.walk(saves=saves))
         memory = memory_for(program, self.device)
         memory.tensors[: len(self.inputs)] = self.inputs
         del self.inputs

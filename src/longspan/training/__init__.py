@@ -2,9 +2,9 @@
 
 A step, in this order: `check_same` (do all ranks of the sequence have the same batch?), `shard_batch` (the rank's part,
 with labels that were shifted before sharding), the model, `token_loss` (with the model's `Head`, without logits of all
-tokens; `token_logprobs` gives the log-probability of each token, for reinforcement learning). `relayout` is for layers
-that need another layout than attention, `gather_outputs` for evaluation, `make_mesh` for the ranks, `watch` for naming
-the rank that failed.
+tokens; `token_logprobs` gives the log-probability of each token, for reinforcement learning). `prefetch` plans and
+shards the next batch in a thread while a step runs. `relayout` is for layers that need another layout than attention,
+`gather_outputs` for evaluation, `make_mesh` for the ranks, `watch` for naming the rank that failed.
 
 Custom losses (reinforcement learning, preferences, distillation): `shard_like` shards per-token tensors as the batch
 was sharded, `per_sequence` reduces tokens of all ranks to one number per document, `per_token` is the reverse, and
@@ -15,6 +15,7 @@ from longspan.training.batch import Batch, shard_batch, shift_tokens
 from longspan.training.groups import BatchError, Mesh, Watching, attempt_store, check_same, make_mesh, watch
 from longspan.training.loss import TokenLogprobs, token_logprobs, token_loss
 from longspan.training.loss_without_logits import Head
+from longspan.training.prefetching import prefetch
 from longspan.training.tokens import gather_outputs, gather_tokens, per_sequence, per_token, relayout, shard_like
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "make_mesh",
     "per_sequence",
     "per_token",
+    "prefetch",
     "relayout",
     "shard_batch",
     "shard_like",
