@@ -40,6 +40,9 @@ def start(name, devices=4):
     else:
         _install_standin(name)
     _register_backend(name)
+    from tests.kernel_models import rows
+
+    rows.install()
     atexit.register(native.drain, True)  # kernels may be Python functions, which cannot run once Python has ended
 
 
