@@ -240,6 +240,11 @@ FLEX_BLOCK_TENSORS = 8
 """Counts and indices of partial and full blocks, by rows and by columns, in the order of BlockMask.as_tuple()."""
 
 
+def is_sliced(block_mask: Any) -> bool:
+    """Return whether a BlockMask is a slice of another, which has a function that raises in place of its mask_mod."""
+    return getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error"
+
+
 def indexing() -> AbstractContextManager[object]:
     """Make `table[i]` with a zero-dim tensor `i` a late lookup, whose gradient is accumulated by index."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -329,10 +334,52 @@ def compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequ
     return torch._inductor.compile(graph, list(inputs))  # type: ignore[return-value]
 
 
+def context_parallel_names() -> dict[str, Any]:
+    """Return PyTorch's names for context parallelism, and its operator that gathers keys and values."""
+    from torch.distributed.tensor.experimental import _attention
+    from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
+
+    names = {name: getattr(_attention, name) for name in _attention.__all__}
+    return {**names, "flex_cp_allgather": flex_cp_allgather}
+
+
+def cp_options() -> Any:
+    """Return PyTorch's options of context parallelism: `enable_load_balance` and `rotate_method`."""
+    from torch.distributed.tensor.experimental._attention import _cp_options
+
+    return _cp_options
+
+
+def functions_named(names: Sequence[str]) -> dict[Any, str]:
+    """Return the functions, methods and operators of PyTorch with these names, as torch-function modes see them."""
+    import torch.nn.attention.varlen  # registers operators
+
+    places: list[Any] = [torch, Tensor, torch.nn.functional, torch.autograd, torch.special]
+    places += [torch._C._nn, torch._C._special, torch._C._VariableFunctions, torch.ops.higher_order]  # type: ignore[attr-defined]
+    functions: dict[Any, str] = {}
+    for name in names:
+        functions |= {function: name for place in places if callable(function := getattr(place, name, None))}
+        for packet in (getattr(space, name, None) for space in (_aten, torch.ops.torch_attn)):
+            if packet is not None:
+                functions |= dict.fromkeys(forms_of(packet), name)
+    return functions
+
+
+def forms_of(packet: Any) -> list[Any]:
+    """Return an operator by its name, and all of its overloads."""
+    return [packet, *(getattr(packet, which) for which in packet.overloads())]
+
+
 def function_modes() -> list[Any]:
-    """Return the active torch-function modes, innermost last. Threads of autograd have those of backward's caller."""
+    """Return the active torch-function modes, innermost last. Threads of autograd have those of backward's caller.
+
+    The compiler takes them off while it traces, and keeps its own list.
+    """
     from torch.overrides import _get_current_function_mode_stack
 
+    tracer = _tracer()
+    if tracer is not None:
+        return [mode.value for mode in tracer.symbolic_torch_function_state.mode_stack]
     return list(_get_current_function_mode_stack())
 
 
@@ -387,6 +434,19 @@ def is_unobserved(tensors: Sequence[Tensor | None]) -> bool:
         if not _known[number]:
             return False
     return True
+
+
+def is_batched(*tensors: Any) -> bool:
+    """Return whether a function that `torch.vmap` maps is called with one of these."""
+    if not torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
+        return False
+    return any(torch._C._functorch.is_batchedtensor(t) for t in tensors if isinstance(t, Tensor))  # type: ignore[attr-defined]
+
+
+def fake_mode_of(tensor: Tensor) -> Any:
+    """Return the mode of a fake tensor, if it does not mix with tensors that have contents; else None."""
+    mode = getattr(tensor, "fake_mode", None)
+    return None if mode is None or mode.allow_non_fake_inputs else mode
 
 
 def run_without_compiling(function: Any) -> None:

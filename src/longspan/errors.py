@@ -40,6 +40,10 @@ class PlanError(LongspanError, ValueError):
     """No plan is possible for this mask, layout and shapes."""
 
 
+class NotSupportedError(PlanError, NotImplementedError):
+    """A request that PyTorch's own API refuses with NotImplementedError, and Longspan refuses too."""
+
+
 class KernelError(LongspanError, ValueError):
     """Unknown kernel, or a kernel that does not support the tensors."""
 

@@ -598,16 +598,15 @@ def refuses_flex(name, call, *tensors):
     try:
         call(*tensors)
     except Exception as error:
-        ours = isinstance(error, ls.PlanError) and str(error).startswith("inside a context of Longspan")
-        is_ours = ours and "longspan.torch_api.flex_attention" in str(error)
+        is_ours = isinstance(error, ls.PlanError) and "for the whole sequence" in str(error)
         return name, REFUSED, REFUSED if is_ours else WRONG, f"{type(error).__name__}: {error}"[:300]
     return name, REFUSED, WRONG, "no error"
 
 
 def flex_in_contexts(cases, names=None):
-    """PyTorch's flex attention is refused in words inside a context, whatever else it would have refused, and computes
-    what it computes before and after contexts, also those that ended by an exception. A case is the length of a block
-    mask, or None, and whether the call was compiled outside before; `names` are of some ways to call it."""
+    """PyTorch's flex attention is over the whole sequence inside a context, or refused if its block mask is not, and
+    computes what it computes before and after contexts, also those that ended by an exception. A case is the length of
+    a block mask, or None, and whether the call was compiled outside before; `names` are of some ways to call it."""
     mesh, found, tokens = world_mesh(), [], 256
     whole = [drawn(i, 1, 2, tokens, 16, dtype=torch.float32) for i in range(3)]
     local = [t[:, :, : tokens // mesh.size()].clone() for t in whole]
@@ -623,9 +622,15 @@ def flex_in_contexts(cases, names=None):
                 before = call(*inputs) if is_warm else None
                 q, k, v = (t.clone() for t in whole)
                 with torch_api.context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
-                    found.append(refuses_flex(label, call, q, k, v))
-                with contextlib.suppress(Exception), torch_api.context_parallel(mesh, seq_len=tokens):
+                    if length not in (None, tokens):
+                        found.append(refuses_flex(label, call, q, k, v))
+                    else:
+                        (out,) = torch_api.context_parallel_unshard(mesh, [call(q, k, v)], [2])
+                        right, limit = flex_of_one(name, whole, length)
+                        found.append((label, RIGHT, *outcome(right, limit, lambda x: x, out)))
+                with contextlib.suppress(ValueError), torch_api.context_parallel(mesh, seq_len=tokens):
                     call(*local)
+                    raise ValueError("from inside")
                 if is_warm:
                     found.append((f"{label}, after", RIGHT, *outcome(before, 0, call, *inputs)))
         if names is None:
@@ -634,10 +639,28 @@ def flex_in_contexts(cases, names=None):
     return found
 
 
+def flex_of_one(name, whole, length):
+    """What a call of `calls_of_flex` returns on one device, by dense float64 math, and how far off float32 may be."""
+    q, k, v = (t.double() for t in whole)
+    i = torch.arange(q.shape[2])
+    if name == "in a compiled function":
+        q = q.sin()
+    scores, limit = q @ k.mT / q.shape[3] ** 0.5, 4e-6
+    if name in ("with a score function", "compiled with one"):
+        scores = scores + (i[:, None] - i)
+        limit += 2 * float(scores.abs().max() * v.abs().max()) * torch.finfo(torch.float32).eps  # scores are rounded
+    if length is not None:
+        scores = scores.masked_fill(i[:, None] < i, -torch.inf)
+    return (2 if name == "in a compiled function" else 1) * (scores.softmax(-1) @ v), limit
+
+
 def flex_in_style(mesh, whole):
     forget_layouts()
     module = parallelize_module(Flex(block_mask=causal_blocks(256)), mesh, torch_api.ContextParallel(2, "flex"))
-    return refuses_flex("in a style", module, *torch_api.context_parallel_shard(mesh, whole, [2] * 3))
+    out = module(*torch_api.context_parallel_shard(mesh, whole, [2] * 3))
+    (out,) = torch_api.context_parallel_unshard(mesh, [out], [2])
+    right, limit = flex_of_one("", whole, 256)
+    return "in a style", RIGHT, *outcome(right, limit, lambda x: x, out)
 
 
 def flex_that_is_ours(mesh, whole):
@@ -687,8 +710,8 @@ MUTANTS = {
         routes, "_root_gradients",
         lambda roots, gradients: gradients or tuple(torch.ones(t.shape, dtype=t.dtype) for t in roots),
     ),
-    "flex is seen only where it computes": (routes, "_is_in_flex", lambda frame: False),
-    "flex is seen by its code": (routes, "_is_flex", lambda code: code is torch_flex.__code__),
+    "flex keeps its code": (routes, "_count_active", lambda change: None),
+    "flex finds no route": (routes, "is_routed", lambda: False),
 }  # fmt: skip
 
 

@@ -39,7 +39,7 @@ RAISED = [
     Case(RAISE, "backward", 3, 2, named=TEXT, settings=MIXED),
     Case(RAISE, "outside", 3, 0, "exchange", named=TEXT, settings=NCCL),
     Case(RAISE, "swallowed", 3, 1, named=TEXT, everyone=True, settings=NCCL),
-    Case(RAISE, "refused", 3, 1, named="q has shape (1, 2, 63, 16)", settings=NCCL),
+    Case(RAISE, "refused", 3, 1, named="but got (1, 2, 63, 16)", settings=NCCL),
     Case(LEAVE, "left", 3, 1, named="ended", settings=NCCL),
     Case(LEAVE, "left", 2, 1, named="ended", settings=MIXED),
 ]

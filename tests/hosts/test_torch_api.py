@@ -134,7 +134,7 @@ SAYS = {
     "dims of q": "(batch, heads, tokens, features)",
     "multihead": "in a module of your own",
     "varlen": "mask=longspan.masks.documents(lengths)",
-    "flex": "call longspan.torch_api.flex_attention",
+    "flex": "for the whole sequence",
     "local blocks": "for the whole sequence",
     "kernel": "none of these can run",
 }

@@ -143,7 +143,7 @@ def rotations():
                 names.append(route.plan(q, k, v, None).scheme.name)
     with api.set_rotate_method("alltoall"), api.context_parallel(mesh, seq_len=64):
         names.append(current().plan(q[:, :, : 64 // mesh.size()], *whole(64 // mesh.size())[:2], None).scheme.name)
-    assert rotation.get() is None
+    assert rotation.get() == "auto"
     return names
 
 
@@ -539,7 +539,7 @@ def refusals():
             "dims of q": refused(lambda: sdpa(q[0], k[0], v[0])),
             "multihead": refused(lambda: torch.nn.MultiheadAttention(8, 2)(q[0], q[0], q[0])),
             "varlen": refused(lambda: varlen_attn(q[0, 0], k[0, 0], v[0, 0], *[torch.tensor([0, 9])] * 2, 9, 9)),
-            "flex": refused(lambda: quiet(torch_flex, q, k, v)),
+            "flex": refused(lambda: quiet(torch_flex, q, k, v, lambda s, *_: s, local_blocks(q.shape[2]))),
             "local blocks": refused(lambda: api.flex_attention(q, k, v, block_mask=local_blocks(q.shape[2]))),
         }
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):

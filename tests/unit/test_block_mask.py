@@ -236,7 +236,7 @@ def test_refusals():
     with pytest.raises(MaskError, match=r"65 .*64"):
         block_mask(masks.causal(65), layout, 0)
     with pytest.raises(MaskError, match=r"kv .*'global' or 'local'.*'gathered'"):
-        block_mask(mask, layout, 0, kv="gathered")
+        block_mask(mask, layout, 0, kv="all")
     with pytest.raises(MaskError, match=r"block_size must be an integer, at least 1.*block_size = 0"):
         block_mask(mask, layout, 0, block_size=0)
 

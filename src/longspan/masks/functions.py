@@ -23,8 +23,9 @@ from longspan.spans import Ints
 # -- Calling functions of single pairs on whole tiles ------------------------------------------------------------------
 # FlexAttention's functions are written for one pair, `f(b, h, q_idx, kv_idx)`. Most give the same results on arrays
 # that broadcast, which is fast. Some do not: `(q_idx >= starts).sum()` sums over the tile. So a function is called on
-# tiles only if it uses only operations that are known to be elementwise and a sample of single pairs gives the same
-# results. Any other function is mapped over single pairs with `torch.vmap`.
+# tiles only if its operations on them are known to be elementwise and a sample of single pairs gives the same results.
+# An argument without dims is the same for all pairs of a tile, so any operation may use it: `ids[b]` reads a row for
+# `ids[b][q_idx]`. Any other function is mapped over single pairs with `torch.vmap`, one dim at a time.
 
 
 _PLAIN = """
@@ -37,15 +38,17 @@ bitwise_and bitwise_or bitwise_xor bitwise_not and or xor invert rand ror rxor l
 maximum minimum fmax fmin max min isnan isinf isfinite isneginf isposinf isclose masked_fill nan_to_num
 to type type_as float double half bfloat16 int long short bool detach clone contiguous
 zeros_like ones_like full_like empty_like is_floating_point dim ndimension get getitem sinc logit copysign signbit
-bucketize searchsorted
+bucketize searchsorted isin take
 """
 PLAIN = frozenset(_PLAIN.split())
 """Elementwise operations, by name without underscores; `max` and `min` only of two tensors (shapes tell)."""
-LOOKUPS = frozenset({"bucketize", "searchsorted"})
+LOOKUPS = frozenset({"bucketize", "searchsorted", "isin", "take"})
 """Of these, the operations that look values up in a whole tensor from outside."""
+NEW = frozenset({"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"})
+"""Operations that do not read the values of their tensor; on tiles only for one number, which is the same for all."""
 
-_verdicts: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-"""Which functions can be called on tiles; a cache that keeps no function alive."""
+_verdicts: WeakKeyDictionary[Any, dict[tuple[bool, ...], bool]] = WeakKeyDictionary()
+"""Which functions can be called on tiles, by which arguments have dims; a cache that keeps no function alive."""
 
 
 def check_signature(
@@ -79,13 +82,12 @@ class Elementwise:
 
     def __init__(self, function: Callable[..., Any], call: Callable[..., Any] | None = None) -> None:
         self.function = function if call is None else call
-        self._key = function
-        self.broadcasts: bool | None
-        """Whether the function takes tiles; None until it was tried."""
+        self.broadcasts: bool | None = None
+        """Whether the function takes tiles such as the last; None until it was tried."""
         try:
-            self.broadcasts = _verdicts.get(function)
-        except TypeError:  # not hashable
-            self.broadcasts = None
+            self._verdicts = _verdicts.setdefault(function, {})
+        except TypeError:  # neither hashable nor weakly referable: tried again next time
+            self._verdicts: dict[tuple[bool, ...], bool] = {}
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the function's values, of the shape to which the tensors among the arguments broadcast."""
@@ -93,19 +95,18 @@ class Elementwise:
         if math.prod(shape) > 1:
             self.settle(*arguments)
             return self.function(*arguments) if self.broadcasts else self.mapped(*arguments)
-        if self.broadcasts or 0 in shape:
+        if 0 in shape:
             return self.function(*arguments)
         answer = self.function(*(a.reshape(()) if _is_tensor(a) else a for a in arguments))
         return answer.reshape(shape) if _is_tensor(answer) and answer.numel() == 1 else answer
 
     def settle(self, *arguments: Any) -> None:
         """Find out whether the function takes tiles, unless that is known or the arguments are one pair."""
-        if self.broadcasts is None and math.prod(_shape(arguments)) > 1:
-            self.broadcasts = self._agrees(*_sampled(arguments))
-            try:
-                _verdicts[self._key] = self.broadcasts
-            except TypeError:  # neither hashable nor weakly referable: tried again next time
-                return
+        if math.prod(_shape(arguments)) > 1:
+            have_dims = tuple(_has_dims(a) for a in arguments)
+            if have_dims not in self._verdicts:
+                self._verdicts[have_dims] = self._agrees(*_sampled(arguments))
+            self.broadcasts = self._verdicts[have_dims]
 
     def mapped(self, *arguments: Any) -> Any:
         """Call the function pair by pair, with vmap."""
@@ -125,11 +126,23 @@ class Elementwise:
             raise
 
     def _mapped(self, *arguments: Any) -> Any:
+        """Map the function over one dim after the other, so that what depends on the query alone is computed once for
+        each query. An operation that changes an index in place may need all pairs in one dim."""
         import torch
 
-        shape, flat = _flattened(arguments)
-        dims = tuple(0 if _is_tensor(a) else None for a in arguments)
-        return torch.vmap(self.function, in_dims=dims)(*flat).unflatten(0, shape)
+        shape = _shape(arguments)
+        varies = [tuple(size > 1 for size in _padded_shape(a, len(shape))) for a in arguments]
+        nested = self.function
+        for dim in reversed(range(len(shape))):
+            if shape[dim] > 1:
+                nested = torch.vmap(nested, in_dims=tuple(0 if v[dim] else None for v in varies))
+        try:
+            squeezed = (a.squeeze().clone() if _is_tensor(a) else a for a in arguments)  # it may work in place
+            return nested(*squeezed).reshape(shape)
+        except Exception:  # whatever the user's function raises; if it does so for all pairs in one dim, it is raised
+            _, flat = _flattened(arguments)
+            dims = tuple(0 if _is_tensor(a) else None for a in arguments)
+            return torch.vmap(self.function, in_dims=dims)(*flat).unflatten(0, shape)
 
     def _one_by_one(self, *arguments: Any) -> Any:
         """Call the function in a loop, if vmap cannot map it: functions that read numpy arrays, for example."""
@@ -178,21 +191,23 @@ def _mixing_mode() -> Any:
         def __init__(self, arguments: tuple[Any, ...]) -> None:
             super().__init__()
             self.mixes = False
-            self._tiles = {id(a): a for a in arguments if isinstance(a, torch.Tensor)}
+            self._tiles = {id(a): a for a in arguments if _has_dims(a)}
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
-            values = _flat((args, kwargs or {}))
+            values = _flat((args, kwargs or {}), torch.Tensor)
             tiles = [value for value in values if id(value) in self._tiles]
             if tiles:
                 name = getattr(func, "__name__", "")
                 in_place = name.endswith("_") and not name.endswith("__")  # x.add_(1) would change later operations
                 self.mixes |= in_place or not self._is_elementwise(name.strip("_"), args, values, tiles, result)
-                self._tiles.update((id(r), r) for r in _flat(result))
+                self._tiles.update((id(r), r) for r in _flat(result, torch.Tensor))
             return result
 
         def _is_elementwise(self, name: str, args: Any, values: list[Any], tiles: list[Any], result: Any) -> bool:
-            if name not in PLAIN:
+            if name in NEW:
+                return not result.ndim
+            if name not in PLAIN or (name in LOOKUPS and len(tiles) > 1):
                 return False
             if name == "getitem":
                 base, indices = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -208,19 +223,29 @@ def _mixing_mode() -> Any:
     return Mixing
 
 
-def _flat(value: Any) -> list[Any]:
-    """Return the tensors in nested arguments."""
+def _flat(value: Any, kind: type) -> list[Any]:
+    """Return the values of one type in nested arguments."""
     if isinstance(value, dict):
-        return _flat(list(cast("dict[str, Any]", value).values()))
+        return _flat(list(cast("dict[str, Any]", value).values()), kind)
     if isinstance(value, tuple | list):
-        return [tensor for item in cast("list[Any]", value) for tensor in _flat(item)]
-    return [value] if _is_tensor(value) else []
+        return [part for item in cast("list[Any]", value) for part in _flat(item, kind)]
+    return [value] if isinstance(value, kind) else []
 
 
 def _is_tensor(value: Any) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor)
+
+
+def _has_dims(value: Any) -> bool:
+    return _is_tensor(value) and value.ndim > 0
+
+
+def _padded_shape(value: Any, ndim: int) -> tuple[int, ...]:
+    """Return the shape of a tensor with dims of 1 in front; anything else counts as a tensor without dims."""
+    shape = tuple(value.shape) if _is_tensor(value) else ()
+    return (1,) * (ndim - len(shape)) + shape
 
 
 def _shape(arguments: tuple[Any, ...]) -> tuple[int, ...]:
@@ -262,36 +287,64 @@ def _sampled(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 
+ROWS = "rows=<batch size> to masks.from_mask_mod, or B=<batch size> to create_block_mask"
+HEADS = "heads=<number of query heads> to masks.from_mask_mod, or H=<number of query heads> to create_block_mask"
+
 CONTENTS = 1 << 20
 """Elements of a tensor that ranks compare."""
 
 
-class _Unused:
-    """Stands in for b or h if the mask was declared not to depend on it; raises when it is used."""
+LIKE = frozenset({"zeros_like", "ones_like", "full_like", "empty_like"})
+"""Operations that do not read the values of their first tensor."""
+AS = frozenset({"to", "type_as"})
+"""Operations that do not read the values of their second tensor."""
+FACTS = NEW | frozenset(
+    ("device", "dtype", "shape", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu", "is_meta", "size", "dim",
+     "ndimension", "numel", "nelement", "element_size", "is_floating_point", "get_device")
+)  # fmt: skip
+"""Attributes of a tensor that do not depend on its values."""
 
-    def __init__(self, name: str, remedy: str) -> None:
-        self._text = (
-            f"mask_mod uses {name}, but the mask has one plane for all. Pass {remedy} to masks.from_mask_mod, so that"
-            f" each gets its own plane."
-        )
+
+def _zero(device: Any) -> Any:
+    """Return a new tensor without dims; traces see that the call has created it."""
+    import torch
+
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+class _Unused:
+    """Stands in for b or h if the mask was declared not to depend on it; raises when its value is used.
+
+    What does not depend on the value is that of a tensor without dims: PyTorch's `and_masks` calls `b.new_ones(())`.
+    """
+
+    def __init__(self, name: str, remedy: str, device: Any) -> None:
+        self._device = device
+        self._text = f"mask_mod uses {name}, but the mask has one plane for all. {remedy}, so that each gets its own."
 
     def _refuse(self, *_: object) -> Any:
         raise MaskError(self._text)
 
-    __index__ = __int__ = __float__ = __bool__ = __len__ = __iter__ = __array__ = _refuse
+    __index__ = __int__ = __float__ = __complex__ = __bool__ = __len__ = __iter__ = __array__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = _refuse
-    __getitem__ = __getattr__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __floordiv__ = _refuse
+    __rfloordiv__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __and__ = __rand__ = __or__ = __ror__ = _refuse
+    __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __divmod__ = __rdivmod__ = _refuse
+    __neg__ = __pos__ = __abs__ = __invert__ = __round__ = __trunc__ = __getitem__ = __contains__ = _refuse
     __hash__ = object.__hash__
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_zero(self._device), name) if name in FACTS else self._refuse()
+
     @classmethod
-    def __torch_function__(cls, func: object, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        for argument in args:
-            if isinstance(argument, _Unused):
-                argument._refuse()
-            if isinstance(argument, tuple | list):
-                cls.__torch_function__(func, types, tuple(cast(Any, argument)))
-        return NotImplemented
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        name, values = getattr(func, "__name__", ""), list(args)
+        at = 0 if name in LIKE else 1 if name in AS else None
+        if at is not None and at < len(values) and isinstance(values[at], _Unused):
+            values[at] = _zero(values[at]._device)
+        for value in _flat((values, kwargs or {}), _Unused):
+            value._refuse()
+        return func(*values, **(kwargs or {}))
 
 
 class Reader:
@@ -310,9 +363,10 @@ class Reader:
             if self.device is None:
                 self.device = self._device()
             device = self.device
-        b = _Unused("b (the batch row)", "rows=<batch size>") if self.row is None else self.row
-        h = _Unused("h (the head)", "heads=<number of query heads>") if self.head is None else self.head
-        b, h = (torch.tensor(index, device=device) if isinstance(index, int) else index for index in (b, h))
+        b, h = (
+            _Unused(name, f"Pass {remedy}", device) if index is None else torch.tensor(index, device=device)
+            for index, name, remedy in ((self.row, "b (the batch row)", ROWS), (self.head, "h (the head)", HEADS))
+        )
         return b, h, torch.as_tensor(q, device=device), torch.as_tensor(kv, device=device)
 
     def _first_pair(self, device: Any = None) -> tuple[Any, Any, Any, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.nn.functional import pad
 
+from longspan._torch import is_sliced
 from longspan.errors import KernelError, LongspanError, MaskError, PlanError
 from longspan.kernels import kernel_named
 from longspan.kernels.reference import highest
@@ -47,7 +48,7 @@ from longspan.validate import check_inputs, one_device_plan
 
 Bools = NDArray[np.bool_]
 
-KV = ("global", "local")
+KV = ("global", "local", "gathered")
 
 
 def block_mask(
@@ -61,10 +62,11 @@ def block_mask(
 ) -> BlockMask:
     """Return the BlockMask of the rank's own query rows, in local order; padding rows see no key.
 
-    Keys are the whole sequence in global order (`kv="global"`) or the rank's own rows in local order (`"local"`). An
-    equal mask returns the same object, so do not modify it; a mask with a function returns the same object only for the
-    same mask whose function reads the same values. Code compiled for one batch serves the next as long as the local
-    length is the same.
+    Keys are the whole sequence in global order (`kv="global"`), the rank's own rows in local order (`"local"`) or the
+    shards of all ranks one after another (`"gathered"`, as an all-gather returns them; without padding). An equal
+    mask returns the same object, so do not modify it; a mask with a function returns the same object only for the same
+    mask whose function reads the same values. Code compiled for one batch serves the next as long as the local length
+    is the same.
 
     >>> block_mask(causal(512), zigzag(512, 2), rank=0).kv_num_blocks.tolist()  # partial blocks; others are full
     [[[1, 1]]]
@@ -107,9 +109,11 @@ def _built(known: MaskKey, layout: Layout, rank: int, kv: str, block_size: int, 
     padding = np.full(layout.num_padding(rank), -1, dtype=np.int64)
     rows = np.concatenate((np.repeat(starts, sizes) + steps_within(sizes), padding))
     keys = np.arange(layout.seq_len, dtype=np.int64) if kv == "global" else rows
+    if kv == "gathered":
+        keys = np.concatenate([layout.positions(r)[: layout.num_tokens[r]] for r in range(layout.world_size)])
     planes, which = numbered(mask.grid)
     kinds = np.stack([_kinds(plane, rows, keys, block_size) for plane in planes])[which]
-    place = Place(layout.seq_len, rows, None if kv == "global" else rows, torch.device(device), mask.num_rows)
+    place = Place(layout.seq_len, rows, None if kv == "global" else keys, torch.device(device), mask.num_rows)
     return BlockMask.from_kv_blocks(
         *_listed_first(kinds == PARTIAL, device),
         *_listed_first(kinds == FULL, device),
@@ -184,6 +188,15 @@ def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads
     >>> mask.allows([300, 300], [200, 301]).tolist()
     [True, False]
     """
+    if block_mask.kv_indices.device.type == "meta":
+        raise MaskError(
+            "block_mask must be on a device with data, but is on the meta device. Create it on another one."
+        )
+    if is_sliced(block_mask):
+        raise MaskError(
+            "block_mask must have a mask_mod, but got a slice of a BlockMask, which has none. Set its mask_mod to a"
+            " function of the positions of the slice, and its seq_lengths to the lengths of query and key."
+        )
     num_rows, num_heads = _dims(block_mask)
     for axis, size, wanted in (("batch rows", num_rows, batch), ("heads", num_heads, heads)):
         if wanted is not None and size not in (1, wanted):
@@ -339,7 +352,9 @@ def flex_attention(
     extras = None if score_mod is None else Extras(score_mod)
     request = Request(plan_or_mask, group, scale, True, extras=extras, captured_grads=captured_grads, name=name)
     out, lse = attention(q, k, v, request)
-    out, lse = out.narrow(2, 0, query.shape[2]), lse.narrow(2, 0, query.shape[2])
+    if q is not query:  # padded to one length
+        out, lse = (t.narrow(2, 0, query.shape[2]).contiguous() for t in (out, lse))
+    out = in_order_of(query, out)
     if return_aux is None:
         return (out, lse) if return_lse else out
     from torch.nn.attention.flex_attention import AuxOutput
@@ -351,20 +366,39 @@ def flex_attention(
     return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=top)
 
 
+def in_order_of(query: Tensor, out: Tensor) -> Tensor:
+    """Return the output with batch rows, heads and tokens in memory in the order that the query has, as in PyTorch.
+
+    >>> query, out = torch.zeros(2, 5, 3, 4).transpose(1, 2), torch.zeros(2, 3, 5, 4)
+    >>> in_order_of(query, out).transpose(1, 2).is_contiguous()
+    True
+    """
+    if query.is_contiguous():
+        return out
+    order = sorted(range(3), key=query.stride, reverse=True)
+    return out.permute(*order, 3).contiguous().permute(*(order.index(dim) for dim in range(3)), 3)
+
+
 def _pad_to_one_length(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> tuple[Tensor, Tensor, Tensor, Mask]:
     """Return tensors of one batch size and one length, and a mask that excludes the padding."""
     (batch, heads, num_q), num_kv = q.shape[:3], k.shape[2]
+    if k.shape[0] not in (1, batch):
+        raise PlanError(f"key must have the {batch} batch rows of query, or 1, but got {k.shape[0]}.")
+    if k.shape[:3] != v.shape[:3]:
+        raise PlanError(
+            f"value must have the batch rows, heads and tokens of key, {tuple(k.shape[:3])}, but got"
+            f" {tuple(v.shape[:3])}."
+        )
     if k.shape[0] != batch:
-        if k.shape[0] != 1:
-            raise PlanError(f"key must have the {batch} batch rows of query, or 1, but got {k.shape[0]}.")
         k, v = (t.expand(batch, -1, -1, -1) for t in (k, v))
     length = max(num_q, num_kv)
     if block_mask is None:
         mask = full(length)
-    elif isinstance(block_mask, Mask):
-        mask = block_mask.resized(length)
+    elif isinstance(block_mask, Mask):  # compiled code can build no mask
+        mask = block_mask if block_mask.seq_len is None and num_q == num_kv else block_mask.resized(length)
     elif isinstance(block_mask, BlockMask):
-        check_lengths(block_mask, (num_q, num_kv), "block_mask", PlanError)
+        if not is_sliced(block_mask):  # the lengths of a slice are those of the whole
+            check_lengths(block_mask, (num_q, num_kv), "block_mask", PlanError)
         mask = mask_of_block_mask(block_mask, batch=batch, heads=heads)
     else:
         raise PlanError(

@@ -396,6 +396,11 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if type(handle) is Tensor:  # fake tensors outside of tracing: check them, too
         resolve_plan(_value_of(handle), q, k, v, rank_and_size(group))
+    return results_like(q, v)
+
+
+def results_like(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output, lse and ticket of a forward pass without contents."""
     return (
         q.new_empty((*q.shape[:3], v.shape[3])),
         q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)),

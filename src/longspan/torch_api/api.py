@@ -3,18 +3,18 @@
     with context_parallel(mesh["cp"], buffers=[tokens, labels], buffer_seq_dims=[1, 1]):
         loss(model(tokens), labels).backward()
 
-Calls of `torch.nn.functional.scaled_dot_product_attention` are routed, however they are reached, and so is
-`flex_attention` of this module. PyTorch's own flex attention and `torch.nn.MultiheadAttention` cannot be routed without
-replacing functions of PyTorch; inside a context they are refused, as are PyTorch's fused operators called by name and
-attention that is written out with a softmax. Calls inside TorchScript, in other threads and of other packages' kernels
-are not seen: a context that computed something and routed no attention warns at exit.
+Calls of `torch.nn.functional.scaled_dot_product_attention` are routed, however they are reached, and so are calls of
+PyTorch's `flex_attention` and of this module's, compiled or not. `torch.nn.MultiheadAttention`, PyTorch's fused
+operators called by name and attention that is written out with a softmax are refused. Calls inside TorchScript, in
+other threads and of other packages' kernels are not seen: a context that computed something and routed no attention
+warns at exit.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -26,14 +26,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.attention.flex_attention import BlockMask
 
-from longspan._torch import version
+from longspan._torch import cp_options, version
 from longspan.api import flex_attention as flex_of_shards
-from longspan.errors import LayoutError, PlanError
+from longspan.errors import LayoutError, NotSupportedError, PlanError
 from longspan.layouts import Layout
 from longspan.layouts.layout import other_tokens, remember
 from longspan.masks import Mask
-from longspan.run.flex import check_lengths, mask_of_block_mask
-from longspan.spans import check_int
+from longspan.run.flex import mask_of_block_mask
+from longspan.run.transports import observe as count_messages
+from longspan.spans import Ints, check_int
 from longspan.torch_api.balancers import (
     Balanced,
     Balancer,
@@ -44,20 +45,23 @@ from longspan.torch_api.balancers import (
     RoundRobin,
     balancer_of,
     carried_layout,
+    default_balancer,
     digest_of,
     known_length,
     layout_of_shards,
     layout_record,
+    rearrange,
+    row_order,
     slots,
 )
+from longspan.torch_api.block_masks import block_mask_length, shard_block_mask
 from longspan.torch_api.routes import (
+    ROTATIONS,
     Route,
-    Router,
-    check_heads,
+    active,
     check_mesh,
     current,
     gather_ints,
-    marked,
     rotation,
     route_for,
 )
@@ -73,6 +77,7 @@ __all__ = [
     "context_parallel",
     "context_parallel_shard",
     "context_parallel_unshard",
+    "count_messages",
     "flex_attention",
     "set_rotate_method",
 ]
@@ -83,7 +88,8 @@ UNSEEN = (
     " other packages' kernels are not seen. Call torch.nn.functional.scaled_dot_product_attention from Python, in this"
     " thread."
 )
-_SCHEDULES = {"allgather": "all_gather", "alltoall": "ring"}
+_PYTORCH_TYPES = {"scaled_dot_product_attention": "sdpa", "flex_attention": "flex"}
+"""The values of `_ContextParallel.AttentionType`."""
 
 
 @contextmanager
@@ -101,12 +107,13 @@ def context_parallel(
 
     Buffers stay the same tensor objects, with other contents and another length; at exit, also by an exception, they
     get their storage back, except those in `no_restore_buffers`. Shards need not be equally long. The default balancer
-    is `HeadTail()`. `mask` is in global positions; a call with `is_causal=True` combines it with causality. A nested
-    context over the same mesh inherits balancer and mask.
+    is `HeadTail()`, or `Contiguous()` if `_cp_options.enable_load_balance` of PyTorch is off. `mask` is in global
+    positions; a call with `is_causal=True` combines it with causality. A nested context over the same mesh inherits
+    balancer and mask.
 
     Without buffers, the inputs of attention are shards already. Without a balancer, `context_parallel_unshard`
-    describes how their layout is inferred; if nothing was sharded over the ranks of the mesh before, it is
-    `HeadTail()`. Passing both `load_balancer` and `seq_len` saves a small message.
+    describes how their layout is inferred; if nothing was sharded over the ranks of the mesh before, it is the default.
+    Passing both `load_balancer` and `seq_len` saves a small message.
 
     Call backward inside: after exit buffers are whole again, so autograd raises if it saved one of them, and
     checkpoints cannot run forward again.
@@ -116,15 +123,21 @@ def context_parallel(
     length = _common_length(tensors, dims, seq_len)
     if not keep <= {id(t) for t in tensors}:
         raise PlanError("no_restore_buffers has tensors that are not among buffers. List the same tensor objects.")
-    default = HeadTail() if tensors else Inferred(check_mesh(mesh), HeadTail())
+    default = default_balancer() if tensors else Inferred(check_mesh(mesh), default_balancer())
+    if tensors and length is not None and length < 2 * mesh.size():
+        default = Contiguous()  # as in PyTorch: there are no two chunks per rank
     route = route_for(mesh, load_balancer, default, mask, length)
     with ExitStack() as stack:
         if tensors:
             assert route.layout is not None
-            layout_record(mesh).add(route.layout)
-            _shard_in_place(stack, tensors, dims, keep, route.layout, mesh.get_local_rank())
+            _record(mesh, route.layout, route.order)
+            # As in PyTorch, programs can read inside whether shards are balanced.
+            options, is_balanced = cp_options(), other_tokens(route.layout, Contiguous.of_lengths(slots(route.layout)))
+            stack.callback(setattr, options, "enable_load_balance", options.enable_load_balance)
+            options.enable_load_balance = is_balanced or route.order is not None
+            _shard_in_place(stack, tensors, dims, keep, route, mesh.get_local_rank())
         route.buffers = {id(t) for t in tensors}
-        stack.enter_context(Router(route))
+        stack.enter_context(active(route))
         yield
         if tensors and route.results and not (route.calls or route.planned) and mesh.size() > 1:
             warnings.warn(UNSEEN, stacklevel=3)
@@ -132,7 +145,7 @@ def context_parallel(
 
 def _common_length(tensors: list[Tensor], dims: list[int], seq_len: int | None) -> int | None:
     """Return the one length of all buffers along their sequence dims; raise if buffers cannot be sharded in place."""
-    _check_counts(tensors, dims)
+    check_counts(tensors, dims)
     if len({id(t) for t in tensors}) != len(tensors):
         raise PlanError("a buffer is listed twice, and would be sharded twice. List it once.")
     lengths: set[int] = set() if seq_len is None else {seq_len}
@@ -157,29 +170,44 @@ def _length(tensor: Any, dim: Any) -> int:
     return tensor.shape[dim]
 
 
-def _check_counts(buffers: Sequence[Tensor], dims: Sequence[int]) -> None:
+def _record(mesh: DeviceMesh, layout: Layout, order: Ints | None) -> None:
+    record = layout_record(mesh)
+    record.add(layout) if order is None else record.add_row_order(slots(layout))
+
+
+def check_counts(buffers: Sequence[Any], dims: Sequence[int]) -> None:
     if len(buffers) != len(dims):
         raise PlanError(f"there are {len(buffers)} buffers, but {len(dims)} sequence dims. Pass one dim for each.")
 
 
 @torch.no_grad()
 def _shard_in_place(
-    stack: ExitStack, tensors: list[Tensor], dims: list[int], keep: set[int], layout: Layout, rank: int
+    stack: ExitStack, tensors: list[Tensor], dims: list[int], keep: set[int], route: Route, rank: int
 ) -> None:
     """Give tensors other storage instead of writing to theirs: inputs and labels are often views of one batch. So
     restoring is exact and copies nothing."""
+    layout, order = route.layout, route.order
+    assert layout is not None
     if layout.local_len is not None and layout.local_len * layout.world_size != layout.seq_len:
         raise LayoutError(
             f"{layout} has padding, and the fill value for labels or masks is not known here. Use a layout without"
             f" equal_tokens (shards need not be equally long), or shard by layout.shard(x, rank, dim, fill=...)."
         )
-    shards = [layout.shard(tensor, rank, dim) for tensor, dim in zip(tensors, dims, strict=True)]
+    shards = [_cut(tensor, dim, layout, order, rank) for tensor, dim in zip(tensors, dims, strict=True)]
     for tensor, shard, dim in zip(tensors, shards, dims, strict=True):
         if id(tensor) not in keep:
             stack.callback(_set_storage, tensor, *_storage(tensor))
         _set_storage(tensor, *_storage(shard))
-        if id(tensor) in keep:
+        if id(tensor) in keep and order is None:
             remember(tensor, layout, dim % tensor.ndim, version(tensor))
+
+
+def _cut(tensor: Tensor, dim: int, layout: Layout, order: Ints | None, rank: int) -> Tensor:
+    """Return the rank's shard. A shard in an order for each batch row does not carry a layout, since it has none."""
+    if order is None:
+        return layout.shard(tensor, rank, dim)
+    start = sum(slots(layout)[:rank])
+    return rearrange(tensor, order, dim).narrow(dim, start, layout.num_slots(rank)).contiguous()
 
 
 def _storage(tensor: Tensor) -> tuple[Any, ...]:
@@ -193,35 +221,55 @@ def _set_storage(tensor: Tensor, *storage: Any) -> None:
 
 def context_parallel_shard(
     mesh: DeviceMesh,
-    buffers: Sequence[Tensor],
-    seq_dims: Sequence[int],
+    buffers: Sequence[Tensor | BlockMask] | Mapping[str, Tensor | BlockMask],
+    seq_dims: Sequence[int] | Mapping[str, int],
     load_balancer: Balancer | Layout | None = None,
-) -> list[Tensor]:
-    """Return this rank's shards of whole tensors, as new tensors.
+) -> Any:
+    """Return this rank's shards of whole tensors and BlockMasks: new objects, in a list, tuple or dict like `buffers`.
 
     Without a balancer, the layout is that of the active context over `mesh`, if its sequence has this length, or else
     `Contiguous()`. The layout is recorded for the mesh: see `context_parallel_unshard`.
+
+    The shard of a BlockMask has this rank's queries, and the keys of all ranks one after another. It is for
+    `flex_attention` in a wrapped module or a context, with keys and values sharded like queries; PyTorch's
+    `flex_attention` outside of both takes it with keys and values that were gathered.
     """
     route = current(check_mesh(mesh))
-    _check_counts(buffers, seq_dims)
-    shards = []
-    for tensor, dim in zip(buffers, seq_dims, strict=True):
-        layout = _layout_to_shard(route, load_balancer, _length(tensor, dim), mesh.size())
-        layout_record(mesh).add(layout)
-        shards.append(layout.shard(tensor, mesh.get_local_rank(), dim))
-    return shards
+    if isinstance(buffers, Mapping):
+        if not isinstance(seq_dims, Mapping) or set(seq_dims) != set(buffers):
+            raise PlanError(
+                f"`seq_dims` must be a dict with the keys of `buffers`, {sorted(buffers)}, but got {seq_dims!r:.120}."
+            )
+        names = list(buffers)
+        shards = context_parallel_shard(
+            mesh, [buffers[name] for name in names], [seq_dims[name] for name in names], load_balancer
+        )
+        return dict(zip(names, shards, strict=True))
+    assert not isinstance(seq_dims, Mapping)
+    check_counts(buffers, seq_dims)
+    balancer = None if load_balancer is None else balancer_of(load_balancer)
+    shards, rank = [], mesh.get_local_rank()
+    for buffer, dim in zip(buffers, seq_dims, strict=True):
+        length = block_mask_length(buffer) if isinstance(buffer, BlockMask) else _length(buffer, dim)
+        layout, order = _layout_to_shard(route, balancer, length, mesh.size())
+        _record(mesh, layout, order)
+        if isinstance(buffer, BlockMask):
+            mask, device = mask_of_block_mask(buffer), buffer.kv_num_blocks.device
+            shards.append(shard_block_mask(mask, layout, order, rank, device, buffer.BLOCK_SIZE))
+        else:
+            shards.append(_cut(buffer, dim, layout, order, rank))
+    return tuple(shards) if isinstance(buffers, tuple) else shards
 
 
 def _layout_to_shard(
-    route: Route | None, load_balancer: Balancer | Layout | None, length: int, world_size: int
-) -> Layout:
-    if load_balancer is not None:
-        return balancer_of(load_balancer).layout(length, world_size)
-    if route is None or isinstance(route.balancer, Inferred):
-        return Contiguous().layout(length, world_size)
-    if route.layout is None:
-        return route.balancer.layout(length, world_size)
-    return route.layout if route.layout.seq_len == length else Contiguous().layout(length, world_size)
+    route: Route | None, balancer: Balancer | None, length: int, world_size: int
+) -> tuple[Layout, Ints | None]:
+    if balancer is None and route is not None and not isinstance(route.balancer, Inferred):
+        if route.layout is not None and route.layout.seq_len == length:
+            return route.layout, route.order
+        balancer = route.balancer if route.layout is None else None
+    balancer = balancer or Contiguous()
+    return balancer.layout(length, world_size), row_order(balancer, length, world_size)
 
 
 @torch.no_grad()
@@ -238,59 +286,85 @@ def context_parallel_unshard(
     or attention cut sequences with as many tokens per rank over the ranks of `mesh` before. If there are two such
     layouts, or none, the call raises `LayoutError`. A balancer that is passed must be the one that cut the buffer.
     """
-    _check_counts(buffers, seq_dims)
-    route = current(check_mesh(mesh))
+    check_counts(buffers, seq_dims)
+    check_mesh(mesh)
+    return unshard(mesh, buffers, seq_dims, load_balancer, Inferred(mesh, None))
+
+
+def unshard(
+    mesh: DeviceMesh,
+    buffers: Sequence[Tensor],
+    seq_dims: Sequence[int],
+    load_balancer: Balancer | Layout | None,
+    inferred: Inferred,
+) -> list[Tensor]:
+    """Gather shards and put their tokens in order; `inferred` finds the layout of those that no other rule covers."""
+    route = current(mesh)
     if route is not None and any(id(t) not in route.buffers for t in buffers):
         route.results = True
     whole = []
     for tensor, dim in zip(buffers, seq_dims, strict=True):
         lengths = gather_ints(mesh, _length(tensor, dim), tensor.device)
-        layout = _agreed_layout(mesh, load_balancer, tensor, dim, lengths)
-        whole.append(layout.unshard(_gather(mesh, tensor, dim, lengths), dim))
+        layout, order = _agreed_layout(mesh, load_balancer, tensor, dim, lengths, inferred)
+        ordered = layout.unshard(_gather(mesh, tensor, dim, lengths), dim)
+        whole.append(ordered if order is None else rearrange(ordered, order, dim, restore=True))
     return whole
 
 
 def _agreed_layout(
-    mesh: DeviceMesh, load_balancer: Balancer | Layout | None, tensor: Tensor, dim: int, lengths: list[int]
-) -> Layout:
+    mesh: DeviceMesh,
+    load_balancer: Balancer | Layout | None,
+    tensor: Tensor,
+    dim: int,
+    lengths: list[int],
+    inferred: Inferred,
+) -> tuple[Layout, Ints | None]:
     """Return the layout to unshard by, if it is the same on all ranks; otherwise raise on all of them."""
-    layout: Layout | Exception
+    found: tuple[Layout, Ints | None] | Exception
+    digest = 0
     try:
-        layout = _layout_to_unshard(mesh, load_balancer, tensor, dim, lengths)
+        found = _layout_to_unshard(mesh, load_balancer, tensor, dim, lengths, inferred)
+        digest = digest_of(*found)
     except Exception as error:  # the other ranks wait for the message below
-        layout = error
-    digests = gather_ints(mesh, 0 if isinstance(layout, Exception) else digest_of(layout), tensor.device)
-    if isinstance(layout, Exception):
-        raise layout
+        found = error
+    digests = gather_ints(mesh, digest, tensor.device)
+    if isinstance(found, Exception):
+        raise found
     if len(set(digests)) > 1:
         raise LayoutError(
-            f"all ranks must unshard by one layout, but rank {mesh.get_local_rank()} has {layout}, and others have"
+            f"all ranks must unshard by one layout, but rank {mesh.get_local_rank()} has {found[0]}, and others have"
             f" another or none. Pass the same load_balancer on all ranks."
         )
-    return layout
+    return found
 
 
 def _layout_to_unshard(
-    mesh: DeviceMesh, load_balancer: Balancer | Layout | None, tensor: Tensor, dim: int, lengths: list[int]
-) -> Layout:
+    mesh: DeviceMesh,
+    load_balancer: Balancer | Layout | None,
+    tensor: Tensor,
+    dim: int,
+    lengths: list[int],
+    inferred: Inferred,
+) -> tuple[Layout, Ints | None]:
     route, known = current(mesh), carried_layout(tensor, dim, lengths)
     if load_balancer is not None:
         balancer = balancer_of(load_balancer)
         layout = layout_of_shards(balancer, lengths, known_length(balancer, None))
+        order = row_order(balancer, layout.seq_len, len(lengths))
         if known is not None and other_tokens(known, layout):
             raise LayoutError(
                 f"`load_balancer` must be the one that cut the buffer, which was {known}, but got {layout}. Leave it"
                 f" out: the buffer carries its layout."
             )
-        return layout
+        return layout, order
     if known is not None:
-        return known
+        return known, None
     if route is not None and route.layout is None:
         layout = route.layout_of_shard(tensor, dim, lengths)
-        return layout_of_shards(balancer_of(layout), lengths, layout.seq_len)
+        return layout_of_shards(balancer_of(layout), lengths, layout.seq_len), None
     if route is not None and route.layout is not None and slots(route.layout) == lengths:
-        return route.layout
-    return Inferred(mesh, None).of_shard(tensor, dim, lengths)
+        return route.layout, route.order
+    return inferred.of_shard(tensor, dim, lengths), None
 
 
 def _gather(mesh: DeviceMesh, tensor: Tensor, dim: int, lengths: list[int]) -> list[Tensor]:
@@ -308,20 +382,22 @@ def _gather(mesh: DeviceMesh, tensor: Tensor, dim: int, lengths: list[int]) -> l
 
 
 def set_rotate_method(rotate_method: str) -> AbstractContextManager[object]:
-    """Choose how keys and values travel from here on in this thread: "allgather" at once, "alltoall" around a ring.
+    """Choose how keys and values travel from here on: "allgather" at once, "alltoall" around a ring.
 
-    Until it is called, the plan chooses ("auto"). `with set_rotate_method("alltoall"):` ends the choice at exit.
+    Until it is called, the plan chooses ("auto"). `with set_rotate_method("alltoall"):` ends the choice at exit. As in
+    PyTorch, the choice is `_cp_options.rotate_method`, and holds for all threads; made in another thread than the main
+    one, it holds in that thread.
 
     >>> with set_rotate_method("alltoall"):
     ...     pass
     """
-    if rotate_method not in _SCHEDULES:
-        raise PlanError(
-            f"rotate method must be {' or '.join(map(repr, _SCHEDULES))}, but got {rotate_method!r}. Other schemes are"
+    if rotate_method not in ROTATIONS:
+        raise NotSupportedError(
+            f"`rotate_method` must be {' or '.join(map(repr, ROTATIONS))}, but got {rotate_method!r}. Other schemes are"
             f" named in longspan.plan(..., scheme=)."
         )
     stack = ExitStack()
-    stack.callback(rotation.reset, rotation.set(_SCHEDULES[rotate_method]))
+    stack.callback(rotation.choose(rotate_method))
     return stack
 
 
@@ -342,36 +418,18 @@ def flex_attention(
 ) -> Any:
     """PyTorch's `flex_attention`: over the whole sequence inside a context or a wrapped module, on one device outside.
 
-    `block_mask` is for the whole sequence, a BlockMask of PyTorch or a mask of longspan.masks, and is combined with the
-    mask of the context. Functions get global positions. If FSDP or DDP reduces gradients over the mesh, pass
-    `captured_grads="share"`, or those of captured tensors are summed twice.
+    Inside, PyTorch's own function is the same; outside, this one has a backward on every device. `block_mask` is for
+    the whole sequence, a BlockMask of PyTorch or a mask of longspan.masks, and is combined with the mask of the
+    context. Functions get global positions. `kernel_options` must be empty, as in `longspan.flex_attention`. If FSDP or
+    DDP reduces gradients over the mesh, pass `captured_grads="share"`, or those of captured tensors are summed twice.
     """
-    route = current()
-    if route is None:
-        return flex_of_shards(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-            return_aux=return_aux, captured_grads=captured_grads,
-        )  # fmt: skip
-    check_heads(query, key, enable_gqa)
-    plan = route.plan(query, key, value, _mask_of(block_mask, query, route))
-    route.count("flex")
-    return flex_of_shards(
-        marked(query), key, value, score_mod, None, scale, enable_gqa, return_lse, kernel_options,
-        return_aux=return_aux, plan=plan, group=route.mesh, captured_grads=captured_grads,
-    )  # fmt: skip
-
-
-def _mask_of(block_mask: Any, query: Tensor, route: Route) -> Mask | None:
-    if block_mask is None or isinstance(block_mask, Mask):
-        return block_mask
-    if not isinstance(block_mask, BlockMask):
-        raise PlanError(
-            f"`block_mask` must be a BlockMask of PyTorch or a mask of longspan.masks, but got"
-            f" {type(block_mask).__name__}."
-        )
-    total = route.layout_of(query).seq_len
-    check_lengths(block_mask, (total, total), "block_mask", PlanError)
-    return mask_of_block_mask(block_mask, batch=query.shape[0], heads=query.shape[1])
+    args = query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
+    route, result = current(), None
+    if route is not None:
+        result = route.flex(*args, return_aux=return_aux, captured_grads=captured_grads)
+    if result is None:
+        result = flex_of_shards(*args, return_aux=return_aux, captured_grads=captured_grads)
+    return result
 
 
 class ContextParallel(ParallelStyle):
@@ -381,19 +439,23 @@ class ContextParallel(ParallelStyle):
     their layout is inferred in each forward, as in `context_parallel_unshard`; if nothing was sharded over the ranks of
     the mesh before, it is `Contiguous()`. A balancer together with a length (`seq_len`, or a mask or balancer for one)
     saves a small message per forward. `attention_type` is the attention that the module must call: "sdpa", or "flex"
-    for `flex_attention` of this module; forward raises if it does not, since attention would have been local.
+    for `flex_attention`; forward raises if it does not, since attention would have been local.
     """
+
+    follow_options = False
+    """Whether PyTorch's `_cp_options.enable_load_balance` decides where the layout is ambiguous."""
 
     def __init__(
         self,
         seq_dim: int = 2,
-        attention_type: str = "sdpa",
+        attention_type: Any = "sdpa",
         *,
         mask: Mask | None = None,
         load_balancer: Balancer | Layout | None = None,
         seq_len: int | None = None,
     ) -> None:
         super().__init__()
+        attention_type = _PYTORCH_TYPES.get(getattr(attention_type, "value", ""), attention_type)
         if attention_type not in ("sdpa", "flex"):
             raise PlanError(f"`attention_type` must be 'sdpa' or 'flex', but got {attention_type!r}.")
         self.seq_dim, self.attention_type = seq_dim, attention_type
@@ -413,7 +475,7 @@ class _Hooks:
 
     def __init__(self, style: ContextParallel, mesh: DeviceMesh) -> None:
         self.style, self.mesh, self.open = style, mesh, threading.local()
-        self.default = Inferred(check_mesh(mesh), Contiguous())
+        self.default = Inferred(check_mesh(mesh), Contiguous(), style.follow_options)
         balancer = self.default if style.load_balancer is None else style.load_balancer
         route = Route(mesh, balancer, style.mask, style.seq_len)
         self.layout = route.layout  # built once, if balancer and length are known
@@ -434,13 +496,13 @@ class _Hooks:
                     f" takes DTensors placed (Shard({style.seq_dim}),). Redistribute it, or pass its local part."
                 )
         route = route_for(self.mesh, style.load_balancer, self.default, style.mask, style.seq_len, self.layout)
-        scope.enter_context(Router(route))
+        scope.enter_context(active(route))
         self.open.stack[-1] = route, scope
 
     def check(self, module: nn.Module, *_: Any) -> None:
         route, _ = self.open.stack[-1]
         if not route.calls[self.style.attention_type]:
-            name = {"sdpa": "torch.nn.functional.scaled_dot_product_attention", "flex": "torch_api.flex_attention"}
+            name = {"sdpa": "torch.nn.functional.scaled_dot_product_attention", "flex": "flex_attention"}
             raise PlanError(
                 f"{type(module).__name__} has ContextParallel(attention_type={self.style.attention_type!r}), but its"
                 f" forward never called {name[self.style.attention_type]}, so its attention, if any, saw the tokens of"

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from longspan._torch import version
-from longspan.errors import LayoutError
+from longspan._torch import cp_options, version
+from longspan.errors import LayoutError, NotSupportedError
 from longspan.layouts import Layout, balanced, per_document, round_robin_by_work, zigzag
 from longspan.layouts.layout import carried, other_tokens
 from longspan.masks import Mask
+from longspan.spans import Ints
 
 
 class Balancer(Protocol):
-    """Any object with this method is a balancer; a `Layout` is accepted as one."""
+    """Any object with this method is a balancer; a `Layout` and the load balancers of PyTorch are accepted as well."""
 
     def layout(self, seq_len: int, world_size: int) -> Layout: ...
 
@@ -67,19 +71,46 @@ class PerDocument:
     [2, 3, 4, 5, 8, 11]
     """
 
-    lengths: Sequence[int]
+    lengths: Sequence[int] | Sequence[Sequence[int]]
+    """One list for all batch rows, or one list per row."""
+
+    @property
+    def rows(self) -> list[Sequence[int]]:
+        """The document lengths of every batch row; one row if all rows have the same."""
+        if any(isinstance(x, Sequence) for x in self.lengths):
+            return list(self.lengths)  # type: ignore[arg-type]
+        return [self.lengths]  # type: ignore[list-item]
 
     @property
     def seq_len(self) -> int:
-        return int(sum(self.lengths))
+        return int(sum(self.rows[0]))
 
     def layout(self, seq_len: int, world_size: int) -> Layout:
-        if seq_len != self.seq_len:
+        order = self.row_order(seq_len, world_size)
+        if order is None:
+            return per_document(self.rows[0], world_size)
+        return Contiguous.of_lengths(slots(per_document(self.rows[0], world_size)))
+
+    def row_order(self, seq_len: int, world_size: int) -> Ints | None:
+        """Return which token of each batch row is at which place, rank after rank; None if all rows have the same."""
+        layouts = [per_document(row, world_size) for row in self.rows]
+        lengths = {layout.seq_len for layout in layouts}
+        if lengths != {seq_len}:
             raise LayoutError(
-                f"PerDocument has documents of {self.seq_len} tokens together, but the sequence has {seq_len}. Give the"
-                f" length of every document, padding included."
+                f"PerDocument must have documents of {seq_len} tokens per row, like the sequence, but got"
+                f" {sorted(lengths)}. Pass the length of every document, padding included."
             )
-        return per_document(self.lengths, world_size)
+        if all(layout == layouts[0] for layout in layouts):
+            return None
+        sizes = [slots(layout) for layout in layouts]
+        if any(size != sizes[0] for size in sizes):
+            other = next(row for row, size in enumerate(sizes) if size != sizes[0])
+            raise LayoutError(
+                f"PerDocument must give a rank as many tokens of every batch row, but ranks get {sizes[0]} of row 0 and"
+                f" {sizes[other]} of row {other}. Pad documents to a multiple of {2 * world_size} tokens, or use"
+                f" HeadTail() or Balanced(mask)."
+            )
+        return np.stack([np.concatenate([layout.positions(rank) for rank in range(world_size)]) for layout in layouts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +161,101 @@ class _Fixed:
         return self.fixed
 
 
+class _Indexed:
+    """A load balancer of PyTorch: `_generate_indices()` lists tokens rank after rank, for all batch rows or for each.
+
+    Ranks take stretches of that list, cut where `Contiguous` cuts. If batch rows have lists of their own, the layout is
+    that of the rearranged rows, and `row_order` says which token is where.
+    """
+
+    def __init__(self, indices: Ints) -> None:
+        self.indices = indices
+        self.seq_len = indices.shape[1]
+
+    def layout(self, seq_len: int, world_size: int) -> Layout:
+        if seq_len != self.seq_len:
+            raise LayoutError(
+                f"`load_balancer` must have indices for the {seq_len} tokens of the sequence, but got {self.seq_len}."
+                f" Create it for this length."
+            )
+        cut = Contiguous().layout(seq_len, world_size)
+        if len(self.indices) > 1:
+            return cut
+        edges = np.cumsum([0, *slots(cut)])
+        ranks = [_runs(self.indices[0][start:stop]) for start, stop in pairwise(edges)]
+        return Layout.from_spans(seq_len, ranks, name="indices")
+
+    def row_order(self, seq_len: int, world_size: int) -> Ints | None:  # noqa: ARG002
+        return self.indices if len(self.indices) > 1 else None
+
+
+def _runs(positions: Ints) -> list[tuple[int, int]]:
+    """Return the (start, stop) of consecutive positions, in their order."""
+    last = np.flatnonzero(np.append(np.diff(positions) != 1, True))
+    stops = positions[last] + 1
+    return list(zip((stops - np.diff(last, prepend=-1)).tolist(), stops.tolist(), strict=True))
+
+
+def _read_indices(load_balancer: Any) -> Balancer:
+    """Call `_generate_indices` of a load balancer with PyTorch's interface, and check what it returns."""
+    name = type(load_balancer).__name__
+    try:
+        indices = load_balancer._generate_indices()
+    except (AssertionError, NotImplementedError) as error:
+        raise NotSupportedError(
+            f"`load_balancer` must generate indices for this sequence, but {name} raised {type(error).__name__}"
+            f"{f' ({error})' if str(error) else ''}. PyTorch's balancers need lengths that are multiples of 2 x ranks,"
+            f" or of 128 x ranks; HeadTail(), PerDocument(lengths) and RoundRobin(mask) of longspan.torch_api take any."
+        ) from error
+    if indices is None:
+        return Contiguous()
+    table = indices.detach().cpu().numpy().astype(np.int64) if isinstance(indices, Tensor) else None
+    if table is None or table.ndim != 2 or not (np.sort(table, 1) == np.arange(table.shape[1])).all():
+        kind = type(indices).__name__ if table is None else f"values {table.tolist()!r:.80} of shape {table.shape}"
+        raise LayoutError(
+            f"`load_balancer` must generate a tensor (1, tokens) or (batch, tokens) that lists every token of a row"
+            f" once, but {name}._generate_indices() returned {kind}."
+        )
+    return _Indexed(table[:1] if (table == table[0]).all() else table)
+
+
 def balancer_of(load_balancer: Any) -> Balancer:
     """Return the argument `load_balancer` as a balancer."""
     if isinstance(load_balancer, Layout):
         return _Fixed(load_balancer)
-    if isinstance(load_balancer, type) or not hasattr(load_balancer, "layout"):
+    if not isinstance(load_balancer, type):
+        if hasattr(load_balancer, "layout"):
+            return load_balancer
+        if hasattr(load_balancer, "_generate_indices"):
+            return _read_indices(load_balancer)
+    raise LayoutError(
+        f"`load_balancer` must be Contiguous(), HeadTail(), PerDocument(lengths), RoundRobin(mask) or Balanced(mask) of"
+        f" longspan.torch_api, a layout of longspan.layouts, or a load balancer of PyTorch, but got {load_balancer!r}."
+    )
+
+
+def row_order(balancer: Balancer, seq_len: int, world_size: int) -> Ints | None:
+    """Return which token of each batch row is at which place, rank after rank; None if all rows have one layout."""
+    order: Callable[[int, int], Ints | None] | None = getattr(balancer, "row_order", None)
+    return None if order is None else order(seq_len, world_size)
+
+
+def rearrange(x: Tensor, order: Ints, dim: int, *, restore: bool = False) -> Tensor:
+    """Move the tokens of every batch row (dim 0) to the places of `order` along `dim`, or back.
+
+    >>> rearrange(torch.tensor([[10, 11, 12], [20, 21, 22]]), np.array([[2, 0, 1], [0, 1, 2]]), 1).tolist()
+    [[12, 10, 11], [20, 21, 22]]
+    """
+    dim %= x.ndim
+    if dim == 0 or x.shape[0] != len(order):
         raise LayoutError(
-            f"`load_balancer` must be Contiguous(), HeadTail(), PerDocument(lengths), RoundRobin(mask) or"
-            f" Balanced(mask) of longspan.torch_api, or a layout of longspan.layouts, but got {load_balancer!r}."
+            f"`load_balancer` has an order for each of {len(order)} batch rows, so a buffer must have"
+            f" {len(order)} rows in dim 0 and its sequence in another dim, but got shape {tuple(x.shape)} and sequence"
+            f" dim {dim}. Use a balancer with one order for all rows, or expand the buffer."
         )
-    return load_balancer
+    index = torch.as_tensor(np.argsort(order, 1) if restore else order, device=x.device)
+    index = index.view(len(order), *(1,) * (dim - 1), -1, *(1,) * (x.ndim - dim - 1))
+    return torch.gather(x, dim, index.expand(x.shape))
 
 
 def known_length(balancer: Balancer, mask: Mask | None, seq_len: int | None = None) -> int | None:
@@ -192,6 +308,11 @@ _MAX_LAYOUTS = 1024
 _DEFAULTS = (Contiguous(), HeadTail())
 
 
+def default_balancer() -> Balancer:
+    """Return the balancer that PyTorch's `_cp_options.enable_load_balance` selects."""
+    return HeadTail() if cp_options().enable_load_balance else Contiguous()
+
+
 class LayoutRecord:
     """The layouts that cut sequences over one list of ranks; equal on all ranks, which make the same calls.
 
@@ -201,6 +322,10 @@ class LayoutRecord:
     def __init__(self) -> None:
         self.digests: dict[tuple[int, ...], int | None] = {}
         """By tokens per rank; None where two layouts have as many."""
+        self.by_lengths: dict[tuple[int, ...], set[int]] = {}
+        """The digests of all layouts with as many tokens per rank."""
+        self.row_ordered: set[tuple[int, ...]] = set()
+        """Tokens per rank of which the latest shards were in an order for each batch row."""
         self.layouts: dict[int, Layout] = {}
         self.latest: Layout | None = None
         self.fitting_defaults = set(_DEFAULTS)
@@ -209,10 +334,13 @@ class LayoutRecord:
     def add(self, layout: Layout) -> None:
         if layout is self.latest:
             return
+        if self.row_ordered:
+            self.row_ordered.discard(tuple(slots(layout)))
         digest, self.latest = digest_of(layout), layout
         if digest in self.layouts:
             return
         lengths = tuple(slots(layout))
+        self.by_lengths.setdefault(lengths, set()).add(digest)
         is_known = self.digests.get(lengths, digest) == digest
         self.digests[lengths] = digest if is_known else None
         self.layouts[digest] = layout
@@ -220,11 +348,22 @@ class LayoutRecord:
             del self.layouts[next(iter(self.layouts))]
         self.fitting_defaults = {balancer for balancer in self.fitting_defaults if _would_cut(balancer, layout)}
 
-    def find(self, lengths: list[int]) -> Layout | None:
-        """Return the one layout with these tokens per rank, or None if no sequence was cut so."""
+    def add_row_order(self, lengths: list[int]) -> None:
+        """Record that a sequence was cut by a balancer with an order for each batch row, which is no layout."""
+        self.digests[tuple(lengths)] = None
+        self.row_ordered.add(tuple(lengths))
+        self.latest, self.fitting_defaults = None, set()
+
+    def find(self, lengths: list[int], preferred: Balancer | None = None) -> Layout | None:
+        """Return the one layout with these tokens per rank, or None if no sequence was cut so. If there are several,
+        return that of `preferred`, if it is one of them."""
         if tuple(lengths) not in self.digests:
             return None
         digest = self.digests[tuple(lengths)]
+        if digest is None and preferred is not None and tuple(lengths) not in self.row_ordered:
+            layout = preferred.layout(sum(lengths), len(lengths))
+            if digest_of(layout) in self.by_lengths.get(tuple(lengths), ()):
+                return layout
         if digest is None:
             raise LayoutError(
                 f"`load_balancer` must be passed: on this mesh, sequences of {lengths} tokens per rank were cut by two"
@@ -239,10 +378,11 @@ class LayoutRecord:
         return self.layouts[digest]
 
 
-def digest_of(layout: Layout) -> int:
+def digest_of(layout: Layout, order: Ints | None = None) -> int:
     """Return a positive number that depends on what every slot holds and not on names, to compare over ranks."""
-    head = f"{layout.seq_len} {slots(layout)} "
-    return 1 + int.from_bytes(hashlib.sha256(head.encode() + layout.table.tobytes()).digest()[:7], "big")
+    head = f"{layout.seq_len} {slots(layout)} ".encode()
+    content = head + layout.table.tobytes() + (b"" if order is None else order.tobytes())
+    return 1 + int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
 
 
 def _would_cut(balancer: Balancer, layout: Layout) -> bool:
@@ -269,11 +409,16 @@ class Inferred:
 
     The layout is the one that the tensor carries, if it came straight from a shard; else the one recorded on the mesh
     for shards of these lengths; else that of `default`, unless a sequence of another length was cut on the mesh as
-    `default` would not have cut it.
+    `default` would not have cut it. With `follow_options`, `_cp_options.enable_load_balance` of PyTorch decides between
+    two recorded layouts, and it is the default.
     """
 
-    def __init__(self, mesh: DeviceMesh, default: Balancer | None) -> None:
-        self.mesh, self.default = mesh, default
+    def __init__(self, mesh: DeviceMesh, default: Balancer | None, follow_options: bool = False) -> None:
+        self.mesh, self._default, self.follow_options = mesh, default, follow_options
+
+    @property
+    def default(self) -> Balancer | None:
+        return default_balancer() if self.follow_options and self._default is not None else self._default
 
     def layout(self, seq_len: int, world_size: int) -> Layout:
         """Return the layout of the default (or of `Contiguous()`), for callers that only need shard lengths."""
@@ -282,7 +427,8 @@ class Inferred:
     def of_shard(self, tensor: Tensor, dim: int, lengths: list[int], seq_len: int | None = None) -> Layout:
         """Return the layout of a shard along `dim`, where ranks have these numbers of tokens."""
         record = layout_record(self.mesh)
-        layout = carried_layout(tensor, dim, lengths) or record.find(lengths)
+        preferred = default_balancer() if self.follow_options else None
+        layout = carried_layout(tensor, dim, lengths) or record.find(lengths, preferred)
         if layout is not None:
             if seq_len not in (None, layout.seq_len):
                 raise LayoutError(
@@ -291,7 +437,9 @@ class Inferred:
                 )
             return layout
         default = Contiguous() if len(lengths) == 1 else self.default  # one rank has all tokens in order
-        if default is not None and default in record.fitting_defaults:
+        if default is not None and isinstance(tensor, DTensor) and not self.follow_options:
+            default = Contiguous()  # that is what its placement says
+        if default is not None and (self.follow_options or default in record.fitting_defaults):
             if seq_len not in (None, sum(lengths)):
                 return default.layout(seq_len, len(lengths))  # callers check that it fits
             return layout_of_shards(default, lengths, seq_len)

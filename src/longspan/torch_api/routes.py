@@ -1,42 +1,101 @@
 """Routes: how calls of PyTorch's attention reach Longspan while a context or a wrapped module is active.
 
 A route is a mesh, a layout and optionally a mask. A torch-function mode passes it the calls of PyTorch's attention.
-Modes belong to threads, so two threads may use two meshes. No function of PyTorch is replaced.
+Modes belong to threads, so two threads may use two meshes. PyTorch's `flex_attention` is a Python function, which modes
+do not see: while a route is active in any thread, its code is replaced, and checks for a route of the calling thread.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
-from contextvars import ContextVar
-from types import CodeType, FrameType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.overrides import TorchFunctionMode
 
 from longspan import _torch
-from longspan._torch import function_modes, run_without_compiling
+from longspan._torch import cp_options, function_modes, run_without_compiling
 from longspan.api import attention
+from longspan.api import flex_attention as flex_of_shards
 from longspan.api import plan as build_plan
 from longspan.errors import KernelError, LayoutError, PlanError
 from longspan.kernels import Features, choose_kernel
 from longspan.layouts import Layout
+from longspan.layouts.layout import other_tokens
 from longspan.masks import Mask, causal, full
+from longspan.masks.mask import MaskKey
 from longspan.planning.plan import Plan
-from longspan.torch_api.balancers import Balancer, Inferred, balancer_of, known_length, layout_of_shards, layout_record
+from longspan.run import ops
+from longspan.run.flex import check_lengths, in_order_of, mask_of_block_mask
+from longspan.spans import Ints
+from longspan.torch_api.balancers import (
+    Balancer,
+    Inferred,
+    balancer_of,
+    carried_layout,
+    known_length,
+    layout_of_shards,
+    layout_record,
+    row_order,
+    slots,
+)
+from longspan.torch_api.block_masks import rearranged_mask, rearranged_score
 from longspan.validate import as_autocast
 
 SEQ_DIM = 2
-rotation: ContextVar[str | None] = ContextVar("rotation", default=None)
-"""The scheme that `set_rotate_method` chose."""
+ROTATIONS = {"allgather": ("ALL_GATHER", "all_gather"), "alltoall": ("ALL_TO_ALL", "ring")}
+"""By the argument of `set_rotate_method`: PyTorch's name of the method, and the scheme."""
+
+
+class Rotation:
+    """How keys and values travel. A choice of the main thread is kept in PyTorch's `_cp_options` and holds for all
+    threads that did not choose; one of another thread holds in that thread, so that it cannot come between two calls of
+    the main thread on one rank and after them on another."""
+
+    def __init__(self) -> None:
+        self.scheme: str | None = None
+        self.of_thread = threading.local()
+
+    def choose(self, method: str) -> Callable[[], None]:
+        """Set the method, and return a function that restores the one before."""
+        options, (name, scheme) = cp_options(), ROTATIONS[method]
+        if threading.current_thread() is not threading.main_thread():
+            restore = partial(setattr, self.of_thread, "scheme", getattr(self.of_thread, "scheme", None))
+            self.of_thread.scheme = scheme
+            return restore
+        before = self.scheme, options.rotate_method
+        self.scheme, options.rotate_method = scheme, getattr(type(options.rotate_method), name)
+
+        def restore_all() -> None:
+            self.scheme, options.rotate_method = before
+
+        return restore_all
+
+    def get(self) -> str:
+        """Return the scheme. PyTorch's default, all-gather, counts as a choice only if `set_rotate_method` made it."""
+        if of_thread := getattr(self.of_thread, "scheme", None):
+            return of_thread
+        name = cp_options().rotate_method.name
+        chosen = next(scheme for method, scheme in ROTATIONS.values() if method == name)
+        return chosen if self.scheme == chosen or chosen == "ring" else "auto"
+
+
+rotation = Rotation()
 
 
 class Route:
@@ -55,7 +114,11 @@ class Route:
         self.layout = layout
         if layout is None and self.seq_len is not None and not isinstance(balancer, Inferred):
             self.layout = balancer.layout(self.seq_len, mesh.size())
-        self.scheme = rotation.get() or "auto"
+        self.order = None if self.layout is None else row_order(balancer, self.layout.seq_len, mesh.size())
+        """The order of tokens in each batch row, if rows differ; see `balancers.row_order`."""
+        self._rearranged: dict[MaskKey, Mask] = {}
+        self._rearranged_scores: dict[int, Any] = {}
+        self.scheme = rotation.get()
         self.calls: Counter[str] = Counter()
         self.buffers: set[int] = set()
         """Tensors that the context sharded."""
@@ -87,7 +150,8 @@ class Route:
                 f" {local_len}. Shard inputs as the context shards its buffers, or pass the load_balancer= and"
                 f" seq_len= by which they were sharded."
             )
-        layout_record(self.mesh).add(self.layout)
+        if self.order is None:
+            layout_record(self.mesh).add(self.layout)
         return self.layout
 
     def layout_of_shard(self, tensor: Tensor, dim: int, lengths: list[int]) -> Layout:
@@ -113,9 +177,14 @@ class Route:
         layout = self.layout_of(q)
         both = [m for m in (self.mask, mask) if m is not None]
         combined = full() if not both else both[0] if len(both) == 1 else both[0] & both[1]
+        if self.order is not None:
+            key = MaskKey(combined)
+            if key not in self._rearranged:
+                self._rearranged[key] = rearranged_mask(combined, self.order)
+            combined = self._rearranged[key]
         return build_plan(
             combined, layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], v_head_dim=v.shape[3],
-            batch=q.shape[0], dtype=q.dtype, scheme=rotation.get() or self.scheme,
+            batch=q.shape[0], dtype=q.dtype, scheme=self.scheme if rotation.get() == "auto" else rotation.get(),
         )  # fmt: skip
 
     def count(self, kind: str) -> None:
@@ -154,7 +223,90 @@ class Route:
         plan = self.plan(query, key, value, causal() if is_causal else None)
         self.count("sdpa")
         kernel = _kernel(query, key, value, not plan.mask.is_structured)
-        return attention(marked(query), key, value, plan, group=self.mesh, scale=scale, kernel=kernel)
+        out = attention(marked(query), key, value, plan, group=self.mesh, scale=scale, kernel=kernel)
+        return in_order_of(query, out)
+
+    def flex(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Any = None,
+        block_mask: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        kernel_options: Any = None,
+        *,
+        return_aux: Any = None,
+        captured_grads: str = "sum",
+    ) -> Any:
+        """`torch.nn.attention.flex_attention.flex_attention` of shards; None if `key` and `value` were gathered, so
+        that attention of this rank alone is meant."""
+        check_heads(query, key, enable_gqa)
+        shard: tuple[Mask, Layout, Ints | None] | None = getattr(block_mask, "longspan_shard", None)
+        if shard is not None:
+            self._follow_block_mask(query, shard[1], shard[2])
+        if isinstance(block_mask, BlockMask) and self._are_gathered(query, key, block_mask):
+            if score_mod is not None or self.mask is not None:
+                raise PlanError(
+                    f"`key` must be a shard if there is a score_mod, which gets global positions, or a mask of the"
+                    f" context, but got all {key.shape[SEQ_DIM]} tokens. Pass shards of key and value, and a block_mask"
+                    f" of the whole sequence."
+                )
+            self.count("flex")
+            return None
+        plan = self.plan(query, key, value, self._mask_of(block_mask, query) if shard is None else shard[0])
+        self.count("flex")
+        if score_mod is not None and self.order is not None:
+            number = id(score_mod)  # the rearranged function keeps it alive
+            if number not in self._rearranged_scores:
+                self._rearranged_scores[number] = rearranged_score(score_mod, self.order)
+            score_mod = self._rearranged_scores[number]
+        return flex_of_shards(
+            marked(query), key, value, score_mod, None, scale, enable_gqa, return_lse, kernel_options,
+            return_aux=return_aux, plan=plan, group=self.mesh, captured_grads=captured_grads,
+        )  # fmt: skip
+
+    def _follow_block_mask(self, query: Tensor, layout: Layout, order: Ints | None) -> None:
+        """Check that a sharded BlockMask is for the layout of the queries. If that layout is to be inferred, it is the
+        BlockMask's, unless the queries carry another."""
+        known = carried_layout(query, SEQ_DIM, slots(layout))
+        if self.layout is None and isinstance(self.balancer, Inferred) and known is None:
+            self.layout, self.order = layout, order
+            return
+        expected = known or self.layout_of(query)
+        expected_order = None if known is not None else self.order
+        if (
+            (expected.seq_len, expected.world_size) != (layout.seq_len, layout.world_size)
+            or other_tokens(expected, layout)
+            or (order is None) != (expected_order is None)
+            or (order is not None and expected_order is not None and not np.array_equal(order, expected_order))
+        ):
+            raise LayoutError(
+                f"`block_mask` must be sharded like query, by {expected}, but it was sharded by {layout}. Shard both by"
+                f" one load_balancer."
+            )
+
+    def _are_gathered(self, query: Tensor, key: Tensor, block_mask: BlockMask) -> bool:
+        """Return whether queries are a shard, and keys and the columns of `block_mask` the whole sequence."""
+        rows, columns = query.shape[SEQ_DIM], key.shape[SEQ_DIM]
+        if rows == columns or tuple(block_mask.seq_lengths) != (rows, columns):
+            return False
+        return self.layout_of(query).seq_len == columns
+
+    def _mask_of(self, block_mask: Any, query: Tensor) -> Mask | None:
+        """Return the mask that `block_mask` means, in global positions."""
+        if block_mask is None or isinstance(block_mask, Mask):
+            return block_mask
+        if not isinstance(block_mask, BlockMask):
+            raise PlanError(
+                f"`block_mask` must be a BlockMask of PyTorch or a mask of longspan.masks, but got"
+                f" {type(block_mask).__name__}."
+            )
+        layout = self.layout_of(query)
+        check_lengths(block_mask, (layout.seq_len, layout.seq_len), "block_mask", PlanError)
+        return mask_of_block_mask(block_mask, batch=query.shape[0], heads=query.shape[1])
 
 
 def check_mesh(mesh: Any) -> DeviceMesh:
@@ -241,8 +393,6 @@ def marked(query: Tensor) -> Tensor:
 
 _SDPA = ("scaled_dot_product_attention",)
 _UNROUTED = {
-    "flex_attention": "torch.nn.attention.flex_attention.flex_attention cannot be routed: call"
-    " longspan.torch_api.flex_attention, which has its signature, or longspan.flex_attention with a plan",
     "_varlen_attn": "torch.nn.attention.varlen.varlen_attn cannot be routed: call"
     " torch.nn.functional.scaled_dot_product_attention with mask=longspan.masks.documents(lengths) in the context",
     "multi_head_attention_forward": "torch.nn.MultiheadAttention cannot be routed: call"
@@ -264,9 +414,8 @@ _FUSED = (
     "_cudnn_attention_forward",
 )
 """The operators below `scaled_dot_product_attention`; overloads such as `_for_cpu.default` have the same name."""
-_SPECIAL = frozenset((*_SDPA, *_UNROUTED, *_FUSED, "backward", "grad"))
 _SOFTMAX = frozenset(("softmax", "_softmax", "_safe_softmax", "special_softmax"))
-_FLEX_FILE, _FLEX_NAME = flex_attention.__code__.co_filename, flex_attention.__code__.co_name
+_OPERATORS = ("attention", "routed_attention")  # of Longspan
 
 
 class Router(TorchFunctionMode):
@@ -278,28 +427,45 @@ class Router(TorchFunctionMode):
         self.local_len = route.local_len
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "").partition(".")[0]
-        if not torch.compiler.is_compiling() and _is_in_flex(sys._getframe(1)):
-            raise PlanError(_unrouted("flex_attention"))
-        if name in _SPECIAL:
-            if name == "flex_attention" and torch.compiler.is_dynamo_compiling():
-                raise PlanError(_unrouted(name))  # a graph break: the call runs again eagerly, and raises above
-            return self._special(func, name, args, kwargs or {})
-        if name in _SOFTMAX and self._is_over_local_scores(args):
-            _refuse_written_out(self.local_len)
-        if name == "attention":  # Longspan's operator, with a plan of the caller
+        if is_dynamo_compiling():
+            return self._trace(func, args, kwargs or {})
+        name = _special_functions.get(func)
+        if name is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if name == "routed_attention":
+            with _operator.of(self.route):
+                return func(*args, **(kwargs or {}))
+        if name == "attention":  # with a plan of the caller
             self.route.planned = True
+            return func(*args, **(kwargs or {}))
+        if name not in _SOFTMAX:
+            return self._special(func, name, args, kwargs or {})
+        if self._is_over_local_scores(args):
+            _refuse_written_out(self.local_len)
         return func(*args, **(kwargs or {}))
+
+    def _trace(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same while the compiler traces: it knows functions by their names."""
+        name = _special_names.get(getattr(func, "__name__", ""))
+        if name == "scaled_dot_product_attention":
+            out = _sdpa_in_graph(*args, **kwargs)
+            if out is not None:
+                return out
+        elif name == "attention":
+            self.route.planned = True
+            name = None
+        elif name in _SOFTMAX:
+            if self._is_over_local_scores(args):
+                _refuse_written_out(self.local_len)
+            name = None
+        return func(*args, **kwargs) if name is None else self._special(func, name, args, kwargs)
 
     def _is_over_local_scores(self, args: tuple[Any, ...]) -> bool:
         """Return whether a softmax is over scores of this rank's tokens with each other: attention written out."""
         x, size = args[0] if args else None, self.local_len
         return size > 1 and isinstance(x, Tensor) and x.ndim >= 3 and x.shape[-1] == size and x.shape[-2] == size
 
-    @torch.compiler.disable(
-        reason="inside a context of Longspan, attention runs outside compiled graphs; instead of PyTorch's"
-        " flex_attention call longspan.torch_api.flex_attention"
-    )
+    @torch.compiler.disable(reason="inside a context of Longspan, attention runs outside compiled graphs")
     def _special(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _SDPA:
             return self.route.sdpa(*args, **kwargs)
@@ -312,7 +478,9 @@ class Router(TorchFunctionMode):
                 )
             return func(*args, **kwargs)
         if name in _UNROUTED and not any(isinstance(arg, GraphModule) for arg in args):  # those are our own kernel's
-            raise PlanError(_unrouted(name))
+            raise PlanError(
+                f"inside a context of Longspan it would attend to the tokens of this rank alone: {_UNROUTED[name]}."
+            )
         return self._differentiate(func, args, kwargs)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -351,20 +519,66 @@ class Router(TorchFunctionMode):
 run_without_compiling(Router.__torch_function__)  # as a frame; inside other frames it is traced
 
 
-def _unrouted(name: str) -> str:
-    return f"inside a context of Longspan it would attend to the tokens of this rank alone: {_UNROUTED[name]}."
+def _run_in_graph(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, needs_backward: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output, lse and ticket of attention by the route that is active when the operator runs, so that one graph
+    serves all contexts."""
+    route = current() or _operator.route
+    if route is None:
+        raise PlanError("this code was compiled inside a context of Longspan, and none is active. Run it inside one.")
+    plan = route.plan(q, k, v, causal() if is_causal else None)
+    route.count("sdpa")
+    kernel, group = _kernel(q, k, v, not plan.mask.is_structured), route.mesh.get_group().group_name
+    others = plan.handle, group, kernel, scale, 0, True, needs_backward, False, "", ops.FORM
+    return ops.run_forward(q, k, v, [], None, *others)
 
 
-def _is_in_flex(frame: FrameType) -> bool:
-    """Return whether this frame is PyTorch's flex attention or a function that it calls. It checks its arguments before
-    it computes, and would raise for a block mask of the whole sequence with other advice. Compared by name: after a
-    graph break the compiler runs other code, named after it."""
-    caller = frame.f_back
-    return _is_flex(frame.f_code) or (caller is not None and _is_flex(caller.f_code))
+class _Operator(threading.local):
+    """The route of the operator that a mode calls: PyTorch disables a mode inside its handler."""
+
+    route: Route | None = None
+
+    @contextmanager
+    def of(self, route: Route) -> Iterator[None]:
+        self.route = route
+        try:
+            yield
+        finally:
+            self.route = None
 
 
-def _is_flex(code: CodeType) -> bool:
-    return code.co_filename == _FLEX_FILE and _FLEX_NAME in code.co_name
+_operator = _Operator()
+_routed_attention = ops.define_operator(
+    "longspan::routed_attention", _run_in_graph, lambda q, _, v, *__: ops.results_like(q, v)
+)
+ops.differentiate(
+    _routed_attention,
+    lambda q, k, v, *others: ops.attend(
+        q, k, v, [], None, *others, run=lambda q, k, v, _, __, *rest: _routed_attention(q, k, v, *rest)
+    ),
+)
+
+
+def _sdpa_in_graph(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Return attention as an operator of the graph that is traced; None if it has to run outside, or be refused."""
+    if isinstance(query, DTensor) or attn_mask is not None or dropout_p or query.ndim != 4 or key.ndim != 4:
+        return None
+    if query.shape[2] != key.shape[2] or not (enable_gqa or query.shape[1] == key.shape[1]):
+        return None
+    q, k, v = as_autocast(query), as_autocast(key), as_autocast(value)
+    needs_backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    out = _routed_attention(q, k, v, is_causal, None if scale is None else float(scale), needs_backward)[0]
+    return in_order_of(q, out)
 
 
 @torch.compiler.disable(reason="it refuses the call")
@@ -405,6 +619,82 @@ def _root_gradients(roots: Any, gradients: Any) -> tuple[Any, ...]:
         else gradient
         for root, gradient in zip(roots, gradients, strict=True)
     )
+
+
+# -- PyTorch's flex attention ------------------------------------------------------------------------------------------
+# The function gets other code instead of another function its name, because modules import it by name. The compiler
+# caches by code: what it compiled outside of contexts is not run inside, and is run again after them.
+
+torch_flex = FunctionType(flex_attention.__code__, flex_attention.__globals__, flex_attention.__name__)
+"""PyTorch's `flex_attention`, whatever code the function of that name runs."""
+torch_flex.__defaults__, torch_flex.__kwdefaults__ = flex_attention.__defaults__, flex_attention.__kwdefaults__
+_flex_lock = threading.Lock()
+_num_active = 0
+"""Active routes of all threads."""
+
+
+def _flex_attention(  # type: ignore[no-untyped-def]
+    query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False,
+    kernel_options=None, *, return_aux=None,
+):  # fmt: skip
+    from longspan.torch_api import routes  # the code runs with the globals of PyTorch's module
+
+    args = query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
+    result = routes.run_flex(*args, return_aux=return_aux) if routes.is_routed() else None
+    return routes.torch_flex(*args, return_aux=return_aux) if result is None else result
+
+
+def _parameters(function: FunctionType) -> tuple[object, ...]:
+    code = function.__code__
+    count = code.co_argcount + code.co_kwonlyargcount
+    return code.co_argcount, code.co_varnames[:count], function.__defaults__, function.__kwdefaults__
+
+
+if _parameters(_flex_attention) != _parameters(flex_attention):  # in a version of PyTorch that is not known
+    _flex_attention = torch_flex
+    _UNROUTED["flex_attention"] = (
+        "torch.nn.attention.flex_attention.flex_attention of this version of PyTorch cannot be routed: call"
+        " longspan.torch_api.flex_attention, or longspan.flex_attention with a plan"
+    )
+
+
+@torch.compiler.assume_constant_result
+def is_routed() -> bool:
+    """Return whether this thread has a route. Compiled code has guards on the types of modes, so it is a constant."""
+    return current() is not None
+
+
+@torch.compiler.disable(reason="inside a context of Longspan, attention runs outside compiled graphs")
+def run_flex(*args: Any, **kwargs: Any) -> Any:
+    route = current()
+    assert route is not None
+    return route.flex(*args, **kwargs)
+
+
+_special_functions = _torch.functions_named((*_SDPA, *_UNROUTED, *_FUSED, *_SOFTMAX, "backward", "grad")) | {
+    operator: name for name in _OPERATORS for operator in _torch.forms_of(getattr(torch.ops.longspan, name))
+}
+"""Functions that are not run unchanged, and their names."""
+_special_names = {getattr(function, "__name__", name): name for function, name in _special_functions.items()}
+
+
+@contextmanager
+def active(route: Route) -> Iterator[None]:
+    """Route the calls of this thread."""
+    _count_active(1)
+    try:
+        with Router(route):
+            yield
+    finally:
+        _count_active(-1)
+
+
+def _count_active(change: int) -> None:
+    global _num_active
+    with _flex_lock:
+        _num_active += change
+        if _num_active == max(change, 0):  # the first route, or none
+            flex_attention.__code__ = _flex_attention.__code__ if _num_active else torch_flex.__code__
 
 
 def routes() -> list[Route]:
