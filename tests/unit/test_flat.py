@@ -8,6 +8,7 @@ from longspan import layouts, masks, plan
 from longspan.kernels import kernel_named
 from longspan.layouts import Layout
 from longspan.run import moves, tables, walk
+from longspan.run.merge import merge
 from longspan.run.moves import Move, group_operations, levels_of
 from longspan.run.passes import Backward, Forward, Saved
 from longspan.run.recorder import Kind, Recorder
@@ -32,14 +33,14 @@ def drawn(seed, scheme):
         spans[int(draw.integers(4))].append((ends[i], ends[i + 1]))
     layout = Layout.from_spans(total, spans, name="drawn") if draw.random() < 0.6 else layouts.zigzag(total, 4)
     dims = [(8, 8), (8, 12), (5, 3)][int(draw.integers(3))]
-    dtype = [torch.float32, torch.bfloat16][int(draw.integers(2))]
+    dtype = [torch.float32, torch.bfloat16, torch.float64][int(draw.integers(3))]
     sizes = {"q_heads": 8, "kv_heads": 4, "head_dim": dims[0], "v_head_dim": dims[1], "batch": int(draw.integers(1, 3))}
     made = plan(mask, layout, scheme=scheme, dtype=dtype, keep=bool(draw.integers(2)), **sizes)
     generator = torch.Generator().manual_seed(seed)
     shapes = [(8, dims[0]), (4, dims[0]), (4, dims[1]), (8, dims[1])]
     inputs = [torch.randn(sizes["batch"], h, total, d, generator=generator).to(dtype) for h, d in shapes]
-    if draw.random() < 0.5:  # tokens before heads, as models have them
-        inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    if (dim := int(draw.integers(4))) in (2, 3):  # tokens before heads, as models have them, or features before tokens
+        inputs = [x.transpose(dim - 1, dim).contiguous().transpose(dim - 1, dim) for x in inputs]
     return made, inputs
 
 
@@ -141,6 +142,47 @@ def test_noted_operations_in_any_order_of_places(by_index):
             results = played.tensors(*rows)
         for found, wanted in zip(results, right, strict=True):
             assert torch.equal(found, wanted), seed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rows_of_any_strides_are_moved_and_filled_by_tables(dtype):
+    """Gradients may lie with their tokens last (`conv1d`), or be one number for all (`sum`); -inf has bits in the upper
+    half of a double only."""
+    for source in (torch.randn(2, 3, 8, 40).to(dtype).mT, torch.randn(()).to(dtype).expand(2, 3, 40, 8)):
+        played, right = Played(by_index=True), [torch.randn(2, 3, 40, 8).to(dtype) for _ in range(3)]
+        rows, of = [played.rows(t.clone()) for t in right], played.rows(source)
+        for at in range(0, 40, 4):  # more than FEW: fewer are filled by PyTorch
+            there, here = (
+                (slice(None), slice(1, 3), slice(at, at + 3)),
+                (slice(None), slice(1, 3), slice(36 - at, 39 - at)),
+            )
+            rows[0][there].copy_(of[here])
+            right[0][there] = source[here]
+            rows[1][there].add_(of[here])
+            right[1][there] += source[here]
+            rows[2][there].fill_(-torch.inf)
+            right[2][there] = -torch.inf
+        with models.installed():
+            results = played.tensors(*rows)
+        assert all(map(torch.equal, results, right))
+
+
+def test_a_part_of_a_message_is_merged():
+    """No plan merges from a message; the kernel, which takes tensors only, must not be used for it."""
+    played = Played(by_index=True)
+    state = [torch.randn(1, 2, 6, d) for d in (4, 1, 1)]
+    message = played.recorder.message(16 + 4 * 2 * 6 * 5)
+    parts = [torch.randn(1, 2, 6, d) for d in (4, 1)]
+    played.given[message.number] = torch.cat([torch.zeros(16), *(p.flatten() for p in parts)])[12:].view(torch.uint8)
+    out, lse = (
+        played.recorder.new(p.shape, p.dtype, inside=message, offset=at) for p, at in zip(parts, (16, 208), strict=True)
+    )
+    rows = [played.rows(t.clone()) for t in state]
+    played.recorder.note(Kind.MERGE, *rows, out, lse)
+    merge(state[0], *(t.squeeze(3) for t in state[1:]), parts[0], parts[1].squeeze(3))
+    with models.installed():
+        found = played.tensors(*rows)
+    assert all(map(torch.equal, found, state))
 
 
 def test_a_group_is_one_move_on_gpus():

@@ -86,18 +86,53 @@ def test_all_plans_together_are_bounded(monkeypatch):
         planning.set_table_limit()
 
 
+class Owner:
+    """As a program: its tables are 240 bytes."""
+
+    host_tables = HostTables([np.ones((3, 10), dtype=np.int64)], {})
+
+
 def test_tables_go_with_their_program():
-    cache = TableCache()
-
-    class Owner:
-        host_tables = HostTables([np.ones((3, 10), dtype=np.int64)], {})
-
-    owner = Owner()
+    cache, owner = TableCache(), Owner()
     cache.get(owner, META)
     assert cache.num_bytes(META) == 240
     del owner
     gc.collect()
     assert cache.num_bytes(META) == 0
+
+
+class Stream:
+    """Notes events that it waits for."""
+
+    def __init__(self):
+        self.waited = []
+
+    def record_event(self):
+        return self
+
+    def wait_event(self, event):
+        self.waited.append(event)
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_tables_in_a_graph_stay(is_other, monkeypatch):
+    """A graph has their address, whichever stream was captured; without a graph another stream waits for the copy."""
+    first, other = Stream(), Stream()
+    cache, owner, current, capturing = TableCache(), Owner(), [first], [False]
+    monkeypatch.setattr(tables, "stream_of", lambda _: current[0])
+    monkeypatch.setattr(tables, "is_capturing", lambda _: capturing[0])
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    table = weakref.ref(cache.get(owner, META).numbers)
+    current[0] = other if is_other else first
+    cache.get(owner, META)
+    assert (first.waited, other.waited) == ([], [first] if is_other else [])
+    capturing[0] = True
+    cache.get(owner, META)
+    assert len(other.waited) == is_other, "an event from outside of the capture"
+    del owner
+    gc.collect()
+    assert cache.num_bytes(META) == 0
+    assert table() is not None
 
 
 def test_a_limit_of_nothing_still_runs():

@@ -16,7 +16,7 @@ CELLS = 2048
 """Elements per program: twice as many use all registers of a thread."""
 KNOWN = 8192
 """Size of the caches of launch arguments: those of a plan are the same in every call."""
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Words as which rows are copied, by their bytes."""
 VECTOR = 16
 """Bytes that a thread reads at once."""
@@ -112,8 +112,9 @@ def _move_arguments(
         assert dim == 1 or form is None or form[3] == 1, "written rows must be dense"
     types = {(source[0], target[0]) for source, target in moves}
     if kind != "add" and all(a == b for a, b in types):
-        # Copies of words of any dtype are the same kernel. Rows are whole words, too.
-        word = gcd(4, unit, *(source[0].itemsize * source[1] for source, _ in moves))
+        # Copies of words of any dtype are the same kernel. Rows are whole words, too. Words of fills hold a value.
+        widest = max(4, *(source[0].itemsize for source, _ in moves))
+        word = gcd(widest, unit, *(source[0].itemsize * source[1] for source, _ in moves))
         dims = [source[0].itemsize * source[1] // word for source, _ in moves]
         as_types = (WORDS[word], WORDS[word])
     elif len(types) == 1:
@@ -133,6 +134,7 @@ def _move_arguments(
 @lru_cache(maxsize=64)
 def _fill_bits(value: float, dtype: torch.dtype, word: torch.dtype) -> int:
     """Return the value's bits, as often as they fit into a word."""
+    assert word.itemsize >= dtype.itemsize, f"a value of {dtype} does not fit into {word}"
     return int(torch.full((8,), value, dtype=dtype).view(word)[0])
 
 

@@ -411,10 +411,11 @@ class Move:
         return lines
 
     def _is_addressable(self, side: int) -> bool:
-        """Return whether one side of all lanes is in one message, or in one tensor."""
+        """Return whether one side of all lanes is in one message, or in one tensor; states and what is merged into them
+        must be tensors."""
         buffers = [lane.places[side][0] for lane in self.lanes]
         if is_part(buffers[0]):
-            return all(map(is_part, buffers))
+            return self.kind not in ALONE and all(map(is_part, buffers))
         return all(buffer is buffers[0] for buffer in buffers)
 
     def _lines(self, rows: int, flags: int) -> tuple[Ints, Ints]:

@@ -69,12 +69,13 @@ class DeviceTables:
         Return whether a CUDA graph is being captured, which has their address from now on. Its capture began after the
         copy: a device is synchronized before a capture.
         """
-        if self._stream is None or (stream := stream_of(device)) == self._stream:
+        if self._stream is None:
             return False
         if is_capturing(device):
             return True
-        stream.wait_event(self._copied)
-        self.numbers.record_stream(stream)
+        if (stream := stream_of(device)) != self._stream:
+            stream.wait_event(self._copied)
+            self.numbers.record_stream(stream)
         return False
 
 
