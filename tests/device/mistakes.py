@@ -131,7 +131,7 @@ MISTAKES = {
         methods=((tables, "copy_to_device", _table_from_overwritten_memory),), schedule=LATE
     ),
     "one pinned buffer serves all tables": Mistake(
-        methods=((tables, "copy_to_device", _table_from_one_buffer),), schedule=LATE
+        methods=((tables, "copy_to_device", _table_from_one_buffer),), schedule="all very late"
     ),
     # devices
     "tables of rows stay on the host": Mistake(
