@@ -42,7 +42,7 @@ def start(name, devices=4):
     _register_backend(name)
     from tests.kernel_models import rows
 
-    rows.install()
+    rows.install(_launch_rows)
     atexit.register(native.drain, True)  # kernels may be Python functions, which cannot run once Python has ended
 
 
@@ -216,6 +216,17 @@ def device(index=0):
     import torch
 
     return torch.device(form, index)
+
+
+def _launch_rows(function, args, constants):
+    """Enqueue a model of a Triton kernel, which takes memory of one device only."""
+    from tests.kernel_models.rows import Pointer, at_once
+
+    devices = {x.tensor.device for x in args if isinstance(x, Pointer)}
+    if len(devices) > 1:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {devices}")
+    aliases = [Pointer(native.cpu_alias(x.tensor), x.dtype) if isinstance(x, Pointer) else x for x in args]
+    native.launch(devices.pop().index, lambda: at_once(function, aliases, constants))
 
 
 PLAIN = {"kernel_delay": 0, "message_delay": 0, "late_kernels": 0, "late_messages": 0}
